@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -318,17 +316,6 @@ def half_way(sizes: dict[str, int]) -> dict[str, Any]:
         kinds = {(p.dtype, p.grad.dtype) for p in model.parameters()}
         results[name] = {"scores": scores.detach(), "kinds": kinds, "streams": streams}
     return results
-
-
-def fail(at: int) -> None:
-    if torch.distributed.get_rank() == at:
-        raise ValueError("this rank has had enough")
-    torch.distributed.barrier()
-
-
-def leave_pid_and_sleep(folder: str, seconds: float) -> None:
-    Path(folder, str(os.getpid())).touch()
-    time.sleep(seconds)
 
 
 def mlp_plan(network: torch.nn.Module) -> dict[str, str]:

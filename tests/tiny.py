@@ -62,6 +62,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+JAMBA: dict[str, Any] = {
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "num_experts": 2,
+    "mamba_d_state": 4,
+    "mamba_dt_rank": 4,
+    "num_hidden_layers": 2,
+}
+"""Of an architecture with state-space layers, which no forest can serve."""
+
 LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **ARCHITECTURES,
     "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
@@ -115,6 +125,24 @@ def tiny_language_model(name: str, *, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     factory: Any = AutoModelForCausalLM
     return factory.from_config(config, dtype=torch.float32).eval()
+
+
+def mixtral(num_hidden_layers: int = 2) -> Any:
+    """A language model whose three experts are joined in memory, and saved one by one."""
+    sizes = {"num_local_experts": 3, "num_experts_per_tok": 1}
+    config = AutoConfig.for_model(
+        "mixtral", **{**COMMON, **sizes, "num_hidden_layers": num_hidden_layers}
+    )
+    factory: Any = AutoModelForCausalLM
+    return factory.from_config(config)
+
+
+def draw_adapters(model: Any, std: float, part: str = "lora_") -> None:
+    """Give adapters weights; new ones add nothing."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if part in name:
+                parameter.normal_(std=std)
 
 
 def tiny_policy(

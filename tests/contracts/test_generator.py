@@ -44,9 +44,6 @@ def same(one, other, setup):
     assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
 
 
-# ------------------------------------------------------------------------------- what is drawn
-
-
 def test_there_is_one_completion_for_each_seed(setup):
     wanted = request(seeds=(5, 6, 7, 8))
     (found,) = draw(setup.generator, wanted)
@@ -142,9 +139,6 @@ def test_more_requests_than_there_is_room_for(setup):
         same(first, found[0], setup)
 
 
-# ---------------------------------------------------------------------------- where it ends
-
-
 def test_length_ends_a_completion(setup):
     (found,) = draw(setup.generator, request(seeds=range(8), max_new_tokens=5))
     for one in found:
@@ -205,9 +199,6 @@ def _plain_pair(text):
     )
 
 
-# ------------------------------------------------------------------------------- aborts
-
-
 def test_closing_the_iterator_aborts_what_is_left_of_the_request(setup):
     async def first_of_many():
         stream = setup.generator.generate(request(seeds=range(12), max_new_tokens=30))
@@ -234,9 +225,6 @@ def test_an_endless_request_does_not_outlive_its_task(setup):
 
     ((again,),) = draw(setup.generator, request(seeds=(4,), max_new_tokens=3))
     same(run(cancelled()), again, setup)
-
-
-# ---------------------------------------------------------------------- weights, sleep and death
 
 
 def test_new_weights_are_drawn_from_and_reported(make):
@@ -345,9 +333,6 @@ def test_closing_ends_open_requests(make):
 
         with pytest.raises(EngineError, match="closed"):
             run(closed_meanwhile())
-
-
-# ----------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(

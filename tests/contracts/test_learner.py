@@ -77,9 +77,6 @@ def learner(makers, kind):
     return makers(kind)
 
 
-# ---------------------------------------------------------------------------------------- learning
-
-
 def test_an_update_moves_the_model_by_its_rate_and_the_schedule_goes_on(learner, kind):
     rate = learner.learning_rate
     before = work.asked(learner, 4)
@@ -107,9 +104,6 @@ def test_what_teaches_nothing_moves_nothing(makers):
     assert (update.failure, update.metrics) == (NOTHING_TO_LEARN, {})
     assert learner.learning_rate == rate
     assert all(torch.equal(a, b) for a, b in zip(before, work.asked(learner, 4), strict=True))
-
-
-# ------------------------------------------------------------------------------------- being asked
 
 
 def test_outputs_come_in_order_and_one_by_one(learner, kind):
@@ -153,9 +147,6 @@ def test_the_reference_does_not_learn(makers):
     after = work.asked(learner, 3, of="reference")
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert not torch.equal(work.asked(learner, 1)[0], before[0])
-
-
-# ---------------------------------------------------------------------------------- weights, saving
 
 
 def test_the_weights_are_those_that_hugging_face_loads(learner, kind, directories):

@@ -1,10 +1,8 @@
 """What `Preparers` promise over every group whose processes can be lost."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import time
 from functools import partial
 from typing import Any
 
@@ -12,7 +10,7 @@ import psutil
 import pytest
 
 import scoring_groups
-from laurel.rewards.preparing import WORKER, Prepared, Preparers, prepared_by
+from laurel.rewards.preparing import WORKER, Preparers, prepared_by
 from laurel.run.allocation import BESIDE_CPUS
 from laurel.types import Message, group_of
 from laurel.workers.spawned import SpawnedGroup
@@ -30,29 +28,29 @@ LIMIT = 20.0
 class Made:
     """Preparers, and the process of each of their workers."""
 
-    def __init__(self, make_group: Any) -> None:
+    def __init__(self, make_group):
         self.said: list[str] = []
         self.contract = scoring_groups.local(True).contract
         self.preparers = Preparers(self.contract, 2, make_group, say=self.said.append)
 
-    def pids(self) -> list[int]:
+    def pids(self):
         return [
             group._process.pid if isinstance(group, SpawnedGroup) else group._pids[0]  # type: ignore[attr-defined]
-            for group in self.preparers.groups
+            for group in (replica.value for replica in self.preparers.workers.replicas)
         ]
 
-    def signal_all(self, number: signal.Signals) -> None:
+    def signal_all(self, number):
         for pid in self.pids():
             os.kill(pid, number)
 
-    def prepared(self) -> list[Any]:
+    def prepared(self):
         return plain(self.preparers.prepare(GROUPS))
 
-    def expected(self) -> list[Any]:
+    def expected(self):
         return plain(prepared_by(self.contract, GROUPS))
 
 
-def plain(prepared: Sequence[Prepared]) -> list[Any]:
+def plain(prepared):
     return [
         (tokens.trunk_ids.tolist(), [ids.tolist() for ids in tokens.branches_ids_G], failures)
         for tokens, failures in prepared
@@ -61,7 +59,7 @@ def plain(prepared: Sequence[Prepared]) -> list[Any]:
 
 
 @pytest.fixture(scope="module", params=["spawned", "ray"])
-def made(request: pytest.FixtureRequest) -> Iterator[Made]:
+def made(request):
     make: Any = partial(SpawnedGroup, WORKER, limit=LIMIT)
     if request.param == "ray":
         ray_actor = pytest.importorskip("laurel.workers.ray_actor", exc_type=ImportError)
@@ -74,7 +72,7 @@ def made(request: pytest.FixtureRequest) -> Iterator[Made]:
     assert not any(map(psutil.pid_exists, left))
 
 
-def test_they_prepare_what_one_process_does(made: Made) -> None:
+def test_they_prepare_what_one_process_does(made):
     assert len(made.expected()) == len(GROUPS)
     assert made.prepared() == made.expected()
     assert made.said == []
@@ -82,14 +80,15 @@ def test_they_prepare_what_one_process_does(made: Made) -> None:
 
 @pytest.mark.slow_parameters("spawned-stopped", "ray-killed", "ray-stopped")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_those_that_are_lost_are_replaced_and_their_work_is_done(
-    made: Made, number: signal.Signals
-) -> None:
+def test_those_that_are_lost_are_replaced_and_their_work_is_done(made, number):
     before = made.pids()
     del made.said[:]
     made.signal_all(number)
     assert made.prepared() == made.expected()
+    while made.preparers.workers.num_ready < 2:
+        time.sleep(0.01)
     assert not set(made.pids()) & set(before)
-    assert len(made.said) == 2
+    lost = [line for line in made.said if "was lost" in line]
+    assert len(lost) == 2
     why = "died in prepare" if number == signal.SIGKILL else f"within {LIMIT:g} s"
-    assert all(why in line and "it is replaced" in line for line in made.said)
+    assert all(why in line and "it is started again" in line for line in lost)

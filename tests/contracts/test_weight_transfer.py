@@ -95,9 +95,6 @@ def play():
         yield start
 
 
-# ---------------------------------------------------------------------------------------- every way
-
-
 def test_what_arrives_is_what_was_sent(play, way):
     """Of all dtypes and shapes; twice, by processes that know each other the second time."""
     playing = play(way)
@@ -194,9 +191,6 @@ def test_a_learner_that_dies_ends_the_run(play, way):
     with pytest.raises(WorkerError, match="policy rank 0") as raised:
         playing.give(2)
     assert raised.value.is_lost
-
-
-# ------------------------------------------------------------------------------- broadcasting alone
 
 
 def test_a_broadcast_that_breaks_ends_through_rays_store(play):

@@ -75,9 +75,6 @@ def pair(slots):
         group.shutdown()
 
 
-# ------------------------------------------------------------------------------- every worker group
-
-
 def test_calls_and_their_results_in_the_order_of_the_ranks(make):
     group = make(Worker, 10, scale=2)
     ranks = range(group.size)
@@ -186,9 +183,6 @@ def test_a_world_of_any_size_sums(make):
     # 0.5 * (1 + 2 + ... + size)
     total = 0.5 * group.size * (group.size + 1) / 2
     assert group.call("total", 0.5) == [(total, rank, group.size) for rank in range(group.size)]
-
-
-# ------------------------------------------------------------------------------------ processes
 
 
 def gone(pids, seconds=5.0):

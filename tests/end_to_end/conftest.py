@@ -1,10 +1,5 @@
 """What tests of `laurel eval` share: a warm command, and a small reward model."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from reward_models import small_model, write_model
@@ -12,14 +7,14 @@ from runs import WarmCommand
 
 
 @pytest.fixture(scope="module")
-def laurel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmCommand]:
+def laurel(tmp_path_factory):
     command = WarmCommand(tmp_path_factory.mktemp("warm"))
     yield command
     command.close()
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     write_model(small_model(), directory)
     return directory

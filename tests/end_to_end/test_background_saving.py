@@ -1,17 +1,12 @@
 """Runs that train on while their checkpoints are written: the same checkpoints, whole or absent."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +15,7 @@ from torch import Tensor
 import learner_work as work
 from laurel.errors import CheckpointError, WorkerError
 from laurel.models.checkpoint import export
-from laurel.models.checkpoint.store import CheckpointStore, SaveUnderWay, verify
+from laurel.models.checkpoint.store import CheckpointStore, verify
 from laurel.training import learner as local_learner
 from laurel.training.learner import LocalLearner
 from process_group import ProcessGroup
@@ -46,20 +41,17 @@ OFTEN = (
 
 
 @pytest.fixture(scope="module")
-def in_front(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def in_front(tmp_path_factory):
     """A run of 12 steps that waits for each of its checkpoints."""
     directory = tmp_path_factory.mktemp("in_front")
     train(settings(directory, *OFTEN, "checkpointing.in_background=false"))
     return directory
 
 
-# ---------------------------------------------------------------------------------- in one process
-
-
 class OneStepLate:
     """Lets weights be written in the background only when the step after theirs has been taken."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self._taken = threading.Condition()
         self._num_taken = 0
         self.written: list[int] = []
@@ -67,14 +59,14 @@ class OneStepLate:
         monkeypatch.setattr(LocalLearner, "update", lambda *given: self._counted(*given))
         monkeypatch.setattr(export, "write_weights", self._late)
 
-    def _counted(self, *given: Any) -> Any:
+    def _counted(self, *given):
         update = self._update(*given)
         with self._taken:
             self._num_taken += 1
             self._taken.notify_all()
         return update
 
-    def _late(self, directory: Path, files: Any) -> None:
+    def _late(self, directory, files):
         if threading.current_thread() is not threading.main_thread():
             name = re.match(r"\.tmp-step_(\d+)-", directory.name)
             assert name is not None
@@ -85,8 +77,8 @@ class OneStepLate:
 
 
 def test_what_is_saved_behind_later_steps_is_what_is_saved_in_front_of_them(
-    tmp_path: Path, in_front: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, in_front, monkeypatch
+):
     late = OneStepLate(monkeypatch)
     done = train(settings(tmp_path, *OFTEN, BEHIND))
     assert late.written == [3, 6, 9], "the last save has nothing to be behind of"
@@ -104,9 +96,7 @@ def test_what_is_saved_behind_later_steps_is_what_is_saved_in_front_of_them(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 9])
-def test_resumed_from_behind_equals_resumed_from_in_front(
-    tmp_path: Path, in_front: Path, step: int
-) -> None:
+def test_resumed_from_behind_equals_resumed_from_in_front(tmp_path, in_front, step):
     changes = [*OFTEN, BEHIND, f"rm.max_num_steps={step + 1}"]
     train(settings(tmp_path, *changes))
     shutil.rmtree(tmp_path / "saves" / f"step_{step + 1}")
@@ -115,12 +105,10 @@ def test_resumed_from_behind_equals_resumed_from_in_front(
     assert_equal_runs(in_front, tmp_path, last=STEPS)
 
 
-def test_a_disk_that_refuses_in_the_background_costs_one_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_refuses_in_the_background_costs_one_checkpoint(tmp_path, monkeypatch):
     write = export.write_weights
 
-    def refuse(directory: Path, files: Any) -> None:
+    def refuse(directory, files):
         if directory.name.startswith((".tmp-step_3-", ".tmp-step_6-", ".tmp-step_11-")):
             raise OSError(28, "No space left on device")
         write(directory, files)
@@ -140,7 +128,7 @@ def test_a_disk_that_refuses_in_the_background_costs_one_checkpoint(
     assert names == {"step_9", "step_12"}
     assert sorted(series(tmp_path / "twice", "train/loss")) == list(range(1, STEPS + 1))
 
-    def refuse_the_last(directory: Path, files: Any) -> None:
+    def refuse_the_last(directory, files):
         if directory.name.startswith(".tmp-step_9-"):
             raise OSError(28, "No space left on device")
         write(directory, files)
@@ -151,13 +139,11 @@ def test_a_disk_that_refuses_in_the_background_costs_one_checkpoint(
     assert done.outcome.latest == tmp_path / "once" / "saves" / "step_12", "it had a failure before"
 
 
-def test_a_run_that_fails_keeps_the_checkpoint_that_was_under_way(
-    tmp_path: Path, in_front: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_keeps_the_checkpoint_that_was_under_way(tmp_path, in_front, monkeypatch):
     late = OneStepLate(monkeypatch)
     update = LocalLearner.update
 
-    def failing(self: LocalLearner, *given: Any) -> Any:
+    def failing(self, *given):
         found = update(self, *given)
         if late._num_taken == 4:
             raise ZeroDivisionError
@@ -172,8 +158,6 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_was_under_way(
     assert manifest_hashes(saves / "step_3") == manifest_hashes(in_front / "saves" / "step_3")
 
 
-# --------------------------------------------------------------------------------------- signals
-
 LARGE = (
     "policy.scratch.hidden_size=256",
     "policy.scratch.num_layers=4",
@@ -185,12 +169,12 @@ LARGE = (
 """Twelve megabytes of weights: written for longer than it takes to stop a process."""
 
 
-def is_under_way(saves: Path) -> bool:
+def is_under_way(saves):
     """A checkpoint is being written or sealed, and lacks what is written last."""
     return any(not (path / "MANIFEST.json").exists() for path in saves.glob(".tmp-*"))
 
 
-def stop_in_a_save(process: subprocess.Popen[bytes], directory: Path) -> None:
+def stop_in_a_save(process, directory):
     """Stop a process that trains on while a checkpoint is under way."""
     while True:
         wait_until(lambda: is_under_way(directory / "saves"), process)
@@ -201,12 +185,12 @@ def stop_in_a_save(process: subprocess.Popen[bytes], directory: Path) -> None:
         process.send_signal(signal.SIGCONT)
 
 
-def has_a_whole_one(tmp_path: Path) -> bool:
+def has_a_whole_one(tmp_path):
     return CheckpointStore(tmp_path / "saves").newest_whole().path is not None
 
 
 @pytest.fixture
-def under_way(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def under_way(tmp_path):
     """A run that has been stopped in the middle of a background save."""
     process = start(settings(tmp_path, *LARGE), log=tmp_path / "log.txt")
     try:
@@ -219,9 +203,7 @@ def under_way(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.slow
-def test_sigterm_in_a_background_save_ends_with_all_checkpoints_whole(
-    tmp_path: Path, under_way: subprocess.Popen[bytes]
-) -> None:
+def test_sigterm_in_a_background_save_ends_with_all_checkpoints_whole(tmp_path, under_way):
     (partly,) = (tmp_path / "saves").glob(".tmp-*")
     step = partly.name.split("-")[1]
     under_way.send_signal(signal.SIGTERM)
@@ -242,9 +224,7 @@ def test_sigterm_in_a_background_save_ends_with_all_checkpoints_whole(
 
 
 @pytest.mark.slow
-def test_kill_9_in_a_background_save_leaves_whole_checkpoints(
-    tmp_path: Path, under_way: subprocess.Popen[bytes]
-) -> None:
+def test_kill_9_in_a_background_save_leaves_whole_checkpoints(tmp_path, under_way):
     (partly,) = (tmp_path / "saves").glob(".tmp-*")
     under_way.kill()
     under_way.wait()
@@ -260,20 +240,17 @@ def test_kill_9_in_a_background_save_leaves_whole_checkpoints(
     assert not partly.exists()
 
 
-# ------------------------------------------------------------------------------------- over ranks
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return work.write("policy", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
-def two_ranks() -> Iterator[Callable[[Path], Any]]:
+def two_ranks():
     """Makes learners over two processes that share the weights."""
     made = []
 
-    def make(directory: Path) -> Any:
+    def make(directory):
         group = partial(ProcessGroup, "policy", 2)
         made.append(work.grouped("policy", directory, group, {"dp_shard": 2}))
         return made[-1]
@@ -283,10 +260,10 @@ def two_ranks() -> Iterator[Callable[[Path], Any]]:
         learner.shutdown()
 
 
-def begin(store: CheckpointStore, learner: Any, step: int, **options: bool) -> SaveUnderWay:
+def begin(store, learner, step, **options):
     """Begin to save a learner, as runs do."""
 
-    def write(directory: Path) -> Callable[[bool], float | None]:
+    def write(directory):
         (directory / "training").mkdir()
         learner.export(directory, "", **options)
         learner.save_state(directory / "training", {"step": step}, **options)
@@ -295,15 +272,13 @@ def begin(store: CheckpointStore, learner: Any, step: int, **options: bool) -> S
     return store.begin(step, write)
 
 
-def take_step(learner: Any) -> None:
+def take_step(learner):
     update = learner.update(work.micro_batches("policy", [[0], [1, 2], [3]]), work.loss("policy"))
     assert update.failure is None
 
 
 @pytest.mark.slow
-def test_ranks_resume_from_behind_as_from_in_front(
-    tmp_path: Path, model: Path, two_ranks: Callable[[Path], Any]
-) -> None:
+def test_ranks_resume_from_behind_as_from_in_front(tmp_path, model, two_ranks):
     learner = two_ranks(model)
     take_step(learner)
     with CheckpointStore(tmp_path / "saves") as store:
@@ -332,8 +307,8 @@ def test_ranks_resume_from_behind_as_from_in_front(
 @pytest.mark.slow_parameters("True")
 @pytest.mark.parametrize("is_awaited", [False, True])
 def test_a_rank_that_dies_while_it_writes_costs_the_run_and_no_checkpoint(
-    tmp_path: Path, model: Path, two_ranks: Callable[[Path], Any], is_awaited: bool
-) -> None:
+    tmp_path, model, two_ranks, is_awaited
+):
     learner = two_ranks(model)
     with CheckpointStore(tmp_path / "saves") as store:
         before = begin(store, learner, 1).finish()

@@ -1,13 +1,11 @@
 """What cannot be used gets one clear message and exit status 2, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +30,14 @@ GOOD_ROWS = [ranked(f"q {i}?", {f"good {i}": 0, f"bad {i}": 1}) for i in range(4
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmCommand]:
+def warm(tmp_path_factory):
     """For refusals that come after torch is loaded."""
     command = WarmCommand(tmp_path_factory.mktemp("warm"))
     yield command
     command.close()
 
 
-def refused(directory: Path, overrides: Sequence[str], *, warm: WarmCommand | None = None) -> str:
+def refused(directory, overrides, *, warm=None):
     """The message of a run that must be refused; checks all that every refusal has."""
     before = sorted(path for path in directory.rglob("*"))
     done = warm(["rm", *overrides]) if warm is not None else run(overrides)
@@ -52,55 +50,28 @@ def refused(directory: Path, overrides: Sequence[str], *, warm: WarmCommand | No
     return done.stderr
 
 
-# ------------------------------------------------------------------------------------------- rows
-
 ROWS: dict[str, tuple[list[Any], list[str], str]] = {
     "malformed JSON": (
         [*GOOD_ROWS[:2], '{"context": [', *GOOD_ROWS[2:]],
         [PREFERENCES],
         r"rows\.jsonl:3: .*JSON",
     ),
-    "not an object": ([*GOOD_ROWS, "[1, 2]"], [PREFERENCES], r"rows\.jsonl:5: "),
     "missing key": (
         [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "chosen": "a"}],
         ["data.dataset_name=BinaryPreferenceDataset"],
         r"rows\.jsonl:2: .*rejected",
-    ),
-    "missing rank": (
-        [
-            *GOOD_ROWS,
-            {
-                "context": GOOD_ROWS[0]["context"],
-                "completions": [{"completion": [{"role": "assistant", "content": "x"}]}] * 2,
-            },
-        ],
-        [PREFERENCES],
-        r"rows\.jsonl:5: .*rank",
-    ),
-    "equal ranks": (
-        [*GOOD_ROWS, ranked("tie?", {"a": 1, "b": 1})],
-        [PREFERENCES, "data.ties=error"],
-        r"rows\.jsonl:5.*(tie|rank)",
     ),
     "nothing left": (
         [ranked("tie?", {"a": 1, "b": 1}), ranked("empty?", {"": 0, "b": 1}), *GOOD_ROWS[:0]],
         [PREFERENCES],
         r"nothing is left of 2 rows\. Left out: .*1 tie.*rows\.jsonl:1",
     ),
-    "empty file": ([], [PREFERENCES], r"rows\.jsonl"),
-    "half a surrogate pair": (
-        [*GOOD_ROWS, ranked("\ud800?", {"a": 0, "b": 1})],
-        [PREFERENCES],
-        r"rows\.jsonl:5: .*surrogate",
-    ),
 }
 
 
-@pytest.mark.slow_parameters(
-    "not an object", "equal ranks", "nothing left", "empty file", "half a surrogate pair"
-)
+@pytest.mark.slow_parameters("nothing left")
 @pytest.mark.parametrize("case", ROWS)
-def test_rows(tmp_path: Path, case: str) -> None:
+def test_rows(tmp_path, case):
     rows, changes, message = ROWS[case]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     said = refused(
@@ -109,19 +80,14 @@ def test_rows(tmp_path: Path, case: str) -> None:
     assert re.search(message, said), said
 
 
-# ----------------------------------------------------------------------------------- configuration
-
 KEYS: dict[str, tuple[list[str], str]] = {
     "unknown key": (["rm.max_num_epoch=3"], r"rm\.max_num_epoch.*max_num_epochs"),
-    "unknown section": (["polici.model_name=x"], r"polici.*policy"),
     "wrong type": (["rm.seed=abc"], r"rm\.seed"),
-    "out of range": (["rm.loss.label_smoothing=0.7"], r"rm\.loss\.label_smoothing"),
     "no override": (["nonsense"], r"nonsense"),
     "unknown data set": (
         ["data.dataset_name=HelpSter3"],
         r"HelpSter3 is unknown\. Did you mean HelpSteer3\?",
     ),
-    "no such file": (["data.train_data_path=nowhere/rows.jsonl"], r"nowhere/rows\.jsonl"),
     "unknown metric": (
         ["checkpointing.metric_name=val_lossy"],
         r"metric_name=val_lossy: .*It can measure: validation-default_loss, .*train_loss",
@@ -143,28 +109,20 @@ KEYS: dict[str, tuple[list[str], str]] = {
         ["checkpointing.checkpoint_dir={rows}/saves"],
         r"cannot write checkpoints to .*train\.jsonl/saves.*Not a directory",
     ),
-    "another kind of loss": (
-        ["rm.loss.type=regression"],
-        r"reward_model_type=bradley_terry does not fit",
-    ),
 }
 
 
 @pytest.mark.slow_parameters(
     "unknown key",
-    "unknown section",
-    "out of range",
     "unknown data set",
-    "no such file",
     "unknown metric",
     "padded rows over two",
     "no time",
     "no such directory",
     "checkpoints in a file",
-    "another kind of loss",
 )
 @pytest.mark.parametrize("case", KEYS)
-def test_keys(tmp_path: Path, case: str) -> None:
+def test_keys(tmp_path, case):
     changes, message = KEYS[case]
     rows = write_rows(tmp_path / "train.jsonl", pairs(12))
     overrides = settings(tmp_path, *(c.replace("{rows}", str(rows)) for c in changes), rows=rows)
@@ -173,7 +131,7 @@ def test_keys(tmp_path: Path, case: str) -> None:
     assert not imported_by(overrides) & {"torch", "transformers"}, "told before they are loaded"
 
 
-def imported_by(overrides: Sequence[str]) -> set[str]:
+def imported_by(overrides):
     """Modules that `laurel rm` imports until it refuses."""
     command = [sys.executable, "-X", "importtime", "-m", "laurel", "rm", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
@@ -183,7 +141,7 @@ def imported_by(overrides: Sequence[str]) -> set[str]:
     return modules
 
 
-def test_a_file_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_file_is_named_with_its_line(tmp_path):
     config = tmp_path / "rm.yaml"
     config.write_text("rm:\n  seed: 3\n  val_perriod: 4\n", encoding="utf-8")
     said = refused(tmp_path, ["--config", str(config)])
@@ -194,26 +152,11 @@ def test_a_file_is_named_with_its_line(tmp_path: Path) -> None:
     assert "rn.yaml" in said
 
 
-# ---------------------------------------------------------------------------- models and tokenizers
-
-
-def language_model(directory: Path) -> list[str]:
+def language_model(directory):
     return [f"policy.model_name={save_model(directory / 'model')}"]
 
 
-def two_labels(directory: Path) -> list[str]:
-    return [f"policy.model_name={save_model(directory / 'model', num_labels=2)}"]
-
-
-def pads_with_eos(directory: Path) -> list[str]:
-    return [f"policy.model_name={save_model(directory / 'model', pad_token='<|im_end|>')}"]
-
-
-def no_template(directory: Path) -> list[str]:
-    return [f"policy.model_name={save_model(directory / 'model', chat_template=None)}"]
-
-
-def no_system(directory: Path) -> list[str]:
+def no_system(directory):
     """As Gemma's: a conversation that begins with a system message is an error."""
     template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
@@ -234,16 +177,9 @@ MODELS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         r"no-such/model.* cannot be|"
         r"no-such/model: no tokenizer",
     ),
-    "two labels": (two_labels, r"score\.weight has 2 outputs and this run needs 1"),
-    "pad is eos": (pads_with_eos, r"pads with its end-of-sequence token.*pad_token=auto"),
-    "no template": (no_template, r"no chat template.*chat_template.* chatml"),
     "template without system": (
         no_system,
         r"train\.jsonl:\d+: .*roles \[system, user, assistant\].*not supported",
-    ),
-    "optimizer typo": (
-        lambda d: [*language_model(d), "policy.optimizer.name=torch.optim.AdmW"],
-        r"torch\.optim\.AdmW: no such class\. Did you mean torch\.optim\.AdamW\?",
     ),
     "optimizer argument": (
         lambda d: [*language_model(d), "+policy.optimizer.kwargs.momentum=0.9"],
@@ -260,9 +196,9 @@ MODELS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
 }
 
 
-@pytest.mark.slow_parameters("no such model", "two labels")
+@pytest.mark.slow_parameters("no such model")
 @pytest.mark.parametrize("case", MODELS)
-def test_models(tmp_path: Path, warm: WarmCommand, case: str) -> None:
+def test_models(tmp_path, warm, case):
     make, message = MODELS[case]
     rows = write_rows(tmp_path / "train.jsonl", pairs(12))
     overrides = settings(tmp_path, *make(tmp_path), "data.split_validation_size=0", rows=rows)
@@ -270,7 +206,7 @@ def test_models(tmp_path: Path, warm: WarmCommand, case: str) -> None:
     assert re.search(message, said), said
 
 
-def test_a_language_model_becomes_a_reward_model(tmp_path: Path) -> None:
+def test_a_language_model_becomes_a_reward_model(tmp_path):
     """The counterpart: the same directory with nothing wrong is trained."""
     rows = write_rows(tmp_path / "train.jsonl", pairs(12))
     overrides = settings(tmp_path, *language_model(tmp_path), rows=rows)
@@ -279,7 +215,7 @@ def test_a_language_model_becomes_a_reward_model(tmp_path: Path) -> None:
     assert "the reward head is new and random" in done.text
 
 
-def test_a_soft_label_that_the_loss_cannot_use(tmp_path: Path, warm: WarmCommand) -> None:
+def test_a_soft_label_that_the_loss_cannot_use(tmp_path, warm):
     rows = [{**row, "p": 0.8} for row in pairs(12)]
     path = write_rows(tmp_path / "train.jsonl", rows)
     changes = ["rm.loss.type=plackett_luce", "data.target_key=p"]
@@ -287,10 +223,7 @@ def test_a_soft_label_that_the_loss_cannot_use(tmp_path: Path, warm: WarmCommand
     assert re.search(r"train\.jsonl:1: a soft label \(0\.8\)", said), said
 
 
-# ------------------------------------------------------------------------------------- checkpoints
-
-
-def test_a_checkpoint_that_scores_otherwise_is_refused(tmp_path: Path, warm: WarmCommand) -> None:
+def test_a_checkpoint_that_scores_otherwise_is_refused(tmp_path, warm):
     """Whole by its hashes, but the golden scores are of another model."""
     done = train(settings(tmp_path, "rm.max_num_steps=2"))
     saved = done.outcome.latest
@@ -305,7 +238,7 @@ def test_a_checkpoint_that_scores_otherwise_is_refused(tmp_path: Path, warm: War
     assert re.search(r"golden conversation scores \S+ here and scored 42", said), said
 
 
-def test_a_foreign_directory_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_foreign_directory_is_refused_and_left_alone(tmp_path):
     foreign = tmp_path / "saves" / "step_5"
     foreign.mkdir(parents=True)
     (foreign / "pytorch_model.bin").write_bytes(b"not ours")

@@ -1,11 +1,7 @@
 """Benchmarks as validation sets of `laurel rm`, and of the judge of `laurel grpo`."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +17,7 @@ SUBSETS = ("mt-bench-easy", "llmbar-natural", "donotanswer", "hep-go")
 """One of each section."""
 
 
-def bench_rows(count: int = 40) -> list[dict[str, Any]]:
+def bench_rows(count=40):
     """Rows that follow the rule of `runs.pairs`, but for those of Chat Hard, which turn it round:
     the more a model learns, the worse it is at them."""
     rows = []
@@ -41,7 +37,7 @@ def bench_rows(count: int = 40) -> list[dict[str, Any]]:
     return rows
 
 
-def list_rows() -> list[dict[str, Any]]:
+def list_rows():
     return [
         {
             "prompt": f"question {i}?",
@@ -57,7 +53,7 @@ def list_rows() -> list[dict[str, Any]]:
     ]
 
 
-def benches(directory: Path, **more: str) -> dict[str, str]:
+def benches(directory, **more):
     """Settings of two validation sets that are benchmarks, as text of the command line."""
     rows = write_rows(directory / "bench.jsonl", bench_rows())
     lists = write_rows(directory / "lists.jsonl", list_rows())
@@ -68,14 +64,14 @@ def benches(directory: Path, **more: str) -> dict[str, str]:
     }
 
 
-def settings(directory: Path, *changes: str, sets: dict[str, str] | None = None) -> list[str]:
+def settings(directory, *changes, sets=None):
     directory.mkdir(parents=True, exist_ok=True)
     sets = benches(directory) if sets is None else sets
     named = ", ".join(f"{name}: {block}" for name, block in sets.items())
     return runs.settings(directory, f"data.val_data_paths={{{named}}}", *changes)
 
 
-def evaluated(model: Path, name: Any, data: Path, output: Path) -> dict[str, Any]:
+def evaluated(model, name, data, output):
     """What `laurel eval` finds of a model."""
     scorer = EvalScorer(model=str(model), options=ScorerSpec(device="cpu"), cpu_threads=1)
     run_benchmark(
@@ -86,7 +82,7 @@ def evaluated(model: Path, name: Any, data: Path, output: Path) -> dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, runs.Finished]:
+def finished(tmp_path_factory):
     """Three checkpoints, the best by a figure of a benchmark."""
     directory = tmp_path_factory.mktemp("run")
     small = f"{{benchmark: reward-bench, data_path: {directory}/bench.jsonl, max_samples: 10}}"
@@ -104,18 +100,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, runs.Finis
     return directory, runs.train(changes)
 
 
-# ---------------------------------------------------------------------------------- reward models
-
-
-def test_every_figure_is_that_of_laurel_eval(
-    finished: tuple[Path, runs.Finished], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_figure_is_that_of_laurel_eval(finished, tmp_path, capsys):
     directory, _ = finished
     for step in (3, 6, 9):
         model = directory / "saves" / f"step_{step}"
         said = evaluated(model, "reward-bench", directory / "bench.jsonl", tmp_path / f"r{step}")
 
-        def logged(name: str, step: int = step) -> float:
+        def logged(name, step=step):
             return series(directory, f"validation-Rewards/{name}")[step]
 
         assert logged("final_score") == said["final"]["value"]
@@ -141,7 +132,7 @@ def test_every_figure_is_that_of_laurel_eval(
     )
 
 
-def test_what_is_said_and_kept(finished: tuple[Path, runs.Finished]) -> None:
+def test_what_is_said_and_kept(finished):
     directory, run = finished
     assert "bench   validation-Rewards: RewardBench" in run.text
     assert "bench.jsonl: 40 of 40 rows" in run.text
@@ -165,7 +156,7 @@ def test_what_is_said_and_kept(finished: tuple[Path, runs.Finished]) -> None:
     assert report["validation-Small"]["num_read"] == 40
 
 
-def test_the_best_is_best_by_the_benchmark(finished: tuple[Path, runs.Finished]) -> None:
+def test_the_best_is_best_by_the_benchmark(finished):
     directory, run = finished
     figures = series(directory, "validation-Rewards/chat_hard")
     best = runs.metric_of(directory / "saves" / runs.best_name(run))
@@ -175,7 +166,7 @@ def test_the_best_is_best_by_the_benchmark(finished: tuple[Path, runs.Finished])
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_the_best(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_best(tmp_path):
     common = (
         "rm.max_num_epochs=9",
         "rm.val_period=2",
@@ -193,7 +184,7 @@ def test_a_resumed_run_keeps_the_best(tmp_path: Path) -> None:
         assert series(broken, key) == series(straight, key)
 
 
-def test_only_benchmarks_are_enough(tmp_path: Path) -> None:
+def test_only_benchmarks_are_enough(tmp_path):
     changes = (
         "data.split_validation_size=0",
         "rm.max_num_steps=2",
@@ -231,16 +222,14 @@ def test_only_benchmarks_are_enough(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_metric_that_is_never_measured_ends_the_run_early(
-    tmp_path: Path, changes: Sequence[str], told: str
-) -> None:
+def test_a_metric_that_is_never_measured_ends_the_run_early(tmp_path, changes, told):
     with pytest.raises(ConfigError, match=told):
         runs.train(settings(tmp_path, *changes))
     assert not (tmp_path / "saves").exists()
     assert not (tmp_path / "logs").exists()
 
 
-def test_rows_that_cannot_be_used_end_the_run_early(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_used_end_the_run_early(tmp_path):
     other = write_rows(tmp_path / "pairs.jsonl", bench_rows(2))
     sets = {"Judged": f"{{benchmark: judge-bench, data_path: {other}}}"}
     with pytest.raises(DataError, match=r"Judged \(benchmark judge-bench\): .*pairs.jsonl:1"):
@@ -254,13 +243,8 @@ def test_rows_that_cannot_be_used_end_the_run_early(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "logs").exists()
 
 
-# ------------------------------------------------------------------------------------------- GRPO
-
-
 @pytest.fixture(scope="module")
-def judged(
-    finished: tuple[Path, runs.Finished], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[str], runs.Finished]:
+def judged(finished, tmp_path_factory):
     """A run whose judge is measured before it, with two validation sets of tasks."""
     directory, _ = finished
     root = tmp_path_factory.mktemp("grpo")
@@ -292,9 +276,7 @@ def judged(
     return root, changes, grpo(changes)
 
 
-def test_the_judge_is_measured_once_before_the_first_step(
-    finished: tuple[Path, runs.Finished], judged: tuple[Path, list[str], runs.Finished]
-) -> None:
+def test_the_judge_is_measured_once_before_the_first_step(finished, judged):
     directory, (root, _, run) = finished[0], judged
     steps = metrics_of(root)
     found = {k: v for k, v in steps[0].items() if k.startswith("reward_model/")}
@@ -308,9 +290,7 @@ def test_the_judge_is_measured_once_before_the_first_step(
     assert not [k for step in (1, 2) for k in steps[step] if k.startswith("reward_model/")]
 
 
-def test_named_sets_of_tasks_have_figures_of_their_own(
-    judged: tuple[Path, list[str], runs.Finished],
-) -> None:
+def test_named_sets_of_tasks_have_figures_of_their_own(judged):
     root, _, run = judged
     steps = metrics_of(root)
     for step in (1, 2):
@@ -325,18 +305,14 @@ def test_named_sets_of_tasks_have_figures_of_their_own(
     assert "step 2  validation-Easy  reward_mean" in run.text
 
 
-def test_a_run_that_goes_on_does_not_measure_its_judge_again(
-    judged: tuple[Path, list[str], runs.Finished],
-) -> None:
+def test_a_run_that_goes_on_does_not_measure_its_judge_again(judged):
     root, changes, _ = judged
     more = grpo([*changes, "grpo.max_num_steps=3"])
     assert "judge   Rewards" not in more.text
     assert runs.last_step(root) == 3
 
 
-def test_wrong_settings_of_a_judge_are_told(
-    finished: tuple[Path, runs.Finished], tmp_path: Path
-) -> None:
+def test_wrong_settings_of_a_judge_are_told(finished, tmp_path):
     bench = f"{{benchmark: reward-bench, data_path: {finished[0]}/bench.jsonl}}"
     asked = f"env.reward_model.benchmarks={{Rewards: {bench}}}"
     with pytest.raises(ConfigError, match=r"no task of this run is judged by .*'reward_model'"):

@@ -71,8 +71,6 @@ def assert_settled(root):
         return store.steps()
 
 
-# --------------------------------------------------------------------------- kills at each phase
-
 BEFORE = [
     "begin",
     "written",
@@ -160,9 +158,6 @@ def test_kills_at_random_moments_never_cost_a_finished_checkpoint(tmp_path, in_b
     assert in_mid_save > 5, "the kills missed the saves, so nothing was tested"
 
 
-# ------------------------------------------------------------------------------- power failure
-
-
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name descriptors")
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path):
     root = tmp_path / "results" / "rm"  # both folders are made by the writer
@@ -191,9 +186,6 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path):
         ("fsync", "."),
         ("rename", done[-1][1], "best"),
     ]
-
-
-# -------------------------------------------------------------------------------------- disks
 
 
 @pytest.fixture
@@ -315,9 +307,6 @@ def test_a_file_that_cannot_be_read_is_named(frozen, ordinary):
     command = [*ordinary, sys.executable, "-c", program, str(frozen / "step_0")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert "step_0/model.safetensors cannot be read (Permission denied)" in done.stderr
-
-
-# -------------------------------------------------------------------------------------- rivals
 
 
 def test_two_processes_cannot_write_to_one_directory(tmp_path):

@@ -1,47 +1,29 @@
 """`laurel eval` with the reference's own formatting, of all benchmarks, and by given margins."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForSequenceClassification, Qwen3Config
 
 from eval_rows import WORDS, accuracies, list_rows, pair_rows, refused, write
 from laurel.models.tokenizer import CHATML
+from model_directories import save_model
+from tiny import tiny_classifier
 from tiny_tokenizers import make_tokenizer
 
-# ---------------------------------------------------------------------- as the reference formats
 
-
-def bos_model(directory: Path) -> Path:
+def bos_model(directory):
     """A model with BOS twice, as other programs save it."""
     tokenizer = make_tokenizer(
         template="{{ bos_token }}" + CHATML, eos="<|im_end|>", more=("<|im_start|>",), adds_bos=True
     )
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=64,
-        num_labels=1,
-        pad_token_id=tokenizer.pad_token_id,
+    network = tiny_classifier(
+        "qwen3", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id
     )
-    torch.manual_seed(0)
-    network: Any = AutoModelForSequenceClassification.from_config(config)
-    network.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+    return save_model(directory, network, tokenizer)
 
 
 @pytest.mark.slow
-def test_the_references_format_and_where_it_differs(laurel, tmp_path) -> None:
+def test_the_references_format_and_where_it_differs(laurel, tmp_path):
     model = bos_model(tmp_path / "model")
     data = write(tmp_path / "rows.jsonl", pair_rows())
     asked = ["eval", "reward-bench", "-m", str(model), "-d", str(data), "--json"]
@@ -94,7 +76,7 @@ def test_the_references_format_and_where_it_differs(laurel, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_both_figures_where_the_model_reads_other_tokens(laurel, model, tmp_path) -> None:
+def test_both_figures_where_the_model_reads_other_tokens(laurel, model, tmp_path):
     rows = [{**row, "prompt": f"{row['prompt']} {'So it goes. ' * 12}"} for row in pair_rows()]
     data = write(tmp_path / "rows.jsonl", rows)
     asked = ["eval", "reward-bench", "-m", str(model), "-d", str(data), "--json"]
@@ -111,42 +93,7 @@ def test_both_figures_where_the_model_reads_other_tokens(laurel, model, tmp_path
 
 
 @pytest.mark.slow
-def test_a_prompt_that_the_reference_stops_at_is_a_failure(laurel, model, tmp_path) -> None:
-    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
-    data = write(tmp_path / "rows.jsonl", [*pair_rows(), {**pair_rows()[0], "prompt": turns}])
-    asked = ["eval", "reward-bench", "-m", str(model), "-d", str(data), "--json"]
-    done = laurel([*asked, "--compatibility", "rewardbench"])
-    assert done.returncode == 1
-    assert "a prompt of 2 messages, at which rewardbench 0.1.4 stops" in done.stderr
-    report = json.loads(done.stdout)
-    assert report["num_failures"] == 2
-    assert report["compatibility"]["reasons"]["one of the two cannot read it"]["num_rows"] == 1
-    assert laurel(asked).returncode == 0
-
-
-@pytest.mark.slow
-def test_formats_that_cannot_be_reproduced(laurel, model, tmp_path) -> None:
-    data = str(write(tmp_path / "rows.jsonl", pair_rows()[:3]))
-    address = ["reward-bench", "-m", "http://127.0.0.1:9", "-d", str(tmp_path / "gone.jsonl")]
-    message = refused(laurel, [*address, "--compatibility", "rewardbench"])
-    assert "--model http://127.0.0.1:9 is an address" in message, "before any row is read"
-    unknown = laurel(
-        ["eval", "reward-bench", "-m", str(model), "-d", data, "--compatibility", "trl"]
-    )
-    assert unknown.returncode == 2
-    assert "rewardbench" in unknown.stderr
-    elsewhere = laurel(
-        ["eval", "rm-bench", "-m", str(model), "-d", data, "--compatibility", "rewardbench"]
-    )
-    assert elsewhere.returncode == 2
-    assert "No such option" in elsewhere.stderr
-
-
-# ----------------------------------------------------------------------------------------- of all
-
-
-@pytest.mark.slow
-def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path) -> None:
+def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path):
     pairs = [{"prompt": "q?", "chosen": WORDS[i], "rejected": WORDS[i + 1]} for i in range(3)]
     files = {"reward-bench": pair_rows(), "reward-bench-2": list_rows(), "pairs": pairs}
     named = [
@@ -180,18 +127,7 @@ def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_files_of_one_benchmark_are_read_together(laurel, model, tmp_path) -> None:
-    rows = pair_rows()
-    parts = [write(tmp_path / "a.jsonl", rows[:10]), write(tmp_path / "b.jsonl", rows[10:])]
-    done = laurel(
-        ["eval", "all", "-m", str(model), "-d", str(parts[0]), "-d", str(parts[1]), "--json"]
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["benchmarks"]["reward-bench"]["num_rows"] == 24
-
-
-@pytest.mark.slow
-def test_what_all_cannot_use(laurel, model, tmp_path) -> None:
+def test_what_all_cannot_use(laurel, model, tmp_path):
     message = refused(laurel, ["all", "-m", str(model)])
     assert "no rows are named; add --data" in message
     assert "--hub" in message
@@ -206,7 +142,7 @@ def test_what_all_cannot_use(laurel, model, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_accuracy_by_given_margins(laurel, model, tmp_path) -> None:
+def test_accuracy_by_given_margins(laurel, model, tmp_path):
     rows = [{**row, "better": i % 4, "worse": 0} for i, row in enumerate(pair_rows())]
     data = write(tmp_path / "rows.jsonl", rows)
     asked = ["eval", "pairs", "-m", str(model), "-d", str(data), "--json"]

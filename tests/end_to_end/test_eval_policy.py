@@ -1,10 +1,6 @@
 """`laurel eval policy`: answers of a tiny model, judged."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from pyarrow import parquet
@@ -24,20 +20,18 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tasks(tmp_path_factory):
     path = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
     write_rows(path, sums(12))
     return path
 
 
-def evaluated(
-    model: Path, tasks: Path, capsys: pytest.CaptureFixture[str], *changes: str, **options: Any
-) -> tuple[int, dict[str, Any]]:
+def evaluated(model, tasks, capsys, *changes, **options):
     asked = {"environment": "matches", "dataset": "ResponseDataset"} | options
     chosen = EvalOptions(model=str(model), data_path=str(tasks), as_json=True, **asked)
     capsys.readouterr()
@@ -45,9 +39,7 @@ def evaluated(
     return exit_code, json.loads(capsys.readouterr().out)
 
 
-def test_several_completions_give_pass_at_k(
-    model: Path, tasks: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_several_completions_give_pass_at_k(model, tasks, capsys, tmp_path):
     samples, output = tmp_path / "samples.parquet", tmp_path / "result.json"
     exit_code, result = evaluated(
         model, tasks, capsys, num_generations=4, samples=samples, output=output
@@ -68,9 +60,7 @@ def test_several_completions_give_pass_at_k(
     assert [row["reward"] for row in rows] == [r for row in rewards for r in row]
 
 
-def test_one_completion_is_the_likeliest_and_the_same_each_time(
-    model: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_completion_is_the_likeliest_and_the_same_each_time(model, tasks, capsys):
     _, first = evaluated(model, tasks, capsys, max_samples=5)
     _, again = evaluated(model, tasks, capsys, "grpo.seed=7", max_samples=5)
     assert first["temperature"] == 0.0
@@ -79,9 +69,7 @@ def test_one_completion_is_the_likeliest_and_the_same_each_time(
     assert "pass@2" not in first["figures"]
 
 
-def test_the_tasks_of_a_configuration(
-    model: Path, tasks: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_tasks_of_a_configuration(model, tasks, capsys, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(
         f"data: {{validation: {{dataset_name: ResponseDataset, data_path: {tasks}}}, "
@@ -92,9 +80,7 @@ def test_the_tasks_of_a_configuration(
     assert len(json.loads(capsys.readouterr().out)["tasks"]) == 12, "all of them"
 
 
-def test_what_cannot_be_judged_is_counted_and_said_by_the_exit_code(
-    model: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_judged_is_counted_and_said_by_the_exit_code(model, tasks, capsys):
     exit_code, result = evaluated(
         model,
         tasks,
@@ -116,7 +102,7 @@ def test_what_cannot_be_judged_is_counted_and_said_by_the_exit_code(
     assert figures["num_tasks_unjudged"] == 12 - len(means)
 
 
-def test_bad_input(model: Path, tasks: Path, tmp_path: Path) -> None:
+def test_bad_input(model, tasks, tmp_path):
     with pytest.raises(ConfigError, match="no model is named; add --model"):
         run_eval(None, [], EvalOptions(data_path=str(tasks)))
     with pytest.raises(ConfigError, match="which tasks"):

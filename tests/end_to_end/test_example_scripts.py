@@ -1,9 +1,5 @@
 """`examples/run_sft.py` and `examples/run_grpo_rm.py`, as people type them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from pyarrow import parquet
 
@@ -15,7 +11,7 @@ EXAMPLES = ROOT / "examples"
 
 
 @pytest.mark.slow
-def test_from_fine_tuning_to_a_reward_model(tmp_path: Path) -> None:
+def test_from_fine_tuning_to_a_reward_model(tmp_path):
     """The policy of the one is that of the other; each reads its file from `examples/configs`."""
     demonstrations = write_rows(tmp_path / "demonstrations.jsonl", noisy_answers(24))
     done = run(

@@ -1,12 +1,9 @@
 """From training with adapters to scores that a program without Laurel gives."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +15,7 @@ ANSWERS = ("this is kind", "one more rude word, and then one more of them", "no"
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """The checkpoints of a run with LoRA on a language model."""
     directory = tmp_path_factory.mktemp("lora")
     rows = write_rows(directory / "train.jsonl", pairs(40))
@@ -34,12 +31,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "saves"
 
 
-def export(*arguments: str) -> subprocess.CompletedProcess[str]:
+def export(*arguments):
     return run(arguments, program=("-m", "laurel.cli.main", "export"))
 
 
 @pytest.mark.slow
-def test_lora_to_plain_transformers(trained: Path, tmp_path: Path) -> None:
+def test_lora_to_plain_transformers(trained, tmp_path):
     assert (trained / "best" / "adapter").is_dir()
     done = export("--model", str(trained), "--output", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
@@ -70,7 +67,7 @@ def test_lora_to_plain_transformers(trained: Path, tmp_path: Path) -> None:
     assert len(set(theirs)) == len(ANSWERS)
 
 
-def test_errors_are_one_message_and_exit_code_2(trained: Path, tmp_path: Path) -> None:
+def test_errors_are_one_message_and_exit_code_2(trained, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     for arguments, words in (

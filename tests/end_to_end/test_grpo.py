@@ -1,11 +1,8 @@
 """`laurel grpo` from tasks to a better policy, with every kind of environment."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import runs
 from laurel.errors import NonFiniteError
 from laurel.generation.transformers.engine import HeldWeights
-from laurel.types import Weights
 from policy_fakes import HOOKS
 from policy_runs import (
     HOOKED,
@@ -31,12 +27,12 @@ from policy_runs import (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reward_model(tmp_path_factory):
     """The checkpoints of a run of `laurel rm`."""
     directory = tmp_path_factory.mktemp("reward_model")
     runs.train(runs.settings(directory, "rm.max_num_steps=4", "rm.val_period=0"))
@@ -45,7 +41,6 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 NO_VALIDATION = ("grpo.val_period=0", "grpo.val_at_end=false")
 
-# ------------------------------------------------------------------------------------ environments
 
 NAMES = [
     "train/loss",
@@ -105,14 +100,14 @@ TIMERS = [
 ]
 
 
-def logged(directory: Path, step: int) -> dict[str, float]:
+def logged(directory, step):
     """Everything in the metrics of a step."""
     path = directory / "logs" / "exp_001" / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return {k: v for line in lines if line["step"] == step for k, v in line.items()}
 
 
-def test_with_the_math_environment(tmp_path: Path, model: Path) -> None:
+def test_with_the_math_environment(tmp_path, model):
     done = grpo(
         grpo_settings(
             tmp_path,
@@ -159,9 +154,7 @@ def test_with_the_math_environment(tmp_path: Path, model: Path) -> None:
             assert all((row["advantage"] > 0) == (row["reward"] == 1) for row in group)
 
 
-def test_with_a_reward_model_that_laurel_trained(
-    tmp_path: Path, model: Path, reward_model: Path
-) -> None:
+def test_with_a_reward_model_that_laurel_trained(tmp_path, model, reward_model):
     done = grpo(
         grpo_settings(
             tmp_path,
@@ -189,7 +182,7 @@ def test_with_a_reward_model_that_laurel_trained(
 
 
 @pytest.mark.slow
-def test_with_both_at_once_on_every_sample(tmp_path: Path, model: Path, reward_model: Path) -> None:
+def test_with_both_at_once_on_every_sample(tmp_path, model, reward_model):
     parts = "[{env: matches, weight: 2.0}, {env: reward_model, weight: 0.5}]"
     grpo(
         grpo_settings(
@@ -211,7 +204,7 @@ def test_with_both_at_once_on_every_sample(tmp_path: Path, model: Path, reward_m
 
 
 @pytest.mark.slow
-def test_several_turns_with_an_environment_of_ones_own(tmp_path: Path, model: Path) -> None:
+def test_several_turns_with_an_environment_of_ones_own(tmp_path, model):
     done = grpo(
         grpo_settings(
             tmp_path,
@@ -237,7 +230,7 @@ def test_several_turns_with_an_environment_of_ones_own(tmp_path: Path, model: Pa
     assert "validation/accuracy" not in logged(tmp_path, 2)
 
 
-def test_that_a_second_turn_never_came_is_noted_once(tmp_path: Path, model: Path) -> None:
+def test_that_a_second_turn_never_came_is_noted_once(tmp_path, model):
     done = grpo(
         grpo_settings(
             tmp_path,
@@ -254,7 +247,7 @@ def test_that_a_second_turn_never_came_is_noted_once(tmp_path: Path, model: Path
     assert logged(tmp_path, 2)["train/unended_out_of_turns"] == 12
 
 
-def test_it_learns(tmp_path: Path, model: Path) -> None:
+def test_it_learns(tmp_path, model):
     rows = [row | {"output": "2"} for row in sums()]
     runs.write_rows(tmp_path / "tasks.jsonl", rows)
     grpo(
@@ -279,9 +272,6 @@ def test_it_learns(tmp_path: Path, model: Path) -> None:
     assert sum(late) / 5 > 0.9
 
 
-# --------------------------------------------------------------------------------- the first update
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -297,7 +287,7 @@ def test_it_learns(tmp_path: Path, model: Path) -> None:
     ],
     ids=["plain", "adapters", "sampling", "alone", "copy"],
 )
-def test_on_policy_the_ratio_is_one(tmp_path: Path, model: Path, changes: list[str]) -> None:
+def test_on_policy_the_ratio_is_one(tmp_path, model, changes):
     grpo(
         grpo_settings(
             tmp_path,
@@ -324,7 +314,7 @@ def test_on_policy_the_ratio_is_one(tmp_path: Path, model: Path, changes: list[s
     assert not (tmp_path / "saves").exists()
 
 
-def test_several_updates_of_the_same_rollouts_are_off_policy(tmp_path: Path, model: Path) -> None:
+def test_several_updates_of_the_same_rollouts_are_off_policy(tmp_path, model):
     grpo(
         grpo_settings(
             tmp_path,
@@ -344,7 +334,7 @@ def test_several_updates_of_the_same_rollouts_are_off_policy(tmp_path: Path, mod
     assert figures["train/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
 
 
-def test_the_divergence_is_measured_from_where_the_run_began(tmp_path: Path, model: Path) -> None:
+def test_the_divergence_is_measured_from_where_the_run_began(tmp_path, model):
     """With adapters the reference is the policy without them; both are the same policy here."""
     for name, changes in {
         "whole": [],
@@ -374,7 +364,7 @@ def test_the_divergence_is_measured_from_where_the_run_began(tmp_path: Path, mod
             assert not torch.allclose(loaded(**text).logits, before(**text).logits, atol=1e-3)
 
 
-def test_without_a_weight_no_reference_is_kept(tmp_path: Path, model: Path) -> None:
+def test_without_a_weight_no_reference_is_kept(tmp_path, model):
     grpo(
         grpo_settings(
             tmp_path,
@@ -388,23 +378,18 @@ def test_without_a_weight_no_reference_is_kept(tmp_path: Path, model: Path) -> N
     assert logged(tmp_path, 1).get("train/kl_penalty", 0.0) == 0.0
 
 
-# ----------------------------------------------------------------------------- what teaches nothing
-
-
-def states(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def states(checkpoint):
     weights = load_file(checkpoint / "model.safetensors")
     state = load_file(checkpoint / "training" / "optimizer.safetensors")
     return weights, {name: tensor for name, tensor in state.items() if "/ahead/" not in name}
 
 
 @pytest.mark.slow
-def test_a_step_without_signal_moves_nothing(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_without_signal_moves_nothing(tmp_path, model, monkeypatch):
     taken: list[int] = []
     take = HeldWeights.take
 
-    def counted(held: HeldWeights, weights: Weights) -> None:
+    def counted(held, weights):
         taken.append(weights.version)
         take(held, weights)
 
@@ -439,7 +424,7 @@ def test_a_step_without_signal_moves_nothing(
     assert [f["train/bad_steps_in_a_row"] for f in figures] == [0, 0, 0], "it is no fault either"
 
 
-def test_failures_take_part_in_nothing(tmp_path: Path, model: Path) -> None:
+def test_failures_take_part_in_nothing(tmp_path, model):
     grpo(
         grpo_settings(
             tmp_path,
@@ -473,9 +458,7 @@ def test_failures_take_part_in_nothing(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize(("noise", "is_damped"), [(0.1, False), (2.0, True)])
-def test_noise_is_measured_of_rewards_before_they_are_scaled(
-    tmp_path: Path, model: Path, noise: float, is_damped: bool
-) -> None:
+def test_noise_is_measured_of_rewards_before_they_are_scaled(tmp_path, model, noise, is_damped):
     """Rewards of 0 and 10 become 0 and 1: ten times a noise of 0.1 is then 0.1, not 1."""
     grpo(
         grpo_settings(
@@ -497,7 +480,7 @@ def test_noise_is_measured_of_rewards_before_they_are_scaled(
     assert (figures["train/groups_at_noise_floor"] > 0) is is_damped
 
 
-def test_cut_off_completions_can_be_left_out(tmp_path: Path, model: Path) -> None:
+def test_cut_off_completions_can_be_left_out(tmp_path, model):
     grpo(
         grpo_settings(
             tmp_path,
@@ -520,9 +503,7 @@ def test_cut_off_completions_can_be_left_out(tmp_path: Path, model: Path) -> Non
     assert seen > 0
 
 
-def test_a_loss_that_is_not_finite_is_not_applied_and_its_rollouts_are_kept(
-    tmp_path: Path, model: Path
-) -> None:
+def test_a_loss_that_is_not_finite_is_not_applied_and_its_rollouts_are_kept(tmp_path, model):
     """The rewards are as large as float32 holds, so the sum over the tokens is infinite."""
     overrides = grpo_settings(
         tmp_path,
@@ -548,8 +529,8 @@ def test_a_loss_that_is_not_finite_is_not_applied_and_its_rollouts_are_kept(
     assert all(torch.equal(start[name], saved[name]) for name in start)
 
 
-def test_completions_that_cannot_be_written_do_not_end_the_run(tmp_path: Path, model: Path) -> None:
-    def be_in_the_way() -> None:
+def test_completions_that_cannot_be_written_do_not_end_the_run(tmp_path, model):
+    def be_in_the_way():
         (tmp_path / "logs" / "exp_001" / "completions").write_text("a file, not a directory")
 
     HOOKS["judge"] = be_in_the_way
@@ -564,13 +545,8 @@ def test_completions_that_cannot_be_written_do_not_end_the_run(tmp_path: Path, m
     assert (tmp_path / "saves" / "step_2" / "MANIFEST.json").is_file()
 
 
-# ------------------------------------------------------------------------- validation and deadlines
-
-
 @pytest.mark.parametrize(("limit", "batch", "seen"), [(2, 256, 2), (4, 1, 4), (99, 4, 6)])
-def test_d21_as_many_tasks_are_validated_as_there_are(
-    tmp_path: Path, model: Path, limit: int, batch: int, seen: int
-) -> None:
+def test_d21_as_many_tasks_are_validated_as_there_are(tmp_path, model, limit, batch, seen):
     grpo(
         grpo_settings(
             tmp_path,
@@ -584,9 +560,7 @@ def test_d21_as_many_tasks_are_validated_as_there_are(
     assert logged(tmp_path, 1)["validation/env/matches/seen"] == seen
 
 
-def test_validation_may_be_greedy_and_does_not_depend_on_the_step(
-    tmp_path: Path, model: Path
-) -> None:
+def test_validation_may_be_greedy_and_does_not_depend_on_the_step(tmp_path, model):
     grpo(
         grpo_settings(
             tmp_path,
@@ -606,7 +580,7 @@ def test_validation_may_be_greedy_and_does_not_depend_on_the_step(
 
 
 @pytest.mark.slow
-def test_d22_a_time_budget_ends_the_run_saved_and_in_time(tmp_path: Path, model: Path) -> None:
+def test_d22_a_time_budget_ends_the_run_saved_and_in_time(tmp_path, model):
     started = time.time()
     done = grpo(
         grpo_settings(
@@ -626,7 +600,7 @@ def test_d22_a_time_budget_ends_the_run_saved_and_in_time(tmp_path: Path, model:
     assert (saved / "MANIFEST.json").stat().st_mtime < started + 4
 
 
-def test_a_policy_from_nothing(tmp_path: Path) -> None:
+def test_a_policy_from_nothing(tmp_path):
     done = grpo(grpo_settings(tmp_path, None, *MATCHES, "grpo.max_num_steps=1"))
     assert done.outcome.ended == "finished"
     assert "the weights are new and random" in done.text

@@ -1,13 +1,9 @@
 """What GRPO cannot use gets one clear message and exit status 2, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -20,7 +16,7 @@ JUDGED = "+env.custom.mine.name=policy_fakes"
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmCommand]:
+def warm(tmp_path_factory):
     path = os.pathsep.join((str(runs.ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = path
@@ -34,7 +30,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmCommand]:
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def places(tmp_path_factory):
     """Models that fit and models that do not."""
     root = tmp_path_factory.mktemp("places")
     trained = runs.train(
@@ -67,7 +63,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def refused(directory: Path, warm: WarmCommand, command: str, overrides: list[str]) -> str:
+def refused(directory, warm, command, overrides):
     """The message of a run that must be refused; checks all that every refusal has."""
     before = sorted(directory.rglob("*"))
     done = warm([command, *overrides])
@@ -203,9 +199,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     "part of a composite",
 )
 @pytest.mark.parametrize("case", CASES)
-def test_grpo_refuses(
-    tmp_path: Path, warm: WarmCommand, places: dict[str, Path], case: str
-) -> None:
+def test_grpo_refuses(tmp_path, warm, places, case):
     changes, message = CASES[case]
     overrides = grpo_settings(tmp_path, places["policy"])
     filled = [re.sub(r"{(\w+)}", lambda m: str(places.get(m[1], m[0])), c) for c in changes]
@@ -225,18 +219,14 @@ SFT_CASES: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", SFT_CASES)
-def test_fine_tuning_refuses(
-    tmp_path: Path, warm: WarmCommand, places: dict[str, Path], case: str
-) -> None:
+def test_fine_tuning_refuses(tmp_path, warm, places, case):
     changes, message = SFT_CASES[case]
     overrides = sft_settings(tmp_path, model=places["policy"])
     filled = [re.sub(r"{(\w+)}", lambda m: str(places.get(m[1], m[0])), c) for c in changes]
     assert re.search(message, refused(tmp_path, warm, "sft", [*overrides, *filled]), re.DOTALL)
 
 
-def test_what_fails_in_the_middle_exits_with_1_and_one_message(
-    tmp_path: Path, warm: WarmCommand, places: dict[str, Path]
-) -> None:
+def test_what_fails_in_the_middle_exits_with_1_and_one_message(tmp_path, warm, places):
     """An environment that cannot judge anything is no mistake in the configuration."""
     custom = "+env.custom.mine={name: policy_fakes.Matches, kwargs: {poison: ''}}"
     done = warm(["grpo", *grpo_settings(tmp_path, places["policy"], "data.env_name=mine", custom)])

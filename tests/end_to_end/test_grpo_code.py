@@ -1,7 +1,5 @@
 """`laurel grpo` with the code environment: programs are run, and tests are the reward."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -32,13 +30,13 @@ CODE = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _sandbox() -> None:
+def _sandbox():
     found = detect()
     if found.tier in (None, Tier.LIMITS_ONLY):
         pytest.skip(found.sentence())
 
 
-def tasks(count: int = 16) -> list[dict[str, object]]:
+def tasks(count=16):
     """Functions that give 1 or 2."""
     return [
         {
@@ -52,12 +50,12 @@ def tasks(count: int = 16) -> list[dict[str, object]]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     """Writes such functions, each as often right as wrong."""
     return writer_of_functions(tmp_path_factory.mktemp("model"))
 
 
-def test_programs_are_judged_by_tests(tmp_path: Path, model: Path) -> None:
+def test_programs_are_judged_by_tests(tmp_path, model):
     bad = {**tasks(1)[0], "reference_solution": "def f(): return 3"}
     write_rows(tmp_path / "tasks.jsonl", [*tasks(), bad])
     done = grpo(grpo_settings(tmp_path, model, *CODE))
@@ -81,7 +79,7 @@ def test_programs_are_judged_by_tests(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_recipe_begins(tmp_path: Path, model: Path) -> None:
+def test_the_recipe_begins(tmp_path, model):
     recipe = Path(__file__).parents[2] / "recipes" / "code_cpu.yaml"
     changes = (
         f"policy.model_name={model}",
@@ -104,7 +102,7 @@ def test_the_recipe_begins(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_code_as_a_tool(tmp_path: Path, caller: Path, ends: bool) -> None:
+def test_code_as_a_tool(tmp_path, caller, ends):
     write_rows(tmp_path / "tasks.jsonl", [{"prompt": f"What is {i}?"} for i in range(16)])
     done = grpo(
         grpo_settings(
@@ -133,7 +131,7 @@ def test_code_as_a_tool(tmp_path: Path, caller: Path, ends: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def caller(tmp_path_factory):
     """Calls its tool, whatever it is asked; its turn ends with the stop string alone."""
     directory = tmp_path_factory.mktemp("caller")
     shown = [

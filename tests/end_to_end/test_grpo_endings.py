@@ -1,14 +1,10 @@
 """How `laurel grpo` ends before its last step, and what it says of steps that go wrong."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,27 +28,24 @@ RARELY_SAVED = "checkpointing.save_period=100"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)
-def unhooked() -> Iterator[None]:
+def unhooked():
     previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
     yield
     HOOKS.clear()
     signal.signal(signal.SIGTERM, previous)
 
 
-def saves(directory: Path) -> list[str]:
+def saves(directory):
     return sorted(path.name for path in (directory / "saves").glob("step_*"))
 
 
-# --------------------------------------------------------------------------- rollouts ahead, signal
-
-
 @pytest.mark.slow
-def test_a_signal_does_not_wait_for_rollouts_that_run_ahead(tmp_path: Path, model: Path) -> None:
+def test_a_signal_does_not_wait_for_rollouts_that_run_ahead(tmp_path, model):
     """They hang; the run saves what it learned, and draws them again when it goes on."""
     changes = [
         *MATCHES,
@@ -68,13 +61,13 @@ def test_a_signal_does_not_wait_for_rollouts_that_run_ahead(tmp_path: Path, mode
 
     is_stuck, release, calls, sent = threading.Event(), threading.Event(), [0], [0.0]
 
-    def judge() -> None:
+    def judge():
         calls[0] += 1
         if calls[0] == 5:  # in the batch of the second step
             is_stuck.set()
             release.wait(60)
 
-    def update() -> None:
+    def update():
         assert is_stuck.wait(60)
         sent[0] = time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -99,15 +92,11 @@ def test_a_signal_does_not_wait_for_rollouts_that_run_ahead(tmp_path: Path, mode
     assert behind == [0, 0, 1], "the second batch was drawn with the weights that were saved"
 
 
-# ------------------------------------------------------------------------- tasks that are used up
-
 DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=50")
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_dynamic_sampling_ends_when_all_epochs_are_used_up(
-    tmp_path: Path, model: Path, staleness: int
-) -> None:
+def test_dynamic_sampling_ends_when_all_epochs_are_used_up(tmp_path, model, staleness):
     changes = [
         *MATCHES,
         *DYNAMIC,
@@ -135,7 +124,7 @@ def test_dynamic_sampling_ends_when_all_epochs_are_used_up(
 
 
 @pytest.mark.slow
-def test_more_epochs_go_on_from_tasks_that_were_used_up(tmp_path: Path, model: Path) -> None:
+def test_more_epochs_go_on_from_tasks_that_were_used_up(tmp_path, model):
     changes = [*MATCHES, *DYNAMIC, *NO_VALIDATION, RARELY_SAVED, "grpo.max_num_steps=100"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     grpo(grpo_settings(straight, model, *changes, "grpo.max_num_epochs=2"))
@@ -145,16 +134,13 @@ def test_more_epochs_go_on_from_tasks_that_were_used_up(tmp_path: Path, model: P
     assert_same_runs(straight, broken, last)
 
 
-def test_without_any_step_it_is_an_error(tmp_path: Path, model: Path) -> None:
+def test_without_any_step_it_is_an_error(tmp_path, model):
     worthless = "+env.custom.matches={name: policy_fakes.Matches, kwargs: {reward: 0.0}}"
     with pytest.raises(TrainingError, match=r"nothing was learned: no step 1: all 18 .* 0 of 3"):
         grpo(grpo_settings(tmp_path, model, "data.env_name=matches", worthless, *DYNAMIC))
 
 
-# -------------------------------------------------------------------------------- a goal is reached
-
-
-def test_a_validation_that_is_good_enough_ends_the_run(tmp_path: Path, model: Path) -> None:
+def test_a_validation_that_is_good_enough_ends_the_run(tmp_path, model):
     changes = [*MATCHES, RARELY_SAVED, "grpo.val_period=2", "grpo.max_num_steps=5"]
     goal = [*changes, "grpo.stop_at_validation_metric=accuracy"]
     reached = [*goal, "grpo.stop_at_validation_threshold=0.0"]
@@ -173,7 +159,7 @@ def test_a_validation_that_is_good_enough_ends_the_run(tmp_path: Path, model: Pa
     assert saves(tmp_path / "start") == []
 
 
-def test_a_goal_that_was_not_measured_is_told(tmp_path: Path, model: Path) -> None:
+def test_a_goal_that_was_not_measured_is_told(tmp_path, model):
     done = grpo(
         grpo_settings(
             tmp_path,
@@ -189,10 +175,7 @@ def test_a_goal_that_was_not_measured_is_told(tmp_path: Path, model: Path) -> No
     assert "step 2: no validation_pass@2 to end the run by" in done.text
 
 
-# ------------------------------------------------------------------------------ steps that go wrong
-
-
-def test_a_step_of_which_a_part_was_applied_is_no_bad_step(tmp_path: Path, model: Path) -> None:
+def test_a_step_of_which_a_part_was_applied_is_no_bad_step(tmp_path, model):
     done = grpo(
         grpo_settings(
             tmp_path,
@@ -217,9 +200,7 @@ def test_a_step_of_which_a_part_was_applied_is_no_bad_step(tmp_path: Path, model
     assert (tmp_path / "logs" / "exp_001" / "bad_steps" / "step_1.jsonl").is_file()
 
 
-def test_a_reference_that_gives_no_numbers_is_told_and_ends_the_run(
-    tmp_path: Path, model: Path
-) -> None:
+def test_a_reference_that_gives_no_numbers_is_told_and_ends_the_run(tmp_path, model):
     """The run goes on with a reference that is loaded again, and is broken by now."""
     base = tmp_path / "base"
     shutil.copytree(model, base, ignore=shutil.ignore_patterns("MANIFEST.json", "training"))

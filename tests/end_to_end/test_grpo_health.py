@@ -1,11 +1,7 @@
 """Alarms of `laurel grpo`: what is told and written, how they end a run; that they only look."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,18 +30,18 @@ NERVOUS = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return warm_started(tmp_path_factory.mktemp("model"))
 
 
-def entries(directory: Path) -> list[dict[str, Any]]:
+def entries(directory):
     path = directory / "logs" / "exp_001" / "health.jsonl"
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_an_alarm_is_told_written_and_ends_the_run(tmp_path: Path, model: Path) -> None:
+def test_an_alarm_is_told_written_and_ends_the_run(tmp_path, model):
     changes = [*WORTHLESS, RARELY_SAVED, "grpo.val_period=0", "grpo.health.window=2"]
     stopping = [*changes, "grpo.health.stop_on=[zero_spread_groups]"]
     done = grpo(grpo_settings(tmp_path, model, *stopping))
@@ -87,7 +83,7 @@ def test_an_alarm_is_told_written_and_ends_the_run(tmp_path: Path, model: Path) 
 
 
 @pytest.mark.slow
-def test_an_alarm_at_the_last_step_ends_nothing(tmp_path: Path, model: Path) -> None:
+def test_an_alarm_at_the_last_step_ends_nothing(tmp_path, model):
     done = grpo(
         grpo_settings(
             tmp_path,
@@ -104,7 +100,7 @@ def test_an_alarm_at_the_last_step_ends_nothing(tmp_path: Path, model: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_resumed_run_gives_the_alarms_of_an_unbroken_one(tmp_path: Path, model: Path) -> None:
+def test_a_resumed_run_gives_the_alarms_of_an_unbroken_one(tmp_path, model):
     """What was written after the checkpoint that the run goes on from is written again, once."""
     changes = [*MATCHES, *NO_VALIDATION, *NERVOUS, "loss_fn.reference_policy_kl_penalty=0.01"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
@@ -124,7 +120,7 @@ def test_a_resumed_run_gives_the_alarms_of_an_unbroken_one(tmp_path: Path, model
 
 
 @pytest.mark.slow
-def test_alarms_change_nothing_that_is_learned(tmp_path: Path, model: Path) -> None:
+def test_alarms_change_nothing_that_is_learned(tmp_path, model):
     changes = [*MATCHES, "grpo.max_num_steps=4", RARELY_SAVED]
     watched, alone = tmp_path / "watched", tmp_path / "alone"
     grpo(grpo_settings(watched, model, *changes, *NERVOUS))
@@ -157,7 +153,7 @@ GOLD = (
 """Rewarded by one part; the other is only measured."""
 
 
-def test_a_rule_without_weight_is_measured_and_read(tmp_path: Path, model: Path) -> None:
+def test_a_rule_without_weight_is_measured_and_read(tmp_path, model):
     done = grpo(
         grpo_settings(
             tmp_path,
@@ -183,7 +179,7 @@ def test_a_rule_without_weight_is_measured_and_read(tmp_path: Path, model: Path)
 
 
 @pytest.mark.slow
-def test_a_metric_that_is_never_measured_is_told_once(tmp_path: Path, model: Path) -> None:
+def test_a_metric_that_is_never_measured_is_told_once(tmp_path, model):
     done = grpo(
         grpo_settings(
             tmp_path,

@@ -1,7 +1,5 @@
 """GRPO and fine-tuning go on from a checkpoint and end bit for bit as if they had never stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -11,8 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -46,12 +42,12 @@ LENGTH = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)
-def unhooked() -> Iterator[None]:
+def unhooked():
     """Nothing is called, and a SIGTERM that comes when no run is listening is not heard."""
     previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
     yield
@@ -59,13 +55,11 @@ def unhooked() -> Iterator[None]:
     signal.signal(signal.SIGTERM, previous)
 
 
-def interrupt_at(
-    call: int, *, where: str, number: signal.Signals = signal.SIGTERM
-) -> Callable[[], int]:
+def interrupt_at(call, *, where, number=signal.SIGTERM):
     """Send a signal to this process at the n-th call of a hook; returns how many there were."""
     calls = [0]
 
-    def hook() -> None:
+    def hook():
         calls[0] += 1
         if calls[0] == call:
             os.kill(os.getpid(), number)
@@ -106,9 +100,7 @@ MANNERS = {
     "dynamic sampling",
 )
 @pytest.mark.parametrize("manner", MANNERS)
-def test_preempted_in_a_rollout_and_in_an_update_the_run_ends_the_same(
-    tmp_path: Path, model: Path, manner: str
-) -> None:
+def test_preempted_in_a_rollout_and_in_an_update_the_run_ends_the_same(tmp_path, model, manner):
     changes = [*LENGTH, *MANNERS[manner]]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     grpo(grpo_settings(straight, model, *changes))
@@ -140,9 +132,7 @@ def test_preempted_in_a_rollout_and_in_an_update_the_run_ends_the_same(
 
 
 @pytest.mark.slow
-def test_rollouts_that_run_ahead_are_in_the_checkpoint_and_not_drawn_again(
-    tmp_path: Path, model: Path
-) -> None:
+def test_rollouts_that_run_ahead_are_in_the_checkpoint_and_not_drawn_again(tmp_path, model):
     changes = [*LENGTH, *MANNERS["two steps ahead"], "grpo.val_at_end=false"]
     interrupt_at(3, where="update")
     grpo(grpo_settings(tmp_path, model, *changes))
@@ -153,9 +143,7 @@ def test_rollouts_that_run_ahead_are_in_the_checkpoint_and_not_drawn_again(
 
 
 @pytest.mark.slow
-def test_what_environments_noted_of_rollouts_that_run_ahead_is_in_the_checkpoint(
-    tmp_path: Path, model: Path
-) -> None:
+def test_what_environments_noted_of_rollouts_that_run_ahead_is_in_the_checkpoint(tmp_path, model):
     """How many answers could not be read is known to the environment alone."""
     parts = "{parts: [{env: math}, {env: math_copy, weight: 0.5}]}"
     changes = [
@@ -181,7 +169,7 @@ def test_what_environments_noted_of_rollouts_that_run_ahead_is_in_the_checkpoint
 
 
 @pytest.mark.slow
-def test_a_signal_in_the_first_rollouts_leaves_no_checkpoint(tmp_path: Path, model: Path) -> None:
+def test_a_signal_in_the_first_rollouts_leaves_no_checkpoint(tmp_path, model):
     interrupt_at(1, where="judge")
     done = grpo(grpo_settings(tmp_path, model, *LENGTH))
     assert (done.outcome.ended, done.outcome.step, done.outcome.latest) == ("signal", 0, None)
@@ -190,7 +178,7 @@ def test_a_signal_in_the_first_rollouts_leaves_no_checkpoint(tmp_path: Path, mod
     assert grpo(grpo_settings(tmp_path, model, *LENGTH)).outcome.ended == "finished"
 
 
-def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(tmp_path: Path, model: Path) -> None:
+def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(tmp_path, model):
     changes = [*LENGTH, "grpo.val_period=2", "grpo.val_num_generations_per_prompt=2"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     grpo(grpo_settings(straight, model, *changes))
@@ -207,9 +195,7 @@ TIRES = ("data.env_name=tires", "+env.custom.tires.name=policy_fakes.Tires")
 
 
 @pytest.mark.slow
-def test_what_environments_remember_knows_nothing_of_rollouts_that_were_given_up(
-    tmp_path: Path, model: Path
-) -> None:
+def test_what_environments_remember_knows_nothing_of_rollouts_that_were_given_up(tmp_path, model):
     changes = [*LENGTH, *TIRES, "grpo.val_period=2", "grpo.val_num_generations_per_prompt=2"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     grpo(grpo_settings(straight, model, *changes))
@@ -223,9 +209,7 @@ def test_what_environments_remember_knows_nothing_of_rollouts_that_were_given_up
 
 
 @pytest.mark.slow
-def test_a_run_does_not_learn_otherwise_because_it_is_validated(
-    tmp_path: Path, model: Path
-) -> None:
+def test_a_run_does_not_learn_otherwise_because_it_is_validated(tmp_path, model):
     seen = []
     for period in (0, 1):
         changes = [*LENGTH, *TIRES, f"grpo.val_period={period}", "grpo.val_at_end=false"]
@@ -237,9 +221,7 @@ def test_a_run_does_not_learn_otherwise_because_it_is_validated(
 
 
 @pytest.mark.slow
-def test_the_reference_of_a_policy_from_nothing_is_the_same_when_a_run_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_the_reference_of_a_policy_from_nothing_is_the_same_when_a_run_goes_on(tmp_path):
     """Its tokenizer has read the prompts that are too long to be asked, too."""
     changes = [*LENGTH, "loss_fn.reference_policy_kl_penalty=1", "data.split_validation_size=0"]
     for name, limits in (("straight", [4]), ("broken", [2, 4])):
@@ -259,15 +241,13 @@ def test_the_reference_of_a_policy_from_nothing_is_the_same_when_a_run_goes_on(
     assert_same_runs(tmp_path / "straight", tmp_path / "broken", 4)
 
 
-def test_a_longer_run_goes_on_from_a_finished_one(tmp_path: Path, model: Path) -> None:
+def test_a_longer_run_goes_on_from_a_finished_one(tmp_path, model):
     changes = [*LENGTH, "grpo.val_at_start=true", "grpo.val_at_end=false"]
     grpo(grpo_settings(tmp_path / "straight", model, *changes))
     for limit in (2, 2, 5, NUM_STEPS):
         grpo(grpo_settings(tmp_path / "broken", model, *changes, f"grpo.max_num_steps={limit}"))
     assert_same_runs(tmp_path / "straight", tmp_path / "broken", NUM_STEPS)
 
-
-# ------------------------------------------------------------------------------------------ killed
 
 PROGRAM = """
 import sys, torch
@@ -276,7 +256,7 @@ run_training("grpo", None, sys.argv[1:])
 """
 
 
-def start(overrides: list[str], *, log: Path) -> subprocess.Popen[bytes]:
+def start(overrides, *, log):
     python_path = os.pathsep.join((str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -287,7 +267,7 @@ def start(overrides: list[str], *, log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def test_kill_9_at_any_moment(tmp_path: Path, model: Path) -> None:
+def test_kill_9_at_any_moment(tmp_path, model):
     changes = [
         *LENGTH,
         *MANNERS["one step ahead"],
@@ -312,9 +292,7 @@ def test_kill_9_at_any_moment(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_ends_the_command_well_and_ctrl_c_with_130(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sigterm_ends_the_command_well_and_ctrl_c_with_130(tmp_path, model, capsys):
     overrides = grpo_settings(tmp_path, model, *LENGTH)
     interrupt_at(2, where="update")
     run_training("grpo", None, overrides)  # returns, so the exit status is 0
@@ -329,9 +307,6 @@ def test_sigterm_ends_the_command_well_and_ctrl_c_with_130(
     assert "stopped by SIGINT after step" in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------------------------- another run
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -343,9 +318,7 @@ def test_sigterm_ends_the_command_well_and_ctrl_c_with_130(
         ("data.split_validation_size=0.5", "training data: "),
     ],
 )
-def test_another_run_is_refused_and_the_change_is_named(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, change: str, named: str
-) -> None:
+def test_another_run_is_refused_and_the_change_is_named(tmp_path_factory, model, change, named):
     directory = tmp_path_factory.getbasetemp() / "one_run"
     if not directory.exists():
         grpo(grpo_settings(directory, model, *LENGTH, "grpo.max_num_steps=1"))
@@ -355,7 +328,7 @@ def test_another_run_is_refused_and_the_change_is_named(
     assert [p.name for p in (directory / "logs").iterdir()] == ["exp_001"]
 
 
-def test_what_changes_nothing_may_change(tmp_path: Path, model: Path) -> None:
+def test_what_changes_nothing_may_change(tmp_path, model):
     grpo(grpo_settings(tmp_path, model, *LENGTH, "grpo.max_num_steps=1"))
     done = grpo(
         grpo_settings(
@@ -374,11 +347,8 @@ def test_what_changes_nothing_may_change(tmp_path: Path, model: Path) -> None:
     assert done.outcome.step == 2
 
 
-# --------------------------------------------------------------------------------------------- SFT
-
-
 @pytest.mark.parametrize("more", [[], [LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.2"]])
-def test_fine_tuning_goes_on(tmp_path: Path, more: list[str]) -> None:
+def test_fine_tuning_goes_on(tmp_path, more):
     changes = ["sft.max_num_epochs=3", "sft.val_period=4", *more, *HOOKED]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     grouped = sft(sft_settings(straight, *changes))

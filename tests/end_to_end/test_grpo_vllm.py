@@ -1,7 +1,5 @@
 """`laurel grpo` with completions drawn by a real vLLM."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal
@@ -25,7 +23,7 @@ VLLM = ("policy.generation.backend=vllm", "policy.generation.max_concurrent=16")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     """Like `policy_runs.warm_started`, with two heads of a size that vLLM computes on a CPU."""
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("model")
@@ -35,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved
 
 
-def test_vllm_draws_from_the_weights_of_each_step(tmp_path: Path, model: Path) -> None:
+def test_vllm_draws_from_the_weights_of_each_step(tmp_path, model):
     """Were a step drawn from older weights, its log-probs would differ by far more than rounding.
 
     At this learning rate a step changes log-probabilities by hundredths.
@@ -55,11 +53,11 @@ def test_vllm_draws_from_the_weights_of_each_step(tmp_path: Path, model: Path) -
     )
 
 
-def test_vllm_that_dies_ends_the_run_with_a_reason(tmp_path: Path, model: Path) -> None:
+def test_vllm_that_dies_ends_the_run_with_a_reason(tmp_path, model):
     psutil = pytest.importorskip("psutil")
     killed: list[int] = []
 
-    def kill_engine() -> None:
+    def kill_engine():
         for child in psutil.Process(os.getpid()).children(recursive=True):
             if "EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()):
                 killed.append(child.pid)
@@ -93,12 +91,8 @@ SCRATCH_WITH_HEADS = (
 
 @pytest.mark.parametrize("is_from_scratch", [False, True], ids=["from a directory", "from scratch"])
 def test_a_replica_over_two_slots_on_ray_is_started_again_when_it_is_killed(
-    tmp_path: Path,
-    model: Path,
-    small_cluster: object,
-    caplog: pytest.LogCaptureFixture,
-    is_from_scratch: bool,
-) -> None:
+    tmp_path, model, small_cluster, caplog, is_from_scratch
+):
     """vLLM with tp 2, in turns with a learner with dp 2 on the same two slots.
 
     A policy from scratch has no directory of its own: the run keeps one from which a lost replica
@@ -111,7 +105,7 @@ def test_a_replica_over_two_slots_on_ray_is_started_again_when_it_is_killed(
     shared = Path("/dev/shm")
     before = set(shared.glob("vllm_dist_*"))
 
-    def kill_once() -> None:
+    def kill_once():
         """What Ray started, which has vLLM's scheduler for a child, and that the workers."""
         if first.acquire(blocking=False):
             found = psutil.Process(os.getpid()).children(recursive=True)
@@ -120,7 +114,7 @@ def test_a_replica_over_two_slots_on_ray_is_started_again_when_it_is_killed(
             names.extend(command_of(process) for process in killed)
             killed[0].send_signal(signal.SIGKILL)
 
-    def command_of(process: Any) -> str:
+    def command_of(process):
         try:
             return " ".join(process.cmdline())
         except psutil.Error:  # Ray's come and go

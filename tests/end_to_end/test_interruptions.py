@@ -1,19 +1,14 @@
 """Runs that are killed, preempted and interrupted end bit for bit like one that was not."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -44,18 +39,18 @@ LONG_STEPS = 35 * 4
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(tmp_path_factory):
     """An uninterrupted run of 140 steps."""
     directory = tmp_path_factory.mktemp("straight")
     train(settings(directory, *LONG))
     return directory
 
 
-def is_saving(saves: Path) -> bool:
+def is_saving(saves):
     return any(saves.glob(".tmp-*/model.safetensors"))
 
 
-def kill_in_a_save(process: subprocess.Popen[bytes], saves: Path) -> None:
+def kill_in_a_save(process, saves):
     while True:
         wait_until(lambda: is_saving(saves), process)
         process.send_signal(signal.SIGSTOP)
@@ -67,7 +62,7 @@ def kill_in_a_save(process: subprocess.Popen[bytes], saves: Path) -> None:
 
 
 @pytest.mark.slow
-def test_kill_9_at_any_moment_and_in_the_middle_of_a_save(tmp_path: Path, straight: Path) -> None:
+def test_kill_9_at_any_moment_and_in_the_middle_of_a_save(tmp_path, straight):
     overrides, saves = settings(tmp_path, *LONG), tmp_path / "saves"
     moments = random.Random()
     target = moments.randrange(22, 50)
@@ -92,7 +87,7 @@ def test_kill_9_at_any_moment_and_in_the_middle_of_a_save(tmp_path: Path, straig
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_ends_well_and_the_run_goes_on(tmp_path: Path, straight: Path) -> None:
+def test_sigterm_saves_and_ends_well_and_the_run_goes_on(tmp_path, straight):
     overrides, saves = settings(tmp_path, *LONG), tmp_path / "saves"
     log = tmp_path / "log.txt"
     process = start(overrides, log=log)
@@ -115,7 +110,7 @@ def test_sigterm_saves_and_ends_well_and_the_run_goes_on(tmp_path: Path, straigh
 
 
 @pytest.fixture
-def deaf() -> Iterator[None]:
+def deaf():
     """A SIGTERM that comes when no run is listening must not end the tests."""
     previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
     yield
@@ -123,14 +118,14 @@ def deaf() -> Iterator[None]:
 
 
 @contextmanager
-def preempt_when(condition: Callable[[], bool], *, pause: float = 0.0) -> Iterator[None]:
+def preempt_when(condition, *, pause=0.0):
     """Send this process a SIGTERM once a run is listening and something is so.
 
     Not after the block: where no run is left to hear it, a signal would end the tests.
     """
     unheard, over = signal.getsignal(signal.SIGTERM), threading.Event()
 
-    def wait() -> None:
+    def wait():
         while signal.getsignal(signal.SIGTERM) == unheard or not condition():
             if over.wait(0.001):
                 return
@@ -148,12 +143,12 @@ def preempt_when(condition: Callable[[], bool], *, pause: float = 0.0) -> Iterat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("deaf")
-def test_preempted_again_and_again_at_any_moment(tmp_path: Path, straight: Path) -> None:
+def test_preempted_again_and_again_at_any_moment(tmp_path, straight):
     """In steps, in validations, in saves: each time a little further, and never back."""
     overrides, moments = settings(tmp_path, *LONG), random.Random()
     metrics = tmp_path / "logs" / "exp_001" / "metrics.jsonl"
 
-    def has_grown(size_before: int) -> bool:
+    def has_grown(size_before):
         return metrics.exists() and metrics.stat().st_size > size_before + 100
 
     reached, ended = [0], ""
@@ -169,7 +164,7 @@ def test_preempted_again_and_again_at_any_moment(tmp_path: Path, straight: Path)
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_exits_130(tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_exits_130(tmp_path):
     process = start(settings(tmp_path, *LONG), log=tmp_path / "log.txt")
     wait_until(lambda: last_step(tmp_path) >= 3, process)
     process.send_signal(signal.SIGINT)
@@ -181,9 +176,7 @@ def test_ctrl_c_saves_and_exits_130(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_process_on_the_same_directory_is_refused_and_two_sigterms_end_at_once(
-    tmp_path: Path,
-) -> None:
+def test_a_second_process_on_the_same_directory_is_refused_and_two_sigterms_end_at_once(tmp_path):
     # Eight conversations of 3000 tokens: a step takes many seconds, and most of it is in torch.
     rows = [
         {"prompt": f"{i} " * 3000, "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(8)
@@ -217,9 +210,7 @@ def test_a_second_process_on_the_same_directory_is_refused_and_two_sigterms_end_
 
 
 @pytest.mark.slow
-def test_a_time_budget_ends_the_run_saved_and_in_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_time_budget_ends_the_run_saved_and_in_time(tmp_path, capsys):
     overrides = settings(
         tmp_path,
         "rm.max_num_epochs=100000",
@@ -239,12 +230,9 @@ def test_a_time_budget_ends_the_run_saved_and_in_time(
     assert (saved / "MANIFEST.json").stat().st_mtime < started + 4
 
 
-# ------------------------------------------------------- a validation that a signal cuts short
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("deaf")
-def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(tmp_path: Path) -> None:
+def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(tmp_path):
     """With seconds left, a run must save and not go on validating for minutes."""
     held_out = write_rows(tmp_path / "held_out.jsonl", pairs(500, seed=5))
     changes = [
@@ -291,7 +279,7 @@ main()
 
 
 @pytest.mark.slow
-def test_a_clock_that_is_set_back_and_forth_changes_nothing(tmp_path: Path, straight: Path) -> None:
+def test_a_clock_that_is_set_back_and_forth_changes_nothing(tmp_path, straight):
     overrides = settings(tmp_path, *LONG, "checkpointing.checkpoint_must_save_by='00:01:00:00'")
     jumping = ("-c", CLOCK_SET_BACK)
     first = run([*overrides, "rm.max_num_steps=50"], program=jumping)

@@ -1,11 +1,7 @@
 """Who judges a run on Ray: reward workers spread over the nodes, and several models in slots."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +10,6 @@ import yaml
 from laurel.rewards import open
 from policy_runs import grpo, grpo_settings, metrics_of, warm_started
 from reward_models import small_model, write_model
-from runs import Finished
 
 ray = pytest.importorskip("ray")
 from laurel.workers.ray_actor import SpreadGroup  # noqa: E402  where there is Ray
@@ -33,12 +28,12 @@ SETTLED = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def judges(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def judges(tmp_path_factory):
     """Two reward models, with statistics of their scores."""
     root = tmp_path_factory.mktemp("judges")
     for seed in (0, 1):
@@ -49,14 +44,14 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(root / "0"), str(root / "1")]
 
 
-def run(directory: Path, model: Path, rewards: dict[str, Any], *changes: str) -> Finished:
+def run(directory, model, rewards, *changes):
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "rewards.yaml"
     path.write_text(yaml.safe_dump({"env": {"reward_model": {"enabled": True, **rewards}}}))
     return grpo(grpo_settings(directory, model, *SETTLED, *changes), path=path)
 
 
-def assert_same(found: Path, expected: Path, *more: str) -> None:
+def assert_same(found, expected, *more):
     for step in (1, 2):
         figures = metrics_of(found)[step]
         assert figures["train/num_failures"] == 0
@@ -66,11 +61,8 @@ def assert_same(found: Path, expected: Path, *more: str) -> None:
             assert figures[name] == pytest.approx(value, rel=BOUND, abs=BOUND), name
 
 
-# -------------------------------------------------------------------------------- reward workers
-
-
 @pytest.fixture
-def two_nodes(no_ray: None) -> Iterator[str]:
+def two_nodes(no_ray):
     """Of one slot each, and nothing besides; their address."""
     from ray.cluster_utils import Cluster
 
@@ -86,20 +78,15 @@ def two_nodes(no_ray: None) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_reward_workers_are_on_all_nodes_and_one_that_is_killed_changes_nothing(
-    tmp_path: Path,
-    model: Path,
-    judges: list[str],
-    two_nodes: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    tmp_path, model, judges, two_nodes, monkeypatch, caplog
+):
     rewards = {"model_name": judges[0], "precision": "float32"}
     run(tmp_path / "here", model, rewards)
     nodes: list[str] = []
     victims: list[int] = []
     submit = SpreadGroup._submit
 
-    def submit_and_kill(group: SpreadGroup, calls: Any) -> Any:
+    def submit_and_kill(group, calls):
         pending = submit(group, calls)
         nodes.append(group._node_ids[0])
         if len(nodes) == 4:
@@ -119,14 +106,11 @@ def test_reward_workers_are_on_all_nodes_and_one_that_is_killed_changes_nothing(
     assert len(set(nodes)) == 2
     assert len(victims) == 1
     assert "reward_worker rank 0 of 1 died in prepare" in caplog.text
-    assert "it is replaced, 1 of 8 at most" in caplog.text
+    assert "it is started again, restart 1 of 8 at most" in caplog.text
     assert_same(tmp_path / "there", tmp_path / "here")
 
 
-# -------------------------------------------------------------------------------- several models
-
-
-def ensemble(judges: list[str]) -> dict[str, Any]:
+def ensemble(judges):
     parts = [
         {"name": name, "model_name": judge, "precision": "float32"}
         for name, judge in zip(("kind", "wise"), judges, strict=True)
@@ -135,7 +119,7 @@ def ensemble(judges: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def several_here(tmp_path_factory: pytest.TempPathFactory, model: Path, judges: list[str]) -> Path:
+def several_here(tmp_path_factory, model, judges):
     directory = tmp_path_factory.mktemp("several_here")
     run(directory, model, ensemble(judges))
     return directory
@@ -153,15 +137,9 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
 def test_several_models_judge_from_slots_as_they_do_here(
-    tmp_path: Path,
-    model: Path,
-    judges: list[str],
-    several_here: Path,
-    small_cluster: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    ways: tuple[dict[str, Any], tuple[str, ...]],
-) -> None:
-    def load_here(*_: Any, **__: Any) -> None:
+    tmp_path, model, judges, several_here, small_cluster, monkeypatch, ways
+):
+    def load_here(*_, **__):
         raise AssertionError("it was loaded in the process of the run")
 
     monkeypatch.setattr(open, "LocalScorer", load_here)

@@ -5,8 +5,6 @@ before its modules moved: rows, overrides, the checkpoint of step 2, and the fig
 that this version took next when it was not stopped. They are never made anew.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -28,7 +26,7 @@ COMMANDS: dict[str, Callable[[list[str]], Any]] = {
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
-def test_it_goes_on(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_goes_on(kind, tmp_path, monkeypatch):
     shutil.copytree(OLDER / kind, tmp_path / kind)
     monkeypatch.chdir(tmp_path / kind)
     COMMANDS[kind](Path("overrides.txt").read_text().splitlines())

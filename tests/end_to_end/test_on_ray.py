@@ -1,10 +1,5 @@
 """The run of the laptop on a Ray cluster: the same figures, whichever way its models are spread."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from pathlib import Path
-
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -33,17 +28,15 @@ TP_2 = ("cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2")
 BOUND = 1e-5
 
 
-def figures(directory: Path, step: int, names: tuple[str, ...]) -> dict[str, float]:
+def figures(directory, step, names):
     return {name: metrics_of(directory)[step][name] for name in names}
 
 
-def assert_close(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
+def assert_close(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=BOUND, abs=BOUND), name
 
-
-# ----------------------------------------------------------------------------------- reward models
 
 RM_FIGURES = (
     "train/loss",
@@ -56,14 +49,14 @@ PLAIN_STEPS = "policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 3e-2, momen
 """Adam divides by what rounding makes of gradients near zero: its steps say little of them."""
 
 
-def rm_settings(directory: Path, *changes: str) -> list[str]:
+def rm_settings(directory, *changes):
     kept = (f"+{PLAIN_STEPS}", "rm.max_num_epochs=3", "rm.max_num_steps=10")
     chosen = [c for c in settings(directory) if not c.startswith("policy.optimizer")]
     return [*chosen, *kept, *changes]
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def here(tmp_path_factory):
     """A run in this process."""
     directory = tmp_path_factory.mktemp("here")
     train(rm_settings(directory))
@@ -72,7 +65,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ways", SPREAD.values(), ids=SPREAD)
-def test_a_reward_model_learns_the_same_spread(tmp_path: Path, here: Path, ways: str) -> None:
+def test_a_reward_model_learns_the_same_spread(tmp_path, here, ways):
     finished = train(rm_settings(tmp_path, *ways))
     assert "places  policy: node 0, slots 0-" in finished.text
     for step in (1, 4, 10):
@@ -82,7 +75,7 @@ def test_a_reward_model_learns_the_same_spread(tmp_path: Path, here: Path, ways:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_mesh(tmp_path: Path, here: Path) -> None:
+def test_a_run_goes_on_on_another_mesh(tmp_path, here):
     train(rm_settings(tmp_path, *DP_2, "rm.max_num_steps=3", "checkpointing.save_period=3"))
     train(rm_settings(tmp_path, *TP_2, "rm.max_num_steps=6", "checkpointing.save_period=3"))
     last = train(rm_settings(tmp_path))
@@ -91,18 +84,16 @@ def test_a_run_goes_on_on_another_mesh(tmp_path: Path, here: Path) -> None:
         assert_close(figures(tmp_path, step, RM_FIGURES), figures(here, step, RM_FIGURES))
 
 
-# -------------------------------------------------------------------------------- fine-tuning
-
 SFT_FIGURES = ("train/loss", "train/grad_norm")
 
 
-def sft_plain(directory: Path, *changes: str) -> list[str]:
+def sft_plain(directory, *changes):
     chosen = [c for c in sft_settings(directory) if not c.startswith("policy.optimizer")]
     return [*chosen, f"+{PLAIN_STEPS}", "sft.max_num_steps=6", "sft.max_num_epochs=2", *changes]
 
 
 @pytest.fixture(scope="module")
-def sft_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sft_here(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sft_here")
     sft(sft_plain(directory))
     return directory
@@ -110,16 +101,12 @@ def sft_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ways", SPREAD.values(), ids=SPREAD)
-def test_fine_tuning_is_the_same_spread(
-    tmp_path: Path, sft_here: Path, ways: tuple[str, ...]
-) -> None:
+def test_fine_tuning_is_the_same_spread(tmp_path, sft_here, ways):
     sft(sft_plain(tmp_path, *ways))
     for step in (1, 3, 6):
         assert_close(figures(tmp_path, step, SFT_FIGURES), figures(sft_here, step, SFT_FIGURES))
     AutoModelForCausalLM.from_pretrained(tmp_path / "saves" / "step_6")
 
-
-# ------------------------------------------------------------------------------------------ GRPO
 
 GRPO_FIGURES = ("train/loss", "train/grad_norm", "train/reward", "train/approx_entropy")
 GRPO = (
@@ -131,19 +118,19 @@ GRPO = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def judge(tmp_path_factory):
     directory = tmp_path_factory.mktemp("judge")
     latest = train(settings(directory, "rm.max_num_steps=5")).outcome.latest
     assert latest is not None
     return latest
 
 
-def own_slots(judge: Path) -> tuple[str, ...]:
+def own_slots(judge):
     return (
         "env.reward_model.enabled=true",
         f"env.reward_model.model_name={judge}",
@@ -178,7 +165,7 @@ ROLES = {
 
 
 @pytest.fixture(scope="module")
-def grpo_here(tmp_path_factory: pytest.TempPathFactory, model: Path, judge: Path) -> Path:
+def grpo_here(tmp_path_factory, model, judge):
     directory = tmp_path_factory.mktemp("grpo_here")
     grpo(grpo_settings(directory, model, *GRPO, *own_slots(judge)))
     return directory
@@ -186,14 +173,7 @@ def grpo_here(tmp_path_factory: pytest.TempPathFactory, model: Path, judge: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ways", ROLES.values(), ids=ROLES)
-def test_grpo_is_the_same_with_roles_of_their_own(
-    tmp_path: Path,
-    model: Path,
-    judge: Path,
-    grpo_here: Path,
-    ways: tuple[str, ...],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_grpo_is_the_same_with_roles_of_their_own(tmp_path, model, judge, grpo_here, ways, caplog):
     finished = grpo(grpo_settings(tmp_path, model, *GRPO, *own_slots(judge), *ways))
     setting = "policy.generation.weight_transfer=object_store"
     way = "object_store" if setting in ways else "broadcast"
@@ -207,7 +187,7 @@ def test_grpo_is_the_same_with_roles_of_their_own(
     AutoModelForCausalLM.from_pretrained(tmp_path / "saves" / "step_2")
 
 
-def test_one_rank_on_ray_is_one_rank_here(tmp_path: Path, model: Path) -> None:
+def test_one_rank_on_ray_is_one_rank_here(tmp_path, model):
     """One of each, without a judge: the figures are equal to the last bit."""
     settled = ("grpo.max_num_steps=2", *MATCHES)
     grpo(grpo_settings(tmp_path / "here", model, *settled))

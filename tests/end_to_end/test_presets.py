@@ -1,7 +1,5 @@
 """The presets in `examples/configs/presets`: alone, behind a file, by hand and in runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -28,20 +26,20 @@ FIRST = {
 """Advantages of `ONE_RIGHT` in a batch with `ONE_WRONG`."""
 
 
-def of(name: str) -> GRPORun:
+def of(name):
     config = load_config(GRPORun, PRESETS / f"{name}.yaml", []).config
     assert isinstance(config, GRPORun)
     return config
 
 
-def test_all_that_the_guide_names_are_there() -> None:
+def test_all_that_the_guide_names_are_there():
     assert sorted([*FIRST, "gdpo"]) == NAMES
     guide = (CONFIGS.parents[1] / "docs" / "grpo.md").read_text(encoding="utf-8")
     assert [name for name in NAMES if f"presets/{name}.yaml" not in guide] == []
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_loads_behind_a_file_and_changes_only_the_method(name: str, tmp_path: Path) -> None:
+def test_it_loads_behind_a_file_and_changes_only_the_method(name, tmp_path):
     mine = tmp_path / "mine.yaml"
     base = CONFIGS / "grpo_math_1B.yaml"
     mine.write_text(f"defaults: [{base}, {PRESETS / name}.yaml]\n", encoding="utf-8")
@@ -57,12 +55,12 @@ def test_it_loads_behind_a_file_and_changes_only_the_method(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_its_advantages_by_hand(name: str) -> None:
+def test_its_advantages_by_hand(name):
     found = compute_advantages([ONE_RIGHT, ONE_WRONG], resolve(of(name).grpo))
     assert list(found.values_BG[0]) == pytest.approx(FIRST[name], rel=1e-4)
 
 
-def test_gdpo_hears_each_component_by_hand() -> None:
+def test_gdpo_hears_each_component_by_hand():
     parts = [{"a": a, "b": b} for a, b in zip(ONE_RIGHT, [0.0, 0.0, 0.0, 10.0], strict=True)]
     found = compute_advantages(
         [[1.0, 0.0, 0.0, 10.0]], resolve(of("gdpo").grpo), components_BG=[parts]
@@ -73,7 +71,7 @@ def test_gdpo_hears_each_component_by_hand() -> None:
     )
 
 
-def test_their_losses() -> None:
+def test_their_losses():
     expected = {
         "cispo": ("cispo", "tokens"),
         "dapo": ("ppo", "tokens"),
@@ -91,13 +89,13 @@ def test_their_losses() -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.slow_parameters("gdpo")
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_with_it_learns(name: str, tmp_path: Path, model: Path) -> None:
+def test_a_run_with_it_learns(name, tmp_path, model):
     changes = ["grpo.max_num_steps=1", "grpo.val_period=0", "grpo.val_at_end=false", *MATCHES]
     if name == "gdpo":
         parts = "{as_components: true, parts: [{env: matches}, {env: math, weight: 2}]}"

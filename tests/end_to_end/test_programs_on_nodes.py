@@ -1,17 +1,11 @@
 """Programs of the policy on every node of a Ray cluster, and nodes that are lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
 from laurel.config.environments import SandboxConfig
@@ -20,7 +14,6 @@ from laurel.environments.code.nodes import ClusterNodes, open_pool_on
 from laurel.sandbox.detection import detect
 from laurel.sandbox.inside.monitor import RUNNING
 from laurel.sandbox.jobs import Limits, SandboxJob, Status
-from laurel.sandbox.pool import SandboxPool
 from laurel.sandbox.tiers import Tier
 from policy_runs import (
     completions_of,
@@ -53,14 +46,14 @@ STEPS = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _sandbox() -> None:
+def _sandbox():
     found = detect()
     if found.tier in (None, Tier.LIMITS_ONLY):
         pytest.skip(found.sentence())
 
 
 @pytest.fixture
-def two_nodes(no_ray: None) -> Iterator[Any]:
+def two_nodes(no_ray):
     """Of two slots each."""
     from ray.cluster_utils import Cluster
 
@@ -75,14 +68,14 @@ def two_nodes(no_ray: None) -> Iterator[Any]:
 
 
 @pytest.fixture
-def groups() -> list[NodeGroup]:
+def groups():
     """Every process on a node that was started, the newest last."""
     return []
 
 
 @pytest.fixture
-def pool(two_nodes: Any, groups: list[NodeGroup]) -> Iterator[SandboxPool]:
-    def make(*args: Any, **kwargs: Any) -> NodeGroup:
+def pool(two_nodes, groups):
+    def make(*args, **kwargs):
         groups.append(NodeGroup(*args, **kwargs))
         return groups[-1]
 
@@ -94,27 +87,25 @@ def pool(two_nodes: Any, groups: list[NodeGroup]) -> Iterator[SandboxPool]:
             yield pool
 
 
-def jobs(count: int) -> list[SandboxJob]:
+def jobs(count):
     return [
         SandboxJob(id=str(n), code=f"import time\ntime.sleep(0.4)\nprint({n})", limits=LIMITS)
         for n in range(count)
     ]
 
 
-def assert_all_right(results: list[Any]) -> None:
+def assert_all_right(results):
     assert [(one.status, one.stdout) for one in results] == [
         (Status.OK, f"{n}\n") for n in range(len(results))
     ], [one.reason for one in results if one.reason]
 
 
-def running_below(group: NodeGroup) -> list[psutil.Process]:
+def running_below(group):
     return below(group._pids[0], RUNNING)
 
 
 @pytest.mark.slow
-def test_both_nodes_run_programs_and_an_actor_that_is_killed_loses_none(
-    pool: SandboxPool, groups: list[NodeGroup], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_both_nodes_run_programs_and_an_actor_that_is_killed_loses_none(pool, groups, caplog):
     assert not is_on_the_only_node()
     assert pool.num_workers == 4 or os.sched_getaffinity(0) == {0}
     assert len({group._node_ids[0] for group in groups}) == 2
@@ -139,12 +130,7 @@ def test_both_nodes_run_programs_and_an_actor_that_is_killed_loses_none(
 
 
 @pytest.mark.slow
-def test_a_node_that_is_lost_leaves_its_programs_to_the_other(
-    pool: SandboxPool,
-    groups: list[NodeGroup],
-    two_nodes: Any,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_node_that_is_lost_leaves_its_programs_to_the_other(pool, groups, two_nodes, caplog):
     futures = [pool.submit(job) for job in jobs(16)]
     second = next(g for g in groups if g._node_ids[0] == two_nodes.second.node_id)
     wait_until(lambda: running_below(second))
@@ -156,9 +142,7 @@ def test_a_node_that_is_lost_leaves_its_programs_to_the_other(
 
 
 @pytest.mark.slow
-def test_an_actor_that_hangs_is_lost_and_ended(
-    pool: SandboxPool, groups: list[NodeGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_actor_that_hangs_is_lost_and_ended(pool, groups, monkeypatch):
     assert_all_right(pool.run(jobs(4)))
     for name in ("START_SECONDS", "GRACE_SECONDS"):
         monkeypatch.setattr(node_runner, name, 1.0)
@@ -175,9 +159,7 @@ def test_an_actor_that_hangs_is_lost_and_ended(
 
 
 @pytest.mark.slow
-def test_closing_in_the_middle_of_everything_leaves_the_cluster_in_peace(
-    pool: SandboxPool, groups: list[NodeGroup]
-) -> None:
+def test_closing_in_the_middle_of_everything_leaves_the_cluster_in_peace(pool, groups):
     futures = [pool.submit(job) for job in jobs(40)]
     wait_until(lambda: all(running_below(group) for group in groups))
     begun = time.monotonic()
@@ -191,16 +173,13 @@ def test_closing_in_the_middle_of_everything_leaves_the_cluster_in_peace(
     assert len(ray.nodes()) == 2
 
 
-# --------------------------------------------------------------------------------------------- runs
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     """Writes functions that give 1 or 2, each as often right as wrong."""
     return writer_of_functions(tmp_path_factory.mktemp("model"))
 
 
-def run(directory: Path, model: Path, *changes: str) -> None:
+def run(directory, model, *changes):
     directory.mkdir()
     rows = [
         {
@@ -218,13 +197,13 @@ def run(directory: Path, model: Path, *changes: str) -> None:
 
 @pytest.mark.slow
 def test_a_run_on_a_cluster_has_the_rewards_of_one_in_process(
-    tmp_path: Path, model: Path, two_nodes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, model, two_nodes, monkeypatch
+):
     run(tmp_path / "here", model, "env.code.num_workers=2")
     asked: list[str] = []
     submit = NodeGroup._submit
 
-    def submit_and_note(group: NodeGroup, calls: Any) -> Any:
+    def submit_and_note(group, calls):
         asked.extend(group._node_ids[0] for call in calls.values() if call.method == "pair")
         return submit(group, calls)
 

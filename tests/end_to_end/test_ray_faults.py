@@ -1,10 +1,7 @@
 """A rank or a node that dies in a run on Ray: one clear error, and the run resumes."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
@@ -27,12 +24,12 @@ LONG = (
 )
 
 
-def long_settings(directory: Path, *changes: str) -> list[str]:
+def long_settings(directory, *changes):
     chosen = [c for c in settings(directory) if not c.startswith(("policy.optimizer", "rm.val"))]
     return [*chosen, *LONG, *changes]
 
 
-def ranks_of(pid: int) -> list[psutil.Process]:
+def ranks_of(pid):
     """The processes of a run that hold a rank."""
     found = []
     for child in psutil.Process(pid).children(recursive=True):
@@ -45,7 +42,7 @@ def ranks_of(pid: int) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_run_and_it_goes_on(tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_run_and_it_goes_on(tmp_path):
     log = tmp_path / "out.txt"
     saves = tmp_path / "saves"
     process = start(long_settings(tmp_path, *SPREAD), log=log)
@@ -77,7 +74,7 @@ def test_a_killed_rank_ends_the_run_and_it_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_that_is_killed_in_mid_step_ends_the_run_and_it_resumes(tmp_path: Path) -> None:
+def test_a_node_that_is_killed_in_mid_step_ends_the_run_and_it_resumes(tmp_path):
     import ray
     from ray.cluster_utils import Cluster
 
@@ -118,7 +115,7 @@ def test_a_node_that_is_killed_in_mid_step_ends_the_run_and_it_resumes(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_run_whose_raylet_dies_says_so_and_resumes(tmp_path: Path) -> None:
+def test_a_run_whose_raylet_dies_says_so_and_resumes(tmp_path):
     log = tmp_path / "out.txt"
     process = start(long_settings(tmp_path, *SPREAD), log=log)
     try:
@@ -138,7 +135,7 @@ def test_a_run_whose_raylet_dies_says_so_and_resumes(tmp_path: Path) -> None:
     assert "going on from" in resumed.stdout
 
 
-def newest_worker() -> int:
+def newest_worker():
     """Process of the worker that was started last: replicas come after the learner's ranks."""
     from ray._private.state import actors
 
@@ -148,8 +145,8 @@ def newest_worker() -> int:
 
 @pytest.mark.slow
 def test_a_replica_that_is_lost_after_its_checkpoint_was_pruned_comes_back(
-    tmp_path: Path, small_cluster: object, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, small_cluster, caplog
+):
     model = warm_started(tmp_path / "model")
     steps = ("grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.save_period=1")
     own = (
@@ -164,7 +161,7 @@ def test_a_replica_that_is_lost_after_its_checkpoint_was_pruned_comes_back(
     grpo(grpo_settings(run_dir, model, *own, *steps, "grpo.max_num_steps=1"))
     killed: list[int] = []
 
-    def kill_the_replica() -> None:
+    def kill_the_replica():
         if (run_dir / "saves" / "step_4").is_dir() and not killed:
             assert not (run_dir / "saves" / "step_2").exists(), "nothing was pruned yet"
             killed.append(newest_worker())
@@ -183,9 +180,7 @@ def test_a_replica_that_is_lost_after_its_checkpoint_was_pruned_comes_back(
 
 
 @pytest.mark.slow
-def test_a_killed_actor_of_an_environment_ends_the_run_with_its_name(
-    tmp_path: Path, small_cluster: object
-) -> None:
+def test_a_killed_actor_of_an_environment_ends_the_run_with_its_name(tmp_path, small_cluster):
     model = warm_started(tmp_path / "model")
     remote = ("data.env_name=far", "+env.custom.far.name=policy_fakes.RemoteMath")
     with pytest.raises(EnvironmentFailedError, match=r"far.*(died|killed|dead)"):

@@ -1,18 +1,14 @@
 """The report in a real browser: sorted, searched, in the dark, on a phone, following a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from headless_browser import NAMES, Page, browser_page, find_browser
+from headless_browser import NAMES, browser_page, find_browser
 from laurel.observe.report.page import write_report
 from report_runs import reward_model_run, write_lines
 
@@ -25,14 +21,14 @@ TABLE = "run1-samples2"  # the first one is before and after
 
 
 @pytest.fixture(scope="module")
-def tab() -> Iterator[Page]:
+def tab():
     assert BROWSER is not None
     with browser_page(BROWSER) as page:
         yield page
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+def address(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     run = reward_model_run(folder / "exp_001")
     alarm = {
@@ -50,7 +46,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def page(tab: Page, address: str) -> Page:
+def page(tab, address):
     tab.complaints.clear()
     tab.requests.clear()
     tab.look()
@@ -61,7 +57,7 @@ def page(tab: Page, address: str) -> Page:
     return tab
 
 
-def column(page: Page, heading: str) -> list[str]:
+def column(page, heading):
     """What stands in a column of the rows that are there."""
     return page.run(
         f"[...document.querySelectorAll('#{TABLE} tbody tr')].map(tr => [...tr.cells]"
@@ -69,14 +65,14 @@ def column(page: Page, heading: str) -> list[str]:
     )
 
 
-def click(page: Page, heading: str) -> None:
+def click(page, heading):
     page.run(
         f"[...document.querySelectorAll('#{TABLE} th button')]"
         f".find(b => b.textContent === {json.dumps(heading)}).click()"
     )
 
 
-def search(page: Page, words: str) -> str:
+def search(page, words):
     """Type, and read how many were found."""
     return page.run(
         f"(() => {{ const box = document.getElementById('{TABLE}-search');"
@@ -86,13 +82,13 @@ def search(page: Page, words: str) -> str:
     )
 
 
-def test_nothing_is_asked_for_and_nothing_complained_of(page: Page, address: str) -> None:
+def test_nothing_is_asked_for_and_nothing_complained_of(page, address):
     assert set(page.requests) <= {"about:blank", address}
     assert address in page.requests
     assert page.complaints == []
 
 
-def test_the_policy_refuses_the_network_and_foreign_scripts(page: Page) -> None:
+def test_the_policy_refuses_the_network_and_foreign_scripts(page):
     refused = page.run(
         "fetch('http://127.0.0.1:9/').then(() => 'asked', (e) => e.name + ' ' + e.message)"
     )
@@ -105,7 +101,7 @@ def test_the_policy_refuses_the_network_and_foreign_scripts(page: Page) -> None:
     assert any("Content Security Policy" in complaint for complaint in page.complaints)
 
 
-def test_sorting(page: Page) -> None:
+def test_sorting(page):
     assert column(page, "prompt")[:3] == ["question 0", "question 1", "question 2"]
     click(page, "margin")  # numbers first from the top
     margins = [float(text) for text in column(page, "margin")]
@@ -120,7 +116,7 @@ def test_sorting(page: Page) -> None:
     )
 
 
-def test_searching_and_turning_pages(page: Page) -> None:
+def test_searching_and_turning_pages(page):
     assert search(page, "") == "1 to 25 of 120"
     page.run(f"document.getElementById('{TABLE}-on').click()")
     assert column(page, "prompt")[0] == "question 25"
@@ -131,7 +127,7 @@ def test_searching_and_turning_pages(page: Page) -> None:
     assert column(page, "prompt") == []
 
 
-def test_a_hostile_completion_is_shown_and_does_nothing(page: Page) -> None:
+def test_a_hostile_completion_is_shown_and_does_nothing(page):
     assert search(page, "question 7 hacked") == "1 to 2 of 2"
     assert column(page, "chosen")[0] == (
         '</script><script>document.title="hacked"</script>\\x1b[31m\\u202egnp\\u200b&amp;'
@@ -140,7 +136,7 @@ def test_a_hostile_completion_is_shown_and_does_nothing(page: Page) -> None:
     assert page.run("document.querySelectorAll('td script, td img').length") == 0
 
 
-def test_light_and_dark(page: Page) -> None:
+def test_light_and_dark(page):
     paper = "getComputedStyle(document.body).backgroundColor"
     assert page.run(paper) == "rgb(255, 255, 255)"
     page.look(theme="dark")
@@ -158,7 +154,7 @@ def test_light_and_dark(page: Page) -> None:
 
 
 @pytest.mark.parametrize("width", [390, 320])
-def test_on_a_phone_the_page_does_not_move_sideways(page: Page, width: int) -> None:
+def test_on_a_phone_the_page_does_not_move_sideways(page, width):
     page.look(width=width, height=800)
     page.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     assert page.run("document.documentElement.scrollWidth") <= width
@@ -183,7 +179,7 @@ def test_on_a_phone_the_page_does_not_move_sideways(page: Page, width: int) -> N
 
 
 @pytest.mark.slow
-def test_following_a_run_keeps_what_its_reader_was_doing(tab: Page, tmp_path: Path) -> None:
+def test_following_a_run_keeps_what_its_reader_was_doing(tab, tmp_path):
     run = reward_model_run(tmp_path / "exp_001", num_steps=30)
     # Many steps are to come: of a run that has ended, the page stops asking.
     (run / "config.json").write_text(json.dumps({"rm": {"max_num_steps": 1_000}}))

@@ -3,11 +3,8 @@
 Here runs stop at a limit of steps, in this process; in `test_interruptions.py` they are killed.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -25,8 +22,6 @@ from runs import (
     train,
     write_rows,
 )
-
-# --------------------------------------------------------------- interrupted by a limit, in process
 
 MANNERS = {
     "plain": [],
@@ -67,7 +62,7 @@ MANNERS = {
     "Adafactor",
 )
 @pytest.mark.parametrize("manner", MANNERS)
-def test_resumed_equals_uninterrupted(tmp_path: Path, manner: str) -> None:
+def test_resumed_equals_uninterrupted(tmp_path, manner):
     changes = ["rm.max_num_epochs=3", "checkpointing.keep_top_k=null", *MANNERS[manner]]
     train(settings(tmp_path / "straight", *changes))
     # Step 4 is inside an epoch and step 7 in the next; neither is a period of anything.
@@ -78,7 +73,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, manner: str) -> None:
 
 @pytest.mark.slow_parameters("true")
 @pytest.mark.parametrize("lora", ["false", "true"])
-def test_a_model_that_was_loaded_goes_on_as_well(tmp_path: Path, lora: str) -> None:
+def test_a_model_that_was_loaded_goes_on_as_well(tmp_path, lora):
     model = save_model(tmp_path / "model")
     changes = [
         f"policy.model_name={model}",
@@ -87,7 +82,7 @@ def test_a_model_that_was_loaded_goes_on_as_well(tmp_path: Path, lora: str) -> N
         "checkpointing.keep_top_k=null",
     ]
 
-    def overrides(name: str, *more: str) -> list[str]:
+    def overrides(name, *more):
         return [*LOADED, *settings(tmp_path / name, *changes, *more)[len(TINY) :]]
 
     train(overrides("straight"))
@@ -96,7 +91,7 @@ def test_a_model_that_was_loaded_goes_on_as_well(tmp_path: Path, lora: str) -> N
     assert_equal_runs(tmp_path / "straight", tmp_path / "broken", last=12, common=(5, 10))
 
 
-def test_the_comparison_sees_a_difference(tmp_path: Path) -> None:
+def test_the_comparison_sees_a_difference(tmp_path):
     """The same run but for smaller gradients from step 6 on."""
     changes = ["rm.max_num_epochs=2", "+policy.scratch.config_overrides.attention_dropout=0.3"]
     train(settings(tmp_path / "straight", *changes))
@@ -107,7 +102,7 @@ def test_the_comparison_sees_a_difference(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_longer_run_goes_on_from_a_finished_one(tmp_path: Path) -> None:
+def test_a_longer_run_goes_on_from_a_finished_one(tmp_path):
     first = train(settings(tmp_path / "broken", "rm.max_num_epochs=1"))
     again = train(settings(tmp_path / "broken", "rm.max_num_epochs=1"))
     assert (first.outcome.ended, again.outcome.ended) == ("finished", "finished")
@@ -117,16 +112,13 @@ def test_a_longer_run_goes_on_from_a_finished_one(tmp_path: Path) -> None:
     assert_equal_runs(tmp_path / "straight", tmp_path / "broken", last=8)
 
 
-# ----------------------------------------------------------------------------- what is gone on from
-
-
-def spoil(checkpoint: Path, name: str = "model.safetensors") -> None:
+def spoil(checkpoint, name="model.safetensors"):
     content = bytearray((checkpoint / name).read_bytes())
     content[len(content) // 2] ^= 1
     (checkpoint / name).write_bytes(content)
 
 
-def test_a_run_that_goes_on_says_what_it_read_in_a_line_and_where_it_logs(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_says_what_it_read_in_a_line_and_where_it_logs(tmp_path):
     first = train(settings(tmp_path, "rm.max_num_steps=2"))
     assert "Data 'train'" in first.text
     assert "warning" not in first.text
@@ -153,7 +145,7 @@ def test_a_run_that_goes_on_says_what_it_read_in_a_line_and_where_it_logs(tmp_pa
     assert "as when the run began: train (40 rows); " in told
 
 
-def test_a_torn_newest_is_skipped_by_name_and_the_one_before_used(tmp_path: Path) -> None:
+def test_a_torn_newest_is_skipped_by_name_and_the_one_before_used(tmp_path):
     changes = ["rm.max_num_epochs=3", "checkpointing.keep_top_k=null"]
     train(settings(tmp_path / "straight", *changes))
     train(settings(tmp_path / "broken", *changes, "rm.max_num_steps=10"))
@@ -166,7 +158,7 @@ def test_a_torn_newest_is_skipped_by_name_and_the_one_before_used(tmp_path: Path
     assert_equal_runs(tmp_path / "straight", tmp_path / "broken", last=12, common=(5, 10))
 
 
-def test_nothing_whole_to_go_on_from_is_refused(tmp_path: Path) -> None:
+def test_nothing_whole_to_go_on_from_is_refused(tmp_path):
     train(settings(tmp_path, "rm.max_num_steps=3"))
     spoil(tmp_path / "saves" / "step_3", "training/optimizer.safetensors")
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
@@ -174,14 +166,14 @@ def test_nothing_whole_to_go_on_from_is_refused(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "saves").glob("step_*")) == ["step_3"]
 
 
-def test_resume_never_refuses_a_used_directory(tmp_path: Path) -> None:
+def test_resume_never_refuses_a_used_directory(tmp_path):
     assert train(settings(tmp_path, "checkpointing.resume=never", "rm.max_num_steps=1"))
     with pytest.raises(CheckpointError, match=r"resume=never and \S+ holds checkpoints"):
         train(settings(tmp_path, "checkpointing.resume=never"))
 
 
 @pytest.mark.slow
-def test_resume_required_refuses_an_empty_directory(tmp_path: Path) -> None:
+def test_resume_required_refuses_an_empty_directory(tmp_path):
     with pytest.raises(CheckpointError, match="no whole checkpoint to go on from"):
         train(settings(tmp_path, "checkpointing.resume=required"))
     assert not (tmp_path / "saves").exists()
@@ -203,9 +195,7 @@ def test_resume_required_refuses_an_empty_directory(tmp_path: Path) -> None:
         ("data.max_samples=20", "training data: "),
     ],
 )
-def test_another_run_is_refused_and_the_change_is_named(
-    tmp_path_factory: pytest.TempPathFactory, change: str, named: str
-) -> None:
+def test_another_run_is_refused_and_the_change_is_named(tmp_path_factory, change, named):
     directory = tmp_path_factory.getbasetemp() / "one-step-run"
     if not directory.exists():
         train(settings(directory, "rm.max_num_steps=1"))
@@ -216,21 +206,21 @@ def test_another_run_is_refused_and_the_change_is_named(
     assert [p.name for p in (directory / "logs").iterdir()] == ["exp_001"]
 
 
-def test_changed_rows_are_another_run(tmp_path: Path) -> None:
+def test_changed_rows_are_another_run(tmp_path):
     train(settings(tmp_path, "rm.max_num_steps=1"))
     write_rows(tmp_path / "train.jsonl", pairs(40)[::-1])
     with pytest.raises(CheckpointError, match="training data: "):
         train(settings(tmp_path))
 
 
-def test_a_checkpoint_without_optimizer_cannot_be_gone_on_from(tmp_path: Path) -> None:
+def test_a_checkpoint_without_optimizer_cannot_be_gone_on_from(tmp_path):
     train(settings(tmp_path, "rm.max_num_steps=1", "checkpointing.save_optimizer=false"))
     with pytest.raises(CheckpointError, match="save_optimizer=false"):
         train(settings(tmp_path))
 
 
 @pytest.mark.slow
-def test_a_validation_that_is_missing_is_made_up_for(tmp_path: Path) -> None:
+def test_a_validation_that_is_missing_is_made_up_for(tmp_path):
     """A checkpoint that was saved without the metric it is now to be ranked by gets it."""
     changes = ["rm.max_num_epochs=2", "checkpointing.keep_top_k=null"]
     straight = train(settings(tmp_path / "straight", *changes))
@@ -258,7 +248,7 @@ def test_a_validation_that_is_missing_is_made_up_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_moved_log_directory_starts_a_new_one(tmp_path: Path) -> None:
+def test_a_moved_log_directory_starts_a_new_one(tmp_path):
     train(settings(tmp_path, "rm.max_num_steps=2"))
     shutil.rmtree(tmp_path / "logs")
     train(settings(tmp_path, "rm.max_num_steps=3"))

@@ -1,9 +1,6 @@
 """The clients in docs/reward_loop.md, as they stand there, against `laurel serve`."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reward_loop.md"
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(tmp_path_factory):
     directory = tmp_path_factory.mktemp("served")
     allowed = ("--allow-from", "127.0.0.2")
     with Serving(directory, "--null", "--access-log", "none", *allowed).ready() as server:
@@ -28,7 +25,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def clients(url: str) -> dict[str, Any]:
+def clients(url):
     """What the Python blocks of the page define, with this server's address and key."""
     names: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.M | re.S):
@@ -36,19 +33,19 @@ def clients(url: str) -> dict[str, Any]:
     return names | {"URL": url, "KEY": KEY}
 
 
-def called(clients: dict[str, Any], name: str, *args: Any, **kwargs: Any) -> Any:
+def called(clients, name, *args, **kwargs):
     clients[name].__globals__.update(URL=clients["URL"], KEY=clients["KEY"])
     return clients[name](*args, **kwargs)
 
 
-def test_trl_and_verl_get_the_scores_of_the_server(clients: dict[str, Any]) -> None:
+def test_trl_and_verl_get_the_scores_of_the_server(clients):
     expected = null_values("Why?", "Because.", "No.")
     assert called(clients, "reward", ["Why?", "Why?"], ["Because.", "No."]) == expected
     found = called(clients, "compute_score", "mine", "No.", None, {"prompt": "Why?"}, more=1)
     assert found == expected[1]
 
 
-def test_openrlhf_gets_a_number_for_each_query(clients: dict[str, Any]) -> None:
+def test_openrlhf_gets_a_number_for_each_query(clients):
     found = called(clients, "reward_func", ["Why? Because.", "Why? No."], ["Why?"] * 2, ["", ""])
     assert found["rewards"].shape == (2,)
     assert bool(found["rewards"].isfinite().all())
@@ -63,19 +60,19 @@ CALLS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_the_server_says_of_an_error_is_shown(clients: dict[str, Any], name: str) -> None:
+def test_what_the_server_says_of_an_error_is_shown(clients, name):
     with pytest.raises(RuntimeError, match=r"answered 401: .*this key is not one of the server's"):
         called(clients | {"KEY": "k" * 40}, name, *CALLS[name])
 
 
-def test_slime_gets_a_bare_number(url: str) -> None:
+def test_slime_gets_a_bare_number(url):
     body = {"prompt": [{"role": "user", "content": "Why?"}], "response": "No.", "label": None}
     headers = {"Authorization": f"Bearer {KEY}"}
     reply = requests.post(f"{url}/remote_rm", json=body, headers=headers, timeout=60)
     assert reply.json() == null_values("Why?", "No.")[0]
 
 
-def test_clients_without_a_key_get_scores_from_the_addresses_that_are_allowed(url: str) -> None:
+def test_clients_without_a_key_get_scores_from_the_addresses_that_are_allowed(url):
     """As those of OpenRLHF, verl and slime ask: with no key, or with any."""
     messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "No."}]
     slime = {"prompt": messages[:1], "response": "No.", "label": None}
@@ -93,5 +90,5 @@ def test_clients_without_a_key_get_scores_from_the_addresses_that_are_allowed(ur
             assert client.post("/admin/sleep").status_code == 401
 
 
-def bearer(key: str) -> dict[str, str]:
+def bearer(key):
     return {"Authorization": f"Bearer {key}"}

@@ -4,8 +4,6 @@ Every case ends like a quiet run: a verdict on every completion, once, and the s
 in brackets are the cases of the project's fault matrix.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading
@@ -26,7 +24,7 @@ def servers():
     """Makes servers in processes of their own."""
     with ExitStack() as stack:
 
-        def started(*settings) -> list[RewardServerProcess]:
+        def started(*settings):
             return [
                 stack.enter_context(RewardServerProcess(**{"seconds": SECONDS, **one}))
                 for one in settings
@@ -39,9 +37,6 @@ def test_a_quiet_run(servers):
     streamed = Streamed(servers({}, {}, {}))
     assert streamed.run() == RIGHT
     assert streamed.counts == {"requests": 150, "attempts": 150}
-
-
-# ------------------------------------------------------------------------------- death and return
 
 
 def test_a_replica_is_killed_in_mid_batch(servers):  # [1]
@@ -125,9 +120,6 @@ def test_one_that_never_answers_the_door(servers):  # [4]
         assert streamed.run() == RIGHT
 
 
-# --------------------------------------------------------------------------- slowness and silence
-
-
 def test_a_replica_hangs(servers):  # [2]
     three = servers({}, {}, {})
     streamed = Streamed(three, attempt_timeout=1.0)
@@ -171,9 +163,6 @@ def test_one_replica_is_always_slow(servers):  # [13]
     slow, *fast = servers({"seconds": 1.0}, {}, {})
     streamed = Streamed([slow, *fast], hedge=True)
     assert streamed.run() == RIGHT
-
-
-# ------------------------------------------------------------------------------- wrong answers
 
 
 @pytest.mark.slow_parameters(
@@ -226,9 +215,6 @@ def test_every_replica_fails_three_times_in_ten(servers, fault):  # [5, 6]
     assert streamed.counts["attempts"] > 80
 
 
-# --------------------------------------------------------------------------------- other models
-
-
 @pytest.mark.slow
 def test_a_replica_has_the_wrong_version(servers):  # [11]
     wrong, right = servers({"version": "0", "weight": -1.0}, {})
@@ -272,9 +258,6 @@ def test_constant_scores_do_not_pass_the_canary(servers):  # [12]
     streamed = Streamed([constant, right], canary=CanaryGroup(values_G=known))
     assert streamed.run() == RIGHT
     assert streamed.counts["fault_canary"] > 0
-
-
-# -------------------------------------------------------------------------------------- other ends
 
 
 @pytest.mark.slow

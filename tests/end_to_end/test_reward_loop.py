@@ -1,13 +1,8 @@
 """Rewards while completions are still being drawn: the same ones as afterwards, whatever dies."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -33,18 +28,18 @@ PLAIN = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def judge(tmp_path_factory):
     latest = train(settings(tmp_path_factory.mktemp("judge"), "rm.max_num_steps=5")).outcome.latest
     assert latest is not None
     return latest
 
 
-def judged_by(judge: Path, *changes: str) -> tuple[str, ...]:
+def judged_by(judge, *changes):
     return (
         "env.reward_model.enabled=true",
         f"env.reward_model.model_name={judge}",
@@ -55,21 +50,21 @@ def judged_by(judge: Path, *changes: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def streamed(tmp_path_factory: pytest.TempPathFactory, model: Path, judge: Path) -> Path:
+def streamed(tmp_path_factory, model, judge):
     """A run with the loop, as it is by default."""
     directory = tmp_path_factory.mktemp("streamed")
     grpo(grpo_settings(directory, model, *PLAIN, *judged_by(judge)))
     return directory
 
 
-def assert_same_figures(found: Path, expected: Path) -> None:
+def assert_same_figures(found, expected):
     for step in (1, 2):
         for name in FIGURES:
             value = metrics_of(expected)[step][name]
             assert metrics_of(found)[step][name] == pytest.approx(value, rel=BOUND, abs=BOUND), name
 
 
-def timed(directory: Path) -> Mapping[str, float]:
+def timed(directory):
     """All figures of the first step, the timed ones too."""
     rows = read_metrics(directory / "logs" / "exp_001" / "metrics.jsonl")
     return next(row for row in rows if int(row["step"]) == 1 and "train/loss" in row)
@@ -87,16 +82,12 @@ WAYS = {
 
 @pytest.mark.slow_parameters("two replicas and a worker")
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
-def test_rewards_and_losses_are_the_same(
-    tmp_path: Path, model: Path, judge: Path, streamed: Path, ways: tuple[str, ...]
-) -> None:
+def test_rewards_and_losses_are_the_same(tmp_path, model, judge, streamed, ways):
     grpo(grpo_settings(tmp_path, model, *PLAIN, *judged_by(judge, *ways)))
     assert_same_figures(tmp_path, streamed)
 
 
-def test_how_much_was_hidden_is_logged(
-    tmp_path: Path, model: Path, judge: Path, streamed: Path
-) -> None:
+def test_how_much_was_hidden_is_logged(tmp_path, model, judge, streamed):
     grpo(grpo_settings(tmp_path, model, *PLAIN, *judged_by(judge, "use_reward_loop=false")))
     after, during = timed(tmp_path), timed(streamed)
     for figures in (after, during):
@@ -109,7 +100,7 @@ def test_how_much_was_hidden_is_logged(
     assert after["performance/reward_hidden_share"] == 0
 
 
-def test_a_run_with_the_loop_goes_on_bit_for_bit(tmp_path: Path, model: Path, judge: Path) -> None:
+def test_a_run_with_the_loop_goes_on_bit_for_bit(tmp_path, model, judge):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     grpo(grpo_settings(straight, model, *judged_by(judge)))
     grpo(grpo_settings(broken, model, *judged_by(judge, "grpo.max_num_steps=2")))
@@ -118,10 +109,7 @@ def test_a_run_with_the_loop_goes_on_bit_for_bit(tmp_path: Path, model: Path, ju
     assert_same_runs(straight, broken, 4)
 
 
-# ----------------------------------------------------------------------------------------- failures
-
-
-def flaky(judge: Path, *changes: str) -> tuple[str, ...]:
+def flaky(judge, *changes):
     return (
         "data.env_name=flaky",
         f"+env.custom.flaky={{name: reward_loop_fakes.FlakyEnvironment, "
@@ -133,9 +121,7 @@ def flaky(judge: Path, *changes: str) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-def test_failures_are_masked_and_counted_and_never_a_number(
-    tmp_path: Path, model: Path, judge: Path
-) -> None:
+def test_failures_are_masked_and_counted_and_never_a_number(tmp_path, model, judge):
     grpo(grpo_settings(tmp_path, model, *PLAIN, *flaky(judge, "env.max_failed_share=0.9")))
     figures = metrics_of(tmp_path)
     counted = 0.0
@@ -158,9 +144,7 @@ def test_failures_are_masked_and_counted_and_never_a_number(
     assert counted > 0
 
 
-def test_too_large_a_share_of_failures_ends_the_run(
-    tmp_path: Path, model: Path, judge: Path
-) -> None:
+def test_too_large_a_share_of_failures_ends_the_run(tmp_path, model, judge):
     many = "+env.custom.flaky.kwargs.share=0.95"
     with pytest.raises(EnvironmentFailedError, match=r"could not judge .* of 24 samples"):
         grpo(grpo_settings(tmp_path, model, *PLAIN, *flaky(judge, many)))
@@ -168,12 +152,13 @@ def test_too_large_a_share_of_failures_ends_the_run(
 
 @pytest.mark.slow
 def test_when_nobody_is_left_who_renders_the_run_ends_and_says_why(
-    tmp_path: Path, model: Path, judge: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, model, judge, monkeypatch
+):
     prepare = Preparers.prepare
 
-    def kill_and_prepare(self: Preparers, groups: Any) -> Any:
-        for group in self.groups:
+    def kill_and_prepare(self, groups):
+        for replica in self.workers.replicas:
+            group = replica.value
             assert isinstance(group, SpawnedGroup)
             # Two threads may ask at once: what the other has just killed is gone already.
             with contextlib.suppress(ProcessLookupError):
@@ -187,8 +172,6 @@ def test_when_nobody_is_left_who_renders_the_run_ends_and_says_why(
         grpo(grpo_settings(tmp_path, model, *PLAIN, *judged_by(judge, *ways)))
     assert end.value.exit_code == 75
 
-
-# ---------------------------------------------------------------------------------------------- Ray
 
 ON_RAY = (
     "cluster.gpus_per_node=3",
@@ -204,27 +187,19 @@ ON_RAY = (
     ids=["killed", "stopped"],
 )
 def test_a_replica_that_is_lost_in_mid_batch_changes_nothing(
-    tmp_path: Path,
-    model: Path,
-    judge: Path,
-    streamed: Path,
-    small_cluster: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    number: signal.Signals,
-    why: str,
-) -> None:
+    tmp_path, model, judge, streamed, small_cluster, monkeypatch, caplog, number, why
+):
     victims: list[int] = []
     asked: list[int] = []
     compute = GroupScorer._values
 
-    def compute_and_die(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_and_die(self, *args, **kwargs):
         group = self._group
         asked.append(group._pids[0])
         if len(asked) == 5 and not victims:
             start = group.start_each
 
-            def start_and_kill(*call: Any) -> Any:
+            def start_and_kill(*call):
                 pending = start(*call)
                 victims.append(group._pids[0])
                 os.kill(group._pids[0], number)

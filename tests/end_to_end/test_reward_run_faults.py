@@ -4,15 +4,11 @@ The router of such a run lives in the process of the run. Figures in brackets ar
 project's fault matrix.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -43,32 +39,32 @@ LENGTH = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
+def key(monkeypatch):
     monkeypatch.setenv("KEY_OF_THE_TEST", KEY)
 
 
 class Server:
     """`laurel serve`, always on the same port."""
 
-    def __init__(self, directory: Path, *arguments: str) -> None:
+    def __init__(self, directory, *arguments):
         self._directory, self._arguments = directory, arguments
         self._port = 0
         self.start()
 
-    def start(self) -> None:
+    def start(self):
         self._serving = Serving(self._directory, *self._arguments, *QUIET, port=self._port).ready()
         self.url = self._serving.url
         self._port = int(self.url.rpartition(":")[2])
 
-    def kill(self) -> None:
+    def kill(self):
         self._serving.__exit__()
 
-    def figure(self, name: str) -> float:
+    def figure(self, name):
         """One of those of `/metrics`; only digits and letters in its name."""
         _, text = self._serving.ask("/metrics")
         (line,) = [one for one in text.decode().splitlines() if one.startswith(f"{name} ")]
@@ -76,7 +72,7 @@ class Server:
 
 
 @contextmanager
-def served(directory: Path, *arguments: str, count: int = 1) -> Iterator[list[Server]]:
+def served(directory, *arguments, count=1):
     with ExitStack() as stack:
         found = []
         for _ in range(count):
@@ -85,14 +81,14 @@ def served(directory: Path, *arguments: str, count: int = 1) -> Iterator[list[Se
         yield found
 
 
-def asking(servers: list[Server], **settings: object) -> tuple[str, ...]:
+def asking(servers, **settings):
     urls = ", ".join(server.url for server in servers)
     more = (f"env.reward_model.{name}={value}" for name, value in settings.items())
     return (*LENGTH, f"env.reward_model.urls=[{urls}]", *more)
 
 
 @contextmanager
-def running(overrides: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running(overrides, log):
     """`laurel grpo` in a process of its own."""
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -110,8 +106,8 @@ def running(overrides: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_with_its_router_ends_the_same_and_nothing_is_computed_twice(
-    tmp_path: Path, model: Path
-) -> None:  # [23]
+    tmp_path, model
+):  # [23]
     """Killed while completions of a step are scored that has not been learned from. There is no
     ledger of scores: the run draws the same completions again, and the server knows their scores.
     """
@@ -144,10 +140,10 @@ def test_a_run_that_is_killed_with_its_router_ends_the_same_and_nothing_is_compu
         assert metrics_of(broken)[step]["train/num_failures"] == 0
 
 
-def after_step(step: int, directory: Path, do: Callable[[], None]) -> threading.Thread:
+def after_step(step, directory, do):
     """Do something as soon as a run in this process has got there."""
 
-    def wait_and_do() -> None:
+    def wait_and_do():
         while last_step(directory) < step:
             time.sleep(0.002)
         do()
@@ -159,8 +155,8 @@ def after_step(step: int, directory: Path, do: Callable[[], None]) -> threading.
 
 @pytest.mark.slow
 def test_a_run_waits_for_servers_that_die_and_come_back_and_ends_the_same(
-    tmp_path: Path, model: Path
-) -> None:  # [1, 14]
+    tmp_path, model
+):  # [1, 14]
     """First one of two, then both. Every figure and weight is that of a quiet run."""
     quiet, restless = tmp_path / "quiet", tmp_path / "restless"
     deaths = []
@@ -168,11 +164,11 @@ def test_a_run_waits_for_servers_that_die_and_come_back_and_ends_the_same(
         settings = asking([one, other])
         grpo(grpo_settings(quiet, model, *settings))
 
-        def fall() -> None:
+        def fall():
             one.kill()
             deaths.append(last_step(restless))
 
-        def fall_and_rise() -> None:
+        def fall_and_rise():
             other.kill()
             deaths.append(last_step(restless))
             one.start()
@@ -189,9 +185,7 @@ def test_a_run_waits_for_servers_that_die_and_come_back_and_ends_the_same(
 
 
 @pytest.mark.slow
-def test_a_run_whose_servers_stay_away_ends_and_can_be_gone_on_with(
-    tmp_path: Path, model: Path
-) -> None:  # [15]
+def test_a_run_whose_servers_stay_away_ends_and_can_be_gone_on_with(tmp_path, model):  # [15]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     log = tmp_path / "log.txt"
     with served(tmp_path, "--null") as (server,):

@@ -1,11 +1,8 @@
 """`laurel rm` as a whole: what it measures, keeps, refuses to learn from, and learns."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -46,11 +43,9 @@ VALIDATION_NAMES = (
     "num_valid_samples",
 )
 
-# --------------------------------------------------------------------------------- names of figures
-
 
 @pytest.fixture(scope="module")
-def two_sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_sets(tmp_path_factory):
     """A run with two named validation sets of two classes."""
     directory = tmp_path_factory.mktemp("two-sets")
     easy = write_rows(directory / "easy.jsonl", pairs(10, seed=1))
@@ -72,7 +67,7 @@ def two_sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_metrics_have_the_names_of_nemo_rl(two_sets: Path) -> None:
+def test_metrics_have_the_names_of_nemo_rl(two_sets):
     lines = read_metrics(two_sets / "logs" / "exp_001" / "metrics.jsonl")
     steps = [line for line in lines if "train/loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
@@ -96,7 +91,7 @@ def test_metrics_have_the_names_of_nemo_rl(two_sets: Path) -> None:
     assert all(k in ("step", "time") or k.startswith(known) for line in lines for k in line)
 
 
-def test_tensorboard_has_the_same_names_and_numbers(two_sets: Path) -> None:
+def test_tensorboard_has_the_same_names_and_numbers(two_sets):
     run_dir = two_sets / "logs" / "exp_001"
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
@@ -108,7 +103,7 @@ def test_tensorboard_has_the_same_names_and_numbers(two_sets: Path) -> None:
         assert found == pytest.approx({int(ln["step"]): ln[name] for ln in lines if name in ln})
 
 
-def test_the_data_report_is_kept_with_the_run(two_sets: Path) -> None:
+def test_the_data_report_is_kept_with_the_run(two_sets):
     path = two_sets / "logs" / "exp_001" / "data_report.json"
     reports = json.loads(path.read_text(encoding="utf-8"))
     assert set(reports) == {"train", "validation-Easy", "validation-Lists"}
@@ -117,7 +112,7 @@ def test_the_data_report_is_kept_with_the_run(two_sets: Path) -> None:
         assert report["rows_read"] == report["rows_kept"] + left_out > 0
 
 
-def test_what_a_checkpoint_says_of_itself(two_sets: Path) -> None:
+def test_what_a_checkpoint_says_of_itself(two_sets):
     saved = two_sets / "saves" / "step_5"
     info = json.loads((saved / "training_info.json").read_text(encoding="utf-8"))
     expected = {"epoch": 0, "step": 0, "total_steps": 5, "consumed_samples": 40}
@@ -133,24 +128,18 @@ def test_what_a_checkpoint_says_of_itself(two_sets: Path) -> None:
     assert golden["messages"][0]["content"].startswith("question 1-")
 
 
-@pytest.mark.slow_parameters(
-    "validation-Lists_loss", "train_loss", "train_grad_norm", "checkpointing.metric_name=null"
-)
+@pytest.mark.slow_parameters("train_loss", "checkpointing.metric_name=null")
 @pytest.mark.parametrize(
     ("change", "key", "best"),
     [
         # The loss of a run that learns falls, so the highest is that of the first save.
         ("checkpointing.metric_name=auto", "validation-Easy_loss", 5),
-        ("checkpointing.metric_name='val:validation-Lists_loss'", "validation-Lists_loss", None),
         ("checkpointing.metric_name=validation-Easy_accuracy", "validation-Easy_accuracy", None),
         ("checkpointing.metric_name='train:loss'", "train_loss", None),
-        ("checkpointing.metric_name=train_grad_norm", "train_grad_norm", None),
         ("checkpointing.metric_name=null", None, None),
     ],
 )
-def test_every_form_of_metric_name(
-    tmp_path: Path, two_sets: Path, change: str, key: str | None, best: int | None
-) -> None:
+def test_every_form_of_metric_name(tmp_path, two_sets, change, key, best):
     named = (
         f"{{Easy: {two_sets}/easy.jsonl, "
         f"Lists: {{dataset_name: PreferenceDataset, data_path: {two_sets}/lists.jsonl}}}}"
@@ -175,7 +164,7 @@ def test_every_form_of_metric_name(
     assert (done.outcome.best is None) == (key is None)
 
 
-def test_the_best_and_the_latest_are_kept(tmp_path: Path) -> None:
+def test_the_best_and_the_latest_are_kept(tmp_path):
     changes = [
         "checkpointing.higher_is_better=true",
         "checkpointing.keep_top_k=1",
@@ -191,7 +180,7 @@ def test_the_best_and_the_latest_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "saves" / "best").readlink() == Path("step_1")
 
 
-def test_without_checkpoints_nothing_is_saved(tmp_path: Path) -> None:
+def test_without_checkpoints_nothing_is_saved(tmp_path):
     done = train(settings(tmp_path, "checkpointing.enabled=false"))
     assert done.outcome.latest is None
     assert done.outcome.best is None
@@ -199,46 +188,12 @@ def test_without_checkpoints_nothing_is_saved(tmp_path: Path) -> None:
     assert series(tmp_path, "validation-default/accuracy")
 
 
-# ------------------------------------------------------------------------- ways to compute the same
-
-WAYS = {
-    "not shared": ["policy.sequence_packing.share_prompts=false"],
-    "small budget": ["policy.sequence_packing.train_mb_tokens=60"],
-    "padded, fixed": ["policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=3"],
-    "padded, dynamic": [
-        "policy.sequence_packing.enabled=false",
-        "policy.dynamic_batching.enabled=true",
-        "policy.dynamic_batching.train_mb_tokens=300",
-    ],
-    "activations recomputed": ["policy.dtensor_cfg.activation_checkpointing=true"],
-}
-
-
-@pytest.fixture(scope="module")
-def forest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("forest")
-    train(settings(directory, "rm.max_num_epochs=2"))
-    return directory
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_compute_learns_the_same(tmp_path: Path, forest: Path, way: str) -> None:
-    train(settings(tmp_path, "rm.max_num_epochs=2", *WAYS[way]))
-    for name in ("train/loss", "train/grad_norm", "validation-default/loss"):
-        assert series(tmp_path, name) == pytest.approx(series(forest, name), rel=1e-5), name
-    assert series(tmp_path, "train/accuracy") == series(forest, "train/accuracy")
-    assert series(tmp_path, "train/global_valid_toks") == series(forest, "train/global_valid_toks")
-
-
-# ---------------------------------------------------------------------------------- what is learned
-
-
-def last(directory: Path, name: str) -> float:
+def last(directory, name):
     figures = series(directory, name)
     return figures[max(figures)]
 
 
-def test_it_learns_a_rule_and_hugging_face_agrees_on_every_score(tmp_path: Path) -> None:
+def test_it_learns_a_rule_and_hugging_face_agrees_on_every_score(tmp_path):
     held_out = write_rows(tmp_path / "held_out.jsonl", pairs(30, seed=9))
     rows = write_rows(tmp_path / "train.jsonl", pairs(120))
     changes = ["data.split_validation_size=0", f"data.val_data_path={held_out}"]
@@ -278,7 +233,7 @@ def test_it_learns_a_rule_and_hugging_face_agrees_on_every_score(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["davidson", "rao_kupper"])
-def test_ties_are_learned_from(tmp_path: Path, kind: str) -> None:
+def test_ties_are_learned_from(tmp_path, kind):
     drawn = pairs(90)
     ties = [
         ranked(row["prompt"], {row["chosen"]: 0, f"{GOOD[0]} as well": 0}) for row in drawn[:30]
@@ -297,7 +252,7 @@ def test_ties_are_learned_from(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_lists_of_four_are_learned_from(tmp_path: Path) -> None:
+def test_lists_of_four_are_learned_from(tmp_path):
     words = ("awful", "weak", "solid", "superb")
     rows = [
         ranked(f"question {i}?", {f"a {word} answer {i}": 3 - n for n, word in enumerate(words)})
@@ -315,7 +270,7 @@ def test_lists_of_four_are_learned_from(tmp_path: Path) -> None:
     assert last(tmp_path, "validation-default/num_valid_samples") == 12 * 6
 
 
-def test_a_regression_head_learns_ratings(tmp_path: Path) -> None:
+def test_a_regression_head_learns_ratings(tmp_path):
     rows = [
         {
             "context": [{"role": "user", "content": row["prompt"]}],
@@ -346,12 +301,12 @@ def test_a_regression_head_learns_ratings(tmp_path: Path) -> None:
     assert model.config.num_labels == 2
 
 
-def rated(text: str, rank: int, ratings: dict[str, float]) -> dict[str, Any]:
+def rated(text, rank, ratings):
     answer = [{"role": "assistant", "content": text}]
     return {"rank": rank, "completion": answer, "attributes": ratings}
 
 
-def test_lora_trains_the_adapters_and_the_head_alone(tmp_path: Path) -> None:
+def test_lora_trains_the_adapters_and_the_head_alone(tmp_path):
     changes = [
         "policy.dtensor_cfg.lora_cfg.enabled=true",
         "rm.max_num_epochs=3",
@@ -371,19 +326,7 @@ def test_lora_trains_the_adapters_and_the_head_alone(tmp_path: Path) -> None:
     assert torch.equal(model.score.weight, late["score.weight"])
 
 
-@pytest.mark.slow
-def test_bfloat16_keeps_master_weights_and_head_in_float32(tmp_path: Path) -> None:
-    done = train(settings(tmp_path, "policy.precision=bfloat16", "rm.max_num_epochs=4"))
-    assert last(tmp_path, "validation-default/accuracy") >= 0.9
-    assert done.outcome.latest is not None
-    weights = load_file(done.outcome.latest / "model.safetensors")
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
-
-
-# -------------------------------------------------------------------------------- as people type it
-
-
-def test_the_form_of_the_seeds(tmp_path: Path) -> None:
+def test_the_form_of_the_seeds(tmp_path):
     """`python examples/run_rm.py --config FILE key=value`, with a file of their sections."""
     rows = write_rows(tmp_path / "train.jsonl", pairs(40))
     (tmp_path / "base.yaml").write_text(
@@ -427,8 +370,8 @@ def test_the_form_of_the_seeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_printed_configuration_reads_back_as_itself(tmp_path: Path) -> None:
-    def printed(*arguments: str) -> str:
+def test_a_printed_configuration_reads_back_as_itself(tmp_path):
+    def printed(*arguments):
         result = run(arguments, program=["-m", "laurel.cli.main", "config"])
         assert result.returncode == 0, result.stderr
         return result.stdout
@@ -440,22 +383,3 @@ def test_a_printed_configuration_reads_back_as_itself(tmp_path: Path) -> None:
     assert printed("--config", str(tmp_path / "0.yaml")) == first
     plain = printed(*settings(tmp_path))
     assert printed("--config", str(tmp_path / "1.yaml")) == plain
-
-
-def test_a_template_that_prints_the_date_is_pinned_and_said(tmp_path: Path) -> None:
-    template = (
-        "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
-        "(today is {{ strftime_now('%d %B %Y') }})"
-    )
-    path = tmp_path / "dated.jinja"
-    path.write_text(template, encoding="utf-8")
-    done = train(settings(tmp_path, f"policy.tokenizer.chat_template={path}"))
-    (note,) = [line for line in done.text.splitlines() if "date" in line and "note" in line]
-    assert done.outcome.latest is not None
-    contract = json.loads((done.outcome.latest / "scoring.json").read_text(encoding="utf-8"))
-    date = contract["pinned_date"]
-    assert date in note
-    tokenizer = AutoTokenizer.from_pretrained(done.outcome.latest)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
-    assert date in text
-    assert date in tokenizer.chat_template, "the date is written there, not asked of the clock"

@@ -1,11 +1,8 @@
 """`laurel grpo` judged by a function, by servers, by a judge, and by several models."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -30,12 +27,12 @@ FIGURE = "env/reward_model/"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def reward_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def reward_models(tmp_path_factory):
     root = tmp_path_factory.mktemp("reward_models")
     found = {}
     for seed, name in enumerate(("first", "second")):
@@ -68,7 +65,7 @@ def never(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def configured(directory: Path, rewards: dict[str, Any], **run: Any) -> str:
+def configured(directory, rewards, **run):
     """A file that sets the environment; returns the option that reads it."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "rewards.py").write_text(FUNCTION)
@@ -78,7 +75,7 @@ def configured(directory: Path, rewards: dict[str, Any], **run: Any) -> str:
     return str(path)
 
 
-def run(directory: Path, model: Path, rewards: dict[str, Any], *changes: str) -> Any:
+def run(directory, model, rewards, *changes):
     path = configured(directory, rewards)
     return grpo(
         grpo_settings(directory, model, *TWO_STEPS, "data.env_name=reward_model", *changes),
@@ -86,15 +83,12 @@ def run(directory: Path, model: Path, rewards: dict[str, Any], *changes: str) ->
     )
 
 
-def function_in(directory: Path, name: str, **settings: Any) -> dict[str, Any]:
+def function_in(directory, name, **settings):
     return {"path": f"{directory}/rewards.py:{name}", **settings}
 
 
-# ---------------------------------------------------------------------------------------- function
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_function_gives_the_rewards(tmp_path: Path, model: Path, num_workers: int) -> None:
+def test_a_function_gives_the_rewards(tmp_path, model, num_workers):
     function = function_in(tmp_path, "compute_score", kwargs={"bonus": 0.5})
     done = run(tmp_path, model, {"function": function, "num_workers": num_workers})
     assert done.outcome.ended == "finished"
@@ -107,21 +101,21 @@ def test_a_function_gives_the_rewards(tmp_path: Path, model: Path, num_workers: 
         assert right == pytest.approx(sum(expected) / len(rows) - 0.5)
 
 
-def answer_of(row: dict[str, Any]) -> int:
+def answer_of(row):
     """As `policy_runs.sums` makes them."""
     (number,) = re.findall(r"number (\d+)\?", str(row["prompt"]))
     return 1 + int(number) % 2
 
 
 @pytest.mark.slow
-def test_a_group_function_gets_every_group_whole(tmp_path: Path, model: Path) -> None:
+def test_a_group_function_gets_every_group_whole(tmp_path, model):
     done = run(tmp_path, model, {"function": function_in(tmp_path, "ranks", group=True)})
     assert done.outcome.ended == "finished"
     assert metrics_of(tmp_path)[2]["train/num_failures"] == 0
 
 
 @pytest.mark.slow
-def test_failures_of_a_function_are_left_out_and_counted(tmp_path: Path, model: Path) -> None:
+def test_failures_of_a_function_are_left_out_and_counted(tmp_path, model):
     rewards = {"function": function_in(tmp_path, "waited")}
     run(tmp_path, model, rewards, "env.max_failed_share=1.0")
     for step, figures in metrics_of(tmp_path).items():
@@ -135,20 +129,15 @@ def test_failures_of_a_function_are_left_out_and_counted(tmp_path: Path, model: 
         assert all("ValueError: a one" in row["failure"] for row in failed)
 
 
-def test_a_function_that_always_fails_stops_the_run(tmp_path: Path, model: Path) -> None:
+def test_a_function_that_always_fails_stops_the_run(tmp_path, model):
     with pytest.raises(EnvironmentFailedError, match="no reward today"):
         run(tmp_path, model, {"function": function_in(tmp_path, "never")})
 
 
-# ----------------------------------------------------------------------------------------- servers
-
-
-def test_servers_give_the_run_that_the_model_gives(
-    tmp_path: Path, model: Path, reward_models: dict[str, str]
-) -> None:
+def test_servers_give_the_run_that_the_model_gives(tmp_path, model, reward_models):
     """One of the two fails now and then, which changes nothing."""
 
-    def at_times(number: int, asked: Any) -> Answer | None:
+    def at_times(number, asked):
         return Answer(status=500) if number % 3 == 1 else None
 
     name = reward_models["first"]
@@ -170,12 +159,9 @@ def test_servers_give_the_run_that_the_model_gives(
         ]
 
 
-# ------------------------------------------------------------------------------------------- judge
-
-
 @pytest.mark.slow
-def test_a_judge_gives_the_rewards(tmp_path: Path, model: Path) -> None:
-    def say(asked: Any) -> str:
+def test_a_judge_gives_the_rewards(tmp_path, model):
+    def say(asked):
         response, _, known = question(asked).partition("|known:")
         return f"Score: {10 if f'{{{known}}}' in response else 2}"
 
@@ -197,14 +183,9 @@ def test_a_judge_gives_the_rewards(tmp_path: Path, model: Path) -> None:
         assert figures[f"{FIGURE}part/unreadable/mean"] == 0.0
 
 
-# ----------------------------------------------------------------------------------------- several
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", [True, False])
-def test_two_models_give_the_rewards(
-    tmp_path: Path, model: Path, reward_models: dict[str, str], loop: bool
-) -> None:
+def test_two_models_give_the_rewards(tmp_path, model, reward_models, loop):
     parts = [
         {"name": "kind", "model_name": reward_models["first"], "precision": "float32"},
         {"name": "wise", "model_name": reward_models["second"], "precision": "float32"},
@@ -225,9 +206,6 @@ def test_two_models_give_the_rewards(
     assert math.isfinite(figures["train/reward"])
 
 
-# ----------------------------------------------------------------------------------- wrong settings
-
-
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
@@ -245,9 +223,7 @@ def test_two_models_give_the_rewards(
         ),
     ],
 )
-def test_wrong_settings_are_told_before_the_policy_is_loaded(
-    tmp_path: Path, rewards: dict[str, Any], message: str
-) -> None:
+def test_wrong_settings_are_told_before_the_policy_is_loaded(tmp_path, rewards, message):
     policy = tmp_path / "policy"
     policy.mkdir()
     (policy / "config.json").write_text("not even JSON")
@@ -255,7 +231,7 @@ def test_wrong_settings_are_told_before_the_policy_is_loaded(
         run(tmp_path, policy, rewards)
 
 
-def test_a_wrong_key_is_told_with_the_right_one(tmp_path: Path) -> None:
+def test_a_wrong_key_is_told_with_the_right_one(tmp_path):
     path = configured(tmp_path, {"function": {"path": "m:f", "time_out": 3}})
     with pytest.raises(ConfigError, match="did you mean 'timeout'"):
         load_config(GRPORun, Path(path), [])

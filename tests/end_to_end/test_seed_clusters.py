@@ -1,10 +1,6 @@
 """The two clusters that NeMo RL's reward-model environment was shown on, with CPU slots and tiny
 models: 8 slots per node, the policy's tensor parallelism 2, the reward model's 4."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from policy_runs import grpo, grpo_settings, metrics_of, sft, sft_settings
@@ -40,7 +36,7 @@ NON_COLOCATED = (
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def models(tmp_path_factory):
     """A policy and a reward model whose heads can be divided by four."""
     directory = tmp_path_factory.mktemp("models")
     policy = sft(sft_settings(directory / "policy", *FOUR_HEADS, "sft.max_num_steps=2"))
@@ -50,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return policy.outcome.latest, judge.outcome.latest
 
 
-def run(directory: Path, models: tuple[Path, Path], *changes: str) -> str:
+def run(directory, models, *changes):
     policy, judge = models
     named = f"env.reward_model.model_name={judge}"
     text = grpo(grpo_settings(directory, policy, *JUDGED, named, *changes)).text
@@ -59,7 +55,7 @@ def run(directory: Path, models: tuple[Path, Path], *changes: str) -> str:
 
 
 @pytest.mark.slow
-def test_colocated_on_one_node(tmp_path: Path, models: tuple[Path, Path], no_ray: None) -> None:
+def test_colocated_on_one_node(tmp_path, models, no_ray):
     text = run(tmp_path, models, *COLOCATED)
     assert "policy: node 0, slots 0-3" in text
     assert "generation: node 0, slots 0-3, in turns with policy" in text
@@ -67,9 +63,7 @@ def test_colocated_on_one_node(tmp_path: Path, models: tuple[Path, Path], no_ray
 
 
 @pytest.mark.slow
-def test_not_colocated_on_two_nodes(
-    tmp_path: Path, models: tuple[Path, Path], no_ray: None
-) -> None:
+def test_not_colocated_on_two_nodes(tmp_path, models, no_ray):
     from ray.cluster_utils import Cluster
 
     nodes = Cluster(

@@ -29,8 +29,6 @@ def models(tmp_path_factory):
     return found
 
 
-# ------------------------------------------------------------------------------ before anything
-
 NEEDS = {
     "no model": ([], "name either a reward model (--model"),
     "two": (["--null", "--model", "x"], "or --null"),
@@ -145,9 +143,6 @@ def test_a_key_is_made_and_kept_for_its_owner_alone(monkeypatch, tmp_path):
     assert (tmp_path / "elsewhere").read_text() == "x" * 40
 
 
-# ------------------------------------------------------------------------------------ one model
-
-
 SAID = ("", "x " * 5000, "\ud800", "\x00", "y" * 2**20)
 
 
@@ -203,9 +198,6 @@ def test_a_model_that_does_not_give_its_golden_scores_never_becomes_ready(tmp_pa
         assert server.process.wait(120) == 2
         assert "golden" in server.said()
         assert "ready " not in server.said()
-
-
-# ------------------------------------------------------------------------------------ under load
 
 
 @pytest.mark.slow
@@ -276,9 +268,6 @@ def test_full_disks_and_closed_readers_stop_nothing(tmp_path):
         assert {status for status, _ in load.answers()} == {200}
         load.check_scores()
         assert server.end() == 0
-
-
-# ------------------------------------------------------------------------------------- replicas
 
 
 @pytest.mark.slow

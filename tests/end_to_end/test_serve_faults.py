@@ -1,7 +1,5 @@
 """`laurel serve` that is killed, ended and stopped under load, with a client that streams."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -11,7 +9,6 @@ from contextlib import ExitStack
 import pytest
 
 from laurel.rewards.server.service import NullScorer
-from laurel.types import Score
 from reward_streams import GROUPS, Streamed
 
 KEY = "test-key-" + "k" * 32
@@ -21,16 +18,16 @@ MANY = GROUPS * 8
 class ServedProcess:
     """`laurel serve --null`, always on the same port."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments):
         self.arguments = arguments
         self.port = 0
         self.start()
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
+    def start(self):
         command = [sys.executable, "-m", "laurel", "serve", "--null", "--access-log", "none"]
         self.process = subprocess.Popen(
             [*command, *self.arguments, "--port", str(self.port)],
@@ -47,7 +44,7 @@ class ServedProcess:
                 return
         raise AssertionError(f"it did not start: {said}")
 
-    def end(self, signal_number: int = signal.SIGKILL) -> int:
+    def end(self, signal_number=signal.SIGKILL):
         """Its exit code."""
         self.process.send_signal(signal_number)
         code = self.process.wait(timeout=60)
@@ -55,10 +52,10 @@ class ServedProcess:
         self.process.stderr.close()
         return code
 
-    def __enter__(self) -> ServedProcess:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.end()
@@ -79,7 +76,7 @@ def three_served(served_processes):
     return served_processes
 
 
-def null_scores(groups) -> list[tuple[Score, ...]]:
+def null_scores(groups):
     null = NullScorer()
     return null.score_tokens([tokens for tokens, _ in null.prepare(groups)])
 

@@ -60,9 +60,6 @@ def until(true, *, seconds=60):
         time.sleep(0.02)
 
 
-# ------------------------------------------------------------------------------- asked once more
-
-
 @pytest.mark.slow
 def test_a_request_that_is_sent_again_is_computed_once_and_the_same_after_a_kill(tmp_path):  # [19]
     """The front holds the router; a client that lost its connection asks under the same id."""
@@ -82,9 +79,6 @@ def test_a_request_that_is_sent_again_is_computed_once_and_the_same_after_a_kill
     with Serving(tmp_path, *said, port=port).ready() as server:
         assert [server.ask("/v1/score", asked) for _ in range(2)] == [first] * 2
         assert figures(server)["laurel_scorer_requests_total"] == 1
-
-
-# ------------------------------------------------------------------------------ clients that leave
 
 
 @pytest.mark.slow
@@ -131,9 +125,6 @@ def test_clients_that_leave_take_their_requests_along(models, tmp_path):
         wanted = model_values(models[0], "Where?", "By the gate.")
         assert values_of(reply) == pytest.approx(wanted, abs=1e-6)
         assert server.end() == 0
-
-
-# ---------------------------------------------------------------------------- states under requests
 
 
 @pytest.mark.slow
@@ -205,9 +196,6 @@ def test_the_clock_of_the_server_jumps(tmp_path):  # [28]
         assert server.end() == 0
     times = [json.loads(line)["time"] for line in log.read_text().splitlines()]
     assert max(times) - min(times) > 7000, "it jumped"
-
-
-# -------------------------------------------------------------------------------------------- keys
 
 
 def test_the_admin_key_and_what_other_processes_know_of_keys(tmp_path):

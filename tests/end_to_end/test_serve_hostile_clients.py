@@ -1,14 +1,11 @@
 """`laurel serve` beside clients that are slow, half-open, or guess keys."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import socket
 import time
 from collections import Counter
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
@@ -19,18 +16,18 @@ from serve_processes import KEY, Load, Serving, ask_many, request_of
 QUIET = ("--null", "--access-log", "none")
 
 
-def address_of(server: Serving) -> tuple[str, int]:
+def address_of(server):
     address = urlsplit(server.url)
     return str(address.hostname), int(address.port or 0)
 
 
-def opened(server: Serving, head: bytes) -> socket.socket:
+def opened(server, head):
     connection = socket.create_connection(address_of(server))
     connection.sendall(head)
     return connection
 
 
-def closed_by_server(connection: socket.socket, *, seconds: float) -> bool:
+def closed_by_server(connection, *, seconds):
     """Whether the server ends the connection; what it answers before that is read away."""
     connection.settimeout(seconds)
     try:
@@ -44,7 +41,7 @@ def closed_by_server(connection: socket.socket, *, seconds: float) -> bool:
 
 
 @pytest.mark.slow
-def test_clients_that_never_finish_cost_only_themselves(tmp_path: Path) -> None:
+def test_clients_that_never_finish_cost_only_themselves(tmp_path):
     body = json.dumps(request_of("q", ["a"])).encode()
     head = (
         f"POST /v1/score HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {KEY}\r\n"
@@ -72,7 +69,7 @@ def test_clients_that_never_finish_cost_only_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_client_that_sends_a_letter_at_a_time_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+def test_a_client_that_sends_a_letter_at_a_time_is_not_waited_for_for_ever(tmp_path):
     with Serving(tmp_path, *QUIET).ready() as server, opened(server, b"") as slow:
         text = b"GET /health HTTP/1.1\r\nHost: here\r\n" + b"X-Long: " + b"x" * 4000
         started, sent = time.monotonic(), 0
@@ -87,15 +84,15 @@ def test_a_client_that_sends_a_letter_at_a_time_is_not_waited_for_for_ever(tmp_p
 
 
 @pytest.mark.slow
-def test_keys_that_are_guessed_by_many_never_fit_and_delay_nobody_else(tmp_path: Path) -> None:
-    async def guess(server: Serving, first: int, count: int) -> Counter[int]:
+def test_keys_that_are_guessed_by_many_never_fit_and_delay_nobody_else(tmp_path):
+    async def guess(server, first, count):
         seen: Counter[int] = Counter()
         for number in range(first, first + count):
             ((status, _),) = await ask_many(server.url, "/v1/score", [b"{}"], key=f"{number:036d}")
             seen[status] += 1
         return seen
 
-    async def guess_by_many(server: Serving) -> Counter[int]:
+    async def guess_by_many(server):
         found = await asyncio.gather(*(guess(server, 1000 * i, 10) for i in range(30)))
         return sum(found, Counter())
 
@@ -113,10 +110,10 @@ def test_keys_that_are_guessed_by_many_never_fit_and_delay_nobody_else(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", ["1", "2"])
-def test_memory_stays_flat_over_many_requests(tmp_path: Path, replicas: str) -> None:
+def test_memory_stays_flat_over_many_requests(tmp_path, replicas):
     """benchmarks/server_memory.py does this with 100,000 requests."""
 
-    def held() -> int:
+    def held():
         family = [psutil.Process(server.process.pid), *server.family()]
         return sum(process.memory_info().rss for process in family)
 

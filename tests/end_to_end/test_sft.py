@@ -1,9 +1,6 @@
 """`laurel sft` from conversations to a model that answers like them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ ROWS = [
 ]
 
 
-def answer(directory: Path, question: str) -> str:
+def answer(directory, question):
     """What the saved model says, with nothing but transformers, as its card shows."""
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -35,7 +32,7 @@ def answer(directory: Path, question: str) -> str:
 
 @pytest.mark.slow_parameters("adapters")
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
-def test_it_learns_to_answer_and_to_stop(tmp_path: Path, lora: bool) -> None:
+def test_it_learns_to_answer_and_to_stop(tmp_path, lora):
     write_rows(tmp_path / "demonstrations.jsonl", ROWS * 4)
     first = sft(
         sft_settings(
@@ -71,7 +68,7 @@ def test_it_learns_to_answer_and_to_stop(tmp_path: Path, lora: bool) -> None:
     assert [answer(second, row["input"]) for row in others] == [row["output"] for row in others]
 
 
-def test_what_is_measured_and_what_is_left_out(tmp_path: Path) -> None:
+def test_what_is_measured_and_what_is_left_out(tmp_path):
     rows = [
         {
             "messages": [
@@ -118,7 +115,7 @@ def test_what_is_measured_and_what_is_left_out(tmp_path: Path) -> None:
     assert 0 < final[valid] < figures[valid]
 
 
-def test_only_the_first_batches_of_a_validation_set_are_used(tmp_path: Path) -> None:
+def test_only_the_first_batches_of_a_validation_set_are_used(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", ROWS)
     limit = ("sft.val_batches=1", "sft.val_global_batch_size=4", "sft.max_num_steps=1")
     data = (f"data.train_data_path={path}", f"data.val_data_path={path}")

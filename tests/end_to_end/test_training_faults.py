@@ -1,15 +1,10 @@
 """`laurel rm` when figures are not finite and when the disk is full."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from io import StringIO
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -19,10 +14,8 @@ from laurel.models.checkpoint.store import CheckpointStore, verify
 from laurel.run.train import trained
 from runs import manifest_hashes, pairs, run, series, settings, train, write_rows
 
-# ---------------------------------------------------------------------- figures that are not finite
 
-
-def rows_with_margins(path: Path, *poisoned: int, count: int = 40) -> Path:
+def rows_with_margins(path, *poisoned, count=40):
     """Rows of which some ask for a lead that float32 cannot hold: their loss is infinite."""
     rows = pairs(count)
     for index, row in enumerate(rows):
@@ -41,7 +34,7 @@ BY_MARGIN = (
 
 
 @pytest.mark.slow
-def test_a_bad_step_is_not_applied_and_its_rows_are_kept(tmp_path: Path) -> None:
+def test_a_bad_step_is_not_applied_and_its_rows_are_kept(tmp_path):
     rows = rows_with_margins(tmp_path / "rows.jsonl", 17, 20)  # both in step 3
     done = train(settings(tmp_path, *BY_MARGIN, "rm.max_bad_steps=2", rows=rows))
     assert done.outcome.ended == "finished"
@@ -65,7 +58,7 @@ def test_a_bad_step_is_not_applied_and_its_rows_are_kept(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_too_many_bad_steps_end_the_run_and_name_the_rows(tmp_path: Path) -> None:
+def test_too_many_bad_steps_end_the_run_and_name_the_rows(tmp_path):
     rows = rows_with_margins(tmp_path / "rows.jsonl", 8, 16, 24)  # steps 2, 3, 4
     overrides = settings(tmp_path, *BY_MARGIN, "rm.max_bad_steps=3", rows=rows)
     ended = run(overrides)
@@ -85,7 +78,7 @@ def test_too_many_bad_steps_end_the_run_and_name_the_rows(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_is_never_the_best_nor_saved(tmp_path: Path) -> None:
+def test_what_is_not_finite_is_never_the_best_nor_saved(tmp_path):
     """The rate jumps at step 3 and the weights with it: they score NaN."""
     changes = [
         "~policy.optimizer",
@@ -110,7 +103,7 @@ def test_what_is_not_finite_is_never_the_best_nor_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_validation_that_gives_no_figure_does_not_rank(tmp_path: Path) -> None:
+def test_a_validation_that_gives_no_figure_does_not_rank(tmp_path):
     """Its loss is infinite: neither 0.0 nor an older figure may stand in for it."""
     rows = rows_with_margins(tmp_path / "rows.jsonl")
     poisoned = rows_with_margins(tmp_path / "poisoned.jsonl", 1, count=8)
@@ -124,11 +117,8 @@ def test_a_validation_that_gives_no_figure_does_not_rank(tmp_path: Path) -> None
     assert "step_5; without validation-default_loss it cannot be the best" in done.text
 
 
-# -------------------------------------------------------------------------------------- a full disk
-
-
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A file system of its own, of 700 kB."""
     place = tmp_path / "disk"
     place.mkdir()
@@ -147,8 +137,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("in_background", ["false", "true"])
 def test_a_full_disk_costs_no_checkpoint_and_does_not_end_the_run(
-    tmp_path: Path, small_disk: Path, in_background: str
-) -> None:
+    tmp_path, small_disk, in_background
+):
     changes = [
         f"checkpointing.in_background={in_background}",
         "rm.max_num_epochs=3",
@@ -176,9 +166,7 @@ def test_a_full_disk_costs_no_checkpoint_and_does_not_end_the_run(
     )
 
 
-def test_a_disk_that_is_full_is_told_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_is_told_before_the_first_step(tmp_path, monkeypatch):
     usage = SimpleNamespace(free=250_000)
     monkeypatch.setattr("laurel.models.checkpoint.store.shutil.disk_usage", lambda path: usage)
     often = settings(tmp_path, "checkpointing.save_period=2")
@@ -195,10 +183,8 @@ def test_a_disk_that_is_full_is_told_before_the_first_step(
         train(settings(tmp_path, "rm.max_num_epochs=9"))
 
 
-def test_a_disk_that_fills_up_in_the_middle_of_a_file(
-    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def find_room(self: CheckpointStore, *args: Any, **kwargs: Any) -> None:
+def test_a_disk_that_fills_up_in_the_middle_of_a_file(tmp_path, small_disk, monkeypatch):
+    def find_room(self, *args, **kwargs):
         require_room(self, *args, **kwargs)
         (small_disk / "filler").write_bytes(b"x" * 600_000)
 

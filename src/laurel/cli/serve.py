@@ -44,6 +44,8 @@ DEFAULT_ADMIN_KEY_ENV = "LAUREL_ADMIN_KEY"
 _SHORTEST_KEY = 32
 """Letters: nobody guesses 32 that were drawn at random, however often they may try."""
 _MOST_REPLICAS = 256
+_REPLICA_SECONDS = 30.0
+"""Of one batch at most: a replica that takes longer hangs."""
 _OTHER_MODELS = "Give the path of a model, a checkpoint or a run, as the server's machine sees it"
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -328,19 +330,12 @@ async def _open(options: ServeOptions, found: ModelPlace | None) -> ServedModel:
     settings = _settings(options)
     if options.replicas == 1:
         return await in_thread(lambda: open_served(settings, say=say, found=found), name="loading")
-    from laurel.rewards.remote.router import RouterOptions
-    from laurel.rewards.server.replicas import ReplicaProcesses, ServedReplicas
+    from laurel.rewards.server.replicas import open_replicas
 
-    routing = RouterOptions(
-        timeout=options.request_seconds,
-        attempt_timeout=min(RouterOptions().attempt_timeout, options.request_seconds),
+    limit = min(_REPLICA_SECONDS, options.request_seconds)
+    return await in_thread(
+        lambda: open_replicas(settings, options.replicas, limit=limit, say=say), name="loading"
     )
-    replicas = await in_thread(
-        lambda: ReplicaProcesses(settings, options.replicas, say=say, options=routing),
-        name="loading",
-    )
-    scorer = ServedReplicas(replicas, max_waiting=options.max_waiting)
-    return ServedModel(name=replicas.model, version=replicas.version, scorer=scorer)
 
 
 def _greet(

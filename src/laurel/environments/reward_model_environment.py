@@ -130,7 +130,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         self._scorer: ContractScorer | BlockingScorer | None = None
         self.config = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
         stored: tuple[float | None, float | None] = (None, None)
-        if isinstance(scorer, ContractScorer | LoopScorer):
+        if isinstance(scorer, ContractScorer):
             stored = scorer.contract.rules.mean, scorer.contract.rules.std
         if scorer is not None:
             self.transform = ScoreTransform(self.config.transform, stored=stored)
@@ -205,7 +205,7 @@ class RewardModelEnvironment(EnvironmentInterface):
                 "input_lengths": empty,
                 "truncated": empty.bool(),
             }
-        rows = to_padded(groups, pad_id=scorer.contract.rules.pad_id or 0)
+        rows = to_padded(groups, pad_id=scorer.pad_id)
         return {
             "input_ids": rows.ids_NL,
             "input_lengths": rows.lengths_N,
@@ -363,7 +363,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         """Conversations to measure on, by prompt; none where there are too few."""
         scorer = self._open()
         chosen = []
-        if isinstance(scorer, ContractScorer | LoopScorer):
+        if isinstance(scorer, ContractScorer):
             chosen = [entry.messages for entry in scorer.contract.rules.golden]
         chosen = list(dict.fromkeys(chosen if len(chosen) > 1 else self._noise_probe.all()))
         return by_prompt(chosen) if len(chosen) > 1 else []
@@ -410,9 +410,9 @@ class RewardModelEnvironment(EnvironmentInterface):
             raise EnvironmentFailedError("the reward-model environment was shut down")
         return scorer
 
-    def _with_contract(self) -> ContractScorer | LoopScorer:
+    def _with_contract(self) -> ContractScorer:
         scorer = self._open()
-        if not isinstance(scorer, ContractScorer | LoopScorer):
+        if not isinstance(scorer, ContractScorer):
             raise ConfigError("the scorer in use renders by itself: its tokens are not seen here")
         return scorer
 
@@ -789,7 +789,7 @@ def noise_of(scorer: ContractScorer | BlockingScorer, groups: Sequence[Group]) -
         return scorer.directly(lambda model: noise_of(model, groups))
     with contextlib.suppress(ValueError):
         if isinstance(scorer, BlockingScorer):
-            return measure_noise(scorer.score_afresh_now, groups)
+            return measure_noise(scorer.score_afresh, groups)
         if not scorer.has_exact_scores:
             return measure_noise(scorer.score_now, groups)
         # Not every device and not every kernel knows float64, or has the memory.
@@ -1011,7 +1011,7 @@ def merges(scorer: Scorer) -> bool:
     """Whether completions of a prompt may come one by one and nothing is computed twice for it."""
     if isinstance(scorer, EnsembleScorer):
         return all(merges(member.scorer) for member in scorer.members)
-    return not isinstance(scorer, ContractScorer)
+    return isinstance(scorer, LoopScorer) or not isinstance(scorer, ContractScorer)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from laurel.errors import EngineError, LaurelError, UserError, WorkerError
 from laurel.generation.engine_worker import EngineEvent
@@ -35,10 +35,11 @@ from laurel.generation.weights.routes import (
 )
 from laurel.protocols import WorkerGroup
 from laurel.types import Generated, GenerationRequest, Weights
-from laurel.workers.worker_actor import Restarts
+from laurel.workers.supervisor import Replica, Restarts, Supervisor
 
 _log = logging.getLogger(__name__)
 
+ROLE = "generation"
 PATIENCE = 120.0
 
 
@@ -117,16 +118,8 @@ class GeneratorReplicas:
 
     def close(self) -> None:
         """See `Generator`. Shuts the groups down."""
-        if not self._background.close(self._end()):
-            return
-        ending = [
-            threading.Thread(target=group.shutdown, name="laurel-closing")
-            for group in self._replica_set.shut_down()
-        ]
-        for thread in ending:
-            thread.start()
-        for thread in ending:
-            thread.join()
+        if self._background.close(self._end()):
+            self._replica_set.shut_down()
 
     async def _end(self) -> None:
         self._replica_set.fail(EngineError("the generator was closed"))
@@ -302,27 +295,28 @@ class GeneratorReplicaSet:
         self._replicas: list[GeneratorReplica] = []
         self._unplaced: list[Order] = []
         self._numbers = itertools.count()
-        self._last_loss, self._last_exit_code = "", EngineError.exit_code
+        self._supervisor: Supervisor[WorkerGroup] | None = None
         self._has_first_weights = True
         self._is_updating = False
         self._is_asleep = False
-        self._catching_up = asyncio.Lock()
+        self._catching_up = threading.Lock()
         self._serving: list[asyncio.Task[None]] = []
         # A call at a time to each, and one thread that sends weights.
         self._threads = ThreadPoolExecutor(settings.num_replicas + 1, "laurel-replicas")
-        # Of several threads.
-        self._groups: list[WorkerGroup] = []
-        self._is_closed = False
 
     async def begin(self) -> None:
         """Make all replicas, at the same time."""
         count = self._settings.num_replicas
-        making = [self._in_thread(self._make, index) for index in range(count)]
-        for made in await asyncio.gather(*making, return_exceptions=True):
-            if isinstance(made, BaseException):
-                raise made
-            self._replicas.append(GeneratorReplica(len(self._replicas), made))
-        groups = [replica.group for replica in self._replicas]
+        self._replicas = [GeneratorReplica(i, f"{ROLE} replica {i}") for i in range(count)]
+        self._supervisor = await self._in_thread(
+            Supervisor,
+            self._settings.make_group,
+            self._replicas,
+            end=lambda group: group.shutdown(),
+            restarts=self.restarts,
+            bring_up=self._bring_up,
+        )
+        groups = [replica.value for replica in self._replicas]
         self.version = await self._in_thread(common_version, groups)
         if self._settings.probe is not None:
             lost = await self._in_thread(
@@ -332,11 +326,11 @@ class GeneratorReplicaSet:
                 raise error
         self._serving = [asyncio.create_task(self._serve(replica)) for replica in self._replicas]
 
-    def shut_down(self) -> list[WorkerGroup]:
-        """Make no group any more; those that must be shut down. Any thread may call it."""
-        self._is_closed = True
+    def shut_down(self) -> None:
+        """Shut all groups down. Any thread may call it."""
         self._threads.shutdown(wait=False)
-        return list(self._groups)
+        if self._supervisor is not None:
+            self._supervisor.close(patience=0.0)
 
     # -------------------------------------------------------------------------------------- orders
 
@@ -424,7 +418,7 @@ class GeneratorReplicaSet:
         try:
             left = self._replicas
             while left:
-                lost = await self._send(weights, left)
+                lost = await self._in_thread(self._send, weights, left)
                 left = [self._replicas[index] for index in lost]
                 await asyncio.gather(*(self._restart(r, lost[r.index]) for r in left))
         except LaurelError as error:
@@ -439,15 +433,13 @@ class GeneratorReplicaSet:
             replica.state = "ready"
         self.version, self._has_first_weights = weights.version, False
 
-    async def _send(
-        self, weights: Weights, replicas: list[GeneratorReplica]
-    ) -> dict[int, WorkerError]:
+    def _send(self, weights: Weights, replicas: list[GeneratorReplica]) -> dict[int, WorkerError]:
+        """Send weights, in a thread; the replicas that were lost meanwhile."""
         # Who has been started again meanwhile is not ready, and has to get all of them.
         has_same = weights.same_as == self.version and all(r.state == "ready" for r in replicas)
-        lost = await self._in_thread(
-            send_weights,
+        lost = send_weights(
             weights,
-            {replica.index: replica.group for replica in replicas},
+            {replica.index: replica.value for replica in replicas},
             route=self.route,
             probe=self._settings.probe,
             has_all=all(replica.has_all_weights for replica in replicas),
@@ -477,79 +469,62 @@ class GeneratorReplicaSet:
         Raises:
             EngineError: That has been done too often.
         """
+        assert self._supervisor is not None
         replica.state = "starting"
         replica.settled.clear()
         try:
             for order in replica.give_up():
                 self.place(order)
-            reason: LaurelError | None = failure
-            while reason is not None:
-                self._count(replica, reason)
-                reason = await self._try_to_start(replica)
+            if self.failure is not None:
+                raise self.failure
+            loss = await self._in_thread(self._supervisor.restart, replica, failure)
+            if loss is not None:
+                raise self._end(f"; no restart: {loss.refused}") from failure
         finally:
             replica.settled.set()
         orders, self._unplaced = self._unplaced, []
         for order in orders:
             self.place(order)
 
-    def _count(self, replica: GeneratorReplica, failure: LaurelError) -> None:
-        """Allow one more restart, or say why not."""
-        if self.failure is not None:
-            raise self.failure
-        loss = self.restarts.after(failure, replica)
-        self._last_loss, self._last_exit_code = loss.told, failure.exit_code
-        if loss.refused is not None:
-            raise self._end(f"; no restart: {loss.refused}") from failure
-
     def _end(self, why: str) -> EngineError:
         """A loss that cannot be made good; a supervisor is told what the loss itself would say."""
-        error = EngineError(f"{self._last_loss}{why}")
-        error.exit_code = self._last_exit_code
+        assert self._supervisor is not None
+        loss, failure = self._supervisor.last_loss, self._supervisor.last_failure
+        error = EngineError(f"{'' if loss is None else loss.told}{why}")
+        error.exit_code = getattr(failure, "exit_code", EngineError.exit_code)
         return error
 
-    async def _try_to_start(self, replica: GeneratorReplica) -> LaurelError | None:
-        """Why it does not work, where it does not."""
-        try:
-            await self._in_thread(replica.group.shutdown)
-            replica.has_all_weights = False
-            replica.group = await self._in_thread(self._make, replica.index)
-            if self._is_asleep:
-                await self._call(replica, "sleep")
-            is_ready = await self._catch_up(replica)
-        except LaurelError as error:
-            return error
-        replica.state = "ready" if is_ready else "waiting"
-        having = f"has the weights of step {self.version}" if is_ready else "waits for weights"
-        self._settings.say(f"{replica.name} is back and {having}")
-        return None
+    # What follows runs in threads: where a replica is started, and where weights are sent.
 
-    async def _catch_up(self, replica: GeneratorReplica) -> bool:
+    def _bring_up(self, group: WorkerGroup, index: int) -> str:
+        """Let a replica that was started again rest as the others do, and have their weights."""
+        replica = self._replicas[index]
+        replica.has_all_weights = False
+        if self._is_asleep:
+            group.call_one(0, "sleep")
+        is_ready = self._catch_up(replica)
+        replica.state = "ready" if is_ready else "waiting"
+        return (
+            f" and has the weights of step {self.version}" if is_ready else " and waits for weights"
+        )
+
+    def _catch_up(self, replica: GeneratorReplica) -> bool:
         """Give it the weights of the day. False: it must wait for the next ones."""
         if self._has_first_weights:
-            return await self._in_thread(common_version, [replica.group]) == self.version
+            return common_version([replica.value]) == self.version
         if self._is_updating:  # they are on their way
             return False
-        async with self._catching_up:  # the learner can be read by one at a time
+        with self._catching_up:  # the learner can be read by one at a time
             # While others draw, rollouts may come to their end, and then the learner works.
             if any(other.state == "ready" for other in self._replicas):
                 return False
-            weights = await self._in_thread(self._settings.current_weights)
+            weights = self._settings.current_weights()
             if weights is None or weights.version != self.version:
                 return False
-            for error in (await self._send(weights, [replica])).values():
+            for error in self._send(weights, [replica]).values():
                 raise error
             replica.state = "ready"  # before another is asked about
             return True
-
-    # ------------------------------------------------------------------------------------- threads
-
-    def _make(self, index: int) -> WorkerGroup:
-        group = self._settings.make_group(index)
-        self._groups.append(group)
-        if self._is_closed:
-            group.shutdown()
-            raise EngineError("the generator was closed")
-        return group
 
     async def _in_thread(
         self, function: Callable[..., Result], *arguments: Any, **options: Any
@@ -560,7 +535,7 @@ class GeneratorReplicaSet:
     async def _call(
         self, replica: GeneratorReplica, method: str, *arguments: Any, **options: Any
     ) -> Any:
-        return await self._in_thread(replica.group.call_one, 0, method, *arguments, **options)
+        return await self._in_thread(replica.value.call_one, 0, method, *arguments, **options)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -631,32 +606,21 @@ class Order:
         self.over.set()
 
 
-State = Literal["ready", "starting", "waiting"]
+class GeneratorReplica(Replica[WorkerGroup]):
+    """One engine in a group of one `EngineWorker`, and the orders that it works on.
 
+    While it waits for weights that nobody can give it now, its state is `waiting`.
+    """
 
-class GeneratorReplica:
-    """One engine in a group of one worker, and the orders that it works on."""
-
-    def __init__(self, index: int, group: WorkerGroup) -> None:
-        """Begin without work.
-
-        Args:
-            index: Among the replicas.
-            group: Of one `EngineWorker`.
-        """
-        self.index = index
-        self.group = group
-        self.name = f"{group.role} replica {index}"
-        self.state: State = "ready"
-        """`waiting`: for weights that nobody can give it now."""
+    def __init__(self, index: int, name: str) -> None:
+        """Begin without work; see `Replica`."""
+        super().__init__(index, name)
         self.settled = asyncio.Event()
         """It is not starting."""
         self.settled.set()
         self.has_work = asyncio.Event()
         self.has_all_weights = False
         """It has been given them since it was started, and since then those that change."""
-        self.last_failure: str | None = None
-        """Why it was started again, as long as it has brought nothing since."""
         self._orders: dict[int, Order] = {}
         self._new: list[tuple[int, GenerationRequest]] = []
         self._aborted: list[int] = []

@@ -53,7 +53,7 @@ class BlockingScorer:
         """
         return self.wait_for(lambda: self.scorer.score(groups))
 
-    def score_afresh_now(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+    def score_afresh(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """The same, of a scorer that remembers what it was asked as well.
 
         Raises:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 
 from laurel.protocols import Scorer
 from laurel.rewards.blocking import afresh
-from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.remote.replica import REASONS, close_scorer, failed
 from laurel.rewards.scorer import ContractScorer
 from laurel.types import Group, Score
@@ -86,7 +85,7 @@ class EnsembleScorer:
         """See `ContractScorer.resting`; of the members that can."""
         with ExitStack() as resting:
             for member in self.members:
-                if isinstance(member.scorer, ContractScorer | LoopScorer):
+                if isinstance(member.scorer, ContractScorer):
                     resting.enter_context(member.scorer.resting())
             yield
 

@@ -6,13 +6,17 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from laurel.rewards.batching import BatcherLimits, BatchingScorer
-from laurel.rewards.blocking import BlockingScorer
-from laurel.rewards.preparing import Preparing
-from laurel.rewards.scorer import ContractScorer
+import numpy as np
+
+from laurel.errors import BusyError, EnvironmentFailedError, LaurelError
+from laurel.models.forest.decoder import Path
+from laurel.rewards.batching import Backend, BatcherLimits, BatchingScorer, ReplicatedBackend
+from laurel.rewards.preparing import Prepared, Rendered
+from laurel.rewards.scorer import ContractScorer, OnBatch
 from laurel.types import Group, Score, TokenGroup
+from laurel.workers.replica_set import ReplicaSet
 
 T = TypeVar("T")
 
@@ -20,99 +24,126 @@ UNLIMITED = 2**62
 """Completions and letters that may wait: a run asks for no more than it holds already."""
 
 
-def batcher_limits(scorer: ContractScorer) -> BatcherLimits:
-    """How a scorer's own budget is filled by requests of many."""
-    return BatcherLimits(
-        batch_tokens=scorer.batch_tokens, max_waiting=UNLIMITED, max_waiting_characters=UNLIMITED
-    )
-
-
-class ScoringBackend(Protocol):
-    """Where requests are merged and computed. All coroutines run in one event loop."""
-
-    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `protocols.Scorer`."""
-
-    async def set_asleep(self, is_asleep: bool) -> None:
-        """Give the memory of devices back, or take it again. Requests wait meanwhile."""
-
-    def directly(self, work: Callable[[ContractScorer], T]) -> T:
-        """Let a model that can compute do something beside what is merged, in any thread."""
-
-    async def aclose(self) -> None:
-        """End everything. Idempotent."""
-
-
-class LoopScorer(BlockingScorer):
-    """A scorer of a model that may be asked from any number of threads at once.
+class LoopScorer(ContractScorer):
+    """A `ContractScorer` that may be asked from any number of threads at once.
 
     What they ask at the same time is computed together, and what two of them ask is computed once;
     who shares a batch depends on when they ask, and scores by that much: on rounding.
     """
 
-    def __init__(self, backend: ScoringBackend) -> None:
-        """Take over a backend; `close` ends it."""
-        self.contract, self.path = backend.directly(lambda model: (model.contract, model.path))
-        self.preparers: Preparing | None = None
-        """Who renders and tokenises for the models. They end with the context of the scorer."""
-        self._backend = backend
+    def __init__(self, models: ContractScorer | ReplicaSet[ContractScorer]) -> None:
+        """Take over a model, or replicas of one; `close` ends them."""
+        self._models = models
+        first = models if isinstance(models, ContractScorer) else models.replicas[0].value
+        self._path = first.path
+        super().__init__(
+            first.contract, batch_tokens=first.batch_tokens, batch_size=first.batch_size
+        )
+        backend: Backend = first
+        num_threads = 1
+        if isinstance(models, ReplicaSet):
+            backend, num_threads = ReplicatedBackend(models), len(models.replicas)
+        self.batcher = BatchingScorer(
+            backend, model_version="", limits=batcher_limits(first), num_threads=num_threads
+        )
         self._awake = threading.Lock()
-        super().__init__(backend)
+        self._is_closed = False
+
+    @property
+    def path(self) -> Path:
+        """See `ContractScorer`."""
+        return self._path
 
     def directly(self, work: Callable[[ContractScorer], T]) -> T:
-        """What a model says that is asked for itself: nothing is merged, nothing remembered."""
+        """What a model says that is asked for itself: nothing is merged, nothing remembered.
+
+        Raises:
+            WorkerError: No replica is left, or nobody who renders for them.
+        """
         with self._awake:
-            return self._backend.directly(work)
+            if isinstance(self._models, ContractScorer):
+                return work(self._models)
+            return self._models.call(work)
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `protocols.Scorer`. Its event loop is another than that of the caller."""
+        """See `protocols.Scorer`."""
         return await asyncio.to_thread(self.score_now, groups)
 
     async def score_afresh(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """What a model says that is asked for itself."""
-        return await asyncio.to_thread(self.directly, lambda model: model.score_now(groups))
+        return await asyncio.to_thread(self.directly, lambda scorer: scorer.score_now(groups))
+
+    def score_now(
+        self, groups: Sequence[Group], on_batch: OnBatch | None = None
+    ) -> list[tuple[Score, ...]]:
+        """See `ContractScorer`. Nobody is told of progress: batches are not this caller's own.
+
+        Raises:
+            EnvironmentFailedError: It is closed, or was before the scores came.
+            WorkerError: No replica is left, or nobody who renders for them.
+        """
+        try:
+            if self._is_closed:
+                raise BusyError("it is closed")
+            return self.batcher.score_now(groups)
+        except LaurelError as error:
+            if not self._is_closed:
+                raise
+            raise EnvironmentFailedError("the scorer was closed") from error
+
+    def score_exactly(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """See `ContractScorer`."""
+        return self.directly(lambda scorer: scorer.score_exactly(groups))
+
+    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
+        """See `ContractScorer`."""
+        return self.directly(lambda scorer: scorer.prepare(groups))
+
+    def prepare_rendered(self, row: Rendered) -> TokenGroup:
+        """See `ContractScorer`."""
+        return self.directly(lambda scorer: scorer.prepare_rendered(row))
+
+    def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
+        """See `ContractScorer`."""
+        return self.directly(lambda scorer: scorer.score_tokens(tokens))
 
     def encode(self, groups: Sequence[Group]) -> list[TokenGroup]:
-        """See `ContractScorer.encode`."""
-        return self.directly(lambda model: model.encode(groups))
+        """See `ContractScorer`."""
+        return self.directly(lambda scorer: scorer.encode(groups))
+
+    def _values(
+        self, tokens: Sequence[TokenGroup], on_batch: OnBatch | None, *, exactly: bool
+    ) -> np.ndarray:
+        raise AssertionError("the models behind the batcher compute")
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """See `ContractScorer.resting`."""
+        """See `ContractScorer`."""
         with self._awake:
             try:
-                self.wait_for(lambda: self._backend.set_asleep(True))
+                self.sleep()
                 yield
             finally:
-                self.wait_for(lambda: self._backend.set_asleep(False))
+                self.wake()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-        if self.preparers is not None:
-            self.preparers.close()
+    def sleep(self) -> None:
+        """See `ContractScorer`."""
+        self.batcher.sleep_now()
+
+    def wake(self) -> None:
+        """See `ContractScorer`."""
+        self.batcher.wake_now()
+
+    def close(self) -> None:
+        """End the models. What replicas have under way fails."""
+        self._is_closed = True
+        if isinstance(self._models, ReplicaSet):
+            self._models.close()
+        self.batcher.close()
 
 
-class SingleModelBackend:
-    """One model, in this process or wherever its scorer has it."""
-
-    def __init__(self, scorer: ContractScorer) -> None:
-        """Take over a scorer, and start the thread that computes."""
-        self._scorer = scorer
-        self._batcher = BatchingScorer(scorer, model_version="", limits=batcher_limits(scorer))
-
-    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `ScoringBackend`."""
-        return await self._batcher.score(groups)
-
-    async def set_asleep(self, is_asleep: bool) -> None:
-        """See `ScoringBackend`."""
-        await (self._batcher.sleep() if is_asleep else self._batcher.wake())
-
-    def directly(self, work: Callable[[ContractScorer], T]) -> T:
-        """See `ScoringBackend`."""
-        return work(self._scorer)
-
-    async def aclose(self) -> None:
-        """See `ScoringBackend`."""
-        await asyncio.to_thread(self._batcher.close)
-        self._scorer.close()
+def batcher_limits(scorer: ContractScorer) -> BatcherLimits:
+    """How a scorer's own budget is filled by requests of many."""
+    return BatcherLimits(
+        batch_tokens=scorer.batch_tokens, max_waiting=UNLIMITED, max_waiting_characters=UNLIMITED
+    )

@@ -51,13 +51,13 @@ from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.ensemble import EnsembleScorer, Member
 from laurel.rewards.function import FunctionScorer
 from laurel.rewards.judge import JudgeScorer
-from laurel.rewards.loop_scorer import LoopScorer, SingleModelBackend
+from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.preparing import WORKER, Preparers, Preparing
 from laurel.rewards.remote.http import HttpScorer
 from laurel.rewards.remote.replica import close_scorer
 from laurel.rewards.remote.router import CANARY, CanaryGroup, Router, RouterOptions
 from laurel.rewards.remote.server_check import ServerCheck
-from laurel.rewards.replicas import ROLE, GroupScorer, ScoringReplicaSet, ScoringWorker
+from laurel.rewards.replicas import ROLE, GroupScorer, ScoringWorker, scoring_replicas
 from laurel.rewards.scorer import (
     ContractScorer,
     LocalScorer,
@@ -319,12 +319,12 @@ def _run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 # ----------------------------------------------------------------- a model, here or in processes
 
-C = TypeVar("C", bound=ContractScorer | LoopScorer)
+C = TypeVar("C", bound=ContractScorer)
 
 
 def _open_model(
     spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str
-) -> ContractScorer | LoopScorer:
+) -> ContractScorer:
     if placement.make_group is None:
         if (ranks := spec.model.tensor_parallel_size) > 1:
             raise ConfigError(
@@ -342,7 +342,7 @@ def _open_model(
     # What comes together is computed together where that pays: on a GPU.
     is_on_gpu = scorer.model.device.type != "cpu"
     if spec.in_loop and is_on_gpu and scorer.path == "forest" and spec.shares_prompts:
-        loop = LoopScorer(SingleModelBackend(scorer))
+        loop = LoopScorer(scorer)
         loop.preparers = scorer.preparers
         return loop
     return scorer
@@ -383,7 +383,7 @@ def _open_replicas(
     make_group: Callable[[str, range | None], MakeGroup],
     say: Say,
     name: str,
-) -> GroupScorer | LoopScorer:
+) -> ContractScorer:
     """A model in groups of workers: in the loop each replica in its own, else all in one."""
     shape = placement.shape
     spec = replace(spec, model=replace(spec.model, tensor_parallel_size=shape.tp))
@@ -425,12 +425,12 @@ def _open_replicas(
         return scorer
 
     role = f"{ROLE} {name}".rstrip()
-    replicas = ScoringReplicaSet(open_replica, shape.dp_replicate, role=role)
+    replicas = scoring_replicas(open_replica, shape.dp_replicate, role=role)
     loop = _with_workers(LoopScorer(replicas), spec, placement)
     if loop.preparers is not None:
         preparers.append(loop.preparers)
         for replica in replicas.replicas:
-            replica.scorer.preparers = loop.preparers
+            replica.value.preparers = loop.preparers
     return loop
 
 

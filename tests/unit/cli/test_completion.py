@@ -1,7 +1,5 @@
 """What a Tab offers: asked as the shells ask it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -17,7 +15,7 @@ from laurel.config.schemas import SCHEMAS
 ROOT = Path(__file__).parents[3]
 
 
-def offered(*words: str) -> list[str]:
+def offered(*words):
     """By bash, which has cut the line into words; the last one is being written."""
     asked = {
         "_LAUREL_COMPLETE": "complete_bash",
@@ -28,7 +26,7 @@ def offered(*words: str) -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
-def test_commands_and_choices() -> None:
+def test_commands_and_choices():
     assert offered("sc") == ["score"]
     assert {"reward-bench", "rm-bench", "pairs"} <= {*offered("eval", "")}
     assert offered("config", "--for", "g") == ["grpo"]
@@ -36,13 +34,13 @@ def test_commands_and_choices() -> None:
     assert offered("sandbox", "check", "--without", "land") == ["landlock"]
 
 
-def test_names_of_data_sets_and_environments() -> None:
+def test_names_of_data_sets_and_environments():
     assert offered("eval", "policy", "--dataset", "Hum") == ["HumanEval"]
     assert "BinaryPreferenceDataset" in offered("eval", "pairs", "--dataset", "")
     assert offered("eval", "policy", "-e", "co") == ["code"]
 
 
-def test_files_are_left_to_the_shell() -> None:
+def test_files_are_left_to_the_shell():
     assert offered("rm", "--config", "exa") == [""]
 
 
@@ -59,24 +57,24 @@ def test_files_are_left_to_the_shell() -> None:
         (("rm", "policy.precision.deeper"), [""]),
     ],
 )
-def test_keys_of_the_configuration(words: tuple[str, ...], expected: list[str]) -> None:
+def test_keys_of_the_configuration(words, expected):
     assert offered(*words) == expected
 
 
-def test_a_section_comes_with_what_is_in_it() -> None:
+def test_a_section_comes_with_what_is_in_it():
     found = offered("grpo", "los")
     assert "loss_fn.ratio_clip_min=" in found
     assert all(one.startswith("loss_fn.") for one in found)
     assert len({one.removeprefix("loss_fn.")[0] for one in found}) > 1  # bash stops at the dot
 
 
-def test_beside_a_free_key_stands_its_default() -> None:
+def test_beside_a_free_key_stands_its_default():
     steps = SCHEMAS["grpo"].model_validate({}).grpo.max_num_steps  # type: ignore[attr-defined]
     expected = ["grpo.max_num_steps=", f"grpo.max_num_steps={steps}"]
     assert offered("grpo", "grpo.max_num_st") == expected
 
 
-def test_the_schema_is_that_of_the_command_the_option_or_the_file() -> None:
+def test_the_schema_is_that_of_the_command_the_option_or_the_file():
     assert offered("rm", "grpo.") == [""]
     assert offered("config", "--for", "grpo", "gr")[0].startswith("grpo.")
     file = str(ROOT / "examples" / "configs" / "grpo_math_1B.yaml")
@@ -84,7 +82,7 @@ def test_the_schema_is_that_of_the_command_the_option_or_the_file() -> None:
     assert offered("plan", "--config", "not-there.yaml", "rm.s")[0].startswith("rm.s")
 
 
-def test_every_key_is_offered_with_a_word_about_it() -> None:
+def test_every_key_is_offered_with_a_word_about_it():
     for schema in SCHEMAS.values():
         sections = [value for value, _ in overrides(schema, "")]
         assert sections == [f"{name}." for name in schema.model_fields]
@@ -92,7 +90,7 @@ def test_every_key_is_offered_with_a_word_about_it() -> None:
             assert all(about for _, about in overrides(schema, section))
 
 
-def test_a_tab_imports_nothing_heavy() -> None:
+def test_a_tab_imports_nothing_heavy():
     program = (
         "import sys\n"
         "from laurel.cli.main import main\n"
@@ -112,7 +110,7 @@ def test_a_tab_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_each_shell(shell: str, tmp_path: Path) -> None:
+def test_the_script_of_each_shell(shell, tmp_path):
     detection = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "HOME": str(tmp_path)}
     program = "import sys; sys.argv[0] = 'laurel'; from laurel.cli.main import main; main()"
     done = subprocess.run(

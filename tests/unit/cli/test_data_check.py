@@ -1,15 +1,10 @@
-from __future__ import annotations
-
 import gzip
 import io
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from rich.color import Color
 from rich.console import Console
 from rich.style import Style
 from typer.testing import CliRunner
@@ -44,23 +39,23 @@ CHAT = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     """A tiny language model with ChatML."""
     directory = tmp_path_factory.mktemp("model")
     return str(save_model(directory, tiny_language_model("qwen3")))
 
 
-def write(path: Path, *rows: Any) -> str:
+def write(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
-def check(*arguments: str) -> tuple[int, str, BaseException | None]:
+def check(*arguments):
     done = CliRunner().invoke(app, ["data", "check", *arguments])
     return done.exit_code, re.sub(r" +", " ", done.stdout.replace("\n", " ")), done.exception
 
 
-def test_pairs_fit_three_commands_and_lost_rows_are_named(tmp_path: Path) -> None:
+def test_pairs_fit_three_commands_and_lost_rows_are_named(tmp_path):
     path = write(tmp_path / "rows.jsonl", PAIR, {**PAIR, "chosen": "No."}, {"prompt": "x"}, PAIR)
     code, said, _ = check(path)
     assert code == 0
@@ -76,7 +71,7 @@ def test_pairs_fit_three_commands_and_lost_rows_are_named(tmp_path: Path) -> Non
     assert "add --model DIR" in said
 
 
-def test_the_score_is_read_from_the_last_token_of_each_answer(tmp_path: Path, model: str) -> None:
+def test_the_score_is_read_from_the_last_token_of_each_answer(tmp_path, model):
     path = write(tmp_path / "rows.jsonl", PAIR)
     code, said, _ = check(path, "--for", "rm", "--model", model, "--json")
     assert code == 0
@@ -100,7 +95,7 @@ def test_the_score_is_read_from_the_last_token_of_each_answer(tmp_path: Path, mo
     assert len(leaf["ids"]) == 4  # its bytes
 
 
-def test_what_the_assistant_says_counts_in_the_loss(tmp_path: Path, model: str) -> None:
+def test_what_the_assistant_says_counts_in_the_loss(tmp_path, model):
     path = write(tmp_path / "rows.jsonl", CHAT)
     code, said, _ = check(path, "--for", "sft", "--model", model, "--json")
     (part,) = json.loads(said)["first_row"]["parts"]
@@ -112,7 +107,7 @@ def test_what_the_assistant_says_counts_in_the_loss(tmp_path: Path, model: str) 
     assert asked == "user"
 
 
-def test_without_colours_the_layout_says_the_same(tmp_path: Path, model: str) -> None:
+def test_without_colours_the_layout_says_the_same(tmp_path, model):
     path = write(tmp_path / "rows.jsonl", PAIR)
     _, said, _ = check(path, "--for", "rm", "--model", model)
     assert "\x1b" not in said
@@ -125,7 +120,7 @@ def test_without_colours_the_layout_says_the_same(tmp_path: Path, model: str) ->
     assert "loss: these tokens count in the loss" in said
 
 
-def test_a_terminal_gets_colours_and_loses_none_of_the_words(tmp_path: Path, model: str) -> None:
+def test_a_terminal_gets_colours_and_loses_none_of_the_words(tmp_path, model):
     reading = examine_data(write(tmp_path / "rows.jsonl", CHAT), "sft").shown
     assert reading is not None
     row = tokenised_row(reading, model)
@@ -148,14 +143,14 @@ def test_a_terminal_gets_colours_and_loses_none_of_the_words(tmp_path: Path, mod
     assert plain[0] == plain[1]
 
 
-def luminance(color: Color) -> float:
+def luminance(color):
     channels = [channel / 255 for channel in color.get_truecolor()]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
 
 
 @pytest.mark.parametrize("written", [*ROLE_STYLES.values(), OTHER_ROLE, POOLED])
-def test_letters_can_be_read_on_their_background(written: str) -> None:
+def test_letters_can_be_read_on_their_background(written):
     style = Style.parse(written)
     assert style.color is not None
     assert style.bgcolor is not None
@@ -164,11 +159,11 @@ def test_letters_can_be_read_on_their_background(written: str) -> None:
     assert "underline" in LEARNED
 
 
-def test_tokens_of_a_cut_conversation_keep_their_roles() -> None:
+def test_tokens_of_a_cut_conversation_keep_their_roles():
     tokenizer = tiny_tokenizers.chatml()
     said = (Message("user", "A long question"), Message("assistant", "Short"))
 
-    def text_of(conversation: tuple[Message, ...]) -> str:
+    def text_of(conversation):
         return render(tokenizer, conversation, {})
 
     ids = np.asarray(tokenizer(text_of(said), add_special_tokens=False)["input_ids"])
@@ -178,11 +173,11 @@ def test_tokens_of_a_cut_conversation_keep_their_roles() -> None:
     assert "".join(piece.text for piece in whole) == text_of(said)
 
 
-def test_a_template_that_changes_what_is_said_leaves_roles_unclear() -> None:
+def test_a_template_that_changes_what_is_said_leaves_roles_unclear():
     tokenizer = tiny_tokenizers.chatml()
     said = (Message("user", "Question"), Message("assistant", "Short"))
 
-    def shouting(conversation: tuple[Message, ...]) -> str:
+    def shouting(conversation):
         return "".join(f"[{message.content.upper()}]" for message in conversation)
 
     ids = np.asarray(tokenizer(shouting(said), add_special_tokens=False)["input_ids"])
@@ -200,9 +195,7 @@ def test_a_template_that_changes_what_is_said_leaves_roles_unclear() -> None:
         ("bad.parquet", b"PAR", "no Parquet file"),
     ],
 )
-def test_what_holds_no_rows_is_an_error(
-    name: str, content: bytes | None, says: str, tmp_path: Path
-) -> None:
+def test_what_holds_no_rows_is_an_error(name, content, says, tmp_path):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
@@ -211,7 +204,7 @@ def test_what_holds_no_rows_is_an_error(
     assert getattr(error, "exit_code", None) == 2
 
 
-def test_a_file_that_fits_nothing_lists_what_does(tmp_path: Path) -> None:
+def test_a_file_that_fits_nothing_lists_what_does(tmp_path):
     code, said, _ = check(write(tmp_path / "rows.jsonl", {"foo": 1, "bar": 2}))
     assert code == 2
     assert "rm no: 1 malformed" in said
@@ -220,14 +213,14 @@ def test_a_file_that_fits_nothing_lists_what_does(tmp_path: Path) -> None:
     assert "pairs prompt, chosen, rejected (rm, sft, grpo, eval pairs)" in said
 
 
-def test_a_file_for_another_command_is_told_so(tmp_path: Path) -> None:
+def test_a_file_for_another_command_is_told_so(tmp_path):
     code, said, _ = check(write(tmp_path / "rows.jsonl", CHAT), "--for", "rm")
     assert code == 2
     assert "this format is for laurel sft and laurel grpo" in said
     assert "HumanEval" not in said
 
 
-def test_tests_are_held_against_what_the_run_asks_of_them(tmp_path: Path) -> None:
+def test_tests_are_held_against_what_the_run_asks_of_them(tmp_path):
     one = {"prompt": "Add.", "test_list": ["assert add(1) == 1", "assert add(2) == 2"]}
     two = {"prompt": "Or.", "test_list": ["assert add(1) == 1", "assert sub(2) == 2"]}
     code, said, _ = check(write(tmp_path / "both.jsonl", one, two))
@@ -240,7 +233,7 @@ def test_tests_are_held_against_what_the_run_asks_of_them(tmp_path: Path) -> Non
     assert "leave --for out" not in said  # nobody said it
 
 
-def test_preferences_that_are_to_be_checked_against_are_warned_of(tmp_path: Path) -> None:
+def test_preferences_that_are_to_be_checked_against_are_warned_of(tmp_path):
     row = {"prompt": "Where?", "chosen": "Here.", "rejected": "No."}
     path = write(tmp_path / "pairs.jsonl", row)
     _, said, _ = check(path, "data.env_name=math")
@@ -249,7 +242,7 @@ def test_preferences_that_are_to_be_checked_against_are_warned_of(tmp_path: Path
     assert "warning" not in said
 
 
-def test_columns_that_cannot_be_guessed_are_to_be_named(tmp_path: Path) -> None:
+def test_columns_that_cannot_be_guessed_are_to_be_named(tmp_path):
     row = {"Frage (user)": "Wo?", "gute Antwort": "Hier.", "schlechte_Antwort": "Nein."}
     path = write(tmp_path / "rows.jsonl", row)
     code, said, _ = check(path)
@@ -265,7 +258,7 @@ def test_columns_that_cannot_be_guessed_are_to_be_named(tmp_path: Path) -> None:
     assert f"laurel eval pairs --model DIR -d {path} {asked}" in said
 
 
-def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path: Path) -> None:
+def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path):
     row = {"question": "Where?", "better": "Here.", "worse": "No."}
     path = write(tmp_path / "rows.jsonl", row)
     keys = ["data.prompt_key=question", "data.chosen_key=better", "data.rejected_key=worse"]
@@ -279,18 +272,14 @@ def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path: Path
     assert "did you mean 'prompt_key'?" in str(error)
 
 
-def test_a_model_that_cannot_be_used_is_told_after_what_was_found(
-    tmp_path: Path, model: str
-) -> None:
+def test_a_model_that_cannot_be_used_is_told_after_what_was_found(tmp_path, model):
     path = write(tmp_path / "rows.jsonl", PAIR)
     _, said, error = check(path, "--model", model, "policy.tokenizer.chat_template=zzz")
     assert "rm yes: 1 of 1 row" in said
     assert "'zzz' is neither a template nor a known name" in str(error)
 
 
-def test_who_names_an_environment_is_given_no_other_and_told_how_ones_own_is_named(
-    tmp_path: Path,
-) -> None:
+def test_who_names_an_environment_is_given_no_other_and_told_how_ones_own_is_named(tmp_path):
     path = write(tmp_path / "tasks.jsonl", *({"prompt": f"say {i}"} for i in range(4)))
     _, said, _ = check(path, "--for", "grpo")
     assert "it looks like prompts" in said
@@ -302,7 +291,7 @@ def test_who_names_an_environment_is_given_no_other_and_told_how_ones_own_is_nam
     assert "is named by +env.custom.mine.name=MODULE.CLASS" in str(error)
 
 
-def test_who_leaves_malformed_rows_out_is_not_advised_to(tmp_path: Path) -> None:
+def test_who_leaves_malformed_rows_out_is_not_advised_to(tmp_path):
     path = write(tmp_path / "rows.jsonl", PAIR, {"prompt": "x"}, {"prompt": "y"})
     code, said, _ = check(path, "data.on_bad_row=skip")
     assert code == 0
@@ -310,9 +299,7 @@ def test_who_leaves_malformed_rows_out_is_not_advised_to(tmp_path: Path) -> None
     assert "set data.on_bad_row=skip" not in said
 
 
-def test_other_commands_are_given_the_columns_as_rm_is_and_keep_repeated_rows(
-    tmp_path: Path,
-) -> None:
+def test_other_commands_are_given_the_columns_as_rm_is_and_keep_repeated_rows(tmp_path):
     row = {"Frage": "Where?", "chosen": "By the gate.", "rejected": "No."}
     path = write(tmp_path / "rows.jsonl", row, row, {**row, "Frage": "When?"})
     _, said, _ = check(path, "data.prompt_key=Frage")
@@ -322,7 +309,7 @@ def test_other_commands_are_given_the_columns_as_rm_is_and_keep_repeated_rows(
     assert f"laurel score --model DIR {path} data.prompt_key=Frage" in said
 
 
-def test_a_reference_that_fails_its_tests_is_named(tmp_path: Path) -> None:
+def test_a_reference_that_fails_its_tests_is_named(tmp_path):
     tests = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
     adds = "print(sum(map(int, input().split())))"
     row = {"question": "Add.", "input_output": tests}
@@ -341,7 +328,7 @@ def test_a_reference_that_fails_its_tests_is_named(tmp_path: Path) -> None:
     assert json.loads(said)["references"] is None
 
 
-def test_references_that_nothing_locks_in_are_not_run(tmp_path: Path) -> None:
+def test_references_that_nothing_locks_in_are_not_run(tmp_path):
     row = {"prompt": "Say 1.", "stdio_tests": [{"stdout": "1"}], "reference_solution": "print(1)"}
     path = write(tmp_path / "rows.jsonl", row)
     code, said, _ = check(path, "env.code.sandbox.cgroup=/nowhere")

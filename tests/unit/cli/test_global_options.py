@@ -61,7 +61,7 @@ def app() -> typer.Typer:
         (["-v", "inner", "show", "-v"], "verbose -"),
     ],
 )
-def test_they_may_stand_anywhere(app: typer.Typer, arguments: list[str], said: str) -> None:
+def test_they_may_stand_anywhere(app: typer.Typer, arguments: list[str], said: str):
     done = CliRunner().invoke(app, arguments)
     assert done.stdout == f"{said}\n"
     assert ("DEBUG laurel.test: a detail" in done.stderr) == said.startswith("verbose")
@@ -70,18 +70,18 @@ def test_they_may_stand_anywhere(app: typer.Typer, arguments: list[str], said: s
 @pytest.mark.parametrize(
     "arguments", [["-q", "-v", "inner", "show"], ["-q", "inner", "show", "-v"]]
 )
-def test_one_excludes_the_other(app: typer.Typer, arguments: list[str]) -> None:
+def test_one_excludes_the_other(app: typer.Typer, arguments: list[str]):
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert "exclude each other" in done.stderr
 
 
-def test_one_command_line_does_not_decide_for_the_next(app: typer.Typer) -> None:
+def test_one_command_line_does_not_decide_for_the_next(app: typer.Typer):
     CliRunner().invoke(app, ["-q", "inner", "show"])
     assert CliRunner().invoke(app, ["inner", "show"]).stdout == "normal -\n"
 
 
-def test_an_example_is_one_line_of_the_help(app: typer.Typer) -> None:
+def test_an_example_is_one_line_of_the_help(app: typer.Typer):
     shown = CliRunner().invoke(app, ["inner", "show", "--help"], terminal_width=80).output
     example = "a line that is longer than eighty letters, which is shown as it stands --word long"
     assert f"  Example:\n    {example}\n" in shown
@@ -113,7 +113,7 @@ def test_verbose_shows_where_an_error_is_from(
         (["score", "--modle"], "--model"),
     ],
 )
-def test_what_is_misspelt_is_answered_with_what_was_meant(arguments: list[str], meant: str) -> None:
+def test_what_is_misspelt_is_answered_with_what_was_meant(arguments: list[str], meant: str):
     done = CliRunner().invoke(laurel, arguments)
     assert done.exit_code == 2
     assert meant in done.stderr
@@ -161,7 +161,7 @@ def test_a_key_with_dashes_is_answered_with_the_way_to_write_it(
     assert " ".join(done.stderr.split()).endswith(f"no dashes before them: write {told}")
 
 
-def test_an_option_with_a_point_that_is_no_key_is_no_option() -> None:
+def test_an_option_with_a_point_that_is_no_key_is_no_option():
     done = CliRunner().invoke(laurel, ["doctor", "--a.b"])
     assert done.stderr.strip().endswith("No such option: --a.b")
 
@@ -174,12 +174,12 @@ def test_an_option_with_a_point_that_is_no_key_is_no_option() -> None:
         (["eval", "what"], "No such command 'what'. Choose one of policy, reward-bench, "),
     ],
 )
-def test_who_names_no_command_is_told_which_there_are(arguments: list[str], told: str) -> None:
+def test_who_names_no_command_is_told_which_there_are(arguments: list[str], told: str):
     done = CliRunner().invoke(laurel, arguments)
     assert done.exit_code == 2
     assert told in done.stderr
 
 
-def test_the_help_says_what_a_subset_of_pairs_is() -> None:
+def test_the_help_says_what_a_subset_of_pairs_is():
     shown = CliRunner().invoke(laurel, ["eval", "pairs", "--help"], terminal_width=80).output
     assert "subset (a --data each)" in " ".join(shown.split())

@@ -1,12 +1,9 @@
 """`laurel config import`: its lists, its JSON and its file; and `laurel config` as it was."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from imported_sources import OPENRLHF_RM, TRL_GRPO
 from laurel.cli.config import config_app
@@ -15,20 +12,20 @@ from laurel.config.load import load_config
 from laurel.errors import ConfigError, DataError
 
 
-def run(*arguments: str, stdin: str | None = None) -> Result:
+def run(*arguments, stdin=None):
     done = CliRunner().invoke(config_app, list(arguments), input=stdin, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     path = tmp_path / "grpo.yaml"
     path.write_text(TRL_GRPO, encoding="utf-8")
     return path
 
 
-def test_the_lists_go_to_stderr_and_the_configuration_to_stdout(source: Path) -> None:
+def test_the_lists_go_to_stderr_and_the_configuration_to_stdout(source):
     done = run("import", str(source), "--devices", "4")
     assert done.stdout.startswith("# From TRL (grpo.yaml)")
     for heading in ("carried (", "not needed (", "not carried (", "unlike Laurel's default"):
@@ -40,7 +37,7 @@ def test_the_lists_go_to_stderr_and_the_configuration_to_stdout(source: Path) ->
     assert "not_to_be_seen" not in done.output
 
 
-def test_a_file_is_written_whole_and_loads(source: Path, tmp_path: Path) -> None:
+def test_a_file_is_written_whole_and_loads(source, tmp_path):
     output = tmp_path / "ours.yaml"
     done = run("import", str(source), "--from", "trl", "--for", "grpo", "-o", str(output))
     assert done.stdout.splitlines()[-1] == f"wrote {output}; run it: laurel grpo --config {output}"
@@ -50,14 +47,14 @@ def test_a_file_is_written_whole_and_loads(source: Path, tmp_path: Path) -> None
     assert source.read_text(encoding="utf-8") == TRL_GRPO
 
 
-def test_nothing_is_written_where_a_value_cannot_be_used(source: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_where_a_value_cannot_be_used(source, tmp_path):
     source.write_text(TRL_GRPO + "temperature: -1\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="TRL's temperature"):
         run("import", str(source), "-o", str(tmp_path / "ours.yaml"))
     assert not (tmp_path / "ours.yaml").exists()
 
 
-def test_json_has_the_same_and_stdin_is_read(tmp_path: Path) -> None:
+def test_json_has_the_same_and_stdin_is_read(tmp_path):
     done = run("import", "-", "--json", "--total-steps", "400", stdin=OPENRLHF_RM)
     facts = json.loads(done.stdout)
     assert (facts["from"], facts["for"]) == ("openrlhf", "rm")
@@ -71,7 +68,7 @@ def test_json_has_the_same_and_stdin_is_read(tmp_path: Path) -> None:
     assert "not_to_be_seen" not in done.output
 
 
-def test_without_a_command_the_configuration_is_printed_as_before() -> None:
+def test_without_a_command_the_configuration_is_printed_as_before():
     printed = run("--for", "grpo", "grpo.seed=7").stdout
     assert printed == run("show", "--for", "grpo", "grpo.seed=7").stdout
     assert "\n  seed: 7\n" in printed

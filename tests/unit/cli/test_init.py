@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -35,14 +33,14 @@ CPU = 0
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     """A tiny language model with ChatML and 1,024 positions."""
     directory = tmp_path_factory.mktemp("model")
     return str(save_model(directory, tiny_language_model("qwen3")))
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     """An empty directory to work in, but for data of each task."""
     monkeypatch.chdir(tmp_path)
     for task, rows in ROWS.items():
@@ -50,20 +48,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
+def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def init(task: str, model: str, num_gpus: int = CPU, **more: Any) -> None:
+def init(task, model, num_gpus=CPU, **more):
     """As a script would."""
     run_init(**{"task": task, "model": model, "data": f"{task}.jsonl", "num_gpus": num_gpus} | more)
 
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("num_gpus", [0, 4])
-def test_each_starter_is_read_by_its_command(
-    task: Any, num_gpus: int, here: Path, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_starter_is_read_by_its_command(task, num_gpus, here, model, capsys):
     init(task, model, num_gpus=num_gpus)
     path = here / f"{task}.yaml"
     config: Any = load_config(SCHEMAS[TASKS[task]["trainer"]], path).config
@@ -85,9 +81,7 @@ def test_each_starter_is_read_by_its_command(
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_key_has_a_comment_and_no_comment_points_elsewhere(
-    task: Any, here: Path, model: str
-) -> None:
+def test_every_key_has_a_comment_and_no_comment_points_elsewhere(task, here, model):
     init(task, model)
     lines = (here / f"{task}.yaml").read_text(encoding="utf-8").splitlines()
     for before, line in zip(["", *lines], lines, strict=False):
@@ -99,7 +93,7 @@ def test_every_key_has_a_comment_and_no_comment_points_elsewhere(
 
 
 @pytest.mark.parametrize("task", ["rm", "grpo-math"])
-def test_a_starter_runs_as_it_is(task: str, here: Path, model: str) -> None:
+def test_a_starter_runs_as_it_is(task, here, model):
     runner = CliRunner()
     made = runner.invoke(
         app,
@@ -119,7 +113,7 @@ def test_a_starter_runs_as_it_is(task: str, here: Path, model: str) -> None:
 
 
 @pytest.mark.parametrize("task", ["rm", "grpo-math"])
-def test_a_starter_from_scratch_runs_as_it_is_without_a_hub(task: str, here: Path) -> None:
+def test_a_starter_from_scratch_runs_as_it_is_without_a_hub(task, here):
     runner = CliRunner()
     made = runner.invoke(
         app,
@@ -138,7 +132,7 @@ def test_a_starter_from_scratch_runs_as_it_is_without_a_hub(task: str, here: Pat
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_model_from_scratch_has_a_learning_rate_of_its_own(task: Any, here: Path) -> None:
+def test_a_model_from_scratch_has_a_learning_rate_of_its_own(task, here):
     pretrained: Any = load_config(
         SCHEMAS[TASKS[task]["trainer"]], None, ["policy.scratch={}"]
     ).config
@@ -154,11 +148,11 @@ def test_a_model_from_scratch_has_a_learning_rate_of_its_own(task: Any, here: Pa
     assert "This learning rate (lr) is one for a small model that knows nothing yet." in text
 
 
-def test_scratch_is_an_answer_and_still_there_are_three_questions(here: Path) -> None:
+def test_scratch_is_an_answer_and_still_there_are_three_questions(here):
     answers = iter(["rm", "scratch", "rm.jsonl"])
     asked: list[str] = []
 
-    def ask(question: str, default: str) -> str:
+    def ask(question, default):
         asked.append(question)
         return next(answers)
 
@@ -169,28 +163,24 @@ def test_scratch_is_an_answer_and_still_there_are_three_questions(here: Path) ->
     assert config.policy.scratch is not None
 
 
-def test_a_model_and_none_exclude_each_other(here: Path) -> None:
+def test_a_model_and_none_exclude_each_other(here):
     done = CliRunner().invoke(app, ["init", "--task", "rm", "--scratch", "--model", "a/b"])
     assert isinstance(done.exception, ConfigError)
     assert "--model a/b names one; say one of them" in str(done.exception)
 
 
-def test_one_malformed_row_is_one(
-    here: Path, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_malformed_row_is_one(here, model, capsys):
     write(here / "own.jsonl", [*PAIRS, {"prompt": "Why?", "chosen": None, "rejected": "?"}])
     init("rm", model, data="own.jsonl")
     said = " ".join(capsys.readouterr().err.split())
     assert "1 row is malformed, and the run stops at own.jsonl:5: mend it, or" in said
 
 
-def test_questions_are_asked_once_each_and_again_after_a_wrong_answer(
-    here: Path, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_questions_are_asked_once_each_and_again_after_a_wrong_answer(here, model, capsys):
     answers = iter(["rmm", "rm", "./nowhere", model, "nothere.jsonl", "HelpSter3", "rm.jsonl"])
     asked: list[str] = []
 
-    def ask(question: str, default: str) -> str:
+    def ask(question, default):
         asked.append(question)
         return next(answers)
 
@@ -216,9 +206,7 @@ def test_questions_are_asked_once_each_and_again_after_a_wrong_answer(
         (["--task", "rm", "--model", "owner/name"], "--data is missing"),
     ],
 )
-def test_without_a_terminal_what_is_missing_is_an_error(
-    said: list[str], missing: str, here: Path
-) -> None:
+def test_without_a_terminal_what_is_missing_is_an_error(said, missing, here):
     done = CliRunner().invoke(app, ["init", *said])
     assert isinstance(done.exception, ConfigError)
     assert missing in str(done.exception)
@@ -226,7 +214,7 @@ def test_without_a_terminal_what_is_missing_is_an_error(
     assert not list(here.glob("*.yaml"))
 
 
-def test_a_file_is_not_written_over_unless_that_is_forced(here: Path, model: str) -> None:
+def test_a_file_is_not_written_over_unless_that_is_forced(here, model):
     path = here / "mine.yaml"
     path.write_text("precious", encoding="utf-8")
     with pytest.raises(ConfigError, match="--force"):
@@ -236,7 +224,7 @@ def test_a_file_is_not_written_over_unless_that_is_forced(here: Path, model: str
     assert "checkpoint_dir: results/mine" in path.read_text(encoding="utf-8")
 
 
-def test_columns_of_other_names_are_mapped_in_the_file(here: Path, model: str) -> None:
+def test_columns_of_other_names_are_mapped_in_the_file(here, model):
     rows = [{"question": r["prompt"], "better": r["chosen"], "worse": r["rejected"]} for r in PAIRS]
     write(here / "own.jsonl", rows)
     init("rm", model, data="own.jsonl")
@@ -254,14 +242,7 @@ def test_columns_of_other_names_are_mapped_in_the_file(here: Path, model: str) -
         ("rm", SUMS, "columns of no known class"),
     ],
 )
-def test_data_that_does_not_fit_is_said(
-    task: str,
-    rows: list[dict[str, Any]],
-    why: str,
-    here: Path,
-    model: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_data_that_does_not_fit_is_said(task, rows, why, here, model, capsys):
     write(here / "own.jsonl", rows)
     init(task, model, data="own.jsonl")
     said = " ".join(capsys.readouterr().err.split())
@@ -269,18 +250,14 @@ def test_data_that_does_not_fit_is_said(
     assert why in said
 
 
-def test_preferences_are_not_answers_to_check_by(
-    here: Path, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_preferences_are_not_answers_to_check_by(here, model, capsys):
     init("grpo-math", model, data="rm.jsonl")
     said = " ".join(capsys.readouterr().err.split())
     assert "rm.jsonl holds preferences: the answers that people preferred are what is" in said
     assert "laurel init --task grpo-rm" in said
 
 
-def test_columns_that_tell_nothing_are_said(
-    here: Path, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_columns_that_tell_nothing_are_said(here, model, capsys):
     names = {"prompt": "Frage", "chosen": "gute Antwort", "rejected": "schlechte"}
     write(here / "own.jsonl", [{names[key]: row[key] for key in names} for row in PAIRS])
     init("rm", model, data="own.jsonl")
@@ -299,17 +276,13 @@ def test_columns_that_tell_nothing_are_said(
         ({"output": Path("no/such/x.yaml")}, "does not exist"),
     ],
 )
-def test_what_is_said_wrong_is_an_error_and_nothing_is_written(
-    changes: dict[str, Any], says: str, here: Path, model: str
-) -> None:
+def test_what_is_said_wrong_is_an_error_and_nothing_is_written(changes, says, here, model):
     with pytest.raises(UserError, match=says):
         init("rm", **({"model": model} | changes))
     assert not list(here.glob("**/*.yaml"))
 
 
-def test_what_a_tokenizer_lacks_is_settled_in_the_file(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_tokenizer_lacks_is_settled_in_the_file(here, capsys):
     bare = tiny_tokenizers.make_tokenizer(pad="</s>", more=("<pad>",), template=None)
     directory = here / "bare"
     save_model(directory, tiny_language_model("qwen3"), bare)
@@ -321,7 +294,7 @@ def test_what_a_tokenizer_lacks_is_settled_in_the_file(
     assert f"--model bare {given}   # the first row, in tokens" in capsys.readouterr().out
 
 
-def test_data_sets_of_the_table_are_named_and_not_looked_at(here: Path, model: str) -> None:
+def test_data_sets_of_the_table_are_named_and_not_looked_at(here, model):
     init("grpo-code", model, data="HumanEval")
     config: Any = load_config(SCHEMAS["grpo"], here / "grpo-code.yaml").config
     assert (config.data.dataset_name, config.data.train_data_path) == ("HumanEval", None)
@@ -330,9 +303,7 @@ def test_data_sets_of_the_table_are_named_and_not_looked_at(here: Path, model: s
 @pytest.mark.parametrize(
     ("rows", "share"), [(10, 0.2), (60, 0.2), (200, 0.1), (300, 0.07), (500, 0.05)]
 )
-def test_of_few_rows_more_are_held_out(
-    rows: int, share: float, here: Path, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_few_rows_more_are_held_out(rows, share, here, model, capsys):
     pairs = [{**PAIRS[0], "prompt": f"{number}?"} for number in range(rows)]
     write(here / "own.jsonl", pairs)
     init("rm", model, data="own.jsonl")

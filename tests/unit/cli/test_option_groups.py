@@ -29,7 +29,7 @@ def command_of(function: Any) -> typer.Typer:
     return app
 
 
-def test_fields_are_options_in_their_place_and_the_command_gets_the_dataclass() -> None:
+def test_fields_are_options_in_their_place_and_the_command_gets_the_dataclass():
     seen: list[Any] = []
 
     def walk(where: WhereAndWhen, fast: Annotated[bool, typer.Option("--fast")] = False) -> None:

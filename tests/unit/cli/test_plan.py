@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -47,11 +45,11 @@ SEED = [
 ]
 
 
-def options(**given: object) -> PlanOptions:
+def options(**given):
     return PlanOptions(policy_shape=POLICY, reward_shape=JUDGE, **given)  # type: ignore[arg-type]
 
 
-def test_the_page_of_the_seeds_colocated_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_the_seeds_colocated_run(capsys):
     assert run_plan(EXAMPLES / "grpo_rm_1B.yaml", SEED, options(device_memory="80GiB"))
     page = capsys.readouterr().out
     assert "cluster  1 node x 8 slots = 8, 0 idle" in page
@@ -62,7 +60,7 @@ def test_the_page_of_the_seeds_colocated_run(capsys: pytest.CaptureFixture[str])
     assert page.endswith("it fits\n")
 
 
-def test_what_does_not_fit_is_a_page_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_a_page_too(capsys):
     changes = [*SEED, "env.reward_model.resources.gpus_per_node=8"]
     assert not run_plan(EXAMPLES / "grpo_rm_1B.yaml", changes, options())
     page = capsys.readouterr().out
@@ -71,7 +69,7 @@ def test_what_does_not_fit_is_a_page_too(capsys: pytest.CaptureFixture[str]) -> 
     assert page.endswith("it does not fit\n")
 
 
-def test_the_same_as_facts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_as_facts(capsys):
     given = options(as_json=True, num_nodes=2, slots_per_node=4, device_memory="80GiB")
     changes = ["policy.train_global_batch_size=256"]
     assert run_plan(EXAMPLES / "grpo_rm_1B.yaml", changes, given)
@@ -91,7 +89,7 @@ def test_the_same_as_facts(capsys: pytest.CaptureFixture[str]) -> None:
     assert not waste["is_fatal"]
 
 
-def test_nodes_that_look_alike_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_that_look_alike_are_one_line(capsys):
     given = PlanOptions(num_nodes=64, slots_per_node=8, policy_shape=LLAMA_70B)
     changes = ["policy.train_global_batch_size=512", "policy.dtensor_cfg.tensor_parallel_size=4"]
     assert run_plan(EXAMPLES / "rm.yaml", changes, given)
@@ -100,7 +98,7 @@ def test_nodes_that_look_alike_are_one_line(capsys: pytest.CaptureFixture[str]) 
     assert "512 groups / 128 = 4 each" in page
 
 
-def test_the_page_of_an_explicit_placement(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_an_explicit_placement(capsys):
     placement = (
         "{policy: {nodes: [0, 1]}, generation: {nodes: [2], fraction: 0.5},"
         " reward_model: {shares: policy, nodes: [1], slots: 2}}"
@@ -130,7 +128,7 @@ def test_the_page_of_an_explicit_placement(capsys: pytest.CaptureFixture[str]) -
     assert "batches of a validation" in lines
 
 
-def test_what_an_explicit_placement_gets_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_an_explicit_placement_gets_wrong(capsys):
     changes = [
         "cluster.placement={generation: {slots: [0]}, policy: {slots: [0, 4]}}",
         "env.reward_model.resources.gpus_per_node=null",
@@ -143,9 +141,7 @@ def test_what_an_explicit_placement_gets_wrong(capsys: pytest.CaptureFixture[str
     assert "  mend  cluster.placement.generation.slots=[1]" in page
 
 
-def test_a_model_in_a_directory_tells_its_own_shape(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_in_a_directory_tells_its_own_shape(tmp_path, capsys):
     config = AutoConfig.for_model(
         "qwen3",
         hidden_size=64,
@@ -177,9 +173,7 @@ def test_a_model_in_a_directory_tells_its_own_shape(
     assert facts["memory"][0]["parts"]["weights"] == 4 * parameters
 
 
-def test_a_model_that_cannot_be_read_leaves_the_rest_of_the_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_cannot_be_read_leaves_the_rest_of_the_plan(tmp_path, capsys):
     changes = [f"policy.model_name={tmp_path}/nowhere"]
     assert run_plan(EXAMPLES / "rm.yaml", changes, PlanOptions(slots_per_node=2))
     page = capsys.readouterr().out
@@ -193,9 +187,7 @@ def test_a_model_that_cannot_be_read_leaves_the_rest_of_the_plan(
     assert facts["memory"] == []
 
 
-def test_a_run_is_planned_by_its_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_planned_by_its_checkpoint(tmp_path, capsys):
     run = tmp_path / "run"
     with CheckpointStore(run) as store:
         save = lambda directory: save_model(directory, tiny_language_model("qwen3"))  # noqa: E731
@@ -208,7 +200,7 @@ def test_a_run_is_planned_by_its_checkpoint(
     assert facts["notes"] == [f"{run} holds checkpoints, none marked best; the newest is step_3"]
 
 
-def test_a_file_says_which_command_it_is_for() -> None:
+def test_a_file_says_which_command_it_is_for():
     found = {
         name: command_of_file(EXAMPLES / f"{name}.yaml") for name in ("rm", "sft", "grpo_rm_1B")
     }
@@ -216,14 +208,14 @@ def test_a_file_says_which_command_it_is_for() -> None:
     assert command_of_file(None) == "rm"
 
 
-def test_bad_options_are_told() -> None:
+def test_bad_options_are_told():
     with pytest.raises(ConfigError, match="no amount of memory"):
         run_plan(EXAMPLES / "rm.yaml", [], PlanOptions(device_memory="lots"))
     with pytest.raises(ConfigError, match="lacks num_layers"):
         run_plan(EXAMPLES / "rm.yaml", [], PlanOptions(policy_shape="hidden_size=8"))
 
 
-def test_the_exit_code_is_2_where_it_does_not_fit_and_torch_is_not_loaded() -> None:
+def test_the_exit_code_is_2_where_it_does_not_fit_and_torch_is_not_loaded():
     program = (
         "import sys\nfrom laurel.cli.main import main\n"
         "sys.argv = ['laurel', *sys.argv[1:]]\n"
@@ -247,8 +239,8 @@ def test_the_exit_code_is_2_where_it_does_not_fit_and_torch_is_not_loaded() -> N
     [("mixtral", {"num_local_experts": 4}), ("qwen3_moe", {"num_experts": 4, "head_dim": 16})],
 )
 def test_what_loading_would_not_split_is_a_conflict_and_never_proposed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model_type: str, own: dict[str, int]
-) -> None:
+    tmp_path, capsys, model_type, own
+):
     config = AutoConfig.for_model(
         model_type,
         hidden_size=64,
@@ -291,7 +283,7 @@ def test_what_loading_would_not_split_is_a_conflict_and_never_proposed(
     assert run_plan(None, [*changes, f"{key}=2", plan], given)
 
 
-def test_several_judges_in_directories_tell_their_own_shapes(tmp_path: Path) -> None:
+def test_several_judges_in_directories_tell_their_own_shapes(tmp_path):
     AutoConfig.for_model(
         "mixtral",
         hidden_size=64,

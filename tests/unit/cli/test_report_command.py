@@ -1,9 +1,6 @@
 """`laurel report`: runs in, one page out, its path on the last line."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 from typer.testing import CliRunner
 
@@ -11,7 +8,7 @@ from laurel.cli.main import app
 from laurel.errors import DataError
 
 
-def test_report(tmp_path: Path) -> None:
+def test_report(tmp_path):
     run = tmp_path / "exp_001"
     run.mkdir()
     row = {"step": 1, "time": 1.0, "train/loss": 0.25, "timing/train/total_step_time": 1.0}
@@ -31,7 +28,7 @@ def test_report(tmp_path: Path) -> None:
     assert refused.exit_code == 2
 
 
-def test_report_of_nothing(tmp_path: Path) -> None:
+def test_report_of_nothing(tmp_path):
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert isinstance(done.exception, DataError)
     assert done.exit_code == 1

@@ -1,10 +1,7 @@
 """Classes beside the user can be named, as a configuration names an environment of one's own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +21,7 @@ print(json.loads("1"))
 
 
 @pytest.mark.slow
-def test_a_module_in_the_working_directory_is_found_and_hides_none(tmp_path: Path) -> None:
+def test_a_module_in_the_working_directory_is_found_and_hides_none(tmp_path):
     (tmp_path / "mine_alone.py").write_text("class Judge: pass\n")
     (tmp_path / "json.py").write_text("raise ImportError('the wrong json')\n")
     # -P: as the script `laurel` is started, without the working directory.

@@ -1,28 +1,20 @@
 """Rows on disk, and the real data where it is present."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from laurel.config.data import DatasetConfig
 from laurel.data.preferences import load_preferences
-from laurel.data.report import DataReport
-from laurel.types import Preference
-
-Loader = Callable[..., tuple[list[Preference], DataReport]]
 
 
 @pytest.fixture
-def write_rows(tmp_path: Path) -> Callable[..., Path]:
+def write_rows(tmp_path):
     """Writes rows as JSON lines and returns the path."""
 
-    def write(rows: Sequence[Any], name: str = "rows.jsonl") -> Path:
+    def write(rows, name="rows.jsonl"):
         path = tmp_path / name
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         return path
@@ -31,19 +23,19 @@ def write_rows(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def load(write_rows: Callable[..., Path]) -> Loader:
+def load(write_rows):
     """Loads rows (or a path) with the defaults of a run; keywords are the configuration's keys."""
 
     def run(
-        rows: Sequence[Any] | Path | None,
+        rows,
         *,
-        ties: Any = "drop",
-        duplicates: Any = "drop",
-        on_bad_row: Any = "error",
-        attributes: Sequence[str] = (),
-        max_samples: int | None = None,
-        **config: Any,
-    ) -> tuple[list[Preference], DataReport]:
+        ties="drop",
+        duplicates="drop",
+        on_bad_row="error",
+        attributes=(),
+        max_samples=None,
+        **config,
+    ):
         if rows is not None:
             path = rows if isinstance(rows, Path) else write_rows(rows)
             config["data_path"] = str(path)
@@ -61,7 +53,7 @@ def load(write_rows: Callable[..., Path]) -> Loader:
 
 
 @pytest.fixture
-def real_data() -> Path:
+def real_data():
     """The folder of real data sets, or a skip that says how to name it."""
     folder = Path(os.environ.get("LAUREL_DATA", "../shared/data"))
     if not (folder / "ukp_convarg1").is_dir():

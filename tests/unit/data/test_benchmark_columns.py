@@ -1,7 +1,5 @@
 """Which benchmark a file is of."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -42,11 +40,11 @@ SAID = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         ({"text": "a"}, None),
     ],
 )
-def test_a_row_tells_its_benchmark(row, expected) -> None:
+def test_a_row_tells_its_benchmark(row, expected):
     assert benchmark_of(row) == expected
 
 
-def test_files_and_places_on_the_hub(tmp_path) -> None:
+def test_files_and_places_on_the_hub(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(PAIR) + "\n")
     assert benchmark_in(str(path), split=None) == "pairs"

@@ -1,12 +1,7 @@
 """Conversations to imitate: the forms of rows, what is left out, what is held out."""
 
-from __future__ import annotations
-
 import io
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,14 +23,12 @@ GOOD = {"role": "assistant", "content": "Good day."}
 BAD = {"role": "assistant", "content": "What?"}
 TALK = (Message("user", "Hello"), Message("assistant", "Good day."))
 
-Load = Callable[..., Any]
-
 
 @pytest.fixture
-def load(write_rows: Callable[..., Path]) -> Load:
+def load(write_rows):
     """Loads rows as one set; keywords are those of the set."""
 
-    def run(rows: Any, *, on_bad_row: Any = "error", **config: Any) -> Any:
+    def run(rows, *, on_bad_row="error", **config):
         if rows is not None:
             config["data_path"] = str(rows if isinstance(rows, Path) else write_rows(rows))
         return load_demonstrations(
@@ -108,7 +101,7 @@ def load(write_rows: Callable[..., Path]) -> Load:
         ),
     ],
 )
-def test_forms_of_rows(load: Load, row: Any, config: Any) -> None:
+def test_forms_of_rows(load, row, config):
     (dialogue,), report = load([row], **config)
     assert dialogue.messages == TALK
     assert dialogue.prompt == TALK[:1]
@@ -116,7 +109,7 @@ def test_forms_of_rows(load: Load, row: Any, config: Any) -> None:
     assert report.notes[0].startswith("read as ")
 
 
-def test_solutions_of_gsm8k_box_their_answer(load: Load) -> None:
+def test_solutions_of_gsm8k_box_their_answer(load):
     solution = "He eats 2*3=<<2*3=6>>6 figs.\nIn 200 days 6*200=<<6*200=1200>>1,200.\n#### 1,200"
     row = {"question": "How many figs?", "answer": solution}
     (dialogue,), _ = load([row], dataset_name="GSM8K")
@@ -126,7 +119,7 @@ def test_solutions_of_gsm8k_box_their_answer(load: Load) -> None:
     ]
 
 
-def test_squad_answers_from_its_context(load: Load) -> None:
+def test_squad_answers_from_its_context(load):
     rows = [
         {"context": "Bay is laurel.", "question": "What?", "answers": {"text": ["Laurel", "bay"]}},
         {"context": "Bay is laurel.", "question": "Why?", "answers": {"text": []}},
@@ -140,7 +133,7 @@ def test_squad_answers_from_its_context(load: Load) -> None:
     assert report.dropped["no answer"].count == 1
 
 
-def test_system_messages_of_rows_and_of_the_configuration(load: Load) -> None:
+def test_system_messages_of_rows_and_of_the_configuration(load):
     rows = [
         {"messages": [{"role": "system", "content": "Own."}, USER, GOOD], "rules": "Not this."},
         {"messages": [USER, GOOD], "rules": "Be kind."},
@@ -152,7 +145,7 @@ def test_system_messages_of_rows_and_of_the_configuration(load: Load) -> None:
     assert [d.messages[0].role for d in dialogues] == ["system", "user", "user"]
 
 
-def test_rows_without_a_word_are_counted(load: Load) -> None:
+def test_rows_without_a_word_are_counted(load):
     rows = [
         {"prompt": "Hello", "completion": "Good day."},
         {"prompt": "Hello", "completion": " "},
@@ -186,41 +179,23 @@ def test_rows_without_a_word_are_counted(load: Load) -> None:
         ),
     ],
 )
-def test_rows_that_cannot_be_read_name_their_line(
-    load: Load, row: Any, config: Any, said: str
-) -> None:
+def test_rows_that_cannot_be_read_name_their_line(load, row, config, said):
     with pytest.raises(DataError, match=rf"rows.jsonl:1: .*{said}"):
         load([row], **config)
     with pytest.raises(DataError, match=r"nothing is left of 1 row\..*1 malformed"):
         load([row], on_bad_row="skip", **config)
 
 
-def test_names_that_are_unknown(load: Load) -> None:
+def test_names_that_are_unknown(load):
     with pytest.raises(DataError, match="Did you mean squad"):
         load(None, dataset_name="squat")
-
-
-def test_a_class_of_ones_own(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_talks.py").write_text(
-        "def talks(chat_key='messages'):\n"
-        "    for word in ('Hello', 'Bye'):\n"
-        "        yield {chat_key: [{'role': 'user', 'content': word},\n"
-        "                          {'role': 'assistant', 'content': word + '!'}]}\n",
-        encoding="utf-8",
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    try:
-        dialogues, _ = load(None, dataset_name="own_talks.talks")
-    finally:
-        sys.modules.pop("own_talks", None)
-    assert [d.messages[1].content for d in dialogues] == ["Hello!", "Bye!"]
 
 
 @given(
     st.lists(st.integers(0, 9), min_size=2, max_size=60).filter(lambda p: len(set(p)) > 1),
     st.floats(0.01, 0.9),
 )
-def test_equal_prompts_stay_on_one_side(prompts: list[int], share: float) -> None:
+def test_equal_prompts_stay_on_one_side(prompts, share):
     dialogues = [
         Dialogue(id=str(n), messages=(Message("user", str(p)), Message("assistant", str(n))))
         for n, p in enumerate(prompts)
@@ -230,7 +205,7 @@ def test_equal_prompts_stay_on_one_side(prompts: list[int], share: float) -> Non
     assert {d.prompt for d in train}.isdisjoint(d.prompt for d in held)
 
 
-def test_the_whole_section(write_rows: Callable[..., Path]) -> None:
+def test_the_whole_section(write_rows):
     path = str(write_rows([{"prompt": f"{n}?", "completion": "Yes."} for n in range(40)]))
     held = load_demonstration_data(DemonstrationDataConfig(train_data_path=path))
     assert (len(held.train), len(held.validation)) == (38, 2)
@@ -246,7 +221,7 @@ def test_the_whole_section(write_rows: Callable[..., Path]) -> None:
     assert mixed.reports["train"].num_prompts == 40
 
 
-def test_real_solutions(load: Load, real_data: Path) -> None:
+def test_real_solutions(load, real_data):
     dialogues, report = load(real_data / "gsm8k/train.jsonl.gz")
     assert (len(dialogues), report.num_dropped) == (7473, 0)
     assert dialogues[0].messages[1].content.endswith("#### 72")

@@ -23,9 +23,6 @@ def group(trunk, *branches):
 GROUPS = [group([11, 12, 13], [21, 22], [23]), group([], [31, 32])]
 
 
-# ---------------------------------------------------------------------------------------- layout
-
-
 def test_a_forest_by_hand():
     forest = to_forest(GROUPS)
     assert forest.ids_T.tolist() == [11, 12, 13, 21, 22, 23, 31, 32]
@@ -103,9 +100,6 @@ def test_every_sequence_can_be_read_back(groups, share_prompts):
     assert to_padded(groups, pad_id=0).lengths_N.tolist() == [
         n for g in groups for n in g.lengths_G
     ]
-
-
-# ---------------------------------------------------------------------------------------- packing
 
 
 def test_packing_by_hand():

@@ -1,28 +1,25 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from laurel.cli.data_check import examine_data
-from laurel.data.formats import FORMATS, KnownFormat, recognise, suggestions
+from laurel.data.formats import FORMATS, recognise, suggestions
 
 DOCS = Path(__file__).parents[3] / "docs" / "data_formats.md"
 
 
-def write(path: Path, *rows: Any) -> str:
+def write(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
 @pytest.mark.parametrize("known", FORMATS, ids=lambda known: known.name)
-def test_every_example_is_of_its_own_format(known: KnownFormat) -> None:
+def test_every_example_is_of_its_own_format(known):
     assert recognise(known.example) is known
 
 
-def test_the_docs_show_every_example() -> None:
+def test_the_docs_show_every_example():
     written = DOCS.read_text(encoding="utf-8")
     shown = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
     for known in FORMATS:
@@ -31,7 +28,7 @@ def test_the_docs_show_every_example() -> None:
 
 
 @pytest.mark.parametrize("known", FORMATS, ids=lambda known: known.name)
-def test_the_commands_of_a_format_read_its_example(known: KnownFormat, tmp_path: Path) -> None:
+def test_the_commands_of_a_format_read_its_example(known, tmp_path):
     findings = examine_data(write(tmp_path / "rows.jsonl", known.example), None)
     reading = {one.trainer: one for one in findings.readings}
     assert findings.known is known
@@ -80,9 +77,7 @@ def test_the_commands_of_a_format_read_its_example(known: KnownFormat, tmp_path:
         ({"user": "Where?"}, "grpo", ("data.input_key=user", "data.env_name=reward_model")),
     ],
 )
-def test_a_near_miss_is_mapped_by_keys_that_then_read_the_file(
-    row: dict[str, Any], trainer: Any, settings: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_near_miss_is_mapped_by_keys_that_then_read_the_file(row, trainer, settings, tmp_path):
     first = suggestions(row)[0]
     assert (first.trainer, first.settings) == (trainer, settings)
     path = write(tmp_path / "rows.jsonl", row)
@@ -90,21 +85,21 @@ def test_a_near_miss_is_mapped_by_keys_that_then_read_the_file(
     assert examine_data(path, trainer, settings).is_usable
 
 
-def test_columns_that_no_key_maps_are_to_be_renamed() -> None:
+def test_columns_that_no_key_maps_are_to_be_renamed():
     row = {"context": "Where?", "response_1": "Here.", "response_2": "No.", "overall_preference": 1}
     (found,) = suggestions(row)
     assert found.trainer is None
     assert found.says.startswith("HelpSteer3, if you rename 'response_1' to 'response1'")
 
 
-def test_what_could_not_be_read_is_not_suggested() -> None:
+def test_what_could_not_be_read_is_not_suggested():
     assert suggestions({"foo": 1, "bar": 2}) == []
     assert suggestions({"chosen": 5, "rejected": 6, "question": 7}) == []
     same = [{"role": "user", "content": "Where?"}]
     assert suggestions({"dialog": same}) == []  # nobody answers
 
 
-def test_programs_in_other_languages_are_no_humaneval() -> None:
+def test_programs_in_other_languages_are_no_humaneval():
     row = {"prompt": "const one = () => {", "entry_point": "one", "test": "x"}
     found = recognise(row)
     assert found is None or found.name != "HumanEval"

@@ -1,17 +1,10 @@
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from laurel.config.data import DatasetConfig
 from laurel.data.preferences import own_validation_preferences
 from laurel.errors import DataError
-
-Loader = Callable[..., Any]
 
 MODULE = '''
 class TaskDataSpec:
@@ -71,7 +64,7 @@ constant = 3
 
 
 @pytest.fixture(autouse=True)
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def module(tmp_path, monkeypatch):
     """A module in the working directory, as a user would have it."""
     (tmp_path / "my_rows.py").write_text(MODULE.replace("DIRECTORY", str(tmp_path)))
     (tmp_path / "my_broken.py").write_text("import a_package_nobody_has\n")
@@ -84,12 +77,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
-def prompts(preferences: Any) -> list[str]:
+def prompts(preferences):
     return [preference.group.prompt[-1].content for preference in preferences]
 
 
 @pytest.mark.parametrize("name", ["my_rows.BySplit", "my_rows:BySplit"])
-def test_a_class_with_its_rows_by_split(load: Loader, name: str) -> None:
+def test_a_class_with_its_rows_by_split(load, name):
     preferences, report = load(None, dataset_name=name)
     assert prompts(preferences) == ["t1", "t2"]
     assert preferences[1].source == f"{name}[1]"
@@ -101,7 +94,7 @@ def test_a_class_with_its_rows_by_split(load: Loader, name: str) -> None:
         load(None, dataset_name=name, split="test")
 
 
-def test_its_own_validation_split_is_found() -> None:
+def test_its_own_validation_split_is_found():
     config = DatasetConfig(dataset_name="my_rows.BySplit")
     found = own_validation_preferences(config)
     assert found is not None
@@ -109,7 +102,7 @@ def test_its_own_validation_split_is_found() -> None:
     assert own_validation_preferences(DatasetConfig(dataset_name="my_rows.generate")) is None
 
 
-def test_set_values_are_passed_where_they_are_accepted(load: Loader) -> None:
+def test_set_values_are_passed_where_they_are_accepted(load):
     preferences, report = load(
         None, dataset_name="my_rows.Rows", data_path="here", split="dev", subset="x"
     )
@@ -119,7 +112,7 @@ def test_set_values_are_passed_where_they_are_accepted(load: Loader) -> None:
     assert prompts(everything) == ["data_path", "subset"]
 
 
-def test_columns_that_the_object_asks_for_are_its_own_business(load: Loader) -> None:
+def test_columns_that_the_object_asks_for_are_its_own_business(load):
     (mine,), _ = load(None, dataset_name="my_rows.Columns", chosen_key="other")
     assert mine.group.completions_G[0].messages[0].content == "other"
     (theirs,), report = load(None, dataset_name="my_rows.pairs", chosen_key="good")
@@ -127,7 +120,7 @@ def test_columns_that_the_object_asks_for_are_its_own_business(load: Loader) -> 
     assert report.dataset_class == "my_rows.pairs (rows of BinaryPreferenceDataset)"
 
 
-def test_the_prompt_files_of_a_task_are_used(load: Loader, tmp_path: Path) -> None:
+def test_the_prompt_files_of_a_task_are_used(load, tmp_path):
     (tmp_path / "p.txt").write_text("from the task: {}")
     (tmp_path / "mine.txt").write_text("from the configuration: {}")
     preferences, _ = load(None, dataset_name="my_rows.Framed")
@@ -152,6 +145,6 @@ def test_the_prompt_files_of_a_task_are_used(load: Loader, tmp_path: Path) -> No
         ("my_rows:", "is a module"),
     ],
 )
-def test_what_cannot_be_used_is_named(load: Loader, name: str, part: str) -> None:
+def test_what_cannot_be_used_is_named(load, name, part):
     with pytest.raises(DataError, match=part):
         load(None, dataset_name=name)

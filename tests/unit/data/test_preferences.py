@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import gzip
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +12,12 @@ from laurel.data.preferences import hold_out, own_validation_preferences
 from laurel.errors import DataError
 from laurel.types import Message, Preference, group_of
 
-Loader = Callable[..., Any]
 
-
-def pair(prompt: Any = "q", chosen: Any = "yes", rejected: Any = "no", **more: Any) -> Any:
+def pair(prompt="q", chosen="yes", rejected="no", **more):
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **more}
 
 
-def ranked(*ranks: int, texts: str = "abcdefgh", context: Any = "q") -> dict[str, Any]:
+def ranked(*ranks, texts="abcdefgh", context="q"):
     return {
         "context": context,
         "completions": [
@@ -32,14 +26,11 @@ def ranked(*ranks: int, texts: str = "abcdefgh", context: Any = "q") -> dict[str
     }
 
 
-def counts(report: Any) -> dict[str, int]:
+def counts(report):
     return {reason: left_out.count for reason, left_out in report.dropped.items()}
 
 
-# ---------------------------------------------------------------------------------- what is kept
-
-
-def test_a_row_becomes_a_preference_with_its_source_and_a_unique_id(load: Loader) -> None:
+def test_a_row_becomes_a_preference_with_its_source_and_a_unique_id(load):
     preferences, report = load([pair("p"), pair("q")], dataset_name="BinaryPreferenceDataset")
     first, second = preferences
     assert first.group.prompt == (Message("user", "p"),)
@@ -52,7 +43,7 @@ def test_a_row_becomes_a_preference_with_its_source_and_a_unique_id(load: Loader
     assert report.notes == []
 
 
-def test_other_keys_and_formats(load: Loader, tmp_path: Path) -> None:
+def test_other_keys_and_formats(load, tmp_path):
     path = tmp_path / "rows.csv.gz"
     path.write_bytes(gzip.compress(b"ask,good,bad,gap\nq,yes,no,1.5\n"))
     (preference,), _ = load(
@@ -62,7 +53,7 @@ def test_other_keys_and_formats(load: Loader, tmp_path: Path) -> None:
     assert preference.source == "rows.csv.gz:2"
 
 
-def test_ranked_rows_come_through_a_parquet_file(load: Loader, tmp_path: Path) -> None:
+def test_ranked_rows_come_through_a_parquet_file(load, tmp_path):
     import pyarrow
     import pyarrow.parquet
 
@@ -82,7 +73,7 @@ def test_ranked_rows_come_through_a_parquet_file(load: Loader, tmp_path: Path) -
     assert report.dataset_class == "PreferenceDataset"
 
 
-def test_the_class_is_told_by_the_first_row_and_said(load: Loader) -> None:
+def test_the_class_is_told_by_the_first_row_and_said(load):
     _, report = load([ranked(0, 1)])
     assert report.dataset_class == "PreferenceDataset"
     assert report.notes == ["read as PreferenceDataset, told by: columns context and completions"]
@@ -92,9 +83,7 @@ def test_the_class_is_told_by_the_first_row_and_said(load: Loader) -> None:
     assert "transcripts of Human and Assistant" in report.notes[0]
 
 
-def test_a_first_row_that_tells_nothing_stops_the_load_or_is_counted(
-    load: Loader, write_rows: Any
-) -> None:
+def test_a_first_row_that_tells_nothing_stops_the_load_or_is_counted(load, write_rows):
     path = write_rows([{"question": "q"}, pair()])
     with pytest.raises(DataError, match=re.escape(f"{path}:1: nothing names the class")) as told:
         load(path)
@@ -109,7 +98,7 @@ def test_a_first_row_that_tells_nothing_stops_the_load_or_is_counted(
     assert "laurel data check" not in str(told.value), "the columns are not the trouble"
 
 
-def test_prompt_files_are_put_around_the_prompt(load: Loader, tmp_path: Path) -> None:
+def test_prompt_files_are_put_around_the_prompt(load, tmp_path):
     (tmp_path / "p.txt").write_text("Q: {} {{A}}")
     (tmp_path / "s.txt").write_text("be brief")
     rows = [pair([{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]), pair("y")]
@@ -130,7 +119,7 @@ def test_prompt_files_are_put_around_the_prompt(load: Loader, tmp_path: Path) ->
     assert any(note.startswith("1 row begins with a system message") for note in report.notes)
 
 
-def test_reading_stops_at_the_least_of_the_limits_counted_after_filtering(load: Loader) -> None:
+def test_reading_stops_at_the_least_of_the_limits_counted_after_filtering(load):
     rows = [pair("a"), pair("a"), pair("b"), pair("c")]
     preferences, report = load(rows, max_samples=2)
     assert [p.source for p in preferences] == ["rows.jsonl:1", "rows.jsonl:3"]
@@ -139,7 +128,7 @@ def test_reading_stops_at_the_least_of_the_limits_counted_after_filtering(load: 
     assert len(everything) == 3
 
 
-def test_the_configurations_limit_counts_too(write_rows: Any) -> None:
+def test_the_configurations_limit_counts_too(write_rows):
     from laurel.data.preferences import load_preferences
 
     config = DatasetConfig(data_path=str(write_rows([pair("a"), pair("b")])), max_samples=1)
@@ -148,10 +137,7 @@ def test_the_configurations_limit_counts_too(write_rows: Any) -> None:
     assert len(load_preferences(config, name="v", max_samples=2, **options)[0]) == 1
 
 
-# ---------------------------------------------------------------------------- what is left out
-
-
-def test_every_reason_is_counted_with_its_first_sources(load: Loader) -> None:
+def test_every_reason_is_counted_with_its_first_sources(load):
     rows: list[Any] = [
         pair("kept"),
         pair(" \n"),  # 2: empty prompt
@@ -178,7 +164,7 @@ def test_every_reason_is_counted_with_its_first_sources(load: Loader) -> None:
     assert (report.num_read, report.num_kept) == (11, 1)
 
 
-def test_a_malformed_row_stops_the_load_with_its_place(load: Loader, write_rows: Any) -> None:
+def test_a_malformed_row_stops_the_load_with_its_place(load, write_rows):
     path = write_rows([pair(), {"prompt": "q", "chosen": "a"}])
     with pytest.raises(DataError) as caught:
         load(path)
@@ -188,7 +174,7 @@ def test_a_malformed_row_stops_the_load_with_its_place(load: Loader, write_rows:
     assert "data.on_bad_row=skip" in message
 
 
-def test_a_malformed_line_stops_the_load_or_is_counted(load: Loader, tmp_path: Path) -> None:
+def test_a_malformed_line_stops_the_load_or_is_counted(load, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(pair()) + "\n{broken\n")
     with pytest.raises(DataError, match=re.escape(f"{path}:2: column 2: not JSON")):
@@ -198,7 +184,7 @@ def test_a_malformed_line_stops_the_load_or_is_counted(load: Loader, tmp_path: P
     assert report.dropped["malformed"].examples == ["rows.jsonl:2"]
 
 
-def test_only_a_row_whose_completions_all_share_a_rank_is_a_tie(load: Loader) -> None:
+def test_only_a_row_whose_completions_all_share_a_rank_is_a_tie(load):
     rows = [ranked(0, 0), ranked(0, 0, 1), ranked(1, 1, 1), ranked(1, 0)]
     preferences, report = load(rows)
     assert [p.ranks_G for p in preferences] == [(0, 0, 1), (1, 0)]
@@ -208,7 +194,7 @@ def test_only_a_row_whose_completions_all_share_a_rank_is_a_tie(load: Loader) ->
     assert counts(report) == {}
 
 
-def test_a_tie_can_be_an_error_that_says_what_to_do(load: Loader, write_rows: Any) -> None:
+def test_a_tie_can_be_an_error_that_says_what_to_do(load, write_rows):
     path = write_rows([ranked(0, 1), ranked(2, 2)])
     with pytest.raises(DataError) as caught:
         load(path, ties="error")
@@ -218,7 +204,7 @@ def test_a_tie_can_be_an_error_that_says_what_to_do(load: Loader, write_rows: An
     assert "davidson or rao_kupper" in message
 
 
-def test_helpsteer3_ties_are_real_ties(load: Loader) -> None:
+def test_helpsteer3_ties_are_real_ties(load):
     row = {"context": "q", "response1": "a", "response2": "b", "overall_preference": 0}
     other = {**row, "overall_preference": -2}
     preferences, report = load([row, other], dataset_name="HelpSteer3", ties="keep")
@@ -227,7 +213,7 @@ def test_helpsteer3_ties_are_real_ties(load: Loader) -> None:
     assert counts(report) == {"tie": 1}
 
 
-def test_duplicates_say_exactly_the_same_in_whatever_order(load: Loader) -> None:
+def test_duplicates_say_exactly_the_same_in_whatever_order(load):
     rows = [
         ranked(0, 1, texts="ab"),
         ranked(0, 1, texts="ab"),  # the same
@@ -245,7 +231,7 @@ def test_duplicates_say_exactly_the_same_in_whatever_order(load: Loader) -> None
     assert counts(report) == {}
 
 
-def test_rows_that_contradict_an_earlier_one_are_kept_and_noted(load: Loader) -> None:
+def test_rows_that_contradict_an_earlier_one_are_kept_and_noted(load):
     rows = [pair("q", "a", "b"), pair("q", "b", "a"), pair("r", "b", "a"), ranked(1, 1, 0)]
     preferences, report = load(rows[:3])
     assert len(preferences) == 3
@@ -256,15 +242,15 @@ def test_rows_that_contradict_an_earlier_one_are_kept_and_noted(load: Loader) ->
     assert any(note.startswith("2 rows prefer") for note in report.notes)
 
 
-def test_a_negative_margin_is_noted(load: Loader) -> None:
+def test_a_negative_margin_is_noted(load):
     rows = [pair("q", better=1, worse=3), pair("r", better=2, worse=1)]
     preferences, report = load(rows, margin_key="better-worse")
     assert [p.margin for p in preferences] == [-2.0, 1.0]
     assert "1 row has a margin below 0" in report.notes
 
 
-def test_rows_without_a_wanted_rating_are_left_out(load: Loader) -> None:
-    def rated(text: str, **ratings: Any) -> dict[str, Any]:
+def test_rows_without_a_wanted_rating_are_left_out(load):
+    def rated(text, **ratings):
         return {"context": "q", "completions": [{"completion": text, "attributes": ratings}]}
 
     rows = [rated("a", helpful=3), rated("b"), rated("c", helpful=None, clear=1)]
@@ -276,7 +262,7 @@ def test_rows_without_a_wanted_rating_are_left_out(load: Loader) -> None:
     assert len(dropping) == 1
 
 
-def test_nothing_left_is_an_error_with_the_counts(load: Loader) -> None:
+def test_nothing_left_is_an_error_with_the_counts(load):
     rows = [pair("q", "a", "a"), pair("q", "b", "b"), {"prompt": "q"}]
     with pytest.raises(DataError) as caught:
         load(rows, on_bad_row="skip", dataset_name="BinaryPreferenceDataset")
@@ -286,10 +272,7 @@ def test_nothing_left_is_an_error_with_the_counts(load: Loader) -> None:
     )
 
 
-# ------------------------------------------------------------------------------- what is refused
-
-
-def test_unknown_names_list_the_known_ones_and_the_nearest(load: Loader) -> None:
+def test_unknown_names_list_the_known_ones_and_the_nearest(load):
     with pytest.raises(DataError) as caught:
         load([pair()], dataset_name="BinaryPreferencesDataset")
     assert "Did you mean BinaryPreferenceDataset?" in str(caught.value)
@@ -299,12 +282,12 @@ def test_unknown_names_list_the_known_ones_and_the_nearest(load: Loader) -> None
 
 
 @pytest.mark.parametrize("name", [None, "PreferenceDataset"])
-def test_a_class_without_a_data_set_of_its_own_needs_a_path(load: Loader, name: Any) -> None:
+def test_a_class_without_a_data_set_of_its_own_needs_a_path(load, name):
     with pytest.raises(DataError, match=r"data\.train_data_path"):
         load(None, dataset_name=name)
 
 
-def test_only_helpsteer3_on_the_hub_brings_its_own_validation_set() -> None:
+def test_only_helpsteer3_on_the_hub_brings_its_own_validation_set():
     assert own_validation_preferences(DatasetConfig(dataset_name="HelpSteer3")) == DatasetConfig(
         dataset_name="HelpSteer3", split="validation"
     )
@@ -316,10 +299,7 @@ def test_only_helpsteer3_on_the_hub_brings_its_own_validation_set() -> None:
         assert own_validation_preferences(config) is None
 
 
-# --------------------------------------------------------------------------------- holding out
-
-
-def preference(prompt: str, index: int) -> Preference:
+def preference(prompt, index):
     asked = (Message("user", prompt),)
     return Preference(
         group=group_of(asked, ["yes", "no"], group_id=f"{index}"), ranks_G=(0, 1), source=f"{index}"
@@ -333,9 +313,7 @@ SHARES = st.floats(min_value=0.01, max_value=0.99)
 
 
 @given(prompts=PROMPTS, share=SHARES, seed=st.integers(-(2**40), 2**40), shuffle=st.randoms())
-def test_holding_out_splits_by_prompt_and_depends_on_nothing_else(
-    prompts: list[str], share: float, seed: int, shuffle: Any
-) -> None:
+def test_holding_out_splits_by_prompt_and_depends_on_nothing_else(prompts, share, seed, shuffle):
     preferences = [preference(prompt, index) for index, prompt in enumerate(prompts)]
     train, validation = hold_out(preferences, share=share, seed=seed)
     assert train
@@ -352,13 +330,13 @@ def test_holding_out_splits_by_prompt_and_depends_on_nothing_else(
 
 
 @given(share=SHARES, seed=st.integers(0, 1000))
-def test_of_different_prompts_the_share_is_held_out(share: float, seed: int) -> None:
+def test_of_different_prompts_the_share_is_held_out(share, seed):
     preferences = [preference(f"prompt {index}", index) for index in range(100)]
     _, validation = hold_out(preferences, share=share, seed=seed)
     assert abs(len(validation) - 100 * share) <= 1
 
 
-def test_a_large_prompt_is_not_held_out_for_a_small_share() -> None:
+def test_a_large_prompt_is_not_held_out_for_a_small_share():
     preferences = [preference("large", index) for index in range(90)]
     preferences += [preference(f"small {index}", index) for index in range(10)]
     for seed in range(20):
@@ -366,7 +344,7 @@ def test_a_large_prompt_is_not_held_out_for_a_small_share() -> None:
         assert len(validation) == 5
 
 
-def test_other_seeds_hold_out_other_rows() -> None:
+def test_other_seeds_hold_out_other_rows():
     preferences = [preference(f"prompt {index}", index) for index in range(50)]
     held = {
         tuple(p.source for p in hold_out(preferences, share=0.2, seed=seed)[1]) for seed in range(5)
@@ -374,6 +352,6 @@ def test_other_seeds_hold_out_other_rows() -> None:
     assert len(held) == 5
 
 
-def test_one_prompt_cannot_be_split() -> None:
+def test_one_prompt_cannot_be_split():
     with pytest.raises(DataError, match=r"data\.split_validation_size=0\.1: 3 rows with 1 diff"):
         hold_out([preference("same", index) for index in range(3)], share=0.1, seed=0)

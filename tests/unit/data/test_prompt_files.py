@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from laurel.data.reading import read_prompt_frame
@@ -12,26 +8,7 @@ from laurel.types import Message
 SYSTEM, USER = Message("system", "be kind"), Message("user", "2 + 2 = {x}?")
 
 
-def test_the_question_takes_the_first_user_message_and_the_system_message_goes_first(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "p.txt").write_text("Answer in \\boxed{{}}.\n{}\n")
-    (tmp_path / "s.txt").write_text("You are {a} system.")
-    frame = read_prompt_frame(str(tmp_path / "p.txt"), str(tmp_path / "s.txt"))
-    later = (Message("assistant", "4"), Message("user", "sure?"))
-    assert frame.around((SYSTEM, USER, *later)) == (
-        Message("system", "You are {a} system."),
-        SYSTEM,
-        Message("user", "Answer in \\boxed{}.\n2 + 2 = {x}?\n"),
-        *later,
-    )
-
-
-def test_without_files_a_prompt_stays_as_it_is() -> None:
-    assert read_prompt_frame(None, None).around((USER,)) == (USER,)
-
-
-def test_a_prompt_without_a_user_message_has_no_question(tmp_path: Path) -> None:
+def test_a_prompt_without_a_user_message_has_no_question(tmp_path):
     (tmp_path / "p.txt").write_text("{}")
     with pytest.raises(UnusableRow, match="no user message"):
         read_prompt_frame(str(tmp_path / "p.txt"), None).around((SYSTEM,))
@@ -47,7 +24,7 @@ def test_a_prompt_without_a_user_message_has_no_question(tmp_path: Path) -> None
         ("{:d}", "Unknown format code"),
     ],
 )
-def test_a_prompt_file_must_have_one_place(tmp_path: Path, text: str, part: str) -> None:
+def test_a_prompt_file_must_have_one_place(tmp_path, text, part):
     path = tmp_path / "p.txt"
     path.write_text(text)
     with pytest.raises(DataError) as caught:
@@ -56,7 +33,7 @@ def test_a_prompt_file_must_have_one_place(tmp_path: Path, text: str, part: str)
     assert str(caught.value).startswith(f"data.prompt_file: {path}")
 
 
-def test_a_missing_file_is_named_with_its_key(tmp_path: Path) -> None:
+def test_a_missing_file_is_named_with_its_key(tmp_path):
     with pytest.raises(DataError, match=r"data\.prompt_file: .*p\.txt does not exist"):
         read_prompt_frame(str(tmp_path / "p.txt"), None)
     with pytest.raises(DataError, match=r"data\.system_prompt_file: .* does not exist"):

@@ -1,22 +1,15 @@
 """The real data sets, whose counts are known from their provenance."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from laurel.data.preferences import hold_out
 
-Loader = Callable[..., Any]
-
 
 @pytest.mark.slow
-def test_ukp_is_read_whole_and_its_longer_arguments_win(load: Loader, real_data: Path) -> None:
+def test_ukp_is_read_whole_and_its_longer_arguments_win(load, real_data):
     train, report = load(real_data / "ukp_convarg1/train.jsonl.gz", duplicates="keep")
     assert (len(train), report.num_read, report.num_dropped) == (8589, 8589, 0)
     assert report.longer_wins_share == pytest.approx(0.76, abs=0.01)
@@ -31,14 +24,14 @@ def test_ukp_is_read_whole_and_its_longer_arguments_win(load: Loader, real_data:
 
 
 @pytest.mark.slow
-def test_ukp_repeats_some_rows(load: Loader, real_data: Path) -> None:
+def test_ukp_repeats_some_rows(load, real_data):
     path = real_data / "ukp_convarg1/train.jsonl.gz"
     train, report = load(path)
     said = {(p.group.prompt, p.group.completions_G) for p in train}
     assert len(said) == len(train) == 8589 - report.dropped["duplicate"].count
 
 
-def test_hh_transcripts_parse_but_for_the_thirteen_known(load: Loader, real_data: Path) -> None:
+def test_hh_transcripts_parse_but_for_the_thirteen_known(load, real_data):
     path = real_data / "hh_rlhf_harmless/raw_verbatim.jsonl.gz"
     preferences, report = load(path, on_bad_row="skip", duplicates="keep")
     assert report.num_read == 2312
@@ -53,7 +46,7 @@ def test_hh_transcripts_parse_but_for_the_thirteen_known(load: Loader, real_data
 
 
 @pytest.mark.slow
-def test_hh_transcripts_say_what_the_converted_rows_say(load: Loader, real_data: Path) -> None:
+def test_hh_transcripts_say_what_the_converted_rows_say(load, real_data):
     folder = real_data / "hh_rlhf_harmless"
     raw, _ = load(folder / "raw_verbatim.jsonl.gz", on_bad_row="skip")
     converted, report = load(folder / "train.jsonl.gz")
@@ -63,7 +56,7 @@ def test_hh_transcripts_say_what_the_converted_rows_say(load: Loader, real_data:
     assert all((p.group.prompt, p.group.completions_G, p.ranks_G) in said for p in converted)
 
 
-def test_lists_of_four_share_ranks(load: Loader, real_data: Path) -> None:
+def test_lists_of_four_share_ranks(load, real_data):
     path = real_data / "gsm8k_model_solutions/ranked_preference.jsonl.gz"
     preferences, report = load(path)
     assert len(preferences) == 731
@@ -74,7 +67,7 @@ def test_lists_of_four_share_ranks(load: Loader, real_data: Path) -> None:
     assert report.tied_pairs_share == pytest.approx(1 - decided / (6 * 731))
 
 
-def test_ultrafeedback_margins_are_differences_of_scores(load: Loader, real_data: Path) -> None:
+def test_ultrafeedback_margins_are_differences_of_scores(load, real_data):
     path = real_data / "ultrafeedback_1k/train.jsonl.gz"
     preferences, report = load(path, margin_key="score_chosen-score_rejected")
     assert report.num_read == 996
@@ -91,9 +84,7 @@ def test_ultrafeedback_margins_are_differences_of_scores(load: Loader, real_data
         ("gsm8k_model_solutions/pairs_train", 1989),
     ],
 )
-def test_every_row_is_kept_or_accounted_for(
-    load: Loader, real_data: Path, name: str, num_rows: int
-) -> None:
+def test_every_row_is_kept_or_accounted_for(load, real_data, name, num_rows):
     preferences, report = load(real_data / f"{name}.jsonl.gz")
     assert report.num_read == num_rows
     assert len(preferences) == report.num_kept == num_rows - report.num_dropped

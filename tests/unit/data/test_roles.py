@@ -1,8 +1,5 @@
 """Rows whose speakers are probably misspelt are noted, in whatever form they are read."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from laurel.config.data import DatasetConfig, TaskSetConfig
@@ -17,11 +14,11 @@ WRITTEN = "1 row has a role that is none of system, user, assistant, "
 NAMED = ": 'usr' (first in rows.jsonl:2; did you mean 'user'?)"
 
 
-def asked(text: str, role: str = "user") -> list[dict[str, str]]:
+def asked(text, role="user"):
     return [{"role": role, "content": text}]
 
 
-def preferences(rows: Callable[[list[Any]], str]) -> list[str]:
+def preferences(rows):
     path = rows(
         [
             {"prompt": asked(role, role), "chosen": "a", "rejected": "b"}
@@ -34,7 +31,7 @@ def preferences(rows: Callable[[list[Any]], str]) -> list[str]:
     return report.notes
 
 
-def demonstrations(rows: Callable[[list[Any]], str]) -> list[str]:
+def demonstrations(rows):
     path = rows(
         [{"messages": asked(role, role) + asked("a", "assistant")} for role in ("user", "usr")]
     )
@@ -42,7 +39,7 @@ def demonstrations(rows: Callable[[list[Any]], str]) -> list[str]:
     return report.notes
 
 
-def tasks(rows: Callable[[list[Any]], str]) -> list[str]:
+def tasks(rows):
     path = rows(
         [{"messages": asked(role, role) + asked("4", "assistant")} for role in ("user", "usr")]
     )

@@ -1,32 +1,29 @@
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 
 from laurel.config.data import DatasetConfig
-from laurel.data.preferences import JudgedRow, class_of, infer_class, judge
+from laurel.data.preferences import class_of, infer_class, judge
 from laurel.data.sources import UnusableRow
 from laurel.types import Message
 
 
-def U(text: str) -> dict[str, str]:
+def U(text):
     return {"role": "user", "content": text}
 
 
-def A(text: str) -> dict[str, str]:
+def A(text):
     return {"role": "assistant", "content": text}
 
 
 S = {"role": "system", "content": "be kind"}
 
 
-def read(row: Any, name: str, attributes: tuple[str, ...] = (), **config: Any) -> JudgedRow:
+def read(row, name, attributes=(), **config):
     return judge(row, name, DatasetConfig(**config), attributes)
 
 
-def said(judged: JudgedRow) -> tuple[list[str], list[list[str]]]:
+def said(judged):
     """Contents of the prompt and of each completion."""
     return (
         [message.content for message in judged.prompt],
@@ -34,13 +31,13 @@ def said(judged: JudgedRow) -> tuple[list[str], list[list[str]]]:
     )
 
 
-def problem_of(row: Any, name: str, attributes: tuple[str, ...] = (), **config: Any) -> UnusableRow:
+def problem_of(row, name, attributes=(), **config):
     with pytest.raises(UnusableRow) as caught:
         read(row, name, attributes, **config)
     return caught.value
 
 
-def helpsteer_row(preference: Any, context: Any = "q") -> dict[str, Any]:
+def helpsteer_row(preference, context="q"):
     return {
         "context": context,
         "response1": "one",
@@ -48,9 +45,6 @@ def helpsteer_row(preference: Any, context: Any = "q") -> dict[str, Any]:
         "overall_preference": preference,
         "domain": "general",
     }
-
-
-# ------------------------------------------------------------------------------------ HelpSteer3
 
 
 @pytest.mark.parametrize(
@@ -62,7 +56,7 @@ def helpsteer_row(preference: Any, context: Any = "q") -> dict[str, Any]:
         (2, [["two"], ["one"]], (0, 1), 2.0),
     ],
 )
-def test_helpsteer3(preference: int, answers: Any, ranks: tuple[int, ...], margin: float) -> None:
+def test_helpsteer3(preference, answers, ranks, margin):
     judged = read(helpsteer_row(preference), "HelpSteer3")
     assert said(judged) == (["q"], answers)
     assert judged.ranks_G == ranks
@@ -70,25 +64,22 @@ def test_helpsteer3(preference: int, answers: Any, ranks: tuple[int, ...], margi
     assert judged.prompt == (Message("user", "q"),)
 
 
-def test_helpsteer3_takes_a_context_of_messages() -> None:
+def test_helpsteer3_takes_a_context_of_messages():
     judged = read(helpsteer_row(1, [U("a"), A("b"), U("c")]), "HelpSteer3")
     assert [message.role for message in judged.prompt] == ["user", "assistant", "user"]
 
 
-def test_helpsteer3_needs_a_number() -> None:
+def test_helpsteer3_needs_a_number():
     assert problem_of(helpsteer_row("better"), "HelpSteer3").kind.endswith("is not a number")
     assert problem_of(helpsteer_row(True), "HelpSteer3").kind.endswith("is not a number")
 
 
-# ------------------------------------------------------------------------------- Tulu3Preference
-
-
-def test_tulu3_shares_all_but_the_last_message_and_ignores_the_prompt_column() -> None:
+def test_tulu3_shares_all_but_the_last_message_and_ignores_the_prompt_column():
     row = {"prompt": "x", "chosen": [U("q"), A("a")], "rejected": [U("q"), A("b")]}
     assert said(read(row, "Tulu3Preference")) == (["q"], [["a"], ["b"]])
 
 
-def test_tulu3_refuses_a_context_mismatch_and_a_last_user_turn() -> None:
+def test_tulu3_refuses_a_context_mismatch_and_a_last_user_turn():
     row = {"chosen": [U("q"), A("a")], "rejected": [U("r"), A("b")]}
     assert problem_of(row, "Tulu3Preference").kind == "context mismatch"
     row = {"chosen": [U("q")], "rejected": [U("q"), A("b")]}
@@ -97,10 +88,7 @@ def test_tulu3_refuses_a_context_mismatch_and_a_last_user_turn() -> None:
     )
 
 
-# ----------------------------------------------------------------------------- PreferenceDataset
-
-
-def ranked_row(*ranks: Any, context: Any = "q", **more: Any) -> dict[str, Any]:
+def ranked_row(*ranks, context="q", **more):
     return {
         "context": context,
         "completions": [
@@ -110,14 +98,14 @@ def ranked_row(*ranks: Any, context: Any = "q", **more: Any) -> dict[str, Any]:
     }
 
 
-def test_ranked_rows_keep_the_order_and_the_ranks() -> None:
+def test_ranked_rows_keep_the_order_and_the_ranks():
     judged = read(ranked_row(2, 0, 2, 5), "PreferenceDataset")
     assert judged.ranks_G == (2, 0, 2, 5)
     assert said(judged) == (["q"], [["answer 0"], ["answer 1"], ["answer 2"], ["answer 3"]])
     assert (judged.margin, judged.target, judged.attributes_GK) == (0.0, 1.0, None)
 
 
-def test_ranked_rows_carry_a_margin_and_a_soft_label() -> None:
+def test_ranked_rows_carry_a_margin_and_a_soft_label():
     judged = read(ranked_row(0, 1, margin=1.5, target=0.75), "PreferenceDataset")
     assert (judged.margin, judged.target) == (1.5, 0.75)
     other = read(
@@ -150,11 +138,11 @@ def test_ranked_rows_carry_a_margin_and_a_soft_label() -> None:
         ({"context": "q"}, "missing key 'completions'"),
     ],
 )
-def test_what_a_ranked_row_may_not_be(row: Any, kind: str) -> None:
+def test_what_a_ranked_row_may_not_be(row, kind):
     assert problem_of(row, "PreferenceDataset").kind == kind
 
 
-def test_ratings_are_ordered_as_wanted_and_missing_ones_are_nan() -> None:
+def test_ratings_are_ordered_as_wanted_and_missing_ones_are_nan():
     row = ranked_row(0, 1)
     row["completions"][0]["attributes"] = {"helpful": 4, "correct": 3.5, "other": 1}
     row["completions"][1]["attributes"] = {"helpful": None}
@@ -163,7 +151,7 @@ def test_ratings_are_ordered_as_wanted_and_missing_ones_are_nan() -> None:
     assert all(map(math.isnan, second))
 
 
-def test_where_ratings_are_wanted_one_completion_without_a_rank_is_enough() -> None:
+def test_where_ratings_are_wanted_one_completion_without_a_rank_is_enough():
     row = {"context": "q", "completions": [{"completion": "a", "attributes": {"helpful": 4}}]}
     judged = read(row, "PreferenceDataset", ("helpful",))
     assert judged.ranks_G == (0,)
@@ -173,9 +161,6 @@ def test_where_ratings_are_wanted_one_completion_without_a_rank_is_enough() -> N
     assert problem_of(row, "PreferenceDataset", ("helpful",)).kind == (
         "attribute 'helpful' is not a number"
     )
-
-
-# ----------------------------------------------------------------------- BinaryPreferenceDataset
 
 
 @pytest.mark.parametrize(
@@ -227,6 +212,22 @@ def test_where_ratings_are_wanted_one_completion_without_a_rank_is_enough() -> N
             ["q"],
             [["a"], ["b"]],
         ),
+        (  # turns lose the blanks around them; a speaker counts only after a blank line
+            {
+                "chosen": "\n\nHuman: she  said\nAssistant: no \n\nAssistant: one\n\ntwo\n\n",
+                "rejected": "\n\nHuman: she  said\nAssistant: no \n\nAssistant: b",
+            },
+            ["she  said\nAssistant: no"],
+            [["one\n\ntwo"], ["b"]],
+        ),
+        (  # equal transcripts still have an answer each
+            {
+                "chosen": "\n\nHuman: q\n\nAssistant: 1\n\nHuman: r\n\nAssistant: a",
+                "rejected": "\n\nHuman: q\n\nAssistant: 1\n\nHuman: r\n\nAssistant: a",
+            },
+            ["q", "1", "r"],
+            [["a"], ["a"]],
+        ),
         (  # content in parts
             {
                 "prompt": [{"role": "user", "content": [{"type": "text", "text": "q"}]}],
@@ -238,7 +239,7 @@ def test_where_ratings_are_wanted_one_completion_without_a_rank_is_enough() -> N
         ),
     ],
 )
-def test_binary_rows(row: Any, prompt: list[str], answers: list[list[str]]) -> None:
+def test_binary_rows(row, prompt, answers):
     judged = read(row, "BinaryPreferenceDataset")
     assert said(judged) == (prompt, answers)
     assert judged.ranks_G == (0, 1)
@@ -257,6 +258,24 @@ def test_binary_rows(row: Any, prompt: list[str], answers: list[list[str]]) -> N
             "conversations part before the answer",
         ),
         ({"chosen": "a", "rejected": "b"}, "missing key 'prompt'"),
+        (
+            {
+                "chosen": "\n\nHuman: a\n\nAssistant: b\n\nAssistant: c",
+                "rejected": "\n\nHuman: a\n\nAssistant: d",
+            },
+            "transcripts part too early (2 and 1 turns left)",
+        ),
+        (
+            {
+                "chosen": "\n\nHuman: a\n\nAssistant: b\n\nAssistant: c",
+                "rejected": "\n\nHuman: a\n\nAssistant: b\n\nAssistant: d",
+            },
+            "turns do not alternate",
+        ),
+        (
+            {"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"},
+            "transcript ends with Human",
+        ),
         ({"chosen": [A("a")], "rejected": [A("b")]}, "missing key 'prompt'"),
         (
             {
@@ -268,11 +287,11 @@ def test_binary_rows(row: Any, prompt: list[str], answers: list[list[str]]) -> N
         ),
     ],
 )
-def test_what_a_binary_row_may_not_be(row: Any, kind: str) -> None:
+def test_what_a_binary_row_may_not_be(row, kind):
     assert problem_of(row, "BinaryPreferenceDataset").kind == kind
 
 
-def test_a_missing_key_names_the_keys_there_are_and_the_setting_that_mends_it() -> None:
+def test_a_missing_key_names_the_keys_there_are_and_the_setting_that_mends_it():
     problem = problem_of(
         {"prompt": "q", "chosen_text": "a", "rejected": "b"}, "BinaryPreferenceDataset"
     )
@@ -281,14 +300,14 @@ def test_a_missing_key_names_the_keys_there_are_and_the_setting_that_mends_it() 
     assert "data.on_bad_row=skip" in str(problem)
 
 
-def test_a_row_of_another_class_names_that_class() -> None:
+def test_a_row_of_another_class_names_that_class():
     problem = problem_of({"prompt": "q", "chosen": "a", "rejected": "b"}, "PreferenceDataset")
     assert "set data.dataset_name=BinaryPreferenceDataset" in str(problem)
     problem = problem_of(ranked_row(0, 1), "BinaryPreferenceDataset")
     assert "set data.dataset_name=PreferenceDataset" in str(problem)
 
 
-def test_margins_come_from_a_column_or_the_difference_of_two() -> None:
+def test_margins_come_from_a_column_or_the_difference_of_two():
     row = {"prompt": "q", "chosen": "a", "rejected": "b", "s-a": 7.0, "s-b": 4.5, "sure": "0.9"}
     name = "BinaryPreferenceDataset"
     assert read(row, name, margin_key="s-a").margin == 7.0
@@ -297,9 +316,6 @@ def test_margins_come_from_a_column_or_the_difference_of_two() -> None:
     assert read(row, name, target_key="sure").target == 0.9
     assert "Set data.margin_key" in str(problem_of(row, name, margin_key="gap"))
     assert "Set data.target_key" in str(problem_of(row, name, target_key="gap"))
-
-
-# ------------------------------------------------------------------------------------- inference
 
 
 @pytest.mark.parametrize(
@@ -314,11 +330,11 @@ def test_margins_come_from_a_column_or_the_difference_of_two() -> None:
         ({"question": "q", "answer": "a"}, None),
     ],
 )
-def test_the_class_is_told_by_the_columns(row: Any, name: str | None) -> None:
+def test_the_class_is_told_by_the_columns(row, name):
     found = infer_class(row, DatasetConfig())
     assert (found and found[0]) == name
 
 
-def test_columns_that_tell_nothing_are_named() -> None:
+def test_columns_that_tell_nothing_are_named():
     with pytest.raises(UnusableRow, match=r"their columns \(question\) do not tell it"):
         class_of({"question": "q"}, DatasetConfig())

@@ -1,16 +1,11 @@
 """Where named sets are read from, and how their rows are counted."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from laurel.config.data import TaskSetConfig
-from laurel.data.reading import HubSet, LeftOutRow, held_out_prompts, open_set
+from laurel.data.reading import HubSet, LeftOutRow, open_set
 from laurel.data.report import RowReport
 from laurel.data.sources import UnusableRow
 from laurel.data.task_formats import TASK_SETS, TaskParts
@@ -21,7 +16,7 @@ from laurel.types import Message
 HUBS = {name: known.hub for name, known in TASK_SETS.items()}
 
 
-def opened(**config: Any) -> Any:
+def opened(**config):
     return open_set(TaskSetConfig(**config), known=HUBS, report=RowReport(name="train"))
 
 
@@ -54,12 +49,12 @@ def opened(**config: Any) -> Any:
         ({"data_path": "some/name", "subset": "a", "split": "b"}, "some/name", (("a", "b"),)),
     ],
 )
-def test_where_a_set_is_read_from(config: Any, path: str, parts: Any) -> None:
+def test_where_a_set_is_read_from(config, path, parts):
     found = opened(**config)
     assert (found.path, found.parts) == (path, parts)
 
 
-def test_every_set_that_needs_no_path_has_a_place() -> None:
+def test_every_set_that_needs_no_path_has_a_place():
     need_one = {
         "PreferenceDataset",
         "BinaryPreferenceDataset",
@@ -69,7 +64,7 @@ def test_every_set_that_needs_no_path_has_a_place() -> None:
     assert {name for name, hub in HUBS.items() if hub.name is None} == need_one
 
 
-def test_the_parts_of_a_set_keep_their_sources_apart(tmp_path: Path) -> None:
+def test_the_parts_of_a_set_keep_their_sources_apart(tmp_path):
     for part in ("one", "two"):
         (tmp_path / part).mkdir()
         (tmp_path / part / "rows.jsonl").write_text('{"n": 1}\n', encoding="utf-8")
@@ -86,7 +81,7 @@ def test_the_parts_of_a_set_keep_their_sources_apart(tmp_path: Path) -> None:
     assert sources == [f"{part}/{tmp_path.name}[0]" for part in ("one", "two")]
 
 
-def test_every_row_is_counted_once(write_rows: Callable[..., Path]) -> None:
+def test_every_row_is_counted_once(write_rows):
     path = write_rows(["good", "bad", "left", "good", "good"])
     path.write_text(
         "".join(json.dumps({"is": kind}) + "\n" for kind in ("good", "bad", "left", "good", "good"))
@@ -94,7 +89,7 @@ def test_every_row_is_counted_once(write_rows: Callable[..., Path]) -> None:
         encoding="utf-8",
     )
 
-    def convert(source: str, row: Any) -> str:
+    def convert(source, row):
         if row["is"] == "bad":
             raise UnusableRow("a bad one", "the row is bad")
         if row["is"] == "left":
@@ -118,8 +113,8 @@ def test_every_row_is_counted_once(write_rows: Callable[..., Path]) -> None:
         found.read(convert, report=RowReport(name="x"), on_bad_row="error", limit=None)
 
 
-def test_a_processor_is_registered_once() -> None:
-    def process(row: Any, config: TaskSetConfig) -> TaskParts:
+def test_a_processor_is_registered_once():
+    def process(row, config):
         return TaskParts(prompt=(Message("user", "?"),))
 
     register_processor("mine", process)
@@ -129,17 +124,3 @@ def test_a_processor_is_registered_once() -> None:
             register_processor("mine", process)
     finally:
         del PROCESSORS["mine"]
-
-
-def test_the_share_is_met_as_closely_as_whole_prompts_allow() -> None:
-    prompts = [bytes([n]) for n in range(100)]
-    assert len(held_out_prompts(prompts, share=0.05, seed=1)) == 5
-    assert held_out_prompts(prompts, share=0.05, seed=1) == held_out_prompts(
-        prompts[::-1], share=0.05, seed=1
-    )
-    assert held_out_prompts(prompts, share=0.05, seed=1) != held_out_prompts(
-        prompts, share=0.05, seed=2
-    )
-    assert held_out_prompts([b"a", b"b"], share=0.001, seed=1) < {b"a", b"b"}
-    with pytest.raises(DataError, match="1 different"):
-        held_out_prompts([b"a"] * 5, share=0.5, seed=1)

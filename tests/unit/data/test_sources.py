@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import csv
 import gzip
 import json
@@ -7,32 +5,31 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from laurel.data.sources import UnusableRow, locate, read_rows
+from laurel.data.sources import locate, read_rows
 from laurel.errors import DataError
 
 ROWS = [{"prompt": "p1", "n": 1}, {"prompt": "p2", "n": 2}, {"prompt": "ü3", "n": 3}]
 
 
-def rows_of(path: Path | str, **options: Any) -> list[tuple[str, Any]]:
+def rows_of(path, **options):
     return list(read_rows(str(path), **options))
 
 
-def failure(path: Path | str, **options: Any) -> str:
+def failure(path, **options):
     with pytest.raises(DataError) as caught:
         rows_of(path, **options)
     return str(caught.value)
 
 
-def as_lines(rows: list[Any]) -> bytes:
+def as_lines(rows):
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
-def as_parquet(rows: list[Any]) -> bytes:
+def as_parquet(rows):
     import pyarrow
     import pyarrow.parquet
 
@@ -41,7 +38,7 @@ def as_parquet(rows: list[Any]) -> bytes:
     return bytes(sink.getvalue())
 
 
-def as_arrow(rows: list[Any], *, form: str) -> bytes:
+def as_arrow(rows, *, form):
     import pyarrow.ipc
 
     table = pyarrow.Table.from_pylist(rows)
@@ -64,7 +61,7 @@ FORMATS: dict[str, tuple[str, Callable[[list[Any]], bytes], list[str]]] = {
 
 @pytest.mark.parametrize("is_compressed", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_format_gives_the_same_rows(tmp_path: Path, form: str, is_compressed: bool) -> None:
+def test_every_format_gives_the_same_rows(tmp_path, form, is_compressed):
     name, write, places = FORMATS[form]
     content = write(ROWS)
     if is_compressed:
@@ -76,9 +73,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, form: str, is_compress
 
 
 @pytest.mark.parametrize("is_compressed", [False, True])
-def test_csv_rows_are_text_and_their_source_is_their_first_line(
-    tmp_path: Path, is_compressed: bool
-) -> None:
+def test_csv_rows_are_text_and_their_source_is_their_first_line(tmp_path, is_compressed):
     text = 'prompt,chosen\np1,"two\nlines, ""quoted"""\np2,ü\n'
     path = tmp_path / ("r.csv.gz" if is_compressed else "r.csv")
     path.write_bytes(gzip.compress(text.encode()) if is_compressed else text.encode())
@@ -88,7 +83,7 @@ def test_csv_rows_are_text_and_their_source_is_their_first_line(
     ]
 
 
-def test_a_csv_cell_may_be_longer_than_pythons_limit_and_may_hold_messages(tmp_path: Path) -> None:
+def test_a_csv_cell_may_be_longer_than_pythons_limit_and_may_hold_messages(tmp_path):
     said = [{"role": "user", "content": "x" * 200_000}]
     with open(tmp_path / "r.csv", "w", newline="") as stream:
         writer = csv.writer(stream)
@@ -100,18 +95,14 @@ def test_a_csv_cell_may_be_longer_than_pythons_limit_and_may_hold_messages(tmp_p
     ]
 
 
-def test_blank_lines_are_passed_over_and_a_byte_order_mark_is_no_part_of_a_row(
-    tmp_path: Path,
-) -> None:
+def test_blank_lines_are_passed_over_and_a_byte_order_mark_is_no_part_of_a_row(tmp_path):
     (tmp_path / "r.jsonl").write_bytes(b'\xef\xbb\xbf\n{"a": 1}\n  \n{"a": 2}')
     assert rows_of(tmp_path / "r.jsonl") == [("r.jsonl:2", {"a": 1}), ("r.jsonl:4", {"a": 2})]
     (tmp_path / "r.json").write_bytes(b'\xef\xbb\xbf [{"a": 1}]')
     assert rows_of(tmp_path / "r.json") == [("r.json[0]", {"a": 1})]
 
 
-def test_a_csv_file_may_begin_with_a_byte_order_mark_and_have_one_short_column(
-    tmp_path: Path,
-) -> None:
+def test_a_csv_file_may_begin_with_a_byte_order_mark_and_have_one_short_column(tmp_path):
     (tmp_path / "r.csv").write_bytes(b"\xef\xbb\xbfa\n1\n")
     assert rows_of(tmp_path / "r.csv") == [("r.csv:2", {"a": "1"})]
 
@@ -128,7 +119,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
-def test_a_bad_line_is_named_with_its_place_and_can_be_left_out(tmp_path: Path, line: str) -> None:
+def test_a_bad_line_is_named_with_its_place_and_can_be_left_out(tmp_path, line):
     path = tmp_path / "r.jsonl"
     path.write_text('{"a": 1}\n' + line + '\n{"a": 2}\n')
     message = failure(path)
@@ -139,19 +130,19 @@ def test_a_bad_line_is_named_with_its_place_and_can_be_left_out(tmp_path: Path, 
     assert [source for source, _ in rows_of(path, on_bad_row="skip")] == ["r.jsonl:1", "r.jsonl:3"]
 
 
-def test_a_line_that_is_not_utf8_is_named_with_its_byte(tmp_path: Path) -> None:
+def test_a_line_that_is_not_utf8_is_named_with_its_byte(tmp_path):
     path = tmp_path / "r.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": "caf\xe9"}\n')
     assert f"{path}:2: byte 11 of the line (0xe9) is not UTF-8" in failure(path)
     assert len(rows_of(path, on_bad_row="skip")) == 1
 
 
-def test_a_function_is_told_of_each_bad_row(tmp_path: Path) -> None:
+def test_a_function_is_told_of_each_bad_row(tmp_path):
     path = tmp_path / "r.jsonl"
     path.write_text('[]\n{"a": 1}\n{\n')
     told: list[tuple[str, str]] = []
 
-    def tell(source: str, problem: UnusableRow) -> None:
+    def tell(source, problem):
         told.append((source, problem.kind))
 
     assert rows_of(path, on_bad_row=tell) == [("r.jsonl:2", {"a": 1})]
@@ -168,9 +159,7 @@ def test_a_function_is_told_of_each_bad_row(tmp_path: Path) -> None:
         (b"[" * 100_000, ["nested too deeply"]),
     ],
 )
-def test_a_broken_array_is_named_with_its_line(
-    tmp_path: Path, content: bytes, parts: list[str]
-) -> None:
+def test_a_broken_array_is_named_with_its_line(tmp_path, content, parts):
     path = tmp_path / "r.json"
     path.write_bytes(content)
     message = failure(path, on_bad_row="skip")
@@ -179,7 +168,7 @@ def test_a_broken_array_is_named_with_its_line(
         assert part in message
 
 
-def test_an_array_may_hold_bad_rows(tmp_path: Path) -> None:
+def test_an_array_may_hold_bad_rows(tmp_path):
     path = tmp_path / "r.json"
     path.write_text('[{"a": 1}, 7, {"a": 2}]')
     assert f"{path}[1]: the row is a number" in failure(path)
@@ -197,32 +186,32 @@ def test_an_array_may_hold_bad_rows(tmp_path: Path) -> None:
         (b'"a,b\n', ":1: the header is not CSV"),
     ],
 )
-def test_broken_csv_is_named_with_its_line(tmp_path: Path, content: bytes, part: str) -> None:
+def test_broken_csv_is_named_with_its_line(tmp_path, content, part):
     path = tmp_path / "r.csv"
     path.write_bytes(content)
     assert part in failure(path)
 
 
 @pytest.mark.parametrize(("mark", "name"), [(";", "semicolons (;)"), ("\t", "tabs")])
-def test_another_separator_is_named(tmp_path: Path, mark: str, name: str) -> None:
+def test_another_separator_is_named(tmp_path, mark, name):
     path = tmp_path / "r.csv"
     path.write_text(f"prompt{mark}chosen{mark}rejected\nWhy, then?{mark}So.{mark}No.\n")
     assert f"r.csv:1: the columns are separated by {name}, where CSV has commas" in failure(path)
 
 
 @pytest.mark.parametrize("name", ["r.jsonl", "r.parquet", "r.csv.gz"])
-def test_an_empty_file_is_named(tmp_path: Path, name: str) -> None:
+def test_an_empty_file_is_named(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
     said = failure(tmp_path / name)
     assert said.startswith(f"{tmp_path / name} is empty (0 bytes). Write it again")
 
 
-def test_a_file_of_blank_lines_holds_no_rows(tmp_path: Path) -> None:
+def test_a_file_of_blank_lines_holds_no_rows(tmp_path):
     (tmp_path / "r.jsonl").write_bytes(b"\n\n")
     assert "holds no rows" in failure(tmp_path / "r.jsonl", on_bad_row="skip")
 
 
-def test_a_gzip_file_that_breaks_off_is_named_with_its_last_row(tmp_path: Path) -> None:
+def test_a_gzip_file_that_breaks_off_is_named_with_its_last_row(tmp_path):
     path = tmp_path / "r.jsonl.gz"
     whole = gzip.compress(
         as_lines([{"n": index, "t": os.urandom(99).hex()} for index in range(99)])
@@ -237,19 +226,19 @@ def test_a_gzip_file_that_breaks_off_is_named_with_its_last_row(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["r.parquet", "r.arrow"])
-def test_a_damaged_table_is_named(tmp_path: Path, name: str) -> None:
+def test_a_damaged_table_is_named(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(b"not a table at all, whatever its name says")
     assert failure(path).startswith(f"{path} is no ")
 
 
-def test_an_unknown_ending_lists_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_ending_lists_the_known_ones(tmp_path):
     path = tmp_path / "r.txt"
     path.write_text("hello")
     assert ".jsonl, .json, .csv, .parquet, .arrow, each also with .gz" in failure(path)
 
 
-def test_an_absent_file_names_its_neighbours(tmp_path: Path) -> None:
+def test_an_absent_file_names_its_neighbours(tmp_path):
     (tmp_path / "train.jsonl.gz").write_bytes(b"")
     (tmp_path / "notes.md").write_bytes(b"")
     message = failure(tmp_path / "trian.jsonl.gz")
@@ -261,12 +250,12 @@ def test_an_absent_file_names_its_neighbours(tmp_path: Path) -> None:
     assert "nothing there looks like data" in failure(tmp_path / "empty" / "train.jsonl")
 
 
-def test_what_looks_like_a_path_is_never_taken_for_a_hub_name(tmp_path: Path) -> None:
+def test_what_looks_like_a_path_is_never_taken_for_a_hub_name(tmp_path):
     for name in ("train.jsonl", "./train", "../train", "/train", "data.csv.gz", f"{tmp_path}/x"):
         assert "does not exist" in failure(name)
 
 
-def test_a_source_becomes_a_place_with_its_directory() -> None:
+def test_a_source_becomes_a_place_with_its_directory():
     assert locate("data/train.jsonl.gz", "train.jsonl.gz:17") == "data/train.jsonl.gz:17"
     assert locate("train.jsonl", "train.jsonl:17") == "train.jsonl:17"
     assert locate("saved/set/", "set[3]") == "saved/set[3]"
@@ -289,7 +278,7 @@ print(json.dumps(answers))
 """
 
 
-def test_saved_sets_directories_and_an_unreachable_hub(tmp_path: Path) -> None:
+def test_saved_sets_directories_and_an_unreachable_hub(tmp_path):
     environment = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     save = (
         "import datasets, sys\n"

@@ -1,17 +1,11 @@
 """Rows that their environment could not judge: refused, never a 0 for everything."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from laurel.config.data import TaskDataConfig
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.data.tasks import NOT_WHAT_IS_RIGHT, TaskData, TaskNeeds, load_task_data
+from laurel.data.tasks import NOT_WHAT_IS_RIGHT, TaskNeeds, load_task_data
 from laurel.errors import ConfigError, DataError
 from laurel.run.tasks import needs_of
 
@@ -24,12 +18,11 @@ RANKED = {
     ],
 }
 STORY = "Once there were 3 bears, and " + "they walked on and on through the wood " * 3
-Load = Callable[..., TaskData]
 
 
 @pytest.fixture
-def load(write_rows: Callable[..., Path]) -> Load:
-    def run(rows: list[Any], *, environment: str = "math", **data: Any) -> TaskData:
+def load(write_rows):
+    def run(rows, *, environment="math", **data):
         path = str(write_rows(rows))
         given = TaskDataConfig(train_data_path=path, split_validation_size=0, **data)
         return load_task_data(
@@ -44,9 +37,7 @@ def load(write_rows: Callable[..., Path]) -> Load:
 
 @pytest.mark.parametrize("row", [PAIR, RANKED])
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
-def test_preferences_are_not_judged_by_who_was_never_named(
-    load: Load, row: Any, on_bad_row: str
-) -> None:
+def test_preferences_are_not_judged_by_who_was_never_named(load, row, on_bad_row):
     named = r"rows\.jsonl: rows of \w*PreferenceDataset say which answer people prefer.*math"
     what_to_do = r"data\.env_name=reward_model.*env\.custom.*data\.env_name=math.*laurel rm"
     with pytest.raises(ConfigError, match=named + ".*" + what_to_do):
@@ -59,7 +50,7 @@ def test_preferences_are_not_judged_by_who_was_never_named(
         )
 
 
-def test_preferences_are_judged_by_whom_the_configuration_names(load: Load) -> None:
+def test_preferences_are_judged_by_whom_the_configuration_names(load):
     said = NOT_WHAT_IS_RIGHT
     loaded = load([PAIR], env_name="math")
     assert [task.environment for task in loaded.train] == ["math"]
@@ -72,7 +63,7 @@ def test_preferences_are_judged_by_whom_the_configuration_names(load: Load) -> N
     assert load([PAIR], environment="reward_model").train[0].environment == "reward_model"
 
 
-def test_answers_that_are_texts_are_not_checked_unless_that_is_said(load: Load) -> None:
+def test_answers_that_are_texts_are_not_checked_unless_that_is_said(load):
     texts = [{"input": f"Tell me {i}.", "output": STORY} for i in range(3)]
     with pytest.raises(ConfigError, match=r"3 of 4 known answers are texts of more than 20 words"):
         load([*texts, {"input": "1+1?", "output": "2"}])
@@ -83,7 +74,7 @@ def test_answers_that_are_texts_are_not_checked_unless_that_is_said(load: Load) 
     assert load([{"input": "1+1?", "output": "She has 2 of them."}]).train
 
 
-def test_a_program_without_tests_is_a_malformed_row(load: Load) -> None:
+def test_a_program_without_tests_is_a_malformed_row(load):
     plain = {"input": "Add 1.", "output": "x + 1"}
     tested = {"input": "Add 1.", "test_list": ["assert f(1) == 2"], "entry": "f"}
     with pytest.raises(DataError, match=r"rows\.jsonl:1: the row brings no tests.*'code'.*MBPP"):
@@ -95,7 +86,7 @@ def test_a_program_without_tests_is_a_malformed_row(load: Load) -> None:
         load([tested], dataset_name="CodeTasks", env_name="math")
 
 
-def test_what_a_combination_needs_follows_from_its_parts() -> None:
+def test_what_a_combination_needs_follows_from_its_parts():
     parts = {
         "judged": "[{env: code}, {env: reward_model}]",
         "measured": "[{env: code}, {env: math, weight: 0}]",

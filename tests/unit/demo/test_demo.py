@@ -3,8 +3,6 @@
 That it learns is shown by `make demo` itself, which fails where it does not.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -34,16 +32,14 @@ from laurel.errors import CheckpointError
 from laurel.training.loop import RunOutcome
 
 
-def test_a_directory_that_no_demo_made_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_that_no_demo_made_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work", encoding="utf-8")
     with pytest.raises(CheckpointError, match="no demo made it"):
         run_demo(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_the_policy_is_rewarded_by_the_reward_model_and_measured_by_the_truth(
-    tmp_path: Path,
-) -> None:
+def test_the_policy_is_rewarded_by_the_reward_model_and_measured_by_the_truth(tmp_path):
     files = Files(tmp_path / "a: b, [c]")
     files.directory.mkdir()
     policy, reward_model = files.directory / "policy", files.directory / "reward"
@@ -61,7 +57,7 @@ def test_the_policy_is_rewarded_by_the_reward_model_and_measured_by_the_truth(
     assert {s.env_name for s in measuring.data.validation_sets()} == {"math"}
 
 
-def test_the_written_configuration_gives_the_same_run(tmp_path: Path) -> None:
+def test_the_written_configuration_gives_the_same_run(tmp_path):
     files = Files(tmp_path)
     run = grpo_run(files, 0, tmp_path / "policy", tmp_path / "reward")
     again = load_config(GRPORun, files.config("grpo"), [])
@@ -78,16 +74,14 @@ def test_the_written_configuration_gives_the_same_run(tmp_path: Path) -> None:
         (0.5, 0.89, 0.94, ["the reward model is right on 94.0%", "GRPO reached 89.0%"]),
     ],
 )
-def test_what_was_missed(before: float, after: float, accuracy: float, missed: list[str]) -> None:
+def test_what_was_missed(before, after, accuracy, missed):
     result = DemoResult(rate_before=before, rate_after=after, reward_accuracy=accuracy)
     said = result.missed()
     assert len(said) == len(missed)
     assert all(text.startswith(start) for text, start in zip(said, missed, strict=True))
 
 
-def test_data_alone_comes_with_configurations_that_follow_one_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_alone_comes_with_configurations_that_follow_one_another(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_demo_data(Path("demo"))
     files = Files(Path("demo"))
@@ -105,7 +99,7 @@ def test_data_alone_comes_with_configurations_that_follow_one_another(
             assert Path(data_set.data_path or "").stat().st_size > 0
 
 
-def test_data_alone_leaves_what_runs_have_saved(tmp_path: Path) -> None:
+def test_data_alone_leaves_what_runs_have_saved(tmp_path):
     write_demo_data(tmp_path / "demo")
     saved = tmp_path / "demo" / "checkpoints" / "rm"
     saved.mkdir(parents=True)
@@ -116,7 +110,7 @@ def test_data_alone_leaves_what_runs_have_saved(tmp_path: Path) -> None:
         write_demo_data(tmp_path)
 
 
-def test_the_end_is_ten_lines_with_baselines_and_what_to_look_at(tmp_path: Path) -> None:
+def test_the_end_is_ten_lines_with_baselines_and_what_to_look_at(tmp_path):
     (tmp_path / "config.json").write_text('{"grpo": {}}', encoding="utf-8")
     rewards = [
         {"step": step, "train/reward": 1.0, "train/grad_norm": math.nan if step > 5 else 1.0}

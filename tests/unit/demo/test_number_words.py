@@ -1,7 +1,5 @@
 """The demo's task: words are the number, noise is as announced, nothing held out is trained on."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -30,15 +28,15 @@ from laurel.demo.data import (
         (919, "nine hundred nineteen"),
     ],
 )
-def test_in_words(number: int, words: str) -> None:
+def test_in_words(number, words):
     assert in_words(number) == words
 
 
-def test_every_number_has_words_of_its_own() -> None:
+def test_every_number_has_words_of_its_own():
     assert len({in_words(number) for number in range(1000)}) == 1000
 
 
-def test_the_split_is_complete_and_does_not_overlap() -> None:
+def test_the_split_is_complete_and_does_not_overlap():
     kept, held_out = set(numbers(held_out=False)), set(numbers(held_out=True))
     assert len(held_out) == NUM_HELD_OUT_NUMBERS
     assert not kept & held_out
@@ -46,7 +44,7 @@ def test_the_split_is_complete_and_does_not_overlap() -> None:
 
 
 @pytest.mark.slow
-def test_no_training_row_is_about_a_held_out_number() -> None:
+def test_no_training_row_is_about_a_held_out_number():
     held_out = {in_words(number) for number in numbers(held_out=True)}
     asked = [row["input"] for row in prompts(500, seed=3)]
     asked += [row["prompt"] for row in preferences(500, seed=3)]
@@ -59,14 +57,14 @@ def test_no_training_row_is_about_a_held_out_number() -> None:
     assert not held_out & set(words)
 
 
-def test_held_out_tasks_are_every_request_for_every_held_out_number() -> None:
+def test_held_out_tasks_are_every_request_for_every_held_out_number():
     rows = list(held_out_tasks())
     assert len(rows) == 3 * NUM_HELD_OUT_NUMBERS
     assert len({row["input"] for row in rows}) == len(rows)
     assert {int(row["output"]) for row in rows} == set(numbers(held_out=True))
 
 
-def wrong_digits(row: dict[str, list[dict[str, str]]]) -> int:
+def wrong_digits(row):
     """How many digits of a demonstration's answer are not those of its prompt."""
     prompt, answer = (message["content"] for message in row["messages"])
     shown = answer.removeprefix("\\boxed{").removesuffix("}")
@@ -77,20 +75,20 @@ def wrong_digits(row: dict[str, list[dict[str, str]]]) -> int:
 
 
 @pytest.mark.slow
-def test_demonstrations_are_wrong_in_one_digit_as_often_as_said() -> None:
+def test_demonstrations_are_wrong_in_one_digit_as_often_as_said():
     wrong = [wrong_digits(row) for row in demonstrations(2000, seed=0, share_wrong=0.5)]
     assert set(wrong) == {0, 1}
     assert 0.45 < sum(wrong) / len(wrong) < 0.55
     assert not any(wrong_digits(row) for row in demonstrations(50, seed=0, share_wrong=0.0))
 
 
-def test_the_rejected_answer_is_never_the_chosen_one() -> None:
+def test_the_rejected_answer_is_never_the_chosen_one():
     rows = list(preferences(2000, seed=0))
     assert all(row["chosen"] != row["rejected"] for row in rows)
     assert all(re.fullmatch(r"\\boxed\{\d{3}\}", row["chosen"]) for row in rows)
     assert len({len(row["rejected"]) for row in rows}) > 3
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_decides():
     assert list(prompts(20, seed=1)) == list(prompts(20, seed=1))
     assert list(prompts(20, seed=1)) != list(prompts(20, seed=2))

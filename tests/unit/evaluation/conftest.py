@@ -1,10 +1,7 @@
 """Scored pairs and lists, and what the reference implementation made of some."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +15,7 @@ DATA = Path(os.environ.get("LAUREL_DATA", ""))
 PROMPT = (Message("user", "?"),)
 
 
-def make_pair(
-    name: str,
-    scores: tuple[float | None, float | None],
-    subset: str | None = None,
-    *,
-    texts: tuple[str, str] = ("a long answer", "short"),
-) -> ScoredPair:
+def make_pair(name, scores, subset=None, *, texts=("a long answer", "short")):
     return ScoredPair(
         id=name,
         prompt=PROMPT,
@@ -36,20 +27,13 @@ def make_pair(
     )
 
 
-def make_pairs(subset: str, right: int, wrong: int, failed: int = 0) -> list[ScoredPair]:
+def make_pairs(subset, right, wrong, failed=0):
     every: list[tuple[float | None, float | None]] = [(1.0, 0.0)] * right
     every += [(0.0, 1.0)] * wrong + [(None, 0.0)] * failed
     return [make_pair(f"{subset}/{i}", scores, subset) for i, scores in enumerate(every)]
 
 
-def make_list(
-    name: str,
-    scores: Sequence[float | None],
-    num_right: int = 1,
-    subset: str | None = None,
-    *,
-    texts: Sequence[str] | None = None,
-) -> ScoredList:
+def make_list(name, scores, num_right=1, subset=None, *, texts=None):
     return ScoredList(
         id=name,
         prompt=PROMPT,
@@ -61,27 +45,27 @@ def make_list(
 
 
 @pytest.fixture(scope="session")
-def pair() -> Callable[..., ScoredPair]:
+def pair():
     return make_pair
 
 
 @pytest.fixture(scope="session")
-def pairs() -> Callable[..., list[ScoredPair]]:
+def pairs():
     """So many right, wrong and failed ones of a subset."""
     return make_pairs
 
 
 @pytest.fixture(scope="session")
-def scored_list() -> Callable[..., ScoredList]:
+def scored_list():
     """Right answers first."""
     return make_list
 
 
 @pytest.fixture(scope="session")
-def oracle() -> Callable[[str], dict[str, Any]]:
+def oracle():
     """Numbers that the reference implementation gave."""
 
-    def read(name: str) -> dict[str, Any]:
+    def read(name):
         path = DATA.resolve().parent / "oracles" / f"{name}_oracle.json"
         if not path.is_file():
             pytest.skip(f"{path} is not here (LAUREL_DATA)")

@@ -1,11 +1,7 @@
 """A benchmark as a run is measured on it: its rows, its figures, and what cannot be one."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,17 +13,17 @@ from laurel.evaluation.benchmarks import BENCHMARKS, PARTS, BenchmarkSet, limit_
 from laurel.types import Score
 
 
-def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
-def loaded(path: Path, rows: Sequence[Mapping[str, Any]], **settings: Any) -> BenchmarkSet:
+def loaded(path, rows, **settings):
     settings.setdefault("benchmark", "reward-bench")
     return BenchmarkSet.load("Mine", BenchmarkSetConfig(data_path=write(path, rows), **settings))
 
 
-def pair(number: int, subset: str) -> dict[str, Any]:
+def pair(number, subset):
     """The right answer of an even row is longer."""
     chosen = f"right {number}" + " indeed" * (number % 2 == 0)
     return {
@@ -39,10 +35,10 @@ def pair(number: int, subset: str) -> dict[str, Any]:
     }
 
 
-def scored(chosen: BenchmarkSet, scores: Mapping[str, float | None]) -> list[tuple[Score, ...]]:
+def scored(chosen, scores):
     """Scores by the text of an answer; None fails, and what is not named has 0."""
 
-    def one(text: str) -> Score:
+    def one(text):
         value = scores.get(text, 0.0)
         return Score(value=value, failure="too long" if value is None else None)
 
@@ -52,10 +48,7 @@ def scored(chosen: BenchmarkSet, scores: Mapping[str, float | None]) -> list[tup
     ]
 
 
-# ------------------------------------------------------------------------------------- figures
-
-
-def test_reward_bench_by_hand(tmp_path: Path) -> None:
+def test_reward_bench_by_hand(tmp_path):
     subsets = (
         "alpacaeval-easy",
         "mt-bench-easy",
@@ -94,7 +87,7 @@ def test_reward_bench_by_hand(tmp_path: Path) -> None:
     }
 
 
-def test_without_a_section_there_is_no_final_score(tmp_path: Path) -> None:
+def test_without_a_section_there_is_no_final_score(tmp_path):
     chosen = loaded(tmp_path / "rows.jsonl", [pair(i, "hep-go") for i in range(3)])
     found = chosen.figures(scored(chosen, {}))
     assert "final_score" not in found
@@ -106,7 +99,7 @@ def test_without_a_section_there_is_no_final_score(tmp_path: Path) -> None:
     assert nothing == {"num_rows": 0.0, "num_failures": 3.0}
 
 
-def test_best_of_n_by_hand(tmp_path: Path) -> None:
+def test_best_of_n_by_hand(tmp_path):
     rows = [
         {
             "prompt": "a?",
@@ -130,7 +123,7 @@ def test_best_of_n_by_hand(tmp_path: Path) -> None:
     assert selectable("best-of-n") == ["final_score", "accuracy"]
 
 
-def test_pairs_say_how_many_are_ties(tmp_path: Path) -> None:
+def test_pairs_say_how_many_are_ties(tmp_path):
     rows = [{"prompt": f"{i}?", "chosen": f"c{i}", "rejected": f"r{i}"} for i in range(4)]
     chosen = loaded(tmp_path / "rows.jsonl", rows, benchmark="pairs")
     found = chosen.figures(scored(chosen, {"c0": 1.0, "r1": 1.0}))
@@ -138,17 +131,14 @@ def test_pairs_say_how_many_are_ties(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_benchmark_has_its_parts_by_distinct_names(name: Any) -> None:
+def test_every_benchmark_has_its_parts_by_distinct_names(name):
     keys = list(PARTS[name].values())
     assert len(set(keys)) == len(keys)
     assert all(key.isidentifier() and key == key.lower() for key in keys)
     assert not {"final_score", "accuracy", "num_rows", "num_failures"} & set(keys)
 
 
-# ---------------------------------------------------------------------------------------- cutting
-
-
-def test_a_cut_benchmark_says_so_and_has_no_final_score(tmp_path: Path) -> None:
+def test_a_cut_benchmark_says_so_and_has_no_final_score(tmp_path):
     subsets = [name for names in reward_bench.SECTIONS.values() for name in names]
     rows = [pair(i, subset) for i, subset in enumerate(s for s in subsets for _ in range(4))]
     whole = loaded(tmp_path / "rows.jsonl", rows)
@@ -167,14 +157,14 @@ def test_a_cut_benchmark_says_so_and_has_no_final_score(tmp_path: Path) -> None:
     assert "final_score" in enough.possible()
 
 
-def test_subsets_that_take_turns_have_their_shares_too(tmp_path: Path) -> None:
+def test_subsets_that_take_turns_have_their_shares_too(tmp_path):
     rows = [pair(i, ("hep-go", "hep-go", "donotanswer", "math-prm")[i % 4]) for i in range(40)]
     cut = loaded(tmp_path / "rows.jsonl", rows, max_samples=8)
     assert Counter(row.subset for row in cut.rows) == {"hep-go": 4, "donotanswer": 2, "math-prm": 2}
     assert [int(row.id) for row in cut.rows] == sorted(int(row.id) for row in cut.rows)
 
 
-def test_the_rows_of_a_prompt_of_ties_stay_together(tmp_path: Path) -> None:
+def test_the_rows_of_a_prompt_of_ties_stay_together(tmp_path):
     rows: list[dict[str, Any]] = []
     for n in range(6):
         for kind, right in (("ref", ["a"]), ("tied", ["a", "b"])):
@@ -199,11 +189,8 @@ def test_the_rows_of_a_prompt_of_ties_stay_together(tmp_path: Path) -> None:
         loaded(tmp_path / "rows.jsonl", rows, benchmark="reward-bench-2", max_samples=1)
 
 
-# ------------------------------------------------------------------------------------ wrong input
-
-
-def test_what_cannot_be_a_benchmark_is_told_with_its_name(tmp_path: Path) -> None:
-    def refusal(**settings: Any) -> str:
+def test_what_cannot_be_a_benchmark_is_told_with_its_name(tmp_path):
+    def refusal(**settings):
         with pytest.raises(DataError) as told:
             BenchmarkSet.load("Mine", BenchmarkSetConfig(**settings))
         return str(told.value)

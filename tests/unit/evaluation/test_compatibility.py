@@ -1,16 +1,13 @@
 """Scores by the reference's tokens: equal where these agree, its arithmetic where they differ."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForSequenceClassification, Qwen3Config
+from transformers import AutoModelForSequenceClassification
 
 from laurel.evaluation.rewardbench_tokens import (
     BOS,
@@ -29,19 +26,21 @@ from laurel.models.spec import ModelSpec
 from laurel.models.tokenizer import CHATML
 from laurel.rewards.open import open_local
 from laurel.rewards.scorer import LocalScorer
-from laurel.types import Group, Message, group_of
+from laurel.types import Message, group_of
+from model_directories import save_model
 from reward_models import small_model
+from tiny import tiny_classifier
 from tiny_tokenizers import gemma, make_tokenizer
 
 FORM = ReferenceFormat(program="it", truncation_side="left")
 
 
-def made(**chosen: Any) -> Any:
+def made(**chosen):
     """With the tokens of ChatML."""
     return make_tokenizer(more=("<|im_start|>", "<|im_end|>"), **chosen)
 
 
-def reference_of(tokenizer: Any, *, max_length: int = 2048, own_length: int = 2048) -> Any:
+def reference_of(tokenizer, *, max_length=2048, own_length=2048):
     own = ScoringContract.create(
         copy.deepcopy(tokenizer), max_length=own_length, truncation_side="left", append_eos=False
     )
@@ -49,21 +48,18 @@ def reference_of(tokenizer: Any, *, max_length: int = 2048, own_length: int = 20
     return RewardBenchContract(own, tokenizer, pad_id=tokenizer.pad_token_id, form=form)
 
 
-def asked(prompt: str, *answers: str) -> Group:
+def asked(prompt, *answers):
     return group_of((Message("user", prompt),), answers, group_id=prompt)
 
 
-# ------------------------------------------------------------------------------------- differences
-
-
-def test_the_same_tokens_are_no_difference() -> None:
+def test_the_same_tokens_are_no_difference():
     reference = reference_of(made(template=CHATML))
     found = differences(reference, [asked("q", "a", "b")])
     assert found == [(None, None)]
     assert summary(found)["num_rows"] == 0
 
 
-def test_a_hidden_bos_differs_and_is_not_read() -> None:
+def test_a_hidden_bos_differs_and_is_not_read():
     reference = reference_of(made(template="{{ bos_token }}" + CHATML, adds_bos=True))
     ((found, _),) = differences(reference, [asked("q", "a", "b")])
     assert found is not None
@@ -83,7 +79,7 @@ def test_a_hidden_bos_differs_and_is_not_read() -> None:
         (gemma(), (99, 99), "q", (BOS,), False),
     ],
 )
-def test_reasons(tokenizer, lengths, prompt, reasons, is_read) -> None:
+def test_reasons(tokenizer, lengths, prompt, reasons, is_read):
     max_length, own_length = lengths
     reference = reference_of(tokenizer, max_length=max_length, own_length=own_length)
     ((found,),) = differences(reference, [asked(prompt, "an answer")])
@@ -91,7 +87,7 @@ def test_reasons(tokenizer, lengths, prompt, reasons, is_read) -> None:
     assert (found is not None and found.is_read) == is_read
 
 
-def test_roles_text_and_failures() -> None:
+def test_roles_text_and_failures():
     system = (Message("system", "s"), Message("user", "q"), Message("assistant", "a"))
     groups = [
         group_of(system, ("b",), group_id="roles"),
@@ -118,7 +114,7 @@ def test_roles_text_and_failures() -> None:
     assert one.reasons == (SPECIAL,)
 
 
-def test_rows_and_answers_are_counted() -> None:
+def test_rows_and_answers_are_counted():
     reference = reference_of(made(template=CHATML), max_length=30)
     found = differences(reference, [asked("q", "a", "an answer of more tokens"), asked("r", "b")])
     told = summary(found)
@@ -126,14 +122,12 @@ def test_rows_and_answers_are_counted() -> None:
     assert told["reasons"] == {CUT: {"num_rows": 1, "num_completions": 1}}
 
 
-# ------------------------------------------------------------------------------------------ scores
-
 WORDS = st.text(st.sampled_from("abc d\nü"), min_size=1, max_size=12)
 
 
 @given(st.lists(st.tuples(WORDS, st.lists(WORDS, min_size=1, max_size=3)), min_size=1, max_size=4))
 @settings(max_examples=25, deadline=None)
-def test_where_tokens_agree_scores_are_equal_to_the_last_bit(rows) -> None:
+def test_where_tokens_agree_scores_are_equal_to_the_last_bit(rows):
     loaded = _loaded()
     reference = RewardBenchContract(
         loaded.contract,
@@ -156,40 +150,21 @@ def test_where_tokens_agree_scores_are_equal_to_the_last_bit(rows) -> None:
 _MODELS: list[Any] = []
 
 
-def _loaded() -> Any:
+def _loaded():
     if not _MODELS:
         _MODELS.append(small_model(max_length=512))
     return _MODELS[0]
 
 
-def write_classifier(directory: Path, tokenizer: Any) -> None:
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=64,
-        num_labels=1,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(0)
-    model: Any = AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.3)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_scores_are_those_of_a_padded_batch_with_the_first_bos_hidden(tmp_path, side) -> None:
+def test_scores_are_those_of_a_padded_batch_with_the_first_bos_hidden(tmp_path, side):
     """The reference's arithmetic, done here by Hugging Face alone."""
     tokenizer = made(template="{{ bos_token }}" + CHATML, adds_bos=True)
     tokenizer.padding_side = side
-    write_classifier(tmp_path, tokenizer)
+    network = tiny_classifier(
+        "qwen3", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id
+    )
+    save_model(tmp_path, network, tokenizer)
     groups = [asked("Where?", "By the gate.", "No."), asked("Who? " * 30, "An old man", "x" * 60)]
     scorer = open_local(str(tmp_path), say=lambda _: None)
     form = ReferenceFormat(program="it", truncation_side="left", max_length=80)

@@ -1,7 +1,5 @@
 """Figures of scored pairs: by hand, and what holds of any."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -36,13 +34,7 @@ from laurel.types import Message
 _ids = itertools.count()
 
 
-def pair(
-    score_chosen: float | None,
-    score_rejected: float | None,
-    chosen: str = "yes",
-    rejected: str = "no",
-    **others: object,
-) -> ScoredPair:
+def pair(score_chosen, score_rejected, chosen="yes", rejected="no", **others):
     fields = {
         "id": f"pair {next(_ids)}",
         "prompt": (Message("user", "Is it so?"),),
@@ -63,10 +55,7 @@ texts = st.text(alphabet="ab ", min_size=1, max_size=6)
 some_pairs = st.lists(st.builds(pair, scores, scores, texts, texts), min_size=1, max_size=12)
 
 
-# ---------------------------------------------------------------------------------------- accuracy
-
-
-def test_accuracy_by_hand() -> None:
+def test_accuracy_by_hand():
     # Right, right, wrong, tie: 2 of 4, for a tie is wrong. The failures take no part.
     pairs = [pair(*s) for s in (RIGHT, RIGHT, WRONG, TIE, FAILED, (math.nan, 1.0))]
     found = accuracy(pairs)
@@ -76,7 +65,7 @@ def test_accuracy_by_hand() -> None:
     assert (found.low, found.high) == (0.0, 1.0)
 
 
-def test_failures_are_counted_by_their_reason() -> None:
+def test_failures_are_counted_by_their_reason():
     pairs = [
         pair(*FAILED, failure="too long"),
         pair(math.inf, 1.0),
@@ -87,7 +76,7 @@ def test_failures_are_counted_by_their_reason() -> None:
     assert accuracy(pairs[:2]) is None
 
 
-def test_the_interval_is_that_of_pairs_drawn_with_replacement() -> None:
+def test_the_interval_is_that_of_pairs_drawn_with_replacement():
     # The same done by hand, pair by pair, with a generator of its own. 0.7 +- 1.96 * 0.0458.
     drawn = random.Random(5)
     verdicts = [True] * 70 + [False] * 30
@@ -98,22 +87,20 @@ def test_the_interval_is_that_of_pairs_drawn_with_replacement() -> None:
     assert low == pytest.approx(0.7 - 1.96 * math.sqrt(0.21 / 100), abs=0.011)
 
 
-def test_a_few_pairs_that_are_all_right_are_not_certain() -> None:
+def test_a_few_pairs_that_are_all_right_are_not_certain():
     # Were the share 0.025 ** (1 / 5) = 0.478, five of five would come 25 times in a thousand.
     assert interval_of_share(5, 5) == (pytest.approx(0.478, abs=5e-4), 1.0)
     assert interval_of_share(0, 5) == (0.0, pytest.approx(0.522, abs=5e-4))
 
 
 @pytest.mark.parametrize("confidence", [0.0, 1.0, 95.0])
-def test_a_confidence_that_is_none(confidence: float) -> None:
+def test_a_confidence_that_is_none(confidence):
     with pytest.raises(ConfigError, match=r"between 0 and 1, e\.g\. 0\.95"):
         accuracy([pair(*RIGHT)], confidence=confidence)
 
 
 @given(some_pairs, st.randoms())
-def test_accuracy_lies_in_its_interval_whatever_the_order(
-    pairs: list[ScoredPair], order: random.Random
-) -> None:
+def test_accuracy_lies_in_its_interval_whatever_the_order(pairs, order):
     found = accuracy(pairs, num_draws=200)
     assert found is not None
     assert 0 <= found.low <= found.value <= found.high <= 1
@@ -125,7 +112,7 @@ def test_accuracy_lies_in_its_interval_whatever_the_order(
     )
 
 
-def test_slices_by_name() -> None:
+def test_slices_by_name():
     pairs = [pair(*RIGHT), pair(*WRONG), pair(*RIGHT), pair(*FAILED), pair(*RIGHT)]
     names = dict(zip([p.id for p in pairs], ["b", "b", "a", "c"], strict=False))
     # "c" holds a failure only, and the last has no name.
@@ -136,7 +123,7 @@ def test_slices_by_name() -> None:
     ]
 
 
-def test_slices_by_value() -> None:
+def test_slices_by_value():
     pairs = [pair(*s) for s in (RIGHT, WRONG, RIGHT, RIGHT, WRONG, RIGHT, FAILED)]
     values = dict(zip([p.id for p in pairs], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 100.0], strict=True))
     # Six with a verdict: 1 2 3 | 4 5 6, with 2 of 3 right in each.
@@ -151,7 +138,7 @@ def test_slices_by_value() -> None:
         accuracy_by_value(pairs, values, num_bins=0)
 
 
-def test_bins_never_part_equal_values() -> None:
+def test_bins_never_part_equal_values():
     assert bins_of([3, 1, 1, 3], 5) == [(1, 1), (3, 3)]
     # Shares of 0 0 0 0 1 2 begin at 0, 0 and 1: two bins.
     assert bins_of([0, 0, 0, 0, 1, 2], 2) == [(0, 2)]
@@ -159,7 +146,7 @@ def test_bins_never_part_equal_values() -> None:
 
 
 @given(st.lists(st.integers(-9, 9), max_size=40), st.integers(1, 6))
-def test_every_value_has_one_bin(values: list[int], num_bins: int) -> None:
+def test_every_value_has_one_bin(values, num_bins):
     bins = bins_of(values, num_bins)
     assert len(bins) <= num_bins
     assert [sum(low <= value <= high for low, high in bins) for value in values] == [1] * len(
@@ -167,10 +154,7 @@ def test_every_value_has_one_bin(values: list[int], num_bins: int) -> None:
     )
 
 
-# --------------------------------------------------------------------------------------- baselines
-
-
-def test_longer_wins_by_hand() -> None:
+def test_longer_wins_by_hand():
     pairs = [
         pair(*RIGHT, "four", "one"),
         pair(*RIGHT, "one", "four"),
@@ -184,7 +168,7 @@ def test_longer_wins_by_hand() -> None:
     assert found.baselines == {"longer wins": 0.5}
 
 
-def test_a_bag_of_one_word_by_hand() -> None:
+def test_a_bag_of_one_word_by_hand():
     # "good" is worth log 2 of a feature. With weight w the loss is
     # log(1 + exp(-w log 2)) + 0.01 / 2 w^2, so log 2 / (1 + 2^w) = 0.01 w: bisection gives w.
     low, high = 0.0, 100.0
@@ -199,7 +183,7 @@ def test_a_bag_of_one_word_by_hand() -> None:
     assert list(credits.values()) == [1.0, 0.5]
 
 
-def test_a_bag_of_words_learns_words_and_no_order() -> None:
+def test_a_bag_of_words_learns_words_and_no_order():
     pairs = [pair(None, None, f"sound {n}", f"poor {n}") for n in "abcdef"]
     found = BagOfWords.train(pairs)
     assert found.score("quite sound") > found.score("quite") > found.score("quite poor")
@@ -209,16 +193,13 @@ def test_a_bag_of_words_learns_words_and_no_order() -> None:
     assert found.weights["a"] == 0
 
 
-def test_a_bag_of_words_that_has_nothing_to_learn() -> None:
+def test_a_bag_of_words_that_has_nothing_to_learn():
     assert BagOfWords.train([pair(None, None, "a b", "b a")] * 3).weights == {}
     with pytest.raises(DataError, match="at least one training pair"):
         BagOfWords.train([])
 
 
-# ------------------------------------------------------------------------------------------ length
-
-
-def test_length_controlled_accuracy_by_hand() -> None:
+def test_length_controlled_accuracy_by_hand():
     long, short = "a long one", "short"
     pairs = [
         *(pair(*s, long, short) for s in (RIGHT, RIGHT, RIGHT, WRONG)),  # 3 of 4
@@ -235,7 +216,7 @@ def test_length_controlled_accuracy_by_hand() -> None:
     assert length_controlled_accuracy(pairs[:4]) is None
 
 
-def test_the_halves_of_a_length_controlled_accuracy_are_drawn_apart() -> None:
+def test_the_halves_of_a_length_controlled_accuracy_are_drawn_apart():
     # 50 of 100 in each half. The mean of both has a deviation of 0.05 / sqrt(2), so the interval is
     # 4 * 0.0346 = 0.139 wide; drawn alike it would be 0.05 * 3.92 = 0.196.
     sides = (("long", "s"), ("s", "long"))
@@ -246,7 +227,7 @@ def test_the_halves_of_a_length_controlled_accuracy_are_drawn_apart() -> None:
 
 
 @given(some_pairs)
-def test_length_alone_gets_half(pairs: list[ScoredPair]) -> None:
+def test_length_alone_gets_half(pairs):
     by_length = [
         pair(float(len(p.chosen)), float(len(p.rejected)), p.chosen, p.rejected) for p in pairs
     ]
@@ -255,7 +236,7 @@ def test_length_alone_gets_half(pairs: list[ScoredPair]) -> None:
     assert longer_scored_higher(by_length) in (None, 1.0)
 
 
-def test_longer_scored_higher_by_hand() -> None:
+def test_longer_scored_higher_by_hand():
     pairs = [
         pair(*RIGHT, "long", "s"),  # yes
         pair(*WRONG, "s", "long"),  # yes
@@ -267,7 +248,7 @@ def test_longer_scored_higher_by_hand() -> None:
     assert longer_scored_higher(pairs[-1:]) is None
 
 
-def test_spearman_by_hand() -> None:
+def test_spearman_by_hand():
     # Ranks 1 2 3 4 and 2 1 4 3: 1 - 6 * 4 / (4 * 15) = 0.6.
     assert spearman([1, 2, 3, 4], [20, 10, 40, 30]) == pytest.approx(0.6)
     # Ranks 1 2.5 2.5 4 and 1 2 3 4, deviations -1.5 0 0 1.5 and -1.5 -0.5 0.5 1.5:
@@ -284,9 +265,7 @@ columns = st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4)), min_size=2
 
 
 @given(columns, st.randoms())
-def test_rank_correlations_know_order_only(
-    rows: list[tuple[int, int]], order: random.Random
-) -> None:
+def test_rank_correlations_know_order_only(rows, order):
     for correlation in (spearman, kendall):
         found = correlation(*zip(*rows, strict=True))
         if found is None:
@@ -303,7 +282,7 @@ def test_rank_correlations_know_order_only(
 
 
 @given(columns)
-def test_kendall_counts_pairs_of_positions(rows: list[tuple[int, int]]) -> None:
+def test_kendall_counts_pairs_of_positions(rows):
     signs = [
         ((a > c) - (a < c), (b > d) - (b < d)) for (a, b), (c, d) in itertools.combinations(rows, 2)
     ]
@@ -316,10 +295,7 @@ def test_kendall_counts_pairs_of_positions(rows: list[tuple[int, int]]) -> None:
         assert found == pytest.approx(expected)
 
 
-# ------------------------------------------------------------------------------------------ scores
-
-
-def test_score_distribution_by_hand() -> None:
+def test_score_distribution_by_hand():
     pairs = [
         pair(0.0, 100.0, "a", "b"),
         pair(0.5, 100.0, "c", "d"),
@@ -340,7 +316,7 @@ def test_score_distribution_by_hand() -> None:
     assert score_distribution([pair(None, math.nan)]) is None
 
 
-def test_one_answer_scored_twice_is_no_other_answer() -> None:
+def test_one_answer_scored_twice_is_no_other_answer():
     found = score_distribution([pair(1.0, 0.0, "a", "b"), pair(1.25, 0.0, "a", "b")])
     assert found is not None
     assert found.identical_share == 0.0
@@ -350,17 +326,14 @@ def test_one_answer_scored_twice_is_no_other_answer() -> None:
     assert found.standard_deviation == pytest.approx(math.sqrt(squares / 4))
 
 
-def test_equal_scores_are_identical_and_not_saturated() -> None:
+def test_equal_scores_are_identical_and_not_saturated():
     found = score_distribution([pair(*TIE, "a", "b")])
     assert found is not None
     assert found.identical_share == 1.0
     assert (found.saturated_low, found.saturated_high) == (None, None)
 
 
-# ---------------------------------------------------------------------------------------- ensemble
-
-
-def test_agreement_by_hand() -> None:
+def test_agreement_by_hand():
     columns = {
         "a": [(2.0, 1.0), (1.0, 2.0), (1.0, 1.0), (3.0, None)],
         "b": [(9.0, 3.0), (5.0, 4.0), (0.0, 0.0), (3.0, 1.0)],
@@ -380,6 +353,6 @@ def test_agreement_by_hand() -> None:
     assert found[0].kendall == pytest.approx(6 / math.sqrt(8 * 14))
 
 
-def test_columns_of_different_length() -> None:
+def test_columns_of_different_length():
     with pytest.raises(DataError, match="a has 1, b has 2"):
         agreements({"a": [(1.0, 2.0)], "b": [(1.0, 2.0)] * 2})

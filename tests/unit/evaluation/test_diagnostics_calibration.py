@@ -1,7 +1,5 @@
 """Whether differences of scores mean probabilities: by hand, and what holds of any."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -13,7 +11,7 @@ from laurel.evaluation.diagnostics import best_temperature, calibration
 from laurel.evaluation.statistics import ScoredPair
 
 
-def of_scores(chosen: float | None, rejected: float | None) -> ScoredPair:
+def of_scores(chosen, rejected):
     return ScoredPair(
         id="pair",
         prompt=(),
@@ -24,15 +22,15 @@ def of_scores(chosen: float | None, rejected: float | None) -> ScoredPair:
     )
 
 
-def of_gaps(*gaps: float) -> list[ScoredPair]:
+def of_gaps(*gaps):
     return [of_scores(gap, 0.0) for gap in gaps]
 
 
-def logit(probability: float) -> float:
+def logit(probability):
     return math.log(probability / (1 - probability))
 
 
-def test_calibration_by_hand() -> None:
+def test_calibration_by_hand():
     # Four at confidence 0.81, three right: off by 0.06. Two at 0.93, one right: off by 0.43.
     # A tie: confidence 0.5, half right, off by 0.
     gaps = [logit(0.81)] * 3 + [-logit(0.81)] + [logit(0.93), -logit(0.93), 0.0]
@@ -57,7 +55,7 @@ def test_calibration_by_hand() -> None:
         calibration(of_gaps(1.0), num_rows=0)
 
 
-def test_the_temperature_by_hand() -> None:
+def test_the_temperature_by_hand():
     # All gaps are 2 or -2 and three of four are right: the best probability is 3/4, so
     # 2 / T = log 3.
     found = calibration(of_gaps(2.0, 2.0, 2.0, -2.0))
@@ -70,13 +68,13 @@ def test_the_temperature_by_hand() -> None:
 
 
 @pytest.mark.parametrize("gaps", [[], [1.0, 2.0], [0.0, 0.0], [1.0, -1.0], [1.0, -2.0]])
-def test_no_temperature_is_best_where_none_is(gaps: list[float]) -> None:
+def test_no_temperature_is_best_where_none_is(gaps):
     assert best_temperature(gaps) is None
     found = calibration(of_gaps(*gaps))
     assert found is None or found.error_at_temperature is None
 
 
-def test_a_temperature_of_extreme_gaps_is_finite() -> None:
+def test_a_temperature_of_extreme_gaps_is_finite():
     for gaps in ([1e300, -1e-300], [1e-300, 1e-300, -1e-300], [1e300, 1e300, -1e300]):
         found = best_temperature(gaps)
         assert found is not None
@@ -84,7 +82,7 @@ def test_a_temperature_of_extreme_gaps_is_finite() -> None:
 
 
 @given(st.lists(st.floats(-6, 6), min_size=2, max_size=12), st.floats(0.1, 10))
-def test_calibration_holds_of_any_gaps(gaps: list[float], factor: float) -> None:
+def test_calibration_holds_of_any_gaps(gaps, factor):
     found = calibration(of_gaps(*gaps))
     assert found is not None
     assert 0 <= found.error <= 1

@@ -1,13 +1,10 @@
 """What sets share, real data, and everything in one report."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
 import os
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,19 +22,12 @@ from laurel.evaluation.statistics import (
     longer_wins,
 )
 from laurel.run.evaluation.tables import diagnostics_report, print_diagnostics
-from laurel.types import Group, Message, Score
+from laurel.types import Message, Score
 
 DATA = Path(os.environ.get("LAUREL_DATA", ""))
 
 
-def pair(
-    name: str,
-    prompt: str,
-    chosen: str = "yes",
-    rejected: str = "no",
-    scores: tuple[float | None, float | None] = (None, None),
-    **others: object,
-) -> ScoredPair:
+def pair(name, prompt, chosen="yes", rejected="no", scores=(None, None), **others):
     fields = {
         "id": name,
         "prompt": (Message("user", prompt),),
@@ -49,19 +39,16 @@ def pair(
     return ScoredPair(**(fields | others))
 
 
-def similarity(prompt: str, other: str) -> float:
+def similarity(prompt, other):
     leaks = find_leaks([pair("a", prompt)], [pair("b", other, "1", "2")], threshold=1e-9)
     return leaks[0].similarity if leaks else 0.0
 
 
-def words(start: int, end: int) -> str:
+def words(start, end):
     return " ".join(f"w{number}" for number in range(start, end))
 
 
-# ----------------------------------------------------------------------------------------- leakage
-
-
-def test_similarity_by_hand() -> None:
+def test_similarity_by_hand():
     # 10 words hold 3 runs of 8. Words 0-9 and 1-10 share 2 of 4 runs; 0-9 and 8-17 none.
     assert similarity(words(0, 10), words(1, 11)) == 0.5
     assert similarity(words(0, 10), words(8, 18)) == 0.0
@@ -75,14 +62,14 @@ def test_similarity_by_hand() -> None:
 
 
 @given(st.text(alphabet="ab ,.", max_size=40), st.text(alphabet="ab ,.", max_size=40))
-def test_similarity_is_a_share_and_has_no_side(text: str, other: str) -> None:
+def test_similarity_is_a_share_and_has_no_side(text, other):
     assert 0 <= similarity(text, other) <= 1
     assert similarity(text, other) == similarity(other, text)
     has_word = any(letter in "ab" for letter in text)
     assert similarity(text, text + " ,") == (1.0 if has_word else 0.0)
 
 
-def test_leaks_by_hand() -> None:
+def test_leaks_by_hand():
     trained = [
         pair("t0", "What is IT?", "a", "b"),
         pair("t1", "what  is\nit?", "c", "d"),
@@ -112,13 +99,13 @@ def test_leaks_by_hand() -> None:
         find_leaks(evaluated, trained, threshold=0.0)
 
 
-def test_no_prompt_is_nothing_shared() -> None:
+def test_no_prompt_is_nothing_shared():
     trained = [pair("t", "", "a", "b")]
     found = find_leaks([pair("other", " ", "c", "d"), pair("same", "", "a", "b")], trained)
     assert [leak.evaluated for leak in found] == ["same"]
 
 
-def test_a_system_prompt_is_no_leak() -> None:
+def test_a_system_prompt_is_no_leak():
     # 60 words before every question. In 20 prompts it is an overlap, in 31 it is a template.
     few = [pair(f"t{n}", f"{words(0, 60)} question{n} at{n} last{n}") for n in range(10)]
     many = [*few, *(pair(f"u{n}", f"{words(0, 60)} more{n} of{n} them{n}") for n in range(20))]
@@ -130,7 +117,7 @@ def test_a_system_prompt_is_no_leak() -> None:
 
 
 @pytest.mark.slow
-def test_the_one_leak_among_ten_thousand_prompts_is_found() -> None:
+def test_the_one_leak_among_ten_thousand_prompts_is_found():
     drawn = random.Random(0)
     vocabulary = [f"word{number}" for number in range(5000)]
     texts = [" ".join(drawn.choices(vocabulary, k=100)) for _ in range(11_000)]
@@ -143,7 +130,7 @@ def test_the_one_leak_among_ten_thousand_prompts_is_found() -> None:
     assert found[0].similarity == pytest.approx(92 / 94)
 
 
-def test_repeats_by_hand() -> None:
+def test_repeats_by_hand():
     pairs = [
         pair("1", "Is it?", "yes", "no"),
         pair("2", "is  it?", "yes ", "no"),  # the first once more
@@ -158,10 +145,7 @@ def test_repeats_by_hand() -> None:
     assert found.contradictions == (("1", "2", "3"),)
 
 
-# --------------------------------------------------------------------------------------- real data
-
-
-def read(name: str) -> list[ScoredPair]:
+def read(name):
     try:
         with gzip.open(DATA / name, "rt", encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]
@@ -179,7 +163,7 @@ def read(name: str) -> list[ScoredPair]:
     ]
 
 
-def scored_by_length(pairs: Sequence[ScoredPair]) -> list[ScoredPair]:
+def scored_by_length(pairs):
     return [
         pair(
             p.id,
@@ -200,7 +184,7 @@ def scored_by_length(pairs: Sequence[ScoredPair]) -> list[ScoredPair]:
         ("llmbar/rewardbench_llmbar.jsonl.gz", 0.265, 0.275),
     ],
 )
-def test_how_often_the_longer_answer_wins(name: str, low: float, high: float) -> None:
+def test_how_often_the_longer_answer_wins(name, low, high):
     pairs = read(name)
     share = sum(longer_wins(pairs).values()) / len(pairs)
     assert low <= share <= high
@@ -212,7 +196,7 @@ def test_how_often_the_longer_answer_wins(name: str, low: float, high: float) ->
 
 
 @pytest.mark.slow
-def test_a_bag_of_words_on_unseen_debates() -> None:
+def test_a_bag_of_words_on_unseen_debates():
     trained, unseen = (read(f"ukp_convarg1/{part}.jsonl.gz") for part in ("train", "validation"))
     model = BagOfWords.train(trained)
     share = sum(model.credits(unseen).values()) / len(unseen)
@@ -226,7 +210,7 @@ def test_a_bag_of_words_on_unseen_debates() -> None:
     assert len(find_leaks(trained[:50], trained)) == 50
 
 
-def test_contradictions_in_real_data() -> None:
+def test_contradictions_in_real_data():
     pairs = read("ukp_convarg1/train.jsonl.gz")
     found = find_repeats(pairs)
     by_id = {p.id: p for p in pairs}
@@ -237,17 +221,14 @@ def test_contradictions_in_real_data() -> None:
         assert len({" ".join(member.chosen.split()) for member in members}) == 2
 
 
-# ------------------------------------------------------------------------------------------ report
-
-
-def by_length(groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+def by_length(groups):
     return [
         tuple(Score(value=float(len(c.messages[0].content))) for c in g.completions_G)
         for g in groups
     ]
 
 
-def evaluated() -> list[ScoredPair]:
+def evaluated():
     return [
         pair("1", "Is it so?", "Yes, it is.", "No.", (2.0, 1.0), subset="[b]", margin=1.0),
         pair("2", "Was it so?", "No.", "Yes, it was.", (1.0, 2.0), subset="a", margin=2.0),
@@ -256,13 +237,13 @@ def evaluated() -> list[ScoredPair]:
     ]
 
 
-def printed(report: dict[str, object]) -> str:
+def printed(report):
     stream = io.StringIO()
     print_diagnostics(Console(file=stream, width=100, markup=False, highlight=False), report)
     return stream.getvalue()
 
 
-def test_a_report_of_everything() -> None:
+def test_a_report_of_everything():
     pairs = evaluated()
     report = diagnostics_report(
         pairs,
@@ -313,7 +294,7 @@ def test_a_report_of_everything() -> None:
         assert part in text, part
 
 
-def test_accuracy_on_prompts_that_leaked() -> None:
+def test_accuracy_on_prompts_that_leaked():
     pairs = [
         pair("same", words(0, 20), "a", "b", (2.0, 1.0)),
         pair("similar", words(1, 21), scores=(1.0, 2.0)),
@@ -335,7 +316,7 @@ def test_accuracy_on_prompts_that_leaked() -> None:
     ]
 
 
-def test_what_there_is_nothing_of_is_absent() -> None:
+def test_what_there_is_nothing_of_is_absent():
     report = diagnostics_report([pair("1", "Is it?", scores=(None, None), failure="gone")])
     assert set(report) == {"num_pairs", "num_failures", "failures", "confidence", "evaluation_set"}
     assert "%" not in printed(report)
@@ -362,14 +343,14 @@ def test_what_there_is_nothing_of_is_absent() -> None:
     assert "0 pairs" in printed(diagnostics_report([]))
 
 
-def test_a_report_is_the_same_twice_and_in_any_order() -> None:
+def test_a_report_is_the_same_twice_and_in_any_order():
     pairs = evaluated()
     first = diagnostics_report(pairs, score=by_length)
     assert diagnostics_report(pairs, score=by_length) == first
     assert diagnostics_report(pairs[::-1])["accuracy"] == first["accuracy"]
 
 
-def test_what_a_report_cannot_be_made_of() -> None:
+def test_what_a_report_cannot_be_made_of():
     with pytest.raises(DataError, match="'1' is the id of 2 pairs"):
         diagnostics_report([pair("1", "a"), pair("1", "b"), pair("2", "c")])
     with pytest.raises(DataError, match="member 'one' has scores of 2 pairs, but there are 4"):

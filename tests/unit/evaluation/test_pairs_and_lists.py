@@ -1,7 +1,5 @@
 """JudgeBench, pairs of any set, best of n, and the comparison of two results."""
 
-from __future__ import annotations
-
 import io
 import itertools
 from math import comb
@@ -18,10 +16,8 @@ from laurel.evaluation.statistics import ScoredList, paired_test, sign_test
 from laurel.run.evaluation.results import Evaluation
 from laurel.run.evaluation.tables import print_evaluation
 
-# ---------------------------------------------------------------------------------------- pairs
 
-
-def test_judge_bench_by_category_and_over_all_pairs(pairs) -> None:
+def test_judge_bench_by_category_and_over_all_pairs(pairs):
     rows = [
         *pairs("mmlu-pro-law", 1, 0),
         *pairs("mmlu-pro-math", 1, 2, 1),
@@ -35,7 +31,7 @@ def test_judge_bench_by_category_and_over_all_pairs(pairs) -> None:
     assert measured.notes == ("absent: Reasoning, Math",)
 
 
-def test_any_pairs_and_the_share_of_ties(pair) -> None:
+def test_any_pairs_and_the_share_of_ties(pair):
     rows = [pair("a", (1.0, 0.0)), pair("b", (1.0, 1.0)), pair("c", (None, 1.0))]
     measured = benchmarks.measure(rows)
     assert (measured.final.value, measured.final.num_rows) == (0.5, 2)
@@ -43,7 +39,7 @@ def test_any_pairs_and_the_share_of_ties(pair) -> None:
     assert measured.subsets == ()
 
 
-def test_the_share_of_ties_stands_apart_from_what_is_scored(pair) -> None:
+def test_the_share_of_ties_stands_apart_from_what_is_scored(pair):
     measured = benchmarks.measure([pair("a", (1.0, 0.0), "x"), pair("b", (1.0, 1.0), "y")])
     evaluation = Evaluation(
         benchmark="pairs",
@@ -66,10 +62,7 @@ def test_the_share_of_ties_stands_apart_from_what_is_scored(pair) -> None:
     assert named == ["Pairs: m", "x", "y", "all pairs", "share of equal scores", "scored"]
 
 
-# ---------------------------------------------------------------------------------------- lists
-
-
-def test_best_of_n_by_hand(scored_list) -> None:
+def test_best_of_n_by_hand(scored_list):
     lists = [
         scored_list("picked", [2.0, 1.0, 0.0], 1),
         scored_list("missed", [0.0, 1.0, 2.0, 0.0], 2),
@@ -87,7 +80,7 @@ def test_best_of_n_by_hand(scored_list) -> None:
 
 
 @given(st.data())
-def test_equal_scores_are_worth_what_drawing_is(scored_list, data) -> None:
+def test_equal_scores_are_worth_what_drawing_is(scored_list, data):
     rights = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=6))
     lists = [scored_list(str(i), [0.5] * 4, right) for i, right in enumerate(rights)]
     measured = best_of_n.measure_best_of_n(lists)
@@ -96,17 +89,14 @@ def test_equal_scores_are_worth_what_drawing_is(scored_list, data) -> None:
     assert measured.final.value <= oracle.value
 
 
-def test_a_list_whose_parts_do_not_fit_is_refused() -> None:
+def test_a_list_whose_parts_do_not_fit_is_refused():
     with pytest.raises(ValueError, match="x: 1 completions, 2 verdicts and 1 scores"):
         ScoredList(
             id="x", prompt=(), completions_G=("a",), is_right_G=(True, False), scores_G=(1.0,)
         )
 
 
-# -------------------------------------------------------------------------------- significance
-
-
-def test_sign_test_by_hand() -> None:
+def test_sign_test_by_hand():
     assert sign_test(0, 0) == 1.0
     assert sign_test(0, 5) == 2 / 32
     assert sign_test(1, 8) == 2 * (1 + 9) / 512
@@ -116,7 +106,7 @@ def test_sign_test_by_hand() -> None:
 
 
 @given(st.integers(0, 8), st.integers(0, 8))
-def test_sign_test_is_the_share_of_throws_that_are_as_uneven(first, second) -> None:
+def test_sign_test_is_the_share_of_throws_that_are_as_uneven(first, second):
     throws = first + second
     uneven = abs(first - second)
     as_uneven = sum(
@@ -126,12 +116,12 @@ def test_sign_test_is_the_share_of_throws_that_are_as_uneven(first, second) -> N
     assert sign_test(second, first) == sign_test(first, second)
 
 
-def test_many_rows_are_counted_exactly() -> None:
+def test_many_rows_are_counted_exactly():
     expected = 2 * sum(comb(3000, k) for k in range(1401)) / 2**3000
     assert sign_test(1400, 1600) == pytest.approx(expected)
 
 
-def test_only_rows_that_both_have_a_verdict_on_are_compared() -> None:
+def test_only_rows_that_both_have_a_verdict_on_are_compared():
     first = {"a": 1.0, "b": 0.0, "c": None, "d": 1.0, "e": 0.5, "only": 1.0}
     second = {"a": 0.0, "b": 0.0, "c": 1.0, "d": 1.0, "e": 0.25}
     test = paired_test(first, second)

@@ -1,7 +1,5 @@
 """Figures of a policy, by hand."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from laurel.evaluation.policy import pass_at, pass_figures, reward_figures
 
 
-def test_pass_at_k_by_hand() -> None:
+def test_pass_at_k_by_hand():
     # Of 5, 2 passed: a pair has none of them in 3 of 10 cases.
     assert pass_at(2, num_drawn=5, num_passed=2) == pytest.approx(0.7)
     assert pass_at(1, num_drawn=4, num_passed=1) == 0.25
@@ -21,9 +19,7 @@ def test_pass_at_k_by_hand() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
-def test_pass_at_k_is_the_share_of_all_choices_of_k(
-    passed: list[bool], data: st.DataObject
-) -> None:
+def test_pass_at_k_is_the_share_of_all_choices_of_k(passed, data):
     k = data.draw(st.integers(1, len(passed)))
     choices = list(itertools.combinations(passed, k))
     share = sum(any(choice) for choice in choices) / len(choices)
@@ -31,12 +27,12 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k(
 
 
 @pytest.mark.parametrize(("k", "drawn", "passed"), [(0, 2, 1), (3, 2, 1), (1, 2, 3), (1, 2, -1)])
-def test_what_cannot_be_asked(k: int, drawn: int, passed: int) -> None:
+def test_what_cannot_be_asked(k, drawn, passed):
     with pytest.raises(ValueError, match=f"pass@{k}"):
         pass_at(k, num_drawn=drawn, num_passed=passed)
 
 
-def test_pass_figures_leave_out_tasks_with_too_few_completions() -> None:
+def test_pass_figures_leave_out_tasks_with_too_few_completions():
     figures = pass_figures([[1.0, 0.0, 0.0], [0.0, None, 1.0], [None, None, None]])
     assert figures == pytest.approx(
         {"pass@1": (1 / 3 + 1 / 2) / 2, "pass@2": (2 / 3 + 1.0) / 2, "pass@3": 1.0}
@@ -45,7 +41,7 @@ def test_pass_figures_leave_out_tasks_with_too_few_completions() -> None:
     assert pass_figures([[0.4, 0.6]], passing=0.5) == pytest.approx({"pass@1": 0.5, "pass@2": 1.0})
 
 
-def test_reward_figures_by_hand() -> None:
+def test_reward_figures_by_hand():
     figures = reward_figures([[1.0, 0.0], [1.0, None], [None, None], [0.25, 0.25]])
     means = [0.5, 1.0, 0.25]
     mean = sum(means) / 3
@@ -62,7 +58,7 @@ def test_reward_figures_by_hand() -> None:
     )
 
 
-def test_a_failure_never_becomes_a_number() -> None:
+def test_a_failure_never_becomes_a_number():
     figures = reward_figures([[None]])
     assert "reward_mean" not in figures
     assert figures["num_failures"] == 1.0

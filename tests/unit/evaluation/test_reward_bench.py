@@ -1,7 +1,5 @@
 """RewardBench 1 against the reference implementation, and by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -20,7 +18,7 @@ from laurel.evaluation.reward_bench import (
 from laurel.evaluation.statistics import pairs_by_length
 
 
-def test_weights_are_those_of_the_paper() -> None:
+def test_weights_are_those_of_the_paper():
     sums = {section: sum(weights.values()) for section, weights in SECTIONS.items()}
     assert sums == {"Chat": 358, "Chat Hard": 456, "Safety": 740, "Reasoning": 1968}
     assert sum(NUM_ROWS.values()) == 2985
@@ -29,7 +27,7 @@ def test_weights_are_those_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("column", ["reference", "ours"])
-def test_both_columns_of_the_seed(oracle, column) -> None:
+def test_both_columns_of_the_seed(oracle, column):
     known = oracle("rewardbench")[column]
     sections = section_scores(known["per_subset"])
     assert sections == known["sections"]
@@ -37,7 +35,7 @@ def test_both_columns_of_the_seed(oracle, column) -> None:
 
 
 @pytest.mark.parametrize("column", ["reference", "ours"])
-def test_rows_aggregate_as_their_accuracies_do(oracle, pairs, column) -> None:
+def test_rows_aggregate_as_their_accuracies_do(oracle, pairs, column):
     known = oracle("rewardbench")[column]
     rows = []
     for subset, accuracy in known["per_subset"].items():
@@ -53,12 +51,12 @@ def test_rows_aggregate_as_their_accuracies_do(oracle, pairs, column) -> None:
     assert measured.notes == ()
 
 
-def test_the_example_of_the_reference(oracle) -> None:
+def test_the_example_of_the_reference(oracle):
     known = oracle("rewardbench2")["readme_beaver"]
     assert section_scores(known["per_subset"]) == known["sections"]
 
 
-def test_part_of_a_section_by_its_own_weights_and_absent_sections() -> None:
+def test_part_of_a_section_by_its_own_weights_and_absent_sections():
     accuracies = {"llmbar-natural": 0.5, "mt-bench-hard": 1.0, "gsm8k": 1.0}
     assert section_scores(accuracies) == {
         "Chat": None,
@@ -69,7 +67,7 @@ def test_part_of_a_section_by_its_own_weights_and_absent_sections() -> None:
     assert final_score(accuracies) is None
 
 
-def test_prior_sets_count_half_and_a_missing_one_not_at_all() -> None:
+def test_prior_sets_count_half_and_a_missing_one_not_at_all():
     assert prior_score({"shp": 0.5, "summarize": 0.7, "hep-go": 0.0}) == pytest.approx(0.6)
     assert prior_score({"hep-go": 1.0}) is None
     four = {"mt-bench-med": 0.9, "mt-bench-hard": 0.5, "donotanswer": 0.8, "hep-go": 0.6}
@@ -77,14 +75,14 @@ def test_prior_sets_count_half_and_a_missing_one_not_at_all() -> None:
     assert final_score(four) == pytest.approx(0.7)
 
 
-def test_prior_sets_among_the_rows_are_a_fifth_section(pairs) -> None:
+def test_prior_sets_among_the_rows_are_a_fifth_section(pairs):
     rows = [one for subset in WEIGHTS for one in pairs(subset, 1, 1)] + pairs("shp", 1, 3)
     measured = measure_reward_bench(rows)
     assert {one.name: one.value for one in measured.sections}["Prior"] == 0.25
     assert measured.final.value == pytest.approx((8 * 0.5 + 0.25) / 9)
 
 
-def test_ties_are_wrong_and_failures_are_no_verdicts(pair) -> None:
+def test_ties_are_wrong_and_failures_are_no_verdicts(pair):
     scores = [(2.0, 1.0), (1.0, 1.0), (0.0, 1.0), (None, 1.0), (1.0, None)]
     measured = measure_reward_bench(
         [pair(str(i), one, "llmbar-natural") for i, one in enumerate(scores)]
@@ -94,7 +92,7 @@ def test_ties_are_wrong_and_failures_are_no_verdicts(pair) -> None:
     assert measured.credits == {"0": 1.0, "1": 0.0, "2": 0.0, "3": None, "4": None}
 
 
-def test_a_subset_in_which_all_failed_has_no_accuracy(pairs) -> None:
+def test_a_subset_in_which_all_failed_has_no_accuracy(pairs):
     measured = measure_reward_bench(pairs("llmbar-natural", 0, 0, 4) + pairs("mt-bench-hard", 3, 1))
     sections = {one.name: one for one in measured.sections}
     assert measured.subsets[1].value is None
@@ -102,7 +100,7 @@ def test_a_subset_in_which_all_failed_has_no_accuracy(pairs) -> None:
     assert (sections["Chat Hard"].num_rows, sections["Chat Hard"].num_failures) == (4, 4)
 
 
-def test_what_is_absent_or_unknown_or_not_whole_is_said(pairs) -> None:
+def test_what_is_absent_or_unknown_or_not_whole_is_said(pairs):
     measured = measure_reward_bench(
         pairs("llmbar-natural", 99, 1) + pairs("hep-go", 3, 2) + pairs("mine", 1, 0)
     )
@@ -119,7 +117,7 @@ def test_what_is_absent_or_unknown_or_not_whole_is_said(pairs) -> None:
     )
 
 
-def test_the_baseline_stands_on_the_same_rows(pair) -> None:
+def test_the_baseline_stands_on_the_same_rows(pair):
     rows = [
         pair("a", (0.0, 1.0), "hep-go", texts=("longer", "short")),
         pair("b", (0.0, 1.0), "hep-go", texts=("same", "size")),
@@ -130,7 +128,7 @@ def test_the_baseline_stands_on_the_same_rows(pair) -> None:
     assert (subset.value, subset.num_rows, subset.num_failures) == (1 / 3, 3, 1)
 
 
-def test_two_rows_with_one_id(pair) -> None:
+def test_two_rows_with_one_id(pair):
     with pytest.raises(ValueError, match="share an id"):
         measure_reward_bench([pair("a", (1.0, 0.0)), pair("a", (0.0, 1.0))])
 
@@ -139,7 +137,7 @@ def test_two_rows_with_one_id(pair) -> None:
     st.dictionaries(st.sampled_from(sorted(WEIGHTS)), st.integers(0, 20), min_size=1),
     st.randoms(use_true_random=False),
 )
-def test_order_does_not_matter_and_a_section_lies_within_its_subsets(pairs, wins, random) -> None:
+def test_order_does_not_matter_and_a_section_lies_within_its_subsets(pairs, wins, random):
     rows = [one for subset, right in wins.items() for one in pairs(subset, right, 20 - right)]
     first = measure_reward_bench(rows)
     random.shuffle(rows)

@@ -1,7 +1,5 @@
 """RewardBench 2 against the reference implementation, and by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -23,14 +21,14 @@ TIES = (
 )
 
 
-def test_no_case_of_the_oracle_is_left_out(oracle) -> None:
+def test_no_case_of_the_oracle_is_left_out(oracle):
     known = oracle("rewardbench2")
     assert set(known["cases"]) == set(CASES)
     assert set(known["ties"]) == set(TIES)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_best_of_four_as_the_reference(oracle, scored_list, case) -> None:
+def test_best_of_four_as_the_reference(oracle, scored_list, case):
     known = oracle("rewardbench2")["cases"][case]
     scores = [one[0] if isinstance(one, list) else one for one in known["scores"]]
     assert scored_list("a", scores).first_credit == known["results"]
@@ -42,7 +40,7 @@ def test_best_of_four_as_the_reference(oracle, scored_list, case) -> None:
 @pytest.mark.parametrize(
     ("zero_spread", "release"), [("limit", "score_head"), ("leave_out", "score_0.1.4")]
 )
-def test_ties_as_the_reference(oracle, scored_list, case, zero_spread, release) -> None:
+def test_ties_as_the_reference(oracle, scored_list, case, zero_spread, release):
     known = oracle("rewardbench2")["ties"][case]
     rows = [scored_list(row["id"], row["scores"], row["num_correct"]) for row in known["rows"]]
     figure = ties_score(rows, zero_spread=zero_spread)
@@ -50,14 +48,14 @@ def test_ties_as_the_reference(oracle, scored_list, case, zero_spread, release) 
     assert figure.num_rows == len(rows)
 
 
-def test_ties_by_hand(scored_list) -> None:
+def test_ties_by_hand(scored_list):
     rows = [scored_list("ref:7", [3.0, 1.0]), scored_list("tied:7", [4.0, 3.0, 0.5], 2, "ties")]
     # Both accurate; gaps 2 and 2.5, spread 1: both exceed it.
     expected = 0.3 + 0.3 + 0.2 + 0.2 + 0.01 * math.tanh(2.0 / 1.0 - 1)
     assert ties_score(rows).value == pytest.approx(expected, abs=1e-15)
 
 
-def test_all_six_are_needed_for_the_final_score(scored_list) -> None:
+def test_all_six_are_needed_for_the_final_score(scored_list):
     five = [name for name in NUM_PROMPTS if name != "Ties"]
     rows = [scored_list(name, [1.0, 0.0, 0.0, 0.0], subset=name) for name in five]
     measured = measure_reward_bench_2(rows)
@@ -73,7 +71,7 @@ def test_all_six_are_needed_for_the_final_score(scored_list) -> None:
     assert [one.name for one in measured.subsets] == list(NUM_PROMPTS)
 
 
-def test_a_missing_score_takes_its_row_out_and_is_counted(scored_list) -> None:
+def test_a_missing_score_takes_its_row_out_and_is_counted(scored_list):
     rows = [
         scored_list("a", [1.0, 0.0, 0.0, 0.0], subset="Focus"),
         scored_list("b", [1.0, 0.0, None, 0.0], subset="Focus"),
@@ -100,12 +98,12 @@ def test_a_missing_score_takes_its_row_out_and_is_counted(scored_list) -> None:
         ([("ref:0", [1.0, 0.0], 2), ("tied:0", [1.0, 0.0], 1)], "ref:0: a row of Ties needs"),
     ],
 )
-def test_ties_that_cannot_be_scored(scored_list, rows, message) -> None:
+def test_ties_that_cannot_be_scored(scored_list, rows, message):
     with pytest.raises(ValueError, match=message):
         ties_score([scored_list(*row) for row in rows])
 
 
-def test_longest_of_four(scored_list) -> None:
+def test_longest_of_four(scored_list):
     texts = ("longest", "short", "a", "b")
     rows = [
         scored_list("a", [0.0, 1.0, 0.0, 0.0], subset="Math", texts=texts),
@@ -119,7 +117,7 @@ scores = st.lists(st.integers(-3, 3).map(float), min_size=4, max_size=4)
 
 
 @given(st.lists(scores, min_size=1, max_size=8), st.integers(1, 5), st.integers(-9, 9))
-def test_only_the_order_of_scores_counts_and_ties_share(scored_list, rows, scale, shift) -> None:
+def test_only_the_order_of_scores_counts_and_ties_share(scored_list, rows, scale, shift):
     lists = [scored_list(str(i), row, subset="Math") for i, row in enumerate(rows)]
     moved = [
         scored_list(str(i), [scale * x + shift for x in row], subset="Math")

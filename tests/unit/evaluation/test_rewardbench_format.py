@@ -1,9 +1,6 @@
 """Tokens as rewardbench 0.1.4 makes them, written out by hand for a tokenizer of single bytes."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 
@@ -27,19 +24,12 @@ TURNS = (
 WITH_BOS = "{{ bos_token }}" + TURNS
 
 
-def ids(text: str) -> list[int]:
+def ids(text):
     """Of visible ASCII: the three special tokens come first, then `!`."""
     return [3 + ord(character) - ord("!") for character in text]
 
 
-def contract_of(
-    tokenizer: Any,
-    *,
-    side: Any = "left",
-    max_length: int = 2048,
-    pad_id: int | None = PAD,
-    attributes: tuple[str, ...] = (),
-) -> RewardBenchContract:
+def contract_of(tokenizer, *, side="left", max_length=2048, pad_id=PAD, attributes=()):
     own = ScoringContract.create(
         copy.deepcopy(tokenizer),
         max_length=2048,
@@ -63,7 +53,7 @@ QUESTION = group_of((Message("user", "q"),), ("yes",), group_id="g")
         (TURNS, False, [*ids("uqayes"), EOS], 0),
     ],
 )
-def test_bos_is_added_again_and_the_first_hidden(template, adds_bos, expected, start) -> None:
+def test_bos_is_added_again_and_the_first_hidden(template, adds_bos, expected, start):
     contract = contract_of(make_tokenizer(template=template, adds_bos=adds_bos))
     (row,) = contract.rows(QUESTION)
     assert (row.ids, row.start, row.end) == (expected, start, len(expected))
@@ -82,7 +72,7 @@ def test_bos_is_added_again_and_the_first_hidden(template, adds_bos, expected, s
         ("right", False, [BOS, *ids("uqay")], 0),
     ],
 )
-def test_what_is_cut(side, adds_bos, expected, start) -> None:
+def test_what_is_cut(side, adds_bos, expected, start):
     tokenizer = make_tokenizer(template=WITH_BOS, adds_bos=adds_bos)
     contract = contract_of(tokenizer, side=side, max_length=5)
     (row,) = contract.rows(QUESTION)
@@ -92,7 +82,7 @@ def test_what_is_cut(side, adds_bos, expected, start) -> None:
     assert tokens.branches_ids_G[0].tolist() == expected[start:]
 
 
-def test_the_side_of_the_second_benchmark_is_the_tokenizers() -> None:
+def test_the_side_of_the_second_benchmark_is_the_tokenizers():
     assert FORMATS["reward-bench"].truncation_side == "left"
     form = FORMATS["reward-bench-2"]
     for side in ("left", "right"):
@@ -104,7 +94,7 @@ def test_the_side_of_the_second_benchmark_is_the_tokenizers() -> None:
         assert row.ids == ([*ids("yes"), EOS] if side == "left" else [BOS, *ids("uqa")])
 
 
-def test_the_score_is_read_before_what_looks_like_padding() -> None:
+def test_the_score_is_read_before_what_looks_like_padding():
     tokenizer = make_tokenizer(template=TURNS, pad=None)  # nothing pads, so the end does
     tokenizer.chat_template = TURNS + "{{ eos_token }}"
     own = ScoringContract.create(
@@ -121,7 +111,7 @@ def test_the_score_is_read_before_what_looks_like_padding() -> None:
     assert row.read_ids[-1] == EOS
 
 
-def test_roles_are_given_by_position() -> None:
+def test_roles_are_given_by_position():
     prompt = (Message("system", "s"), Message("user", "t"), Message("user", "v"))
     group = group_of(prompt, ("w",), group_id="g")
     contract = contract_of(make_tokenizer(template=TURNS))
@@ -139,7 +129,7 @@ def test_roles_are_given_by_position() -> None:
         ((Message("user", "q"),), ("a", "b"), "an answer of 2 messages"),
     ],
 )
-def test_conversations_that_the_reference_stops_at(prompt, answer, message) -> None:
+def test_conversations_that_the_reference_stops_at(prompt, answer, message):
     turns = tuple(Message("assistant", one) for one in answer)
     with pytest.raises(DataError, match=message):
         by_position(prompt, turns)
@@ -148,7 +138,7 @@ def test_conversations_that_the_reference_stops_at(prompt, answer, message) -> N
         contract_of(make_tokenizer(template=TURNS)).encode([group])
 
 
-def test_nothing_but_padding_has_no_score() -> None:
+def test_nothing_but_padding_has_no_score():
     template = "{% for message in messages %}{{ pad_token }}{% endfor %}"
     own = make_tokenizer(template=TURNS)
     contract = contract_of(own)
@@ -157,7 +147,7 @@ def test_nothing_but_padding_has_no_score() -> None:
         contract.rows(QUESTION)
 
 
-def test_models_that_the_reference_has_no_score_for() -> None:
+def test_models_that_the_reference_has_no_score_for():
     with pytest.raises(ModelError, match="its tokenizer pads with 0"):
         contract_of(make_tokenizer(template=TURNS), pad_id=7)
     left = make_tokenizer(template=TURNS)
@@ -174,7 +164,7 @@ def test_models_that_the_reference_has_no_score_for() -> None:
         RewardBenchContract(own, bare, pad_id=PAD, form=FORMATS["reward-bench"])
 
 
-def test_an_answer_that_begins_as_another_shares_its_beginning() -> None:
+def test_an_answer_that_begins_as_another_shares_its_beginning():
     group = group_of((Message("user", "q"),), ("yes", "yet"), group_id="g")
     (tokens,) = contract_of(make_tokenizer(template=WITH_BOS, adds_bos=True)).encode([group])
     assert tokens.trunk_ids.tolist() == [BOS, *ids("uqaye")]

@@ -1,7 +1,5 @@
 """RM-Bench by hand."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,14 +11,14 @@ ONE = [2.0, 3.0, 4.0, 1.0, 2.5, 3.5]
 """Right: 2, 3, 4. Wrong: 1, 2.5, 3.5."""
 
 
-def test_one_row_by_hand(scored_list) -> None:
+def test_one_row_by_hand(scored_list):
     assert wins(scored_list("a", ONE, 3)) == ((1, 0, 0), (1, 1, 0), (1, 1, 1))
     matrix = matrix_of([scored_list("a", ONE, 3)])
     assert matrix is not None
     assert levels_of(matrix) == {"easy": 1.0, "normal": 1.0, "hard": 0.0}
 
 
-def test_shares_over_rows_and_a_tie_is_wrong(scored_list) -> None:
+def test_shares_over_rows_and_a_tie_is_wrong(scored_list):
     rows = [
         scored_list("a", ONE, 3),
         scored_list("b", [1.0] * 6, 3),
@@ -30,7 +28,7 @@ def test_shares_over_rows_and_a_tie_is_wrong(scored_list) -> None:
     assert matrix_of(rows[2:]) is None
 
 
-def test_domains_count_alike_and_the_rows_of_safety_together(scored_list) -> None:
+def test_domains_count_alike_and_the_rows_of_safety_together(scored_list):
     perfect, hopeless = [1.0] * 3 + [0.0] * 3, [0.0] * 3 + [1.0] * 3
     parts = {
         "chat": [ONE],
@@ -55,7 +53,7 @@ def test_domains_count_alike_and_the_rows_of_safety_together(scored_list) -> Non
     assert measured.notes == ()
 
 
-def test_what_is_absent_is_said_and_failures_are_counted(scored_list) -> None:
+def test_what_is_absent_is_said_and_failures_are_counted(scored_list):
     rows = [
         scored_list("a", ONE, 3, "chat"),
         scored_list("b", [None, *ONE[1:]], 3, "chat"),
@@ -73,7 +71,7 @@ def test_what_is_absent_is_said_and_failures_are_counted(scored_list) -> None:
     assert measured.credits == {"a": pytest.approx(6 / 9), "b": None, "c": pytest.approx(6 / 9)}
 
 
-def test_who_likes_length_alone_finds_the_hard_ones_hard(scored_list) -> None:
+def test_who_likes_length_alone_finds_the_hard_ones_hard(scored_list):
     texts = ["short", "a longer one", "# the longest of all"]
     row = scored_list("a", [0.0] * 6, 3, "chat", texts=texts * 2)
     matrix = matrix_of(lists_by_length([row]))
@@ -81,13 +79,13 @@ def test_who_likes_length_alone_finds_the_hard_ones_hard(scored_list) -> None:
     assert levels_of(matrix) == {"easy": 1.0, "normal": 0.0, "hard": 0.0}
 
 
-def test_another_number_of_answers(scored_list) -> None:
+def test_another_number_of_answers(scored_list):
     with pytest.raises(ValueError, match="a: RM-Bench has 3 right and 3 wrong"):
         measure_rm_bench([scored_list("a", [1.0, 0.0, 0.0, 0.0])])
 
 
 @given(st.lists(st.integers(-2, 2).map(float), min_size=6, max_size=6))
-def test_swapping_right_and_wrong_swaps_wins_but_for_ties(scored_list, scores) -> None:
+def test_swapping_right_and_wrong_swaps_wins_but_for_ties(scored_list, scores):
     one = wins(scored_list("a", scores, 3))
     other = wins(scored_list("a", scores[3:] + scores[:3], 3))
     assert one is not None

@@ -1,9 +1,5 @@
 """Other forms of answers, and what they do to scores."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,30 +21,30 @@ from laurel.types import Group, Message, Score
 ANSWER = "It is so. I saw it!\n\nAsk him."
 
 
-def test_white_space_is_other_and_words_are_the_same() -> None:
+def test_white_space_is_other_and_words_are_the_same():
     assert other_white_space(ANSWER) == "It is so.  I saw it!\n\n\nAsk him.\n\n"
     assert other_white_space("def f():\n    return 1") == "def f():\n    return 1\n\n"
     assert other_white_space(" ") is None
 
 
-def test_markdown_is_added_once() -> None:
+def test_markdown_is_added_once():
     assert with_markdown(ANSWER) == "- **It is so.** I saw it!\n\n- **Ask him.**"
     for text in ("", "- a\n- b", "# Title", "**bold**", "```\ncode\n```", "1. one", "    x = 1"):
         assert with_markdown(text) is None, text
 
 
-def test_flattery_comes_after_the_answer() -> None:
+def test_flattery_comes_after_the_answer():
     assert with_flattery("So.\n") == f"So.\n\n{FLATTERY}"
 
 
-def test_the_end_is_cut_off() -> None:
+def test_the_end_is_cut_off():
     assert truncated("one  two three\nfour five") == "one  two three\nfour"
     assert truncated("one two") == "one"
     assert truncated("one") is None
 
 
 @given(st.text(max_size=60))
-def test_what_forms_keep(text: str) -> None:
+def test_what_forms_keep(text):
     spaced, cut, praised = other_white_space(text), truncated(text), with_flattery(text)
     if spaced is not None:
         assert spaced != text or text.endswith("\n\n")
@@ -60,7 +56,7 @@ def test_what_forms_keep(text: str) -> None:
     assert praised.startswith(text.rstrip())
 
 
-def pair(name: str, chosen: str, rejected: str) -> ScoredPair:
+def pair(name, chosen, rejected):
     return ScoredPair(
         id=name,
         prompt=(Message("user", f"{name}?"),),
@@ -71,10 +67,10 @@ def pair(name: str, chosen: str, rejected: str) -> ScoredPair:
     )
 
 
-def scoring(values: dict[str, float | None]):
+def scoring(values):
     """Scores answers by a table; what is not in it, or None there, fails."""
 
-    def score(groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+    def score(groups):
         return [
             tuple(
                 Score(value=values[text])
@@ -89,11 +85,11 @@ def scoring(values: dict[str, float | None]):
     return score
 
 
-def shout(text: str) -> str | None:
+def shout(text):
     return text.upper() if text != "x" else None
 
 
-def test_figures_by_hand() -> None:
+def test_figures_by_hand():
     pairs = [pair("1", "a", "b"), pair("2", "c", "d"), pair("3", "e", "x"), pair("4", "f", "g")]
     values = {
         "a": 4.0,
@@ -131,7 +127,7 @@ def test_figures_by_hand() -> None:
     )
 
 
-def test_sides_flip_apart() -> None:
+def test_sides_flip_apart():
     values = {"a": 2.0, "b": 1.0, "A": 4.0, "B": 3.0}
     (found,) = sensitivity([pair("1", "a", "b")], scoring(values), variants={"shout": shout})
     # Alike on both sides it changes nothing (4 > 3); the rejected one alone overtakes (2 < 3).
@@ -140,21 +136,21 @@ def test_sides_flip_apart() -> None:
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
-def test_figures_of_nothing_are_absent(value: float | None) -> None:
+def test_figures_of_nothing_are_absent(value):
     (found,) = sensitivity([pair("1", "a", "b")], scoring({"a": value}), variants={"shout": shout})
     assert (found.num_answers, found.num_failures, found.num_pairs) == (0, 2, 0)
     assert found.mean_shift is found.raised_share is found.flip_share is None
 
 
-def test_equal_scores_have_no_unit() -> None:
+def test_equal_scores_have_no_unit():
     values = {"a": 1.0, "b": 1.0, "A": 2.0, "B": 2.0}
     (found,) = sensitivity([pair("1", "a", "b")], scoring(values), variants={"shout": shout})
     assert found.mean_shift is None
     assert found.raised_share == 1.0
 
 
-def test_a_scorer_of_length_is_moved_as_the_text_grows() -> None:
-    def by_length(groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+def test_a_scorer_of_length_is_moved_as_the_text_grows():
+    def by_length(groups):
         return [
             tuple(Score(value=float(len(c.messages[0].content))) for c in g.completions_G)
             for g in groups
@@ -171,10 +167,10 @@ def test_a_scorer_of_length_is_moved_as_the_text_grows() -> None:
     assert found["flattery"].flip_share_chosen == found["flattery"].flip_share_rejected == 0.5
 
 
-def test_each_prompt_is_one_group() -> None:
+def test_each_prompt_is_one_group():
     seen: list[Group] = []
 
-    def score(groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+    def score(groups):
         seen.extend(groups)
         return scoring({})(groups)
 
@@ -188,6 +184,6 @@ def test_each_prompt_is_one_group() -> None:
     ("returned", "message"),
     [([], "0 groups where it was given 1"), ([(Score(value=1.0),)], "1 scores for the 4 answers")],
 )
-def test_a_scorer_that_miscounts(returned: list[tuple[Score, ...]], message: str) -> None:
+def test_a_scorer_that_miscounts(returned, message):
     with pytest.raises(ProtocolError, match=message):
         sensitivity([pair("1", "a", "b")], lambda _: returned, variants={"shout": shout})

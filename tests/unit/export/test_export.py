@@ -73,9 +73,6 @@ def laurel_scores(directory):
     return [score.value for (score,) in scorer.score_now(groups)]
 
 
-# ------------------------------------------------------------------------------- what comes out
-
-
 def test_plain_transformers_gives_the_scores_of_the_checkpoint(checkpoint, export):
     out, said = export(checkpoint)
     expected = laurel_scores(checkpoint)
@@ -168,9 +165,6 @@ def test_a_policy_is_a_causal_language_model(tmp_path, export, dtype):
         export(source, tmp_path / "other", evaluations=[tmp_path])
 
 
-# ---------------------------------------------------------------------------------- the self-test
-
-
 @pytest.mark.slow
 def test_a_directory_that_pools_another_token_is_not_kept(
     checkpoint, export, monkeypatch, tmp_path
@@ -208,9 +202,6 @@ def test_a_directory_with_a_weight_missing_is_not_kept(checkpoint, export, monke
     with pytest.raises(ScoringContractError, match=r"does not find the weights .*score\.weight"):
         export(checkpoint)
     assert list(tmp_path.iterdir()) == []
-
-
-# --------------------------------------------------------------------------------- the directory
 
 
 def test_what_is_there_stays_unless_told_otherwise(checkpoint, export, tmp_path, monkeypatch):
@@ -275,9 +266,6 @@ def test_a_file_in_the_way(checkpoint, export, tmp_path):
         export(checkpoint, tmp_path / "out" / "below")
 
 
-# ----------------------------------------------------------------------------------- evaluations
-
-
 def report(directory, **changes):
     """What `laurel eval ... --output` leaves, as far as the card reads it."""
     entry = {"value": 0.75, "longer_wins": 0.5, "num_rows": 8, "num_failures": 0}
@@ -329,9 +317,6 @@ def test_evaluations_that_cannot_be_read(checkpoint, export, tmp_path):
     with pytest.raises(DataError, match=r"not as laurel eval writes it"):
         export(checkpoint, evaluations=[path])
     assert not (tmp_path / "out").exists()
-
-
-# ------------------------------------------------------------------------------------------- hub
 
 
 class Hub:

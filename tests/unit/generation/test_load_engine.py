@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 
+import tiny
 import tiny_tokenizers
 import vllm_engines
 from generators import collect, draw, policy_and_tokenizer, request, run
@@ -78,10 +79,7 @@ def test_a_model_that_nobody_else_has_is_not_copied():
     policy, _ = policy_and_tokenizer()
     lora = LoraConfig(enabled=True, dim=4)
     policy.causal_lm = add_adapters(policy.causal_lm, lora, trains_head=False)
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.1)
+    tiny.draw_adapters(policy, 0.1)
     held = HeldWeights(policy, owns_model=True).model
     assert held is not policy
     found = dict(held.named_weights())

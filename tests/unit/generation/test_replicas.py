@@ -50,9 +50,6 @@ def seeds_of(found):
     return [one.ids_L.tolist()[0] for one in found]
 
 
-# --------------------------------------------------------------------------------- who draws what
-
-
 def test_a_request_goes_whole_to_the_replica_with_the_least_work():
     company = Company(held_back)
 
@@ -138,9 +135,6 @@ def test_idle_replicas_are_asked_nothing():
         # Who waits in a loop is never at rest; what else runs in this process now and then is.
         assert any(processor_share(0.5) < 0.1 for _ in range(5))
         assert [len(group.calls) for group in company.groups] == calls
-
-
-# --------------------------------------------------------------------------------------- losses
 
 
 def lose(generator, company, *, after, then=lambda: None):
@@ -356,9 +350,6 @@ def test_an_engine_that_stops_short_is_a_failure():
         draw(generator, request(seeds=(1, 2, 3)))
 
 
-# ------------------------------------------------------------------------------ losses and weights
-
-
 def test_a_replica_that_comes_back_draws_with_the_weights_of_the_others():
     company = Company()
     asked = []
@@ -528,9 +519,6 @@ def test_a_loss_while_it_rests(method):
     assert company.made == [0, 1, 1]
 
 
-# ----------------------------------------------------------------------------------------- weights
-
-
 def test_weights_travel_in_buckets_to_all():
     company = Company()
     sent = {f"t{i}": torch.full((10,), float(i)) for i in range(7)}  # 40 bytes each
@@ -667,7 +655,7 @@ def test_who_has_had_all_weights_is_sent_those_that_change():
         make_group, 2, current_weights=lambda: new(generator.weight_version), say=said
     )
     with contextlib.closing(generator):
-        groups = [replica.group for replica in generator._replica_set._replicas]
+        groups = [replica.value for replica in generator._replica_set._replicas]
         run(generator.update_weights(new(1)))
         run(generator.update_weights(new(2)))
         assert sent == [{("frozen", "adapted")}, {("adapted",)}]
@@ -676,7 +664,7 @@ def test_who_has_had_all_weights_is_sent_those_that_change():
         run(generator.update_weights(new(3)))
         assert sent[2] == {("adapted",), ("frozen", "adapted")}
         for replica in generator._replica_set._replicas:
-            replica.group.dies_in = "exchange"
+            replica.value.dies_in = "exchange"
         draw(generator, request(seeds=(1,)), request(seeds=(2,)))
         run(until(lambda: len(latest) == 6))
         assert sent[3] == {("frozen", "adapted")}
@@ -803,9 +791,6 @@ def test_the_transformers_engine_answers_the_probe_with_its_own_weights():
         assert whole.max() < policy.vocab_size
 
 
-# ------------------------------------------------------------------------------------------ aborts
-
-
 def test_closing_the_iterator_frees_its_replica():
     company = Company(lambda engine, number: setattr(engine, "allowed", 2))
 
@@ -828,7 +813,8 @@ def test_what_is_aborted_is_not_retried():
     told = []
     kept, aborted = (Order(request(request_id=name), told.append) for name in ("kept", "aborted"))
     with contextlib.closing(ScriptedEngine()) as engine:
-        replica = GeneratorReplica(0, MortalGroup(engine))
+        replica = GeneratorReplica(0, "generation replica 0")
+        group = MortalGroup(engine)
         for number, order in enumerate((kept, aborted)):
             replica.give(order, number)
         replica.take_news()
@@ -839,7 +825,7 @@ def test_what_is_aborted_is_not_retried():
         assert aborted.is_over
         assert not kept.is_over
         assert replica.load == 0
-        replica.group.shutdown()
+        group.shutdown()
     assert told == []
 
 
@@ -862,9 +848,6 @@ def test_a_request_may_be_given_up_before_it_was_sent(asleep):
 
     with replicas_of(company, 1) as generator:
         assert seeds_of(run(given_up(generator))) == [4]
-
-
-# ------------------------------------------------------------------------------- beginning and end
 
 
 def test_a_replica_that_cannot_be_made_is_told_and_the_others_end():

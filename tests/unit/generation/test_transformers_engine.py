@@ -40,9 +40,6 @@ def watch_tokens(policy):
     return seen
 
 
-# --------------------------------------------------------------------------------------- work
-
-
 def test_a_prompt_is_computed_once_for_all_its_completions():
     policy, _ = policy_and_tokenizer()
     seen = watch_tokens(policy)
@@ -110,9 +107,6 @@ def test_memory_of_keys_and_values_is_given_back():
     with engine_of(policy) as engine:
         draw(engine, request(seeds=range(5)))
         assert engine._batch.num_bytes == 0
-
-
-# ------------------------------------------------------------------------------ the learner's model
 
 
 def test_dropout_is_off_while_drawing_and_the_model_is_as_before_afterwards():
@@ -189,9 +183,6 @@ def test_a_model_for_padded_rows_is_refused():
         TransformersEngine(policy, tiny_tokenizers.chatml(), end_ids=[])
 
 
-# ------------------------------------------------------------------------------- its own weights
-
-
 def test_a_copy_does_not_follow_the_learner_until_it_is_told():
     policy, _ = policy_and_tokenizer()
     asked = request(seeds=range(3))
@@ -220,10 +211,7 @@ def test_a_copy_has_the_adapters_merged():
     with engine_of(policy, shares_weights=False) as engine:
         assert not adapted_layers(engine._batch.model.causal_lm)
         for version in (1, 2):
-            with torch.no_grad():
-                for name, parameter in policy.named_parameters():
-                    if "lora_" in name:
-                        parameter.normal_(std=0.1)
+            tiny.draw_adapters(policy, 0.1)
             run(engine.update_weights(Weights(version=version, tensors=policy.named_weights)))
             (found,) = draw(engine, asked)
             for one in found:
@@ -248,10 +236,7 @@ def test_a_copy_takes_what_changes_when_it_has_had_all(owns_model):
     with engine_of(own, shares_weights=False, owns_model=owns_model) as engine:
         for version in (1, 2, 3):
             taken.append([])
-            with torch.no_grad():
-                for name, parameter in policy.named_parameters():
-                    if "lora_" in name:
-                        parameter.normal_(std=0.1)
+            tiny.draw_adapters(policy, 0.1)
             changing = functools.partial(tensors, changing_only=True)
             new = Weights(version=version, tensors=tensors, changing=changing)
             run(engine.update_weights(new))
@@ -282,9 +267,6 @@ def test_other_weights_are_refused_and_end_the_engine(spoil, says):
             run(engine.update_weights(Weights(version=1, tensors=lambda: weights)))
         with pytest.raises(EngineError, match=says):
             draw(engine, request())
-
-
-# ------------------------------------------------------------------------------------ its end
 
 
 class Broken(Exception):

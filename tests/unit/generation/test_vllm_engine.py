@@ -63,9 +63,6 @@ def largest_difference(engine, model, prompt="The laurel is evergreen " * 3):
     )
 
 
-# ---------------------------------------------------------------------------------------- weights
-
-
 def test_an_engine_starts_with_the_weights_of_its_directory(engine, models):
     assert 0 < engine.probe_difference < EXACT
     assert largest_difference(engine, models[0]) < EXACT
@@ -194,9 +191,6 @@ def test_a_pipeline_gets_the_weights_of_each_of_its_stages(models, learner):
     assert not any(path.exists() for path in segments)
 
 
-# --------------------------------------------------------------------------------------- requests
-
-
 def test_a_prompt_that_fills_the_context_is_refused(engine):
     with pytest.raises(DataError, match=f"{MAX_LENGTH} tokens"):
         draw(engine, request([5] * MAX_LENGTH))
@@ -211,9 +205,6 @@ def test_engines_listen_on_this_machine_only(engine):
         for connection in process.net_connections("inet")
     }
     assert addresses <= {"127.0.0.1", "::1"}
-
-
-# ------------------------------------------------------------------------------------ start and end
 
 
 @pytest.fixture(scope="module")

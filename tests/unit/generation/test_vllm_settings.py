@@ -103,9 +103,6 @@ def test_variables_of_the_user_are_kept(monkeypatch):
     assert "LAUREL_TEST_NEW" not in os.environ
 
 
-# ---------------------------------------------------------------------------------------- requests
-
-
 def test_a_request_in_vllms_words():
     asked = request([5] * 10, max_new_tokens=90, top_k=4, stop_token_ids=(7, 3))
     found = sampling_arguments(asked, 2**63 + 5, max_length=40, end_ids=[3, 9])

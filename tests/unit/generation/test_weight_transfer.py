@@ -21,9 +21,6 @@ def weights(**tensors):
     return Weights(version=3, tensors=lambda: iter(tensors.items()))
 
 
-# ------------------------------------------------------------------------------------------- files
-
-
 def test_every_tensor_arrives_and_nothing_stays(tmp_path):
     shared = torch.arange(12.0).reshape(3, 4)
     sent = {
@@ -101,9 +98,6 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------------------------------- probe
-
-
 def test_the_probe_is_the_same_tokens_every_time():
     assert probe_ids(50, length=9) == probe_ids(50, length=9)
     assert set(probe_ids(3, length=200)) == {0, 1, 2}
@@ -126,9 +120,6 @@ def test_agreement_is_the_largest_difference():
 def test_disagreement_is_told_with_both_numbers(engine, learner, says):
     with pytest.raises(EngineError, match=says):
         require_agreement(np.array(engine), np.array(learner), tolerance=0.25, version=7)
-
-
-# ------------------------------------------------------------------------------------- the worker
 
 
 class PackingMethod:

@@ -11,15 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import AttentionInterface
 
 import tiny
 from dense_oracle import ORACLE, dense_attention, oracle_of
 from laurel.data.forest import to_forest
 from laurel.errors import ModelError
-from laurel.models.forest.attention import FOREST, ForestPlan, forest_attention, register
+from laurel.models.forest.attention import ForestPlan, forest_attention
 from laurel.models.loading.pretrained import recompute_activations
-from laurel.types import Span, Tree
 
 ALL = sorted(tiny.ARCHITECTURES)
 SHAPES = [(40, [5, 1, 30]), (0, [7]), (3, [2, 2]), (1, [1, 1]), (0, [1]), (17, [3, 9, 1, 25])]
@@ -42,9 +40,6 @@ def relative_difference(found, expected):
         for n in expected
         if not torch.equal(found[n], expected[n])
     )
-
-
-# ------------------------------------------------------------- against transformers, one by one
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -124,9 +119,6 @@ def test_a_regression_head_gives_every_attribute(name):
     assert model.num_outputs == 3
     expected_NK = tiny.one_by_one(model, groups, tiny.own_attention(model.classifier))
     torch.testing.assert_close(scores_NK, expected_NK, rtol=0, atol=1e-6)
-
-
-# ------------------------------------------------------------------------ against a dense mask
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -214,9 +206,6 @@ def test_masks_by_hand():
     assert torch.equal(plan.mask(1, 3, 2, like), torch.tensor([[no, yes, yes]]))
 
 
-# ------------------------------------------------------------------ recomputation and precision
-
-
 @pytest.mark.parametrize("name", ["qwen3-sliding", "gemma2", "gpt-oss", "phi"])
 def test_activation_checkpointing_changes_no_gradient(name):
     groups = tiny.random_groups(8, SHAPES)
@@ -255,9 +244,6 @@ def test_in_bfloat16_the_noise_is_that_of_a_padded_batch(name):
     assert noise <= 0.05 * size  # bfloat16 keeps 8 bits: 0.4 % a rounding
     assert noise <= 1.25 * own_noise
     assert noise >= 1e-4 * size  # or autocast did nothing
-
-
-# ----------------------------------------------------------------------------------------- leaks
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -299,9 +285,6 @@ def _touched(groups, index, branch):
     return [*groups[:index], group, *groups[index + 1 :]]
 
 
-# --------------------------------------------------------------------------------------- the rest
-
-
 def test_attention_dropout_works_in_training_only():
     model = tiny.tiny_reward_model("qwen3", attention_dropout=0.5)
     forest = to_forest(tiny.random_groups(11, SHAPES))
@@ -315,21 +298,6 @@ def test_without_a_plan_there_is_an_error_that_says_so():
     model = tiny.tiny_reward_model("llama")
     with pytest.raises(ModelError, match=r"without a plan.*set_attn_implementation\('sdpa'\)"):
         model.classifier(input_ids=torch.tensor([[5, 6, 7]]))
-
-
-def test_registering_again_changes_nothing():
-    register()
-    assert AttentionInterface()[FOREST] is forest_attention
-    register()
-    assert AttentionInterface()[FOREST] is forest_attention
-
-
-def test_a_plan_lists_the_segments_in_the_order_of_the_row():
-    trees = (
-        Tree(Span(0, 4), (Span(4, 5), Span(5, 8))),
-        Tree(Span(8, 8), (Span(8, 10),)),
-    )
-    assert ForestPlan(trees).lengths == [4, 1, 3, 0, 2]
 
 
 def test_the_largest_window_hides_nothing():

@@ -61,9 +61,6 @@ def expected_of(groups, leaves, **options):
     return with_gradients(out.transpose(1, 2), leaves)
 
 
-# ------------------------------------------------------------------------------- who sees whom
-
-
 def test_who_sees_whom_by_hand():
     assert own_keys(TREES) == [
         (Span(*span), (Span(*span),)) for span in ((0, 5), (5, 7), (7, 8), (8, 10), (10, 11))
@@ -88,9 +85,6 @@ def test_who_sees_whom_by_hand():
         (Span(2, 4), (Span(0, 2),)),
         (Span(4, 5), (Span(0, 4),)),
     ]
-
-
-# ------------------------------------------------------------------ the two ops of CUDA, emulated
 
 
 class Emulated:
@@ -290,9 +284,6 @@ def test_tokens_that_fill_the_row_see_nobody_and_are_not_seen(window):
     for one, other in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(one[:, :, :num_tokens], other, rtol=0, atol=1e-12)
         assert not one[:, :, num_tokens:].any()
-
-
-# ----------------------------------------------------------------------------- what is in memory
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

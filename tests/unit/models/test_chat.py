@@ -1,7 +1,5 @@
 """What a policy is asked, what is appended to its turn, and which tokens it learns to write."""
 
-from __future__ import annotations
-
 from datetime import date
 
 import numpy as np
@@ -39,25 +37,25 @@ MARKED = (
 )
 
 
-def text_of(chat: ChatFormat, ids) -> str:
+def text_of(chat, ids):
     """Every token as text, special ones too."""
     return chat.tokenizer.decode([int(token) for token in ids])
 
 
-def learned(chat: ChatFormat, demonstration) -> list[str]:
+def learned(chat, demonstration):
     """The runs of tokens that are learned, as text."""
     branch, mask = demonstration.tokens.branches_ids_G[0], demonstration.mask_L
     edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(int), [0]))))
     return [text_of(chat, branch[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def with_template(template: str, **options) -> ChatFormat:
+def with_template(template, **options):
     return ChatFormat(
         made.make_tokenizer(more=("<|im_start|>", "<|im_end|>"), template=template, **options)
     )
 
 
-def blank_in_front() -> PreTrainedTokenizerFast:
+def blank_in_front():
     """A tokenizer of the SentencePiece kind: a text begins with a blank."""
     words = ["<pad>", "<s>", "</s>", "▁", *map(chr, range(33, 127)), "\n"]
     inner = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
@@ -72,9 +70,6 @@ def blank_in_front() -> PreTrainedTokenizerFast:
         "[{{ m['content'] }}]{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
     )
     return tokenizer
-
-
-# ----------------------------------------------------------------------------------------- prompts
 
 
 @pytest.mark.parametrize(
@@ -145,9 +140,6 @@ def test_a_prompt_without_a_token_is_told():
         chat.prompts_ids([(Message("user", ""),)], sources=["a:1"])
 
 
-# -------------------------------------------------------------------------------------------- ends
-
-
 def test_turns_end_with_the_templates_token_then_eos_then_the_models():
     """D28: a turn ends with a defined token."""
     chat = with_template(CHATML)
@@ -182,9 +174,6 @@ def test_a_slip_in_the_generation_prompt_shows():
     assert not slip.asks_as_it_answers
     with pytest.raises(DataError, match=r"other words.*im_end"):
         slip.demonstration(TALK, demonstration_id="x")
-
-
-# ------------------------------------------------------------------------------------ observations
 
 
 def test_an_environments_text_goes_on_inside_the_turn():
@@ -229,9 +218,6 @@ def test_an_observation_that_the_template_drops_is_told():
     )
     with pytest.raises(DataError, match="leaves out a message of role 'tool'"):
         with_template(template).observation_ids({"role": "tool", "content": "4"}, history=ASK)
-
-
-# -------------------------------------------------------------------------------------- imitation
 
 
 def test_the_assistants_words_and_ends_are_learned_and_nothing_else():

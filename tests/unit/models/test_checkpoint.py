@@ -19,9 +19,6 @@ def root(tmp_path):
     return tmp_path / "results" / "rm"
 
 
-# ------------------------------------------------------------------------------------- saving
-
-
 def test_a_saved_checkpoint_holds_what_was_written_and_says_so(root):
     with CheckpointStore(root, metric_name="validation-default_loss") as store:
         info = {"epoch": 1, "step": 3, "validation-default_loss": 0.25}
@@ -109,8 +106,6 @@ def test_an_error_of_the_writer_is_its_own_and_leaves_nothing(root):
     assert hidden(root) == [".lock"]
     assert CheckpointStore(root).steps() == []
 
-
-# --------------------------------------------------------------------------- disks that refuse
 
 PHASES = [
     "begin",
@@ -204,9 +199,6 @@ def test_space_is_checked_before_anything_is_written(root):
         store.save(1, writer(1), estimated_bytes=100)
 
 
-# ------------------------------------------------------------------------------------- keeping
-
-
 def test_the_best_and_the_latest_stay(root):
     losses = {1: 0.9, 2: 0.3, 3: 0.5, 4: 0.4, 5: 0.8, 6: 0.7}
     save_all(root, losses, keep_top_k=2)
@@ -216,26 +208,19 @@ def test_the_best_and_the_latest_stay(root):
     assert hidden(root) == [".lock"]
 
 
-def test_higher_can_be_better_and_of_equals_the_newer_wins(root):
-    store = CheckpointStore(root, higher_is_better=True)
-    save_all(root, {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.2}, keep_top_k=1, higher_is_better=True)
-    assert store.steps() == [3, 4]
-    assert store.best() == root / "step_3"
-
-
-def test_two_stay_even_where_one_would_do(root):
-    save_all(root, {1: 0.5, 2: 0.4, 3: 0.3}, keep_top_k=1)
-    assert CheckpointStore(root).steps() == [2, 3]
-
-
-def test_without_a_metric_the_most_recent_stay(root):
-    save_all(root, dict.fromkeys(range(1, 7)), keep_top_k=3)
-    assert CheckpointStore(root).steps() == [4, 5, 6]
-
-
-def test_all_stay_where_no_number_is_given(root):
-    save_all(root, dict.fromkeys(range(1, 7)), keep_top_k=None)
-    assert CheckpointStore(root).steps() == [1, 2, 3, 4, 5, 6]
+@pytest.mark.parametrize(
+    ("metrics", "options", "kept"),
+    [
+        # Higher can be better, and of equals the newer wins.
+        ({1: 0.5, 2: 0.9, 3: 0.9, 4: 0.2}, {"keep_top_k": 1, "higher_is_better": True}, [3, 4]),
+        ({1: 0.5, 2: 0.4, 3: 0.3}, {"keep_top_k": 1}, [2, 3]),  # never fewer than two
+        (dict.fromkeys(range(1, 7)), {"keep_top_k": 3}, [4, 5, 6]),
+        (dict.fromkeys(range(1, 7)), {"keep_top_k": None}, [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_which_stay(root, metrics, options, kept):
+    save_all(root, metrics, **options)
+    assert CheckpointStore(root).steps() == kept
 
 
 def test_a_pinned_checkpoint_stays_until_the_store_is_left(root):
@@ -274,9 +259,6 @@ def test_a_run_that_went_back_keeps_what_it_just_saved(root):
     assert CheckpointStore(root).steps() == [10, 12, 20]
 
 
-# ------------------------------------------------------------------------------- clearing up
-
-
 def test_leftovers_of_a_killed_writer_go_and_nothing_else_does(root):
     save_all(root, {1: None})
     ours = [f".{kind}-step_5-{'0' * 32}" for kind in ("tmp", "del")]
@@ -310,9 +292,6 @@ def test_a_replacement_that_was_cut_off_is_finished_or_undone(root, caplog):
         assert "restored after an interrupted save" in caplog.text
 
 
-# ------------------------------------------------------------------------------------- the lock
-
-
 def test_a_second_writer_is_refused_and_told_who_is_the_first(root):
     with CheckpointStore(root) as first:
         with pytest.raises(CheckpointError, match=f"written by process {os.getpid()} on"):
@@ -320,9 +299,6 @@ def test_a_second_writer_is_refused_and_told_who_is_the_first(root):
         verify(first.save(1, writer(1)))  # the refusal has not cost the first its lock
     with CheckpointStore(root):
         pass
-
-
-# ------------------------------------------------------------------------------------- imports
 
 
 def test_the_store_does_not_need_torch():

@@ -22,9 +22,6 @@ def root(tmp_path):
     return tmp_path / "results" / "rm"
 
 
-# ---------------------------------------------------------------------------------- verifying
-
-
 def test_every_single_byte_of_a_checkpoint_counts(root):
     save_all(root, {3: 0.5})
     directory = root / "step_3"
@@ -186,9 +183,6 @@ def test_the_info_must_be_readable(root):
             read_training_info(root / "step_1")
 
 
-# ------------------------------------------------------------------------------ the newest whole
-
-
 def test_steps_are_numbers_and_odd_names_are_ignored(root):
     save_all(root, {2: None, 10: None, 9: None})
     for name in ("step_011", "step_x", "step_12.bak", "step_", "step_-1", "step_١٢", "Step_13"):
@@ -233,9 +227,6 @@ def test_nothing_depends_on_the_clock(root):
         store.save(4, writer(4), metric=0.4)
         assert store.steps() == [1, 4]
         assert store.newest_whole().path == root / "step_4"
-
-
-# ------------------------------------------------------------------------------------- keeping
 
 
 @given(

@@ -8,7 +8,7 @@ from torch import nn
 
 import tiny
 from laurel.models.forest.attention import forest_attention
-from laurel.models.forest.decoding import KeyValueStore, KVBlock
+from laurel.models.forest.decoding import KeyValueStore
 
 pytestmark = pytest.mark.slow_parameters(
     "gemma",
@@ -237,25 +237,3 @@ def test_memory_is_freed_with_the_last_completion():
     for prompt in (2, 3, 4, 6):
         drawing.store.remove_prompt(prompt)
     assert drawing.store.num_bytes == 0
-
-
-def test_a_shelf_closes_its_gaps_and_shrinks():
-    block = KVBlock(4)
-    block.add([5, 6, 7, 8, 9])
-    like = torch.zeros(1, 1, 2)
-    keys, values = block.layer(0, like, like)
-    keys += torch.arange(5.0)[:, None, None, None]
-    values -= torch.arange(5.0)[:, None, None, None]
-    block.remove(6)
-    assert block.owners == [5, 9, 7, 8]
-    block.remove(8)
-    keys, values = block.layer(0, like, like)
-    assert keys[:, 0, 0, 0].tolist() == [0.0, 4.0, 2.0]
-    assert values[:, 0, 0, 0].tolist() == [0.0, -4.0, -2.0]
-    block.remove(5)
-    block.remove(9)
-    assert [block.slot(7), len(block.layer(0, like, like)[0])] == [0, 1]
-    assert block.layer(0, like, like)[0][0, 0, 0, 0] == 2.0
-    assert block.num_bytes == 2 * 2 * 4 * 2 * 4  # both, two slots, four tokens, two floats
-    block.remove(7)
-    assert block.num_bytes == 0

@@ -76,9 +76,6 @@ def scores_by_the_card(directory):
     return names["scores"](conversations()), names
 
 
-# ------------------------------------------------------------------------------------- whole models
-
-
 @pytest.mark.parametrize(
     ("name", "make"),
     [
@@ -169,9 +166,6 @@ def test_what_the_card_tells():
         assert part in card, part
     front = card.split("---")[1]
     assert "pipeline_tag: text-classification" in front
-
-
-# ----------------------------------------------------------------------------------------- adapters
 
 
 @pytest.fixture

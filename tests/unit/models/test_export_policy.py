@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
 import tiny_tokenizers as made
@@ -69,10 +69,7 @@ def test_transformers_gives_the_same_logits_bit_for_bit(name, tmp_path):
 )
 def test_the_files_are_those_that_transformers_writes(name, tmp_path):
     if name == "mixtral":  # its experts are joined in memory
-        sizes = {"num_local_experts": 3, "num_experts_per_tok": 1, "num_hidden_layers": 2}
-        config = AutoConfig.for_model("mixtral", **{**tiny.COMMON, **sizes})
-        network = AutoModelForCausalLM.from_config(config)
-        model = PolicyModel(network, path="padded", precision=torch.float32)
+        model = PolicyModel(tiny.mixtral(), path="padded", precision=torch.float32)
     else:
         model = tiny.tiny_policy(name, path="padded")
     save(tmp_path / "ours", model)
@@ -90,10 +87,7 @@ def test_adapters_are_merged_and_lie_there_too(name, tmp_path):
     before = logits_of(model.causal_lm)
     lora = LoraConfig(enabled=True, dim=4, alpha=8)
     model.causal_lm = add_adapters(model.causal_lm, lora, trains_head=False)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "lora_B" in parameter_name:
-                parameter.normal_(std=0.1)
+    tiny.draw_adapters(model, 0.1, "lora_B")
     expected = logits_of(model.causal_lm)
     assert (expected - before).abs().max() > 0.1
     save(tmp_path, model)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,7 +26,7 @@ from laurel.models.loading.adapters import ADAPTERS
 from laurel.models.loading.policy import check_policy_paths, load_policy
 from laurel.models.tokenizer import load_tokenizer
 from laurel.run.specs import model_spec
-from model_directories import edit_json, edit_weights
+from model_directories import edit_json
 from planted_faults import double_logits
 
 TEXTS = ("the laurel grows by the western gate", "bread and wine", "an old man of the river")
@@ -55,9 +54,6 @@ def logprobs(model):
     return model.logprobs(
         to_forest(GROUPS) if model.path == "forest" else to_padded(GROUPS, pad_id=0)
     )
-
-
-# ---------------------------------------------------------------------------------- what is loaded
 
 
 @pytest.mark.parametrize("name", ["qwen2-sliding", "gemma2", "qwen3-tied", "phi", "gpt-oss"])
@@ -168,9 +164,6 @@ def test_a_tokenizer_without_any_padding_takes_its_end(tmp_path):
     assert found.pad_token == tokenizer.eos_token
 
 
-# ---------------------------------------------------------------------------------------- adapters
-
-
 LORA = {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 4, "alpha": 8}}}
 
 
@@ -179,11 +172,9 @@ def test_adapters_come_back_exactly(kind, save, tmp_path):
     changes = LORA if kind == "loaded" else {**LORA, "scratch": SCRATCH}
     base = save(tiny.tiny_language_model("qwen3")) if kind == "loaded" else None
     loaded = load(base, **changes)
-    with torch.no_grad():
-        for name, parameter in loaded.model.named_parameters():
-            assert parameter.requires_grad == ("lora_" in name)
-            if "lora_B" in name:
-                parameter.normal_(std=0.2)
+    for name, parameter in loaded.model.named_parameters():
+        assert parameter.requires_grad == ("lora_" in name)
+    tiny.draw_adapters(loaded.model, 0.2, "lora_B")
     expected = logprobs(loaded.model)
     save_policy(tmp_path / "saved", loaded.model, loaded.tokenizer, card="")
     resumed = load(base, resume=tmp_path / "saved", **changes)
@@ -194,9 +185,6 @@ def test_adapters_come_back_exactly(kind, save, tmp_path):
     (tmp_path / "saved" / ADAPTERS).unlink()
     with pytest.raises(CheckpointError, match="has no adapters"):
         load(base, resume=tmp_path / "saved", **changes)
-
-
-# ----------------------------------------------------------------------------------------- refused
 
 
 def refused(directory, **changes):
@@ -231,19 +219,6 @@ def test_a_decoder_without_its_head(save):
         assert part in text
     tied = save(tiny.tiny_language_model("qwen3-tied").model, name="tied")
     assert load(tied).model.path == "forest"
-
-
-def test_a_model_with_weights_missing(save):
-    directory = save(tiny.tiny_language_model("qwen3"))
-    edit_weights(directory, lambda w: w.pop("model.layers.1.mlp.up_proj.weight"))
-    text = refused(directory)
-    assert "the weights lack model.layers.1.mlp.up_proj.weight, which would be left random" in text
-
-
-def test_weights_of_another_size(save):
-    directory = save(tiny.tiny_language_model("qwen3"))
-    text = refused(directory, hf_config_overrides={"intermediate_size": 48})
-    assert "down_proj.weight is [32, 64] in the weights and [32, 48] by the configuration" in text
 
 
 def test_models_that_read_the_whole_text_at_once(save):
@@ -288,9 +263,6 @@ def test_texts_longer_than_the_model_can_number(save):
         load(directory, max_length=1025)
 
 
-# ----------------------------------------------------------------------------------- paths, checked
-
-
 def test_the_padded_path_can_be_asked_for_and_is_taken_where_no_other_is_possible(save):
     directory = save(tiny.tiny_policy("qwen3", path="padded").causal_lm)
     padded = load(directory, sequence_packing={"enabled": False})
@@ -300,17 +272,8 @@ def test_the_padded_path_can_be_asked_for_and_is_taken_where_no_other_is_possibl
         logprobs(padded.model), logprobs(load(directory).model), rtol=0, atol=5e-6
     )
     assert 0 < check_policy_paths(padded.model) < 5e-6
-    hybrid = {
-        "architecture": "jamba",
-        "config_overrides": {
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "num_experts": 2,
-            "mamba_d_state": 4,
-            "mamba_dt_rank": 4,
-            "use_mamba_kernels": False,
-        },
-    }
+    overrides = {**tiny.JAMBA, "use_mamba_kernels": False}
+    hybrid = {"architecture": "jamba", "config_overrides": overrides}
     other = load(None, scratch={**SCRATCH, **hybrid})
     assert (
         other.notes[0] == "padded path: JambaForCausalLM does not take an attention implementation"
@@ -377,12 +340,3 @@ def test_weights_that_are_not_numbers_are_an_error_of_their_own():
         model.causal_lm.lm_head.weight[0, 0] = torch.nan
     with pytest.raises(ModelError, match="NaN or infinite: its weights are damaged"):
         check_policy_paths(model)
-
-
-def test_a_head_that_is_no_linear_layer_is_refused():
-    network = tiny.tiny_language_model("llama")
-    network.lm_head = nn.Sequential(network.lm_head)
-    from laurel.models.forest.policy import PolicyModel
-
-    with pytest.raises(ModelError, match="no linear head over a vocabulary"):
-        PolicyModel(network, path="forest", precision=torch.float32)

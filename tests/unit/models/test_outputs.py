@@ -39,9 +39,6 @@ def plainly(hidden, weight, bias, *, temperature=1.0, softcap=None, logit_scale=
     return (logits / temperature).log_softmax(-1)
 
 
-# ---------------------------------------------------------------------------------------- by hand
-
-
 def test_a_distribution_by_hand():
     """Logits ln 1, ln 2, ln 5: probabilities 1/8, 2/8, 5/8; the squares' at temperature 1/2."""
     weight = torch.tensor([[0.0], [math.log(2)], [math.log(5)]])
@@ -63,9 +60,6 @@ def test_entropy_by_hand_at_its_ends():
     torch.testing.assert_close(out.entropy_M, torch.tensor([math.log(4), 0.0]))
     torch.testing.assert_close(out.logprobs_M, torch.tensor([-math.log(4), 0.0]))
     assert not out.entropy_M.requires_grad
-
-
-# ------------------------------------------------------------------------------------ against torch
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -173,9 +167,6 @@ def test_the_logits_are_those_that_the_log_probabilities_are_read_from():
     torch.testing.assert_close(found, expected.logprobs_M.detach(), rtol=0, atol=1e-12)
 
 
-# ------------------------------------------------------------------------------------------- memory
-
-
 class Largest(TorchDispatchMode):
     """Remembers how large the largest tensor was that any operation made."""
 
@@ -218,9 +209,6 @@ def test_a_chunk_is_about_16_million_logits_where_nobody_says():
     with Largest() as largest, torch.no_grad():
         token_logprobs(torch.zeros(9, 1), targets, weight)
     assert largest.numel == 4 * vocabulary == 2**24
-
-
-# ------------------------------------------------------------------------------------ the one shift
 
 
 def test_predictors_by_hand():

@@ -1,8 +1,6 @@
 """A model spread over processes gives the numbers of one process, and each holds its share."""
 
-import contextlib
 import math
-import os
 
 import pytest
 import torch
@@ -73,9 +71,6 @@ def relative(found, wanted):
     return max(float((found[n] - wanted[n]).norm() / wanted[n].norm()) for n in kept)
 
 
-# ------------------------------------------------------------------------------- the same numbers
-
-
 def test_scores_and_log_probabilities_are_those_of_one_process(run, one_process):
     sizes, ranks = run
     places = ParallelShape(**sizes).dp
@@ -134,9 +129,6 @@ def test_one_rank_computes_the_very_same_bits(one_process):
                 assert torch.equal(found[case][kind][name], tensor), (kind, name)
 
 
-# ---------------------------------------------------------------------------------------- memory
-
-
 def test_a_rank_holds_its_share_of_the_weights(run):
     sizes, ranks = run
     shape = ParallelShape(**sizes)
@@ -159,9 +151,6 @@ def test_a_rank_holds_its_share_of_the_weights(run):
         filling = 4 * 64 * shares * (kind == "reward")
         for found in (rank[case] for rank in ranks):
             assert wanted <= found["bytes"] <= wanted + filling
-
-
-# ------------------------------------------------------------------------ shares of the vocabulary
 
 
 ODD_VOCABULARIES = [
@@ -228,9 +217,6 @@ def test_what_is_not_divided_by_vocabulary():
 
     tied.model.embed_tokens.__class__ = Doubled
     assert vocabulary_layers(tied, 2) == []
-
-
-# ----------------------------------------------------------------------------- shares of tokens
 
 
 @pytest.mark.slow
@@ -330,9 +316,6 @@ def test_layers_that_cannot_work_on_shares_of_tokens_are_refused(network, plan, 
         token_styles(network, tensor_plan(network, 2, plan))
 
 
-# ------------------------------------------------------------------------- straight into shares
-
-
 @pytest.mark.slow
 def test_weights_are_read_straight_into_shares(tmp_path):
     cases, wanted = [], []
@@ -378,9 +361,6 @@ def test_incomplete_weights_are_refused(tmp_path):
     assert "no readable safetensors" in said
 
 
-# ------------------------------------------------------------------------------- what is agreed on
-
-
 def test_ranks_agree_on_sums_extremes_and_failures():
     values = [1.5, -2.0]
     ranks = together(parallel_work.agree, 4, {"dp_shard": 2, "tp": 2}, values)
@@ -404,9 +384,6 @@ def test_bfloat16_is_that_of_one_process_and_gradients_are_float32():
         assert way["kinds"] == {(torch.float32, torch.float32)}
         # So the planner counts the stream between layers (`planning/memory.py`).
         assert way["streams"] == {torch.float32}
-
-
-# ------------------------------------------------------------------------------------------- plans
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi"])
@@ -487,22 +464,3 @@ def test_what_cannot_be_spread_is_refused():
     assert "spread over ranks already" in said
     with pytest.raises(ConfigError, match="Linear has no list of layers"):
         decoder_layers(nn.Linear(1, 1))
-
-
-# --------------------------------------------------------------------------------- of the harness
-
-
-def test_a_rank_that_fails_ends_the_others():
-    with pytest.raises(RankError, match=r"rank 1 of 2: [\s\S]*this rank has had enough"):
-        together(parallel_work.fail, 2, 1)
-
-
-def test_ranks_that_do_not_end_are_killed(tmp_path):
-    with pytest.raises(RankError, match=r"ranks \[0, 1\] of 2 have not ended in time"):
-        together(parallel_work.leave_pid_and_sleep, 2, str(tmp_path), 60.0, deadline=3.0)
-    pids = [int(path.name) for path in tmp_path.iterdir()]
-    assert len(pids) == 2
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, 0)
-            pytest.fail(f"process {pid} is alive")

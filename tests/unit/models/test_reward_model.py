@@ -23,14 +23,7 @@ ENCODERS = {
     },
 }
 HYBRIDS = {
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "num_experts": 2,
-        "mamba_d_state": 4,
-        "mamba_dt_rank": 4,
-        "num_hidden_layers": 2,
-    },
+    "jamba": tiny.JAMBA,
     "qwen3_next": {
         "num_experts": 2,
         "num_experts_per_tok": 1,
@@ -59,9 +52,6 @@ def as_transformers_scores(classifier, groups):
             for ids in tiny.sequences(groups)
         ]
     )
-
-
-# ------------------------------------------------------------------------------- the padded path
 
 
 @pytest.mark.parametrize("name", sorted(tiny.ARCHITECTURES))
@@ -137,9 +127,6 @@ def test_activation_checkpointing_changes_no_gradient_of_the_padded_path():
         assert torch.equal(gradient, results[1][name]), name
 
 
-# ------------------------------------------------------------------------------------- precision
-
-
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("path", ["forest", "padded"])
 def test_the_head_is_float32_whatever_the_decoder_is(path, weights):
@@ -188,11 +175,3 @@ def test_a_head_with_a_bias_adds_it():
         before = model(forest)
         model.classifier.score.bias = torch.nn.Parameter(torch.tensor([2.5]))
         torch.testing.assert_close(model(forest), before + 2.5)
-
-
-def test_what_a_model_says_of_itself():
-    model = tiny.tiny_reward_model("qwen3", num_labels=3)
-    assert model.num_outputs == 3
-    assert model.device == torch.device("cpu")
-    assert model.weights_dtype == torch.float32
-    assert model.bfloat16().weights_dtype == torch.bfloat16

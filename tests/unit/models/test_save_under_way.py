@@ -15,9 +15,6 @@ class Copy:
     """Something that takes memory."""
 
 
-# ------------------------------------------------------------------------------------ the thread
-
-
 def test_pieces_are_done_in_order_and_elsewhere():
     background, done = Background("test"), []
     assert background.outcome(is_awaited=False) == 0
@@ -69,9 +66,6 @@ def test_what_a_piece_holds_is_let_go_when_it_is_done(fails):
     gc.collect()
     assert seen() is None
     assert (failure is not None) == fails
-
-
-# -------------------------------------------------------------------------------------- the store
 
 
 class Writer:

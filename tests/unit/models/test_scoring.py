@@ -41,9 +41,6 @@ def as_dicts(conversation):
     return [{"role": m.role, "content": m.content} for m in conversation]
 
 
-# ----------------------------------------------------------------- the same text for everybody
-
-
 TALKS = [
     [Message("user", "Hé, wie geht's?"), Message("assistant", "Gut — und dir?")],
     [
@@ -123,18 +120,6 @@ def test_what_cannot_be_told_is_refused_unless_it_is_said(name):
         said = group_of((Message("user", text),), ("No.",), group_id="")
         assert sent(contract, text, "No.", False) == whole(contract.encode([said])[0])
         assert sent(contract, text, "No.", True)
-
-
-@pytest.mark.parametrize("name", ["llama 3.1", "gemma"])
-def test_bos_is_there_once_though_the_tokenizer_would_add_another(name):
-    contract = contract_of(TOKENIZERS[name]())
-    (tokens,) = contract.encode([group_of(QUESTION, ["Here."], group_id="g")])
-    (ids,) = whole(tokens)
-    bos = contract.rules.bos_id
-    assert ids[0] == bos
-    assert ids.count(bos) == 1
-    doubled = contract.tokenizer(contract.render((*QUESTION, Message("assistant", "Here."))))
-    assert doubled["input_ids"].count(bos) == 2  # what plain tokenising would have done
 
 
 def test_the_last_token_is_the_end_of_the_sequence():
@@ -226,9 +211,6 @@ def test_encoders_get_the_special_tokens_of_their_tokenizer():
     assert tokens.truncated_G == (True,)
 
 
-# ------------------------------------------------------------------------------ trunk and branches
-
-
 def test_the_trunk_is_the_longest_prefix_that_all_share():
     contract = contract_of()
     group = group_of(QUESTION, ["By the gate.", "By the wall.", "By"], group_id="g")
@@ -285,9 +267,6 @@ def test_shared_prefix(rows):
     assert is_longest
 
 
-# -------------------------------------------------------------------------------------- truncation
-
-
 def cut(ids, *, side, max_length, bos=None):
     """What is left of ids by the rules, worked out independently."""
     if len(ids) <= max_length:
@@ -323,9 +302,6 @@ def test_only_the_long_completion_is_marked():
     assert tokens.lengths_G[0] < 70
     assert tokens.lengths_G[1] == 70
     assert tokens.truncated_G == (False, True)
-
-
-# ---------------------------------------------------------------------------------- saved and read
 
 
 def saved(tmp_path, **rules):
@@ -403,9 +379,6 @@ def test_the_file_is_readable_by_people_and_in_utf8(tmp_path):
     assert content["truncation_side"] == "right"
     assert content["head_dtype"] == "float32"
     assert content["pooled"] == "last"
-
-
-# --------------------------------------------------------------------------------------- a scalar
 
 
 def test_the_reward_of_several_attributes():

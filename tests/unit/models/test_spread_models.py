@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
 )
@@ -49,16 +48,9 @@ def models(tmp_path_factory):
         "tied": tiny.tiny_policy("qwen3-tied", std=0.05, path="padded").causal_lm,
         "rewards": tiny.tiny_classifier("qwen3", std=0.05),
         "decoder": tiny.tiny_language_model("gemma2"),
-        "experts": AutoModelForCausalLM.from_config(mixtral()),
+        "experts": tiny.mixtral(),
     }
     return {name: str(save_model(root / name, network)) for name, network in networks.items()}
-
-
-def mixtral():
-    return AutoConfig.for_model(
-        "mixtral",
-        **{**tiny.COMMON, "num_local_experts": 3, "num_experts_per_tok": 1, "num_hidden_layers": 2},
-    )
 
 
 def cases_of(models):
@@ -72,9 +64,6 @@ def cases_of(models):
         (("reward", models["decoder"], LORA), True),
         (("policy", None, {"scratch": {"hidden_size": 32, "vocab_size": 400}}), False),
     ]
-
-
-# ------------------------------------------------------------------------------------- loading
 
 
 @pytest.fixture(scope="module")
@@ -214,9 +203,6 @@ def test_models_of_a_hub_are_read_where_they_are_kept(models, tmp_path):
     assert done.stdout.split() == [str(snapshot), "None"], done.stderr
 
 
-# -------------------------------------------------------------------------------------- saving
-
-
 @pytest.mark.slow_parameters("dp_shard=2 tp=2")
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]], ids=name_of)
 def test_what_is_saved_from_shares_is_what_one_process_saves(sizes, models, tmp_path):
@@ -279,8 +265,6 @@ def check_small_files(directory, wanted):
     assert {n: f for f, tensors in held.items() for n in tensors} == index["weight_map"]
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in wanted.values())
 
-
-# ------------------------------------------------------------------------------ runs that go on
 
 RUN = [None, {"dp_shard": 2}, {"tp": 2}, None, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2}]
 """Meshes of the parts of a run, each from the checkpoint of the one before; the first is straight

@@ -27,9 +27,6 @@ def text_of(tokenizer, **kwargs):
     return tokenizer.apply_chat_template(TALK, tokenize=False, **kwargs)
 
 
-# --------------------------------------------------------------------------------------- template
-
-
 def test_the_choices_of_a_template(tmp_path):
     tokenizer = made.make_tokenizer(template="{{ messages[0]['content'] }}!")
     settle_template(tokenizer, "default")
@@ -82,9 +79,6 @@ def test_several_named_templates():
         settle_template(tokenizer, "default")
 
 
-# ---------------------------------------------------------------------------------------- padding
-
-
 def test_padding_with_the_end_of_a_sequence_is_an_error_with_its_remedy():
     tokenizer = made.make_tokenizer(pad="</s>")
     with pytest.raises(ModelError, match=r"pads with .*'</s>'.*policy.tokenizer.pad_token=auto"):
@@ -127,9 +121,6 @@ def test_a_padding_token_that_is_there_is_kept_and_a_named_one_is_used():
     assert tokenizer.pad_token == "<|pad|>"
     with pytest.raises(ModelError, match=r"pad_token='<nothing>' is not in the vocabulary"):
         settle_padding(tokenizer, "<nothing>")
-
-
-# ------------------------------------------------------------------------------------------- date
 
 
 def test_the_date_is_pinned():
@@ -185,9 +176,6 @@ def test_what_is_put_in_front_of_a_template_changes_none_of_its_own_text(leading
     assert text_of(tokenizer) == f"<s>{plain}</s>"
 
 
-# -------------------------------------------------------------------------------------- variables
-
-
 def test_variables_are_written_into_the_template():
     template = (
         "{% macro think() %}{{ '/think' if thinks else '/no_think' }}{% endmacro %}"
@@ -212,9 +200,6 @@ def test_variables_that_transformers_always_passes_are_bound_too():
 def test_a_name_that_is_no_variable_is_refused(name):
     with pytest.raises(ConfigError, match=f"chat_template_kwargs.{name} is not a variable"):
         bind_variables(CHATML, {name: True})
-
-
-# ------------------------------------------------------------------------------------ both ends
 
 
 def ends(tokenizer, *, append_eos):
@@ -270,9 +255,6 @@ def test_eos_is_not_written_where_an_answer_is_still_to_come():
 def test_a_template_that_cannot_render_at_all_is_an_error_of_the_model(template):
     with pytest.raises(ModelError, match=r"cannot render a question and its answer.*chatml"):
         close_ends(made.make_tokenizer(template=template), append_eos=True)
-
-
-# ---------------------------------------------------------------------------------------- loading
 
 
 def load(config, name):

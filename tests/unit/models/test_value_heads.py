@@ -130,9 +130,6 @@ def texts_of(directory):
     ]
 
 
-# ----------------------------------------------------------------------------------- LLaMA-Factory
-
-
 def test_llama_factory_scores_the_template_as_it_is_and_adds_its_bias(tmp_path):
     directory = llama_factory(tmp_path)
     scorer, found, said = scored(directory)
@@ -167,9 +164,6 @@ def test_trl_keeps_the_head_among_the_weights(tmp_path):
     _, found, said = scored(directory)
     assert found == pytest.approx(by_hand(directory, texts_of(directory), bias=0.75), abs=1e-5)
     assert "made by TRL; its head is from model.safetensors: v_head.summary.weight" in said
-
-
-# ---------------------------------------------------------------------------------------- OpenRLHF
 
 
 @pytest.mark.parametrize("prefix", ["score", "value_head"])
@@ -220,9 +214,6 @@ def test_the_prompt_of_a_template_for_openrlhf_is_left_alone(tmp_path):
     assert scorer.contract.tokenizer.apply_chat_template(
         asked, **arguments
     ) == plain.apply_chat_template(asked, **arguments)
-
-
-# ------------------------------------------------------------------------------- what is not one
 
 
 def test_a_critic_is_refused(tmp_path):

@@ -1,9 +1,6 @@
 """Completions on screen and in parquet."""
 
-from __future__ import annotations
-
 from io import StringIO
-from pathlib import Path
 
 import pyarrow
 from pyarrow import parquet
@@ -44,13 +41,13 @@ FAILED = CompletionRow(
 )
 
 
-def shown(*rows: CompletionRow, title: str = "validation, step 3") -> str:
+def shown(*rows, title="validation, step 3"):
     stream = StringIO()
     print_completions(Console(file=stream, width=120, color_system=None), title, rows)
     return stream.getvalue()
 
 
-def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+def test_what_is_written_is_what_is_read(tmp_path):
     path = tmp_path / "completions" / "step_000003.parquet"
     write_completions(path, [ROW, FAILED])
     table = parquet.read_table(path)
@@ -62,7 +59,7 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     assert table.schema.field("answer").type == pyarrow.string()
 
 
-def test_columns_have_their_types_even_where_everything_is_missing(tmp_path: Path) -> None:
+def test_columns_have_their_types_even_where_everything_is_missing(tmp_path):
     write_completions(tmp_path / "a.parquet", [FAILED])
     write_completions(tmp_path / "b.parquet", [])
     write_completions(tmp_path / "c.parquet", [ROW])
@@ -71,7 +68,7 @@ def test_columns_have_their_types_even_where_everything_is_missing(tmp_path: Pat
     assert schemas[1].equals(schemas[2])
 
 
-def test_any_text_can_be_written(tmp_path: Path) -> None:
+def test_any_text_can_be_written(tmp_path):
     odd = "a\0b \ud83d \x1b[31m é \U0001f33f"
     row = CompletionRow(
         step=0, task="t", group="g", environment="e", prompt=odd, completion=odd, reward=0.0
@@ -82,12 +79,7 @@ def test_any_text_can_be_written(tmp_path: Path) -> None:
     assert read["prompt"].endswith(" \x1b[31m é \U0001f33f")
 
 
-def test_cells_follow_the_columns() -> None:
-    assert dict(zip(CompletionRow.columns(), ROW.cells, strict=True))["reward"] == 1.0
-    assert len(ROW.cells) == len(CompletionRow.columns())
-
-
-def test_the_table_shows_rewards_failures_and_what_was_cut_off() -> None:
+def test_the_table_shows_rewards_failures_and_what_was_cut_off():
     text = shown(ROW, FAILED)
     assert "validation, step 3" in text
     assert "It is \\boxed{2}." in text
@@ -95,7 +87,7 @@ def test_the_table_shows_rewards_failures_and_what_was_cut_off() -> None:
     assert "[cut off]" in text
 
 
-def test_markup_and_escapes_of_a_policy_are_shown_and_not_obeyed() -> None:
+def test_markup_and_escapes_of_a_policy_are_shown_and_not_obeyed():
     row = CompletionRow(
         step=0,
         task="t",
@@ -111,20 +103,7 @@ def test_markup_and_escapes_of_a_policy_are_shown_and_not_obeyed() -> None:
     assert "\x1b" not in text
 
 
-def test_long_texts_are_shortened() -> None:
-    row = CompletionRow(
-        step=0,
-        task="t",
-        group="g",
-        environment="e",
-        prompt="p " * 4000,
-        completion="c " * 4000,
-        reward=0.25,
-    )
-    assert len(shown(row).splitlines()) < 30
-
-
-def test_the_environments_words_do_not_run_into_the_policys() -> None:
+def test_the_environments_words_do_not_run_into_the_policys():
     turns = (
         Message("assistant", "5"),
         Message("environment", "higher"),

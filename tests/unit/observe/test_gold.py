@@ -1,9 +1,6 @@
 """Which metric of a run is its gold metric: one answer for reports and alarms."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import pytest
 
@@ -12,7 +9,6 @@ from laurel.observe.report.charts import charts_of
 from laurel.observe.report.findings import findings
 from laurel.observe.report.page import page_of
 from laurel.observe.report.samples import RunSamples
-from laurel.observe.run_record import RunRecord
 from report_runs import record
 
 COMPOSITE = {
@@ -52,12 +48,12 @@ ALL = [
     ],
 )
 def test_the_gold_metric_is_the_named_one_or_a_part_that_is_not_rewarded(
-    settings: dict[str, object], measured: list[str], expected: str | None
-) -> None:
+    settings, measured, expected
+):
     assert gold_metric(settings, measured) == expected
 
 
-def run(gold: list[float], *, reward: list[float] | None = None, **others: Any) -> RunRecord:
+def run(gold, *, reward=None, **others):
     curves = {
         "env/both/math/accuracy": gold,
         "train/reward": reward or [1.2 + 0.01 * i for i in range(len(gold))],
@@ -73,7 +69,7 @@ NEVER_HIGHER = [0.60 + 0.1 * (i % 2) for i in range(20)] + [0.57 + 0.1 * (i % 2)
 
 
 @pytest.mark.parametrize("gold", [[0.84, 0.08], FALLEN_AT_ONCE, FALLEN_FROM_ITS_PEAK])
-def test_a_run_whose_gold_metric_fell_is_bad_first_of_all(gold: list[float]) -> None:
+def test_a_run_whose_gold_metric_fell_is_bad_first_of_all(gold):
     first, *others = findings(run(gold))
     assert first.weight == "bad"
     assert "The gold metric env/both/math/accuracy fell from" in first.text
@@ -81,25 +77,25 @@ def test_a_run_whose_gold_metric_fell_is_bad_first_of_all(gold: list[float]) -> 
     assert "good" not in [one.weight for one in others]
 
 
-def test_nothing_is_well_where_gold_is_lower_by_what_chance_explains() -> None:
+def test_nothing_is_well_where_gold_is_lower_by_what_chance_explains():
     first, *others = findings(run(NEVER_HIGHER))
     assert (first.weight, "did not rise: 0.6500 at first" in first.text) == ("look", True)
     assert "good" not in [one.weight for one in others]
 
 
-def test_equal_rewards_are_no_success_while_gold_falls() -> None:
+def test_equal_rewards_are_no_success_while_gold_falls():
     alarm = {"step": 9, "alarm": "zero_spread_groups", "state": "raised", "text": "equal"}
     found = findings(run(FALLEN_AT_ONCE, reward=[2.0] * 30, health=[alarm]))
     assert [one.weight for one in found] == ["bad", "bad"]
 
 
-def test_gold_that_rises_is_said_beside_the_reward() -> None:
+def test_gold_that_rises_is_said_beside_the_reward():
     found = findings(run([0.3 + 0.01 * i for i in range(40)]))
     assert [one.weight for one in found] == ["good", "good"]
     assert "env/both/math/accuracy went from 0.3150 to 0.6750" in found[0].text
 
 
-def test_gold_is_the_first_figure_and_the_first_curve_of_the_page() -> None:
+def test_gold_is_the_first_figure_and_the_first_curve_of_the_page():
     one = run(FALLEN_AT_ONCE)
     assert charts_of(one)[0].lines[0].label == "env/both/math/accuracy"
     page = page_of([one], [RunSamples()], title="t")

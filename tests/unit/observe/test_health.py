@@ -1,10 +1,8 @@
 """The rules of the alarms on histories made by hand, and what holds of any history."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import pytest
@@ -22,7 +20,6 @@ from laurel.observe.health import (
     RULES,
     TRUNCATION,
     ZERO_SPREAD,
-    AlarmEvent,
     Alarms,
 )
 
@@ -38,27 +35,25 @@ SETTINGS: dict[str, Any] = {
     "format_metric": FORMAT,
 }
 
-Steps = Sequence[Mapping[str, float]]
 
-
-def alarms(**changes: Any) -> Alarms:
+def alarms(**changes):
     return Alarms(HealthConfig(**(SETTINGS | changes)), members=MEMBERS)
 
 
-def events(steps: Steps, **changes: Any) -> list[AlarmEvent]:
+def events(steps, **changes):
     watching = alarms(**changes)
     return [event for n, step in enumerate(steps, start=1) for event in watching.see(n, step)]
 
 
-def told(steps: Steps, **changes: Any) -> list[tuple[int, str, str]]:
+def told(steps, **changes):
     return [(event.step, event.alarm, event.state) for event in events(steps, **changes)]
 
 
-def line(name: str, *values: float, **others: float) -> list[dict[str, float]]:
+def line(name, *values, **others):
     return [{name: value, **others} for value in values]
 
 
-def columns(**by_name: Sequence[float]) -> list[dict[str, float]]:
+def columns(**by_name):
     names = {
         "reward": REWARD,
         "kl": KL,
@@ -70,8 +65,6 @@ def columns(**by_name: Sequence[float]) -> list[dict[str, float]]:
     return [{names[n]: v for n, v in zip(by_name, row, strict=True)} for row in rows]
 
 
-# ------------------------------------------------------------------------ against the first steps
-
 DRIFTS: list[tuple[str, str, float, float, float, float]] = [
     # metric, alarm, at first, much later, a leap, and almost one
     (LENGTH, "length", 10, 18, 15.1, 14.9),
@@ -82,15 +75,13 @@ DRIFTS: list[tuple[str, str, float, float, float, float]] = [
 SAME = ("metric", "alarm", "first", "later", "leap", "almost")
 
 
-def noisy(*values: float, by: float) -> list[float]:
+def noisy(*values, by):
     """Alternately a bit above and a bit below."""
     return [value + by * (-1) ** n for n, value in enumerate(values)]
 
 
 @pytest.mark.parametrize(SAME, DRIFTS)
-def test_a_slow_drift_rises_against_the_first_steps(
-    metric: str, alarm: str, first: float, later: float, leap: float, almost: float
-) -> None:
+def test_a_slow_drift_rises_against_the_first_steps(metric, alarm, first, later, leap, almost):
     """Each step is a small one: only the medians of a window tell."""
     slow = [first + (later - first) * n / 16 for n in range(17)]
     (event,) = events(line(metric, *[first] * 8, *slow))
@@ -100,9 +91,7 @@ def test_a_slow_drift_rises_against_the_first_steps(
 
 
 @pytest.mark.parametrize(SAME, DRIFTS)
-def test_a_leap_rises_at_its_step(
-    metric: str, alarm: str, first: float, later: float, leap: float, almost: float
-) -> None:
+def test_a_leap_rises_at_its_step(metric, alarm, first, later, leap, almost):
     (event,) = events(line(metric, *[first] * 6, leap))
     assert (event.step, event.alarm, event.finding.baseline) == (7, alarm, first)
     assert "in the steps before" in event.finding.text
@@ -111,9 +100,7 @@ def test_a_leap_rises_at_its_step(
 
 
 @pytest.mark.parametrize(SAME, DRIFTS)
-def test_the_first_steps_are_not_blind(
-    metric: str, alarm: str, first: float, later: float, leap: float, almost: float
-) -> None:
+def test_the_first_steps_are_not_blind(metric, alarm, first, later, leap, almost):
     """Twice as far is needed while chance is not known; a window of it is told by step 6."""
     twice = first * (leap / first) ** 2 if metric == LENGTH else first + 2 * (leap - first)
     assert told(line(metric, first, twice)) == [(2, alarm, "raised")]
@@ -124,9 +111,7 @@ def test_the_first_steps_are_not_blind(
 
 
 @pytest.mark.parametrize(SAME, DRIFTS)
-def test_noise_raises_nothing(
-    metric: str, alarm: str, first: float, later: float, leap: float, almost: float
-) -> None:
+def test_noise_raises_nothing(metric, alarm, first, later, leap, almost):
     by = abs(leap - first) / 3
     values = noisy(*[max(first, by)] * 30, by=by)
     assert told(line(metric, *values)) == []
@@ -135,27 +120,25 @@ def test_noise_raises_nothing(
 
 
 @pytest.mark.parametrize(SAME, DRIFTS)
-def test_less_than_the_threshold_raises_nothing(
-    metric: str, alarm: str, first: float, later: float, leap: float, almost: float
-) -> None:
+def test_less_than_the_threshold_raises_nothing(metric, alarm, first, later, leap, almost):
     assert told(line(metric, *[first] * 6, *[almost] * 9)) == []
 
 
-def test_a_form_that_is_lost() -> None:
+def test_a_form_that_is_lost():
     assert told(line(FORMAT, *[0.9] * 6, *[0.79] * 3)) == [(8, "format", "raised")]
     assert told(line(FORMAT, *[0.9] * 6, *[0.81] * 9)) == []
     assert told(line(FORMAT, *[0.9] * 6, 0.5, *[0.9] * 3)) == [], "a single odd step"
 
 
 @pytest.mark.parametrize("metric", [LENGTH, REPETITION, TRUNCATION, FORMAT])
-def test_what_is_usual_in_the_first_steps_is_no_drift(metric: str) -> None:
+def test_what_is_usual_in_the_first_steps_is_no_drift(metric):
     """Median 0.5, median absolute deviation 0.075: four standard deviations reach beyond 0.9."""
     first, far = [0.5, 0.65, 0.5, 0.35], 0.85 if metric != FORMAT else 0.15
     assert told(line(metric, *first, *[far] * 9)) == []
     assert len(told(line(metric, *first, *[far] * 9), num_spreads=0.0)) == 1
 
 
-def test_the_direction_of_a_length_is_told_by_its_evidence() -> None:
+def test_the_direction_of_a_length_is_told_by_its_evidence():
     first = [10.0] * 4
     (longer,) = events(line(LENGTH, *first, *[20.0] * 3))
     (shorter,) = events(line(LENGTH, *first, *[5.0] * 3))
@@ -169,8 +152,6 @@ def test_the_direction_of_a_length_is_told_by_its_evidence() -> None:
     assert "20" in longer.finding.text
 
 
-# --------------------------------------------------------------------------------- whatever began
-
 SHARES = [
     (ZERO_SPREAD, "zero_spread_groups", 0.9),
     (FAILURES, "failures", 0.1),
@@ -178,29 +159,24 @@ SHARES = [
 
 
 @pytest.mark.parametrize(("metric", "alarm", "share"), SHARES)
-def test_a_share_that_is_too_large_from_the_beginning(
-    metric: str, alarm: str, share: float
-) -> None:
+def test_a_share_that_is_too_large_from_the_beginning(metric, alarm, share):
     assert told(line(metric, *[share] * 5)) == [(3, alarm, "raised")]
     assert told(line(metric, *[share - 0.01] * 5)) == []
 
 
-def test_an_alarm_is_over_after_a_window_of_good_steps() -> None:
+def test_an_alarm_is_over_after_a_window_of_good_steps():
     values = [0.0, 0.2, 0.2, 0.0, 0.0, 0.2, 0.0, 0.0, 0.0, 0.0]
     found = told(line(FAILURES, *values))
     # Medians of three: 0, 0.2, 0.2, 0, 0, 0, 0, 0 from the third step on: fresh ones count anew.
     assert found == [(3, "failures", "raised"), (7, "failures", "over")]
 
 
-def test_good_steps_count_anew_after_a_bad_one() -> None:
+def test_good_steps_count_anew_after_a_bad_one():
     values = [0.2, 0.2, 0.2, 0.0, 0.0, 0.2, 0.2, 0.0, 0.0, 0.0, 0.0]
     assert told(line(FAILURES, *values)) == [(3, "failures", "raised"), (11, "failures", "over")]
 
 
-# -------------------------------------------------------------------------- proxy, gold, divergence
-
-
-def test_gold_that_falls_while_the_reward_rises() -> None:
+def test_gold_that_falls_while_the_reward_rises():
     gold = [0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.7, 0.7, 0.7, 0.7]
     steps = columns(
         reward=[0.1 * n for n in range(10)], kl=[0.01 * n for n in range(10)], gold=gold
@@ -223,7 +199,7 @@ def test_gold_that_falls_while_the_reward_rises() -> None:
         {"kl": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.1, 0.1, 0.1, 0.1]},  # goes back
     ],
 )
-def test_other_falls_of_gold_are_no_overoptimisation(changes: dict[str, list[float]]) -> None:
+def test_other_falls_of_gold_are_no_overoptimisation(changes):
     bad = {
         "reward": [0.1 * n for n in range(10)],
         "kl": [0.01 * n for n in range(10)],
@@ -233,7 +209,7 @@ def test_other_falls_of_gold_are_no_overoptimisation(changes: dict[str, list[flo
     assert told(columns(**(bad | changes))) == []
 
 
-def test_gold_of_validations_is_judged_by_a_few_of_them() -> None:
+def test_gold_of_validations_is_judged_by_a_few_of_them():
     name = "validation/reward_mean"
     watching = alarms(gold_metric=name, window=5)
     found = []
@@ -244,7 +220,7 @@ def test_gold_of_validations_is_judged_by_a_few_of_them() -> None:
     assert [(event.step, event.alarm) for event in found] == [(6, "overoptimisation")]
 
 
-def test_negative_gold_is_measured_by_its_size() -> None:
+def test_negative_gold_is_measured_by_its_size():
     gold = [-1.0] * 6 + [-1.2] * 3
     steps = columns(reward=[float(n) for n in range(9)], gold=gold)
     assert told(steps) == [(8, "overoptimisation", "raised")]
@@ -269,7 +245,7 @@ WEIGHTLESS = {
 @pytest.mark.parametrize(
     "gold", [[0.84, 0.08], [0.84, 0.45, 0.08], [0.82, 0.85, 0.84] * 4 + [0.45, 0.08]]
 )
-def test_gold_that_falls_in_two_steps_rises_at_once(gold: list[float]) -> None:
+def test_gold_that_falls_in_two_steps_rises_at_once(gold):
     """Wherever in a run, with nothing set: the part of weight 0 is the gold metric."""
     watching = Alarms(HealthConfig(), settings=WEIGHTLESS)
     found = [
@@ -295,17 +271,17 @@ def test_gold_that_falls_in_two_steps_rises_at_once(gold: list[float]) -> None:
         [0.5] * 8 + [0.3] + [0.5] * 8,  # less than half
     ],
 )
-def test_gold_that_is_noisy_does_not_leap(gold: list[float]) -> None:
+def test_gold_that_is_noisy_does_not_leap(gold):
     assert told(columns(gold=gold)) == []
 
 
-def test_gold_collapses_with_the_reward() -> None:
+def test_gold_collapses_with_the_reward():
     """A leap is told whatever the reward does."""
     steps = columns(reward=[1.0] * 8 + [0.1], gold=[0.8] * 8 + [0.1])
     assert told(steps) == [(9, "overoptimisation", "raised")]
 
 
-def test_a_divergence_that_leaps() -> None:
+def test_a_divergence_that_leaps():
     assert told(columns(kl=[0.05] * 6 + [0.16])) == [(7, "kl_jump", "raised")]
     assert told(columns(kl=[0.05, 0.3])) == [(2, "kl_jump", "raised")], "the first steps"
     assert told(columns(kl=[0.05] * 6 + [0.14])) == [], "less than three times"
@@ -314,17 +290,14 @@ def test_a_divergence_that_leaps() -> None:
     assert told(columns(kl=noisy(*[0.15] * 30, by=0.08))) == []
 
 
-def test_length_that_is_paid_for() -> None:
+def test_length_that_is_paid_for():
     growing = [10.0] * 4 + [12.0] * 4
     assert told(columns(length=growing, correlation=[0.6] * 8)) == [(6, "length_bias", "raised")]
     assert told(columns(length=growing, correlation=[0.4] * 8)) == []
     assert told(columns(length=[10.0] * 8, correlation=[0.6] * 8)) == [], "nothing grows"
 
 
-# ---------------------------------------------------------------------------------- several models
-
-
-def members(left: Sequence[float], right: Sequence[float], std: float = 0.5) -> Steps:
+def members(left, right, std=0.5):
     return [
         {
             f"{PART}left/mean": a,
@@ -336,7 +309,7 @@ def members(left: Sequence[float], right: Sequence[float], std: float = 0.5) -> 
     ]
 
 
-def test_models_that_go_apart() -> None:
+def test_models_that_go_apart():
     steps = members([0.0] * 4 + [0.75] * 3, [2.0] * 4 + [2.125] * 3)
     (event,) = events(steps)
     assert (event.step, event.alarm) == (6, "ensemble")
@@ -345,16 +318,13 @@ def test_models_that_go_apart() -> None:
     assert told(members([0.0] * 4 + [0.6] * 3, [2.0] * 7, std=0.0)) == [], "no unit to measure in"
 
 
-def test_parts_that_are_no_reward_models_are_not_compared() -> None:
+def test_parts_that_are_no_reward_models_are_not_compared():
     steps = members([0.0] * 4 + [0.6] * 3, [2.0] * 7)
     watching = Alarms(HealthConfig(**SETTINGS), members=("left", "other"))
     assert [e for n, step in enumerate(steps) for e in watching.see(n, step)] == []
 
 
-# ------------------------------------------------------------------------------ absent, not finite
-
-
-def bad_history() -> list[dict[str, float]]:
+def bad_history():
     """Everything goes wrong after eight steps."""
     bad: dict[str, tuple[float, float]] = {
         LENGTH: (10, 30),
@@ -389,14 +359,14 @@ NEEDS: dict[str, set[str]] = {
 }
 
 
-def test_every_alarm_has_a_rule_and_rises_where_all_goes_wrong() -> None:
+def test_every_alarm_has_a_rule_and_rises_where_all_goes_wrong():
     assert set(RULES) == set(get_args(Alarm)) == set(NEEDS)
     assert {alarm for _, alarm, _ in told(bad_history())} == set(RULES)
 
 
 @pytest.mark.parametrize("alarm", RULES)
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
-def test_without_a_metric_its_rules_are_silent(alarm: str, value: float | None) -> None:
+def test_without_a_metric_its_rules_are_silent(alarm, value):
     """Not measured and not finite are the same: the rule never judges, whatever the others say."""
     for name in NEEDS[alarm]:
         steps = [{k: v for k, v in step.items() if k != name} for step in bad_history()]
@@ -410,7 +380,7 @@ def test_without_a_metric_its_rules_are_silent(alarm: str, value: float | None) 
         assert unaffected <= set(found)
 
 
-def test_a_metric_that_pauses_changes_nothing() -> None:
+def test_a_metric_that_pauses_changes_nothing():
     """What was raised stays so, and what is missing is no good step."""
     steps: list[dict[str, float]] = [{FAILURES: 0.5}] * 3 + [{REWARD: 1.0}] * 9
     watching = alarms()
@@ -418,15 +388,13 @@ def test_a_metric_that_pauses_changes_nothing() -> None:
     assert (found, watching.raised) == (["raised"], ("failures",))
 
 
-def test_ignored_alarms_do_not_rise_and_chosen_ones_stop() -> None:
+def test_ignored_alarms_do_not_rise_and_chosen_ones_stop():
     watching = alarms(ignore=["length", "kl_jump"], stop_on=["failures", "repetition"])
     for n, step in enumerate(bad_history()):
         watching.see(n, step)
     assert not {"length", "kl_jump"} & {*watching.raised, *watching.known}
     assert set(watching.stopping) == {"failures", "repetition"}
 
-
-# -------------------------------------------------------------------------------------- any history
 
 OF_MEMBERS = [f"{PART}{member}/{kind}" for member in MEMBERS for kind in ("mean", "std")]
 NAMES = [*sorted(READ), GOLD, FORMAT, *OF_MEMBERS]
@@ -439,7 +407,7 @@ FINITE = st.floats(-1e6, 1e6)
     count=st.integers(1, 40),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_run_that_stays_as_it_began_raises_nothing(step: dict[str, float], count: int) -> None:
+def test_a_run_that_stays_as_it_began_raises_nothing(step, count):
     assert told([step] * count) == []
 
 
@@ -449,7 +417,7 @@ ANY_STEP = st.dictionaries(st.sampled_from(NAMES), ANY_VALUE)
 
 @given(steps=st.lists(ANY_STEP, max_size=30), cut=st.integers(0, 30))
 @settings(max_examples=100, deadline=None)
-def test_a_run_that_was_resumed_gives_the_same_events(steps: list[Any], cut: int) -> None:
+def test_a_run_that_was_resumed_gives_the_same_events(steps, cut):
     straight = events(steps)
     first = alarms()
     found = [e for n, step in enumerate(steps[:cut], start=1) for e in first.see(n, step)]
@@ -464,7 +432,7 @@ def test_a_run_that_was_resumed_gives_the_same_events(steps: list[Any], cut: int
 
 @given(steps=st.lists(ANY_STEP, max_size=30))
 @settings(max_examples=60, deadline=None)
-def test_alarms_rise_and_end_in_turn_with_finite_figures(steps: list[Any]) -> None:
+def test_alarms_rise_and_end_in_turn_with_finite_figures(steps):
     open_now: set[str] = set()
     for event in events(steps):
         assert (event.alarm in open_now) == (event.state == "over")
@@ -474,7 +442,7 @@ def test_alarms_rise_and_end_in_turn_with_finite_figures(steps: list[Any]) -> No
         assert event.finding.is_bad == (event.state == "raised")
 
 
-def test_a_state_of_other_settings_can_be_taken() -> None:
+def test_a_state_of_other_settings_can_be_taken():
     """What is no longer read, or no longer wanted, is forgotten."""
     before = alarms()
     for n, step in enumerate(bad_history()):
@@ -485,7 +453,7 @@ def test_a_state_of_other_settings_can_be_taken() -> None:
     assert after.see(21, {GOLD: 0.0, FAILURES: 1.0}) == []
 
 
-def test_the_order_within_a_step_does_not_matter() -> None:
+def test_the_order_within_a_step_does_not_matter():
     turned = [dict(reversed(step.items())) for step in bad_history()]
     assert told(turned) == told(bad_history())
 
@@ -494,7 +462,7 @@ READERS: Sequence[Callable[[], Alarms]] = (alarms, lambda: Alarms(HealthConfig()
 
 
 @pytest.mark.parametrize("make", READERS)
-def test_an_empty_step_says_nothing(make: Callable[[], Alarms]) -> None:
+def test_an_empty_step_says_nothing(make):
     watching = make()
     assert [watching.see(n, {}) for n in range(30)] == [[]] * 30
     assert watching.known == watching.raised == ()

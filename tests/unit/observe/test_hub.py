@@ -1,15 +1,11 @@
 """Whether the hub answers: told in seconds, and only where something is to be fetched."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -31,14 +27,14 @@ print(json.dumps(said))
 
 
 @pytest.fixture
-def closed() -> str:
+def closed():
     """The address of a port that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.fixture
-def silent() -> Iterator[str]:
+def silent():
     """The address of a server that can be connected to, and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -47,15 +43,15 @@ def silent() -> Iterator[str]:
 class Refuses(BaseHTTPRequestHandler):
     """Knows nothing."""
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self.send_error(404)
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         """Say nothing."""
 
 
 @pytest.fixture
-def refusing() -> Iterator[str]:
+def refusing():
     """The address of a server that answers 404."""
     server = HTTPServer(("127.0.0.1", 0), Refuses)
     thread = Thread(target=server.serve_forever)
@@ -66,9 +62,7 @@ def refusing() -> Iterator[str]:
     server.server_close()
 
 
-def test_only_a_server_without_a_connection_does_not_answer(
-    closed: str, silent: str, refusing: str
-) -> None:
+def test_only_a_server_without_a_connection_does_not_answer(closed, silent, refusing):
     why = why_no_answer(closed)
     assert why is not None
     assert why.startswith(f"no connection to {closed}: ")
@@ -76,7 +70,7 @@ def test_only_a_server_without_a_connection_does_not_answer(
     assert why_no_answer(silent, seconds=0.2) is None  # slow, and there
 
 
-def asked(home: Path, names: list[str], **more: str) -> dict[str, str | None]:
+def asked(home, names, **more):
     """What is said of names by a process with a cache and an endpoint of its own."""
     offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HF_HUB_ETAG_TIMEOUT")
     kept = {key: value for key, value in os.environ.items() if key not in offline}
@@ -91,7 +85,7 @@ def asked(home: Path, names: list[str], **more: str) -> dict[str, str | None]:
     return found
 
 
-def test_what_was_fetched_before_asks_nobody(tmp_path: Path, closed: str) -> None:
+def test_what_was_fetched_before_asks_nobody(tmp_path, closed):
     (tmp_path / "hub" / "models--owner--here" / "snapshots").mkdir(parents=True)
     names = ["owner/here", "owner/absent", "no/name/of/the/hub"]
     said = asked(tmp_path, names, HF_ENDPOINT=closed)
@@ -105,7 +99,7 @@ def test_what_was_fetched_before_asks_nobody(tmp_path: Path, closed: str) -> Non
         assert cure in error
 
 
-def test_offline_it_is_not_asked(tmp_path: Path, closed: str) -> None:
+def test_offline_it_is_not_asked(tmp_path, closed):
     said = asked(tmp_path, ["owner/absent"], HF_ENDPOINT=closed, HF_HUB_OFFLINE="1")
     assert said["owner/absent"] == (
         "HF_HUB_OFFLINE is set, and it is not among what was fetched before"

@@ -38,7 +38,7 @@ print("after")
 """
 
 
-def test_what_others_print_goes_to_standard_error() -> None:
+def test_what_others_print_goes_to_standard_error():
     done = subprocess.run([sys.executable, "-c", NOISY], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == 'before\n{\n  "answer": 42\n}\nafter\n'
@@ -46,7 +46,7 @@ def test_what_others_print_goes_to_standard_error() -> None:
         assert line in done.stderr.splitlines()
 
 
-def test_a_stream_that_stands_in_for_standard_output_is_kept(capsys: Any) -> None:
+def test_a_stream_that_stands_in_for_standard_output_is_kept(capsys: Any):
     with stdout_for_json():
         print("beside it")
         write_json([1], indent=None)
@@ -55,14 +55,14 @@ def test_a_stream_that_stands_in_for_standard_output_is_kept(capsys: Any) -> Non
     assert json_stream() is sys.stdout
 
 
-def test_standard_output_is_given_back_after_an_error(capsys: Any) -> None:
+def test_standard_output_is_given_back_after_an_error(capsys: Any):
     with pytest.raises(ValueError, match="oh"), stdout_for_json():
         raise ValueError("oh")
     print("after it")
     assert capsys.readouterr().out == "after it\n"
 
 
-def test_the_option_keeps_standard_output_while_its_command_runs() -> None:
+def test_the_option_keeps_standard_output_while_its_command_runs():
     small = typer.Typer()
 
     @small.command()
@@ -77,7 +77,7 @@ def test_the_option_keeps_standard_output_while_its_command_runs() -> None:
     assert (done.stdout, done.stderr) == ("a note\n", "")
 
 
-def test_what_is_not_finite_is_null_and_a_path_is_text() -> None:
+def test_what_is_not_finite_is_null_and_a_path_is_text():
     value = {"loss": float("nan"), "rates": (1.5, float("inf")), "best": Path("a") / "b", "é": None}
     said = {"loss": None, "rates": [1.5, None], "best": os.path.join("a", "b"), "é": None}
     assert json.loads(json_text(value)) == said
@@ -92,7 +92,7 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ..
     return [found for name, one in below.items() for found in commands(one, (*path, name))]
 
 
-def test_every_command_has_the_option() -> None:
+def test_every_command_has_the_option():
     found = commands(typer.main.get_command(app))
     assert len(found) >= 20
     without = [
@@ -101,7 +101,7 @@ def test_every_command_has_the_option() -> None:
     assert without == []
 
 
-def test_the_configuration_as_json() -> None:
+def test_the_configuration_as_json():
     done = CliRunner().invoke(app, ["config", "--for", "grpo", "--json", "grpo.max_num_steps=7"])
     assert json.loads(done.stdout)["grpo"]["max_num_steps"] == 7
     refused = CliRunner().invoke(app, ["config", "--json", "--describe"])
@@ -110,13 +110,13 @@ def test_the_configuration_as_json() -> None:
     assert refused.stdout == ""
 
 
-def test_a_plan_as_json() -> None:
+def test_a_plan_as_json():
     arguments = ["plan", "--for", "sft", "--json", "+policy.scratch.hidden_size=32"]
     done = CliRunner().invoke(app, arguments)
     assert isinstance(json.loads(done.stdout)["fits"], bool), done.stderr
 
 
-def test_a_run_ends_with_json_and_says_nothing_else_when_quiet(tmp_path: Path) -> None:
+def test_a_run_ends_with_json_and_says_nothing_else_when_quiet(tmp_path: Path):
     overrides = settings(tmp_path, "rm.max_num_steps=2", "rm.val_at_end=true")
     try:
         done = CliRunner().invoke(app, ["rm", "--json", "--quiet", *overrides])

@@ -1,6 +1,5 @@
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,43 +24,38 @@ from laurel.observe.loggers import (
 class RecordingLogger:
     """A logger that remembers, and fails from its `fails_at`-th call on."""
 
-    def __init__(self, fails_at: int | None = None) -> None:
+    def __init__(self, fails_at=None):
         self.calls: list[str] = []
         self._fails_at = fails_at
 
-    def _call(self, name: str) -> None:
+    def _call(self, name):
         self.calls.append(name)
         if self._fails_at is not None and len(self.calls) >= self._fails_at:
             raise ConnectionError("the network is down")
 
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+    def log(self, metrics, *, step):
         self._call("log")
 
-    def log_table(
-        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, step: int
-    ) -> None:
+    def log_table(self, name, columns, rows, *, step):
         self._call("log_table")
 
-    def log_config(self, config: Mapping[str, object]) -> None:
+    def log_config(self, config):
         self._call("log_config")
 
-    def close(self) -> None:
+    def close(self):
         self._call("close")
 
 
-def lines_of(path: Path) -> list[dict[str, object]]:
+def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def ticking(start: float = 1000.0) -> Callable[[], float]:
+def ticking(start=1000.0):
     times = iter(start + step for step in range(100))
     return lambda: next(times)
 
 
-# ----------------------------------------------------------------------------------------- JSONL
-
-
-def test_a_line_a_step(tmp_path: Path) -> None:
+def test_a_line_a_step(tmp_path):
     logger = JsonlLogger(tmp_path, clock=ticking())
     logger.log({"train/loss": 0.5, "train/num_valid_samples": 4}, step=1)
     # Written through: there before close.
@@ -73,12 +67,12 @@ def test_a_line_a_step(tmp_path: Path) -> None:
     assert lines_of(tmp_path / "metrics.jsonl")[1] == {"step": 2, "time": 1001.0}
 
 
-def test_numbers_that_json_cannot_say_stay_valid_json(tmp_path: Path) -> None:
+def test_numbers_that_json_cannot_say_stay_valid_json(tmp_path):
     logger = JsonlLogger(tmp_path)
     logger.log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": np.float32(0.5)}, step=1)
     logger.close()
 
-    def refuse(name: str) -> float:
+    def refuse(name):
         raise AssertionError(f"{name} is not JSON")
 
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -89,14 +83,14 @@ def test_numbers_that_json_cannot_say_stay_valid_json(tmp_path: Path) -> None:
     assert (read["b"], read["c"]) == (math.inf, -math.inf)
 
 
-def test_a_metric_cannot_take_the_place_of_the_step(tmp_path: Path) -> None:
+def test_a_metric_cannot_take_the_place_of_the_step(tmp_path):
     logger = JsonlLogger(tmp_path, clock=ticking())
     logger.log({"step": 99.0, "time": 0.0}, step=1)
     logger.close()
     assert lines_of(tmp_path / "metrics.jsonl") == [{"step": 1, "time": 1000.0}]
 
 
-def test_a_resumed_run_supersedes_what_it_computes_again(tmp_path: Path) -> None:
+def test_a_resumed_run_supersedes_what_it_computes_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     first = JsonlLogger(tmp_path)
     for step in (1, 2, 3, 4):
@@ -114,7 +108,7 @@ def test_a_resumed_run_supersedes_what_it_computes_again(tmp_path: Path) -> None
     ]
 
 
-def test_both_files_hold_each_step_once_after_resumes(tmp_path: Path) -> None:
+def test_both_files_hold_each_step_once_after_resumes(tmp_path):
     for resumed_step in (None, 3, 1):
         logger = JsonlLogger(tmp_path, resumed_step=resumed_step)
         for step in range((resumed_step or 0) + 1, 5):
@@ -129,7 +123,7 @@ def test_both_files_hold_each_step_once_after_resumes(tmp_path: Path) -> None:
     assert sorted(f.name for f in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
 
 
-def test_a_file_that_earlier_versions_left_with_doubled_steps_is_cleaned(tmp_path: Path) -> None:
+def test_a_file_that_earlier_versions_left_with_doubled_steps_is_cleaned(tmp_path):
     path = tmp_path / "metrics.jsonl"
     rows = ['{"step": 1}', '{"step": 2, "a": 1.0}', '{"event": "resumed", "step": 1}']
     path.write_text("\n".join([*rows, '{"step": 2, "a": 2.0}', "not ours"]) + "\n")
@@ -139,7 +133,7 @@ def test_a_file_that_earlier_versions_left_with_doubled_steps_is_cleaned(tmp_pat
     assert len(texts) == 5
 
 
-def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path: Path) -> None:
+def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "time": 0.0, "a": 1.0}\n{"step": 2, "ti')
     assert [record["step"] for record in read_metrics(path)] == [1]
@@ -150,7 +144,7 @@ def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path: Path) -> None:
     assert [record["a"] for record in read_metrics(path)] == [1.0, 2.0]
 
 
-def test_foreign_lines_are_named(tmp_path: Path) -> None:
+def test_foreign_lines_are_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "a": [1]}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl:2: not a line of metrics"):
@@ -160,7 +154,7 @@ def test_foreign_lines_are_named(tmp_path: Path) -> None:
         read_metrics(path)
 
 
-def test_tables_go_to_samples(tmp_path: Path) -> None:
+def test_tables_go_to_samples(tmp_path):
     logger = JsonlLogger(tmp_path, clock=ticking())
     assert not (tmp_path / "samples.jsonl").exists()
     rows = [("2+2? 日本 \u2028", 1.5), ("lone \udc80", math.nan)]
@@ -178,7 +172,7 @@ def test_tables_go_to_samples(tmp_path: Path) -> None:
     assert second["row"] == {"prompt": "lone \udc80", "score": "NaN"}
 
 
-def test_the_configuration_is_kept(tmp_path: Path) -> None:
+def test_the_configuration_is_kept(tmp_path):
     logger = JsonlLogger(tmp_path)
     config = {"policy": {"lr": 2e-6, "name": None, "betas": (0.9, 0.98)}, "dir": Path("x"), "n": 3}
     logger.log_config(config)
@@ -190,10 +184,7 @@ def test_the_configuration_is_kept(tmp_path: Path) -> None:
     }
 
 
-# --------------------------------------------------------------------------------------- fan-out
-
-
-def test_everything_reaches_every_logger() -> None:
+def test_everything_reaches_every_logger():
     left, right = RecordingLogger(), RecordingLogger()
     loggers = Loggers({"left": left, "right": right})
     loggers.log_config({})
@@ -204,7 +195,7 @@ def test_everything_reaches_every_logger() -> None:
     assert left.calls == right.calls == ["log_config", "log", "log_table", "close"]
 
 
-def test_a_failing_logger_warns_once_and_the_others_go_on() -> None:
+def test_a_failing_logger_warns_once_and_the_others_go_on():
     warnings: list[str] = []
     bad, good = RecordingLogger(fails_at=2), RecordingLogger()
     loggers = Loggers({"wandb": bad, "jsonl": good}, warn=warnings.append)
@@ -218,11 +209,11 @@ def test_a_failing_logger_warns_once_and_the_others_go_on() -> None:
     assert "ConnectionError: the network is down" in warning
 
 
-def test_a_logger_that_does_not_open_warns_and_the_run_goes_on() -> None:
+def test_a_logger_that_does_not_open_warns_and_the_run_goes_on():
     warnings: list[str] = []
     loggers = Loggers({}, warn=warnings.append)
 
-    def fail() -> RecordingLogger:
+    def fail():
         raise TimeoutError
 
     loggers.add("mlflow", fail)
@@ -233,9 +224,9 @@ def test_a_logger_that_does_not_open_warns_and_the_run_goes_on() -> None:
     ]
 
 
-def test_an_interrupt_is_not_a_failing_logger() -> None:
+def test_an_interrupt_is_not_a_failing_logger():
     class Interrupted(RecordingLogger):
-        def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        def log(self, metrics, *, step):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -243,7 +234,7 @@ def test_an_interrupt_is_not_a_failing_logger() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_stops_the_log_not_the_run(tmp_path: Path) -> None:
+def test_a_full_disk_stops_the_log_not_the_run(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     warnings: list[str] = []
     loggers = Loggers({"jsonl": JsonlLogger(tmp_path)}, warn=warnings.append)
@@ -254,10 +245,7 @@ def test_a_full_disk_stops_the_log_not_the_run(tmp_path: Path) -> None:
     assert "No space left on device" in warning
 
 
-# --------------------------------------------------------------------------------------- opening
-
-
-def test_what_is_missing_is_said_before_anything_is_made(tmp_path: Path) -> None:
+def test_what_is_missing_is_said_before_anything_is_made(tmp_path):
     config = LoggerConfig(wandb_enabled=True, mlflow_enabled=True)
     with pytest.raises(MissingDependencyError, match=r"logger\.wandb_enabled.*laurel-rl\[wandb\]"):
         check_available(config, is_installed=lambda package: package != "wandb")
@@ -270,7 +258,7 @@ def test_what_is_missing_is_said_before_anything_is_made(tmp_path: Path) -> None
     check_available(off, is_installed=lambda package: False)
 
 
-def test_a_mere_folder_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mere_folder_is_not_a_package(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     spec = find_spec("wandb")
@@ -281,7 +269,7 @@ def test_a_mere_folder_is_not_a_package(tmp_path: Path, monkeypatch: pytest.Monk
         check_available(LoggerConfig(wandb_enabled=True))
 
 
-def test_opening_what_the_configuration_names(tmp_path: Path) -> None:
+def test_opening_what_the_configuration_names(tmp_path):
     config = LoggerConfig()
     loggers = open_loggers(config, run_dir=tmp_path, run_config={"rm": {"seed": 42}})
     assert loggers.names == ("jsonl", "tensorboard")
@@ -297,7 +285,7 @@ def test_opening_what_the_configuration_names(tmp_path: Path) -> None:
     assert [record["train/loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0.4]
 
 
-def test_nothing_switched_on_is_fine(tmp_path: Path) -> None:
+def test_nothing_switched_on_is_fine(tmp_path):
     config = LoggerConfig(jsonl_enabled=False, tensorboard_enabled=False)
     loggers = open_loggers(config, run_dir=tmp_path, run_config={})
     loggers.log({"a": 1.0}, step=1)
@@ -305,10 +293,7 @@ def test_nothing_switched_on_is_fine(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------------------- run directories
-
-
-def test_run_directories_count_up(tmp_path: Path) -> None:
+def test_run_directories_count_up(tmp_path):
     log_dir = tmp_path / "deep" / "logs"
     assert next_run_dir(log_dir) == log_dir / "exp_001"
     assert next_run_dir(str(log_dir)) == log_dir / "exp_002"
@@ -319,20 +304,20 @@ def test_run_directories_count_up(tmp_path: Path) -> None:
     assert (log_dir / "exp_043").is_dir()
 
 
-def test_runs_that_start_at_once_get_different_directories(tmp_path: Path) -> None:
+def test_runs_that_start_at_once_get_different_directories(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         directories = list(pool.map(next_run_dir, [tmp_path] * 64))
     assert len(set(directories)) == 64
 
 
-def test_a_log_directory_that_is_a_file_is_an_error(tmp_path: Path) -> None:
+def test_a_log_directory_that_is_a_file_is_an_error(tmp_path):
     blocked = tmp_path / "logs"
     blocked.write_text("")
     with pytest.raises(ConfigError, match=r"logger\.log_dir: cannot create .*File exists"):
         next_run_dir(blocked)
 
 
-def test_a_validation_shows_three_lines_unless_asked_for_more() -> None:
+def test_a_validation_shows_three_lines_unless_asked_for_more():
     assert LoggerConfig().num_val_samples_to_print == 3
     assert not shows_whole_samples(LoggerConfig())
     assert shows_whole_samples(LoggerConfig(num_val_samples_to_print=3))

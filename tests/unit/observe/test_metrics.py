@@ -1,6 +1,5 @@
 import itertools
 import math
-from random import Random
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from laurel.observe.metrics import (
 )
 
 
-def sigmoid(x: float) -> float:
+def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
@@ -28,12 +27,12 @@ groups = st.lists(
 )
 
 
-def split(groups_BG: list[list[tuple[int, int]]]) -> tuple[list[list[float]], list[list[int]]]:
+def split(groups_BG):
     scores_BG = [[float(score) for score, _ in group] for group in groups_BG]
     return scores_BG, [[rank for _, rank in group] for group in groups_BG]
 
 
-def test_pairs_worked_by_hand() -> None:
+def test_pairs_worked_by_hand():
     # Margins: 2 (right), -1 (wrong; the better one stands second), 0 (an exact tie, so wrong).
     metrics = preference_metrics(
         scores_BG=[[3.0, 1.0], [1.0, 0.0], [2.0, 2.0]],
@@ -69,7 +68,7 @@ def test_pairs_worked_by_hand() -> None:
     )
 
 
-def test_a_list_of_three_counts_every_pair_and_top1() -> None:
+def test_a_list_of_three_counts_every_pair_and_top1():
     metrics = preference_metrics(
         # First list: the best has the highest score; of its 3 pairs (0,1), (0,2), (1,2) the last is
         # wrong. Second: two share the best rank, and the highest score is the worst one's.
@@ -82,7 +81,7 @@ def test_a_list_of_three_counts_every_pair_and_top1() -> None:
     assert metrics["margin_mean"] == pytest.approx((4 + 3 - 1 - 2 - 3) / 5)
 
 
-def test_top1_asks_for_a_strict_lead_and_for_lists() -> None:
+def test_top1_asks_for_a_strict_lead_and_for_lists():
     assert preference_metrics([[2.0, 2.0, 0.0]], [[0, 1, 2]])["top1"] == 0.0
     assert "top1" not in preference_metrics([[2.0, 1.0]], [[0, 1]])
     # Equal best ones are one another's peers, not rivals.
@@ -91,7 +90,7 @@ def test_top1_asks_for_a_strict_lead_and_for_lists() -> None:
     assert "top1" not in preference_metrics([[2.0, math.nan, 0.0]], [[0, 1, 2]])
 
 
-def test_no_mean_of_means_over_groups() -> None:
+def test_no_mean_of_means_over_groups():
     # One group of 3 right pairs, one of 1 wrong pair: 3/4, where a mean of means gives 1/2.
     metrics = preference_metrics([[3.0, 2.0, 1.0], [0.0, 1.0]], [[0, 1, 2], [0, 1]])
     assert metrics["accuracy"] == 0.75
@@ -101,19 +100,17 @@ def test_no_mean_of_means_over_groups() -> None:
     ("scores_BG", "ranks_BG"),
     [([], []), ([[1.0, 2.0]], [[0, 0]]), ([[1.0]], [[0]]), ([[]], [[]])],
 )
-def test_without_a_pair_nothing_is_measured(
-    scores_BG: list[list[float]], ranks_BG: list[list[int]]
-) -> None:
+def test_without_a_pair_nothing_is_measured(scores_BG, ranks_BG):
     assert preference_metrics(scores_BG, ranks_BG, losses=[]) == {"num_valid_samples": 0.0}
 
 
-def test_a_loss_that_needs_no_pair_is_kept() -> None:
+def test_a_loss_that_needs_no_pair_is_kept():
     metrics = preference_metrics([[1.0, 2.0]], [[0, 0]], losses=[0.5, 1.5])
     assert metrics == {"loss": 1.0, "num_valid_samples": 0.0}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39])
-def test_nonfinite_scores_are_left_out_and_counted(bad: float) -> None:
+def test_nonfinite_scores_are_left_out_and_counted(bad):
     metrics = preference_metrics(
         [[bad, 1.0], [2.0, 1.0], [3.0, bad, 1.0]],
         [[0, 1], [0, 1], [0, 1, 2]],
@@ -128,12 +125,12 @@ def test_nonfinite_scores_are_left_out_and_counted(bad: float) -> None:
     assert all(map(math.isfinite, metrics.values()))
 
 
-def test_only_nonfinite_scores_say_so() -> None:
+def test_only_nonfinite_scores_say_so():
     metrics = preference_metrics([[math.nan, 1.0]], [[0, 1]])
     assert metrics == {"num_valid_samples": 0.0, "num_nonfinite": 1.0}
 
 
-def test_correlation_with_length_is_absent_where_undefined() -> None:
+def test_correlation_with_length_is_absent_where_undefined():
     same_length = preference_metrics([[1.0, 2.0]], [[0, 1]], lengths_BG=[[3, 3]])
     same_score = preference_metrics([[1.0, 1.0]], [[0, 1]], lengths_BG=[[3, 4]])
     no_lengths = preference_metrics([[1.0, 2.0]], [[0, 1]])
@@ -145,7 +142,7 @@ def test_correlation_with_length_is_absent_where_undefined() -> None:
     assert curved["score_length_correlation"] == pytest.approx(1.0)
 
 
-def test_std_survives_a_large_mean() -> None:
+def test_std_survives_a_large_mean():
     # 30 +- 0.01, half each: the population deviation is 0.01. In float32 E[x^2] - E[x]^2 is noise.
     scores_BG = [[30.01, 29.99] for _ in range(8)]
     metrics = preference_metrics(scores_BG, [[0, 1]] * 8)
@@ -154,7 +151,7 @@ def test_std_survives_a_large_mean() -> None:
     assert preference_metrics([[0.1, 0.1, 0.1]], [[0, 1, 2]])["rewards_std"] == 0.0
 
 
-def test_calibration_error_worked_by_hand() -> None:
+def test_calibration_error_worked_by_hand():
     # sigmoid(0.1) = 0.525 and sigmoid(0.15) = 0.537 share the first bin [0.50, 0.55): one right,
     # one wrong, so |1/2 - mean| * 2 pairs. sigmoid(3) = 0.953 is alone in the last [0.95, 1].
     first = abs(0.5 - (sigmoid(0.1) + sigmoid(0.15)) / 2)
@@ -162,26 +159,24 @@ def test_calibration_error_worked_by_hand() -> None:
     assert calibration_error([0.1, -0.15, 3.0]) == pytest.approx(expected, abs=1e-12)
 
 
-def test_calibration_error_at_the_ends() -> None:
+def test_calibration_error_at_the_ends():
     assert calibration_error([1000.0]) == 0.0  # sure and right; no overflow either
     assert calibration_error([-1000.0]) == 1.0  # sure and wrong
     assert calibration_error([0.0]) == 0.5  # a tie: confidence 1/2, wrong
 
 
-def test_calibration_error_of_a_calibrated_model_is_zero() -> None:
+def test_calibration_error_of_a_calibrated_model_is_zero():
     margin = math.log(3)  # p = 0.75
     assert calibration_error([margin, margin, margin, -margin]) == pytest.approx(0.0, abs=1e-12)
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1))
-def test_calibration_error_is_a_share(margins: list[float]) -> None:
+def test_calibration_error_is_a_share(margins):
     assert 0.0 <= calibration_error(margins) <= 1.0
 
 
 @given(groups, st.lists(st.integers(-1000, 1000), min_size=8, max_size=8))
-def test_shifting_a_groups_scores_changes_no_comparison(
-    groups_BG: list[list[tuple[int, int]]], shifts_B: list[int]
-) -> None:
+def test_shifting_a_groups_scores_changes_no_comparison(groups_BG, shifts_B):
     scores_BG, ranks_BG = split(groups_BG)
     shifted_BG = [
         [score + shift for score in scores_G]
@@ -196,9 +191,7 @@ def test_shifting_a_groups_scores_changes_no_comparison(
 
 
 @given(groups, st.randoms(use_true_random=False))
-def test_order_of_groups_and_completions_does_not_matter(
-    groups_BG: list[list[tuple[int, int]]], random: Random
-) -> None:
+def test_order_of_groups_and_completions_does_not_matter(groups_BG, random):
     scores_BG, ranks_BG = split(groups_BG)
     lengths_BG = [[abs(int(score)) % 7 for score in scores_G] for scores_G in scores_BG]
     mixed = [
@@ -215,7 +208,7 @@ def test_order_of_groups_and_completions_does_not_matter(
 
 
 @given(groups)
-def test_metrics_are_finite_and_shares_are_shares(groups_BG: list[list[tuple[int, int]]]) -> None:
+def test_metrics_are_finite_and_shares_are_shares(groups_BG):
     scores_BG, ranks_BG = split(groups_BG)
     metrics = preference_metrics(scores_BG, ranks_BG)
     assert all(map(math.isfinite, metrics.values()))
@@ -227,7 +220,7 @@ def test_metrics_are_finite_and_shares_are_shares(groups_BG: list[list[tuple[int
     assert metrics["num_valid_samples"] == num_pairs
 
 
-def test_every_name_is_announced() -> None:
+def test_every_name_is_announced():
     metrics = preference_metrics(
         [[1.0, 2.0, math.nan], [3.0, 1.0, 2.0]],
         [[0, 1, 2], [0, 1, 2]],
@@ -237,21 +230,21 @@ def test_every_name_is_announced() -> None:
     assert metrics.keys() == set(PREFERENCE_METRICS)
 
 
-def test_sizes_must_agree() -> None:
+def test_sizes_must_agree():
     with pytest.raises(ValueError, match=r"scores \[2\] and ranks \[3\]"):
         preference_metrics([[1.0, 2.0]], [[0, 1, 2]])
     with pytest.raises(ValueError, match="lengths"):
         preference_metrics([[1.0, 2.0]], [[0, 1]], [[1], [2]])
 
 
-def test_numpy_scores_are_welcome() -> None:
+def test_numpy_scores_are_welcome():
     scores_BG = np.array([[2.0, 1.0]], dtype=np.float32)
     metrics = preference_metrics(list(scores_BG), [[0, 1]])
     assert metrics["accuracy"] == 1.0
     assert type(metrics["rewards_mean"]) is float
 
 
-def test_attributes_worked_by_hand() -> None:
+def test_attributes_worked_by_hand():
     metrics = attribute_metrics(
         predictions_NK=[[1.0, 0.0], [2.0, 5.0], [3.0, 7.0]],
         targets_NK=[[2.0, math.nan], [2.0, 4.0], [5.0, math.nan]],
@@ -267,7 +260,7 @@ def test_attributes_worked_by_hand() -> None:
     )
 
 
-def test_attributes_without_ratings_have_no_metrics() -> None:
+def test_attributes_without_ratings_have_no_metrics():
     assert attribute_metrics([[1.0]], [[math.nan]], ["helpfulness"]) == {}
     assert attribute_metrics([], [], ["helpfulness"]) == {}
     # A constant prediction correlates with nothing.
@@ -275,12 +268,12 @@ def test_attributes_without_ratings_have_no_metrics() -> None:
     assert constant == {"mse/a": 2.0}
 
 
-def test_attributes_leave_out_and_count_nonfinite_predictions() -> None:
+def test_attributes_leave_out_and_count_nonfinite_predictions():
     metrics = attribute_metrics([[math.nan], [1.0], [math.inf]], [[1.0], [3.0], [2.0]], ["a"])
     assert metrics == {"mse/a": 4.0, "num_nonfinite": 2.0}
 
 
-def test_correlation_of_tiny_differences() -> None:
+def test_correlation_of_tiny_differences():
     tiny = attribute_metrics([[0.0], [1e-200], [2e-200]], [[0.0], [1.0], [2.0]], ["a"])
     assert tiny["pearson/a"] == pytest.approx(1.0)
 
@@ -301,7 +294,7 @@ def test_correlation_of_tiny_differences() -> None:
         "timing/train/checkpointing",
     ],
 )
-def test_lower_is_better(name: str) -> None:
+def test_lower_is_better(name):
     assert is_lower_better(name)
 
 
@@ -319,5 +312,5 @@ def test_lower_is_better(name: str) -> None:
         "flossy",
     ],
 )
-def test_higher_is_better(name: str) -> None:
+def test_higher_is_better(name):
     assert not is_lower_better(name)

@@ -1,13 +1,10 @@
 """The HTML report: everything escaped, nothing fetched, whatever a run left behind."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -50,7 +47,7 @@ class Page(HTMLParser):
 
     VOID = frozenset({"meta", "br", "path", "use", "rect"})
 
-    def __init__(self, html: str) -> None:
+    def __init__(self, html):
         super().__init__()
         self.fetched: list[str] = []
         self.ids: list[str] = []
@@ -63,7 +60,7 @@ class Page(HTMLParser):
         self._is_script = self._is_data = False
         self.feed(html)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
         told = dict(attrs)
         self._is_script = tag == "script" and told.get("type") is None
@@ -81,23 +78,17 @@ class Page(HTMLParser):
             elif name.startswith("on"):
                 self.fetched.append(f"{name}={value}")
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         self._is_script = self._is_data = False
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self._is_script:
             self.scripts.append(data)
         elif not self._is_data:
             self.text += data
 
 
-def make_run(
-    path: Path,
-    *,
-    kind: str = "grpo",
-    metrics: list[dict[str, object]] | None = None,
-    samples: list[dict[str, object]] | None = None,
-) -> Path:
+def make_run(path, *, kind="grpo", metrics=None, samples=None):
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps({kind: {}, "policy": {}}), encoding="utf-8")
     (path / "config.yaml").write_text(f"{kind}:\n  name: '{EVIL[:25]}'\n", encoding="utf-8")
@@ -108,12 +99,12 @@ def make_run(
     return path
 
 
-def page_of(path: Path) -> tuple[str, Page]:
+def page_of(path):
     html = path.read_text(encoding="utf-8")
     return html, Page(html)
 
 
-def test_a_whole_run_is_shown_and_nothing_is_fetched_or_run(tmp_path: Path) -> None:
+def test_a_whole_run_is_shown_and_nothing_is_fetched_or_run(tmp_path):
     row = {"prompt": EVIL, "completion": "42", "reward": 1.0, "failure": None, "truncated": False}
     run = make_run(
         tmp_path / EVIL.replace("/", "_").replace("\x1b", "_"),
@@ -151,7 +142,7 @@ def test_a_whole_run_is_shown_and_nothing_is_fetched_or_run(tmp_path: Path) -> N
     assert "<pre>grpo:\n  name: &#39;&lt;script" in html
 
 
-def test_where_the_time_went(tmp_path: Path) -> None:
+def test_where_the_time_went(tmp_path):
     """Of 3 s of steps 2.25 s are generation and 0.75 s have no name; 1 s validates."""
     run = make_run(tmp_path / "run", metrics=METRICS)
     write_report(tmp_path / "report.html", [run])
@@ -163,14 +154,7 @@ def test_where_the_time_went(tmp_path: Path) -> None:
     assert "2 steps in 4.0 s" in text
 
 
-def test_the_curves_of_one_run(tmp_path: Path) -> None:
-    write_report(tmp_path / "report.html", [make_run(tmp_path / "run", metrics=METRICS)])
-    html, _ = page_of(tmp_path / "report.html")
-    assert html.count("<svg") == 2
-    assert "reward (mean, spread) from -1 to 2; success in validation from 0.5 to 0.9" in html
-
-
-def test_colours_are_the_pages_own(tmp_path: Path) -> None:
+def test_colours_are_the_pages_own(tmp_path):
     write_report(tmp_path / "report.html", [make_run(tmp_path / "run", metrics=METRICS)])
     html, _ = page_of(tmp_path / "report.html")
     charts = "".join(re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL))
@@ -183,31 +167,19 @@ def test_colours_are_the_pages_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("metrics", [None, [], [{"step": 0, "time": 1.0}]])
-def test_a_run_that_logged_nothing_is_no_error(
-    tmp_path: Path, metrics: list[dict[str, object]] | None
-) -> None:
+def test_a_run_that_logged_nothing_is_no_error(tmp_path, metrics):
     write_report(tmp_path / "report.html", [make_run(tmp_path / "run", metrics=metrics)])
     html, page = page_of(tmp_path / "report.html")
     assert "Nothing was logged." in page.text
     assert "<svg" not in html
 
 
-def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
-    rows = [
-        *METRICS,
-        {"event": "resumed", "step": 1},
-        {"step": 2, "time": 200.0, "train/reward": 7.0, "train/reward_std": 0.5},
-    ]
-    write_report(tmp_path / "report.html", [make_run(tmp_path / "run", metrics=rows)])
-    assert "reward (mean, spread) from -1 to 7" in page_of(tmp_path / "report.html")[0]
-
-
-def test_no_runs_give_a_page_of_its_facts(tmp_path: Path) -> None:
+def test_no_runs_give_a_page_of_its_facts(tmp_path):
     write_report(tmp_path / "new" / "report.html", [], facts=[Fact("Success", "97%")])
     assert "97%" in page_of(tmp_path / "new" / "report.html")[1].text
 
 
-def test_what_is_no_run_is_refused_with_a_hint(tmp_path: Path) -> None:
+def test_what_is_no_run_is_refused_with_a_hint(tmp_path):
     with pytest.raises(DataError, match="no such directory"):
         write_report(tmp_path / "report.html", [tmp_path / "nowhere"])
     make_run(tmp_path / "logs" / "exp_002")
@@ -224,11 +196,11 @@ def test_what_is_no_run_is_refused_with_a_hint(tmp_path: Path) -> None:
     ("seconds", "text"),
     [(0.04, "0.0 s"), (9.9, "9.9 s"), (42.4, "42 s"), (59.7, "1 min 0 s"), (7_830, "2 h 10 min")],
 )
-def test_duration(seconds: float, text: str) -> None:
+def test_duration(seconds, text):
     assert duration(seconds) == text
 
 
-def test_how_much_of_judging_was_hidden_is_said_where_it_is_known(tmp_path: Path) -> None:
+def test_how_much_of_judging_was_hidden_is_said_where_it_is_known(tmp_path):
     shares = [{"step": i, "time": 1.0, "performance/reward_hidden_share": i / 4} for i in (1, 2)]
     for name, metrics in (("with", shares), ("without", METRICS)):
         write_report(tmp_path / f"{name}.html", [make_run(tmp_path / name, metrics=metrics)])

@@ -1,7 +1,5 @@
 """Long curves: no peak is lost, nothing is made up, the band is where it should be."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -22,11 +20,11 @@ from laurel.observe.run_record import Series
 from report_runs import record
 
 
-def series(values: list[float]) -> Series:
+def series(values):
     return Series(steps=tuple(float(i + 1) for i in range(len(values))), values=tuple(values))
 
 
-def test_a_peak_of_one_step_in_ten_thousand_is_kept() -> None:
+def test_a_peak_of_one_step_in_ten_thousand_is_kept():
     values = [float(i % 7) for i in range(10_000)]
     values[4321], values[9000] = 99.0, -50.0
     long = series(values)
@@ -40,13 +38,13 @@ def test_a_peak_of_one_step_in_ten_thousand_is_kept() -> None:
     assert (short.steps[0], short.steps[-1]) == (1.0, 10_000.0)
 
 
-def test_a_short_curve_is_left_as_it_is() -> None:
+def test_a_short_curve_is_left_as_it_is():
     few = series([float(i) for i in range(FEW_POINTS)])
     assert smooth(few) is None
     assert extremes(few) is few
 
 
-def test_a_rolling_mean_and_its_band() -> None:
+def test_a_rolling_mean_and_its_band():
     """Of 0, 1, 0, 1, ... every window of 101 (one in 25 of 2,500) has a mean near a half."""
     smoothed = smooth(series([float(i % 2) for i in range(2_500)]))
     assert smoothed is not None
@@ -57,7 +55,7 @@ def test_a_rolling_mean_and_its_band() -> None:
     assert (smoothed.mean.steps[0], smoothed.mean.steps[-1]) == (1.0, 2_500.0)
 
 
-def test_the_ends_of_a_rising_curve_are_not_padded() -> None:
+def test_the_ends_of_a_rising_curve_are_not_padded():
     """At the first of 125 points the window holds points 1 to 3: 0, 1, 2."""
     smoothed = smooth(series([float(i) for i in range(125)]))
     assert smoothed is not None
@@ -66,7 +64,7 @@ def test_the_ends_of_a_rising_curve_are_not_padded() -> None:
     assert smoothed.mean.values[-1] == 123.0
 
 
-def test_several_seeds_are_a_mean_in_a_band() -> None:
+def test_several_seeds_are_a_mean_in_a_band():
     one = Series(steps=(1.0, 2.0, 3.0), values=(0.0, 2.0, 5.0))
     two = Series(steps=(2.0, 3.0, 4.0), values=(4.0, 1.0, 9.0))
     over = over_seeds([one, two])
@@ -77,7 +75,7 @@ def test_several_seeds_are_a_mean_in_a_band() -> None:
     assert over_seeds([one, Series(steps=(9.0,), values=(1.0,))]) is None
 
 
-def test_the_parts_of_a_chart_have_names_and_marks() -> None:
+def test_the_parts_of_a_chart_have_names_and_marks():
     line = Line(label="loss", series=series([float(i % 5) for i in range(200)]), mark="B")
     svg = draw_chart(Chart(title="Loss", lines=(line,)), name="c1")
     for part in ("raw", "band", "line"):
@@ -90,13 +88,13 @@ def test_the_parts_of_a_chart_have_names_and_marks() -> None:
     assert "c2-band" not in short
 
 
-def test_a_description_tells_of_peaks_too() -> None:
+def test_a_description_tells_of_peaks_too():
     chart = Chart(title="Norm", lines=(Line(label="norm", series=series([1.0, 60.0, 2.0])),))
     assert chart.description == "Norm: norm from 1 to 2, between 1 and 60"
 
 
 @pytest.mark.parametrize("num_lines", [1, 3, 8])
-def test_many_lines_differ_without_colour(num_lines: int) -> None:
+def test_many_lines_differ_without_colour(num_lines):
     lines = [
         Line(label=f"a run with a long name {i}", series=series([1.0, float(i)]), mark=chr(65 + i))
         for i in range(num_lines)
@@ -106,7 +104,7 @@ def test_many_lines_differ_without_colour(num_lines: int) -> None:
         assert re.search(rf"<text[^>]*>{line.mark}</text>", svg)
 
 
-def test_the_band_of_rewards_ends_where_no_reward_was_seen() -> None:
+def test_the_band_of_rewards_ends_where_no_reward_was_seen():
     curves = {
         "train/reward": [0.1, 0.5, 0.9],
         "train/reward_std": [0.3, 0.5, 0.3],

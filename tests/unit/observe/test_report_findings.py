@@ -1,9 +1,5 @@
 """What to look at first: every rule speaks where its figures say so, and only there."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from laurel.observe.report.findings import RULES, alarms_of, findings
@@ -13,11 +9,11 @@ UP = [i / 100 for i in range(100)]
 FLAT = [0.5 + 0.01 * (i % 2) for i in range(100)]
 
 
-def said(curves: dict[str, list[float]], *, kind: str = "grpo", **others: object) -> list[str]:
+def said(curves, *, kind="grpo", **others):
     return [f"{f.weight}: {f.text}" for f in findings(record(curves, kind=kind, **others))]
 
 
-def held(accuracy: float, longer: float, count: float = 1_000) -> dict[str, list[float]]:
+def held(accuracy, longer, count=1_000):
     return {
         "validation-default/accuracy": [accuracy],
         "validation-default/longer_wins_baseline": [longer],
@@ -25,7 +21,7 @@ def held(accuracy: float, longer: float, count: float = 1_000) -> dict[str, list
     }
 
 
-def test_one_curve_under_several_names_is_told_once() -> None:
+def test_one_curve_under_several_names_is_told_once():
     course = [0.5, 0.9, 0.2]
     names = ("validation/reward_mean", "validation/accuracy", "validation/env/math/accuracy")
     told = [one for one in said(dict.fromkeys(names, course)) if "got worse" in one]
@@ -33,7 +29,7 @@ def test_one_curve_under_several_names_is_told_once() -> None:
     assert "validation/accuracy was" in told[0]
 
 
-def test_a_run_of_which_nothing_is_known() -> None:
+def test_a_run_of_which_nothing_is_known():
     assert said({}) == []
     assert len(RULES) == 18
 
@@ -132,9 +128,7 @@ def test_a_run_of_which_nothing_is_known() -> None:
         ),
     ],
 )
-def test_each_rule_with_its_numbers(
-    curves: dict[str, list[float]], kind: str, expected: str
-) -> None:
+def test_each_rule_with_its_numbers(curves, kind, expected):
     found = said(curves, kind=kind)
     assert sum(expected in text for text in found) == 1, found
 
@@ -171,11 +165,11 @@ def test_each_rule_with_its_numbers(
         ),
     ],
 )
-def test_sound_figures_are_not_spoken_of(curves: dict[str, list[float]], kind: str) -> None:
+def test_sound_figures_are_not_spoken_of(curves, kind):
     assert said(curves, kind=kind) == []
 
 
-def test_data_that_was_left_out_and_its_notes() -> None:
+def test_data_that_was_left_out_and_its_notes():
     data = {
         "train": {
             "rows_read": 100,
@@ -229,13 +223,13 @@ ALARMS = [
 ]
 
 
-def test_the_first_gradients_are_no_jump() -> None:
+def test_the_first_gradients_are_no_jump():
     begun = [48.0] * 10 + [1.0] * 90
     assert not any("gradient" in one for one in said({"train/grad_norm": begun}))
     assert any("step 11, 48" in one for one in said({"train/grad_norm": [1.0, *begun]}))
 
 
-def test_alarms_from_when_to_when() -> None:
+def test_alarms_from_when_to_when():
     first, second = alarms_of(ALARMS)
     assert (first.name, first.since, first.until) == ("length", 5, None)
     assert (first.value, first.threshold, first.baseline) == (900.0, 500.0, 200.0)
@@ -254,7 +248,7 @@ EQUAL = [
 ]
 
 
-def rewarded(rewards: list[float], low: float, high: float, **shares: float) -> dict[str, Any]:
+def rewarded(rewards, low, high, **shares):
     """The end of a run in which all rewards of each group are equal."""
     size = len(rewards)
     curves = {
@@ -267,8 +261,8 @@ def rewarded(rewards: list[float], low: float, high: float, **shares: float) -> 
 
 
 @pytest.mark.parametrize("health", [EQUAL, []])
-def test_equal_rewards_are_success_at_the_top_and_an_illness_at_the_bottom(health: Any) -> None:
-    def found(*given: Any, **shares: float) -> list[str]:
+def test_equal_rewards_are_success_at_the_top_and_an_illness_at_the_bottom(health):
+    def found(*given, **shares):
         return said(rewarded(*given, **shares), health=health)
 
     solved = found([0.2] * 30 + [1.0] * 30, 0.0, 1.0)
@@ -288,7 +282,7 @@ def test_equal_rewards_are_success_at_the_top_and_an_illness_at_the_bottom(healt
     assert fallen[0].startswith("bad")
 
 
-def test_alarms_that_are_still_on_come_first() -> None:
+def test_alarms_that_are_still_on_come_first():
     found = said({"train/loss": [float("nan")]}, health=ALARMS)
     assert found[0] == (
         "bad: An alarm is still on since step 5: length. Completions are long. Look at them."

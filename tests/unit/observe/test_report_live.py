@@ -1,7 +1,5 @@
 """A page that follows a run: new versions, the end of the run, and who may ask."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os
@@ -9,20 +7,17 @@ import queue
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from laurel.errors import ConfigError, DataError
 from laurel.observe.report.live import QUIET, QUIET_AFTER_LAST_STEP, FollowedRuns, follow, state_of
-from laurel.observe.run_record import RunRecord
 from report_runs import record, reward_model_run
 
 
-def ask(url: str, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+def ask(url, path, **headers):
     there = urlsplit(url)
     assert there.hostname is not None
     connection = http.client.HTTPConnection(there.hostname, there.port, timeout=30)
@@ -38,7 +33,7 @@ def ask(url: str, path: str, **headers: str) -> tuple[int, dict[str, str], bytes
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+def served(tmp_path):
     """The address of a followed run, and the run."""
     run = reward_model_run(tmp_path / "exp_001", num_steps=30)
     said: queue.Queue[str] = queue.Queue()
@@ -60,7 +55,7 @@ def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     assert not thread.is_alive()
 
 
-def test_the_page_and_how_things_stand(served: tuple[str, Path]) -> None:
+def test_the_page_and_how_things_stand(served):
     url, _ = served
     assert url.startswith("http://127.0.0.1:")
     status, headers, page = ask(url, "/")
@@ -78,7 +73,7 @@ def test_the_page_and_how_things_stand(served: tuple[str, Path]) -> None:
     assert ask(url, "/metrics.jsonl")[0] == 404
 
 
-def test_foreign_names_are_refused(served: tuple[str, Path]) -> None:
+def test_foreign_names_are_refused(served):
     """A page elsewhere whose name was made to point here must not read what is served here."""
     url, _ = served
     port = urlsplit(url).port
@@ -97,7 +92,7 @@ def test_foreign_names_are_refused(served: tuple[str, Path]) -> None:
     assert ask(url, "/state", Host=f"localhost:{port}")[0] == 200
 
 
-def test_a_new_step_makes_a_new_page_and_nothing_new_makes_none(tmp_path: Path) -> None:
+def test_a_new_step_makes_a_new_page_and_nothing_new_makes_none(tmp_path):
     run = reward_model_run(tmp_path / "exp_001", num_steps=30)
     followed = FollowedRuns([run], title="T", say=print)
     followed.refresh()
@@ -112,7 +107,7 @@ def test_a_new_step_makes_a_new_page_and_nothing_new_makes_none(tmp_path: Path) 
     assert b"31 steps" in followed.served.page
 
 
-def test_a_file_that_is_broken_for_a_moment_leaves_the_page_as_it_was(tmp_path: Path) -> None:
+def test_a_file_that_is_broken_for_a_moment_leaves_the_page_as_it_was(tmp_path):
     run = reward_model_run(tmp_path / "exp_001", num_steps=30)
     said: list[str] = []
     followed = FollowedRuns([run], title="T", say=said.append)
@@ -129,7 +124,7 @@ def test_a_file_that_is_broken_for_a_moment_leaves_the_page_as_it_was(tmp_path: 
     assert followed.served.version == 2
 
 
-def test_the_end_of_a_run_is_said_once(tmp_path: Path) -> None:
+def test_the_end_of_a_run_is_said_once(tmp_path):
     run = reward_model_run(tmp_path / "exp_001", num_steps=30)
     said: list[str] = []
     newest = max(file.stat().st_mtime for file in run.iterdir())
@@ -145,14 +140,14 @@ def test_the_end_of_a_run_is_said_once(tmp_path: Path) -> None:
     assert said[0].startswith("exp_001 has ended at step 30 (it has reached its last step, 30).")
 
 
-def of_checkpoints(directory: Path, **settings: object) -> RunRecord:
+def of_checkpoints(directory, **settings):
     return replace(
         record({"train/loss": [1.0] * 5}, kind="rm"),
         settings={"rm": settings, "checkpointing": {"checkpoint_dir": str(directory)}},
     )
 
 
-def test_the_process_tells_whether_the_run_goes_on(tmp_path: Path) -> None:
+def test_the_process_tells_whether_the_run_goes_on(tmp_path):
     lock = tmp_path / ".lock"
     lock.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     run = of_checkpoints(tmp_path, max_num_steps=5)
@@ -164,7 +159,7 @@ def test_the_process_tells_whether_the_run_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("told", ["", "process 1 on another-machine\n", "who knows"])
-def test_where_the_process_is_unknown_steps_and_silence_tell(tmp_path: Path, told: str) -> None:
+def test_where_the_process_is_unknown_steps_and_silence_tell(tmp_path, told):
     (tmp_path / ".lock").write_text(told)
     done = of_checkpoints(tmp_path, max_num_steps=5)
     assert not state_of(done, seconds_quiet=QUIET_AFTER_LAST_STEP - 1).ended
@@ -176,7 +171,7 @@ def test_where_the_process_is_unknown_steps_and_silence_tell(tmp_path: Path, tol
         assert state == (True, "it has written nothing for 15 minutes: ended, or stuck")
 
 
-def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_followed_is_refused(tmp_path):
     with pytest.raises(DataError, match="no such directory"):
         follow([tmp_path / "nowhere"], title="T", port=0, say=print)
     run = reward_model_run(tmp_path / "exp_001", num_steps=3)

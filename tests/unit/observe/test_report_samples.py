@@ -1,9 +1,6 @@
 """Which samples a page holds: what people look for, some by chance, and how many of how many."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 from laurel.observe.console import CompletionRow, write_completions
 from laurel.observe.report.samples import (
@@ -20,14 +17,14 @@ from laurel.observe.report.samples import (
 from report_runs import EVIL, pair, record
 
 
-def chosen(rows: list[dict[str, object]], **sizes: int) -> Chooser:
+def chosen(rows, **sizes):
     chooser = Chooser(**sizes)
     for row in rows:
         chooser.add(row)
     return chooser
 
 
-def completion(step: int, reward: float | None, **changes: object) -> CompletionRow:
+def completion(step, reward, **changes):
     told = {
         "step": step,
         "task": "t",
@@ -42,7 +39,7 @@ def completion(step: int, reward: float | None, **changes: object) -> Completion
     return CompletionRow(**told)  # type: ignore[arg-type]
 
 
-def test_few_rows_are_all_there() -> None:
+def test_few_rows_are_all_there():
     table = sample_table("pairs", chosen([pair(i) for i in range(9)]), where="samples.jsonl")
     assert table.note == "All 9 samples."
     assert list(table.columns) == [
@@ -59,7 +56,7 @@ def test_few_rows_are_all_there() -> None:
     assert [row[6] for row in table.rows][4:7] == ["wrong", "tie", "right"]
 
 
-def test_of_many_rows_the_first_last_best_worst_and_some_by_chance_are_there() -> None:
+def test_of_many_rows_the_first_last_best_worst_and_some_by_chance_are_there():
     rows: list[dict[str, object]] = [
         {"prompt": f"p{i}", "completion": "c", "reward": float((i * 37) % 1000), "advantage": 0.1}
         for i in range(1000)
@@ -78,7 +75,7 @@ def test_of_many_rows_the_first_last_best_worst_and_some_by_chance_are_there() -
     assert table.note.endswith("All are in x.parquet.")
 
 
-def test_the_largest_disagreements_with_people_are_there() -> None:
+def test_the_largest_disagreements_with_people_are_there():
     table = sample_table(
         "pairs", chosen([pair(i) for i in range(50)], num_of_a_kind=2, num_random=0), where="x"
     )
@@ -87,7 +84,7 @@ def test_the_largest_disagreements_with_people_are_there() -> None:
     assert {p for p in why if "surest" in why[p]} == {"question 48", "question 49"}
 
 
-def test_early_and_late_rows_are_as_likely_to_be_drawn() -> None:
+def test_early_and_late_rows_are_as_likely_to_be_drawn():
     """300 of 3,000 rows: of each third about 100, five standard deviations (8.2) at most off."""
     rows: list[dict[str, object]] = [{"completion": "c", "place": i} for i in range(3_000)]
     chooser = chosen(rows, num_of_a_kind=0, num_random=300)
@@ -97,7 +94,7 @@ def test_early_and_late_rows_are_as_likely_to_be_drawn() -> None:
         assert abs(sum(start <= place < start + 1_000 for place in places) - 100) < 41
 
 
-def test_rows_without_a_number_are_none_of_best_and_worst() -> None:
+def test_rows_without_a_number_are_none_of_best_and_worst():
     rows: list[dict[str, object]] = [
         {"reward": None, "failure": "timeout", "completion": "a"},
         {"reward": float("nan"), "completion": "b"},
@@ -111,7 +108,7 @@ def test_rows_without_a_number_are_none_of_best_and_worst() -> None:
     assert "b" not in by_text
 
 
-def test_before_and_after_by_prompt() -> None:
+def test_before_and_after_by_prompt():
     rows: list[dict[str, object]] = [
         {
             "step": step,
@@ -135,14 +132,14 @@ def test_before_and_after_by_prompt() -> None:
     assert before_and_after("b", [rows[0], rows[-1]]) is None
 
 
-def test_margins_before_and_after() -> None:
+def test_margins_before_and_after():
     rows = [{"step": 1, **pair(3)}, {"step": 9, **pair(3, better_score=4.0)}]
     table = before_and_after("b", rows)
     assert table is not None
     assert table.rows == [["question 3", "good answer 3", "bad answer 3", -2.0, 4.0, 6.0]]
 
 
-def test_a_page_that_would_be_too_large_gives_up_rows_of_chance_first() -> None:
+def test_a_page_that_would_be_too_large_gives_up_rows_of_chance_first():
     rows = [["x" * 100, "random" if i % 2 else "first"] for i in range(100)]
     table = SampleTable(
         title="t",
@@ -161,7 +158,7 @@ def test_a_page_that_would_be_too_large_gives_up_rows_of_chance_first() -> None:
     assert within([table], 100_000) == [table]
 
 
-def test_completions_of_the_training_are_read_once_and_again_after_a_resume(tmp_path: Path) -> None:
+def test_completions_of_the_training_are_read_once_and_again_after_a_resume(tmp_path):
     run = replace(record({"train/reward": [0.0] * 3}), path=tmp_path)
     folder = tmp_path / "completions"
     for step in (1, 2, 4):  # the last one is beyond the run: a resume left it
@@ -180,7 +177,7 @@ def test_completions_of_the_training_are_read_once_and_again_after_a_resume(tmp_
     assert table.num_rows == 4
 
 
-def test_hostile_texts_are_harmless_and_visible() -> None:
+def test_hostile_texts_are_harmless_and_visible():
     assert visible_lines("a\x1b\u202eb\nc\u200b\U000e0041") == (
         "a\\x1b\\u202eb\nc\\u200b\\U000e0041"
     )

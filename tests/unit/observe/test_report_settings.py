@@ -1,14 +1,10 @@
 """Settings beside defaults and beside other runs; evaluations; several runs on one page."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-
-import pytest
 
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.observe.report.page import (
@@ -23,7 +19,7 @@ from laurel.observe.report.page import (
 from report_runs import record, reward_model_run, write_lines
 
 
-def test_only_what_is_not_the_default_is_told() -> None:
+def test_only_what_is_not_the_default_is_told():
     config = RewardTrainingRun().model_dump(mode="json")
     assert changed_settings("rm", config) == []
     config["rm"]["seed"] += 1
@@ -39,7 +35,7 @@ def test_only_what_is_not_the_default_is_told() -> None:
     assert changed_settings("", {"mine": 1}) is None
 
 
-def test_settings_that_differ_between_runs() -> None:
+def test_settings_that_differ_between_runs():
     one = {"rm": {"seed": 1, "loss": {"type": "a"}}, "x": None}
     two = {"rm": {"seed": 1, "loss": {"type": "b", "margin": 0.5}}, "x": None}
     assert differing_settings([one, two]) == [
@@ -48,8 +44,8 @@ def test_settings_that_differ_between_runs() -> None:
     ]
 
 
-def test_runs_that_differ_in_seeds_and_places_are_one_experiment() -> None:
-    def config(seed: int, rate: float) -> dict[str, object]:
+def test_runs_that_differ_in_seeds_and_places_are_one_experiment():
+    def config(seed, rate):
         return {
             "rm": {"seed": seed},
             "policy": {"lr": rate},
@@ -61,8 +57,8 @@ def test_runs_that_differ_in_seeds_and_places_are_one_experiment() -> None:
     assert same_but_for_seeds(configs) == [[0, 2], [1], [3], [4]]
 
 
-def test_seeds_are_one_curve_with_a_band_and_other_runs_their_own() -> None:
-    def run(seed: int, rate: float, reward: list[float]) -> object:
+def test_seeds_are_one_curve_with_a_band_and_other_runs_their_own():
+    def run(seed, rate, reward):
         made = record({"train/reward": reward}, kind="grpo")
         return replace(
             made, settings={"grpo": {"seed": seed, "lr": rate}}, path=Path(f"exp_{seed}")
@@ -128,7 +124,7 @@ REPORT = {
 }
 
 
-def test_an_evaluation_with_its_diagnostics() -> None:
+def test_an_evaluation_with_its_diagnostics():
     shown = evaluation_of("eval/pairs-report.json", REPORT)
     assert shown.title == "pairs: 75.0%"
     assert shown.line == "300 rows, 2 failures, model m<b>, eval/pairs-report.json"
@@ -147,13 +143,13 @@ def test_an_evaluation_with_its_diagnostics() -> None:
     assert tables["More"] == [("matrix: easy", "0.5000")]
 
 
-def words_of(html: str) -> str:
+def words_of(html):
     """What the page says; where a long key may be broken says nothing."""
     told = re.sub(r"<script.*?</script>|<[^>]+>", " ", html.replace("<wbr>", ""), flags=re.DOTALL)
     return re.sub(r"\s+", " ", told)
 
 
-def test_notes_stand_apart_and_a_solved_run_is_not_red(tmp_path: Path) -> None:
+def test_notes_stand_apart_and_a_solved_run_is_not_red(tmp_path):
     (tmp_path / "exp_001").mkdir()
     run = tmp_path / "exp_001"
     lines = [
@@ -189,7 +185,7 @@ def test_notes_stand_apart_and_a_solved_run_is_not_red(tmp_path: Path) -> None:
     assert 'class="wrong"' not in html
 
 
-def test_everything_of_a_run_is_on_its_page(tmp_path: Path) -> None:
+def test_everything_of_a_run_is_on_its_page(tmp_path):
     run = reward_model_run(tmp_path / "exp_001")
     (run / "eval").mkdir()
     (run / "eval" / "pairs-report.json").write_text(json.dumps(REPORT), encoding="utf-8")
@@ -233,23 +229,8 @@ def test_everything_of_a_run_is_on_its_page(tmp_path: Path) -> None:
         assert words in text, words
 
 
-@pytest.mark.slow
-def test_two_runs_are_compared(tmp_path: Path) -> None:
-    runs = [
-        reward_model_run(tmp_path / "exp_001"),
-        reward_model_run(tmp_path / "exp_002", num_steps=80),
-    ]
-    write_report(tmp_path / "page.html", runs)
-    html = (tmp_path / "page.html").read_text(encoding="utf-8")
-    text = words_of(html)
-    assert "Settings that differ A B rm.max_num_steps 100 80" in text
-    assert "A exp_001" in text
-    assert "B, Reward model exp_002" in text
-    assert "Last values A B train/loss" in text
-
-
-def test_directories_of_one_name_are_told_apart_by_what_is_above(tmp_path: Path) -> None:
-    def called(*places: str) -> list[str]:
+def test_directories_of_one_name_are_told_apart_by_what_is_above(tmp_path):
+    def called(*places):
         records = [SimpleNamespace(path=tmp_path / one, title="run") for one in places]
         return _places(records)  # type: ignore[arg-type]
 

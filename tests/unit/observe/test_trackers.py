@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import json
 import math
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +13,7 @@ from laurel.observe.loggers import MlflowLogger, TensorboardLogger, WandbLogger
 class FakeWandb:
     """Stands in for the wandb package and for its run."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.id = "run-1"
         self.logged: list[dict[str, Any]] = []
         self.config: Any = SimpleNamespace(update=self._update)
@@ -25,31 +22,31 @@ class FakeWandb:
         self.step_metrics: dict[str, str] = {}
         self.finished = False
 
-    def _update(self, config: dict[str, Any], allow_val_change: bool) -> None:
+    def _update(self, config, allow_val_change):
         assert allow_val_change
         self.updates.append(config)
 
-    def init(self, **arguments: Any) -> FakeWandb:
+    def init(self, **arguments):
         self.arguments = arguments
         return self
 
-    def define_metric(self, name: str, step_metric: str) -> None:
+    def define_metric(self, name, step_metric):
         self.step_metrics[name] = step_metric
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record):
         self.logged.append(record)
 
-    def finish(self) -> None:
+    def finish(self):
         self.finished = True
 
-    def Table(self, columns: list[str], data: list[list[object]]) -> tuple[Any, Any]:
+    def Table(self, columns, data):
         return columns, data
 
 
 class FakeMlflow:
     """Stands in for the mlflow package and for its client."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.entities = SimpleNamespace(
             Metric=lambda name, value, timestamp, step: (name, value, step),
             Param=lambda key, value: (key, value),
@@ -61,41 +58,41 @@ class FakeMlflow:
         self.experiments: list[str] = []
         self.status: dict[str, str] = {}
 
-    def MlflowClient(self, tracking_uri: str | None) -> FakeMlflow:
+    def MlflowClient(self, tracking_uri):
         self.tracking_uri = tracking_uri
         return self
 
-    def get_experiment_by_name(self, name: str) -> Any:
+    def get_experiment_by_name(self, name):
         return SimpleNamespace(experiment_id=name) if name in self.experiments else None
 
-    def create_experiment(self, name: str) -> str:
+    def create_experiment(self, name):
         self.experiments.append(name)
         return name
 
-    def create_run(self, experiment_id: str, run_name: str | None) -> Any:
+    def create_run(self, experiment_id, run_name):
         self.runs.append(experiment_id)
         return SimpleNamespace(info=SimpleNamespace(run_id=f"run-{len(self.runs)}"))
 
-    def update_run(self, run_id: str, status: str) -> None:
+    def update_run(self, run_id, status):
         self.status[run_id] = status
 
-    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+    def log_batch(self, run_id, metrics=(), params=()):
         assert len(params) <= 100
         self.metrics += metrics
         if params:
             self.params.append(params)
 
-    def log_dict(self, run_id: str, config: dict[str, Any], path: str) -> None:
+    def log_dict(self, run_id, config, path):
         self.artifacts[path] = config
 
-    def log_text(self, run_id: str, text: str, path: str) -> None:
+    def log_text(self, run_id, text, path):
         self.artifacts[path] = text
 
-    def set_terminated(self, run_id: str) -> None:
+    def set_terminated(self, run_id):
         self.status[run_id] = "FINISHED"
 
 
-def test_tensorboard_holds_what_was_logged(tmp_path: Path) -> None:
+def test_tensorboard_holds_what_was_logged(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     first = TensorboardLogger(tmp_path)
@@ -126,7 +123,7 @@ def test_tensorboard_holds_what_was_logged(tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("train/loss")] == [1.0, 20.0]
 
 
-def test_wandb_gets_its_own_step_so_that_resuming_works(tmp_path: Path) -> None:
+def test_wandb_gets_its_own_step_so_that_resuming_works(tmp_path):
     package = FakeWandb()
     config = WandbConfig(project="p", name="n", entity="e")
     logger = WandbLogger(config, run_dir=tmp_path, library=package)
@@ -154,7 +151,7 @@ def test_wandb_gets_its_own_step_so_that_resuming_works(tmp_path: Path) -> None:
     assert (package.arguments["id"], package.arguments["resume"]) == ("run-1", "allow")
 
 
-def test_mlflow_resumes_the_same_run(tmp_path: Path) -> None:
+def test_mlflow_resumes_the_same_run(tmp_path):
     package = FakeMlflow()
     config = MlflowConfig(experiment_name="e", tracking_uri="file:here")
     run_config = {"rm": {f"key_{index}": index for index in range(130)}, "long": "x" * 7000}
@@ -185,7 +182,7 @@ def test_mlflow_resumes_the_same_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_the_real_wandb_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_wandb_takes_it(tmp_path, monkeypatch):
     pytest.importorskip("wandb.sdk", reason="the extra 'wandb' is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -200,7 +197,7 @@ def test_the_real_wandb_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.filterwarnings("default")
-def test_the_real_mlflow_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_mlflow_takes_it(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow.tracking", reason="the extra 'mlflow' is not installed")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

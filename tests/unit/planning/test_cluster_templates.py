@@ -1,7 +1,5 @@
 """The templates of `examples/clusters`: the batch script is run, the others are checked."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -11,9 +9,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +18,6 @@ from packaging.requirements import Requirement
 
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.planning.plan import Plan
 from planned import planned
 
 pytest.importorskip("ray")
@@ -31,7 +26,6 @@ ROOT = Path(__file__).parents[3]
 TEMPLATES = ROOT / "examples" / "clusters"
 SCRIPT = TEMPLATES / "slurm.sbatch"
 
-# -------------------------------------------------------------------------------- the batch script
 
 SCONTROL = """#!/bin/bash
 echo "$@" >> "$CALLS"
@@ -60,10 +54,10 @@ if [ "$1" = start ]; then exec sleep 600; fi
 
 
 @pytest.fixture
-def make_job(tmp_path: Path) -> Callable[..., dict[str, str]]:
+def make_job(tmp_path):
     """Makes the environment of a Slurm job of two nodes, each of which is this machine."""
 
-    def make(**others: str) -> dict[str, str]:
+    def make(**others):
         shims = tmp_path / "bin"
         shims.mkdir()
         for name, text in {"scontrol": SCONTROL, "srun": SRUN, **others}.items():
@@ -84,7 +78,7 @@ def make_job(tmp_path: Path) -> Callable[..., dict[str, str]]:
     return make
 
 
-def submit(job: dict[str, str], *command: str) -> subprocess.Popen[str]:
+def submit(job, *command):
     return subprocess.Popen(
         ["bash", str(SCRIPT), *(command or ("grpo", "cluster.gpus_per_node=2"))],
         env=job,
@@ -94,16 +88,14 @@ def submit(job: dict[str, str], *command: str) -> subprocess.Popen[str]:
     )
 
 
-def ended(process: subprocess.Popen[str], job: dict[str, str]) -> tuple[int, str, list[str]]:
+def ended(process, job):
     """Exit status, output, and what was called."""
     said, _ = process.communicate(timeout=120)
     return process.returncode, said, Path(job["CALLS"]).read_text().splitlines()
 
 
 @pytest.mark.slow
-def test_a_job_of_two_nodes_trains_on_both_and_leaves_nothing(
-    make_job: Any, tmp_path: Path
-) -> None:
+def test_a_job_of_two_nodes_trains_on_both_and_leaves_nothing(make_job, tmp_path):
     rows = [{"prompt": f"{i}?", "chosen": f"yes {i}", "rejected": "no"} for i in range(16)]
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -144,7 +136,7 @@ def test_a_job_of_two_nodes_trains_on_both_and_leaves_nothing(
         time.sleep(0.1)
 
 
-def test_what_the_script_adds_comes_before_what_is_typed(make_job: Any) -> None:
+def test_what_the_script_adds_comes_before_what_is_typed(make_job):
     job = make_job(laurel=ENDING, ray=RAY) | {"SLURM_GPUS_ON_NODE": "8"}
     status, said, calls = ended(submit(job), job)
     assert status == 0, said
@@ -169,9 +161,7 @@ def test_what_the_script_adds_comes_before_what_is_typed(make_job: Any) -> None:
     ("status", "restarts", "goes_back"),
     [(75, 0, True), (75, 3, False), (2, 0, False), (1, 0, False)],
 )
-def test_only_what_may_go_better_goes_back_into_the_queue(
-    make_job: Any, status: int, restarts: int, goes_back: bool
-) -> None:
+def test_only_what_may_go_better_goes_back_into_the_queue(make_job, status, restarts, goes_back):
     job = make_job(laurel=ENDING, ray=RAY) | {
         "STATUS": str(status),
         "SLURM_RESTART_COUNT": str(restarts),
@@ -184,7 +174,7 @@ def test_only_what_may_go_better_goes_back_into_the_queue(
 
 
 @pytest.mark.slow
-def test_the_warning_before_the_time_is_up_reaches_the_run_once(make_job: Any) -> None:
+def test_the_warning_before_the_time_is_up_reaches_the_run_once(make_job):
     job = make_job(laurel=ENDING, ray=RAY) | {"WAITS": "1"}
     process, calls, deadline = submit(job), Path(job["CALLS"]), time.monotonic() + 60
     while not calls.exists() or "laurel grpo" not in calls.read_text():
@@ -199,16 +189,13 @@ def test_the_warning_before_the_time_is_up_reaches_the_run_once(make_job: Any) -
     assert f"requeue {job['SLURM_JOB_ID']}" in found
 
 
-def test_without_a_command_it_says_how() -> None:
+def test_without_a_command_it_says_how():
     done = subprocess.run(["bash", str(SCRIPT)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "which command?" in done.stderr
 
 
-# ---------------------------------------------------------------------------------------- KubeRay
-
-
-def test_the_pods_are_what_the_configuration_asks_for() -> None:
+def test_the_pods_are_what_the_configuration_asks_for():
     files = list(yaml.safe_load_all((TEMPLATES / "kuberay.yaml").read_text()))
     config_map, job = files
     assert (job["apiVersion"], job["kind"], config_map["kind"]) == (
@@ -252,7 +239,7 @@ def test_the_pods_are_what_the_configuration_asks_for() -> None:
         assert "persistentVolumeClaim" in volumes[mounts[str(written)]]
 
 
-def _planned(text: str) -> tuple[GRPORun, Plan]:
+def _planned(text):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
         path.write_text(text)
@@ -260,10 +247,7 @@ def _planned(text: str) -> tuple[GRPORun, Plan]:
     return config, planned(config)
 
 
-# ----------------------------------------------------------------------------------------- ray up
-
-
-def test_ray_takes_the_cluster_file() -> None:
+def test_ray_takes_the_cluster_file():
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     written = yaml.safe_load((TEMPLATES / "ray_up.yaml").read_text())

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 
@@ -16,10 +14,8 @@ from laurel.data.forest import to_forest
 from laurel.errors import ConfigError
 from laurel.models.forest.attention import FOREST, ForestPlan, register
 from laurel.models.loading.pretrained import recompute_activations
-from laurel.planning.fit import FittedPlan
 from laurel.planning.memory import (
     RUNTIME_BYTES,
-    MemoryPhase,
     ModelShape,
     Shapes,
     activation_bytes,
@@ -51,18 +47,51 @@ SMALL = decoder_shape(
     num_kv_heads=8,
     vocab_size=32000,
 )
+
+
+def small_shape(num_layers, heads=(8, 2), **changes):
+    """Of the networks that `saved_bytes` makes."""
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "head_dim": 32,
+        "vocab_size": 64,
+        "num_layers": num_layers,
+        "num_heads": heads[0],
+        "num_kv_heads": heads[1],
+    }
+    return decoder_shape(**{**sizes, **changes})
+
+
+def kept_bytes(shape, tokens, compute_bytes, **changes):
+    options = {
+        "tp": 1,
+        "recomputes": False,
+        "sequence_parallel": False,
+        "keeps_stream_in_float32": False,
+    }
+    return activation_bytes(
+        shape, tokens=tokens, compute_bytes=compute_bytes, **{**options, **changes}
+    )
+
+
+UNEVEN = decoder_shape(
+    hidden_size=1536,
+    num_layers=2,
+    intermediate_size=8960,
+    num_heads=12,
+    num_kv_heads=2,
+    vocab_size=1000,
+)
 FOUR_NODES = ("cluster.num_nodes=4", "cluster.gpus_per_node=8")
 
 
-def phase(fitted: FittedPlan, name: str) -> MemoryPhase:
+def phase(fitted, name):
     (found,) = [phase for phase in fitted.phases if phase.name == name]
     return found
 
 
-# ------------------------------------------------------------------------------------------ shapes
-
-
-def test_the_parameters_of_llama_70b() -> None:
+def test_the_parameters_of_llama_70b():
     assert POLICY_70B.num_parameters == 70_553_706_496  # as published
     # without the language head (128256 x 8192), with one row of scores
     assert REWARD_70B.num_parameters == 70_553_706_496 - 128256 * 8192 + 8192
@@ -71,7 +100,7 @@ def test_the_parameters_of_llama_70b() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_computed_parameters_are_those_of_the_network(kind: str) -> None:
+def test_computed_parameters_are_those_of_the_network(kind):
     config = AutoConfig.for_model(
         kind,
         hidden_size=64,
@@ -102,12 +131,12 @@ def test_computed_parameters_are_those_of_the_network(kind: str) -> None:
 @pytest.mark.parametrize(
     "text", ["hidden=3", "hidden_size=8192", "hidden_size=x,num_layers=1", "hidden_size=-1"]
 )
-def test_bad_shapes_are_told(text: str) -> None:
+def test_bad_shapes_are_told(text):
     with pytest.raises(ConfigError):
         parse_shape(text, has_language_head=True)
 
 
-def test_amounts() -> None:
+def test_amounts():
     assert parse_bytes("80GiB") == 80 * GIB
     assert parse_bytes("141GB") == 141 * 10**9
     assert parse_bytes("1.5 gib") == 3 * GIB // 2
@@ -117,18 +146,7 @@ def test_amounts() -> None:
             parse_bytes(bad)
 
 
-# ------------------------------------------------------------------------------- by real networks
-
-
-def saved_bytes(
-    kind: str,
-    mode: str,
-    *,
-    layers: int,
-    recomputes: bool,
-    heads: tuple[int, int] = (8, 2),
-    group: tuple[int, int, int] = (96, 40, 4),
-) -> int:
+def saved_bytes(kind, mode, *, layers, recomputes, heads=(8, 2), group=(96, 40, 4)):
     """Bytes that the layers of a real network keep for the backward pass of a forest.
 
     Args:
@@ -159,7 +177,7 @@ def saved_bytes(
     weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor):
         place = tensor.untyped_storage().data_ptr()
         if place not in weights:
             kept[place] = tensor
@@ -182,7 +200,7 @@ def saved_bytes(
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "autocast"])
-def test_activations_are_those_that_a_real_network_keeps(kind: str, mode: str) -> None:
+def test_activations_are_those_that_a_real_network_keeps(kind, mode):
     width = 4 if mode == "float32" else 2
     shape = ModelShape(
         hidden_size=256,
@@ -196,15 +214,7 @@ def test_activations_are_those_that_a_real_network_keeps(kind: str, mode: str) -
         normalises_heads=kind == "qwen3",
         layer_parameters=256 * 32 * 2 * 10 + 3 * 256 * 768,
     )
-    estimated = activation_bytes(
-        shape,
-        tokens=256,
-        tp=1,
-        compute_bytes=width,
-        recomputes=False,
-        sequence_parallel=False,
-        keeps_stream_in_float32=mode == "autocast",
-    )
+    estimated = kept_bytes(shape, 256, width, keeps_stream_in_float32=mode == "autocast")
     if mode == "autocast":  # its copies of the weights, which are counted as `gathered`
         estimated += 2 * width * shape.layer_parameters
     more, fewer = (saved_bytes(kind, mode, layers=n, recomputes=False) for n in (4, 2))
@@ -217,31 +227,13 @@ def test_activations_are_those_that_a_real_network_keeps(kind: str, mode: str) -
     [((8, 8), (512, 8, 2)), ((8, 2), (256, 16, 32)), ((8, 1), (64, 60, 8))],
     ids=["1:1, pairs", "4:1, groups", "8:1, long completions"],
 )
-def test_activations_of_a_forest(
-    heads: tuple[int, int], group: tuple[int, int, int], recomputes: bool
-) -> None:
+def test_activations_of_a_forest(heads, group, recomputes):
     """By token the same, whatever the group and however many heads share keys."""
     prompt, length, size = group
 
-    def estimated(layers: int) -> int:
-        shape = decoder_shape(
-            hidden_size=256,
-            num_layers=layers,
-            intermediate_size=768,
-            num_heads=heads[0],
-            num_kv_heads=heads[1],
-            head_dim=32,
-            vocab_size=64,
-        )
-        return activation_bytes(
-            shape,
-            tokens=prompt + length * size,
-            tp=1,
-            compute_bytes=4,
-            recomputes=recomputes,
-            sequence_parallel=False,
-            keeps_stream_in_float32=False,
-        )
+    def estimated(layers):
+        tokens = prompt + length * size
+        return kept_bytes(small_shape(layers, heads), tokens, 4, recomputes=recomputes)
 
     more, fewer = (
         saved_bytes("llama", "float32", layers=n, recomputes=recomputes, heads=heads, group=group)
@@ -250,51 +242,19 @@ def test_activations_of_a_forest(
     assert estimated(6) - estimated(2) == pytest.approx(more - fewer, rel=0.1)
 
 
-def test_recomputed_layers_keep_their_inputs() -> None:
+def test_recomputed_layers_keep_their_inputs():
     more, fewer = (saved_bytes("llama", "bfloat16", layers=n, recomputes=True) for n in (6, 2))
-    sizes = [
-        activation_bytes(
-            decoder_shape(
-                hidden_size=256,
-                num_layers=n,
-                intermediate_size=768,
-                num_heads=8,
-                num_kv_heads=2,
-                vocab_size=64,
-            ),
-            tokens=256,
-            tp=1,
-            compute_bytes=2,
-            recomputes=True,
-            sequence_parallel=False,
-            keeps_stream_in_float32=False,
-        )
-        for n in (6, 2)
-    ]
+    sizes = [kept_bytes(small_shape(n), 256, 2, recomputes=True) for n in (6, 2)]
     # A layer's input, 256 x 256 x 2 bytes, and tokens' positions, which all layers share.
     assert sizes[0] - sizes[1] == pytest.approx(more - fewer, rel=0.1)
     assert sizes[0] - sizes[1] == 4 * 256 * 256 * 2
 
 
-# --------------------------------------------------------------------------------------- formulas
-
-
-def test_tensor_parallel_ranks_divide_all_but_the_norms() -> None:
+def test_tensor_parallel_ranks_divide_all_but_the_norms():
     # Norms: 2 x (4 + 2 x 2) x 1024 = 16384. Heads: 2 x 2 x (16 + 8) x 64 + 4 x 16 = 6208.
     # Feed-forward: 4 x 2 x 4096 = 32768.
-    def one_layer(tp: int, *, sequence_parallel: bool = False) -> int:
-        return (
-            activation_bytes(
-                SMALL,
-                tokens=1,
-                tp=tp,
-                compute_bytes=2,
-                recomputes=False,
-                keeps_stream_in_float32=False,
-                sequence_parallel=sequence_parallel,
-            )
-            // 16
-        )
+    def one_layer(tp, **changes):
+        return kept_bytes(SMALL, 1, 2, tp=tp, **changes) // 16
 
     assert one_layer(1) == 16384 + 6208 + 32768
     assert one_layer(4) == 16384 + (6208 + 32768) // 4
@@ -302,17 +262,17 @@ def test_tensor_parallel_ranks_divide_all_but_the_norms() -> None:
     assert one_layer(4, sequence_parallel=True) == 4096 + (12288 + 6208 + 32768) // 4
 
 
-def test_keys_and_values() -> None:
+def test_keys_and_values():
     # 80 layers x 8 heads x 128 x 2 bytes, twice: 327,680 bytes of each token.
     assert key_value_bytes(POLICY_70B, Mesh(dp=1), compute_bytes=2) == 327_680
     assert key_value_bytes(POLICY_70B, Mesh(dp=1, tp=4, pp=2), compute_bytes=2) == 40_960
     assert key_value_bytes(POLICY_70B, Mesh(dp=1, tp=16), compute_bytes=2) == 40_960  # one head
 
 
-def test_gathered_weights() -> None:
+def test_gathered_weights():
     count = SMALL.num_parameters
 
-    def gathered(mesh: Mesh) -> int:
+    def gathered(mesh):
         return gathered_bytes(SMALL, mesh, trained=count, compute_bytes=2)
 
     # one process: autocast's bfloat16 copy; shards: embeddings and head with their gradients and
@@ -335,7 +295,7 @@ def test_gathered_weights() -> None:
 
 @pytest.mark.slow_parameters("sizes0", "sizes1")
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2}])
-def test_a_rank_holds_of_a_large_vocabulary_what_the_plan_says(sizes: dict[str, int]) -> None:
+def test_a_rank_holds_of_a_large_vocabulary_what_the_plan_says(sizes):
     """151,936 entries: embedding and head are nearly all of the model, 39 MB each."""
     changes = {"vocab_size": 151936, "hidden_size": 64, "head_dim": 16}
     ranks = together(spread_work.peak_of_step, math.prod(sizes.values()), sizes, changes)
@@ -358,14 +318,11 @@ def test_a_rank_holds_of_a_large_vocabulary_what_the_plan_says(sizes: dict[str, 
         assert found["peak"] >= 0.7 * sum(parts.values()), parts
 
 
-# ------------------------------------------------------------------------------------------- runs
-
-
-def reward_training(*overrides: str) -> RewardTrainingRun:
+def reward_training(*overrides):
     return load_config(RewardTrainingRun, None, [*FOUR_NODES, *overrides]).config
 
 
-def test_a_70b_reward_model_trains_on_4_nodes_of_8_x_80_gib() -> None:
+def test_a_70b_reward_model_trains_on_4_nodes_of_8_x_80_gib():
     config = reward_training(
         "policy.dtensor_cfg.tensor_parallel_size=8",
         "policy.dtensor_cfg.activation_checkpointing=true",
@@ -393,7 +350,7 @@ def test_a_70b_reward_model_trains_on_4_nodes_of_8_x_80_gib() -> None:
     assert 40 * GIB < phase(fitted, "training").total < 46 * GIB
 
 
-def test_what_does_not_fit_names_the_nearest_setting_that_does() -> None:
+def test_what_does_not_fit_names_the_nearest_setting_that_does():
     config = reward_training("policy.dtensor_cfg.tensor_parallel_size=8")
     fitted = fit(config, Shapes(policy=REWARD_70B), device_memory=80 * GIB)
     assert not fitted.fits
@@ -435,10 +392,8 @@ JUDGE = "env.reward_model"
         ("training", ("cluster.gpus_per_node=2", *IN_PROCESS), 4, "policy.dtensor_cfg."),
     ],
 )
-def test_with_the_setting_that_is_named_the_phase_fits(
-    phase_name: str, overrides: tuple[str, ...], memory: int, fix: str
-) -> None:
-    def crowded(*changes: str) -> list[str]:
+def test_with_the_setting_that_is_named_the_phase_fits(phase_name, overrides, memory, fix):
+    def crowded(*changes):
         shapes = Shapes(policy=SMALL, reward_models=(SMALL,))
         found = fit(grpo(*overrides, *changes), shapes, device_memory=memory * GIB)
         return [m.fix for m in found.conflicts if m.problem.startswith(f"{phase_name} takes")]
@@ -448,19 +403,19 @@ def test_with_the_setting_that_is_named_the_phase_fits(
     assert not crowded(*named.split())
 
 
-def test_nothing_helps_a_model_that_is_far_too_large() -> None:
+def test_nothing_helps_a_model_that_is_far_too_large():
     fitted = fit(reward_training(), Shapes(policy=REWARD_70B), device_memory=2 * GIB)
     assert fitted.conflicts[-1].fix == (
         "more devices or larger ones, a smaller model, or shorter sequences"
     )
 
 
-def grpo(*overrides: str) -> GRPORun:
+def grpo(*overrides):
     judged = ["env.reward_model.enabled=true", "env.reward_model.model_name=judge"]
     return load_config(GRPORun, None, [*judged, *overrides]).config
 
 
-def test_a_70b_reward_model_judges_on_one_of_4_nodes() -> None:
+def test_a_70b_reward_model_judges_on_one_of_4_nodes():
     config = grpo(
         *FOUR_NODES,
         "env.reward_model.resources.gpus_per_node=8",
@@ -480,7 +435,7 @@ def test_a_70b_reward_model_judges_on_one_of_4_nodes() -> None:
     assert 32 * GIB < judging.total < 40 * GIB
 
 
-def test_each_of_several_reward_models_takes_its_own_of_every_device() -> None:
+def test_each_of_several_reward_models_takes_its_own_of_every_device():
     models = "{name: a, model_name: x, precision: float32}, {name: b, model_name: y}"
     config = load_config(
         GRPORun,
@@ -498,7 +453,7 @@ def test_each_of_several_reward_models_takes_its_own_of_every_device() -> None:
     assert "judging" not in {p.name for p in fit(config, Shapes(policy=SMALL)).phases}
 
 
-def test_a_70b_reward_model_does_not_judge_from_one_device() -> None:
+def test_a_70b_reward_model_does_not_judge_from_one_device():
     config = grpo(
         *FOUR_NODES,
         "env.reward_model.resources.gpus_per_node=8",
@@ -511,7 +466,7 @@ def test_a_70b_reward_model_does_not_judge_from_one_device() -> None:
     assert conflict.fix == "env.reward_model.dtensor_cfg.tensor_parallel_size=2"
 
 
-def test_colocated_roles_take_turns() -> None:
+def test_colocated_roles_take_turns():
     fitted = fit(
         grpo("cluster.gpus_per_node=2"),
         Shapes(policy=SMALL, reward_models=(SMALL,)),
@@ -529,7 +484,7 @@ def test_colocated_roles_take_turns() -> None:
     assert taken == int(0.6 * 80 * GIB)
 
 
-def test_in_process_generation_needs_no_second_copy() -> None:
+def test_in_process_generation_needs_no_second_copy():
     config = grpo("policy.generation.backend=transformers", "cluster.device=cpu")
     generation = phase(fit(config, Shapes(policy=SMALL)), "generation")
     assert set(generation.parts) == {
@@ -542,51 +497,35 @@ def test_in_process_generation_needs_no_second_copy() -> None:
     assert generation.parts["keys and values"] == 256 * 512 * 2 * 16 * 8 * 64 * 2
 
 
-def test_heads_that_tensor_parallel_ranks_cannot_share() -> None:
-    shape = decoder_shape(
-        hidden_size=1536,
-        num_layers=2,
-        intermediate_size=8960,
-        num_heads=12,
-        num_kv_heads=2,
-        vocab_size=1000,
-    )
+def test_heads_that_tensor_parallel_ranks_cannot_share():
     config = grpo(
         "cluster.gpus_per_node=8",
         "policy.dtensor_cfg.tensor_parallel_size=8",
         "policy.generation.vllm_cfg.tensor_parallel_size=4",
     )
-    (conflict,) = fit(config, Shapes(policy=shape)).conflicts
+    (conflict,) = fit(config, Shapes(policy=UNEVEN)).conflicts
     assert "12 attention heads nor the 2 key/value heads" in conflict.problem
     assert conflict.fix == "policy.dtensor_cfg.tensor_parallel_size=2"
     # vLLM repeats key and value heads: 2 on 4 ranks is no conflict, and 4 is nearest to 8
     key = "policy.generation.vllm_cfg.tensor_parallel_size"
-    (conflict,) = fit(grpo("cluster.gpus_per_node=8", f"{key}=8"), Shapes(policy=shape)).conflicts
+    (conflict,) = fit(grpo("cluster.gpus_per_node=8", f"{key}=8"), Shapes(policy=UNEVEN)).conflicts
     assert conflict.fix == f"{key}=4"
 
 
-def test_heads_that_context_parallel_ranks_cannot_share() -> None:
-    shape = decoder_shape(
-        hidden_size=1536,
-        num_layers=2,
-        intermediate_size=8960,
-        num_heads=12,
-        num_kv_heads=2,
-        vocab_size=1000,
-    )
+def test_heads_that_context_parallel_ranks_cannot_share():
     spread = (
         "cluster.gpus_per_node=16",
         "policy.dtensor_cfg.tensor_parallel_size=2",
         "policy.generation.backend=transformers",
     )
     key = "policy.dtensor_cfg.context_parallel_size"
-    (conflict,) = fit(grpo(*spread, f"{key}=4"), Shapes(policy=shape)).conflicts
+    (conflict,) = fit(grpo(*spread, f"{key}=4"), Shapes(policy=UNEVEN)).conflicts
     assert "=4 does not divide the 6 attention heads that a rank of policy has" in conflict.problem
     assert conflict.fix == f"{key}=2"
     # Two heads of keys on one rank: copies for three ranks would do, but 16 slots are no 2 x 3.
-    divided = fit(grpo(*spread, f"{key}=2"), Shapes(policy=shape))
+    divided = fit(grpo(*spread, f"{key}=2"), Shapes(policy=UNEVEN))
     assert not divided.conflicts
-    whole = fit(grpo(*spread), Shapes(policy=shape))
+    whole = fit(grpo(*spread), Shapes(policy=UNEVEN))
     parts, before = phase(divided, "training").parts, phase(whole, "training").parts
     tokens = divided.plan.batch("policy").tokens
     assert parts["whole row"] == 2 * 4 * tokens * 1536
@@ -595,7 +534,7 @@ def test_heads_that_context_parallel_ranks_cannot_share() -> None:
     assert parts["weights"] == before["weights"], "shared out over dp x cp"
 
 
-def test_adapters_need_no_gradients_of_what_is_frozen() -> None:
+def test_adapters_need_no_gradients_of_what_is_frozen():
     lora = "policy.dtensor_cfg.lora_cfg"
     config = reward_training(f"{lora}.enabled=true", f"{lora}.target_modules=[q_proj, v_proj]")
     parts = phase(fit(config, Shapes(policy=REWARD_70B)), "training").parts

@@ -1,10 +1,7 @@
 """Explicit placements: what each role gets, worked out by hand, and what is told otherwise."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -18,10 +15,9 @@ from laurel.config.load import load_config
 from laurel.config.policy import ClusterConfig, RolePlacement
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
-from laurel.planning.memory import MemoryPhase, Shapes, decoder_shape
+from laurel.planning.memory import Shapes, decoder_shape
 from laurel.planning.placement import placed_requirements
-from laurel.planning.plan import Plan
-from laurel.planning.roles import Conflict, RolePlan, RoleRequirement, Slot, as_ranges, grid, where
+from laurel.planning.roles import Conflict, Slot, as_ranges, grid, where
 from laurel.run.request import request_of
 from planned import as_changes, fitted, planned, with_changes
 
@@ -29,28 +25,25 @@ JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
 FOUR_BY_EIGHT = ("cluster.num_nodes=4", "cluster.gpus_per_node=8", *JUDGED)
 
 
-def placed(placement: str, *changes: str) -> Plan:
+def placed(placement, *changes):
     """A run on 4 nodes of 8 slots, with a reward model."""
     overrides = [*FOUR_BY_EIGHT, f"cluster.placement={placement}", *changes]
     return planned(load_config(GRPORun, None, overrides).config)
 
 
-def role(plan: Plan, name: Any) -> RolePlan:
+def role(plan, name):
     found = plan.role(name)
     assert found is not None, plan.conflicts
     return found
 
 
-def told(plan: Plan, text: str) -> str:
+def told(plan, text):
     """The setting that is named by the one conflict that says so."""
     (conflict,) = [conflict for conflict in plan.conflicts if text in conflict.problem]
     return conflict.fix
 
 
-# ------------------------------------------------------------------------------------ what is given
-
-
-def test_particular_slots_of_particular_nodes() -> None:
+def test_particular_slots_of_particular_nodes():
     plan = placed(
         "{policy: {nodes: [0, 1], slots: [0, 1, 2, 3]}, reward_model: {nodes: [3]},"
         " generation: {nodes: [0, 1], slots: [4, 5, 6, 7]}}"
@@ -63,7 +56,7 @@ def test_particular_slots_of_particular_nodes() -> None:
     assert plan.num_idle == 8  # node 2
 
 
-def test_partial_nodes_are_packed_and_the_policy_has_the_rest() -> None:
+def test_partial_nodes_are_packed_and_the_policy_has_the_rest():
     plan = placed(
         "{generation: {nodes: 1, slots: 4}, reward_model: {nodes: 1, slots: 2}}",
         "policy.train_global_batch_size=416",
@@ -78,7 +71,7 @@ def test_partial_nodes_are_packed_and_the_policy_has_the_rest() -> None:
     assert plan.num_idle == 0
 
 
-def test_whole_nodes_are_not_those_that_somebody_has_a_part_of() -> None:
+def test_whole_nodes_are_not_those_that_somebody_has_a_part_of():
     plan = placed(
         "{generation: {nodes: 2}, reward_model: {nodes: 1, slots: 2}, policy: {nodes: 1, slots: 4}}"
     )
@@ -89,7 +82,7 @@ def test_whole_nodes_are_not_those_that_somebody_has_a_part_of() -> None:
     assert role(plan, "generation").slots == grid([1, 2], range(8))
 
 
-def test_nodes_by_their_labels() -> None:
+def test_nodes_by_their_labels():
     labels = "cluster.labels={pool=train: [0, 2], pool=judge: [1, 3], fast=yes: [3]}"
     plan = placed(
         "{policy: {labels: [pool=train]}, generation: {shares: policy},"
@@ -102,7 +95,7 @@ def test_nodes_by_their_labels() -> None:
     assert role(plan, "reward_model").slots == grid([3], [4, 5, 6, 7])
 
 
-def test_parts_of_slots_lie_side_by_side() -> None:
+def test_parts_of_slots_lie_side_by_side():
     plan = placed(
         "{policy: {nodes: [0, 1]}, generation: {nodes: [2], fraction: 0.5},"
         " reward_model: {nodes: 1, slots: 4, fraction: 0.5}}"
@@ -122,7 +115,7 @@ def test_parts_of_slots_lie_side_by_side() -> None:
     assert plan.num_idle == 8
 
 
-def test_turns_on_all_slots_or_on_some() -> None:
+def test_turns_on_all_slots_or_on_some():
     plan = placed(
         "{policy: {nodes: [0, 1]}, generation: {nodes: [2]},"
         " reward_model: {shares: generation, slots: 2}}"
@@ -135,7 +128,7 @@ def test_turns_on_all_slots_or_on_some() -> None:
     assert role(plan, "reward_model").shares_with == "policy", "whose they are in the end"
 
 
-def test_the_example_of_the_documentation() -> None:
+def test_the_example_of_the_documentation():
     text = (Path(__file__).parents[3] / "docs" / "parallelism.md").read_text(encoding="utf-8")
     cluster = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])["cluster"]
     picture = text.split("```yaml\n")[1].split("```")[2].removeprefix("text").strip()
@@ -151,13 +144,13 @@ def test_the_example_of_the_documentation() -> None:
     )
 
 
-def test_who_is_not_named_shares_the_slots_of_the_policy() -> None:
+def test_who_is_not_named_shares_the_slots_of_the_policy():
     plan = placed("{policy: {nodes: 2}}")
     assert [r.shares_with for r in plan.roles] == [None, "policy", "policy"]
     assert {r.slots for r in plan.roles} == {grid([0, 1], range(8))}
 
 
-def test_a_run_of_one_role() -> None:
+def test_a_run_of_one_role():
     changes = ["cluster.num_nodes=2", "cluster.gpus_per_node=4", "cluster.placement.policy.slots=2"]
     plan = planned(load_config(RewardTrainingRun, None, changes).config)
     assert role(plan, "policy").slots == grid([0, 1], [0, 1])
@@ -165,9 +158,6 @@ def test_a_run_of_one_role() -> None:
     plan = planned(load_config(RewardTrainingRun, None, changes).config)
     assert told(plan, "this run has no reward model") == "cluster.placement.reward_model=null"
     assert plan.fits
-
-
-# ------------------------------------------------------------------------------ what does not fit
 
 
 @pytest.mark.parametrize(
@@ -234,12 +224,12 @@ def test_a_run_of_one_role() -> None:
         ),
     ],
 )
-def test_what_is_told(placement: str, problem: str, fix: str) -> None:
+def test_what_is_told(placement, problem, fix):
     labels = "cluster.labels={pool=judge: [1, 3], fast=yes: [3]}"
     assert told(placed(placement, labels), problem) == fix
 
 
-def test_everything_is_told_at_once() -> None:
+def test_everything_is_told_at_once():
     wishes = "{policy: {nodes: [0, 9]}, generation: {slots: [8]}, reward_model: {labels: [a=x]}}"
     plan = placed(wishes, "cluster.labels={fast=yes: [7]}")
     kinds = (
@@ -253,7 +243,7 @@ def test_everything_is_told_at_once() -> None:
         assert told(plan, kind)
 
 
-def test_slots_that_are_asked_for_elsewhere_are_not_forgotten() -> None:
+def test_slots_that_are_asked_for_elsewhere_are_not_forgotten():
     plan = placed(
         "{}",
         "policy.generation.colocated.enabled=false",
@@ -281,18 +271,16 @@ def test_slots_that_are_asked_for_elsewhere_are_not_forgotten() -> None:
         ("generation: {shares: policy, fraction: 0.5}", "take turns, each with the whole"),
     ],
 )
-def test_what_can_never_be_is_refused_where_it_is_written(written: str, said: str) -> None:
+def test_what_can_never_be_is_refused_where_it_is_written(written, said):
     with pytest.raises(ConfigError) as refused:
         placed(f"{{{written}}}")
     assert said in str(refused.value)
 
 
-# --------------------------------------------------------------------------- what follows from it
-
 SMALL = decoder_shape(hidden_size=8, num_layers=1, intermediate_size=16, num_heads=2, vocab_size=32)
 
 
-def memory(placement: str, *changes: str) -> dict[tuple[str, str], MemoryPhase]:
+def memory(placement, *changes):
     """The phases, by their names and the slots that they are on."""
     overrides = [*JUDGED, "cluster.gpus_per_node=4", f"cluster.placement={placement}", *changes]
     config = load_config(GRPORun, None, overrides).config
@@ -300,7 +288,7 @@ def memory(placement: str, *changes: str) -> dict[tuple[str, str], MemoryPhase]:
     return {(p.name, p.slots_of): p for p in fitted(config, shapes).phases}
 
 
-def test_a_reward_model_in_turns_with_generation_lies_beside_its_weights() -> None:
+def test_a_reward_model_in_turns_with_generation_lies_beside_its_weights():
     phases = memory(
         "{policy: {slots: 2}, generation: {slots: 2}, reward_model: {shares: generation}}"
     )
@@ -316,7 +304,7 @@ def test_a_reward_model_in_turns_with_generation_lies_beside_its_weights() -> No
     assert "reward model" not in phases["training", "policy"].parts
 
 
-def test_a_part_of_a_slot_is_that_part_of_its_memory() -> None:
+def test_a_part_of_a_slot_is_that_part_of_its_memory():
     placement = "{policy: {slots: [0]}, generation: {slots: [1], fraction: 0.25}, reward_model: "
     placement += "{slots: [1], fraction: 0.75}}"
     changes = ("policy.generation.backend=transformers", "cluster.device=cpu")
@@ -336,14 +324,12 @@ def test_a_part_of_a_slot_is_that_part_of_its_memory() -> None:
     assert " for it (" in crowded[0]
 
 
-def test_slots_in_words() -> None:
+def test_slots_in_words():
     slots = (*grid([0, 2, 3], range(4)), *grid([1], [0, 1, 3]))
     assert where(slots) == "nodes 0,2-3, slots 0-3 of each; node 1, slots 0-1,3"
     assert where(grid([5], [7])) == "node 5, slot 7"
     assert as_ranges([]) == ""
 
-
-# ----------------------------------------------------------------------------------- any placement
 
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 4))
 CHOICE = st.none() | st.integers(1, 4) | st.lists(st.integers(0, 4), min_size=1, unique=True)
@@ -360,7 +346,7 @@ SHARING = WISH.map(lambda wish: {k: v for k, v in wish.items() if k != "fraction
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> GRPORun:
+def runs(draw):
     nodes, slots = draw(SIZES)
     generation = draw(WISH | SHARING.map(lambda wish: wish | {"shares": "policy"}))
     owners = st.sampled_from(["policy", "generation"])
@@ -384,7 +370,7 @@ def runs(draw: st.DrawFn) -> GRPORun:
 BASE = GRPORun()
 
 
-def claims_of(config: GRPORun) -> tuple[list[RoleRequirement], list[Conflict]]:
+def claims_of(config):
     request, conflicts = request_of(config), list[Conflict]()
     assert request.placement is not None
     return placed_requirements(request, request.placement, conflicts), conflicts
@@ -393,7 +379,7 @@ def claims_of(config: GRPORun) -> tuple[list[RoleRequirement], list[Conflict]]:
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(runs())
-def test_no_slot_is_given_out_more_than_once_and_none_that_is_not_there(config: GRPORun) -> None:
+def test_no_slot_is_given_out_more_than_once_and_none_that_is_not_there(config):
     found, conflicts = claims_of(config)
     requirements = {requirement.role.name: requirement for requirement in found}
     placement, cluster = config.cluster.placement, config.cluster
@@ -417,9 +403,7 @@ def test_no_slot_is_given_out_more_than_once_and_none_that_is_not_there(config: 
     assert not is_whole or max(load.values()) <= 1
 
 
-def _as_asked(
-    wish: RolePlacement, nodes: set[int], slots: tuple[Slot, ...], labels: dict[str, list[int]]
-) -> None:
+def _as_asked(wish, nodes, slots, labels):
     """Of a placement that fits."""
     assert all(nodes <= set(labels[label]) for label in wish.labels)
     if isinstance(wish.nodes, list):
@@ -435,7 +419,7 @@ def _as_asked(
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(runs())
-def test_the_setting_that_is_named_fits(config: GRPORun) -> None:
+def test_the_setting_that_is_named_fits(config):
     _, conflicts = claims_of(config)
     for conflict in conflicts:
         changes = as_changes(conflict.fix)
@@ -445,7 +429,7 @@ def test_the_setting_that_is_named_fits(config: GRPORun) -> None:
         assert in_words or _kind(conflict.problem) not in left, conflict
 
 
-def _kind(problem: str) -> str:
+def _kind(problem):
     """A problem without its numbers and choices, which a change may alter."""
     if "no node has the label" in problem:
         return problem.split(";")[0]

@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import itertools
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +10,6 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
-from laurel.planning.plan import Plan
 from laurel.planning.request import RoleName
 from laurel.planning.roles import Mesh, Slot
 from laurel.run.request import uses_reward_model
@@ -24,19 +19,17 @@ REWARD = "env.reward_model.resources"
 GENERATION = "policy.generation.colocated"
 
 
-def grpo(*overrides: str) -> GRPORun:
+def grpo(*overrides):
     return load_config(GRPORun, None, overrides).config
 
 
-def slots(nodes: range, indices: range) -> tuple[Slot, ...]:
+def slots(nodes, indices):
     return tuple(Slot(node=n, index=i) for n in nodes for i in indices)
 
 
-def fatal(plan: Plan) -> list[str]:
+def fatal(plan):
     return [conflict.problem for conflict in plan.conflicts if conflict.is_fatal]
 
-
-# ----------------------------------------------------------------- the seed's two configurations
 
 JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
 SEED = (
@@ -55,7 +48,7 @@ APART = (
 )
 
 
-def test_the_colocated_run_of_the_seed() -> None:
+def test_the_colocated_run_of_the_seed():
     plan = planned(grpo(*SEED, f"{REWARD}.gpus_per_node=4"))
     assert plan.fits
     assert plan.conflicts == ()
@@ -76,7 +69,7 @@ def test_the_colocated_run_of_the_seed() -> None:
     assert plan.batch("reward_model").per_share == 512
 
 
-def test_the_non_colocated_run_of_the_seed() -> None:
+def test_the_non_colocated_run_of_the_seed():
     plan = planned(grpo(*SEED, *APART, "cluster.num_nodes=2"))
     assert plan.fits
     assert plan.conflicts == ()
@@ -89,14 +82,14 @@ def test_the_non_colocated_run_of_the_seed() -> None:
     assert judge.groups == (slots(range(1, 2), range(4)), slots(range(1, 2), range(4, 8)))
 
 
-def test_on_one_node_it_says_which_roles_are_too_many() -> None:
+def test_on_one_node_it_says_which_roles_are_too_many():
     (conflict,) = planned(grpo(*SEED, *APART)).conflicts
     assert "reward model 8 + generation 4 + policy at least 2 = 14 slots" in conflict.problem
     assert "cluster.gpus_per_node=8" in conflict.problem
     assert conflict.fix == f"{REWARD}.gpus_per_node=null"
 
 
-def test_the_example_of_the_guide() -> None:
+def test_the_example_of_the_guide():
     """8 slots: 2 for the policy, 2 for generation, 4 for the reward model."""
     plan = planned(
         grpo(
@@ -110,10 +103,7 @@ def test_the_example_of_the_guide() -> None:
     assert [len(role.slots) for role in plan.roles] == [2, 2, 4]
 
 
-# ---------------------------------------------------------------------------- batches of validation
-
-
-def validation(config: RewardTrainingRun | SFTRun | GRPORun) -> list[tuple[object, ...]]:
+def validation(config):
     return [
         (b.role, b.size, b.num_shares, b.per_share, b.tokens, b.num_micro_batches)
         for b in planned(config).batches
@@ -121,7 +111,7 @@ def validation(config: RewardTrainingRun | SFTRun | GRPORun) -> list[tuple[objec
     ]
 
 
-def test_validation_of_pairs_is_divided_too() -> None:
+def test_validation_of_pairs_is_divided_too():
     changes = [
         "cluster.gpus_per_node=4",
         "rm.val_global_batch_size=10",
@@ -139,7 +129,7 @@ def test_validation_of_pairs_is_divided_too() -> None:
     assert validation(load_config(RewardTrainingRun, None, changes[:-1]).config) == []
 
 
-def test_validation_of_conversations_is_divided_too() -> None:
+def test_validation_of_conversations_is_divided_too():
     changes = [
         "cluster.gpus_per_node=2",
         "sft.val_global_batch_size=9",
@@ -151,7 +141,7 @@ def test_validation_of_conversations_is_divided_too() -> None:
     assert validation(config) == [("policy", 9, 2, 5, 64, 5)]
 
 
-def test_validation_of_completions_is_divided_too() -> None:
+def test_validation_of_completions_is_divided_too():
     plan = grpo(
         *JUDGED,
         "cluster.gpus_per_node=4",
@@ -172,10 +162,7 @@ def test_validation_of_completions_is_divided_too() -> None:
     ]
 
 
-# ------------------------------------------------------------------------------- one role, several
-
-
-def test_training_alone_has_the_whole_cluster() -> None:
+def test_training_alone_has_the_whole_cluster():
     changes = ["cluster.gpus_per_node=4", "cluster.num_nodes=2"]
     for schema in (RewardTrainingRun, SFTRun):
         plan = planned(load_config(schema, None, changes).config)
@@ -185,7 +172,7 @@ def test_training_alone_has_the_whole_cluster() -> None:
         assert plan.fits
 
 
-def test_without_resources_the_reward_model_shares_the_slots_of_the_policy() -> None:
+def test_without_resources_the_reward_model_shares_the_slots_of_the_policy():
     plan = planned(grpo(*JUDGED, "cluster.gpus_per_node=2"))
     policy, _, judge = plan.roles
     assert judge.shares_with == "policy"
@@ -193,7 +180,7 @@ def test_without_resources_the_reward_model_shares_the_slots_of_the_policy() -> 
     assert plan.fits
 
 
-def test_a_reward_model_is_used_where_a_data_set_or_a_combination_names_it() -> None:
+def test_a_reward_model_is_used_where_a_data_set_or_a_combination_names_it():
     assert not uses_reward_model(grpo())
     assert uses_reward_model(grpo("data.env_name=reward_model", "env.reward_model.model_name=x"))
     parts = "+env.composite={both: {parts: [{env: math}, {env: reward_model}]}}"
@@ -201,7 +188,7 @@ def test_a_reward_model_is_used_where_a_data_set_or_a_combination_names_it() -> 
     assert not uses_reward_model(grpo(parts))
 
 
-def several_models(*overrides: str) -> GRPORun:
+def several_models(*overrides):
     models = "{name: a, model_name: x}, {name: b, model_name: y}"
     named = (
         f"env.reward_model.models=[{models}, {{name: c, urls: ['http://h:1'], normalize: none}}]"
@@ -209,7 +196,7 @@ def several_models(*overrides: str) -> GRPORun:
     return grpo(named, "env.reward_model.enabled=true", *overrides)
 
 
-def test_several_models_have_the_slots_of_one() -> None:
+def test_several_models_have_the_slots_of_one():
     tp = "env.reward_model.dtensor_cfg.tensor_parallel_size=2"
     plan = planned(several_models("cluster.gpus_per_node=4", f"{REWARD}.gpus_per_node=2", tp))
     judge = plan.role("reward_model")
@@ -219,7 +206,7 @@ def test_several_models_have_the_slots_of_one() -> None:
     assert plan.fits
 
 
-def test_models_of_servers_alone_have_none() -> None:
+def test_models_of_servers_alone_have_none():
     servers = (f"{{name: {n}, urls: ['http://{n}:1'], normalize: none}}" for n in "ab")
     config = grpo(
         f"env.reward_model.models=[{', '.join(servers)}]", "env.reward_model.enabled=true"
@@ -228,7 +215,7 @@ def test_models_of_servers_alone_have_none() -> None:
     assert uses_reward_model(several_models())
 
 
-def test_several_nodes() -> None:
+def test_several_nodes():
     """16 nodes: 3 judge, 5 draw, 8 learn."""
     plan = planned(
         grpo(
@@ -253,7 +240,7 @@ def test_several_nodes() -> None:
     assert generation.mesh == Mesh(dp=5, tp=4, pp=2)
 
 
-def test_a_partly_used_node_is_told_and_runs_all_the_same() -> None:
+def test_a_partly_used_node_is_told_and_runs_all_the_same():
     plan = planned(
         grpo(*JUDGED, "cluster.gpus_per_node=8", "cluster.num_nodes=3", f"{REWARD}.gpus_per_node=6")
     )
@@ -264,7 +251,7 @@ def test_a_partly_used_node_is_told_and_runs_all_the_same() -> None:
     assert plan.num_idle == 2
 
 
-def test_groups_that_reach_over_nodes_are_told() -> None:
+def test_groups_that_reach_over_nodes_are_told():
     plan = planned(
         grpo(
             "cluster.gpus_per_node=6",
@@ -280,7 +267,7 @@ def test_groups_that_reach_over_nodes_are_told() -> None:
     assert conflict.fix == "policy.dtensor_cfg.tensor_parallel_size=3"
 
 
-def test_a_replica_of_vllm_is_on_one_node() -> None:
+def test_a_replica_of_vllm_is_on_one_node():
     shared = (
         "cluster.gpus_per_node=6",
         "cluster.num_nodes=2",
@@ -304,7 +291,7 @@ def test_a_replica_of_vllm_is_on_one_node() -> None:
         assert generation.mesh == Mesh(dp=12)
 
 
-def test_every_conflict_is_told_at_once() -> None:
+def test_every_conflict_is_told_at_once():
     plan = planned(
         grpo(
             *JUDGED,
@@ -330,7 +317,7 @@ def test_every_conflict_is_told_at_once() -> None:
     assert len(fatal(plan)) == 5
 
 
-def test_the_nearest_batch_of_grpo_divides_a_step() -> None:
+def test_the_nearest_batch_of_grpo_divides_a_step():
     plan = planned(
         grpo(
             "cluster.gpus_per_node=6",
@@ -343,7 +330,7 @@ def test_the_nearest_batch_of_grpo_divides_a_step() -> None:
     assert conflict.fix == "policy.train_global_batch_size=384"
 
 
-def test_where_no_size_divides_a_step_the_step_changes_too() -> None:
+def test_where_no_size_divides_a_step_the_step_changes_too():
     plan = planned(grpo("cluster.gpus_per_node=8", "cluster.num_nodes=3"))
     (conflict,) = plan.conflicts
     # 512 = 2^9 is no multiple of 24; with 16 completions each, prompts must be a multiple of 3
@@ -374,15 +361,12 @@ def test_where_no_size_divides_a_step_the_step_changes_too() -> None:
         ),
     ],
 )
-def test_what_cannot_be_placed(overrides: list[str], said: str) -> None:
+def test_what_cannot_be_placed(overrides, said):
     plan = planned(grpo(*SEED, *APART, *overrides))
     assert any(said in problem for problem in fatal(plan)), fatal(plan)
 
 
-# ------------------------------------------------------------------- any small cluster, brute force
-
 small = st.integers(1, 5)
-Wanted = dict[str, Any]
 wanted = st.fixed_dictionaries(
     {
         "nodes": small,
@@ -404,7 +388,7 @@ wanted = st.fixed_dictionaries(
 BASE = GRPORun()
 
 
-def configuration(want: Wanted) -> GRPORun:
+def configuration(want):
     env = EnvironmentsConfig.model_validate(
         {
             "reward_model": {
@@ -432,7 +416,7 @@ def configuration(want: Wanted) -> GRPORun:
     return with_changes(BASE, changed)
 
 
-def divisions(want: Wanted) -> Iterator[tuple[int, int, int]]:
+def divisions(want):
     """Every way to give whole numbers of slots to policy, generation and reward model.
 
     Tried, not computed: slots of one node, or whole nodes of several, are handed out in all ways,
@@ -467,7 +451,7 @@ def divisions(want: Wanted) -> Iterator[tuple[int, int, int]]:
                 yield policy * g, drawing * g, judge_slots
 
 
-def feasible(want: Wanted) -> tuple[int, int, int] | None:
+def feasible(want):
     for policy, drawing, judging in divisions(want):
         drawn_on = policy if want["colocated"] else drawing
         if (
@@ -482,9 +466,7 @@ def feasible(want: Wanted) -> tuple[int, int, int] | None:
 
 @settings(max_examples=600, deadline=None)
 @given(wanted)
-def test_a_plan_fits_where_trying_everything_finds_one_and_then_it_is_that_one(
-    want: Wanted,
-) -> None:
+def test_a_plan_fits_where_trying_everything_finds_one_and_then_it_is_that_one(want):
     plan = planned(configuration(want))
     found = feasible(want)
     assert plan.fits == (found is not None)
@@ -497,7 +479,7 @@ def test_a_plan_fits_where_trying_everything_finds_one_and_then_it_is_that_one(
 
 @settings(max_examples=300, deadline=None)
 @given(wanted)
-def test_every_slot_is_there_and_none_is_given_twice(want: Wanted) -> None:
+def test_every_slot_is_there_and_none_is_given_twice(want):
     plan = planned(configuration(want))
     everything = set(slots(range(want["nodes"]), range(want["slots"])))
     given_out: list[Slot] = []
@@ -519,13 +501,13 @@ def test_every_slot_is_there_and_none_is_given_twice(want: Wanted) -> None:
     assert plan.num_idle == len(everything) - len(given_out)
 
 
-def kind(problem: str) -> str:
+def kind(problem):
     return re.sub(r"\d+", "#", problem)
 
 
 @settings(max_examples=300, deadline=None)
 @given(wanted)
-def test_the_setting_that_is_named_fits(want: Wanted) -> None:
+def test_the_setting_that_is_named_fits(want):
     config = configuration(want)
     for conflict in (m for m in planned(config).conflicts if m.is_fatal):
         changes = as_changes(conflict.fix)

@@ -152,6 +152,5 @@ def test_a_model_that_was_found_is_not_looked_for_again(
     settings = service.ModelSettings(model=model, device="cpu")
     found = service.check_settings(settings)
     assert asked == [model]
-    _, _, scorer = service.open_batcher(settings, say=lambda _: None, found=found)
-    scorer.close()
+    service.open_backend(settings, say=lambda _: None, found=found)
     assert asked == [model]

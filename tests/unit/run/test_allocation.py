@@ -5,19 +5,18 @@ import pytest
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
-from laurel.config.schemas import Run
 from laurel.errors import ConfigError
-from laurel.run.allocation import PlannedAllocation, plan_allocation
+from laurel.run.allocation import plan_allocation
 
 JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
 ONE_FOR_JUDGING = (*JUDGED, "env.reward_model.resources.gpus_per_node=1")
 
 
-def planned(*overrides: str, schema: type[Run] = GRPORun) -> PlannedAllocation:
+def planned(*overrides, schema=GRPORun):
     return plan_allocation(load_config(schema, None, overrides).config)
 
 
-def test_one_slot_is_this_process() -> None:
+def test_one_slot_is_this_process():
     assert not planned().are_remote
     assert not planned(schema=RewardTrainingRun).are_remote
     assert not planned(*JUDGED).are_remote
@@ -40,7 +39,7 @@ def test_one_slot_is_this_process() -> None:
         ("cluster.address=auto",),
     ],
 )
-def test_more_slots_or_an_address_are_ray(overrides: tuple[str, ...]) -> None:
+def test_more_slots_or_an_address_are_ray(overrides):
     assert planned(*overrides).are_remote
 
 
@@ -53,12 +52,12 @@ def test_more_slots_or_an_address_are_ray(overrides: tuple[str, ...]) -> None:
         (("cluster.gpus_per_node=1", *ONE_FOR_JUDGING), "resources.gpus_per_node"),
     ],
 )
-def test_what_cannot_be_is_told_with_the_key(overrides: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_is_told_with_the_key(overrides, said):
     with pytest.raises(ConfigError, match=said):
         planned(*overrides)
 
 
-def test_every_conflict_is_told_at_once() -> None:
+def test_every_conflict_is_told_at_once():
     with pytest.raises(ConfigError) as caught:
         planned(
             "cluster.gpus_per_node=4",

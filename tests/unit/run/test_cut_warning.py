@@ -1,7 +1,5 @@
 """Where most conversations are cut, a run says so before it trains on what is left of them."""
 
-from __future__ import annotations
-
 import io
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,7 @@ from laurel.run.reward_model import tokenise
 
 
 @pytest.mark.parametrize(("num_cut", "is_told"), [(4, True), (3, True), (2, False), (0, False)])
-def test_most_being_cut_is_a_warning(num_cut: int, is_told: bool) -> None:
+def test_most_being_cut_is_a_warning(num_cut, is_told):
     tokens = [
         SimpleNamespace(truncated_G=(i < num_cut, i + 1 < num_cut), lengths_G=(8, 8))
         for i in (0, 2)

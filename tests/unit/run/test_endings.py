@@ -1,7 +1,5 @@
 """The last words of a run, and the warnings that must not drown in its first ones."""
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import ExitStack
@@ -22,7 +20,7 @@ from laurel.run.train import conclude
 from laurel.training.loop import RunOutcome
 
 
-def last_words(outcome: RunOutcome, limit: str | None = None) -> str:
+def last_words(outcome, limit=None):
     stream = io.StringIO()
     conclude(outcome, Console(file=stream, width=200), use="{}", limit=limit)
     return stream.getvalue().splitlines()[0]
@@ -42,11 +40,11 @@ def last_words(outcome: RunOutcome, limit: str | None = None) -> str:
         ({"ended": "finished"}, "finished after step 29, in 6 s"),
     ],
 )
-def test_how_long_it_took_is_not_when_to_go_on(how: dict[str, Any], words: str) -> None:
+def test_how_long_it_took_is_not_when_to_go_on(how, words):
     assert last_words(RunOutcome(step=29, seconds=6.2, latest=Path("s/29"), **how)) == words
 
 
-def test_a_run_that_saved_nothing_says_so_first() -> None:
+def test_a_run_that_saved_nothing_says_so_first():
     stopped = last_words(RunOutcome(step=0, ended="signal", signal="SIGTERM"))
     assert stopped.endswith("nothing was saved, so it will start over")
     assert last_words(RunOutcome(step=9, ended="finished")) == (
@@ -67,9 +65,7 @@ def test_a_run_that_saved_nothing_says_so_first() -> None:
         ([], False, None),
     ],
 )
-def test_epochs_that_end_a_run_before_its_steps_are_named(
-    settings: list[str], is_early: bool, expected: str | None
-) -> None:
+def test_epochs_that_end_a_run_before_its_steps_are_named(settings, is_early, expected):
     config = load_config(GRPORun, None, settings).config
     outcome = RunOutcome(step=22, ended="finished", is_early=is_early, latest=Path("s/22"))
     limit = train._limit("grpo", config, outcome)
@@ -77,7 +73,7 @@ def test_epochs_that_end_a_run_before_its_steps_are_named(
     assert (expected is None) == last_words(outcome, limit).endswith("in 0 s")
 
 
-def test_a_model_that_is_named_and_not_loaded_is_a_warning() -> None:
+def test_a_model_that_is_named_and_not_loaded_is_a_warning():
     stream = io.StringIO()
     facts: Any = SimpleNamespace(
         num_trained=1,
@@ -101,7 +97,7 @@ def test_a_model_that_is_named_and_not_loaded_is_a_warning() -> None:
     assert "note    another" in lines
 
 
-def ended(tmp_path: Path, records: list[dict[str, float]], *, width: int, **others: Any) -> str:
+def ended(tmp_path, records, *, width, **others):
     """The last words of a reward model's run that has logged these figures."""
     (tmp_path / "config.json").write_text('{"rm": {}}', encoding="utf-8")
     lines = "".join(json.dumps(one) + "\n" for one in records)
@@ -120,7 +116,7 @@ LENGTH_ALONE = {
 
 
 @pytest.mark.parametrize("width", [60, 100])
-def test_the_end_says_what_the_report_says_first_in_ten_lines(tmp_path: Path, width: int) -> None:
+def test_the_end_says_what_the_report_says_first_in_ten_lines(tmp_path, width):
     many = {f"validation-default/zero_{i}": 0.0 for i in range(20)}
     told = ended(tmp_path, [{"step": 20, "time": 1.0, **LENGTH_ALONE, **many}], width=width)
     said = " ".join(told.split())
@@ -133,7 +129,7 @@ def test_the_end_says_what_the_report_says_first_in_ten_lines(tmp_path: Path, wi
     assert len(told.splitlines()) <= 10
 
 
-def test_the_accuracy_of_a_benchmark_stands_beside_its_baselines_too(tmp_path: Path) -> None:
+def test_the_accuracy_of_a_benchmark_stands_beside_its_baselines_too(tmp_path):
     figures = {"accuracy": 0.75, "longer_wins_baseline": 0.5, "bag_of_words_baseline": 0.25}
     named = {f"validation-Bench/{name}": value for name, value in figures.items()}
     told = ended(
@@ -143,7 +139,7 @@ def test_the_accuracy_of_a_benchmark_stands_beside_its_baselines_too(tmp_path: P
     assert "accuracy 0.7500 of 8 rows (longer answer 0.5000, bag of words 0.2500)" in said
 
 
-def test_the_end_of_a_run_whose_log_is_broken_says_so_and_goes_on(tmp_path: Path) -> None:
+def test_the_end_of_a_run_whose_log_is_broken_says_so_and_goes_on(tmp_path):
     told = ended(tmp_path, [], width=100)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     stream = io.StringIO()
@@ -154,7 +150,7 @@ def test_the_end_of_a_run_whose_log_is_broken_says_so_and_goes_on(tmp_path: Path
     assert "latest  s/1" in stream.getvalue()
 
 
-def test_use_it_names_a_file_that_is_there(tmp_path: Path) -> None:
+def test_use_it_names_a_file_that_is_there(tmp_path):
     rows = tmp_path / "some rows.jsonl"
     settings = [f"data.train_data_path={rows}", "data.dataset_name=BinaryPreferenceDataset"]
     config = load_config(RewardTrainingRun, None, settings).config

@@ -12,7 +12,7 @@ from laurel.run.evaluation.run import EvalScorer, open_evaluation_scorer
 from reward_servers import Answer, RewardServer
 
 
-def refused(status: int, said: str, **settings: str) -> tuple[str, str]:
+def refused(status, said, **settings):
     """The address that was asked, and what its refusal is told as."""
     answer = Answer(status=status, body=dump(error_json("x", said)))
     with RewardServer(lambda number, asked: answer) as server:

@@ -1,7 +1,5 @@
 """`policy.model_name` is found as `--model` is: a directory, a run with checkpoints, a hub name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -14,10 +12,10 @@ from laurel.models.checkpoint.store import CheckpointStore
 from laurel.run.model import found_name, resolve_model
 
 
-def write_run(root: Path, metrics: dict[int, float | None]) -> Path:
+def write_run(root, metrics):
     """Checkpoints that hold no more than is needed to be found."""
 
-    def write(directory: Path) -> None:
+    def write(directory):
         (directory / "config.json").write_text("{}", encoding="utf-8")
 
     with CheckpointStore(root, metric_name="loss", higher_is_better=False) as store:
@@ -26,13 +24,11 @@ def write_run(root: Path, metrics: dict[int, float | None]) -> Path:
     return root
 
 
-def settings(*overrides: str) -> SFTRun:
+def settings(*overrides):
     return load_config(SFTRun, None, overrides).config
 
 
-def test_a_run_means_its_best_checkpoint_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_means_its_best_checkpoint_and_says_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(Path("results/sft"), {1: 0.5, 2: 0.9})
     write_run(Path("results/plain"), {1: None, 2: None})
@@ -46,9 +42,7 @@ def test_a_run_means_its_best_checkpoint_and_says_so(
     assert found.sft == config.sft
 
 
-def test_every_other_name_stays_as_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_other_name_stays_as_it_is_written(tmp_path, monkeypatch):
     """It is part of what a run is known by when it goes on."""
     monkeypatch.chdir(tmp_path)
     write_run(Path("results/sft"), {1: 0.5, 2: 0.9})
@@ -64,7 +58,7 @@ def test_every_other_name_stays_as_it_is_written(
         assert found_name(name, say=lambda _: None) == name
 
 
-def test_what_holds_no_model_is_refused_with_what_it_holds(tmp_path: Path) -> None:
+def test_what_holds_no_model_is_refused_with_what_it_holds(tmp_path):
     (tmp_path / "logs").mkdir()
     with pytest.raises(ModelError, match=r"neither a model .* nor checkpoints .*holds: logs"):
         resolve_model(settings(f"policy.model_name={tmp_path}"), Console(quiet=True))
@@ -74,7 +68,7 @@ def test_what_holds_no_model_is_refused_with_what_it_holds(tmp_path: Path) -> No
     assert resolve_model(made_here, Console(quiet=True)) is made_here
 
 
-def test_a_run_that_goes_on_needs_no_model_but_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_needs_no_model_but_its_checkpoint(tmp_path):
     saved = write_run(tmp_path / "saved", {1: 0.5})
     config = settings(f"policy.model_name={tmp_path}/gone", f"checkpointing.checkpoint_dir={saved}")
     assert resolve_model(config, Console(quiet=True)) is config

@@ -52,7 +52,7 @@ def test_vllm_starts_a_policy_from_nothing_again_from_what_lasts_as_long_as_the_
     ]
     config = load_config(GRPORun, None, settings).config
 
-    def export(directory: Path, _: str) -> None:
+    def export(directory, _):
         (directory / "config.json").write_text("{}", encoding="utf-8")
 
     model: Any = SimpleNamespace(learner=SimpleNamespace(export=export))

@@ -1,9 +1,5 @@
 """Margins in `laurel rm`: a loss that reads them and rows that have them, or it is said."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from laurel.config.load import load_config
@@ -14,7 +10,7 @@ from laurel.run.reward_model import load_data
 from runs import pairs, write_rows
 
 
-def configured(tmp_path: Path, *overrides: str, margin: float | None = 0.5) -> RewardTrainingRun:
+def configured(tmp_path, *overrides, margin=0.5):
     rows = pairs(8)
     for row in rows:
         if margin is not None:
@@ -30,21 +26,19 @@ def configured(tmp_path: Path, *overrides: str, margin: float | None = 0.5) -> R
     [([], 0.5), (["data.margin_key=gap"], 0.0)],
     ids=["no key", "all are 0"],
 )
-def test_margins_that_no_row_has_are_refused(
-    tmp_path: Path, overrides: list[str], margin: float
-) -> None:
+def test_margins_that_no_row_has_are_refused(tmp_path, overrides, margin):
     config = configured(tmp_path, "rm.loss.use_margin=true", *overrides, margin=margin)
     with pytest.raises(DataError, match=r"no training row has a margin .*data\.margin_key=COLUMN"):
         load_data(config)
 
 
-def test_margins_that_the_loss_does_not_read_are_noted(tmp_path: Path) -> None:
+def test_margins_that_the_loss_does_not_read_are_noted(tmp_path):
     notes = load_data(configured(tmp_path, "data.margin_key=gap")).reports["train"].notes
     assert notes[-1].startswith("data.margin_key=gap has no effect")
     assert "rm.loss.use_margin=true" in notes[-1]
 
 
-def test_margins_that_are_read_are_no_news(tmp_path: Path) -> None:
+def test_margins_that_are_read_are_no_news(tmp_path):
     data = load_data(configured(tmp_path, "data.margin_key=gap", "rm.loss.use_margin=true"))
     assert {preference.margin for preference in data.train} == {0.5}
     assert not any("margin" in note for note in data.reports["train"].notes)

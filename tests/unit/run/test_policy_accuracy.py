@@ -1,10 +1,7 @@
 """Measuring a policy: held-out tasks, judged by the environment they name, nothing trained."""
 
-from __future__ import annotations
-
 import io
 import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -33,7 +30,7 @@ SETTINGS = (
 )
 
 
-def config_of(tmp_path: Path, *more: str) -> GRPORun:
+def config_of(tmp_path, *more):
     rows = [{"input": f"What is {n} plus {n}?", "output": str(2 * n)} for n in range(1, 5)]
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -41,7 +38,7 @@ def config_of(tmp_path: Path, *more: str) -> GRPORun:
 
 
 @pytest.mark.slow
-def test_every_validation_task_is_answered_and_judged(tmp_path: Path) -> None:
+def test_every_validation_task_is_answered_and_judged(tmp_path):
     config = config_of(tmp_path, f"data.val_data_path={tmp_path / 'tasks.jsonl'}")
     console = Console(file=io.StringIO())
     measured = measure_policy(config, console=console)
@@ -60,12 +57,12 @@ def test_every_validation_task_is_answered_and_judged(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tasks.jsonl"]
 
 
-def test_without_tasks_to_measure_on_it_is_an_error(tmp_path: Path) -> None:
+def test_without_tasks_to_measure_on_it_is_an_error(tmp_path):
     with pytest.raises(DataError, match=r"data\.val_data_path"):
         measure_policy(config_of(tmp_path), console=Console(file=io.StringIO()))
 
 
-def test_completions_end_where_they_end_in_training(tmp_path: Path) -> None:
+def test_completions_end_where_they_end_in_training(tmp_path):
     """At every end token of the model's generation configuration, not the template's alone."""
     model = save_model(tmp_path / "model")
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]

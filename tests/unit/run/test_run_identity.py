@@ -1,7 +1,5 @@
 """What must be the same when a GRPO run goes on, of whatever gives its scores."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -19,14 +17,14 @@ MODELS: dict[str, Any] = {
 }
 
 
-def identity(settings: dict[str, Any]) -> dict[str, object]:
+def identity(settings):
     reward_model = RewardModelEnvironmentConfig(**settings)
     config = GRPORun()
     env = config.env.model_copy(update={"reward_model": reward_model})
     return dict(leaves("", grpo_identity(config.model_copy(update={"env": env}))))
 
 
-def changed(settings: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+def changed(settings, path, value):
     key, _, rest = path.partition(".")
     if isinstance(settings, list):
         index = int(key)
@@ -81,7 +79,7 @@ def test_a_run_with_one_model_is_what_it_was_before_there_was_anything_else():
     assert names == {"model_name", "checkpoint_path", "max_model_len", "tokenizer", "transform"}
 
 
-def of_code(**settings: Any) -> dict[str, object]:
+def of_code(**settings):
     env = GRPORun().env.model_copy(update={"code": CodeEnvironmentConfig(**settings)})
     return dict(leaves("", grpo_identity(GRPORun().model_copy(update={"env": env}))))
 

@@ -1,7 +1,5 @@
 """Which environments need slots of the cluster."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -24,16 +22,16 @@ ELSEWHERE: Any = {"policy": None}
 """Somebody has slots, and the reward model has none."""
 
 
-def config_of(*overrides: str) -> GRPORun:
+def config_of(*overrides):
     return load_config(GRPORun, None, ["env.reward_model.enabled=true", *overrides]).config
 
 
-def elsewhere(config: GRPORun, stack: ExitStack) -> RunContext[GRPORun]:
+def elsewhere(config, stack):
     allocation = Allocation(reservations=ELSEWHERE)
     return RunContext(config=config, console=Console(), stack=stack, allocation=allocation)
 
 
-def test_a_function_is_called_here_though_the_run_is_on_a_cluster() -> None:
+def test_a_function_is_called_here_though_the_run_is_on_a_cluster():
     config = config_of("env.reward_model.function={path: 'word_function:compute_score'}")
     with ExitStack() as stack:
         found = environments_of(DATA, elsewhere(config, stack))
@@ -42,12 +40,12 @@ def test_a_function_is_called_here_though_the_run_is_on_a_cluster() -> None:
     assert verdicts.failures == [None]
 
 
-def test_a_model_goes_into_its_slots(tmp_path: Any) -> None:
+def test_a_model_goes_into_its_slots(tmp_path):
     config = config_of(f"env.reward_model.model_name={tmp_path}")
     with ExitStack() as stack, pytest.raises(AssertionError):  # which it does not have here
         environments_of(DATA, elsewhere(config, stack))
 
 
-def test_programs_run_here_unless_roles_are_in_processes_of_their_own() -> None:
+def test_programs_run_here_unless_roles_are_in_processes_of_their_own():
     assert nodes_of(Allocation.of_this_process()) is None
     assert nodes_of(Allocation(reservations=ELSEWHERE)) is not None

@@ -205,8 +205,6 @@ def test_keys_of_one_hash_are_refused():
         loads(json.dumps(alike).encode())
 
 
-# -------------------------------------------------------------------------------------- comparison
-
 DIFFERENT_TYPES = [
     (1, True),
     (0, False),

@@ -1,7 +1,5 @@
 """Control groups: found, tried, limiting all programs of a sandbox together, and gone with it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -23,30 +21,27 @@ BOTH = frozenset({"memory", "pids"})
 
 
 @pytest.fixture(scope="module")
-def place() -> GroupPlace:
+def place():
     found, reason = chosen_place("auto")
     if found is None or found.controllers != BOTH:
         pytest.skip(f"control groups for memory and processes cannot be made here: {reason}")
     return found
 
 
-def folders(place: GroupPlace) -> list[Path]:
+def folders(place):
     """Groups that this process has made and not removed."""
     made = f"laurel-{os.getpid()}-*"
     return [path for one in place.hierarchies for path in one.folder.glob(made)]
 
 
-# --------------------------------------------------------------------------- where they can be had
-
-
-def machine(root: Path, groups: str, mounts: str) -> Path:
+def machine(root, groups, mounts):
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(groups)
     (root / "proc/self/mountinfo").write_text(mounts)
     return root
 
 
-def version_2(folder: Path, controllers: str, handed_on: str) -> Path:
+def version_2(folder, controllers, handed_on):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cgroup.controllers").write_text(controllers)
     (folder / "cgroup.subtree_control").write_text(handed_on)
@@ -56,7 +51,7 @@ def version_2(folder: Path, controllers: str, handed_on: str) -> Path:
 V2_MOUNT = "30 23 0:28 {base} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 
 
-def test_a_delegated_scope_hands_on_both(tmp_path: Path) -> None:
+def test_a_delegated_scope_hands_on_both(tmp_path):
     root = machine(tmp_path, "0::/user.slice/run.scope\n", V2_MOUNT.format(base="/"))
     own = version_2(
         tmp_path / "sys/fs/cgroup/user.slice/run.scope", "cpu memory pids", "memory pids"
@@ -68,7 +63,7 @@ def test_a_delegated_scope_hands_on_both(tmp_path: Path) -> None:
     ], "nothing is left there"
 
 
-def test_beside_the_leaf_that_this_process_is_in(tmp_path: Path) -> None:
+def test_beside_the_leaf_that_this_process_is_in(tmp_path):
     root = machine(tmp_path, "0::/service/main\n", V2_MOUNT.format(base="/service"))
     mounted = tmp_path / "sys/fs/cgroup"
     version_2(mounted / "main", "memory pids", "")
@@ -77,7 +72,7 @@ def test_beside_the_leaf_that_this_process_is_in(tmp_path: Path) -> None:
     assert find_place(root=root)[0] == GroupPlace((Hierarchy(mounted, 2, BOTH),))
 
 
-def test_what_is_not_handed_on_is_asked_for(tmp_path: Path) -> None:
+def test_what_is_not_handed_on_is_asked_for(tmp_path):
     root = machine(tmp_path, "0::/\n", V2_MOUNT.format(base="/"))
     own = version_2(tmp_path / "sys/fs/cgroup", "cpu memory", "")
     place, reason = find_place(root=root)
@@ -86,7 +81,7 @@ def test_what_is_not_handed_on_is_asked_for(tmp_path: Path) -> None:
     assert (place, reason) == (GroupPlace(()), "memory and pids not delegated to this account")
 
 
-def test_a_hierarchy_for_each_controller(tmp_path: Path) -> None:
+def test_a_hierarchy_for_each_controller(tmp_path):
     mounts = "".join(
         f"3{n} 31 0:3{n} / /sys/fs/cgroup/{name} rw,relatime - cgroup cgroup rw,{name}\n"
         for n, name in enumerate(("cpu", "memory", "pids"))
@@ -104,11 +99,11 @@ def test_a_hierarchy_for_each_controller(tmp_path: Path) -> None:
     assert found.sentence() == "memory and pids (version 1)"
 
 
-def test_a_machine_without_any(tmp_path: Path) -> None:
+def test_a_machine_without_any(tmp_path):
     assert find_place(root=tmp_path)[0].controllers == frozenset()
 
 
-def test_a_directory_that_limits_nothing_is_found_out(tmp_path: Path) -> None:
+def test_a_directory_that_limits_nothing_is_found_out(tmp_path):
     given = version_2(tmp_path / "mine", "memory pids", "memory pids")
     found, reason = find_place(str(given))
     assert (found.controllers, reason) == (BOTH, "")
@@ -122,19 +117,16 @@ def test_a_directory_that_limits_nothing_is_found_out(tmp_path: Path) -> None:
         chosen_place(str(tmp_path / "nothing"))
 
 
-def test_switched_off() -> None:
+def test_switched_off():
     assert group_words(*chosen_place("off")) == "no: it is switched off"
 
 
-# ------------------------------------------------------------------------- the files of version 2
-
-
 @pytest.fixture
-def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def pretended(tmp_path, monkeypatch):
     """A directory in which a new one has the files that the kernel would put there."""
     made = Path.mkdir
 
-    def mkdir(self: Path, *args: object, **options: object) -> None:
+    def mkdir(self, *args, **options):
         made(self)
         for name in ("cgroup.procs", "memory.max", "memory.swap.max", "pids.max", "cgroup.kill"):
             (self / name).touch()
@@ -144,7 +136,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_version_2_is_told(pretended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_version_2_is_told(pretended, monkeypatch):
     group = ControlGroup(GroupPlace((Hierarchy(pretended, 2, BOTH),)))
     (folder,) = pretended.iterdir()
     group.allow(Limits(mem_mb=512, disk_mb=32, threads=60))
@@ -161,7 +153,7 @@ def test_what_version_2_is_told(pretended: Path, monkeypatch: pytest.MonkeyPatch
     group.allow(Limits(mem_mb=1024))
     assert (folder / "memory.max").read_text() == str((128 + 2 * 1056) * MIB)
 
-    def rmdir(self: Path) -> None:
+    def rmdir(self):
         assert (self / "cgroup.kill").read_text() == "1"
         for path in self.iterdir():
             path.unlink()
@@ -173,7 +165,7 @@ def test_what_version_2_is_told(pretended: Path, monkeypatch: pytest.MonkeyPatch
     assert not list(pretended.iterdir())
 
 
-def test_the_kill_of_version_2_is_the_kernels() -> None:
+def test_the_kill_of_version_2_is_the_kernels():
     unified = Path("/sys/fs/cgroup/unified")
     here = GroupPlace((Hierarchy(unified if unified.exists() else unified.parent, 2, frozenset()),))
     try:
@@ -190,10 +182,7 @@ def test_the_kill_of_version_2_is_the_kernels() -> None:
     assert not folders(here)
 
 
-# --------------------------------------------------------------------------------- on this machine
-
-
-def test_all_of_a_sandbox_is_in_its_group_and_the_group_ends_with_it(place: GroupPlace) -> None:
+def test_all_of_a_sandbox_is_in_its_group_and_the_group_ends_with_it(place):
     zygote = ZygoteProcess(frozenset(), place=place)
     try:
         job = SandboxJob(code="print(1)")
@@ -213,9 +202,7 @@ def test_all_of_a_sandbox_is_in_its_group_and_the_group_ends_with_it(place: Grou
     assert not folders(place)
 
 
-def test_a_program_that_the_kernel_ended_for_memory_is_said_to_be(
-    place: GroupPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_that_the_kernel_ended_for_memory_is_said_to_be(place, monkeypatch):
     """Its own limit of address space would let it go on."""
     monkeypatch.setattr(control_group, "_ZYGOTE_MB", 96)
     monkeypatch.setattr(control_group, "_AT_A_TIME", 0)
@@ -234,9 +221,7 @@ def test_a_program_that_the_kernel_ended_for_memory_is_said_to_be(
         zygote.close()
 
 
-def test_processes_are_counted_over_all_programs(
-    place: GroupPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_are_counted_over_all_programs(place, monkeypatch):
     monkeypatch.setattr(control_group, "_AT_A_TIME", 0)
     zygote = ZygoteProcess(frozenset(), place=place)
     code = (
@@ -251,7 +236,7 @@ def test_processes_are_counted_over_all_programs(
         zygote.close()
 
 
-def test_what_is_left_in_a_group_ends_with_it(place: GroupPlace) -> None:
+def test_what_is_left_in_a_group_ends_with_it(place):
     group = ControlGroup(place)
     deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)"
     with subprocess.Popen([sys.executable, "-S", "-c", deaf]) as process:
@@ -264,7 +249,7 @@ def test_what_is_left_in_a_group_ends_with_it(place: GroupPlace) -> None:
     assert not folders(place)
 
 
-def test_groups_of_processes_that_were_killed_are_removed(place: GroupPlace) -> None:
+def test_groups_of_processes_that_were_killed_are_removed(place):
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
         process.wait()
     folder = place.hierarchies[0].folder

@@ -1,7 +1,5 @@
 """Programs on the nodes of a cluster: who runs what, and what becomes of nodes that are lost."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle
@@ -9,8 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -29,7 +25,6 @@ from laurel.errors import ConfigError
 from laurel.sandbox.detection import detect
 from laurel.sandbox.inside.monitor import RUNNING
 from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, Status, StdioTest
-from laurel.sandbox.pool import SandboxPool
 from laurel.sandbox.runner import ProcessOutcome, SandboxLostError, SandboxStartError
 from laurel.sandbox.tiers import Tier
 from laurel.workers.rendezvous import RankPlace
@@ -42,7 +37,7 @@ SLEEP = SandboxJob(code="import time\ntime.sleep(1000)", limits=LONG)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tier() -> Tier:
+def tier():
     found = detect()
     if found.tier in (None, Tier.LIMITS_ONLY):
         pytest.skip(found.sentence())
@@ -50,15 +45,12 @@ def tier() -> Tier:
     return found.tier
 
 
-Opening = Callable[..., tuple[SandboxPool, PretendedNodes]]
-
-
 @pytest.fixture
-def opened(tier: Tier) -> Iterator[Opening]:
+def opened(tier):
     """Opens pools on nodes that say of themselves what this machine was found to give."""
     pools = []
 
-    def open_on(*names: str, each: int = 1) -> tuple[SandboxPool, PretendedNodes]:
+    def open_on(*names, each=1):
         nodes = PretendedNodes(*names, found=dict.fromkeys(names, tier))
         config = SandboxConfig(num_workers=each, min_tier="D")
         pools.append(open_pool_on(config, nodes.cluster))
@@ -69,31 +61,28 @@ def opened(tier: Tier) -> Iterator[Opening]:
         pool.close()
 
 
-def node_set_of(nodes: PretendedNodes, tier: Tier, *, each: int) -> NodeSet:
+def node_set_of(nodes, tier, *, each):
     return NodeSet(nodes.cluster, num_workers=each, limits_mb=64, accept=lambda found: tier)
 
 
-def jobs(count: int, seconds: float = 0.0) -> list[SandboxJob]:
+def jobs(count, seconds=0.0):
     return [
         SandboxJob(id=str(n), code=WAIT.format(seconds=seconds, number=n), limits=LONG)
         for n in range(count)
     ]
 
 
-def is_running(nodes: PretendedNodes, name: str) -> bool:
+def is_running(nodes, name):
     return any(below(pid, RUNNING) for pid in nodes.zygotes(name))
 
 
-def assert_all_right(results: list[Any]) -> None:
+def assert_all_right(results):
     assert [(one.status, one.stdout) for one in results] == [
         (Status.OK, f"{n}\n") for n in range(len(results))
     ], [one.reason for one in results]
 
 
-# ---------------------------------------------------------------------------------- who runs what
-
-
-def test_every_node_runs_programs_as_many_at_a_time_as_each_is_given(opened: Opening) -> None:
+def test_every_node_runs_programs_as_many_at_a_time_as_each_is_given(opened):
     pool, nodes = opened("1", "2", "3", each=2)
     assert pool.num_workers == 6
     running = [pool.submit(job) for job in jobs(6, 1.0)]
@@ -105,7 +94,7 @@ def test_every_node_runs_programs_as_many_at_a_time_as_each_is_given(opened: Ope
     assert pool.report().zygotes_started == 6
 
 
-def test_few_programs_are_spread_too(tier: Tier) -> None:
+def test_few_programs_are_spread_too(tier):
     node_set = node_set_of(PretendedNodes("1", "2", found={"1": tier, "2": tier}), tier, each=2)
     runners = [node_set.make_runner() for _ in range(4)]
     found = [(runner._node.id, runner._index) for runner in runners]  # type: ignore[attr-defined]
@@ -113,7 +102,7 @@ def test_few_programs_are_spread_too(tier: Tier) -> None:
     node_set.close()
 
 
-def test_no_expected_value_leaves_this_process(opened: Opening) -> None:
+def test_no_expected_value_leaves_this_process(opened):
     pool, nodes = opened("1")
     found = pool.run(
         [
@@ -136,7 +125,7 @@ def test_no_expected_value_leaves_this_process(opened: Opening) -> None:
     assert b"expected-marker" not in sent
 
 
-def test_an_outcome_travels_whole() -> None:
+def test_an_outcome_travels_whole():
     outcome = ProcessOutcome(
         ended_by="stdout",
         signal=9,
@@ -151,7 +140,7 @@ def test_an_outcome_travels_whole() -> None:
     assert of_plain(pickle.loads(pickle.dumps(as_plain(outcome)))) == outcome
 
 
-def test_the_code_environment_runs_where_it_is_told(tier: Tier) -> None:
+def test_the_code_environment_runs_where_it_is_told(tier):
     nodes = PretendedNodes("1", "2", found={"1": tier, "2": tier})
     config = {"num_workers": 1, "sandbox": {"min_tier": "D"}}
     environment = CodeEnvironment(config, nodes=nodes.cluster)
@@ -171,10 +160,7 @@ def test_the_code_environment_runs_where_it_is_told(tier: Tier) -> None:
         assert len(here._pool.process_ids()) == 1, "without the way through the cluster"
 
 
-# ------------------------------------------------------------------------------------------- tiers
-
-
-def test_nodes_below_the_minimum_are_refused_with_their_addresses_before_any_program() -> None:
+def test_nodes_below_the_minimum_are_refused_with_their_addresses_before_any_program():
     found = {"1": Tier.FULL, "2": Tier.SECCOMP_ONLY, "3": None}
     nodes = PretendedNodes("1", "2", "3", found=found)
     with pytest.raises(ConfigError) as caught:
@@ -189,7 +175,7 @@ def test_nodes_below_the_minimum_are_refused_with_their_addresses_before_any_pro
     assert not {call.method for call in nodes.calls()} & {"start", "one", "pair"}
 
 
-def test_nodes_that_cannot_be_opened_end_the_others() -> None:
+def test_nodes_that_cannot_be_opened_end_the_others():
     nodes = PretendedNodes("1", "2", found={"1": Tier.FULL, "2": Tier.FULL})
     nodes.broken["2"] = "other versions"
     with pytest.raises(ConfigError, match=r"node 10\.0\.0\.2 \(2\): other versions"):
@@ -198,9 +184,7 @@ def test_nodes_that_cannot_be_opened_end_the_others() -> None:
 
 
 @pytest.mark.slow
-def test_a_result_has_the_tier_of_its_node_and_the_pool_that_of_the_worst(
-    tier: Tier, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_result_has_the_tier_of_its_node_and_the_pool_that_of_the_worst(tier, caplog):
     caplog.set_level(logging.INFO)
     worse = Tier.SECCOMP_ONLY
     if tier is worse:
@@ -215,7 +199,7 @@ def test_a_result_has_the_tier_of_its_node_and_the_pool_that_of_the_worst(
     assert "2 sandbox workers on 2 nodes" in caplog.text
 
 
-def test_a_node_that_lost_a_layer_runs_nothing(tier: Tier) -> None:
+def test_a_node_that_lost_a_layer_runs_nothing(tier):
     """What it said is better than what its zygotes turn out to have."""
     nodes = PretendedNodes("1", found={"1": tier})
     with open_pool_on(SandboxConfig(num_workers=1, min_tier="D"), nodes.cluster) as pool:
@@ -226,7 +210,7 @@ def test_a_node_that_lost_a_layer_runs_nothing(tier: Tier) -> None:
     assert "lost a layer" in result.reason
 
 
-def test_a_zygote_that_comes_back_with_less_runs_nothing(tier: Tier) -> None:
+def test_a_zygote_that_comes_back_with_less_runs_nothing(tier):
     worker = NodeWorker(RankPlace(role="sandbox"))
     worker.prepare(tier.value, 1, "auto")
     program = (0, {"kind": "script"}, (b"print(1)",), LONG.message(), b"")
@@ -242,7 +226,7 @@ def test_a_zygote_that_comes_back_with_less_runs_nothing(tier: Tier) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_that_leaves_its_tests_is_waited_for_where_it_runs(tier: Tier) -> None:
+def test_a_program_that_leaves_its_tests_is_waited_for_where_it_runs(tier):
     code = "import os, time\ndef f():\n    os.closerange(3, 64)\n    time.sleep(1)\n    os._exit(7)"
     header = {"kind": "tests", "entry": "f", "reply_kb": 64}
     worker = NodeWorker(RankPlace(role="sandbox"))
@@ -255,11 +239,8 @@ def test_a_program_that_leaves_its_tests_is_waited_for_where_it_runs(tier: Tier)
     assert (ended[1]["ended_by"], ended[1]["exit_code"]) == ("exit", 7)
 
 
-# ------------------------------------------------------------------------------------- what is lost
-
-
 @pytest.mark.slow
-def test_a_zygote_that_dies_is_replaced_where_it_was(opened: Opening) -> None:
+def test_a_zygote_that_dies_is_replaced_where_it_was(opened):
     pool, nodes = opened("1")
     future = pool.submit(jobs(1, 2.0)[0])
     wait_until(lambda: is_running(nodes, "1"))
@@ -270,9 +251,7 @@ def test_a_zygote_that_dies_is_replaced_where_it_was(opened: Opening) -> None:
     assert len(nodes.groups["1"]) == 1, "its process went on"
 
 
-def test_a_process_that_dies_in_the_middle_is_started_again_and_no_result_is_lost(
-    opened: Opening, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_process_that_dies_in_the_middle_is_started_again_and_no_result_is_lost(opened, caplog):
     pool, nodes = opened("1", "2", each=2)
     futures = [pool.submit(job) for job in jobs(16, 0.5)]
     wait_until(lambda: is_running(nodes, "2"))
@@ -288,7 +267,7 @@ def test_a_process_that_dies_in_the_middle_is_started_again_and_no_result_is_los
 
 
 @pytest.mark.slow
-def test_a_job_that_loses_its_process_twice_is_a_failure_of_ours(opened: Opening) -> None:
+def test_a_job_that_loses_its_process_twice_is_a_failure_of_ours(opened):
     pool, nodes = opened("1", each=2)
     future = pool.submit(SLEEP)
     for number in (1, 2):
@@ -302,9 +281,7 @@ def test_a_job_that_loses_its_process_twice_is_a_failure_of_ours(opened: Opening
 
 
 @pytest.mark.slow
-def test_a_node_that_has_left_is_given_up_and_others_run_what_it_had(
-    opened: Opening, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_node_that_has_left_is_given_up_and_others_run_what_it_had(opened, caplog):
     pool, nodes = opened("1", "2", each=2)
     futures = [pool.submit(job) for job in jobs(12, 0.4)]
     wait_until(lambda: is_running(nodes, "2"))
@@ -317,9 +294,7 @@ def test_a_node_that_has_left_is_given_up_and_others_run_what_it_had(
     assert_all_right(pool.run(jobs(4)))
 
 
-def test_restarts_have_an_end_and_without_a_node_everything_is_a_failure(
-    opened: Opening, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_restarts_have_an_end_and_without_a_node_everything_is_a_failure(opened, caplog):
     pool, nodes = opened("1", each=2)
     assert_all_right(pool.run(jobs(2)))
     nodes.broken["1"] = "no room"
@@ -331,9 +306,7 @@ def test_restarts_have_an_end_and_without_a_node_everything_is_a_failure(
     assert pool.report().statuses == {"ok": 2, "sandbox_error": 6}
 
 
-def test_a_node_that_does_not_answer_is_lost(
-    opened: Opening, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_does_not_answer_is_lost(opened, monkeypatch):
     for name in ("START_SECONDS", "GRACE_SECONDS", "MARGIN_SECONDS"):
         monkeypatch.setattr(node_runner, name, 0.5)
     pool, nodes = opened("1")
@@ -346,10 +319,7 @@ def test_a_node_that_does_not_answer_is_lost(
     assert "no answer" in str(nodes.groups["1"][0].failure)
 
 
-# -------------------------------------------------------------------------------------------- ends
-
-
-def test_closing_ends_what_runs_and_waits_for_every_call(opened: Opening) -> None:
+def test_closing_ends_what_runs_and_waits_for_every_call(opened):
     pool, nodes = opened("1", "2")
     futures = [pool.submit(SLEEP) for _ in range(4)]
     wait_until(lambda: all(is_running(nodes, name) for name in nodes.names))
@@ -366,20 +336,14 @@ def test_closing_ends_what_runs_and_waits_for_every_call(opened: Opening) -> Non
     assert pool.run(jobs(1))[0].reason == "the sandbox has been shut down"
 
 
-def test_a_pool_that_ran_nothing_ends_its_nodes(opened: Opening) -> None:
-    pool, nodes = opened("1")
-    pool.close()
-    assert nodes.newest("1").over.is_set()
-
-
 @pytest.mark.slow
-def test_one_runner_can_be_closed_alone(tier: Tier) -> None:
+def test_one_runner_can_be_closed_alone(tier):
     nodes = PretendedNodes("1", found={"1": tier})
     node_set = node_set_of(nodes, tier, each=2)
     first, second = node_set.make_runner(), node_set.make_runner()
     ended: list[str] = []
 
-    def run() -> None:
+    def run():
         try:
             first.one({"kind": "script"}, b"import time; time.sleep(1000)", limits=LONG)
         except SandboxLostError as error:
@@ -399,7 +363,7 @@ def test_one_runner_can_be_closed_alone(tier: Tier) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_in_one_process_has_nothing_of_ray() -> None:
+def test_a_run_in_one_process_has_nothing_of_ray():
     program = (
         "import sys\n"
         "from laurel.environments.code_environment import CodeEnvironment\n"

@@ -110,9 +110,6 @@ def test_nothing_is_left_from_one_program_to_the_next(own_pool):
     assert second.stdout == "False []\n"
 
 
-# ---------------------------------------------------------------------------------------- verdicts
-
-
 def test_stdio(pool):
     tests = [StdioTest(stdin="2 3", stdout="5\n"), StdioTest(stdin="1 1", stdout="2")]
     right = "a, b = map(int, input().split())\nprint(a + b)"
@@ -208,9 +205,6 @@ def test_asserts_may_use_modules_that_only_the_program_imports(pool):
     code = "import sys\ndef f(x):\n    return sys.getsizeof(x)\ndef copy(x):\n    return x + 1"
     test_code = "assert f(()) == sys.getsizeof(())\nassert copy(1) == 2"
     assert run(pool, code, test_code=test_code, **fields).status is Status.OK
-
-
-# ------------------------------------------------------------------------------------------ faults
 
 
 def test_a_zygote_that_dies_in_the_middle_of_a_job_is_replaced(own_pool):

@@ -96,9 +96,6 @@ def test_limits_are_positive(name):
         Limits(**{name: 0})
 
 
-# ------------------------------------------------------------------------------------------- tiers
-
-
 @pytest.mark.parametrize(
     ("layers", "tier"),
     [

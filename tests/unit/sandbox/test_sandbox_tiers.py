@@ -135,9 +135,6 @@ def test_what_was_found_is_what_a_pool_gives():
     assert (result.status, result.tier) == (Status.OK, seen.tier.value)
 
 
-# ------------------------------------------------------------------------------- the command line
-
-
 def test_the_command_says_what_holds(capsys):
     seen = detect(without=frozenset({"namespaces"}))
     assert run_check(without=frozenset({"namespaces"}), as_json=True) == (

@@ -1,7 +1,5 @@
 """However a batch is cut and laid out, the model sees the same and learns the same."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 
@@ -12,7 +10,7 @@ from laurel.config.policy import NamedCall, PolicyConfig
 from laurel.config.reward_model import LossConfig
 from laurel.models.forest.decoder import RewardModel
 from laurel.training.batches import Batcher
-from laurel.training.learner import LocalLearner, MicroBatch
+from laurel.training.learner import LocalLearner
 from laurel.training.losses import RewardLoss
 from laurel.types import PaddedRows, Preference, PreferenceSample, TokenForest, group_of
 from tiny import PAD, random_groups, tiny_classifier, tiny_reward_model
@@ -26,7 +24,7 @@ SIZES = [15, 15, 10, 21, 44, 11]
 LENGTHS = [(10, 12), (13, 14), (4, 6), (11, 11, 17), (41, 33), (10, 6)]
 
 
-def samples() -> list[PreferenceSample]:
+def samples():
     return [
         PreferenceSample(
             preference=Preference(
@@ -38,7 +36,7 @@ def samples() -> list[PreferenceSample]:
     ]
 
 
-def model_of(path: str) -> RewardModel:
+def model_of(path):
     if path == "forest":
         return tiny_reward_model("qwen3")
     classifier = tiny_classifier("qwen3")
@@ -46,13 +44,11 @@ def model_of(path: str) -> RewardModel:
     return RewardModel(classifier, head_name="score", path="padded", precision=torch.float32)
 
 
-def policy(**changes: Any) -> PolicyConfig:
+def policy(**changes):
     return PolicyConfig.model_validate({"max_total_sequence_length": 50, **changes})
 
 
-def cut(
-    path: str, *, micro_batch_size: int = 1, **changes: Any
-) -> tuple[RewardModel, list[MicroBatch[Preference]]]:
+def cut(path, *, micro_batch_size=1, **changes):
     model = model_of(path)
     batcher = Batcher(model.path, policy(**changes).batch_limits, pad_id=PAD)
     rows = samples()
@@ -63,11 +59,11 @@ def cut(
     )
 
 
-def ids(batch: list[MicroBatch[Preference]]) -> list[list[int]]:
+def ids(batch):
     return [[int(label.group.id) for label in micro.labels] for micro in batch]
 
 
-def test_forests_are_filled_up_to_the_budget() -> None:
+def test_forests_are_filled_up_to_the_budget():
     _, batch = cut("forest", sequence_packing={"train_mb_tokens": 50})
     assert sorted(chain.from_iterable(ids(batch))) == list(range(6))
     for micro, groups in zip(batch, ids(batch), strict=True):
@@ -77,19 +73,19 @@ def test_forests_are_filled_up_to_the_budget() -> None:
     assert len(batch) == 3  # 116 tokens cannot be in fewer
 
 
-def test_a_group_beyond_the_budget_travels_alone() -> None:
+def test_a_group_beyond_the_budget_travels_alone():
     _, batch = cut("forest", sequence_packing={"train_mb_tokens": 20})
     assert [4] in ids(batch)
     assert [3] in ids(batch)
 
 
-def test_without_sharing_every_completion_brings_its_prompt() -> None:
+def test_without_sharing_every_completion_brings_its_prompt():
     _, batch = cut("forest", sequence_packing={"train_mb_tokens": 90, "share_prompts": False})
     for micro, groups in zip(batch, ids(batch), strict=True):
         assert micro.num_tokens == sum(sum(LENGTHS[g]) for g in groups) <= 90
 
 
-def test_padded_rows_are_cut_by_number() -> None:
+def test_padded_rows_are_cut_by_number():
     _, batch = cut("padded", micro_batch_size=4, sequence_packing={"enabled": False})
     assert ids(batch) == [[0, 1, 2, 3], [4, 5]]
     assert [micro.num_tokens for micro in batch] == [9 * 17, 4 * 41]
@@ -97,14 +93,14 @@ def test_padded_rows_are_cut_by_number() -> None:
         assert isinstance(micro.inputs, PaddedRows)
 
 
-def test_packing_that_the_model_cannot_do_still_fills_the_budget_with_rows() -> None:
+def test_packing_that_the_model_cannot_do_still_fills_the_budget_with_rows():
     _, wanted = cut("padded", sequence_packing={"train_mb_tokens": 120})
     _, dynamic = cut("padded", dynamic_batching={"enabled": True, "train_mb_tokens": 120})
     assert ids(wanted) == ids(dynamic)
     assert len(wanted) > 1
 
 
-def test_dynamic_batches_are_of_similar_lengths_within_the_budget() -> None:
+def test_dynamic_batches_are_of_similar_lengths_within_the_budget():
     dynamic = {"enabled": True, "train_mb_tokens": 60}
     _, batch = cut("padded", dynamic_batching=dynamic)
     # By the longest of each: 41 alone (82), then 17 (3 rows, 51), 14 (28) + 12 (56), 10 + 6 (40).
@@ -124,7 +120,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def step(path: str, changes: dict[str, Any], size: int) -> tuple[dict[str, float], dict[str, Any]]:
+def step(path, changes, size):
     """The figures and the gradients (as the change of a step of plain descent)."""
     model, batch = cut(path, micro_batch_size=size, **changes)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -136,7 +132,7 @@ def step(path: str, changes: dict[str, Any], size: int) -> tuple[dict[str, float
 
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_gives_the_same_loss_and_the_same_step(way: str, size: int) -> None:
+def test_every_way_gives_the_same_loss_and_the_same_step(way, size):
     path, changes = WAYS[way]
     expected, reference = step("forest", {"sequence_packing": {"train_mb_tokens": 1000}}, 1)
     found, gradients = step(path, changes, size)

@@ -1,7 +1,5 @@
 """How long a run over a training set is, which rows its steps read, and what it is validated on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +19,7 @@ SECTIONS = {"rm": RewardTrainingConfig, "sft": SFTConfig}
     ("rows", "epochs", "limit", "steps"),
     [(8, 1, -1, 2), (9, 1, -1, 3), (9, 3, -1, 9), (9, 3, 7, 7), (9, 3, 99, 9), (9, 3, 0, 0)],
 )
-def test_steps_of_all_epochs_or_the_limit(
-    section: str, rows: int, epochs: int, limit: int, steps: int
-) -> None:
+def test_steps_of_all_epochs_or_the_limit(section, rows, epochs, limit, steps):
     chosen = SECTIONS[section].model_validate({"max_num_epochs": epochs, "max_num_steps": limit})
     order = StepOrder(rows, 4, shuffle=False, seed=0)
     assert total_steps(chosen, order) == steps
@@ -44,6 +40,6 @@ ROWS = [
 @pytest.mark.parametrize(
     ("batches", "size", "used"), [(-1, 2, 4), (0, 2, 4), (1, 2, 2), (1, 3, 3), (9, 2, 4)]
 )
-def test_a_limit_of_validation_batches(section: str, batches: int, size: int, used: int) -> None:
+def test_a_limit_of_validation_batches(section, batches, size, used):
     limits = {"val_batches": batches, "val_global_batch_size": size}
     assert rows_to_validate(ROWS, SECTIONS[section].model_validate(limits)) == ROWS[:used]

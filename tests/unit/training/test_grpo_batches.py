@@ -1,10 +1,5 @@
 """The optimizer steps of a batch of rollouts: how they are cut, and that it changes nothing."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -25,7 +20,7 @@ torch.set_num_threads(1)  # more only cost, at this size
 SHAPES = [(7, [3, 5, 2, 4]), (3, [1, 2, 6, 3]), (9, [2, 2, 8, 1])]
 
 
-def some_labels(groups: Sequence[TokenGroup], *, used: bool = True) -> list[PolicyLabels]:
+def some_labels(groups, *, used=True):
     rng = np.random.default_rng(3)
     found = []
     for group in groups:
@@ -45,13 +40,7 @@ def some_labels(groups: Sequence[TokenGroup], *, used: bool = True) -> list[Poli
     return found
 
 
-def gradients(
-    batch: Sequence[TokenGroup],
-    of_batch: Sequence[PolicyLabels],
-    *,
-    path: Any = "forest",
-    **changes: Any,
-) -> tuple[dict[str, Any], float]:
+def gradients(batch, of_batch, *, path="forest", **changes):
     """The gradient of one optimizer step in float64, and the tokens that it counted."""
     model = tiny_policy("qwen3", dtype=torch.float64, precision=torch.float64, path=path)
     policy = GRPOPolicyConfig.model_validate({"max_total_sequence_length": 20, **changes})
@@ -68,7 +57,7 @@ def gradients(
     return gradient, loss.count(of_batch)
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same(found, expected):
     """Equal but for the rounding of float32, in which every head computes."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -76,7 +65,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert (found[name] - value).norm() < 1e-6 * value.norm(), name
 
 
-def test_batches_by_hand() -> None:
+def test_batches_by_hand():
     groups = random_groups(0, SHAPES)
     batches = global_batches(groups, some_labels(groups), PolicyLabels.subset, size=5)
     assert [[(g.id, len(g.branches_ids_G)) for g in part] for part, _ in batches] == [
@@ -87,9 +76,7 @@ def test_batches_by_hand() -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 25))
-def test_every_completion_comes_once_in_order_with_its_own_label(
-    sizes: list[int], size: int
-) -> None:
+def test_every_completion_comes_once_in_order_with_its_own_label(sizes, size):
     groups = random_groups(1, [(2, [1 + i % 3 for i in range(n)]) for n in sizes])
     of_groups = some_labels(groups)
     batches = global_batches(groups, of_groups, PolicyLabels.subset, size=size)
@@ -111,7 +98,7 @@ def test_every_completion_comes_once_in_order_with_its_own_label(
 
 @pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("size", [1, 3, 5, 12])
-def test_the_gradients_of_the_parts_add_up_to_that_of_the_whole(size: int, used: bool) -> None:
+def test_the_gradients_of_the_parts_add_up_to_that_of_the_whole(size, used):
     """Each is a mean over its own tokens, so each counts as much as it has."""
     groups = random_groups(2, SHAPES)
     of_groups = some_labels(groups, used=used)
@@ -141,7 +128,7 @@ def test_the_gradients_of_the_parts_add_up_to_that_of_the_whole(size: int, used:
     ],
     ids=["small", "large", "alone", "padded", "dynamic"],
 )
-def test_how_a_step_is_computed_does_not_change_it(changes: dict[str, Any]) -> None:
+def test_how_a_step_is_computed_does_not_change_it(changes):
     groups = random_groups(2, SHAPES)
     of_groups = some_labels(groups, used=False)
     expected, _ = gradients(groups, of_groups)
@@ -149,7 +136,7 @@ def test_how_a_step_is_computed_does_not_change_it(changes: dict[str, Any]) -> N
     assert_same(found, expected)
 
 
-def test_completions_that_are_not_used_might_as_well_not_be_there() -> None:
+def test_completions_that_are_not_used_might_as_well_not_be_there():
     groups = random_groups(2, SHAPES)
     of_groups = some_labels(groups, used=False)
     kept = [[i for i, used in enumerate(label.used_G) if used] for label in of_groups]

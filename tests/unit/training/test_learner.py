@@ -1,10 +1,7 @@
 """One optimizer step: gradient accumulation, refused steps, optimizers and schedules by name."""
 
-from __future__ import annotations
-
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -29,23 +26,21 @@ torch.set_num_threads(1)  # more only cost, at this size
 ADAMW = NamedCall(name="torch.optim.AdamW", kwargs={"lr": 0.1, "betas": [0.9, 0.98]})
 
 
-def sgd(**kwargs: Any) -> NamedCall:
+def sgd(**kwargs):
     return NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0, **kwargs})
 
 
 class Mean:
     """The mean of what the model gives; a label is the share that its row counts."""
 
-    def __init__(self, change: Callable[[Tensor], Tensor] = lambda loss: loss) -> None:
+    def __init__(self, change=lambda loss: loss):
         self.change = change
         self.calls = 0
 
-    def count(self, batch: Sequence[float], /) -> float:
+    def count(self, batch, /):
         return math.fsum(batch)
 
-    def __call__(
-        self, outputs: Tensor, batch: Sequence[float], /, *, num_groups: float
-    ) -> LossOutput:
+    def __call__(self, outputs, batch, /, *, num_groups):
         self.calls += 1
         total = (outputs[:, 0] * outputs.new_tensor(batch)).sum()
         return LossOutput(
@@ -53,11 +48,11 @@ class Mean:
             sums={"loss": total.detach(), "rows": torch.tensor(float(len(batch)))},
         )
 
-    def metrics(self, sums: Mapping[str, Any], /) -> dict[str, float]:
+    def metrics(self, sums, /):
         return {name: float(value) for name, value in sums.items()}
 
 
-def weights_only(*weights: float) -> nn.Linear:
+def weights_only(*weights):
     """A model whose output is the product of its weights and its inputs."""
     model = nn.Linear(len(weights), 1, bias=False)
     with torch.no_grad():
@@ -65,20 +60,17 @@ def weights_only(*weights: float) -> nn.Linear:
     return model
 
 
-def batch_of(*rows: Sequence[float], labels: Sequence[float] = ()) -> MicroBatch[float]:
+def batch_of(*rows, labels=()):
     inputs: Any = torch.tensor(rows)
     return MicroBatch(inputs=inputs, labels=labels or [1.0] * len(rows), num_tokens=len(rows))
 
 
-def weights(learner: LocalLearner) -> list[float]:
+def weights(learner):
     return [float(w) for _, p in learner.named_parameters for w in p.detach().flatten()]
 
 
-# ------------------------------------------------------------------------------ waiting for a GPU
-
-
 @pytest.mark.parametrize("num_micro_batches", [1, 9])
-def test_the_host_reads_back_twice_in_a_step(num_micro_batches: int) -> None:
+def test_the_host_reads_back_twice_in_a_step(num_micro_batches):
     """Whether the step is sound, with the norm of the gradient; and the sums."""
     learner = LocalLearner(weights_only(1.0, 2.0), optimizer=sgd(), max_grad_norm=1.0)
     loss = Mean()
@@ -95,17 +87,17 @@ class Reads(TorchFunctionMode):
 
     NAMES = ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         self.count += getattr(func, "__name__", "") in self.NAMES
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("config", [LossConfig(), LossConfig(type="davidson", use_margin=True)])
-def test_the_loss_of_a_reward_model_reads_nothing_back(config: LossConfig) -> None:
+def test_the_loss_of_a_reward_model_reads_nothing_back(config):
     """On tensors that have shapes and no numbers, reading one back fails."""
     preferences = [preference for _, preference in ROWS]
     num_rows = sum(len(preference.ranks_G) for preference in preferences)
@@ -116,7 +108,7 @@ def test_the_loss_of_a_reward_model_reads_nothing_back(config: LossConfig) -> No
     assert {value.device.type for value in found.sums.values()} == {"meta"}
 
 
-def test_the_loss_of_a_policy_reads_nothing_back() -> None:
+def test_the_loss_of_a_policy_reads_nothing_back():
     rows = [[-1.0, -2.0], [-0.5]]
     batch = [labels([1.0, -1.0], rows, old=rows, reference=rows, used=[True, False])] * 2
     loss = loss_of(reference_policy_kl_penalty=0.1, normalizer="sequences")
@@ -127,10 +119,7 @@ def test_the_loss_of_a_policy_reads_nothing_back() -> None:
     assert {value.device.type for value in found.sums.values()} == {"meta"}
 
 
-# ----------------------------------------------------------------------------------- accumulation
-
-
-def test_a_step_of_two_micro_batches_by_hand() -> None:
+def test_a_step_of_two_micro_batches_by_hand():
     learner = LocalLearner(weights_only(1.0, 2.0), optimizer=sgd(lr=0.5))
     loss = Mean()
     update = learner.update([batch_of((1.0, 0.0), (3.0, 2.0)), batch_of((2.0, 4.0))], loss)
@@ -146,7 +135,7 @@ def test_a_step_of_two_micro_batches_by_hand() -> None:
     assert weights(learner) == [0.0, 1.0]
 
 
-def test_the_denominator_is_that_of_the_whole_step() -> None:
+def test_the_denominator_is_that_of_the_whole_step():
     """The second micro-batch counts for nothing and the first for three; 3 divides both."""
     learner = LocalLearner(weights_only(0.0), optimizer=sgd())
     batch = [batch_of((3.0,), (6.0,), labels=[1.0, 2.0]), batch_of((9.0,), labels=[0.0])]
@@ -154,19 +143,19 @@ def test_the_denominator_is_that_of_the_whole_step() -> None:
     assert weights(learner) == [-(3.0 + 2 * 6.0) / 3]
 
 
-def test_gradients_of_the_step_before_do_not_count() -> None:
+def test_gradients_of_the_step_before_do_not_count():
     learner = LocalLearner(weights_only(0.0), optimizer=sgd())
     for _ in range(2):
         learner.update([batch_of((1.0,))], Mean())
     assert weights(learner) == [-2.0]
 
 
-def scorer() -> nn.Sequential:
+def scorer():
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def judged_rows(generator: torch.Generator) -> list[tuple[Tensor, Preference]]:
+def judged_rows(generator):
     rows = []
     for index, ranks in enumerate(
         [(0, 1), (0, 0), (1, 0), (0, 1, 2), (2, 0, 1, 1), (0, 1), (1, 0)]
@@ -186,7 +175,7 @@ LOSSES = [
 ]
 
 
-def update_by_cut(config: LossConfig, cut: Sequence[Sequence[int]]) -> tuple[LocalLearner, Any]:
+def update_by_cut(config, cut):
     learner = LocalLearner(scorer(), optimizer=sgd(lr=0.1), max_grad_norm=0.5)
     batch = []
     for part in cut:
@@ -196,7 +185,7 @@ def update_by_cut(config: LossConfig, cut: Sequence[Sequence[int]]) -> tuple[Loc
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> list[list[int]]:
+def cuts(draw):
     order = draw(st.permutations(range(len(ROWS))))
     borders = sorted(draw(st.sets(st.integers(1, len(ROWS) - 1))))
     return [order[a:b] for a, b in zip([0, *borders], [*borders, len(ROWS)], strict=True)]
@@ -205,9 +194,7 @@ def cuts(draw: st.DrawFn) -> list[list[int]]:
 @pytest.mark.parametrize("config", LOSSES, ids=lambda c: c.type + ("+" if c.use_margin else ""))
 @given(cut=cuts())
 @hypothesis_settings(max_examples=15, deadline=None)
-def test_any_cut_into_micro_batches_is_the_same_step(
-    config: LossConfig, cut: list[list[int]]
-) -> None:
+def test_any_cut_into_micro_batches_is_the_same_step(config, cut):
     whole, expected = update_by_cut(config, [list(range(len(ROWS)))])
     parts, found = update_by_cut(config, cut)
     assert found.metrics.keys() == expected.metrics.keys()
@@ -217,15 +204,12 @@ def test_any_cut_into_micro_batches_is_the_same_step(
         assert torch.linalg.vector_norm(one - other) <= 1e-6 * torch.linalg.vector_norm(one)
 
 
-# ---------------------------------------------------------------------------------- refused steps
-
-
-def state_of(learner: LocalLearner) -> Any:
+def state_of(learner):
     scheduler = learner.scheduler and learner.scheduler.state_dict()
     return copy.deepcopy((learner.model.state_dict(), learner.optimizer.state_dict(), scheduler))
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(found, expected):
     if isinstance(expected, Tensor):
         assert torch.equal(found, expected)
     elif isinstance(expected, dict):
@@ -240,7 +224,7 @@ def assert_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def warmed_up() -> LocalLearner:
+def warmed_up():
     """A learner whose optimizer and schedule have a state that a step would change."""
     schedule = NamedCall(name="torch.optim.lr_scheduler.ExponentialLR", kwargs={"gamma": 0.5})
     learner = LocalLearner(weights_only(1.0, 2.0), optimizer=ADAMW, scheduler=schedule)
@@ -248,7 +232,7 @@ def warmed_up() -> LocalLearner:
     return learner
 
 
-def spoilt(by: float, *, at: int) -> Mean:
+def spoilt(by, *, at):
     """A loss whose micro-batch number `at` is not finite."""
     loss = Mean()
     loss.change = lambda value: value * by if loss.calls == at else value
@@ -259,7 +243,7 @@ def spoilt(by: float, *, at: int) -> Mean:
     ("by", "said"), [(math.nan, "the loss is nan"), (math.inf, "the loss is inf")]
 )
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_a_loss_that_is_not_finite_changes_nothing(by: float, said: str, at: int) -> None:
+def test_a_loss_that_is_not_finite_changes_nothing(by, said, at):
     learner = warmed_up()
     before = state_of(learner)
     update = learner.update([batch_of((1.0, 1.0))] * 3, spoilt(by, at=at))
@@ -275,7 +259,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(by: float, said: str, at: int
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_a_gradient_that_is_not_finite_changes_nothing(max_grad_norm: float | None) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(max_grad_norm):
     learner = warmed_up()
     learner.max_grad_norm = max_grad_norm
     before = state_of(learner)
@@ -290,7 +274,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(max_grad_norm: float | No
     assert all(parameter.grad is None for _, parameter in learner.named_parameters)
 
 
-def test_a_batch_that_teaches_nothing_moves_nothing() -> None:
+def test_a_batch_that_teaches_nothing_moves_nothing():
     """AdamW would move on: momentum and weight decay need no gradient."""
     learner = warmed_up()
     before = state_of(learner)
@@ -301,9 +285,6 @@ def test_a_batch_that_teaches_nothing_moves_nothing() -> None:
     assert_same(state_of(learner), before)
 
 
-# ----------------------------------------------------------------------------------- gradient norm
-
-
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
@@ -312,14 +293,14 @@ def test_a_batch_that_teaches_nothing_moves_nothing() -> None:
         (5.0, [pytest.approx(-3.0, rel=1e-6), pytest.approx(-4.0, rel=1e-6)]),
     ],
 )
-def test_gradients_are_scaled_down_to_the_limit(limit: float | None, expected: Any) -> None:
+def test_gradients_are_scaled_down_to_the_limit(limit, expected):
     learner = LocalLearner(weights_only(0.0, 0.0), optimizer=sgd(), max_grad_norm=limit)
     update = learner.update([batch_of((30.0, 40.0))], Mean())
     assert update.metrics["grad_norm"] == 50.0
     assert weights(learner) == expected
 
 
-def test_frozen_weights_are_left_out() -> None:
+def test_frozen_weights_are_left_out():
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     model[0].weight.requires_grad_(False)
     before = float(model[0].weight)
@@ -327,9 +308,6 @@ def test_frozen_weights_are_left_out() -> None:
     assert [name for name, _ in learner.named_parameters] == ["1.weight"]
     learner.update([batch_of((1.0,))], Mean())
     assert float(model[0].weight) == before
-
-
-# ----------------------------------------------------------------------- optimizers and schedules
 
 
 @pytest.mark.parametrize(
@@ -350,7 +328,7 @@ def test_frozen_weights_are_left_out() -> None:
         ("Muon", {}),
     ],
 )
-def test_any_optimizer_of_torch(name: str, kwargs: dict[str, Any]) -> None:
+def test_any_optimizer_of_torch(name, kwargs):
     learner = LocalLearner(
         weights_only(1.0, 2.0), optimizer=NamedCall(name=f"torch.optim.{name}", kwargs=kwargs)
     )
@@ -366,9 +344,7 @@ def test_any_optimizer_of_torch(name: str, kwargs: dict[str, Any]) -> None:
     ("chosen", "fused"),
     [({}, True), ({"fused": False}, False), ({"foreach": True}, None), ({"foreach": False}, None)],
 )
-def test_the_fused_kernel_unless_the_configuration_chooses(
-    chosen: dict[str, Any], fused: bool | None
-) -> None:
+def test_the_fused_kernel_unless_the_configuration_chooses(chosen, fused):
     call = NamedCall(name="torch.optim.AdamW", kwargs={"lr": 0.1, **chosen})
     assert LocalLearner(weights_only(1.0), optimizer=call).optimizer.defaults["fused"] is fused
 
@@ -389,36 +365,36 @@ def test_the_fused_kernel_unless_the_configuration_chooses(
         ("torch.optim.Optimizer", {}, "policy.optimizer"),
     ],
 )
-def test_optimizers_that_cannot_be_used(name: str, kwargs: dict[str, Any], message: str) -> None:
+def test_optimizers_that_cannot_be_used(name, kwargs, message):
     with pytest.raises(ConfigError, match=message) as refusal:
         LocalLearner(weights_only(1.0), optimizer=NamedCall(name=name, kwargs=kwargs))
     assert str(refusal.value).startswith("policy.optimizer")
 
 
-def scheduler(name: str, **kwargs: Any) -> NamedCall:
+def scheduler(name, **kwargs):
     return NamedCall(name=f"torch.optim.lr_scheduler.{name}", kwargs=kwargs)
 
 
-def rates(schedule: Any, steps: int) -> list[float]:
+def rates(schedule, steps):
     learner = LocalLearner(weights_only(1.0), optimizer=sgd(), scheduler=schedule)
     found = [learner.update([batch_of((1.0,))], Mean()).metrics["lr"] for _ in range(steps)]
     return [round(rate, 6) for rate in found]
 
 
-def test_no_schedule_is_constant() -> None:
+def test_no_schedule_is_constant():
     assert rates(None, 3) == [1.0, 1.0, 1.0]
 
 
-def test_one_schedule() -> None:
+def test_one_schedule():
     assert rates(scheduler("StepLR", step_size=2, gamma=0.1), 5) == [1.0, 1.0, 0.1, 0.1, 0.01]
 
 
 @pytest.mark.parametrize("rest", [[], [Milestones(milestones=[])]])
-def test_a_list_of_one(rest: list[Milestones]) -> None:
+def test_a_list_of_one(rest):
     assert rates([scheduler("ExponentialLR", gamma=0.5), *rest], 3) == [1.0, 0.5, 0.25]
 
 
-def test_a_list_hands_over_at_its_milestones() -> None:
+def test_a_list_hands_over_at_its_milestones():
     warm_up = scheduler("LinearLR", start_factor=0.25, end_factor=1.0, total_iters=3)
     constant = scheduler("ConstantLR", factor=1.0, total_iters=1)
     decay = scheduler("ExponentialLR", gamma=0.5)
@@ -449,16 +425,13 @@ def test_a_list_hands_over_at_its_milestones() -> None:
         ([Milestones(milestones=[])], "a list of 0 schedulers .*and a scheduler"),
     ],
 )
-def test_schedules_that_cannot_be_used(schedule: Any, message: str) -> None:
+def test_schedules_that_cannot_be_used(schedule, message):
     with pytest.raises(ConfigError, match=message) as refusal:
         LocalLearner(weights_only(1.0), optimizer=sgd(), scheduler=schedule)
     assert str(refusal.value).startswith("policy.scheduler")
 
 
-# -------------------------------------------------------------------------------------- evaluating
-
-
-def test_outputs_have_no_dropout_and_no_gradients_and_leave_the_model_as_it_was() -> None:
+def test_outputs_have_no_dropout_and_no_gradients_and_leave_the_model_as_it_was():
     model = nn.Sequential(nn.Dropout(0.9), nn.Linear(4, 1))
     learner = LocalLearner(model, optimizer=ADAMW)
     model.train()
@@ -475,7 +448,7 @@ def test_outputs_have_no_dropout_and_no_gradients_and_leave_the_model_as_it_was(
     assert not model.training
 
 
-def test_evaluating_ends_well() -> None:
+def test_evaluating_ends_well():
     model = nn.Dropout(0.9).train()
     with pytest.raises(KeyError), evaluating(model):
         raise KeyError

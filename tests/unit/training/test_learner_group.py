@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 import learner_work as work
 from laurel.config.policy import NamedCall
 from laurel.errors import WorkerError
-from laurel.training.learner import NOTHING_TO_LEARN
 from laurel.training.learner_group import divide_micro_batches, imbalance
 from laurel.workers.calls import LocalGroup
 from laurel.workers.reservations import Resources
@@ -21,9 +20,6 @@ from process_group import ProcessGroup
 pytestmark = pytest.mark.slow_parameters("dp_shard=2 tp=2", "cp=2", "tp=2", "dp_replicate=2")
 
 SIZES = [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2}, {"cp": 2}]
-
-
-# ----------------------------------------------------------------------------------- the division
 
 
 def test_a_division_by_hand():
@@ -71,9 +67,6 @@ def test_imbalance_by_hand():
     assert imbalance(sizes, [[0], [1], [2]]) == pytest.approx(6 / 4 - 1)
     assert imbalance(sizes, [[0, None], [1, 2]]) == 0.0
     assert imbalance([5], [[0], [None]]) == 1.0
-
-
-# ------------------------------------------------------------------------------- the same numbers
 
 
 @pytest.fixture(scope="module", params=["policy", "reward"])
@@ -191,9 +184,6 @@ def test_what_is_known_of_the_model(many, alone, kind):
     assert max(shares) <= 4 * facts.num_parameters / learner.shape.dp_shard + 4 * 32
 
 
-# ----------------------------------------------------------------------------- one rank of a group
-
-
 def test_a_worker_of_one_computes_the_very_same_bits(kind, directory, alone):
     learner = work.grouped(kind, directory, partial(LocalGroup, "policy"), {})
     found = work.played(kind, learner)
@@ -226,9 +216,6 @@ def test_the_ranks_gather_weights_while_the_ones_before_are_read(kind, directory
     assert len(dict(learner.named_weights())) == 1 + len(list(weights)) > 10
 
 
-# -------------------------------------------------------------------------------------------- Ray
-
-
 @pytest.fixture(scope="module")
 def rewards(tmp_path_factory):
     return work.write("reward", tmp_path_factory.mktemp("rewards"))
@@ -251,9 +238,6 @@ def test_ranks_that_are_actors_of_ray_compute_the_same(small_cluster, rewards):
     close(found["after"], wanted["after"])
     for update, expected in zip(found["updates"], wanted["updates"], strict=True):
         assert update.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-5)
-
-
-# ----------------------------------------------------------------------------------------- adapters
 
 
 @pytest.mark.slow_parameters("tp")
@@ -292,9 +276,6 @@ def test_adapters_learn_and_the_reference_leaves_them_out(sizes, tmp_path):
         torch.testing.assert_close(found["weights"][1][name], weight, rtol=0, atol=1e-6)
 
 
-# -------------------------------------------------------------------------------------- what fails
-
-
 @pytest.fixture
 def pair(rewards):
     """Makes learners of two ranks."""
@@ -321,16 +302,6 @@ def test_a_gradient_that_is_no_number_on_one_rank_moves_nothing_on_any(pair):
     assert learner.learning_rate == 1.0
     close(work.asked(learner, 3), before, 0)
     assert learner.update(batch, work.loss("reward")).failure is None
-
-
-@pytest.mark.slow
-def test_a_batch_that_teaches_nothing_moves_nothing(pair):
-    learner = pair()
-    before = work.asked(learner, 3)
-    batch = work.micro_batches("reward", [[0], [1]], is_tie=True)
-    assert learner.update(batch, work.loss("reward")).failure == NOTHING_TO_LEARN
-    close(work.asked(learner, 3), before, 0)
-    assert learner.learning_rate == 1.0
 
 
 def test_a_rank_that_fails_is_named_and_the_group_ended(pair):

@@ -1,7 +1,5 @@
 """The model that is being trained scores as its checkpoint would be scored by."""
 
-from __future__ import annotations
-
 import pytest
 
 from laurel.config.policy import BatchLimits, NamedCall
@@ -9,13 +7,13 @@ from laurel.rewards.scorer import LocalScorer
 from laurel.training.batches import Batcher
 from laurel.training.learner import LocalLearner
 from laurel.training.reward_model import LearnerScorer
-from laurel.types import Group, Message, group_of
+from laurel.types import Message, group_of
 from reward_models import small_model
 
 ANSWERS = ("By the western gate.", "By bread and wine.", "No.", "By an old man of the river.")
 
 
-def groups(count: int, *, size: int = 2) -> list[Group]:
+def groups(count, *, size=2):
     return [
         group_of(
             [Message("user", f"Where does the laurel grow, {i}?")],
@@ -27,7 +25,7 @@ def groups(count: int, *, size: int = 2) -> list[Group]:
 
 
 @pytest.fixture(scope="module")
-def scorers() -> dict[int, LearnerScorer]:
+def scorers():
     """By the token budget of a forest; batches of the small one are for three ranks."""
     loaded = small_model()
     learner = LocalLearner(
@@ -45,9 +43,7 @@ def scorers() -> dict[int, LearnerScorer]:
 
 @pytest.mark.parametrize("size", [1, 2, 6])
 @pytest.mark.parametrize("budget", [40, 4096])
-def test_the_scores_are_those_of_the_model_alone(
-    scorers: dict[int, LearnerScorer], budget: int, size: int
-) -> None:
+def test_the_scores_are_those_of_the_model_alone(scorers, budget, size):
     loaded = small_model()
     alone = LocalScorer(loaded.model, loaded.contract, batch_tokens=1)
     asked = groups(7, size=size)
@@ -62,18 +58,14 @@ def test_the_scores_are_those_of_the_model_alone(
     assert again == found
 
 
-def test_equal_answers_have_equal_scores_and_failures_stay_alone(
-    scorers: dict[int, LearnerScorer],
-) -> None:
+def test_equal_answers_have_equal_scores_and_failures_stay_alone(scorers):
     same = group_of([Message("user", "?")], ["No.", "Yes.", "No."], group_id="same")
     found = scorers[40].score_now([same, *groups(3)])[0]
     assert found[0] == found[2] != found[1]
     assert scorers[40].score_now([]) == []
 
 
-def test_a_conversation_that_cannot_be_rendered_is_a_failure(
-    scorers: dict[int, LearnerScorer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_that_cannot_be_rendered_is_a_failure(scorers, monkeypatch):
     from laurel.errors import DataError
     from laurel.models.scoring import ScoringContract
 

@@ -1,7 +1,5 @@
 """What holds for every comparison in `losses.py`: gradients, precision, range and symmetries."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -28,32 +26,32 @@ LN2_FLOAT32 = float(torch.tensor(math.log(2.0), dtype=torch.float32))
 scores = st.floats(-30, 30, allow_nan=False)
 
 
-def exact(*values: float) -> Tensor:
+def exact(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def single(*values: float) -> Tensor:
+def single(*values):
     return torch.tensor(values, dtype=torch.float32)
 
 
-def flags(*values: bool) -> Tensor:
+def flags(*values):
     return torch.tensor(values)
 
 
-def list_loss(scores_N: Tensor, *ranks_per_group: tuple[int, ...]) -> Tensor:
+def list_loss(scores_N, *ranks_per_group):
     return plackett_luce(scores_N, ranked_pairs(ranks_per_group, with_ties=False).to(scores_N))
 
 
 PairLoss = Callable[[Tensor, Tensor], Tensor]
 
 
-def as_list(better_P: Tensor, worse_P: Tensor) -> Tensor:
+def as_list(better_P, worse_P):
     """Plackett-Luce of lists of three, the third of which has the worse side's score, halved."""
     scores_N = torch.stack([better_P, worse_P, worse_P / 2], dim=1).flatten()
     return list_loss(scores_N, *[(0, 1, 2)] * len(better_P))
 
 
-def tied(loss: Callable[[Tensor, Tensor, Tensor], Tensor], is_tie: bool) -> PairLoss:
+def tied(loss, is_tie):
     return lambda better, worse: loss(better, worse, torch.full(better.shape, is_tie))
 
 
@@ -72,16 +70,16 @@ every_comparison = pytest.mark.parametrize("loss", COMPARISONS.values(), ids=COM
 
 
 @every_comparison
-def test_gradients_agree_with_finite_differences(loss: PairLoss) -> None:
+def test_gradients_agree_with_finite_differences(loss):
     better = exact(0.5, -1.0, 3.0, 0.0, 12.0).requires_grad_()
     worse = exact(0.1, 2.0, -2.0, 0.0, -11.0).requires_grad_()
     assert torch.autograd.gradcheck(loss, (better, worse), atol=1e-8, rtol=1e-6)
 
 
-def test_gradients_of_margin_target_centering_and_regression() -> None:
+def test_gradients_of_margin_target_centering_and_regression():
     better, worse, margin = (exact(*v).requires_grad_() for v in ((1.0, 2.0), (0.5, 3.0), (0.1, 1)))
 
-    def soft(better: Tensor, worse: Tensor, margin: Tensor) -> Tensor:
+    def soft(better, worse, margin):
         return bradley_terry(better, worse, margin_P=margin, target_P=exact(0.8, 0.3))
 
     assert torch.autograd.gradcheck(soft, (better, worse, margin))
@@ -93,7 +91,7 @@ def test_gradients_of_margin_target_centering_and_regression() -> None:
 
 @every_comparison
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_huge_scores_neither_overflow_nor_vanish(loss: PairLoss, dtype: torch.dtype) -> None:
+def test_huge_scores_neither_overflow_nor_vanish(loss, dtype):
     grid = torch.tensor([-1e4, -100.0, -1.0, 0.0, 1.0, 100.0, 1e4], dtype=dtype)
     better, worse = (
         side.flatten().requires_grad_() for side in torch.meshgrid(grid, grid, indexing="ij")
@@ -105,7 +103,7 @@ def test_huge_scores_neither_overflow_nor_vanish(loss: PairLoss, dtype: torch.dt
     assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
-def test_huge_leads_cost_what_the_formula_says() -> None:
+def test_huge_leads_cost_what_the_formula_says():
     high, low = single(1e4), single(-1e4)
     yes, no = flags(True), flags(False)
     # Behind by 20000 a decision costs 20000 and ahead by 20000 nothing.
@@ -122,7 +120,7 @@ def test_huge_leads_cost_what_the_formula_says() -> None:
     assert list_loss(single(-1e4, 1e4, -1e4), (0, 1, 2)).tolist() == [10000.0]
 
 
-def test_identical_scores_cost_ln_2_exactly() -> None:
+def test_identical_scores_cost_ln_2_exactly():
     for score in (0.0, 0.1, -3.7, 1e4):
         assert bradley_terry(single(score), single(score)).tolist() == [LN2_FLOAT32]
         assert list_loss(single(score, score), (0, 1)).tolist() == [LN2_FLOAT32]
@@ -133,8 +131,8 @@ def test_identical_scores_cost_ln_2_exactly() -> None:
 @every_comparison
 @given(better=scores, worse=scores, shift=st.integers(-100, 100))
 @settings(max_examples=30, deadline=None)
-def test_only_differences_matter(loss: PairLoss, better: float, worse: float, shift: int) -> None:
-    def shifted(by: float) -> Tensor:
+def test_only_differences_matter(loss, better, worse, shift):
+    def shifted(by):
         if loss is as_list:
             scores_N = exact(better, worse, worse / 2) + by
             return list_loss(scores_N, (0, 1, 2))
@@ -144,7 +142,7 @@ def test_only_differences_matter(loss: PairLoss, better: float, worse: float, sh
 
 
 @every_comparison
-def test_the_order_of_pairs_does_not_matter(loss: PairLoss) -> None:
+def test_the_order_of_pairs_does_not_matter(loss):
     better, worse = single(*range(-9, 10)) * 0.37, single(*range(19)) * 0.11
     order = torch.tensor([(7 * index) % 19 for index in range(19)])
     assert torch.equal(loss(better, worse)[order], loss(better[order], worse[order]))
@@ -153,7 +151,7 @@ def test_the_order_of_pairs_does_not_matter(loss: PairLoss) -> None:
 @every_comparison
 @given(better=scores, worse=scores)
 @settings(max_examples=30, deadline=None)
-def test_single_precision_agrees_with_double(loss: PairLoss, better: float, worse: float) -> None:
+def test_single_precision_agrees_with_double(loss, better, worse):
     better_P, worse_P = single(better), single(worse)
     # Both start from the same float32 scores, so only the arithmetic differs.
     reference = loss(better_P.double(), worse_P.double())
@@ -164,7 +162,7 @@ def test_single_precision_agrees_with_double(loss: PairLoss, better: float, wors
 
 @every_comparison
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_scores_are_widened_first(loss: PairLoss, dtype: torch.dtype) -> None:
+def test_half_precision_scores_are_widened_first(loss, dtype):
     better = torch.tensor([1.0, -2.5, 0.1]).to(dtype)
     worse = torch.tensor([0.7, 0.3, 0.1]).to(dtype)
     if loss is as_list:
@@ -174,12 +172,12 @@ def test_half_precision_scores_are_widened_first(loss: PairLoss, dtype: torch.dt
     assert torch.equal(losses, loss(better.float(), worse.float()))
 
 
-def test_other_functions_widen_too() -> None:
+def test_other_functions_widen_too():
     half = torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)
     assert centering(half[0], half[0]).dtype == torch.float32
     assert regression(half, torch.tensor([[0.1, math.nan]])).dtype == torch.float32
 
 
-def test_integer_scores_are_refused() -> None:
+def test_integer_scores_are_refused():
     with pytest.raises(AssertionError, match="not floating point"):
         bradley_terry(torch.tensor([1]), torch.tensor([0]))

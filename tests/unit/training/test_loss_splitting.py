@@ -1,7 +1,5 @@
 """What may not change the loss of a batch: how it is split, ordered and rounded on the way."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any
@@ -18,13 +16,13 @@ from laurel.types import Preference, group_of
 NAN = math.nan
 
 
-def judged(*ranks: int, **fields: Any) -> Preference:
+def judged(*ranks, **fields):
     """A judged group; only what the loss reads is filled in."""
     group = group_of([], ["answer"] * len(ranks), group_id="g")
     return Preference(group=group, ranks_G=ranks, **fields)
 
 
-def loss_of(**chosen: Any) -> RewardLoss:
+def loss_of(**chosen):
     return RewardLoss(LossConfig(**chosen))
 
 
@@ -40,7 +38,7 @@ every_setting = pytest.mark.parametrize("chosen", EVERY_SETTING.values(), ids=EV
 
 
 @every_setting
-def test_scores_of_lower_precision_and_autocast_change_nothing(chosen: dict[str, Any]) -> None:
+def test_scores_of_lower_precision_and_autocast_change_nothing(chosen):
     loss, batch = loss_of(**chosen), [judged(0, 1), judged(1, 0, 1)]
     if chosen.get("type") == "regression":
         ratings = [((1.0, NAN), (0.3, 0.1)), ((1.0, 2.0),) * 3]
@@ -59,9 +57,7 @@ def test_scores_of_lower_precision_and_autocast_change_nothing(chosen: dict[str,
 
 
 @every_setting
-def test_a_micro_batch_without_a_lesson_has_no_loss_and_no_gradient(
-    chosen: dict[str, Any],
-) -> None:
+def test_a_micro_batch_without_a_lesson_has_no_loss_and_no_gradient(chosen):
     loss, rank = loss_of(**chosen), judged(0)
     # A single completion without ratings; its score is not even finite.
     scores = torch.full((1, 1), math.inf, requires_grad=True)
@@ -76,7 +72,7 @@ def test_a_micro_batch_without_a_lesson_has_no_loss_and_no_gradient(
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[list[Preference], list[list[float]], list[int]]:
+def batches(draw):
     """A batch, the scores of its completions for two attributes, and where it is cut."""
     score = st.floats(-20, 20, allow_nan=False)
     batch: list[Preference] = []
@@ -101,9 +97,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Preference], list[list[float]], list[
 @every_setting
 @given(drawn=batches())
 @settings(max_examples=40, deadline=None)
-def test_splitting_a_batch_changes_neither_loss_nor_gradient(
-    chosen: dict[str, Any], drawn: tuple[list[Preference], list[list[float]], list[int]]
-) -> None:
+def test_splitting_a_batch_changes_neither_loss_nor_gradient(chosen, drawn):
     batch, rows, cuts = drawn
     kind = chosen.get("type")
     if kind == "plackett_luce":
@@ -132,7 +126,7 @@ def test_splitting_a_batch_changes_neither_loss_nor_gradient(
 
 @given(drawn=batches(), random=st.randoms(use_true_random=False))
 @settings(max_examples=40, deadline=None)
-def test_the_order_of_completions_does_not_matter(drawn: Any, random: Any) -> None:
+def test_the_order_of_completions_does_not_matter(drawn, random):
     batch, rows, _ = drawn
     for chosen in ({"use_margin": True}, {"type": "plackett_luce"}, {"type": "rao_kupper"}):
         loss, shuffled, order, row = loss_of(**chosen), [], [], 0

@@ -1,16 +1,12 @@
 """The formulas of `losses.py`, each against numbers worked by hand."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from laurel.training.losses import (
     bradley_terry,
@@ -25,31 +21,28 @@ from laurel.training.losses import (
 scores = st.floats(-30, 30, allow_nan=False)
 
 
-def exact(*values: float) -> Tensor:
+def exact(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def single(*values: float) -> Tensor:
+def single(*values):
     return torch.tensor(values, dtype=torch.float32)
 
 
-def flags(*values: bool) -> Tensor:
+def flags(*values):
     return torch.tensor(values)
 
 
-def assert_near(found: Tensor, *expected: float, rel: float = 1e-14) -> None:
+def assert_near(found, *expected, rel=1e-14):
     assert found.tolist() == pytest.approx(expected, rel=rel, abs=1e-300)
 
 
-def l(x: float) -> float:  # noqa: E743 - the notation of losses.py
+def l(x):  # noqa: E743 - the notation of losses.py
     """log(1 + e^-x) in Python's float64, without overflow."""
     return max(-x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 
-# --------------------------------------------------------------------------------- Bradley-Terry
-
-
-def test_bradley_terry() -> None:
+def test_bradley_terry():
     better, worse = exact(1.0, 0.0, math.log(3.0)), exact(0.0, 2.0, 0.0)
 
     # d = 1: log(1 + e^-1).  d = -2: log(1 + e^2).
@@ -58,19 +51,19 @@ def test_bradley_terry() -> None:
     assert_near(bradley_terry(better, worse), *expected)
 
 
-def test_a_margin_is_taken_from_the_lead() -> None:
+def test_a_margin_is_taken_from_the_lead():
     # d = 2 with margin 0.5: log(1 + e^-1.5).  A lead equal to the margin costs ln 2.
     loss = bradley_terry(exact(2.0, 3.0), exact(0.0, 0.0), margin_P=exact(0.5, 3.0))
     assert_near(loss, math.log1p(math.exp(-1.5)), math.log(2.0))
 
 
-def test_a_soft_label_is_the_expected_loss() -> None:
+def test_a_soft_label_is_the_expected_loss():
     # Scores say 3/4, people say 0.7: -0.7 log(3/4) - 0.3 log(1/4).
     loss = bradley_terry(exact(math.log(3.0)), exact(0.0), target_P=exact(0.7))
     assert_near(loss, -0.7 * math.log(0.75) - 0.3 * math.log(0.25))
 
 
-def test_label_smoothing() -> None:
+def test_label_smoothing():
     better, worse = exact(math.log(3.0)), exact(0.0)
 
     # A tenth of the labels is wrong: -0.9 log(3/4) - 0.1 log(1/4).
@@ -81,7 +74,7 @@ def test_label_smoothing() -> None:
     assert_near(soft, -0.66 * math.log(0.75) - 0.34 * math.log(0.25))
 
 
-def test_margin_and_soft_label_go_together() -> None:
+def test_margin_and_soft_label_go_together():
     # d - m = 2 ln 3 - ln 3 = ln 3, then as above.
     loss = bradley_terry(
         exact(2 * math.log(3.0)), exact(0.0), margin_P=exact(math.log(3.0)), target_P=exact(0.7)
@@ -89,13 +82,13 @@ def test_margin_and_soft_label_go_together() -> None:
     assert_near(loss, -0.7 * math.log(0.75) - 0.3 * math.log(0.25))
 
 
-def test_a_certain_soft_label_changes_not_one_bit() -> None:
+def test_a_certain_soft_label_changes_not_one_bit():
     better, worse = single(0.3, -7.1, 1e4, -1e4), single(1.7, 2.2, -1e4, 1e4)
     plain = bradley_terry(better, worse)
     assert torch.equal(plain, bradley_terry(better, worse, target_P=torch.ones(4)))
 
 
-def test_the_best_score_under_a_soft_label_is_its_log_odds() -> None:
+def test_the_best_score_under_a_soft_label_is_its_log_odds():
     # The loss of target p is least where sigmoid(d) = p, that is d = log(p / (1 - p)).
     better = exact(math.log(0.7 / 0.3)).requires_grad_()
     loss = bradley_terry(better, exact(0.0), target_P=exact(0.7))
@@ -103,7 +96,7 @@ def test_the_best_score_under_a_soft_label_is_its_log_odds() -> None:
     assert abs(float(gradient)) < 1e-15
 
 
-def test_small_losses_keep_their_digits() -> None:
+def test_small_losses_keep_their_digits():
     # log(1 + e^-25) = e^-25 to 11 digits; softplus with torch's threshold of 20 would say e^-25
     # for a lead but exactly 25 for a lag, whose true loss is 25 + e^-25 and whose gradient
     # differs from 1 by e^-25.
@@ -117,109 +110,74 @@ def test_small_losses_keep_their_digits() -> None:
 
 @given(better=scores, worse=scores)
 @settings(deadline=None)
-def test_bradley_terry_against_plain_python(better: float, worse: float) -> None:
+def test_bradley_terry_against_plain_python(better, worse):
     assert_near(bradley_terry(exact(better), exact(worse)), l(better - worse), rel=1e-13)
 
 
-# -------------------------------------------------------------------------------------- centering
-
-
-def test_centering() -> None:
+def test_centering():
     # (1 + 2)^2 = 9; opposite scores are already centred; (-3 - 0.5)^2 = 12.25.
     assert_near(centering(exact(1.0, 4.0, -3.0), exact(2.0, -4.0, -0.5)), 9.0, 0.0, 12.25)
 
 
-# --------------------------------------------------------------------------------------- Davidson
+DAVIDSON, RAO_KUPPER = partial(davidson, nu=1.5), partial(rao_kupper, theta=2.0)
 
 
-def test_davidson() -> None:
+@pytest.mark.parametrize(
+    ("loss", "win", "lose", "tie"),
+    [
+        # Strengths 4 and 1; a tie weighs 1.5 * sqrt(4 * 1) = 3. Total 4 + 1 + 3 = 8.
+        (DAVIDSON, 4 / 8, 1 / 8, 3 / 8),
+        # The stronger wins: 4 / (4 + 2 * 1) = 2/3. The weaker: 1 / (1 + 2 * 4) = 1/9. A tie:
+        # (2^2 - 1) * 4 * 1 / (6 * 9) = 12/54 = 2/9. Together 6/9 + 1/9 + 2/9 = 1.
+        (RAO_KUPPER, 2 / 3, 1 / 9, 2 / 9),
+    ],
+)
+def test_losses_that_know_ties(loss, win, lose, tie):
     better, worse = exact(math.log(4.0), 0.0, math.log(4.0)), exact(0.0, math.log(4.0), 0.0)
-    loss = davidson(better, worse, flags(False, False, True), nu=1.5)
-
-    # Strengths 4 and 1; a tie weighs 1.5 * sqrt(4 * 1) = 3. Total 4 + 1 + 3 = 8.
-    # The stronger wins: 4/8. The weaker wins: 1/8. A tie: 3/8.
-    assert_near(loss, math.log(2.0), math.log(8.0), math.log(8.0 / 3.0))
-
-
-def test_davidson_between_equals() -> None:
-    # 1 : 1 : nu. With nu = 2 a tie has half of it, a win a quarter.
-    loss = davidson(exact(5.0, 5.0), exact(5.0, 5.0), flags(True, False), nu=2.0)
-    assert_near(loss, math.log(2.0), math.log(4.0))
-
-
-def test_davidson_with_margin_and_soft_label() -> None:
-    # d - m = ln 4, as above: 4/8 and 1/8; q = 0.9 * 0.8 + 0.1 * 0.2 = 0.74.
-    loss = davidson(
+    found = loss(better, worse, flags(False, False, True))
+    assert_near(found, -math.log(win), -math.log(lose), -math.log(tie))
+    # d - m = ln 4, as above; q = 0.9 * 0.8 + 0.1 * 0.2 = 0.74.
+    found = loss(
         exact(math.log(8.0)),
         exact(0.0),
         flags(False),
-        nu=1.5,
         margin_P=exact(math.log(2.0)),
         target_P=exact(0.9),
         label_smoothing=0.2,
     )
-    assert_near(loss, 0.74 * math.log(2.0) + 0.26 * math.log(8.0))
+    assert_near(found, -0.74 * math.log(win) - 0.26 * math.log(lose))
 
 
-def test_davidson_without_ties_is_bradley_terry() -> None:
+# 1 : 1 : nu. With nu = 2 a tie has half of it, a win a quarter. With theta = 3: a win
+# 1 / (1 + 3) = 1/4 each, a tie (9 - 1) / (4 * 4) = 1/2.
+@pytest.mark.parametrize("loss", [partial(davidson, nu=2.0), partial(rao_kupper, theta=3.0)])
+def test_ties_between_equals(loss):
+    found = loss(exact(5.0, 5.0), exact(5.0, 5.0), flags(True, False))
+    assert_near(found, math.log(2.0), math.log(4.0))
+
+
+def test_without_ties_they_are_bradley_terry():
     better, worse = exact(0.3, -2.0, 8.0), exact(1.7, -2.0, -8.0)
-    loss = davidson(better, worse, flags(False, False, False), nu=1e-300)
-    assert torch.equal(loss, bradley_terry(better, worse))
-
-
-# ------------------------------------------------------------------------------------- Rao-Kupper
-
-
-def test_rao_kupper() -> None:
-    better, worse = exact(math.log(4.0), 0.0, math.log(4.0)), exact(0.0, math.log(4.0), 0.0)
-    loss = rao_kupper(better, worse, flags(False, False, True), theta=2.0)
-
-    # Strengths 4 and 1. The stronger wins: 4 / (4 + 2 * 1) = 2/3. The weaker: 1 / (1 + 2 * 4)
-    # = 1/9. A tie: (2^2 - 1) * 4 * 1 / (6 * 9) = 12/54 = 2/9. Together 6/9 + 1/9 + 2/9 = 1.
-    assert_near(loss, math.log(1.5), math.log(9.0), math.log(4.5))
-
-
-def test_rao_kupper_between_equals() -> None:
-    # With theta = 3: a win 1 / (1 + 3) = 1/4 each, a tie (9 - 1) / (4 * 4) = 1/2.
-    loss = rao_kupper(exact(5.0, 5.0), exact(5.0, 5.0), flags(True, False), theta=3.0)
-    assert_near(loss, math.log(2.0), math.log(4.0))
-
-
-def test_rao_kupper_with_margin_and_soft_label() -> None:
-    # d - m = ln 4, as above: 2/3 and 1/9; q = 0.9 * 0.8 + 0.1 * 0.2 = 0.74.
-    loss = rao_kupper(
-        exact(math.log(8.0)),
-        exact(0.0),
-        flags(False),
-        theta=2.0,
-        margin_P=exact(math.log(2.0)),
-        target_P=exact(0.9),
-        label_smoothing=0.2,
-    )
-    assert_near(loss, 0.74 * math.log(1.5) + 0.26 * math.log(9.0))
-
-
-def test_rao_kupper_with_theta_near_one_is_bradley_terry() -> None:
-    better, worse = exact(0.3, -2.0, 8.0), exact(1.7, -2.0, -8.0)
-    loss = rao_kupper(better, worse, flags(False, False, False), theta=1.0 + 2**-50)
-    assert_near(loss, *bradley_terry(better, worse).tolist(), rel=2e-15)
+    decided, plain = flags(False, False, False), bradley_terry(better, worse)
+    assert torch.equal(davidson(better, worse, decided, nu=1e-300), plain)
+    assert_near(rao_kupper(better, worse, decided, theta=1.0 + 2**-50), *plain.tolist(), rel=2e-15)
 
 
 @pytest.mark.parametrize("nu", [0.0, -1.0, math.nan])
-def test_davidson_needs_a_positive_nu(nu: float) -> None:
+def test_davidson_needs_a_positive_nu(nu):
     with pytest.raises(ValueError, match="nu must be above 0"):
         davidson(exact(0.0), exact(0.0), flags(True), nu=nu)
 
 
 @pytest.mark.parametrize("theta", [1.0, 0.5, math.nan])
-def test_rao_kupper_needs_a_theta_above_one(theta: float) -> None:
+def test_rao_kupper_needs_a_theta_above_one(theta):
     with pytest.raises(ValueError, match="theta must be above 1"):
         rao_kupper(exact(0.0), exact(0.0), flags(True), theta=theta)
 
 
 @given(i=scores, j=scores, parameter=st.floats(1e-3, 1e3))
 @settings(deadline=None)
-def test_win_lose_and_tie_exhaust_the_outcomes(i: float, j: float, parameter: float) -> None:
+def test_win_lose_and_tie_exhaust_the_outcomes(i, j, parameter):
     for loss in (partial(davidson, nu=parameter), partial(rao_kupper, theta=1.0 + parameter)):
         losses_P = loss(exact(i, j, i), exact(j, i, j), flags(False, False, True))
         assert float(torch.exp(-losses_P).sum()) == pytest.approx(1.0, abs=1e-13)
@@ -227,27 +185,24 @@ def test_win_lose_and_tie_exhaust_the_outcomes(i: float, j: float, parameter: fl
 
 @given(i=scores, j=scores, parameter=st.floats(1e-3, 1e3))
 @settings(deadline=None)
-def test_a_tie_has_no_sides(i: float, j: float, parameter: float) -> None:
+def test_a_tie_has_no_sides(i, j, parameter):
     for loss in (partial(davidson, nu=parameter), partial(rao_kupper, theta=1.0 + parameter)):
         one, other = loss(exact(i, j), exact(j, i), flags(True, True)).tolist()
         assert one == pytest.approx(other, rel=1e-15)
 
 
-# ---------------------------------------------------------------------------------- Plackett-Luce
-
-
-def list_loss(scores_N: Tensor, *ranks_per_group: tuple[int, ...]) -> Tensor:
+def list_loss(scores_N, *ranks_per_group):
     return plackett_luce(scores_N, ranked_pairs(ranks_per_group, with_ties=False).to(scores_N))
 
 
-def test_plackett_luce_of_a_strict_ranking() -> None:
+def test_plackett_luce_of_a_strict_ranking():
     # Strengths 6, 3, 1. First pick: 6 / (6 + 3 + 1) = 3/5. Second: 3 / (3 + 1) = 3/4. The last
     # has nobody to beat. Mean of two: (log(5/3) + log(4/3)) / 2 = log(20/9) / 2.
     loss = list_loss(exact(math.log(6.0), math.log(3.0), 0.0), (0, 1, 2))
     assert_near(loss, math.log(20.0 / 9.0) / 2)
 
 
-def test_plackett_luce_with_shared_ranks() -> None:
+def test_plackett_luce_with_shared_ranks():
     # Strengths 6 and 3 share the first rank, 1 and 2 the second. Neither of the first two
     # competes with the other: 6 / (6 + 1 + 2) = 2/3 and 3 / (3 + 1 + 2) = 1/2.
     # The second rank has nobody to beat. Mean: (log(3/2) + log 2) / 2 = log(3) / 2.
@@ -255,7 +210,7 @@ def test_plackett_luce_with_shared_ranks() -> None:
     assert_near(list_loss(exact(*strengths), (4, 9, 4, 9)), math.log(3.0) / 2)
 
 
-def test_plackett_luce_of_many_lists_at_once() -> None:
+def test_plackett_luce_of_many_lists_at_once():
     lists = {
         (0, 1, 2): (math.log(6.0), math.log(3.0), 0.0),
         (1, 1): (3.0, 4.0),
@@ -271,18 +226,18 @@ def test_plackett_luce_of_many_lists_at_once() -> None:
     assert_near(loss, math.log(20.0 / 9.0) / 2, 0.0, 0.0, math.log(4.0 / 3.0), 0.0)
 
 
-def test_plackett_luce_of_nothing() -> None:
+def test_plackett_luce_of_nothing():
     assert list_loss(exact()).tolist() == []
 
 
 @given(i=st.floats(-1e4, 1e4, width=32), j=st.floats(-1e4, 1e4, width=32))
 @settings(deadline=None)
-def test_a_list_of_two_is_bradley_terry_to_the_last_bit(i: float, j: float) -> None:
+def test_a_list_of_two_is_bradley_terry_to_the_last_bit(i, j):
     for make in (exact, single):
         assert torch.equal(list_loss(make(i, j), (0, 1)), bradley_terry(make(i), make(j)))
 
 
-def test_plackett_luce_refuses_ties() -> None:
+def test_plackett_luce_refuses_ties():
     with pytest.raises(AssertionError, match="a tie says nothing"):
         plackett_luce(exact(0.0, 0.0), ranked_pairs([(0, 1)], with_ties=True))
 
@@ -291,9 +246,7 @@ def test_plackett_luce_refuses_ties() -> None:
     items=st.lists(st.tuples(scores, st.integers(0, 4)), min_size=1, max_size=8),
     random=st.randoms(use_true_random=False),
 )
-def test_plackett_luce_from_its_definition_in_any_order(
-    items: list[tuple[float, int]], random: Any
-) -> None:
+def test_plackett_luce_from_its_definition_in_any_order(items, random):
     terms = []
     for score, rank in items:
         rivals = [other for other, other_rank in items if other_rank > rank]
@@ -308,10 +261,7 @@ def test_plackett_luce_from_its_definition_in_any_order(
     assert loss.tolist() == pytest.approx([expected], rel=1e-12, abs=1e-14)
 
 
-# ------------------------------------------------------------------------------------- regression
-
-
-def test_regression_averages_over_what_was_rated() -> None:
+def test_regression_averages_over_what_was_rated():
     predictions = exact(1.0, 2.0, 3.0, 0.0, 5.0, 0.0, 7.0, 8.0, 9.0).view(3, 3)
     nan = math.nan
     targets = exact(0.0, 4.0, 3.0, nan, 2.0, nan, nan, nan, nan).view(3, 3)
@@ -320,7 +270,7 @@ def test_regression_averages_over_what_was_rated() -> None:
     assert_near(regression(predictions, targets), 5.0 / 3.0, 9.0, 0.0)
 
 
-def test_unrated_attributes_get_no_gradient() -> None:
+def test_unrated_attributes_get_no_gradient():
     predictions = exact(1.0, 5.0, 2.0, 4.0).view(2, 2).requires_grad_()
     targets = exact(0.0, math.nan, math.nan, math.nan).view(2, 2)
     (gradient,) = torch.autograd.grad(regression(predictions, targets).sum(), predictions)

@@ -1,7 +1,5 @@
 """Which completions are compared, and how much each comparison weighs."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 from laurel.training.losses import ranked_pairs
 
 
-def test_a_pair_is_its_lower_rank_against_its_higher() -> None:
+def test_a_pair_is_its_lower_rank_against_its_higher():
     pairs = ranked_pairs([(0, 1), (1, 0)], with_ties=False)
 
     # Completions in a row: 0, 1 | 2, 3. In the second group the later one won.
@@ -22,7 +20,7 @@ def test_a_pair_is_its_lower_rank_against_its_higher() -> None:
     assert pairs.num_groups == 2
 
 
-def test_ties_are_pairs_only_where_asked_for() -> None:
+def test_ties_are_pairs_only_where_asked_for():
     ranks = [(0, 0), (2, 0, 2)]
 
     without = ranked_pairs(ranks, with_ties=False)
@@ -39,7 +37,7 @@ def test_ties_are_pairs_only_where_asked_for() -> None:
     assert with_ties.gap_P.tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
-def test_the_gap_counts_levels_not_rank_numbers() -> None:
+def test_the_gap_counts_levels_not_rank_numbers():
     pairs = ranked_pairs([(0, 7, 100, 7)], with_ties=True)
 
     # Three levels: 0 | 7, 7 | 100. One level is half of the way from best to worst.
@@ -54,7 +52,7 @@ def test_the_gap_counts_levels_not_rank_numbers() -> None:
     ]
 
 
-def test_groups_without_a_pair_are_counted_and_take_no_part() -> None:
+def test_groups_without_a_pair_are_counted_and_take_no_part():
     pairs = ranked_pairs([(), (0,), (3, 3), (1, 0)], with_ties=False)
 
     assert pairs.num_groups == 4
@@ -66,7 +64,7 @@ def test_groups_without_a_pair_are_counted_and_take_no_part() -> None:
     assert empty.better_P.dtype == torch.int64
 
 
-def test_moving_to_scores_takes_their_type_and_keeps_the_indices() -> None:
+def test_moving_to_scores_takes_their_type_and_keeps_the_indices():
     pairs = ranked_pairs([(0, 1, 2)], with_ties=True).to(torch.zeros(3, dtype=torch.float32))
 
     assert pairs.weight_P.dtype == pairs.gap_P.dtype == torch.float32
@@ -79,9 +77,7 @@ def test_moving_to_scores_takes_their_type_and_keeps_the_indices() -> None:
     with_ties=st.booleans(),
 )
 @settings(deadline=None)
-def test_every_usable_pair_appears_once_and_groups_weigh_one(
-    ranks_per_group: list[list[int]], with_ties: bool
-) -> None:
+def test_every_usable_pair_appears_once_and_groups_weigh_one(ranks_per_group, with_ties):
     pairs = ranked_pairs(ranks_per_group, with_ties=with_ties)
 
     flat = [(group, rank) for group, ranks in enumerate(ranks_per_group) for rank in ranks]

@@ -1,7 +1,5 @@
 """What may not change a policy's loss: how it is split, ordered, masked and rounded on the way."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -75,13 +73,13 @@ class Drawn:
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> Drawn:
+def batches(draw):
     batch, values = [], []
     with_old = draw(st.booleans())
     for _ in range(draw(st.integers(1, 4))):
         lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
 
-        def rows(element: st.SearchStrategy[Any], lengths: list[int] = lengths) -> list[list[Any]]:
+        def rows(element, lengths=lengths):
             return [draw(st.lists(element, min_size=n, max_size=n)) for n in lengths]
 
         size = {"min_size": len(lengths), "max_size": len(lengths)}
@@ -101,16 +99,14 @@ def batches(draw: st.DrawFn) -> Drawn:
     return Drawn(batch=batch, values=values, cuts=[0, *sorted(cuts), len(batch)])
 
 
-def flat(values: list[Tensor]) -> Tensor:
+def flat(values):
     return torch.cat([*values, torch.zeros(0, dtype=torch.float64)])
 
 
 @every_setting
 @given(drawn=batches())
 @settings(max_examples=25, deadline=None)
-def test_splitting_a_batch_changes_neither_loss_nor_gradient_nor_figures(
-    chosen: dict[str, Any], drawn: Drawn
-) -> None:
+def test_splitting_a_batch_changes_neither_loss_nor_gradient_nor_figures(chosen, drawn):
     loss = loss_of(**chosen)
     denominator = max(loss.count(drawn.batch), 1.0)
     whole = outputs(flat(drawn.values))
@@ -138,9 +134,7 @@ def test_splitting_a_batch_changes_neither_loss_nor_gradient_nor_figures(
 @every_setting
 @given(drawn=batches(), junk=st.sampled_from([math.nan, math.inf, -math.inf, -1e30]))
 @settings(max_examples=25, deadline=None)
-def test_what_is_masked_contributes_exactly_nothing(
-    chosen: dict[str, Any], drawn: Drawn, junk: float
-) -> None:
+def test_what_is_masked_contributes_exactly_nothing(chosen, drawn, junk):
     loss = loss_of(**chosen)
     denominator = max(loss.count(drawn.batch), 1.0)
     given_ = outputs(flat(drawn.values))
@@ -155,7 +149,7 @@ def test_what_is_masked_contributes_exactly_nothing(
     for row in drawn.batch:
         masks = [m & u for m, u in zip(row.masks_GL, row.used_G, strict=True)]
 
-        def spoil(streams: tuple[np.ndarray, ...] | None, masks: list[np.ndarray] = masks) -> Any:
+        def spoil(streams, masks=masks):
             if streams is None:
                 return None
             junk_ = np.float32(max(junk, -1e30))
@@ -184,9 +178,7 @@ def test_what_is_masked_contributes_exactly_nothing(
 @every_setting
 @given(drawn=batches(), random=st.randoms(use_true_random=False))
 @settings(max_examples=15, deadline=None)
-def test_the_order_of_completions_does_not_matter(
-    chosen: dict[str, Any], drawn: Drawn, random: Any
-) -> None:
+def test_the_order_of_completions_does_not_matter(chosen, drawn, random):
     loss = loss_of(**chosen)
     denominator = max(loss.count(drawn.batch), 1.0)
     shuffled, values = [], []
@@ -204,7 +196,7 @@ def test_the_order_of_completions_does_not_matter(
 
 @given(drawn=batches())
 @settings(max_examples=25, deadline=None)
-def test_the_first_update_has_the_gradient_of_reinforce(drawn: Drawn) -> None:
+def test_the_first_update_has_the_gradient_of_reinforce(drawn):
     batch = [replace(row, old_GL=None) for row in drawn.batch]
     for normalizer in ("tokens", "sequences", "max_length"):
         ppo = gradient(loss_of(normalizer=normalizer), outputs(flat(drawn.values)), batch)
@@ -217,7 +209,7 @@ def test_the_first_update_has_the_gradient_of_reinforce(drawn: Drawn) -> None:
 
 
 @every_setting
-def test_autocast_and_lower_precision_change_nothing(chosen: dict[str, Any]) -> None:
+def test_autocast_and_lower_precision_change_nothing(chosen):
     loss = loss_of(**chosen)
     row = [[-0.5, -1.25], [-2.0]]
     batch = [labels([1.5, -0.5], row, old=row, reference=[[-1.0, -1.0], [-1.0]])]
@@ -231,7 +223,7 @@ def test_autocast_and_lower_precision_change_nothing(chosen: dict[str, Any]) -> 
     assert float(found.sums["entropy"]) == -4.0
 
 
-def test_extremes_are_kept_and_sums_added() -> None:
+def test_extremes_are_kept_and_sums_added():
     totals = dict[str, Tensor]()
     for low, high in ((1.0, 2.0), (0.5, 1.5)):
         add_up(
@@ -245,7 +237,7 @@ def test_extremes_are_kept_and_sums_added() -> None:
     }
 
 
-def test_a_subset_of_labels() -> None:
+def test_a_subset_of_labels():
     row = labels(
         [1.0, 2.0, 3.0],
         [[-1.0], [-2.0, -2.5], [-3.0]],
@@ -266,7 +258,7 @@ def test_a_subset_of_labels() -> None:
 
 
 @given(cut=st.integers(0, 4), masks=st.lists(st.booleans(), min_size=8, max_size=8))
-def test_demonstrations_may_be_split_too(cut: int, masks: list[bool]) -> None:
+def test_demonstrations_may_be_split_too(cut, masks):
     loss = DemonstrationLoss()
     values = torch.linspace(-4.0, -0.1, 8, dtype=torch.float64)
     batch = [DemonstrationLabels(masks_GL=(np.array(masks[i : i + 2]),)) for i in range(0, 8, 2)]
@@ -282,14 +274,14 @@ def test_demonstrations_may_be_split_too(cut: int, masks: list[bool]) -> None:
     assert loss.metrics(sums) == pytest.approx(loss.metrics(whole.sums), rel=1e-12)
 
 
-def test_the_longest_completion_is_that_of_the_run() -> None:
+def test_the_longest_completion_is_that_of_the_run():
     batch = [labels([1.0], [[-1.0]])]
     short, long = (loss_of(normalizer="max_length", max_length=n) for n in (10, 100))
     assert isinstance(short, PolicyLoss)
     assert (short.count(batch), long.count(batch)) == (10.0, 100.0)
 
 
-def slowly(loss: PolicyLoss, c: PolicyLossConfig, drawn: Drawn) -> float:
+def slowly(loss, c, drawn):
     """The loss once more, token by token, with nothing but `math`."""
     total, place = 0.0, 0
     values = flat(drawn.values).tolist()
@@ -309,17 +301,7 @@ def slowly(loss: PolicyLoss, c: PolicyLossConfig, drawn: Drawn) -> float:
     return total / max(loss.count(drawn.batch), 1.0)
 
 
-def token_slowly(
-    c: PolicyLossConfig,
-    row: PolicyLabels,
-    i: int,
-    t: int,
-    *,
-    mine: list[int],
-    now: dict[int, float],
-    old: dict[int, float],
-    drew: dict[int, float],
-) -> float:
+def token_slowly(c, row, i, t, *, mine, now, old, drew):
     is_whole = c.sequence_level_importance_ratios
     a, n = row.advantages_G[i], len(mine)
     log_ratio = sum(now[s] - old[s] for s in mine) / n if is_whole else now[t] - old[t]
@@ -359,7 +341,7 @@ def token_slowly(
 @every_setting
 @given(drawn=batches())
 @settings(max_examples=30, deadline=None)
-def test_the_loss_is_what_its_formulas_say(chosen: dict[str, Any], drawn: Drawn) -> None:
+def test_the_loss_is_what_its_formulas_say(chosen, drawn):
     loss = loss_of(**chosen)
     options = PolicyLossConfig(**{"reference_policy_kl_penalty": 0.0, **chosen})
     denominator = max(loss.count(drawn.batch), 1.0)

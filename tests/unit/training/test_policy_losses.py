@@ -1,9 +1,6 @@
 """Every option of the policy's loss, by hand."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ from policy_batches import gradient, labels, loss_of, outputs
 torch.set_num_threads(1)
 
 
-def per_token(ratios: list[float], advantages: list[float], **chosen: Any) -> list[list[float]]:
+def per_token(ratios, advantages, **chosen):
     """Loss and gradient of completions of one token whose old log-probability was -1."""
     loss = loss_of(**chosen)
     values, slopes = [], []
@@ -74,13 +71,13 @@ ADVANTAGES = [2.0, 2.0, -1.0, -1.0, 2.0, -1.0]
     ],
     ids=["ppo", "ppo, wide", "ppo, uneven", "dual clip", "cispo", "reinforce", "on policy"],
 )
-def test_the_actor_term(chosen: dict[str, Any], losses: list[float], slopes: list[float]) -> None:
+def test_the_actor_term(chosen, losses, slopes):
     found = per_token(RATIOS, ADVANTAGES, **chosen)
     assert found[0] == pytest.approx(losses, rel=1e-12)
     assert found[1] == pytest.approx(slopes, rel=1e-12)
 
 
-def test_other_spellings_mean_the_same() -> None:
+def test_other_spellings_mean_the_same():
     assert per_token(RATIOS, ADVANTAGES, use_cispo=True) == per_token(
         RATIOS, ADVANTAGES, loss_type="cispo"
     )
@@ -89,7 +86,7 @@ def test_other_spellings_mean_the_same() -> None:
     )
 
 
-def test_without_old_values_this_is_the_first_update() -> None:
+def test_without_old_values_this_is_the_first_update():
     loss, values = loss_of(), [-0.5, -1.25, -2.0]
     now = labels([2.0, -3.0], [[-9.0, -9.0], [-9.0]])
     before = labels([2.0, -3.0], [[-9.0, -9.0], [-9.0]], old=[[-0.5, -1.25], [-2.0]])
@@ -97,7 +94,7 @@ def test_without_old_values_this_is_the_first_update() -> None:
     assert gradient(loss, outputs(values), [before]) == [-2.0, -2.0, 3.0]
 
 
-def test_gspo_has_one_ratio_per_completion() -> None:
+def test_gspo_has_one_ratio_per_completion():
     # Log-ratios 0.3 and -0.1: mean 0.1, ratio e^0.1. The second completion: 0.5, cut to 1.2.
     old = [[-1.0, -2.0], [-1.0]]
     batch = [labels([2.0, 3.0], old, old=old)]
@@ -126,9 +123,7 @@ def test_gspo_has_one_ratio_per_completion() -> None:
         ({"normalizer": "max_length"}, 20.0, -3.0 / 20),
     ],
 )
-def test_how_tokens_are_put_together(
-    chosen: dict[str, Any], denominator: float, expected: float
-) -> None:
+def test_how_tokens_are_put_together(chosen, denominator, expected):
     loss = loss_of(max_length=10, **chosen)
     batch = [
         labels(
@@ -168,9 +163,7 @@ LOW = {**RANGE, "truncated_importance_sampling_ratio_min": 0.8}
         ({"truncated_importance_sampling_type": "seq-tis", **RANGE}, [0.75, 0.75, 2.0], 1 / 2),
     ],
 )
-def test_importance_sampling_correction(
-    chosen: dict[str, Any], weights: list[float], outside: float | None
-) -> None:
+def test_importance_sampling_correction(chosen, weights, outside):
     loss = loss_of(use_importance_sampling_correction=True, loss_type="reinforce", **chosen)
     batch = [labels([1.0, 1.0], BEHAVIOUR)]  # the first update: old is current
     given = outputs(OLD)
@@ -180,7 +173,7 @@ def test_importance_sampling_correction(
     assert figures.get("is_oob_ratio") == (None if outside is None else pytest.approx(outside))
 
 
-def test_sequence_level_correction_is_the_product() -> None:
+def test_sequence_level_correction_is_the_product():
     loss = loss_of(
         use_importance_sampling_correction=True,
         sequence_level_importance_ratios=True,
@@ -190,7 +183,7 @@ def test_sequence_level_correction_is_the_product() -> None:
     assert slopes == pytest.approx([-0.75 / 2, -0.75 / 2, -3.0], rel=1e-12)
 
 
-def test_the_correction_uses_the_old_policy_where_there_is_one() -> None:
+def test_the_correction_uses_the_old_policy_where_there_is_one():
     loss = loss_of(use_importance_sampling_correction=True)
     batch = [labels([1.0], [[-1.5]], old=[[-1.0]])]
     given = outputs([-1.0 + math.log(1.1)])
@@ -207,7 +200,7 @@ def test_the_correction_uses_the_old_policy_where_there_is_one() -> None:
         ("k3", math.exp(0.25) - 1.25, (1.0 - math.exp(0.25)) + (math.exp(0.25) - 1.25)),
     ],
 )
-def test_divergence_from_the_reference(kind: str, value: float, slope: float) -> None:
+def test_divergence_from_the_reference(kind, value, slope):
     loss = loss_of(reference_policy_kl_penalty=0.5, reference_policy_kl_type=kind)
     batch = [labels([0.0], [[-1.0]], reference=[[-0.75]])]
     given = outputs([-1.0])
@@ -218,7 +211,7 @@ def test_divergence_from_the_reference(kind: str, value: float, slope: float) ->
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_the_expected_gradient_is_that_of_the_divergence_itself(kind: str) -> None:
+def test_the_expected_gradient_is_that_of_the_divergence_itself(kind):
     """Over all tokens that the policy could draw, weighted by how likely it draws them."""
     logits = torch.tensor([0.3, -0.8, 1.1], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64).log()
@@ -236,7 +229,7 @@ def test_the_expected_gradient_is_that_of_the_divergence_itself(kind: str) -> No
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)  # labels are float32
 
 
-def test_the_divergence_is_clamped() -> None:
+def test_the_divergence_is_clamped():
     loss = loss_of(
         reference_policy_kl_penalty=1.0, kl_input_clamp_value=2.0, kl_output_clamp_value=3.0
     )
@@ -246,7 +239,7 @@ def test_the_divergence_is_clamped() -> None:
     assert found == pytest.approx(math.exp(1.5) - 2.5 + 3.0, rel=1e-12)
 
 
-def test_the_divergence_is_corrected_by_the_generator() -> None:
+def test_the_divergence_is_corrected_by_the_generator():
     loss = loss_of(reference_policy_kl_penalty=1.0, use_on_policy_kl_approximation=True)
     batch = [labels([0.0], [[-1.5]], reference=[[-0.75]])]
     given = outputs([-1.0])
@@ -256,7 +249,7 @@ def test_the_divergence_is_corrected_by_the_generator() -> None:
     assert gradient(loss, given, batch) == pytest.approx([weight * -0.25], rel=1e-12)
 
 
-def test_the_reference_is_read_only_where_the_loss_needs_it() -> None:
+def test_the_reference_is_read_only_where_the_loss_needs_it():
     assert loss_of(reference_policy_kl_penalty=0.1).needs_reference
     assert not loss_of().needs_reference
     in_reward = loss_of(reference_policy_kl_penalty=0.1, use_kl_in_reward=True)
@@ -268,7 +261,7 @@ def test_the_reference_is_read_only_where_the_loss_needs_it() -> None:
     assert "kl_penalty" not in figures
 
 
-def test_positive_examples_are_imitated() -> None:
+def test_positive_examples_are_imitated():
     loss = loss_of(positive_example_nll_weight=0.5)
     batch = [labels([1.0, -1.0, 0.0], [[0.0, 0.0], [0.0], [0.0]], rewards=[1.0, 0.0, None])]
     given = outputs([-0.5, -1.5, -3.0, -4.0])
@@ -278,7 +271,7 @@ def test_positive_examples_are_imitated() -> None:
     assert loss.metrics(found.sums)["positive_nll_loss"] == 1.0
 
 
-def test_the_figures_of_an_update() -> None:
+def test_the_figures_of_an_update():
     loss = loss_of()
     # Ratios 1.5 (A > 0: cut), 0.5 (A > 0), 0.5 (A < 0: cut); behaviour agrees but for the last.
     old = [[-1.0, -1.0], [-1.0]]
@@ -328,7 +321,7 @@ def test_the_figures_of_an_update() -> None:
         {"reference_policy_kl_penalty": 0.1, "use_on_policy_kl_approximation": True},
     ],
 )
-def test_no_difference_is_too_large(chosen: dict[str, Any], gap: float) -> None:
+def test_no_difference_is_too_large(chosen, gap):
     loss = loss_of(**chosen)
     far = -1001.0 if gap > 0 else -1.0
     batch = [labels([-1.0], [[far]], old=[[far]], reference=[[-1.0 if gap < 0 else far]])]
@@ -341,7 +334,7 @@ def test_no_difference_is_too_large(chosen: dict[str, Any], gap: float) -> None:
     assert loss.metrics(found.sums)["num_extreme_ratios"] == 1.0
 
 
-def test_nothing_to_learn_from_has_no_means() -> None:
+def test_nothing_to_learn_from_has_no_means():
     loss = loss_of(positive_example_nll_weight=1.0)
     batch = [labels([1.0], [[-1.0]], used=[False])]
     given = outputs([math.nan])
@@ -355,7 +348,7 @@ def test_nothing_to_learn_from_has_no_means() -> None:
     }
 
 
-def test_demonstrations_by_hand() -> None:
+def test_demonstrations_by_hand():
     loss = DemonstrationLoss()
     batch = [
         DemonstrationLabels(masks_GL=(np.array([True, False]),)),
@@ -380,7 +373,7 @@ def test_demonstrations_by_hand() -> None:
     }
 
 
-def test_outputs_of_another_size_are_refused() -> None:
+def test_outputs_of_another_size_are_refused():
     with pytest.raises(AssertionError, match="2 tokens in the branches"):
         loss_of()(outputs([-1.0]), [labels([1.0], [[-1.0, -1.0]])], num_groups=1.0)
 
@@ -396,12 +389,6 @@ def test_outputs_of_another_size_are_refused() -> None:
         ([0.0, 0.0], [True, False], [None, 1.0], 0.1, False),
     ],
 )
-def test_what_there_is_to_learn_from(
-    advantages: list[float],
-    used: list[bool],
-    rewards: list[float | None],
-    nll: float,
-    expected: bool,
-) -> None:
+def test_what_there_is_to_learn_from(advantages, used, rewards, nll, expected):
     group = labels(advantages, [[-1.0], [-1.0]], used=used, rewards=rewards)
     assert loss_of(positive_example_nll_weight=nll).has_signal(group) is expected

@@ -1,7 +1,5 @@
 """What becomes of a run whose process is ended from below, as Ray's core does."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -19,7 +17,7 @@ sys.exit(3)
 """
 
 
-def guarded(program: str) -> subprocess.Popen[str]:
+def guarded(program):
     head = "import os, sys, time\nfrom laurel.training.ray_guard import guard\nguard()\n"
     return subprocess.Popen(
         [sys.executable, "-c", head + program],
@@ -40,7 +38,7 @@ def guarded(program: str) -> subprocess.Popen[str]:
         ("os.kill(os.getpid(), 9)", -9, ""),
     ],
 )
-def test_only_an_end_without_a_word_is_taken_for_rays(end: str, code: int, said: str) -> None:
+def test_only_an_end_without_a_word_is_taken_for_rays(end, code, said):
     process = guarded(f"print('once')\nsys.stdout.flush()\n{end}")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (code, "once\n")
@@ -48,7 +46,7 @@ def test_only_an_end_without_a_word_is_taken_for_rays(end: str, code: int, said:
     assert ("lost its Ray cluster" in err) == (code == 75)
 
 
-def test_a_signal_arrives_once_whoever_it_was_sent_to() -> None:
+def test_a_signal_arrives_once_whoever_it_was_sent_to():
     for to_both in (False, True):
         process = guarded(LISTEN.format(seconds=2))
         assert process.stdout is not None
@@ -61,7 +59,7 @@ def test_a_signal_arrives_once_whoever_it_was_sent_to() -> None:
         assert process.returncode == 3
 
 
-def test_the_run_dies_with_who_watches_it() -> None:
+def test_the_run_dies_with_who_watches_it():
     process = guarded(LISTEN.format(seconds=60))
     assert process.stdout is not None
     child = psutil.Process(int(process.stdout.readline().split()[1]))

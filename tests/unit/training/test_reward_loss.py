@@ -1,14 +1,10 @@
 """The loss of a configuration: weights of groups, settings, metrics, refusals."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from laurel.config.reward_model import LossConfig
 from laurel.errors import DataError
@@ -19,34 +15,31 @@ LN = math.log
 NAN = math.nan
 
 
-def judged(*ranks: int, **fields: Any) -> Preference:
+def judged(*ranks, **fields):
     """A judged group; only what the loss reads is filled in."""
     group = group_of([], ["answer"] * len(ranks), group_id="g")
     return Preference(group=group, ranks_G=ranks, **fields)
 
 
-def loss_of(**chosen: Any) -> RewardLoss:
+def loss_of(**chosen):
     return RewardLoss(LossConfig(**chosen))
 
 
-def column(*scores: float, dtype: torch.dtype = torch.float64) -> Tensor:
+def column(*scores, dtype=torch.float64):
     return torch.tensor(scores, dtype=dtype).unsqueeze(1)
 
 
-def value(loss: RewardLoss, scores: Tensor, *batch: Preference) -> float:
+def value(loss, scores, *batch):
     return float(loss(scores, batch, num_groups=loss.count(batch)).loss)
 
 
-# --------------------------------------------------------------------------- what each type learns
-
-
-def test_bradley_terry_over_pairs() -> None:
+def test_bradley_terry_over_pairs():
     # Odds of 3 to 1 for the right side, then for the wrong one: (log(4/3) + log 4) / 2.
     found = value(loss_of(), column(LN(3), 0.0, LN(3), 0.0), judged(0, 1), judged(1, 0))
     assert found == pytest.approx((LN(4 / 3) + LN(4)) / 2, rel=1e-14)
 
 
-def test_a_list_is_the_mean_of_its_pairs_and_weighs_as_much_as_a_pair() -> None:
+def test_a_list_is_the_mean_of_its_pairs_and_weighs_as_much_as_a_pair():
     # List 6 : 3 : 1, in order: pairs at 2:1, 6:1 and 3:1, mean (log 3/2 + log 7/6 + log 4/3) / 3.
     # Pair at 1:1: log 2. Each of the two groups weighs a half.
     scores = column(LN(6), LN(3), 0.0, 0.5, 0.5)
@@ -54,7 +47,7 @@ def test_a_list_is_the_mean_of_its_pairs_and_weighs_as_much_as_a_pair() -> None:
     assert found == pytest.approx((LN(1.5 * 7 / 6 * 4 / 3) / 3 + LN(2)) / 2, rel=1e-14)
 
 
-def test_ties_teach_bradley_terry_nothing() -> None:
+def test_ties_teach_bradley_terry_nothing():
     batch = [judged(0, 0), judged(0, 1)]
     scores = column(5.0, -5.0, LN(3), 0.0).requires_grad_()
     loss = loss_of()
@@ -67,14 +60,14 @@ def test_ties_teach_bradley_terry_nothing() -> None:
     assert scores.grad[:, 0].tolist() == pytest.approx([0.0, 0.0, -0.25, 0.25], rel=1e-14)
 
 
-def test_plackett_luce_over_lists() -> None:
+def test_plackett_luce_over_lists():
     # 6 : 3 : 1 as in test_losses: log(20/9) / 2. Pair at 3:1: log(4/3).
     scores = column(LN(6), LN(3), 0.0, 0.0, LN(3))
     found = value(loss_of(type="plackett_luce"), scores, judged(0, 1, 2), judged(1, 0))
     assert found == pytest.approx((LN(20 / 9) / 2 + LN(4 / 3)) / 2, rel=1e-14)
 
 
-def test_davidson_learns_from_ties() -> None:
+def test_davidson_learns_from_ties():
     # 4 : 1 with nu = 1.5 (test_losses): a win 4/8, a tie 3/8. In the list 4 : 1 : 4, ranks
     # 0, 1, 0: two wins and a tie between equals, 1.5 / 3.5 = 3/7.
     loss = loss_of(type="davidson", tie_parameter=1.5)
@@ -84,14 +77,14 @@ def test_davidson_learns_from_ties() -> None:
     assert found == pytest.approx(expected, rel=1e-14)
 
 
-def test_rao_kupper_has_theta_of_one_plus_the_tie_parameter() -> None:
+def test_rao_kupper_has_theta_of_one_plus_the_tie_parameter():
     # 4 : 1 with theta = 3: a win 4 / (4 + 3), a tie (9 - 1) * 4 / ((4 + 3) * (1 + 12)) = 32/91.
     loss = loss_of(type="rao_kupper", tie_parameter=2.0)
     found = value(loss, column(LN(4), 0.0, LN(4), 0.0), judged(0, 1), judged(3, 3))
     assert found == pytest.approx((LN(7 / 4) + LN(91 / 32)) / 2, rel=1e-14)
 
 
-def test_regression_averages_completions_then_groups() -> None:
+def test_regression_averages_completions_then_groups():
     loss = loss_of(type="regression")
     batch = [
         judged(0, 1, attributes_GK=((0.0, 1.0), (NAN, 2.0))),
@@ -110,7 +103,7 @@ def test_regression_averages_completions_then_groups() -> None:
     assert value(loss, scores, *batch) == pytest.approx(4.875, rel=1e-14)
 
 
-def test_one_completion_can_be_regressed() -> None:
+def test_one_completion_can_be_regressed():
     loss = loss_of(type="regression")
     scores = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
     assert value(loss, scores, judged(0, attributes_GK=((0.0, 0.0),))) == 2.5
@@ -126,22 +119,19 @@ def test_one_completion_can_be_regressed() -> None:
         ("regression", 0, 0, 0),
     ],
 )
-def test_which_rows_teach(kind: str, single: int, tie: int, decided: int) -> None:
+def test_which_rows_teach(kind, single, tie, decided):
     rows = [judged(0), judged(1, 1), judged(1, 1, 2)]
     assert [loss_of(type=kind).count([row]) for row in rows] == [single, tie, decided]
 
 
-# ------------------------------------------------------------------------------------- settings
-
-
-def test_margins_are_used_only_where_asked_for() -> None:
+def test_margins_are_used_only_where_asked_for():
     row, scores = judged(0, 1, margin=LN(3)), column(LN(9), 0.0)
     # Lead log 9, margin log 3: what is left is log 3.
     assert value(loss_of(use_margin=True), scores, row) == pytest.approx(LN(4 / 3), rel=1e-14)
     assert value(loss_of(), scores, row) == pytest.approx(LN(10 / 9), rel=1e-14)
 
 
-def test_the_margin_of_a_list_belongs_to_best_against_worst() -> None:
+def test_the_margin_of_a_list_belongs_to_best_against_worst():
     # Leads of log 2, log 4, log 2; margin 2 log 2 for best against worst, half for each step:
     # nothing is left of any lead.
     row = judged(0, 1, 5, margin=2 * LN(2))
@@ -150,7 +140,7 @@ def test_the_margin_of_a_list_belongs_to_best_against_worst() -> None:
 
 
 @pytest.mark.parametrize("kind", ["davidson", "rao_kupper"])
-def test_margins_do_not_touch_ties(kind: str) -> None:
+def test_margins_do_not_touch_ties(kind):
     rows, scores = [judged(0, 0, margin=3.0), judged(0, 0)], column(1.0, 0.0)
     loss = loss_of(type=kind, use_margin=True)
     assert value(loss, scores, rows[0]) == value(loss, scores, rows[1])
@@ -164,16 +154,14 @@ def test_margins_do_not_touch_ties(kind: str) -> None:
         ("rao_kupper", 1.0, 2 / 3, 1 / 9),
     ],
 )
-def test_soft_labels_and_smoothing(
-    kind: str, tie_parameter: float, win: float, lose: float
-) -> None:
+def test_soft_labels_and_smoothing(kind, tie_parameter, win, lose):
     # At 4 : 1. Target 0.7 with a tenth of wrong labels: q = 0.7 * 0.9 + 0.3 * 0.1 = 0.66.
     loss = loss_of(type=kind, tie_parameter=tie_parameter, label_smoothing=0.1)
     found = value(loss, column(LN(4), 0.0), judged(0, 1, target=0.7))
     assert found == pytest.approx(-0.66 * LN(win) - 0.34 * LN(lose), rel=1e-14)
 
 
-def test_centering_adds_the_mean_square_of_pair_sums() -> None:
+def test_centering_adds_the_mean_square_of_pair_sums():
     scores = column(2.0, 1.0, 0.0, 1.0, 1.0)
     batch = [judged(0, 1, 2), judged(0, 1)]
     # List: ((2+1)^2 + (2+0)^2 + (1+0)^2) / 3 = 14/3. Pair: (1+1)^2 = 4. Mean 13/3.
@@ -183,7 +171,7 @@ def test_centering_adds_the_mean_square_of_pair_sums() -> None:
         assert centred - plain == pytest.approx(0.13 / 3, rel=1e-12)
 
 
-def test_centering_reaches_ties_where_they_are_learned() -> None:
+def test_centering_reaches_ties_where_they_are_learned():
     loss = loss_of(type="davidson", tie_parameter=2.0, center_rewards_coefficient=0.1)
     # A tie between equals with nu = 2 has probability 1/2; (1 + 1)^2 = 4.
     assert value(loss, column(1.0, 1.0), judged(0, 0)) == pytest.approx(LN(2) + 0.4, rel=1e-14)
@@ -203,9 +191,7 @@ def test_centering_reaches_ties_where_they_are_learned() -> None:
         ),
     ],
 )
-def test_a_setting_without_meaning_is_refused(
-    kind: str, setting: dict[str, Any], choices: str
-) -> None:
+def test_a_setting_without_meaning_is_refused(kind, setting, choices):
     with pytest.raises(ValidationError) as error:
         loss_of(type=kind, **setting)
     (key,) = setting
@@ -214,20 +200,20 @@ def test_a_setting_without_meaning_is_refused(
     assert problem["msg"].endswith(choices)
 
 
-def test_a_soft_label_that_cannot_be_used_is_refused_with_its_place() -> None:
+def test_a_soft_label_that_cannot_be_used_is_refused_with_its_place():
     loss = loss_of(type="plackett_luce")
     with pytest.raises(DataError, match=r"rows\.jsonl:7: a soft label \(0\.8\)"):
         loss.count([judged(0, 1), judged(0, 1, target=0.8, source="rows.jsonl:7")])
 
 
 @pytest.mark.parametrize("rows", [((1.0, 2.0),), ((1.0,), (2.0,)), ((1.0, 2.0), (1.0,))])
-def test_ratings_that_do_not_fit_are_refused_with_their_place(rows: Any) -> None:
+def test_ratings_that_do_not_fit_are_refused_with_their_place(rows):
     batch = [judged(0, 1, attributes_GK=rows, source="rows.jsonl:3")]
     with pytest.raises(DataError, match=r"rows\.jsonl:3: ratings of shape"):
         loss_of(type="regression")(torch.zeros(2, 2), batch, num_groups=1.0)
 
 
-def test_mistakes_of_the_caller_are_caught() -> None:
+def test_mistakes_of_the_caller_are_caught():
     loss = loss_of()
     with pytest.raises(AssertionError, match="2 completions, but scores of shape"):
         loss(torch.zeros(3, 1), [judged(0, 1)], num_groups=1.0)
@@ -237,10 +223,7 @@ def test_mistakes_of_the_caller_are_caught() -> None:
         loss(torch.zeros(2, 1), [judged(0, 0)], num_groups=0.0)
 
 
-# -------------------------------------------------------------------------------------- metrics
-
-
-def test_metrics_over_pairs_of_different_rank() -> None:
+def test_metrics_over_pairs_of_different_rank():
     loss = loss_of(type="davidson")
     batch = [judged(0, 1), judged(1, 0), judged(0, 1), judged(0, 0), judged(0, 1, 1)]
     scores = column(2.0, 1.0, 3.0, -1.0, 0.5, 0.5, 9.0, 9.0, 4.0, 5.0, 0.0, dtype=torch.float32)
@@ -259,7 +242,7 @@ def test_metrics_over_pairs_of_different_rank() -> None:
     assert not any(total.requires_grad for total in output.sums.values())
 
 
-def test_sums_of_batches_make_the_metrics_of_all() -> None:
+def test_sums_of_batches_make_the_metrics_of_all():
     loss = loss_of()
     batch = [judged(0, 1), judged(0, 0), judged(0, 1, 2), judged(2, 1)]
     scores = column(2.0, 1.0, 7.0, 7.0, 0.0, 1.0, 2.0, 1.0, 4.0)
@@ -272,7 +255,7 @@ def test_sums_of_batches_make_the_metrics_of_all() -> None:
     assert together == pytest.approx(loss.metrics(whole), rel=1e-14)
 
 
-def test_a_mean_over_nothing_is_absent() -> None:
+def test_a_mean_over_nothing_is_absent():
     ties = [judged(0, 0)]
     nothing = loss_of()(torch.zeros(2, 1), ties, num_groups=1.0)
     assert loss_of().metrics(nothing.sums) == {"num_valid_samples": 0.0}
@@ -283,7 +266,7 @@ def test_a_mean_over_nothing_is_absent() -> None:
     assert only_ties == {"num_valid_samples": 0.0, "loss": pytest.approx(LN(3), rel=1e-6)}
 
 
-def test_regression_is_ranked_by_its_weighted_attributes() -> None:
+def test_regression_is_ranked_by_its_weighted_attributes():
     scores = torch.tensor([[1.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
     batch = [judged(0, 1, attributes_GK=((1.0, 0.0), (0.0, 3.0)))]
     config = LossConfig(type="regression")

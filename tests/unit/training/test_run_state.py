@@ -1,11 +1,7 @@
 """What a checkpoint remembers of its run, and what a refused step leaves behind."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,10 +20,8 @@ from laurel.training.state import (
 )
 from laurel.types import Message, Preference, PreferenceSample, TokenGroup, group_of
 
-# --------------------------------------------------------------------------------------- position
 
-
-def test_figures_belong_to_the_step_they_were_measured_at() -> None:
+def test_figures_belong_to_the_step_they_were_measured_at():
     """Else the next weights, or ones that gave no finite figure, would rank by another's figure."""
     validated = Position(step=5).validated({"validation-default_loss": 0.3})
     assert validated == Position(step=5, validated_at=5, metrics={"validation-default_loss": 0.3})
@@ -38,10 +32,7 @@ def test_figures_belong_to_the_step_they_were_measured_at() -> None:
     assert both.stepped(bad_steps=1, metrics={}).metrics == {}
 
 
-# ------------------------------------------------------------------------------------ fingerprint
-
-
-def sample(**changes: Any) -> PreferenceSample:
+def sample(**changes):
     group = group_of([Message("user", "q")], ["a", "b"], group_id="g")
     judged = {"ranks_G": (0, 1), "source": "rows.jsonl:7", **changes}
     trunk, branches = judged.pop("trunk", [1, 2]), judged.pop("branches", [[3], [4, 5]])
@@ -69,21 +60,18 @@ def sample(**changes: Any) -> PreferenceSample:
         {"trunk": [1], "branches": [[2, 3], [4, 5]]},
     ],
 )
-def test_a_fingerprint_changes_with_all_that_is_learned_from(change: dict[str, Any]) -> None:
+def test_a_fingerprint_changes_with_all_that_is_learned_from(change):
     assert samples_fingerprint([sample(**change)]) != samples_fingerprint([sample()])
 
 
-def test_a_fingerprint_knows_the_order_and_not_the_place() -> None:
+def test_a_fingerprint_knows_the_order_and_not_the_place():
     one, other = sample(), sample(margin=1.0)
     assert samples_fingerprint([one, other]) != samples_fingerprint([other, one])
     assert samples_fingerprint([one]) != samples_fingerprint([one, one])
     assert samples_fingerprint([sample(source="elsewhere:1")]) == samples_fingerprint([one])
 
 
-# --------------------------------------------------------------------------------------- same run
-
-
-def settings(*overrides: str) -> dict[str, object]:
+def settings(*overrides):
     return reward_model_identity(load_config(RewardTrainingRun, None, list(overrides)).config)
 
 
@@ -104,7 +92,7 @@ def settings(*overrides: str) -> dict[str, object]:
         ("data.max_input_seq_length=99", "data.max_input_seq_length"),
     ],
 )
-def test_settings_that_make_another_run(tmp_path: Path, override: str, name: str) -> None:
+def test_settings_that_make_another_run(tmp_path, override, name):
     write_run(tmp_path, settings())
     check_same_run(tmp_path, settings())
     with pytest.raises(CheckpointError) as refusal:
@@ -113,7 +101,7 @@ def test_settings_that_make_another_run(tmp_path: Path, override: str, name: str
     assert str(refusal.value).count(" then, ") == 1
 
 
-def test_of_many_differences_the_weightiest_are_told_and_the_rest_counted(tmp_path: Path) -> None:
+def test_of_many_differences_the_weightiest_are_told_and_the_rest_counted(tmp_path):
     write_run(tmp_path, settings())
     changes = [
         "rm.seed=1",
@@ -147,12 +135,12 @@ def test_of_many_differences_the_weightiest_are_told_and_the_rest_counted(tmp_pa
         "cluster.cpu_threads=1",
     ],
 )
-def test_settings_that_may_change_in_the_middle(tmp_path: Path, override: str) -> None:
+def test_settings_that_may_change_in_the_middle(tmp_path, override):
     write_run(tmp_path, settings())
     check_same_run(tmp_path, settings(override))
 
 
-def test_the_training_data_count_where_they_are_known(tmp_path: Path) -> None:
+def test_the_training_data_count_where_they_are_known(tmp_path):
     write_run(tmp_path, settings() | {TRAINING_DATA: "abc"})
     check_same_run(tmp_path, settings())
     check_same_run(tmp_path, settings() | {TRAINING_DATA: "abc"})
@@ -160,7 +148,7 @@ def test_the_training_data_count_where_they_are_known(tmp_path: Path) -> None:
         check_same_run(tmp_path, settings() | {TRAINING_DATA: "xyz"})
 
 
-def test_a_directory_that_cannot_be_resumed(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_resumed(tmp_path):
     with pytest.raises(CheckpointError, match="save_optimizer=false"):
         check_same_run(tmp_path, {})
     write_run(tmp_path, {})
@@ -169,13 +157,13 @@ def test_a_directory_that_cannot_be_resumed(tmp_path: Path) -> None:
         check_same_run(tmp_path, {})
 
 
-def write_run(checkpoint: Path, identity: dict[str, object], run_dir: str = "") -> None:
+def write_run(checkpoint, identity, run_dir=""):
     (checkpoint / "training").mkdir(exist_ok=True)
     text = json.dumps({"run_dir": run_dir, "identity": identity})
     (checkpoint / "training" / "run.json").write_text(text, encoding="utf-8")
 
 
-def test_the_log_directory_of_the_run_if_it_is_still_there(tmp_path: Path) -> None:
+def test_the_log_directory_of_the_run_if_it_is_still_there(tmp_path):
     assert read_run_dir(tmp_path) is None
     (tmp_path / "exp_003").mkdir()
     write_run(tmp_path, {}, str(tmp_path / "exp_003"))
@@ -184,10 +172,7 @@ def test_the_log_directory_of_the_run_if_it_is_still_there(tmp_path: Path) -> No
     assert read_run_dir(tmp_path) is None
 
 
-# ------------------------------------------------------------------------------------- bad steps
-
-
-def test_the_rows_of_a_refused_step_are_kept_to_look_at(tmp_path: Path) -> None:
+def test_the_rows_of_a_refused_step_are_kept_to_look_at(tmp_path):
     other = replace(sample(ranks_G=(1, 0)), preference=replace(sample().preference, source="r:8"))
     path = write_bad_step(tmp_path, 12, [sample(), other], "the loss is nan")
     assert path == tmp_path / "bad_steps" / "step_12.jsonl"
@@ -203,7 +188,7 @@ def test_the_rows_of_a_refused_step_are_kept_to_look_at(tmp_path: Path) -> None:
     assert second["source"] == "r:8"
 
 
-def test_rows_with_half_a_character_are_kept_too(tmp_path: Path) -> None:
+def test_rows_with_half_a_character_are_kept_too(tmp_path):
     group = group_of([], ["\ud800 lone", "b"], group_id="g")
     broken = replace(sample(), preference=replace(sample().preference, group=group))
     path = write_bad_step(tmp_path, 1, [broken], "the loss is nan")

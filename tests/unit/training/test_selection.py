@@ -1,7 +1,5 @@
 """Which metric names are understood, and what is said of the others."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -42,26 +40,26 @@ SETS = ["default", "Help-Steer_3"]
         ("train:grad_norm", "train_grad_norm", False),
     ],
 )
-def test_every_form_of_a_name(name: str, key: str, higher: bool) -> None:
+def test_every_form_of_a_name(name, key, higher):
     assert select_by(name, None, sets=SETS) == Selection(key=key, higher_is_better=higher)
 
 
 @pytest.mark.parametrize("higher", [True, False])
-def test_the_direction_may_be_given(higher: bool) -> None:
+def test_the_direction_may_be_given(higher):
     chosen = select_by("validation-default_loss", higher, sets=SETS)
     assert chosen == Selection(key="validation-default_loss", higher_is_better=higher)
 
 
-def test_auto_is_the_loss_of_the_first_set() -> None:
+def test_auto_is_the_loss_of_the_first_set():
     assert select_by("auto", None, sets=SETS) == Selection(key="validation-default_loss")
     assert select_by("auto", None, sets=[]) == Selection(key=None)
 
 
-def test_null_keeps_the_most_recent() -> None:
+def test_null_keeps_the_most_recent():
     assert select_by(None, True, sets=SETS) == Selection(key=None)
 
 
-def test_attributes_of_a_regression_head() -> None:
+def test_attributes_of_a_regression_head():
     by_error = select_by("validation-default_mse/help", None, sets=SETS, attributes=["help"])
     assert by_error == Selection(key="validation-default_mse/help", higher_is_better=False)
     by_order = select_by("validation-default_pearson/help", None, sets=SETS, attributes=["help"])
@@ -86,7 +84,7 @@ def test_attributes_of_a_regression_head() -> None:
         "",
     ],
 )
-def test_a_name_that_is_never_measured_is_refused_with_those_that_are(name: str) -> None:
+def test_a_name_that_is_never_measured_is_refused_with_those_that_are(name):
     with pytest.raises(ConfigError) as refusal:
         select_by(name, None, sets=SETS)
     message = str(refusal.value)
@@ -98,7 +96,7 @@ def test_a_name_that_is_never_measured_is_refused_with_those_that_are(name: str)
         assert f"train_{metric}" in message
 
 
-def test_without_a_validation_set_it_says_so() -> None:
+def test_without_a_validation_set_it_says_so():
     with pytest.raises(
         ConfigError, match="There is no validation set: name one under data"
     ) as hint:
@@ -106,7 +104,7 @@ def test_without_a_validation_set_it_says_so() -> None:
     assert "It can measure: train_loss" in str(hint.value)
 
 
-def goal_of(metric: str, *, has_validation: bool = True, generations: int = 1) -> Goal | None:
+def goal_of(metric, *, has_validation=True, generations=1):
     config = GRPOConfig(
         stop_at_validation_metric=metric,
         stop_at_validation_threshold=0.5,
@@ -127,23 +125,23 @@ def goal_of(metric: str, *, has_validation: bool = True, generations: int = 1) -
         ("pass@4", "validation_pass@4"),
     ],
 )
-def test_a_goal_by_its_names(name: str, key: str) -> None:
+def test_a_goal_by_its_names(name, key):
     assert goal_of(name, generations=4) == Goal(key=key, threshold=0.5)
 
 
 @pytest.mark.parametrize("name", ["acuracy", "pass_k", "avg_length", "env/theirs/accuracy", ""])
-def test_a_goal_that_no_validation_measures_is_refused(name: str) -> None:
+def test_a_goal_that_no_validation_measures_is_refused(name):
     with pytest.raises(ConfigError, match=f"stop_at_validation_metric={name}: this run never"):
         goal_of(name)
 
 
-def test_a_goal_needs_a_validation_and_none_is_none() -> None:
+def test_a_goal_needs_a_validation_and_none_is_none():
     with pytest.raises(ConfigError, match="There is no validation set"):
         goal_of("accuracy", has_validation=False)
     assert policy_goal(GRPOConfig(), has_validation=False, environments=[]) is None
 
 
-def test_a_wrong_name_is_told_without_torch() -> None:
+def test_a_wrong_name_is_told_without_torch():
     program = "import sys, laurel.training.selection; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
@@ -152,7 +150,7 @@ def test_a_wrong_name_is_told_without_torch() -> None:
     ("figure", "higher"),
     [("final_score", True), ("accuracy", True), ("reasoning", True), ("tie_share", False)],
 )
-def test_figures_of_benchmarks(figure: str, higher: bool) -> None:
+def test_figures_of_benchmarks(figure, higher):
     benchmarks = {"My-Bench": ["final_score", "accuracy", "reasoning", "tie_share"]}
     found = select_by(f"val:validation-My-Bench_{figure}", None, sets=SETS, benchmarks=benchmarks)
     expected = Selection(key=f"validation-My-Bench_{figure}", higher_is_better=higher)
@@ -161,7 +159,7 @@ def test_figures_of_benchmarks(figure: str, higher: bool) -> None:
         select_by("validation-My-Bench_loss", None, sets=[], benchmarks=benchmarks)
 
 
-def test_auto_is_the_accuracy_where_there_are_only_benchmarks() -> None:
+def test_auto_is_the_accuracy_where_there_are_only_benchmarks():
     benchmarks = {"B": ["final_score", "accuracy"]}
     only = select_by("auto", None, sets=[], benchmarks=benchmarks)
     assert only == Selection(key="validation-B_accuracy", higher_is_better=True)
@@ -169,7 +167,7 @@ def test_auto_is_the_accuracy_where_there_are_only_benchmarks() -> None:
     assert both == Selection(key="validation-default_loss")
 
 
-def test_named_sets_of_a_policy() -> None:
+def test_named_sets_of_a_policy():
     asked = {"has_validation": True, "environments": ["math"], "sets": ["Easy", "accuracy"]}
     easy = select_policy_by("validation-Easy_reward_mean", None, **asked)
     assert easy == Selection(key="validation-Easy_reward_mean", higher_is_better=True)

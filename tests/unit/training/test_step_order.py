@@ -82,9 +82,6 @@ def test_rows_are_plain_integers(value):
     assert all(type(row) is int for row in order_of(6, 3).rows(value))
 
 
-# ------------------------------------------------------------------------------------- the stream
-
-
 def test_a_stream_in_order_by_hand():
     stream = Stream(3, shuffle=False, seed=0)
     assert stream.rows(0, 2) == [0, 1]

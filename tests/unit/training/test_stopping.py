@@ -1,12 +1,9 @@
 """Signals as flags, and the arithmetic of a time budget."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,10 +13,8 @@ from laurel.training.stopping import Deadline, StopRequest, parse_duration
 
 torch.set_num_threads(1)
 
-# --------------------------------------------------------------------------------------- signals
 
-
-def wait_for(condition: Callable[[], bool]) -> None:
+def wait_for(condition):
     end = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < end
@@ -27,7 +22,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_the_first_signal_is_a_flag_and_the_second_the_end(number: signal.Signals) -> None:
+def test_the_first_signal_is_a_flag_and_the_second_the_end(number):
     told: list[str] = []
     left: list[int] = []
     with StopRequest(told.append, leave=left.append) as stop:
@@ -43,7 +38,7 @@ def test_the_first_signal_is_a_flag_and_the_second_the_end(number: signal.Signal
     assert told == [number.name]
 
 
-def test_a_signal_is_heard_while_the_main_thread_is_in_torch() -> None:
+def test_a_signal_is_heard_while_the_main_thread_is_in_torch():
     """The product takes most of a second; a handler of Python's would run after it."""
     heard: list[float] = []
     factor = torch.ones(1500, 1500, dtype=torch.float64)
@@ -57,7 +52,7 @@ def test_a_signal_is_heard_while_the_main_thread_is_in_torch() -> None:
     assert heard[0] < done
 
 
-def test_handlers_are_put_back_and_no_thread_is_left() -> None:
+def test_handlers_are_put_back_and_no_thread_is_left():
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     threads = threading.active_count()
     with StopRequest():
@@ -69,7 +64,7 @@ def test_handlers_are_put_back_and_no_thread_is_left() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_other_signals_are_not_taken_for_a_request() -> None:
+def test_other_signals_are_not_taken_for_a_request():
     received: list[int] = []
     previous = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
     try:
@@ -82,11 +77,11 @@ def test_other_signals_are_not_taken_for_a_request() -> None:
         signal.signal(signal.SIGUSR2, previous)
 
 
-def test_another_thread_than_the_main_one_leaves_signals_alone() -> None:
+def test_another_thread_than_the_main_one_leaves_signals_alone():
     found: list[object] = []
     before = signal.getsignal(signal.SIGTERM)
 
-    def inside() -> None:
+    def inside():
         with StopRequest() as stop:
             found.append((stop.signal, signal.getsignal(signal.SIGTERM)))
 
@@ -96,25 +91,22 @@ def test_another_thread_than_the_main_one_leaves_signals_alone() -> None:
     assert found == [(None, before)]
 
 
-# ----------------------------------------------------------------------------------- time budgets
-
-
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def test_without_a_budget_the_end_is_never_near() -> None:
+def test_without_a_budget_the_end_is_never_near():
     clock = Clock()
     deadline = Deadline(None, clock=clock)
     clock.now = 1e12
     assert not deadline.is_near(before=["validation", "save"])
 
 
-def test_a_step_and_a_save_must_still_fit() -> None:
+def test_a_step_and_a_save_must_still_fit():
     clock = Clock()
     deadline = Deadline("00:00:10:00", clock=clock)  # until 1600
     deadline.took("save", 20.0)
@@ -126,7 +118,7 @@ def test_a_step_and_a_save_must_still_fit() -> None:
     assert deadline.is_near()
 
 
-def test_what_comes_before_the_step_counts_too() -> None:
+def test_what_comes_before_the_step_counts_too():
     clock = Clock()
     deadline = Deadline("00:00:10:00", clock=clock)
     deadline.took("save", 20.0)
@@ -141,7 +133,7 @@ def test_what_comes_before_the_step_counts_too() -> None:
     assert deadline.is_near(before=["validation", "save"])
 
 
-def test_time_is_kept_for_a_save_that_was_never_measured() -> None:
+def test_time_is_kept_for_a_save_that_was_never_measured():
     clock = Clock()
     short = Deadline("00:00:01:40", clock=clock)  # 100 s; a tenth of it, times 1.5: 15 s
     long = Deadline("01:00:00:00", clock=clock)  # a minute at most, times 1.5: 90 s
@@ -161,11 +153,11 @@ def test_time_is_kept_for_a_save_that_was_never_measured() -> None:
     ("text", "seconds"),
     [("00:00:00:07", 7), ("00:03:45:00", 13500), ("2:00:00:00", 172800), ("01:02:03:04", 93784)],
 )
-def test_durations(text: str, seconds: float) -> None:
+def test_durations(text, seconds):
     assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "3h", "03:45:00", "00:03:45:0.5", "-1:00:00:00", "00:00:00:"])
-def test_other_forms_are_refused(text: str) -> None:
+def test_other_forms_are_refused(text):
     with pytest.raises(ConfigError, match="DD:HH:MM:SS"):
         parse_duration(text)

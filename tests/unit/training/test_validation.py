@@ -1,10 +1,8 @@
 """Scores of a validation set: in order, whatever the batches; figures that mean what they say."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -16,10 +14,10 @@ from laurel.config.reward_model import LossConfig
 from laurel.data.report import DataReport
 from laurel.models.scoring import ScoringContract, ScoringRules
 from laurel.training.batches import Batcher
-from laurel.training.epochs import Validation, validate
+from laurel.training.epochs import validate
 from laurel.training.learner import LocalLearner
 from laurel.training.losses import RewardLoss
-from laurel.types import Preference, PreferenceSample, TokenForest, TokenGroup, group_of
+from laurel.types import Preference, PreferenceSample, TokenGroup, group_of
 
 
 class ByLastToken(nn.Module):
@@ -27,19 +25,19 @@ class ByLastToken(nn.Module):
 
     path = "forest"
 
-    def __init__(self, *outputs: dict[int, float]) -> None:
+    def __init__(self, *outputs):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
         self.dropout = nn.Dropout(0.9)
         self.outputs = outputs or ({},)
 
-    def forward(self, forest: TokenForest) -> Tensor:
+    def forward(self, forest):
         last = [int(forest.ids_T[index]) for index in forest.last_N]
         rows = [[column.get(token, float(token)) for column in self.outputs] for token in last]
         return cast(Tensor, self.dropout(torch.tensor(rows) * self.weight))
 
 
-def sample(index: int, *tokens: int, **judged: Any) -> PreferenceSample:
+def sample(index, *tokens, **judged):
     """A group whose completions end with these tokens; the first is the best.
 
     Each has as many characters as its last token says.
@@ -56,16 +54,7 @@ def sample(index: int, *tokens: int, **judged: Any) -> PreferenceSample:
     )
 
 
-def run(
-    samples: list[PreferenceSample],
-    *,
-    model: ByLastToken | None = None,
-    loss: LossConfig | None = None,
-    attributes: tuple[str, ...] = (),
-    weights: tuple[float, ...] | None = None,
-    budget: int = 20,
-    done: list[int] | None = None,
-) -> Validation:
+def run(samples, *, model=None, loss=None, attributes=(), weights=None, budget=20, done=None):
     model = model or ByLastToken()
     learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0}))
     model.train()
@@ -96,14 +85,14 @@ def run(
     return validation
 
 
-def softplus(x: float) -> float:
+def softplus(x):
     return math.log1p(math.exp(x))
 
 
 SET = [sample(0, 3, 1), sample(1, 2, 5), sample(2, 4, 4), sample(3, 9, 6)]
 
 
-def test_figures_by_hand() -> None:
+def test_figures_by_hand():
     validation = run(SET)
     assert validation.scores_BG == ((3, 1), (2, 5), (4, 4), (9, 6))
     metrics = validation.metrics
@@ -123,7 +112,7 @@ def test_figures_by_hand() -> None:
     assert next(iter(metrics)) == "loss"
 
 
-def test_the_longer_answer_wins_as_often_as_in_the_data_report() -> None:
+def test_the_longer_answer_wins_as_often_as_in_the_data_report():
     # Two answers of one token each, of which one has more characters; and two of one length.
     samples = [sample(1, 3, 1), sample(2, 4, 4), sample(3, 2, 5)]
     both = (np.array([1], dtype=np.int32),) * 2
@@ -135,9 +124,7 @@ def test_the_longer_answer_wins_as_often_as_in_the_data_report() -> None:
 
 
 @pytest.mark.parametrize(("budget", "batches"), [(1, 4), (15, 4), (33, 2), (10_000, 1)])
-def test_scores_come_in_the_order_of_the_set_whatever_the_batches(
-    budget: int, batches: int
-) -> None:
+def test_scores_come_in_the_order_of_the_set_whatever_the_batches(budget, batches):
     done: list[int] = []
     validation = run(SET, budget=budget, done=done)
     assert validation.scores_BG == ((3, 1), (2, 5), (4, 4), (9, 6))
@@ -146,13 +133,13 @@ def test_scores_come_in_the_order_of_the_set_whatever_the_batches(
     assert len(done) == batches  # of 8, 11, 12 and 19 tokens
 
 
-def test_scores_that_are_not_finite_are_no_figure() -> None:
+def test_scores_that_are_not_finite_are_no_figure():
     """A loss of NaN or 0.0 would make this the best checkpoint."""
     validation = run(SET, model=ByLastToken(dict.fromkeys(range(10), math.nan)))
     assert validation.metrics == {"num_valid_samples": 0.0, "num_nonfinite": 8.0}
 
 
-def test_one_score_that_is_not_finite_takes_the_loss_and_is_counted() -> None:
+def test_one_score_that_is_not_finite_takes_the_loss_and_is_counted():
     metrics = run(SET, model=ByLastToken({9: math.inf})).metrics
     assert "loss" not in metrics or math.isfinite(metrics["loss"])
     assert metrics["num_nonfinite"] == 1.0
@@ -162,7 +149,7 @@ def test_one_score_that_is_not_finite_takes_the_loss_and_is_counted() -> None:
     assert metrics["accuracy"] == pytest.approx(1 / 3)
 
 
-def test_a_set_of_ties_has_no_accuracy() -> None:
+def test_a_set_of_ties_has_no_accuracy():
     ties = [sample(i, 3, 1, ranks_G=(0, 0)) for i in range(3)]
     metrics = run(ties, loss=LossConfig(type="davidson")).metrics
     assert metrics["num_valid_samples"] == 0.0
@@ -170,7 +157,7 @@ def test_a_set_of_ties_has_no_accuracy() -> None:
     assert metrics["loss"] > 0
 
 
-def test_lists_have_a_share_of_best_first() -> None:
+def test_lists_have_a_share_of_best_first():
     lists = [sample(0, 5, 3, 1), sample(1, 2, 7, 1)]
     validation = run(lists, loss=LossConfig(type="plackett_luce"))
     assert validation.scores_BG == ((5, 3, 1), (2, 7, 1))
@@ -178,7 +165,7 @@ def test_lists_have_a_share_of_best_first() -> None:
     assert validation.metrics["num_valid_samples"] == 6
 
 
-def test_a_regression_head_has_an_error_for_each_attribute_and_a_weighted_reward() -> None:
+def test_a_regression_head_has_an_error_for_each_attribute_and_a_weighted_reward():
     rated = [
         sample(0, 3, 1, attributes_GK=((3.0, 6.0), (2.0, math.nan))),
         sample(1, 2, 5, attributes_GK=((2.0, 4.0), (5.0, 12.0))),

@@ -30,7 +30,7 @@ from laurel.sandbox.runner import (
 from laurel.sandbox.tiers import Tier
 from laurel.sandbox.zygote_process import END_SECONDS, GRACE_SECONDS, START_SECONDS, ZygoteProcess
 from laurel.workers.reservations import NodeState
-from laurel.workers.worker_actor import Restarts
+from laurel.workers.supervisor import Restarts
 
 if TYPE_CHECKING:
     from laurel.workers.rendezvous import RankPlace

@@ -20,7 +20,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
@@ -538,8 +538,7 @@ def _of_the_scorer(service: RewardService) -> dict[str, float]:
     stats: Any = getattr(service.served and service.served.scorer, "stats", None)
     if stats is None:
         return {}
-    counted = stats()
-    return {name: getattr(counted, name) for name in counted.__slots__}
+    return asdict(stats())
 
 
 # --------------------------------------------------------------------------------------------------

@@ -462,10 +462,10 @@ def check_settings(settings: ModelSettings) -> ModelPlace | None:
     return find_reward_model(settings.model) if settings.model else None
 
 
-def open_batcher(
+def open_backend(
     settings: ModelSettings, *, say: Say, found: ModelPlace | None = None
-) -> tuple[str, str, BatchingScorer]:
-    """Load a model, make it prove itself, and put a batcher before it. Blocks.
+) -> tuple[str, str, Backend]:
+    """Load a model, and make it prove itself. Blocks.
 
     Args:
         settings: The model, and how it is served.
@@ -473,23 +473,13 @@ def open_batcher(
         found: What `check_settings` has returned for it just now, if it was called.
 
     Returns:
-        Its name, its version, and the scorer.
+        Its name, its version, and what computes its scores.
 
     Raises:
         UserError: Not a reward model, or not the one it was: see `open_scorer`.
     """
-    limits = BatcherLimits(
-        batch_tokens=settings.batch_tokens,
-        max_delay=settings.max_delay,
-        max_waiting=settings.max_waiting,
-        cache_entries=65536 if settings.model else 0,
-    )
-
-    def batcher(backend: Backend, version: str) -> BatchingScorer:
-        return BatchingScorer(backend, model_version=version, limits=limits)
-
     if not settings.model:
-        return NULL_NAME, NULL_VERSION, batcher(NullScorer(), NULL_VERSION)
+        return NULL_NAME, NULL_VERSION, NullScorer()
     found = found or check_settings(settings)
     assert found is not None
     from laurel.generation.vllm.pooling import PoolingOptions
@@ -509,15 +499,25 @@ def open_batcher(
     )
     scorer = open_scorer(spec, say=say)
     assert isinstance(scorer, ContractScorer)
-    version = model_version(found.name)
-    return settings.model, version, batcher(scorer, version)
+    return settings.model, model_version(found.name), scorer
+
+
+def batcher_limits(settings: ModelSettings) -> BatcherLimits:
+    """How requests to a served model are merged."""
+    return BatcherLimits(
+        batch_tokens=settings.batch_tokens,
+        max_delay=settings.max_delay,
+        max_waiting=settings.max_waiting,
+        cache_entries=65536 if settings.model else 0,
+    )
 
 
 def open_served(
     settings: ModelSettings, *, say: Say, found: ModelPlace | None = None
 ) -> ServedModel:
-    """Open a model as what a service takes; see `open_batcher`."""
-    name, version, scorer = open_batcher(settings, say=say, found=found)
+    """Open a model in this process, as a service takes it; see `open_backend`."""
+    name, version, backend = open_backend(settings, say=say, found=found)
+    scorer = BatchingScorer(backend, model_version=version, limits=batcher_limits(settings))
     return ServedModel(name=name, version=version, scorer=scorer)
 
 

@@ -1,10 +1,7 @@
 """Rollouts in a checkpoint, and fingerprints of what a run learns from."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,9 +47,7 @@ ROLLOUTS = st.builds(
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(ROLLOUTS, min_size=1, max_size=3), st.integers(0, 9))
-def test_a_batch_comes_back_from_a_checkpoint_as_it_was(
-    rollouts: list[Rollout], number: int
-) -> None:
+def test_a_batch_comes_back_from_a_checkpoint_as_it_was(rollouts, number):
     asked = task("q", task_id="train:rows.jsonl:7", ground_truth="4")
     batch = Batch(
         step=number,
@@ -88,7 +83,7 @@ def test_a_batch_comes_back_from_a_checkpoint_as_it_was(
                 assert one == other, name
 
 
-def test_a_fingerprint_of_tasks_sees_what_is_learned_from_and_nothing_else() -> None:
+def test_a_fingerprint_of_tasks_sees_what_is_learned_from_and_nothing_else():
     tasks = [task("a", ground_truth="1"), task("b", ground_truth="2")]
     base = fingerprint_of_tasks(tasks)
     assert fingerprint_of_tasks([replace(t, source="elsewhere:3") for t in tasks]) == base
@@ -100,8 +95,8 @@ def test_a_fingerprint_of_tasks_sees_what_is_learned_from_and_nothing_else() -> 
     assert fingerprint_of_tasks([task("\ud800")]) != fingerprint_of_tasks([task("\ud801")])
 
 
-def test_a_fingerprint_of_tokens_sees_every_token_and_border() -> None:
-    def group(trunk: list[int], *branches: list[int]) -> TokenGroup:
+def test_a_fingerprint_of_tokens_sees_every_token_and_border():
+    def group(trunk, *branches):
         return TokenGroup(
             id="x",
             trunk_ids=np.array(trunk, dtype=np.int32),
@@ -115,7 +110,7 @@ def test_a_fingerprint_of_tokens_sees_every_token_and_border() -> None:
 
 
 @pytest.mark.parametrize("text", ["plain", "\ud800 lone", "line\nbreak"])
-def test_the_rollouts_of_a_bad_step_are_kept(tmp_path: Path, text: str) -> None:
+def test_the_rollouts_of_a_bad_step_are_kept(tmp_path, text):
     rollout = Rollout(
         messages=(Message("assistant", text),),
         ids_L=ids_of("abc"),

@@ -1,14 +1,11 @@
 """Rows of benchmarks, as they lie on disk."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -30,7 +27,7 @@ from laurel.evaluation.reward_bench import NUM_ROWS
 PAIR = {"id": 1, "subset": "hep-go", "prompt": "q", "chosen": "a", "rejected": "b"}
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
+def write(path, rows):
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -39,7 +36,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def real(name: str) -> str:
+def real(name):
     path = Path(os.environ.get("LAUREL_DATA", "../shared/data")) / name
     if not path.is_file():
         pytest.skip(f"no {path}; set LAUREL_DATA to the folder of the real data")
@@ -47,7 +44,7 @@ def real(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
-def test_a_pair_from_any_format(tmp_path, name) -> None:
+def test_a_pair_from_any_format(tmp_path, name):
     (row,) = read_benchmark(REWARD_BENCH, [write(tmp_path / name, [PAIR])])
     assert (row.id, row.subset, row.ranks_G) == ("1", "hep-go", (0, 1))
     assert [one.messages[0].content for one in row.group.completions_G] == ["a", "b"]
@@ -55,7 +52,7 @@ def test_a_pair_from_any_format(tmp_path, name) -> None:
     assert row.source == str(tmp_path / name) + (":1" if "jsonl" in name else "[0]")
 
 
-def test_lists_of_parquet_and_prompts_of_several_turns(tmp_path) -> None:
+def test_lists_of_parquet_and_prompts_of_several_turns(tmp_path):
     turns = [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "a"},
@@ -67,7 +64,7 @@ def test_lists_of_parquet_and_prompts_of_several_turns(tmp_path) -> None:
     assert [message.content for message in row.group.prompt] == ["q", "a", "r"]
 
 
-def test_ids_are_unique_and_the_same_the_next_time(tmp_path) -> None:
+def test_ids_are_unique_and_the_same_the_next_time(tmp_path):
     rows = [PAIR, {**PAIR, "subset": "hep-js"}, {**PAIR, "subset": "hep-js"}, {**PAIR, "id": None}]
     path = write(tmp_path / "rows.jsonl", rows)
     ids = [row.id for row in read_benchmark(REWARD_BENCH, [path])]
@@ -75,7 +72,7 @@ def test_ids_are_unique_and_the_same_the_next_time(tmp_path) -> None:
     assert ids == [row.id for row in read_benchmark(REWARD_BENCH, [path])]
 
 
-def test_the_right_answer_of_judge_bench_comes_first(tmp_path) -> None:
+def test_the_right_answer_of_judge_bench_comes_first(tmp_path):
     row = {
         "pair_id": "p",
         "source": "livecodebench",
@@ -89,7 +86,7 @@ def test_the_right_answer_of_judge_bench_comes_first(tmp_path) -> None:
     assert (read.id, read.subset) == ("p", "livecodebench")
 
 
-def test_rm_bench_and_best_of_n(tmp_path) -> None:
+def test_rm_bench_and_best_of_n(tmp_path):
     styles = {
         "id": 1,
         "domain": "chat",
@@ -108,7 +105,7 @@ def test_rm_bench_and_best_of_n(tmp_path) -> None:
     assert row.group.prompt[0].content == "q"
 
 
-def test_the_files_of_rm_bench_with_one_domain_each(tmp_path) -> None:
+def test_the_files_of_rm_bench_with_one_domain_each(tmp_path):
     styles = {"id": 1, "prompt": "q", "chosen": list("abc"), "rejected": list("def")}
     sources = ["alpacaeval", "refusals-offensive", "xstest-should-respond", "nobody's"]
     every = [{**styles, "id": at, "subset": one} for at, one in enumerate(sources)]
@@ -130,12 +127,12 @@ def test_the_files_of_rm_bench_with_one_domain_each(tmp_path) -> None:
         (RM_BENCH, {"question": "q", "responses": ["a"], "correct": [True]}, "best-of-n"),
     ],
 )
-def test_a_row_of_something_else_is_refused_with_its_name(tmp_path, form, row, other) -> None:
+def test_a_row_of_something_else_is_refused_with_its_name(tmp_path, form, row, other):
     with pytest.raises(DataError, match=rf"These look like rows for laurel eval {other}$"):
         read_benchmark(form, [write(tmp_path / "rows.jsonl", [row])])
 
 
-def test_splits_of_a_saved_data_set_and_the_benchmarks_own_parts(tmp_path, monkeypatch) -> None:
+def test_splits_of_a_saved_data_set_and_the_benchmarks_own_parts(tmp_path, monkeypatch):
     other = {**PAIR, "id": 2, "prompt": "r"}
     monkeypatch.chdir(tmp_path)
     DatasetDict(filtered=Dataset.from_list([PAIR]), raw=Dataset.from_list([other])).save_to_disk(
@@ -152,7 +149,14 @@ def test_splits_of_a_saved_data_set_and_the_benchmarks_own_parts(tmp_path, monke
     assert [row.id for row in read_benchmark(own, ["saved"], split="raw")] == ["2"]
 
 
-def test_a_limit_holds_for_each_set(tmp_path) -> None:
+def test_an_id_of_ties_stands_once(tmp_path):
+    ties = {"id": "ref:1", "subset": "Ties", "prompt": "q", "chosen": ["a"], "rejected": ["b"]}
+    path = write(tmp_path / "rows.jsonl", [ties, {**ties, "id": "tied:1"}, ties])
+    with pytest.raises(DataError, match=r"rows.jsonl:3: there is a row with the id ref:1 already"):
+        read_benchmark(REWARD_BENCH_2, [path])
+
+
+def test_a_limit_holds_for_each_set(tmp_path):
     one = write(tmp_path / "one.jsonl", [{**PAIR, "id": i} for i in range(3)])
     two = write(tmp_path / "two.jsonl", [{**PAIR, "id": i} for i in range(10, 13)])
     ids = [row.id for row in read_benchmark(REWARD_BENCH, [one, two], limit=2)]
@@ -177,9 +181,25 @@ def test_a_limit_holds_for_each_set(tmp_path) -> None:
             {"prompt": "q", "completions": ["a"], "correct": ["yes"]},
             "'correct' must hold true or false for each of the 1 completions",
         ),
+        (REWARD_BENCH, {**PAIR, "chosen": ["a"]}, ":1: 'chosen' holds something that is no"),
+        (
+            REWARD_BENCH_2,
+            {**PAIR, "chosen": ["a"], "rejected": ["b"] * 3, "num_correct": 2},
+            ":1: 'num_correct' is 2, and the row has 1 right and 3 wrong answers",
+        ),
+        (
+            RM_BENCH,
+            {**PAIR, "domain": "chat", "chosen": ["a", "b"], "rejected": ["c"] * 3},
+            ":1: 'chosen' holds 2 answers where 3 are expected, one of each style",
+        ),
+        (
+            JUDGE_BENCH,
+            {"source": "x", "question": "q", "response_A": "a", "response_B": "b", "label": "A"},
+            ":1: 'label' is 'A' where A>B or B>A is meant",
+        ),
     ],
 )
-def test_rows_that_cannot_be_used(tmp_path, form, row, message) -> None:
+def test_rows_that_cannot_be_used(tmp_path, form, row, message):
     path = write(tmp_path / "rows.jsonl", [row])
     with pytest.raises(DataError, match=message) as caught:
         read_benchmark(form, [path])
@@ -187,7 +207,7 @@ def test_rows_that_cannot_be_used(tmp_path, form, row, message) -> None:
     assert f"A row of {form.title} is {form.written}" in str(caught.value)
 
 
-def test_the_real_rows_that_could_be_rebuilt() -> None:
+def test_the_real_rows_that_could_be_rebuilt():
     files = (
         "llmbar/rewardbench_llmbar",
         "humanevalpack/rewardbench_hep",
