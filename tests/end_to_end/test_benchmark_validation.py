@@ -1,7 +1,6 @@
 """Benchmarks as validation sets of `laurel rm`, and of the judge of `laurel grpo`."""
 
 import json
-import re
 from typing import Any
 
 import pytest
@@ -134,13 +133,6 @@ def test_every_figure_is_that_of_laurel_eval(finished, tmp_path, capsys):
 
 def test_what_is_said_and_kept(finished):
     directory, run = finished
-    assert "bench   validation-Rewards: RewardBench" in run.text
-    assert "bench.jsonl: 40 of 40 rows" in run.text
-    assert "step 9  validation-Rewards  final_score 0." in run.text
-    small = (
-        r"step 9  validation-Small  accuracy \S+ of 10 rows \(longer answer \S+, bag of words \S+\)"
-    )
-    assert re.search(small, run.text)
     assert "validation-Small: cut to 10 of 40 rows (max_samples)" in run.text
     assert series(directory, "validation-Small/num_rows") == {3: 10.0, 6: 10.0, 9: 10.0}
     assert series(directory, "validation-Small/final_score") == {}
@@ -277,7 +269,7 @@ def judged(finished, tmp_path_factory):
 
 
 def test_the_judge_is_measured_once_before_the_first_step(finished, judged):
-    directory, (root, _, run) = finished[0], judged
+    directory, (root, _, _) = finished[0], judged
     steps = metrics_of(root)
     found = {k: v for k, v in steps[0].items() if k.startswith("reward_model/")}
     for name in ("final_score", "accuracy", "chat", "reasoning", "longer_wins_baseline"):
@@ -286,7 +278,6 @@ def test_the_judge_is_measured_once_before_the_first_step(finished, judged):
         assert found[f"reward_model/Rewards_{name}"] == trained
     assert found["reward_model/Lists_num_rows"] == 4
     assert "reward_model/Lists_final_score" not in found
-    assert "judge   Rewards: final_score 0." in run.text
     assert not [k for step in (1, 2) for k in steps[step] if k.startswith("reward_model/")]
 
 
@@ -302,7 +293,6 @@ def test_named_sets_of_tasks_have_figures_of_their_own(judged):
         assert runs.metric_of(root / "saves" / f"step_{step}") == hard
     best = max((1, 2), key=lambda step: steps[step]["validation-Hard/reward_mean"])
     assert runs.best_name(run) == f"step_{best}"
-    assert "step 2  validation-Easy  reward_mean" in run.text
 
 
 def test_a_run_that_goes_on_does_not_measure_its_judge_again(judged):

@@ -62,6 +62,19 @@ class Key:
     """Where a program finds it: `{"variable": NAME}` or `{"file": PATH}`."""
 
 
+def _model_settings(options: ServeOptions) -> ModelSettings:
+    return ModelSettings(
+        model=options.model,
+        engine=options.engine,
+        precision=options.precision,
+        device=options.device,
+        max_length=options.max_length,
+        batch_tokens=options.batch_tokens,
+        max_waiting=options.max_waiting,
+        cpu_threads=options.cpu_threads,
+    )
+
+
 def run_serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or SIGINT. What needs no model is checked first.
 
@@ -78,7 +91,7 @@ def run_serve(options: ServeOptions) -> None:
             f"the admin key is the API key: {admin_key.header[1:]} has to hold another one, or none"
         )
     with speaking(OPTIONS):
-        found = check_settings(_settings(options))
+        found = check_settings(_model_settings(options))
     access_log = _open_log(options.access_log)
     listener = listen(options.host, options.port)
     port = listener.getsockname()[1]
@@ -113,7 +126,7 @@ def run_serve(options: ServeOptions) -> None:
                 "model": served.name,
                 "version": served.version,
                 "key": key.place,
-                "allow_from": list(options.allow_from or ()),
+                "allow_from": options.allow_from or [],
             }
             write_json(ready, indent=None)
 
@@ -151,19 +164,6 @@ def say(text: str) -> None:
     """Write a line to standard error; nothing happens where that is full or closed."""
     with suppress(OSError):
         os.write(2, (text + "\n").encode())
-
-
-def _settings(options: ServeOptions) -> ModelSettings:
-    return ModelSettings(
-        model=options.model,
-        engine=options.engine,
-        precision=options.precision,
-        device=options.device,
-        max_length=options.max_length,
-        batch_tokens=options.batch_tokens,
-        max_waiting=options.max_waiting,
-        cpu_threads=options.cpu_threads,
-    )
 
 
 def _check(options: ServeOptions) -> None:
@@ -327,7 +327,7 @@ async def _open(options: ServeOptions, found: ModelPlace | None) -> ServedModel:
     """The model, in this process or in others."""
     from laurel.rewards.server.run import in_thread
 
-    settings = _settings(options)
+    settings = _model_settings(options)
     if options.replicas == 1:
         return await in_thread(lambda: open_served(settings, say=say, found=found), name="loading")
     from laurel.rewards.server.replicas import open_replicas

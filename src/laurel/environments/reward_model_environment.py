@@ -44,7 +44,7 @@ from laurel.generation.vllm.pooling import PoolingOptions
 from laurel.generation.vllm.settings import check_has_vllm
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.models.spec import ModelSpec
-from laurel.protocols import JudgingUnit, MessageLog, Scorer
+from laurel.protocols import MessageLog, Scorer
 from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.ensemble import EnsembleScorer
 from laurel.rewards.loop_scorer import LoopScorer
@@ -64,6 +64,7 @@ from laurel.types import (
     Conversation,
     EnvironmentReturn,
     Group,
+    JudgingUnit,
     Message,
     Score,
     Task,

@@ -30,7 +30,7 @@ from laurel.errors import (
     ModelError,
 )
 from laurel.models.scoring import ScoringContract
-from laurel.rewards import vllm
+from laurel.rewards import open as opening
 from laurel.rewards.open import load_scorer
 from laurel.rewards.scorer import LocalScorer
 from laurel.rewards.spec import ScorerSpec, find_model
@@ -191,12 +191,12 @@ def test_generation_in_vllm_computes_the_scores(checkpoint, monkeypatch):
     """What vLLM itself computes, `test_vllm_scorer` says."""
     asked = []
 
-    def load(place, options, *, say, pooling):
-        asked.append((place.name, options.precision, pooling))
+    def load(place, spec, *, say):
+        asked.append((place.name, spec.precision, spec.pooling))
         return local_scorer(checkpoint)
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(vllm, "load_vllm_scorer", load)
+    monkeypatch.setattr(opening, "load_vllm_scorer", load)
     block = {"backend": "vllm", "max_new_tokens": 1, "vllm_cfg": {"gpu_memory_utilization": 0.4}}
     with make(checkpoint, generation=block) as in_vllm:
         assert math.isfinite(rewards(in_vllm, LOGS[:1])[0])

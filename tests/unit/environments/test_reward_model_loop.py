@@ -10,9 +10,9 @@ from fakes import WordScorer
 from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.reward_model_environment import RewardModelEnvironment, scorer_spec_of
 from laurel.errors import ConfigError, EnvironmentFailedError
-from laurel.protocols import JudgingUnit
 from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.open import open_local
+from laurel.types import JudgingUnit
 from policy_fakes import Judge
 from reward_models import small_model, write_model
 
