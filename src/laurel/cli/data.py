@@ -6,14 +6,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from laurel.cli.app import App
 from laurel.cli.options import ModelOption, Overrides
 from laurel.observe.json_output import JsonOption
 
-data_app = typer.Typer(
-    help="What data files are, and what becomes of them.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+data_app = App(help="What data files are, and what becomes of them.", no_args_is_help=True)
 
 
 @data_app.callback()
