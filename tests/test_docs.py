@@ -121,7 +121,7 @@ def test_every_command_and_variable_has_its_place():
 
 
 def test_outputs_are_compared_without_their_figures():
-    assert same("loss  0.31, 12 s ---", "loss 1,044, 1 min 3 s -----")
+    assert same("loss  0.31 in 12 s ---", "loss 1,044 in 1 min 3 s -----")
     assert same("a\n...\nd\n...", "a\nb\nc\nd")
     assert not same("a\n...\nd", "a\nb\nc")
     assert not same("accuracy 0.9", "loss 0.9")
