@@ -23,7 +23,7 @@ from laurel.models.loading.policy import SHAPES, check_policy_paths, draw_probe,
 from laurel.models.loading.pretrained import DTYPES
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ModelSpec
-from laurel.rewards.open import ModelPlace, Say, ScorerSpec, load_scorer
+from laurel.rewards.open import load_scorer
 from laurel.rewards.scorer import (
     GOLDEN_TOLERANCE,
     LOW_PRECISION_TOLERANCE,
@@ -32,6 +32,7 @@ from laurel.rewards.scorer import (
     golden_scores,
     golden_tolerance,
 )
+from laurel.rewards.spec import ModelPlace, Say, ScorerSpec
 from laurel.training.state import library_versions
 from laurel.types import Conversation, Message
 from laurel.workers.process import choose_device

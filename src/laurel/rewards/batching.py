@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -361,29 +361,25 @@ class Backend(Encoder, Protocol):
         """Free everything. Idempotent."""
 
 
-class ReplicatedBackend(Generic[B]):
-    """What a batcher asks, in replicas: each call goes to one that is free."""
-
-    def __init__(self, replicas: ReplicaSet[B]) -> None:
-        """Take over replicas; `close` ends them."""
-        self.replicas = replicas
+class BackendReplicas(ReplicaSet[B]):
+    """A backend of replicas: each call goes to one that is free."""
 
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
         """See `Encoder`."""
-        return self.replicas.call(lambda one: one.prepare(groups), proves=False)
+        return self.call(lambda one: one.prepare(groups), proves=False)
 
     def prepare_rendered(self, row: Rendered) -> TokenGroup:
         """See `Encoder`."""
-        return self.replicas.call(lambda one: one.prepare_rendered(row), proves=False)
+        return self.call(lambda one: one.prepare_rendered(row), proves=False)
 
     def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
         """See `Backend`."""
-        return self.replicas.call(lambda one: one.score_tokens(tokens))
+        return self.call(lambda one: one.score_tokens(tokens))
 
     def sleep(self) -> None:
         """See `Backend`. Those that are started again meanwhile sleep as well."""
         try:
-            self.replicas.each(lambda one: one.sleep(), new=lambda one: one.sleep())
+            self.each(lambda one: one.sleep(), new=lambda one: one.sleep())
         except BaseException:
             with suppress(Exception):  # the first error is the one to tell
                 self.wake()
@@ -391,11 +387,7 @@ class ReplicatedBackend(Generic[B]):
 
     def wake(self) -> None:
         """See `Backend`."""
-        self.replicas.each(lambda one: one.wake(), new=None)
-
-    def close(self) -> None:
-        """See `Backend`."""
-        self.replicas.close()
+        self.each(lambda one: one.wake(), new=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

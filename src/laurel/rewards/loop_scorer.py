@@ -12,11 +12,10 @@ import numpy as np
 
 from laurel.errors import BusyError, EnvironmentFailedError, LaurelError
 from laurel.models.forest.decoder import Path
-from laurel.rewards.batching import Backend, BatcherLimits, BatchingScorer, ReplicatedBackend
+from laurel.rewards.batching import BackendReplicas, BatcherLimits, BatchingScorer
 from laurel.rewards.preparing import Prepared, Rendered
 from laurel.rewards.scorer import ContractScorer, OnBatch
 from laurel.types import Group, Score, TokenGroup
-from laurel.workers.replica_set import ReplicaSet
 
 T = TypeVar("T")
 
@@ -31,7 +30,7 @@ class LoopScorer(ContractScorer):
     who shares a batch depends on when they ask, and scores by that much: on rounding.
     """
 
-    def __init__(self, models: ContractScorer | ReplicaSet[ContractScorer]) -> None:
+    def __init__(self, models: ContractScorer | BackendReplicas[ContractScorer]) -> None:
         """Take over a model, or replicas of one; `close` ends them."""
         self._models = models
         first = models if isinstance(models, ContractScorer) else models.replicas[0].value
@@ -39,12 +38,11 @@ class LoopScorer(ContractScorer):
         super().__init__(
             first.contract, batch_tokens=first.batch_tokens, batch_size=first.batch_size
         )
-        backend: Backend = first
-        num_threads = 1
-        if isinstance(models, ReplicaSet):
-            backend, num_threads = ReplicatedBackend(models), len(models.replicas)
         self.batcher = BatchingScorer(
-            backend, model_version="", limits=batcher_limits(first), num_threads=num_threads
+            models,
+            model_version="",
+            limits=batcher_limits(first),
+            num_threads=1 if isinstance(models, ContractScorer) else len(models.replicas),
         )
         self._awake = threading.Lock()
         self._is_closed = False
@@ -137,7 +135,7 @@ class LoopScorer(ContractScorer):
     def close(self) -> None:
         """End the models. What replicas have under way fails."""
         self._is_closed = True
-        if isinstance(self._models, ReplicaSet):
+        if isinstance(self._models, BackendReplicas):
             self._models.close()
         self.batcher.close()
 

@@ -16,6 +16,7 @@ from laurel.models.forest.decoder import Path
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.models.scoring import ScoringContract
 from laurel.protocols import WorkerGroup
+from laurel.rewards.batching import BackendReplicas
 from laurel.rewards.preparing import WORKER
 from laurel.rewards.scorer import (
     ContractScorer,
@@ -29,7 +30,6 @@ from laurel.rewards.scorer import (
 from laurel.types import TokenGroup
 from laurel.workers.process import choose_device
 from laurel.workers.rendezvous import RankPlace, join, leave
-from laurel.workers.replica_set import ReplicaSet
 from laurel.workers.supervisor import Restarts
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def scoring_replicas(
     role: str = ROLE,
     say: Callable[[str], None] = _log.warning,
     max_restarts: int = MAX_RESTARTS,
-) -> ReplicaSet[ContractScorer]:
+) -> BackendReplicas[ContractScorer]:
     """Replicas of a model that work by themselves, each in processes of its own.
 
     Args:
@@ -62,7 +62,7 @@ def scoring_replicas(
     Raises:
         LaurelError: One of them cannot be made.
     """
-    return ReplicaSet(
+    return BackendReplicas(
         make,
         number,
         name=f"{role} replica",

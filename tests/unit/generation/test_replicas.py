@@ -655,7 +655,7 @@ def test_who_has_had_all_weights_is_sent_those_that_change():
         make_group, 2, current_weights=lambda: new(generator.weight_version), say=said
     )
     with contextlib.closing(generator):
-        groups = [replica.value for replica in generator._replica_set._replicas]
+        groups = [replica.value for replica in generator._replicas]
         run(generator.update_weights(new(1)))
         run(generator.update_weights(new(2)))
         assert sent == [{("frozen", "adapted")}, {("adapted",)}]
@@ -663,7 +663,7 @@ def test_who_has_had_all_weights_is_sent_those_that_change():
         groups[0].is_dead = True
         run(generator.update_weights(new(3)))
         assert sent[2] == {("adapted",), ("frozen", "adapted")}
-        for replica in generator._replica_set._replicas:
+        for replica in generator._replicas:
             replica.value.dies_in = "exchange"
         draw(generator, request(seeds=(1,)), request(seeds=(2,)))
         run(until(lambda: len(latest) == 6))

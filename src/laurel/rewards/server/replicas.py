@@ -19,20 +19,18 @@ from laurel.errors import (
     spoken_in,
     terms_in_use,
 )
-from laurel.rewards.batching import BatcherStats, BatchingScorer, ReplicatedBackend
-from laurel.rewards.open import Say
+from laurel.rewards.batching import BackendReplicas, BatcherStats, BatchingScorer
 from laurel.rewards.preparing import Prepared, Rendered
 from laurel.rewards.server.service import (
     ModelSettings,
     ServedModel,
     batcher_limits,
-    check_settings,
     open_backend,
 )
+from laurel.rewards.spec import Say
 from laurel.sandbox.limits import available_cores
 from laurel.types import Group, Score, TokenGroup
 from laurel.workers.rendezvous import RankPlace
-from laurel.workers.replica_set import ReplicaSet
 from laurel.workers.spawned import SpawnedGroup
 from laurel.workers.supervisor import EndlessRestarts
 
@@ -62,11 +60,10 @@ def open_replicas(
     """
     if num_replicas < 1:
         raise ConfigError(f"num_replicas={num_replicas}: at least one is needed")
-    check_settings(settings)
     if settings.cpu_threads is None:
         settings = replace(settings, cpu_threads=max(1, available_cores() // num_replicas))
     terms = terms_in_use()
-    replicas = ReplicaSet(
+    replicas = BackendReplicas(
         lambda index: ReplicaProcess(index, settings, terms, limit=limit),
         num_replicas,
         name="replica",
@@ -98,11 +95,11 @@ class ServedReplicas(BatchingScorer):
     """A batcher over processes; `close` ends them."""
 
     def __init__(
-        self, replicas: ReplicaSet[ReplicaProcess], settings: ModelSettings, version: str
+        self, replicas: BackendReplicas[ReplicaProcess], settings: ModelSettings, version: str
     ) -> None:
         """Take over processes that hold the same version of a model."""
         super().__init__(
-            ReplicatedBackend(replicas),
+            replicas,
             model_version=version,
             limits=batcher_limits(settings),
             num_threads=len(replicas.replicas),
