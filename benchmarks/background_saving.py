@@ -35,7 +35,8 @@ from laurel.models.loading.pretrained import train_tokenizer
 from laurel.run.specs import model_spec
 from laurel.training.learner import LocalLearner, MicroBatch
 from laurel.training.losses import LossOutput
-from laurel.training.state import PolicyRunState, Position
+from laurel.training.state import PolicyRunState
+from laurel.training.stopping import Position
 from laurel.types import TokenGroup
 from laurel.workers.process import choose_device
 

@@ -105,16 +105,6 @@ def terminal(said: str, *, title: str, name: str) -> str:
         return screen.export_svg(title=title, code_format=drawn, unique_id=name)
 
 
-def said_in(svg: str) -> list[str]:
-    """The lines of a terminal's picture, without blanks at their ends."""
-    lines: dict[float, dict[float, str]] = {}
-    for x, y, text in re.findall(
-        r'<text class="[\w-]+-r\d+" x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>', svg
-    ):
-        lines.setdefault(float(y), {})[float(x)] = text
-    return ["".join(text for _, text in sorted(line.items())) for _, line in sorted(lines.items())]
-
-
 def _plan(folder: Path) -> None:
     said = (folder / "said.txt").read_text("utf-8")
     _write("plan.svg", terminal(said, title="laurel plan", name="plan").encode())

@@ -10,7 +10,8 @@ from typing import Any
 
 from fakes import WordScorer
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.remote import foreign as wire
+from laurel.rewards.preparing import Rendered, rendered_rows
+from laurel.rewards.remote import foreign
 from laurel.rewards.remote.foreign import UrlProtocol
 from reward_servers import Answer, Asked, RewardServer
 
@@ -25,7 +26,7 @@ class RowScorer:
     poison_ids: frozenset[int] = frozenset()
     poison: str = ""
 
-    def score(self, row: wire.Rendered) -> float:
+    def score(self, row: Rendered) -> float:
         if isinstance(row, str):
             is_poisoned = bool(self.poison) and self.poison in row
             codes: Sequence[int] = [ord(letter) for letter in row]
@@ -57,37 +58,38 @@ def _as_it_is(number: int, asked: Asked) -> Answer:
     return Answer(change=lambda value: value)  # writes NaN as these servers do
 
 
+def _scores(request: foreign.ForeignRequest, scorer: RowScorer) -> list[float]:
+    rows = (rows for group in request.as_groups for rows in rendered_rows(group) or ())
+    return [scorer.score(row) for row in rows]
+
+
 def _classify(asked: Asked, scorer: RowScorer) -> Any:
-    request = wire.read_classify_request(asked.value)
-    assert not request.squashed
-    scores = [scorer.score(row) for row in request.rows]
-    return wire.classify_reply(scores, request_id="1", created=1, model="m", num_tokens=1)
+    request = foreign.ClassifyRequest.read(asked.value)
+    assert request.activated([5.0]) == [5.0]
+    scores = _scores(request, scorer)
+    return {"data": [{"index": index, "probs": [score]} for index, score in enumerate(scores)]}
 
 
 def _native(asked: Asked, scorer: RowScorer) -> Any:
-    request = wire.read_classify_request(asked.value)
-    scores = [scorer.score(row) for row in request.rows]
-    return wire.native_classify_reply(scores, [1] * len(scores), is_list=request.is_list)
+    scores = _scores(foreign.ClassifyRequest.read(asked.value), scorer)
+    return [{"embedding": [score]} for score in scores]
 
 
 def _embeddings(asked: Asked, scorer: RowScorer) -> Any:
-    request = wire.read_embeddings_request(asked.value)
-    return wire.embeddings_reply(
-        [scorer.score(row) for row in request.rows], model="m", num_tokens=1
-    )
+    scores = _scores(foreign.EmbeddingsRequest.read(asked.value), scorer)
+    return {"data": [{"index": index, "embedding": [one]} for index, one in enumerate(scores)]}
 
 
 def _get_reward(asked: Asked, scorer: RowScorer) -> Any:
-    request = wire.read_get_reward_request(asked.value)
-    return wire.get_reward_reply([scorer.score(row) for row in request.rows])
+    return {"rewards": _scores(foreign.GetRewardRequest.read(asked.value), scorer)}
 
 
 def _slime(**scorer: Any) -> RewardServer:
     words = WordScorer(**scorer)
 
     def score(asked: Asked) -> Any:
-        (group,) = wire.read_remote_rm_request(asked.value).groups
-        ((score,),) = asyncio.run(words.score([group]))
+        groups = foreign.RemoteRmRequest.read(asked.value).as_groups
+        ((score,),) = asyncio.run(words.score(groups))
         return score
 
     def behave(number: int, asked: Asked) -> Answer | None:

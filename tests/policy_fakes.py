@@ -13,12 +13,13 @@ import torch
 from laurel.environments.interface import EnvironmentInterface
 from laurel.environments.math_environment import MathEnvironment
 from laurel.grpo.rollouts import Rollouts
-from laurel.protocols import EnvironmentSpec, JudgingUnit
 from laurel.types import (
     Conversation,
     EnvironmentReturn,
+    EnvironmentSpec,
     Generated,
     GenerationRequest,
+    JudgingUnit,
     Message,
     SamplingParams,
     Task,

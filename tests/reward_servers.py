@@ -21,13 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fakes import WordScorer
-from laurel.rewards.remote.wire import (
-    ScoreReply,
-    dump,
-    parse,
-    read_score_request,
-    score_reply,
-)
+from laurel.rewards.remote.wire import ScoreReply, ScoreRequest, dump, parse
 
 
 @dataclass(frozen=True)
@@ -112,17 +106,10 @@ class RewardServer:
         return self.behave(number, asked)
 
     def scored(self, asked: Asked) -> Any:
-        request = read_score_request(asked.value)
-        scores = asyncio.run(self.scorer.score(request.groups))
-        return score_reply(
-            request.groups,
-            ScoreReply(
-                scores=tuple(scores),
-                model="words",
-                model_version=self.version,
-                request_id=request.request_id,
-            ),
-        )
+        request = ScoreRequest.read(asked.value)
+        scores = asyncio.run(self.scorer.score(request.as_groups))
+        about = {"model": "words", "model_version": self.version, "request_id": request.request_id}
+        return ScoreReply.of(request.as_groups, scores, **about).model_dump()
 
     def sleep(self, seconds: float) -> None:
         self._stopping.wait(seconds)

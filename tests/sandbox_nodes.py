@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from laurel.environments.code.nodes import ClusterNodes
 from laurel.errors import ConfigError, WorkerError
+from laurel.sandbox.detection import Detection
 from laurel.sandbox.tiers import Tier
 from laurel.workers.calls import Failure, GroupCalls, Outcome, WorkerCall, attempt, error_of
 from laurel.workers.rendezvous import RankPlace
@@ -26,8 +26,6 @@ class ThreadedGroup(GroupCalls):
         self.failure: WorkerError | None = None
         self.frozen = threading.Event()
         """Set: it answers nothing any more."""
-        self.lag = 0.0
-        """Seconds that what comes of programs is under way."""
 
     def _submit(self, calls: Mapping[int, WorkerCall]) -> _Pending:
         if self.failure is not None:
@@ -65,8 +63,6 @@ class _Pending:
 
     def _work(self) -> None:
         outcome = attempt(self.group.worker, self.call, rank=0)
-        if self.call.method in ("one", "pair"):
-            time.sleep(self.group.lag)
         self.outcome.append(pickle.loads(pickle.dumps(outcome)))
         self.moved.set()
 
@@ -117,13 +113,8 @@ class PretendedNodes:
             raise ConfigError(self.broken[node_id])
         worker = worker_class(RankPlace(role=role))
         if node_id in self.found:
-            tier = self.found[node_id]
-            letter = None if tier is None else tier.value
-            worker.find = lambda num_workers, limits_mb: {
-                "tier": letter,
-                "reasons": {"namespaces": "EPERM"},
-                "num_workers": num_workers,
-            }
+            found = Detection(tier=self.found[node_id], reasons={"namespaces": "EPERM"})
+            worker.find = lambda num_workers, limits_mb: (found, num_workers)
         group = ThreadedGroup(role, worker)
         self.groups[node_id].append(group)
         return group
@@ -133,8 +124,8 @@ class PretendedNodes:
 
     def zygotes(self, name: str) -> list[int]:
         """The processes of a node's zygotes that live."""
-        found = (zygote.pid for zygote in self.newest(name).worker._zygotes)
-        return [pid for pid in found if pid is not None]
+        pool = self.newest(name).worker._pool
+        return [] if pool is None else pool.process_ids()
 
     def calls(self) -> list[WorkerCall]:
         """All that was ever sent to a node."""

@@ -9,7 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from fakes import WordScorer
-from laurel.rewards.remote.replica import RefusedError, ReplicaFault, ReplicaReply, failure_reason
+from laurel.errors import BusyError
+from laurel.protocols import Scorer
+from laurel.rewards.remote.replica import (
+    RefusedError,
+    ReplicaFault,
+    ReplicaReply,
+    check_scores,
+    close_scorer,
+    failure_reason,
+)
 from laurel.rewards.remote.router import Router, RouterOptions
 from laurel.types import Group, Message, Score, group_of
 from virtual_time import in_virtual_time, now
@@ -179,3 +188,46 @@ def one_too_many(reply: ReplicaReply) -> ReplicaReply:
 def of_another_model(reply: ReplicaReply) -> ReplicaReply:
     changed = [tuple(replace(s, value=(s.value or 0) - 7) for s in g) for g in reply.scores]
     return ReplicaReply(scores=changed, version="another")
+
+
+class ScorerReplica:
+    """Any scorer as a replica. Its error, whatever it is, is a fault of the replica."""
+
+    def __init__(self, scorer: Scorer, name: str) -> None:
+        self._scorer = scorer
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """See `Replica`."""
+        return self._name
+
+    @property
+    def max_completions(self) -> None:
+        """See `Replica`."""
+        return None
+
+    async def attempt(
+        self, groups: Sequence[Group], *, request_id: str, timeout: float
+    ) -> ReplicaReply:
+        """See `Replica`."""
+        try:
+            async with asyncio.timeout(timeout):
+                scores = await self._scorer.score(groups)
+        except TimeoutError as error:
+            raise ReplicaFault("timeout", f"{self.name} took more than {timeout:.3g} s") from error
+        except BusyError as error:
+            message = f"{self.name}: {error}"
+            raise ReplicaFault("busy", message, retry_after=error.retry_after) from error
+        except Exception as error:  # a scorer may be anybody's
+            message = f"{self.name}: {type(error).__name__}: {error}"
+            raise ReplicaFault("error", message, in_mid_request=True) from error
+        check_scores(groups, scores, name=self.name)
+        return ReplicaReply(scores=scores)
+
+    async def probe(self, *, timeout: float) -> None:
+        """See `Replica`. Only its scores can tell."""
+
+    async def aclose(self) -> None:
+        """See `Replica`."""
+        await close_scorer(self._scorer)

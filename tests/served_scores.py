@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 
 from laurel.rewards.batching import BatcherLimits, BatchingScorer
-from laurel.rewards.server.app import GateOptions, RequestLimits, make_app
+from laurel.rewards.server.app import GateOptions, RequestLimits, make_api, make_app
 from laurel.rewards.server.run import ServerRun, listen
 from laurel.rewards.server.service import RewardService, ServedModel
 from scripted_backend import ScriptedBackend
@@ -24,6 +24,11 @@ def served(backend: ScriptedBackend, version: str = "1", **limits: Any) -> Serve
         backend, model_version=version, limits=BatcherLimits(max_delay=0, **limits)
     )
     return ServedModel(name=f"model {version}", version=version, scorer=scorer)
+
+
+def described(*, needs_key: bool = True) -> dict[str, Any]:
+    """What a server says of itself as OpenAPI."""
+    return make_api(RewardService(), needs_key=needs_key).openapi()
 
 
 class Running:

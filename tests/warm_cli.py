@@ -27,11 +27,18 @@ def run(job):
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
     sys.argv = ["laurel", *job["arguments"]]
+    end_with(laurel)
+
+
+def end_with(work):
+    """End this process as a program ends that does this."""
     status = 0
     try:
-        laurel()
+        work()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         status = 1

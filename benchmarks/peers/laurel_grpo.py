@@ -31,7 +31,7 @@ from laurel.grpo.loop import GRPO  # noqa: E402
 from laurel.models.chat import ChatFormat  # noqa: E402
 from laurel.run.generator import probe_of  # noqa: E402
 from laurel.run.grpo import assemble  # noqa: E402
-from laurel.training.state import Position  # noqa: E402
+from laurel.training.stopping import Position  # noqa: E402
 
 TIMED = "timing/train/"
 UPDATE = "policy_training"

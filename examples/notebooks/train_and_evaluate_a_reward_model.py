@@ -294,8 +294,7 @@ sorted(path.name for path in exported.iterdir())
 # %% [markdown]
 # ## With other seeds
 #
-# One run is one story. `python tests/test_notebooks.py --seed N train_and_evaluate_a_reward_model`
-# of a checkout tells others; this is what it printed (`SEED` above does the same here):
+# One run is one story. Another `SEED` above tells another; this is what three of them gave:
 #
 # | seed | 0 | 1 | 2 |
 # |---|---|---|---|

@@ -319,9 +319,8 @@ samples(STEPS)
 # %% [markdown]
 # ## With other seeds
 #
-# One run is one story. `python tests/test_notebooks.py --seed N watch_reward_hacking` of a checkout
-# tells others (`SEED` above does the same here); this is what it printed when alarms said nothing
-# before step 15:
+# One run is one story. Another `SEED` above tells another; this is what five of them gave when
+# alarms said nothing before step 15:
 #
 # | seed | 0 | 1 | 2 | 3 | 4 |
 # |---|---|---|---|---|---|

@@ -254,8 +254,7 @@ samples(STEPS).round(2)
 #
 # ## With other seeds
 #
-# `python tests/test_notebooks.py --seed N write_an_environment` of a checkout runs this with
-# another `SEED`. On the held-out numbers it printed, before and after the 40 steps:
+# Another `SEED` above gives another run. On the held-out numbers, before and after the 40 steps:
 #
 # | seed | 0 | 1 | 2 |
 # |---|---|---|---|

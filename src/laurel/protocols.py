@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
-from laurel.errors import ConfigError
 from laurel.types import (
     EnvironmentReturn,
+    EnvironmentSpec,
     Generated,
     GenerationRequest,
     Group,
@@ -22,19 +21,6 @@ from laurel.types import (
     Task,
     Weights,
 )
-
-JudgingUnit = Literal["completion", "part", "group", "batch"]
-"""What an environment judges in one call; it comes as soon as its last completion has ended.
-
-- `completion`: each by itself.
-- `part`: of a group. Who is in which part does not depend on who ends first, and short ones wait
-  for each other.
-- `group`: all completions of a prompt.
-- `batch`: all completions of all prompts of a step, for their first turns.
-
-Later turns come one by one. Completions of a group that say the same, but are judged apart because
-of this, get the reward of the first of them.
-"""
 
 MessageLog = Sequence[Mapping[str, str]]
 """A conversation as environments read it: raw `{"role", "content"}`, never templated text."""
@@ -87,26 +73,6 @@ class Scorer(Protocol):
         A completion that cannot be scored gets a `Score` with a failure; the others are not
         affected. Scores do not depend on what else is in the call.
         """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentSpec:
-    """What an environment is, for whoever calls it."""
-
-    judges: JudgingUnit = "group"
-    """What it is to be given in one call."""
-    stop_strings: tuple[str, ...] = ()
-    """Where the policy's first turn ends."""
-    noise_floor: float | None = 0.0
-    """Standard deviation of the rewards' own noise. None: `Environment.noise_floor` measures it."""
-    has_state: bool = False
-    """Rewards depend on more than the conversation. Then checkpoints hold its `state_dict`, and
-    `end_batch` is called."""
-
-    def __post_init__(self) -> None:
-        if self.judges not in get_args(JudgingUnit):
-            known = ", ".join(get_args(JudgingUnit))
-            raise ConfigError(f"EnvironmentSpec: judges={self.judges!r} must be one of {known}")
 
 
 class Environment(Protocol):

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     import numpy as np
@@ -305,6 +305,40 @@ class Weights:
     same_as: int | None = None
     """An earlier version with the very same values: a generator that has it takes the number and
     reads no tensor. None: there is none."""
+
+
+JudgingUnit = Literal["completion", "part", "group", "batch"]
+"""What an environment judges in one call; it comes as soon as its last completion has ended.
+
+- `completion`: each by itself.
+- `part`: of a group. Who is in which part does not depend on who ends first, and short ones wait
+  for each other.
+- `group`: all completions of a prompt.
+- `batch`: all completions of all prompts of a step, for their first turns.
+
+Later turns come one by one. Completions of a group that say the same, but are judged apart because
+of this, get the reward of the first of them.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSpec:
+    """What an environment is, for whoever calls it."""
+
+    judges: JudgingUnit = "group"
+    """What it is to be given in one call."""
+    stop_strings: tuple[str, ...] = ()
+    """Where the policy's first turn ends."""
+    noise_floor: float | None = 0.0
+    """Standard deviation of the rewards' own noise. None: `Environment.noise_floor` measures it."""
+    has_state: bool = False
+    """Rewards depend on more than the conversation. Then checkpoints hold its `state_dict`, and
+    `end_batch` is called."""
+
+    def __post_init__(self) -> None:
+        if self.judges not in get_args(JudgingUnit):
+            known = ", ".join(get_args(JudgingUnit))
+            raise ValueError(f"EnvironmentSpec: judges={self.judges!r} must be one of {known}")
 
 
 class _SixFields(NamedTuple):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,7 @@ class Made:
     def pids(self):
         return [
             group._process.pid if isinstance(group, SpawnedGroup) else group._pids[0]  # type: ignore[attr-defined]
-            for group in self.preparers.groups
+            for group in (replica.value for replica in self.preparers.workers.replicas)
         ]
 
     def signal_all(self, number):
@@ -84,7 +85,10 @@ def test_those_that_are_lost_are_replaced_and_their_work_is_done(made, number):
     del made.said[:]
     made.signal_all(number)
     assert made.prepared() == made.expected()
+    while made.preparers.workers.num_ready < 2:
+        time.sleep(0.01)
     assert not set(made.pids()) & set(before)
-    assert len(made.said) == 2
+    lost = [line for line in made.said if "was lost" in line]
+    assert len(lost) == 2
     why = "died in prepare" if number == signal.SIGKILL else f"within {LIMIT:g} s"
-    assert all(why in line and "it is replaced" in line for line in made.said)
+    assert all(why in line and "it is started again" in line for line in lost)

@@ -20,7 +20,6 @@ from laurel.rewards.ensemble import EnsembleScorer, Member
 from laurel.rewards.function import FunctionScorer
 from laurel.rewards.judge import JudgeScorer
 from laurel.rewards.remote.http import HttpScorer
-from laurel.rewards.remote.replica import ScorerReplica
 from laurel.rewards.remote.router import Router
 from laurel.types import Completion, Group, Message, group_of
 from laurel.workers.calls import LocalGroup
@@ -28,6 +27,7 @@ from laurel.workers.reservations import Resources
 from process_group import ProcessGroup
 from reward_servers import RewardServer
 from scoring_groups import MAX_LENGTH
+from scripted_replicas import ScorerReplica
 
 pytestmark = pytest.mark.slow_parameters(
     "group of two replicas on Ray",

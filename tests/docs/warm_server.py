@@ -1,9 +1,8 @@
-"""`laurel`, Python scripts and Python blocks of pages, each in a process forked from this one.
+"""`laurel`, scripts and pages, each in a process forked from this one, which has loaded torch.
 
-This one has loaded torch already, which saves four seconds a command. It listens on a Unix
-socket (its argument). A request is one message: JSON, and the caller's stdin, stdout and stderr.
-The answer is the process's id, and at its end its exit status. So whoever asks sees a process of
-its own: with its streams, its folder, its environment, its signals and its status.
+It listens on a Unix socket (its argument). A request is one message: JSON, and the caller's stdin,
+stdout and stderr. The answer is the process's id, and at its end its exit status. So whoever asks
+sees a process of its own: with its streams, its folder, its environment, its signals, its status.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import select
 import signal
 import socket
 import sys
-import traceback
-import types
-from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from doc_pages import run_page
 from laurel.cli.main import main as laurel
-from warm_cli import HEAVY
+from warm_cli import HEAVY, end_with
 
 
 def main() -> None:
@@ -45,7 +44,6 @@ def main() -> None:
 
 
 def watch(connection: socket.socket) -> None:
-    """Start the job, tell who it is and how it ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     message, descriptors, _, _ = socket.recv_fds(connection, 2**20, 3)
     child = os.fork()
@@ -68,51 +66,14 @@ def run(job: dict[str, Any], descriptors: list[int]) -> None:
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["environment"])
-    kinds: dict[str, Callable[[list[str]], None]] = {
-        "laurel": command,
-        "script": script,
-        "blocks": blocks,
-    }
-    status = 0
-    try:
-        kinds[job["kind"]](job["arguments"])
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def command(arguments: list[str]) -> None:
-    sys.argv = ["laurel", *arguments]
-    sys.path.insert(0, "")
-    laurel()
-
-
-def script(arguments: list[str]) -> None:
-    sys.argv = arguments
-    sys.path.insert(0, os.path.dirname(arguments[0]))
-    runpy.run_path(arguments[0], run_name="__main__")
-
-
-def blocks(arguments: list[str]) -> None:
-    """Files of Python, named on stdin one after the other, in one namespace."""
-    sys.path.insert(0, "")
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
-    for line in sys.stdin:
-        job = json.loads(line)
-        code = compile(job["code"], job["name"], "exec")
-        exec(code, vars(module))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with open(job["done"], "w", encoding="utf-8"):
-            pass
+    sys.argv = [job["kind"], *job["arguments"]]
+    sys.path[:0] = ["", str(Path(__file__).parent)]
+    if job["kind"] == "laurel":
+        end_with(laurel)
+    elif job["kind"] == "page":
+        end_with(partial(run_page, Path(sys.argv[1])))
+    else:
+        end_with(partial(runpy.run_path, sys.argv[1], run_name="__main__"))
 
 
 if __name__ == "__main__":

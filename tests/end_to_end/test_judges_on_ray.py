@@ -106,7 +106,7 @@ def test_reward_workers_are_on_all_nodes_and_one_that_is_killed_changes_nothing(
     assert len(set(nodes)) == 2
     assert len(victims) == 1
     assert "reward_worker rank 0 of 1 died in prepare" in caplog.text
-    assert "it is replaced, 1 of 8 at most" in caplog.text
+    assert "it is started again, restart 1 of 8 at most" in caplog.text
     assert_same(tmp_path / "there", tmp_path / "here")
 
 

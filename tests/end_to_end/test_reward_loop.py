@@ -157,7 +157,8 @@ def test_when_nobody_is_left_who_renders_the_run_ends_and_says_why(
     prepare = Preparers.prepare
 
     def kill_and_prepare(self, groups):
-        for group in self.groups:
+        for replica in self.workers.replicas:
+            group = replica.value
             assert isinstance(group, SpawnedGroup)
             # Two threads may ask at once: what the other has just killed is gone already.
             with contextlib.suppress(ProcessLookupError):

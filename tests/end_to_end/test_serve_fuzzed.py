@@ -3,8 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from laurel.rewards.server.openapi import openapi_document
-from served_scores import KEY, Running
+from served_scores import KEY, Running, described
 
 schemathesis = pytest.importorskip("schemathesis")
 pytest.importorskip("schemathesis.specs.openapi.checks")  # importing it makes its checks known
@@ -30,7 +29,7 @@ def running():
         yield server
 
 
-DESCRIPTION = openapi_document(needs_key=True)
+DESCRIPTION = described()
 OPERATIONS = [
     (path, method, mode)
     for path, found in DESCRIPTION["paths"].items()

@@ -18,9 +18,10 @@ from laurel.generation.vllm.settings import EAGER_ENVIRONMENT, ENVIRONMENT
 from laurel.rewards.remote import foreign
 from laurel.rewards.remote.foreign import dialect_of
 from laurel.rewards.remote.http import HttpReplica, HttpScorer
-from laurel.rewards.remote.replica import ScorerReplica, failure_reason
+from laurel.rewards.remote.replica import failure_reason
 from laurel.rewards.remote.router import CanaryGroup, Router, RouterOptions
 from laurel.types import Message, group_of
+from scripted_replicas import ScorerReplica
 from vllm_engines import require_vllm
 from vllm_reward_models import local, saved
 

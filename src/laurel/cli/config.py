@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from laurel.cli.app import App
 from laurel.cli.options import ConfigOption, Overrides
 from laurel.observe.json_output import JsonOption, write_json
 
@@ -26,7 +27,7 @@ class ShowsByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-config_app = typer.Typer(cls=ShowsByDefault, no_args_is_help=False, rich_markup_mode=None)
+config_app = App(cls=ShowsByDefault, no_args_is_help=False)
 
 
 @config_app.callback()
@@ -77,7 +78,7 @@ def import_config(
         typer.Option("--from", help="Where it is from; else told from its keys."),
     ] = None,
     kind: Annotated[
-        Literal["rm", "grpo", "sft"] | None,
+        Literal["rm", "sft", "grpo"] | None,
         typer.Option("--for", help="The command it is for; else told from its keys."),
     ] = None,
     output: Annotated[

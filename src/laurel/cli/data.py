@@ -6,14 +6,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from laurel.cli.app import App
 from laurel.cli.options import ModelOption, Overrides
 from laurel.observe.json_output import JsonOption
 
-data_app = typer.Typer(
-    help="What data files are, and what becomes of them.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+data_app = App(help="What data files are, and what becomes of them.", no_args_is_help=True)
 
 
 @data_app.callback()
@@ -41,9 +38,9 @@ def check(
 ) -> None:
     """Say what a data file is, and which command it fits.
 
-    Also what is left out, and the first row. With a model, in its tokens: by role, with those
-    that count in the loss and the one that the score is read from. The exit code is 2 where no
-    row can be used.
+    Also what is left out, and the first row. With a model, in its tokens, with those that count
+    in the loss and the one that the score is read from. The exit code is 2 where no row can be
+    used.
 
     Example: laurel data check pairs.jsonl --model Qwen/Qwen3-0.6B data.prompt_key=question
     """

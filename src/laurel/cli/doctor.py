@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from laurel.cli.app import App
 from laurel.cli.options import offer_layers
 from laurel.errors import ConfigError
 from laurel.observe.console import make_console, visible
@@ -175,9 +176,7 @@ def lines(found: Detection, group: str) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 # The commands of `laurel sandbox`.
 
-sandbox_app = typer.Typer(
-    help="Where programs that a model wrote are run.", no_args_is_help=True, rich_markup_mode=None
-)
+sandbox_app = App(help="Where programs that a model wrote are run.", no_args_is_help=True)
 
 
 @sandbox_app.callback()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from laurel.cli.app import App
 from laurel.cli.options import (
     BatchTokensOption,
     ColumnKeys,
@@ -21,7 +22,6 @@ from laurel.cli.options import (
     offer_environments,
     offer_preferences,
     offer_tasks,
-    with_option_groups,
 )
 from laurel.observe.json_output import JsonOption
 
@@ -33,75 +33,7 @@ if TYPE_CHECKING:
 # --------------------------------------------------------------------------------------------------
 # Options of the evaluations.
 
-EnvironmentOption = Annotated[
-    str,
-    typer.Option(
-        "--environment",
-        "-e",
-        autocompletion=offer_environments,
-        help="Who judges; default: as the data says.",
-    ),
-]
-TasksOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        autocompletion=offer_tasks,
-        help="Tasks, such as GSM8K, HumanEval or MBPP.",
-    ),
-]
 
-RewardModelOption = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        "-m",
-        metavar="MODEL",
-        help="A directory, a hub name, or the http:// address of a running laurel serve.",
-    ),
-]
-DataOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--data",
-        "-d",
-        metavar="FILE",
-        help="Rows: a file or a hub name; may be repeated. Default: the benchmark on the hub.",
-    ),
-]
-NeededDataOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--data", "-d", metavar="FILE", help="Rows: a file or a hub name; may be repeated."
-    ),
-]
-SplitOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Split of a directory or a hub data set.")
-]
-MaxSamplesOption = Annotated[int | None, typer.Option(min=1, help="Rows at most of each set.")]
-OutputDirectoryOption = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="DIR", help="Write three JSON files into this."),
-]
-CompareOption = Annotated[
-    tuple[Path, Path] | None,
-    typer.Option(
-        "--compare",
-        metavar="A.json B.json",
-        help="Score nothing: show two results of --output side by side, with significance.",
-    ),
-]
-SettingsOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A key of the policy section."),
-]
-ApiKeyEnvOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Variable with the API key of a server; default: LAUREL_API_KEY where it is set.",
-    ),
-]
 ZeroSpreadOption = Annotated[
     Literal["limit", "leave_out"],
     typer.Option(
@@ -116,96 +48,124 @@ CompatibilityOption = Annotated[
     ),
 ]
 
-DiagnosticsOption = Annotated[
-    bool,
-    typer.Option(
-        "--diagnostics",
-        help="Also by length, margin and subset (a --data each); calibration, scores, repeats.",
-    ),
-]
-MarginKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KEY",
-        help="Column of how much better the chosen answer is; a-b: column a less column b. "
-        "Implies --diagnostics.",
-    ),
-]
-TrainDataOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="DATA",
-        help="What the model was trained on: a bag-of-words baseline, and leaks. May be "
-        "repeated; implies --diagnostics.",
-    ),
-]
-SensitivityOption = Annotated[
-    bool,
-    typer.Option(
-        "--sensitivity",
-        help="Score the answers in other forms, too: white space, markdown, flattery, cut "
-        "off. Implies --diagnostics.",
-    ),
-]
-OtherLanguageOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="The same rows translated, in the same order: which verdicts change. Implies "
-        "--diagnostics.",
-    ),
-]
-MemberOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Another reward model, such as one of an ensemble: how often two agree. May be "
-        "repeated; implies --diagnostics.",
-    ),
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiagnosticOptions:
     """What else the scores of pairs are to show."""
 
-    diagnostics: DiagnosticsOption = False
-    margin_key: MarginKeyOption = None
-    train_data: TrainDataOption = None
-    sensitivity: SensitivityOption = False
-    other_language: OtherLanguageOption = None
-    member: MemberOption = None
+    diagnostics: Annotated[
+        bool,
+        typer.Option(
+            "--diagnostics",
+            help="Also by length, margin and subset (a --data each); calibration, scores, repeats.",
+        ),
+    ] = False
+    margin_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help="Column of how much better the chosen answer is; a-b: column a less column b. "
+            "Implies --diagnostics.",
+        ),
+    ] = None
+    train_data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DATA",
+            help="What the model was trained on: a bag-of-words baseline, and leaks. May be "
+            "repeated; implies --diagnostics.",
+        ),
+    ] = None
+    sensitivity: Annotated[
+        bool,
+        typer.Option(
+            "--sensitivity",
+            help="Score the answers in other forms, too: white space, markdown, flattery, cut "
+            "off. Implies --diagnostics.",
+        ),
+    ] = False
+    other_language: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="The same rows translated, in the same order: which verdicts change. Implies "
+            "--diagnostics.",
+        ),
+    ] = None
+    member: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Another reward model, such as one of an ensemble: how often two agree. May be "
+            "repeated; implies --diagnostics.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOptions:
     """Which model, and which rows."""
 
-    model: RewardModelOption = ""
-    data: DataOption = None
-    split: SplitOption = None
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="A directory, a hub name, or the http:// address of a running laurel serve.",
+        ),
+    ] = ""
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            "-d",
+            metavar="FILE",
+            help="Rows: a file or a hub name; may be repeated. Default: the benchmark on the hub.",
+        ),
+    ] = None
+    split: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Split of a directory or a hub data set.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededRowOptions(RowOptions):
     """The same of what has no place of its own on the hub."""
 
-    data: NeededDataOption = None
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data", "-d", metavar="FILE", help="Rows: a file or a hub name; may be repeated."
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringOptions:
     """How rows are scored, and what becomes of the result."""
 
-    max_samples: MaxSamplesOption = None
+    max_samples: Annotated[int | None, typer.Option(min=1, help="Rows at most of each set.")] = None
     max_length: MaxLengthOption = None
     batch_tokens: BatchTokensOption = 8192
     precision: PrecisionOption = "float32"
     device: DeviceOption = "auto"
     cpu_threads: ThreadsOption = None
-    settings: SettingsOption = None
-    api_key_env: ApiKeyEnvOption = None
-    output: OutputDirectoryOption = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A key of the policy section."),
+    ] = None
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Variable with the API key of a server; default: LAUREL_API_KEY where it is set.",
+        ),
+    ] = None
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Write three JSON files into this."),
+    ] = None
     as_json: JsonOption = False
 
 
@@ -213,12 +173,17 @@ class ScoringOptions:
 class OneBenchmarkOptions(ScoringOptions):
     """The same of a benchmark by itself, of which two results can be compared."""
 
-    compare: CompareOption = None
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            "--compare",
+            metavar="A.json B.json",
+            help="Score nothing: show two results of --output side by side, with significance.",
+        ),
+    ] = None
 
 
-eval_app = typer.Typer(
-    help="Measure how good a model is.", no_args_is_help=True, rich_markup_mode=None
-)
+eval_app = App(help="Measure how good a model is.", no_args_is_help=True)
 
 
 @eval_app.callback()
@@ -231,8 +196,23 @@ def eval_policy(
     config: ConfigOption = None,
     overrides: Overrides = None,
     model: ModelOption = "",
-    environment: EnvironmentOption = "",
-    dataset: TasksOption = None,
+    environment: Annotated[
+        str,
+        typer.Option(
+            "--environment",
+            "-e",
+            autocompletion=offer_environments,
+            help="Who judges; default: as the data says.",
+        ),
+    ] = "",
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            autocompletion=offer_tasks,
+            help="Tasks, such as GSM8K, HumanEval or MBPP.",
+        ),
+    ] = None,
     data_path: Annotated[
         str | None, typer.Option(metavar="FILE", help="Where they lie, if not on the hub.")
     ] = None,
@@ -285,7 +265,6 @@ def eval_policy(
 
 
 @eval_app.command("reward-bench")
-@with_option_groups
 def eval_reward_bench(
     rows: RowOptions,
     prior: Annotated[
@@ -305,7 +284,6 @@ def eval_reward_bench(
 
 
 @eval_app.command("reward-bench-2")
-@with_option_groups
 def eval_reward_bench_2(
     rows: RowOptions,
     zero_spread: ZeroSpreadOption = "limit",
@@ -321,7 +299,6 @@ def eval_reward_bench_2(
 
 
 @eval_app.command("rm-bench")
-@with_option_groups
 def eval_rm_bench(rows: RowOptions, how: OneBenchmarkOptions) -> None:
     """RM-Bench: three styles each against each.
 
@@ -331,14 +308,12 @@ def eval_rm_bench(rows: RowOptions, how: OneBenchmarkOptions) -> None:
 
 
 @eval_app.command("judge-bench")
-@with_option_groups
 def eval_judge_bench(rows: RowOptions, how: OneBenchmarkOptions) -> None:
     """JudgeBench: pairs with one answer known to be right."""
     _run("judge-bench", rows, how)
 
 
 @eval_app.command("pairs")
-@with_option_groups
 def eval_pairs(
     rows: NeededRowOptions,
     overrides: ColumnKeys = None,
@@ -378,7 +353,6 @@ def eval_pairs(
 
 
 @eval_app.command("best-of-n")
-@with_option_groups
 def eval_best_of_n(rows: NeededRowOptions, how: OneBenchmarkOptions) -> None:
     """Lists with verdicts: how often the best-scored is right.
 
@@ -388,7 +362,6 @@ def eval_best_of_n(rows: NeededRowOptions, how: OneBenchmarkOptions) -> None:
 
 
 @eval_app.command("all")
-@with_option_groups
 def eval_all(
     rows: NeededRowOptions,
     hub: Annotated[

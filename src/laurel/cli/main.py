@@ -12,15 +12,13 @@ from typing import Annotated, Literal
 import typer
 
 from laurel import __version__
+from laurel.cli.app import App, QuietOption, VerboseOption, begin
 from laurel.cli.config import config_app
 from laurel.cli.data import data_app
 from laurel.cli.doctor import sandbox_app
 from laurel.cli.evaluate import eval_app
 from laurel.cli.export import export_command
-from laurel.cli.init import init
 from laurel.cli.options import (
-    AdminKeyOption,
-    ApiKeyOption,
     BatchTokensOption,
     ColumnKeys,
     ConfigOption,
@@ -28,25 +26,22 @@ from laurel.cli.options import (
     MaxLengthOption,
     ModelOption,
     Overrides,
+    PlanOptions,
     PrecisionOption,
-    QuietOption,
+    ServeOptions,
     SettingsOption,
     ThreadsOption,
-    VerboseOption,
-    begin,
-    complete_commands,
 )
 from laurel.cli.report import report
-from laurel.errors import LaurelError
+from laurel.errors import ConfigError, LaurelError
 from laurel.observe.console import verbosity
 from laurel.observe.json_output import JsonOption
 
-app = typer.Typer(
+app = App(
     name="laurel",
     help="Train reward models, prove how good they are, and use them.",
     no_args_is_help=True,
     add_completion=True,
-    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -113,37 +108,7 @@ def grpo_command(
 
 
 @app.command("plan")
-def plan(
-    config: ConfigOption = None,
-    overrides: Overrides = None,
-    kind: Annotated[
-        Literal["rm", "sft", "grpo"] | None,
-        typer.Option("--for", help="The command it is for; else told from the file's sections."),
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Plan for so many nodes: cluster.num_nodes.")
-    ] = None,
-    gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Slots of each: cluster.gpus_per_node.")
-    ] = None,
-    device_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of each device, e.g. 80GiB.")
-    ] = None,
-    policy_shape: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY=VALUE,...",
-            help="The policy, where its configuration cannot be read: num_parameters=70B,"
-            "hidden_size=8192,num_layers=80,intermediate_size=28672,num_heads=64,num_kv_heads=8,"
-            "vocab_size=128256.",
-        ),
-    ] = None,
-    reward_shape: Annotated[
-        str | None,
-        typer.Option(metavar="KEY=VALUE,...", help="The same of the reward model that judges."),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+def plan(config: ConfigOption = None, overrides: Overrides = None, *, options: PlanOptions) -> None:
     """Say where everything of a run would go, and whether it fits.
 
     Nothing is loaded or started. The exit code is 2 where it does not fit; every conflict
@@ -151,17 +116,8 @@ def plan(
 
     Example: laurel plan -c examples/configs/grpo_rm_1B.yaml --nodes 4 --gpus-per-node 8
     """
-    from laurel.cli.plan import PlanOptions, run_plan
+    from laurel.cli.plan import run_plan
 
-    options = PlanOptions(
-        kind=kind,
-        num_nodes=nodes,
-        slots_per_node=gpus_per_node,
-        device_memory=device_memory,
-        policy_shape=policy_shape,
-        reward_shape=reward_shape,
-        as_json=as_json,
-    )
     if not run_plan(config, overrides or [], options):
         raise typer.Exit(2)
 
@@ -214,58 +170,73 @@ def score_command(
 
 
 app.command("export")(export_command)
-app.command("init")(init)
 
 
-@app.command("serve")
-def serve_command(
-    model: ModelOption = "",
-    null: Annotated[
-        bool, typer.Option("--null", help="Serve no model but trivial scores, for load tests.")
-    ] = False,
-    replicas: Annotated[
-        int, typer.Option(metavar="N", help="Processes with the model; 1: this one.")
-    ] = 1,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8000,
-    engine: Annotated[
-        Literal["laurel", "vllm"], typer.Option(help="What computes the scores.")
-    ] = "laurel",
-    api_key_env: ApiKeyOption = None,
-    admin_key_env: AdminKeyOption = None,
-    no_api_key: Annotated[
-        bool, typer.Option("--no-api-key", help="Need no key; on loopback only.")
-    ] = False,
-    allow_from: Annotated[
-        list[str] | None,
+@app.command("init")
+def init(
+    task: Annotated[
+        Literal["rm", "grpo-math", "grpo-rm", "grpo-code"] | None,
+        typer.Option("--task", "-t", help="What is to be trained; asked for if not said."),
+    ] = None,
+    model: Annotated[
+        str | None,
         typer.Option(
-            metavar="CIDR",
-            help="Private addresses, such as 10.0.0.0/8, that need no key for scores; repeatable.",
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="The model to begin with: a directory or a hub name; asked for if not said.",
         ),
     ] = None,
-    precision: PrecisionOption = "float32",
-    device: DeviceOption = "auto",
-    cpu_threads: ThreadsOption = None,
-    max_length: MaxLengthOption = None,
-    batch_tokens: BatchTokensOption = 8192,
-    max_waiting: Annotated[
-        int, typer.Option(min=1, help="Completions that may wait; further requests get 429.")
-    ] = 2000,
-    request_seconds: Annotated[
-        float, typer.Option(min=0.1, help="Of one request; then it gets 503.")
-    ] = 120.0,
-    drain_seconds: Annotated[
-        float, typer.Option(min=0, help="What was accepted may take when the server is ended.")
-    ] = 30.0,
-    access_log: Annotated[
-        str,
-        typer.Option(metavar="FILE", help="JSON lines of requests; - is stderr, none is none."),
-    ] = "-",
-    log_texts: Annotated[
-        bool, typer.Option("--log-texts", help="Put what is asked into the access log.")
+    scratch: Annotated[
+        bool,
+        typer.Option(
+            "--scratch", help="Begin with a small new model, made here; no hub is needed for it."
+        ),
+    ] = False,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            "-d",
+            metavar="DATA",
+            help="Training rows: a file, a data set's name, or a hub name; asked for if not said.",
+        ),
+    ] = None,
+    reward_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Of grpo-rm: who judges; default: results/rm, never asked for."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Default: the task's name, .yaml."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write over a file that is there.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
+    """Write a commented configuration to start from.
+
+    It asks three questions: task, model, data. On a terminal what no option says is asked;
+    elsewhere it is an error. The machine is looked at, and so is the data, as laurel data check
+    does.
+
+    Example: laurel init --task rm --model Qwen/Qwen3-0.6B --data pairs.jsonl
+    """
+    from laurel.cli.starter import run_init
+
+    if scratch and model is not None:
+        raise ConfigError(
+            f"--scratch makes a new model, and --model {model} names one; say one of them"
+        )
+    model = "scratch" if scratch else model
+    run_init(task, model, data, reward_model, output, force=force, as_json=as_json)
+
+
+@app.command("serve")
+def serve_command(options: ServeOptions) -> None:
     """Serve a reward model over HTTP.
 
     Clients of Laurel, vLLM, SGLang, OpenRLHF and slime understand it. With --json one line of JSON
@@ -273,31 +244,8 @@ def serve_command(
 
     Example: laurel serve --model results/rm --replicas 2 --port 8000
     """
-    from laurel.cli.serve import ServeOptions, run_serve
+    from laurel.cli.serve import run_serve
 
-    options = ServeOptions(
-        model=model,
-        null=null,
-        replicas=replicas,
-        host=host,
-        port=port,
-        engine=engine,
-        api_key_env=api_key_env,
-        admin_key_env=admin_key_env,
-        no_api_key=no_api_key,
-        allow_from=tuple(allow_from or ()),
-        precision=precision,
-        device=device,
-        cpu_threads=cpu_threads,
-        max_length=max_length,
-        batch_tokens=batch_tokens,
-        max_waiting=max_waiting,
-        request_seconds=request_seconds,
-        drain_seconds=drain_seconds,
-        access_log=access_log,
-        log_texts=log_texts,
-        as_json=as_json,
-    )
     run_serve(options)
 
 
@@ -343,8 +291,6 @@ app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(config_app, name="config")
 app.add_typer(eval_app, name="eval")
 app.add_typer(data_app, name="data")
-
-complete_commands(app)
 
 
 def main() -> None:

@@ -9,11 +9,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
+from laurel.cli.options import PlanOptions
 from laurel.config.environments import ScorerSource
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.policy import DTensorConfig, PolicyConfig
-from laurel.config.schemas import SCHEMAS, Kind, Run, command_of_file
+from laurel.config.schemas import SCHEMAS, Run, command_of_file
 from laurel.errors import CheckpointError, ModelError, Terms, speaking
 from laurel.models.spec import ModelSpec
 from laurel.observe.json_output import write_json
@@ -32,19 +33,6 @@ from laurel.planning.request import ClusterRequest, RoleName
 from laurel.planning.roles import Conflict, RolePlan, Slot, as_ranges, title, where
 from laurel.run.request import request_of, uses_reward_model
 from laurel.run.specs import model_spec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """What the command line says besides the configuration."""
-
-    kind: Kind | None = None
-    num_nodes: int | None = None
-    slots_per_node: int | None = None
-    device_memory: str | None = None
-    policy_shape: str | None = None
-    reward_shape: str | None = None
-    as_json: bool = False
 
 
 def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) -> bool:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from laurel.config.policy import Precision
+from laurel.cli.options import ServeOptions
 from laurel.errors import (
     ConfigError,
     MissingDependencyError,
@@ -43,49 +43,10 @@ DEFAULT_ADMIN_KEY_ENV = "LAUREL_ADMIN_KEY"
 _SHORTEST_KEY = 32
 """Letters: nobody guesses 32 that were drawn at random, however often they may try."""
 _MOST_REPLICAS = 256
+_REPLICA_SECONDS = 30.0
+"""Of one batch at most: a replica that takes longer hangs."""
 _OTHER_MODELS = "Give the path of a model, a checkpoint or a run, as the server's machine sees it"
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """What the command line says; see `laurel serve --help`."""
-
-    model: str
-    null: bool
-    replicas: int
-    host: str
-    port: int
-    engine: Literal["laurel", "vllm"]
-    api_key_env: str | None
-    admin_key_env: str | None
-    no_api_key: bool
-    allow_from: tuple[str, ...] = ()
-    """Ranges of addresses that need no key for scores."""
-    precision: Precision
-    device: Literal["auto", "cpu", "cuda"]
-    cpu_threads: int | None
-    max_length: int | None
-    batch_tokens: int
-    max_waiting: int
-    request_seconds: float
-    drain_seconds: float
-    access_log: str
-    log_texts: bool
-    as_json: bool = False
-
-    def settings(self) -> ModelSettings:
-        """Of the model."""
-        return ModelSettings(
-            model=self.model,
-            engine=self.engine,
-            precision=self.precision,
-            device=self.device,
-            max_length=self.max_length,
-            batch_tokens=self.batch_tokens,
-            max_waiting=self.max_waiting,
-            cpu_threads=self.cpu_threads,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +59,19 @@ class Key:
     """How a shell writes it, for curl."""
     place: dict[str, str] | None = None
     """Where a program finds it: `{"variable": NAME}` or `{"file": PATH}`."""
+
+
+def _model_settings(options: ServeOptions) -> ModelSettings:
+    return ModelSettings(
+        model=options.model,
+        engine=options.engine,
+        precision=options.precision,
+        device=options.device,
+        max_length=options.max_length,
+        batch_tokens=options.batch_tokens,
+        max_waiting=options.max_waiting,
+        cpu_threads=options.cpu_threads,
+    )
 
 
 def run_serve(options: ServeOptions) -> None:
@@ -116,7 +90,7 @@ def run_serve(options: ServeOptions) -> None:
             f"the admin key is the API key: {admin_key.header[1:]} has to hold another one, or none"
         )
     with speaking(OPTIONS):
-        check_settings(options.settings())
+        check_settings(_model_settings(options))
     access_log = _open_log(options.access_log)
     listener = listen(options.host, options.port)
     port = listener.getsockname()[1]
@@ -142,14 +116,14 @@ def run_serve(options: ServeOptions) -> None:
     _chat(f"serving {options.model or 'trivial scores (--null)'} on {url}; it is being loaded")
 
     def greet(served: ServedModel) -> None:
-        _greet(served, url, key, admin_key, options.allow_from)
+        _greet(served, url, key, admin_key, options.allow_from or ())
         if options.as_json:
             ready = {
                 "url": url,
                 "model": served.name,
                 "version": served.version,
                 "key": key.place,
-                "allow_from": list(options.allow_from),
+                "allow_from": options.allow_from or [],
             }
             write_json(ready, indent=None)
 
@@ -216,7 +190,7 @@ def _check_allowed(options: ServeOptions) -> None:
             "--allow-from says who needs no key, and under --no-api-key nobody does; leave one of "
             "them out"
         )
-    for text in options.allow_from:
+    for text in options.allow_from or ():
         try:
             network = private_network(text)
         except ValueError as error:
@@ -339,7 +313,7 @@ def _app(
     gate = GateOptions(
         api_key=key.value,
         admin_key=admin_key.value,
-        allow_from=tuple(map(private_network, options.allow_from)),
+        allow_from=tuple(map(private_network, options.allow_from or ())),
         hosts=tuple(hosts) if _is_loopback(options.host) else None,
         log_texts=options.log_texts,
     )
@@ -350,22 +324,15 @@ async def _open(options: ServeOptions) -> ServedModel:
     """The model, in this process or in others."""
     from laurel.rewards.server.run import in_thread
 
-    settings = options.settings()
+    settings = _model_settings(options)
     if options.replicas == 1:
         return await in_thread(lambda: open_served(settings, say=say), name="loading")
-    from laurel.rewards.remote.router import RouterOptions
-    from laurel.rewards.server.replicas import ReplicaProcesses, ServedReplicas
+    from laurel.rewards.server.replicas import open_replicas
 
-    routing = RouterOptions(
-        timeout=options.request_seconds,
-        attempt_timeout=min(RouterOptions().attempt_timeout, options.request_seconds),
+    limit = min(_REPLICA_SECONDS, options.request_seconds)
+    return await in_thread(
+        lambda: open_replicas(settings, options.replicas, limit=limit, say=say), name="loading"
     )
-    replicas = await in_thread(
-        lambda: ReplicaProcesses(settings, options.replicas, say=say, options=routing),
-        name="loading",
-    )
-    scorer = ServedReplicas(replicas, max_waiting=options.max_waiting)
-    return ServedModel(name=replicas.model, version=replicas.version, scorer=scorer)
 
 
 def _greet(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from laurel.config.yaml_tree import Section
+from laurel.config.yaml_tree import Section, foreign
 
 
 class SetConfig(Section):
@@ -209,7 +209,7 @@ DEFAULT_DATASET = "HelpSteer3"
 class DatasetConfig(SetConfig):
     """One set of preferences: which class reads it, from where."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset({"processor", "env_name"})
+    foreign_keys: ClassVar[frozenset[str]] = foreign("DatasetConfig")
 
     dataset_name: str | None = None
     """HelpSteer3, Tulu3Preference, PreferenceDataset, BinaryPreferenceDataset, or the dotted import
@@ -229,17 +229,7 @@ class DatasetConfig(SetConfig):
 class DataConfig(SetsConfig):
     """Where preferences come from. Either the flat keys or the `train`/`validation` blocks."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "add_bos",
-            "add_eos",
-            "add_generation_prompt",
-            "use_multiple_dataloader",
-            "num_prompts_per_dataloader",
-            "custom_dataloader",
-            "num_workers",
-        }
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("DataConfig")
 
     dataset_name: str | None = None
     """See `data.train.dataset_name`; for training and, where no other is said, validation. Null
@@ -370,15 +360,7 @@ class DataConfig(SetsConfig):
 class TaskSetConfig(TextSetConfig):
     """One set of tasks: which class reads it, from where, and who judges the answers."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "download_dir",
-            "filter_dataset",
-            "video_maintain_aspect_ratio",
-            "video_target_num_patches",
-            "allowed_problem_types",
-        }
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("TaskSetConfig")
 
     dataset_name: str | None = None
     """OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K, DAPOMathAIME2024,
@@ -401,18 +383,7 @@ class TaskSetConfig(TextSetConfig):
 class TaskDataConfig(TextDataConfig):
     """Where tasks come from. Either the flat keys or the `train`/`validation` blocks."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "num_workers",
-            "use_multiple_dataloader",
-            "num_prompts_per_dataloader",
-            "custom_dataloader",
-            "add_bos",
-            "add_eos",
-            "add_generation_prompt",
-            "add_system_prompt",
-        }
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("TaskDataConfig")
 
     fills_blocks: ClassVar[tuple[str, ...]] = (
         *TextDataConfig.fills_blocks,

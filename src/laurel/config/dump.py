@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -15,9 +14,8 @@ from laurel.config.schema_info import item_kinds, kinds_of, sections_of
 from laurel.config.yaml_tree import Section, read_scalars_our_way
 
 _WIDTH = 100
-_SAME_KEY = "See the same key of a set"
 _TRAIN = "data.train"
-_POINTER = re.compile(rf"See `({re.escape(_TRAIN)}|\w+)\.(\w+)`")
+_POINTER = re.compile(r"See (?:the same key of a set|`(?P<section>data\.train|\w+)\.(?P<key>\w+)`)")
 
 
 class _Dumper(yaml.SafeDumper):
@@ -72,69 +70,54 @@ def to_yaml(
         keys: Dotted names of the only keys to write, each with all that is below it.
         more: By dotted name, what is to stand behind the meaning of a key.
     """
-    schema = type(config)
-    writer = _Writer(
-        repeatable=_repeatable(schema),
-        describe=describe,
-        sections={one.__name__: one for one in _sections(schema)},
-        more=more or {},
-    )
-    return "".join(writer.lines(config, "", keys))
+    below = list(_sections(type(config)))
+    repeatable = {section for section, may_be_several in below if may_be_several}
+    named = {section.__name__: section for section, _ in below}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Writer:
-    repeatable: set[type[Section]]
-    describe: bool
-    sections: dict[str, type[Section]]
-    """Every section of the schema, by its name."""
-    more: Mapping[str, str]
-
-    def lines(self, section: Section, path: str, keys: Collection[str] | None) -> Iterator[str]:
+    def lines(section: Section, path: str, keys: Collection[str] | None) -> Iterator[str]:
         margin = "  " * path.count(".")
         for name, field in type(section).model_fields.items():
-            if type(section) in self.repeatable and name not in section.model_fields_set:
+            if type(section) in repeatable and name not in section.model_fields_set:
                 continue
             here = f"{path}{name}"
             if keys is not None and not any(f"{key}.".startswith(f"{here}.") for key in keys):
                 continue
             value = getattr(section, name)
-            if self.describe:
-                about = self._about(type(section), name, field.description or "")
+            if describe:
+                about = _about(type(section), name, field.description or "", named)
                 if isinstance(value, Section) and about in ("", "See there."):
                     about = type(value).__doc__ or ""
-                yield from _comment(about, margin)
-                yield from _comment(self.more.get(here, ""), margin)
+                for text in (about, (more or {}).get(here, "")):
+                    paragraph = textwrap.dedent(text).strip().split("\n\n")[0]
+                    for line in textwrap.wrap(paragraph, _WIDTH - len(margin) - 2):
+                        yield f"{margin}# {line}\n"
             inner = ""
             if isinstance(value, Section):
-                below = None if keys is None or here in keys else keys
-                inner = "".join(self.lines(value, f"{here}.", below))
+                inside = None if keys is None or here in keys else keys
+                inner = "".join(lines(value, f"{here}.", inside))
             if inner:
                 yield f"{margin}{name}:\n{inner}"
             else:
-                yield textwrap.indent(entry(name, _as_plain(value, self.repeatable)), margin)
+                yield textwrap.indent(entry(name, _as_plain(value, repeatable)), margin)
 
-    def _about(self, owner: type[Section], key: str, about: str) -> str:
-        """The meaning of a key; where its docstring points to another, that one's words."""
-        found = _POINTER.match(about)
-        if about.startswith(_SAME_KEY) or (found and found[1] == _TRAIN):
-            blocks = sections_of(kinds_of(owner.model_fields["train"].annotation))
-            target = blocks[0].model_fields.get(found[2] if found else key) if blocks else None
-            pointer = found[0] if found else _SAME_KEY
-        else:
-            bases = {one.__name__: one for one in owner.__mro__ if issubclass(one, Section)}
-            named = {**bases, **self.sections}.get(found[1]) if found else None
-            target = named.model_fields.get(found[2]) if found and named else None
-            pointer = found[0] if found else ""
-        if target is None or not target.description:
-            return about
-        return target.description.rstrip(".") + about.removeprefix(pointer)
+    return "".join(lines(config, "", keys))
 
 
-def _comment(about: str, margin: str) -> Iterator[str]:
-    for paragraph in textwrap.dedent(about).strip().split("\n\n")[:1]:
-        for line in textwrap.wrap(paragraph, _WIDTH - len(margin) - 2):
-            yield f"{margin}# {line}\n"
+def _about(owner: type[Section], key: str, about: str, named: Mapping[str, type[Section]]) -> str:
+    """The meaning of a key; where its docstring points to another, that one's words."""
+    found = _POINTER.match(about)
+    if found is None:
+        return about
+    section, name = found["section"] or _TRAIN, found["key"] or key
+    if section == _TRAIN:
+        target = next(iter(sections_of(kinds_of(owner.model_fields["train"].annotation))), None)
+    else:
+        bases = {one.__name__: one for one in owner.__mro__ if issubclass(one, Section)}
+        target = {**bases, **named}.get(section)
+    field = target.model_fields.get(name) if target is not None else None
+    if field is None or not field.description:
+        return about
+    return field.description.rstrip(".") + about.removeprefix(found[0])
 
 
 def entry(name: str, value: Any) -> str:
@@ -169,24 +152,14 @@ def _as_plain(value: Any, repeatable: set[type[Section]]) -> Any:
     return escaped(value) if isinstance(value, str) else value
 
 
-def _sections(schema: type[Section]) -> set[type[Section]]:
-    """The schema and every section below it."""
-    found = {schema}
+def _sections(schema: type[Section]) -> Iterator[tuple[type[Section], bool]]:
+    """The schema and every section below it, and whether a run may have several of one."""
+    yield schema, False
     for field in schema.model_fields.values():
         kinds = kinds_of(field.annotation)
-        inside = [kind for outer in kinds for kind in item_kinds(outer) or ()]
-        for section in sections_of((*kinds, *inside)):
-            found |= _sections(section)
-    return found
-
-
-def _repeatable(schema: type[Section]) -> set[type[Section]]:
-    """The sections that occur in lists and mappings anywhere below `schema`."""
-    found: set[type[Section]] = set()
-    for field in schema.model_fields.values():
-        kinds = kinds_of(field.annotation)
-        for kind in kinds:
-            found |= set(sections_of(item_kinds(kind) or ()))
         for section in sections_of(kinds):
-            found |= _repeatable(section)
-    return found
+            yield from _sections(section)
+        inside = (one for kind in kinds for one in item_kinds(kind) or ())
+        for section in sections_of(tuple(inside)):
+            yield section, True
+            yield from ((below, False) for below, _ in _sections(section))

@@ -19,7 +19,7 @@ from laurel.config.policy import (
     RewardModelConfig,
     TokenizerConfig,
 )
-from laurel.config.yaml_tree import Section
+from laurel.config.yaml_tree import Section, foreign
 from laurel.errors import about, key_of
 from laurel.sandbox.comparison import Comparison
 
@@ -531,7 +531,7 @@ class EnsemblePart(ScorerSource):
 class MathEnvironmentConfig(Section):
     """Answers checked against a known one."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset({"math_verify_impl"})
+    foreign_keys: ClassVar[frozenset[str]] = foreign("MathEnvironmentConfig")
 
     num_workers: int = Field(default=8, ge=1)
     """Processes that check answers; at most one per core is started. Default: as many as
@@ -584,53 +584,10 @@ class ResourcesConfig(Section):
     """Nodes."""
 
 
-FOREIGN_VLLM_KEYS = frozenset(
-    {
-        "async_engine",
-        "cap_max_tokens_to_context",
-        "enable_expert_parallel",
-        "enable_prefix_caching",
-        "enable_thinking",
-        "enforce_monotonicity",
-        "env_vars",
-        "expose_http_server",
-        "http_server_serving_chat_kwargs",
-        "is_mx",
-        "limit_mm_per_prompt",
-        "max_num_seqs",
-        "quantization_ignored_layer_kws",
-        "reasoning_parser_plugin",
-        "tool_parser_plugin",
-        "video",
-        "enable_vllm_metrics_logger",
-        "expert_parallel_size",
-        "http_refit_api_key_env_var",
-        "http_refit_server_port",
-        "kv_cache_dtype",
-        "logprobs_mode",
-        "num_first_layers_in_bf16",
-        "num_last_layers_in_bf16",
-        "reset_encoder_cache_after_weight_update",
-        "skip_tokenizer_init",
-        "use_deep_gemm",
-        "use_tqdm",
-        "vllm_metrics_logger_interval",
-        "zmq_refit_server_port",
-    }
-)
-"""Of `vllm_cfg` in files of NeMo RL."""
-
-
 class ScoringVllmConfig(Section):
     """vLLM's own settings, for a reward model."""
 
-    foreign_keys: ClassVar[frozenset[str]] = FOREIGN_VLLM_KEYS | {
-        "enforce_eager",
-        "load_format",
-        "max_model_len",
-        "pipeline_parallel_size",
-        "precision",
-    }
+    foreign_keys: ClassVar[frozenset[str]] = foreign("VllmConfig", "ScoringVllmConfig")
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs that the model is spread over."""
@@ -641,19 +598,7 @@ class ScoringVllmConfig(Section):
 class ScoringGenerationConfig(Section):
     """What computes the scores of a reward model. Nothing is generated; the name is NeMo RL's."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "colocated",
-            "max_new_tokens",
-            "mcore_generation_config",
-            "stop_strings",
-            "stop_token_ids",
-            "temperature",
-            "top_k",
-            "top_p",
-            "vllm_kwargs",
-        }
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("ScoringGenerationConfig")
 
     backend: Literal["transformers", "vllm"] = "transformers"
     """`transformers`: the model itself, in token forests; `vllm`: an engine of its own (extra
@@ -666,17 +611,7 @@ class ScoringGenerationConfig(Section):
 class RewardModelEnvironmentConfig(ScorerSource):
     """Conversations judged by a reward model, by several, or by what stands in for one."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "processor",
-            "offload_optimizer_for_logprob",
-            "logprob_batch_size",
-            "max_grad_norm",
-            "optimizer",
-            "scheduler",
-            "make_sequence_length_divisible_by",
-        }
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("RewardModelEnvironmentConfig")
 
     enabled: bool = False
     """Judge with this environment where `data.env_name` names none."""
@@ -836,26 +771,7 @@ class CompositeEnvironmentConfig(Section):
 class EnvironmentsConfig(Section):
     """The environments by the name that `data.env_name` calls them."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "should_use_nemo_gym",
-            "should_log_nemo_gym_responses",
-            "should_mask_flagged_samples",
-            "nemo_gym",
-            "vlm",
-            "dapo",
-            "math_default",
-            "math_multi_reward",
-            "sliding_puzzle_game",
-            "code_jaccard",
-            "code_gym",
-            "retriever",
-            "clevr-cogent",
-            "refcoco",
-            "geometry3k",
-            "mmpr-tiny",
-        }
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("EnvironmentsConfig")
     """Environments of NeMo RL; its files describe several, and use those that `env_name` names."""
 
     math: MathEnvironmentConfig = MathEnvironmentConfig()

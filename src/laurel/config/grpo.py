@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from laurel.config.data import TaskDataConfig
-from laurel.config.environments import FOREIGN_VLLM_KEYS, EnvironmentsConfig, ResourcesConfig
+from laurel.config.environments import EnvironmentsConfig, ResourcesConfig
 from laurel.config.policy import (
     CheckpointingConfig,
     ClusterConfig,
@@ -19,7 +19,7 @@ from laurel.config.policy import (
     PolicyConfig,
     TokenizerConfig,
 )
-from laurel.config.yaml_tree import OffPeriod, Section
+from laurel.config.yaml_tree import OffPeriod, Section, foreign
 
 # --------------------------------------------------------------------------------------------------
 # The `policy.generation` section: how completions are drawn. Names follow NeMo RL's files.
@@ -28,7 +28,7 @@ from laurel.config.yaml_tree import OffPeriod, Section
 class VllmConfig(Section):
     """vLLM's own settings."""
 
-    foreign_keys: ClassVar[frozenset[str]] = FOREIGN_VLLM_KEYS
+    foreign_keys: ClassVar[frozenset[str]] = foreign("VllmConfig")
 
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of its weights; `auto` is `policy.precision`."""
@@ -67,25 +67,7 @@ class GenerationConfig(Section):
     removed: ClassVar[Mapping[str, str]] = {
         "ipc": "use auto or broadcast, which is quicker, or object_store"
     }
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "refit_transport",
-            "refit_cfg",
-            "mcore_generation_config",
-            "sglang_cfg",
-            "trtllm_cfg",
-            "trtllm_kwargs",
-            "dynamo_cfg",
-            "port_range_low",
-            "port_range_high",
-            "bad_words",
-            "use_async_rollouts",
-            "real_quant",
-            "real_quant_ignore",
-            "real_quant_export_cpu_offload",
-            "quant_cfg",
-        }
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("GenerationConfig")
 
     backend: Literal["auto", "transformers", "vllm"] = "auto"
     """`transformers`: in this process, with the learner's own weights; `vllm`: an engine of its own
@@ -321,7 +303,7 @@ class RewardShapingConfig(Section):
 class AdvantageConfig(Section):
     """How rewards become advantages."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset({"opd"})
+    foreign_keys: ClassVar[frozenset[str]] = foreign("AdvantageConfig")
 
     name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = "grpo"
     """`grpo`: against the group; `gdpo`: each component against its group, then weighted and
@@ -514,25 +496,7 @@ class GRPOPolicyConfig(PolicyConfig):
 class GRPOConfig(Section):
     """What is drawn and learned from in a step, how rewards are compared, when it is validated."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "invalid_tool_call_advantage",
-            "malformed_thinking_advantage",
-            "reward_penalties",
-            "on_policy_distillation",
-            "seq_logprob_error_threshold",
-            "calculate_advantages_on_gpu",
-            "skip_reference_policy_logprobs_calculation",
-            "async_grpo",
-            "val_start_at",
-            "invalid_tool_call_strategy",
-            "penalize_invalid_tool_call",
-            "penalize_malformed_thinking",
-            "zero_variance_prompt_filtering",
-            "deduplicate_multimodal_data",
-            "debug_payload_metrics",
-        }
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("GRPOConfig")
 
     num_prompts_per_step: int = Field(default=32, ge=1)
     """Tasks of one step. Default: with 16 completions each, one update of 512."""
@@ -683,9 +647,7 @@ class GRPOConfig(Section):
 class GRPORun(Section):
     """A complete configuration of `laurel grpo`."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"rm", "sft", "data_plane", "on_policy_distillation", "reward_penalties", "async_rl"}
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("GRPORun")
     other_names: ClassVar[Mapping[str, str]] = {
         "use_reward_loop": "env.reward_model.use_reward_loop",
         "reward_model.use_reward_loop": "env.reward_model.use_reward_loop",

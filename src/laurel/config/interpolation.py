@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from laurel.config.yaml_tree import MISSING, KeyPath, YamlNode, dotted, nearest
+from laurel.config.schema_info import with_defaults
+from laurel.config.yaml_tree import MISSING, KeyPath, Section, YamlNode, dotted, nearest
 
 
 def _number(value: Any) -> int | float:
@@ -27,8 +28,9 @@ def _number(value: Any) -> int | float:
     return value
 
 
-def _divide(a: float, b: float) -> float:
+def _divide(a: Any, b: Any) -> int | float:
     """The quotient, as a whole number where it is one of whole numbers."""
+    a, b = _number(a), _number(b)
     quotient = a / b
     return a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else quotient
 
@@ -41,7 +43,7 @@ _RESOLVERS: dict[str, Callable[..., Any]] = {
     "mul": _over_all(operator.mul),
     "add": _over_all(operator.add),
     "sub": lambda a, b: _number(a) - _number(b),
-    "div": lambda a, b: _divide(_number(a), _number(b)),
+    "div": _divide,
     "max": _over_all(max),
     "min": _over_all(min),
 }
@@ -63,40 +65,47 @@ class UnresolvedError(Exception):
 
 
 class Interpolations:
-    """All values of a run, in which references are looked up."""
+    """All values of a run, in which references are looked up.
 
-    def __init__(self, tree: YamlNode) -> None:
+    Args:
+        tree: What is written.
+        schema: Whose defaults references reach, too.
+    """
+
+    def __init__(self, tree: YamlNode, schema: type[Section] | None = None) -> None:
+        self.tree = tree
+        self.schema = schema
+
+    @functools.cached_property
+    def _whole(self) -> tuple[YamlNode, Any]:
+        """The tree with all defaults, and the same as OmegaConf's; many a run needs neither."""
         register_resolvers()
-        self.root = OmegaConf.create(_for_omegaconf(tree))
+        tree = self.tree
+        if self.schema is not None:
+            tree = with_defaults(self.schema, tree, everything=True)
+        return tree, OmegaConf.create(_for_omegaconf(tree))
 
     def value(self, path: KeyPath, text: str) -> Any:
         """What the reference `text`, written at `path`, stands for. Raises UnresolvedError."""
+        if not _is_well_formed(text):
+            raise UnresolvedError(f"'{text}' is not a well-formed interpolation")
+        tree, value = self._whole
         try:
-            if not _is_well_formed(text):
-                raise UnresolvedError(f"'{text}' is not a well-formed interpolation")
-            value: Any = self.root
             for key in path:
                 value = value[key]
             if isinstance(value, DictConfig | ListConfig):
                 return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
             return value
-        except InterpolationKeyError as error:
-            raise UnresolvedError(f"'{text}': {_reason(error)}{self._near(error)}") from None
-        except MissingMandatoryValue as error:
-            raise UnresolvedError(f"'{text}': {_reason(error)}") from None
         except OmegaConfBaseException as error:
-            raise UnresolvedError(f"'{text}': {_reason(error)}") from None
-
-    def _near(self, error: OmegaConfBaseException) -> str:
-        asked = re.search(r"'([^']+)'", str(error))
-        near = nearest(asked[1], _dotted_keys(self.root, ())) if asked else None
-        return f"; did you mean '{near}'?" if near else ""
-
-
-def _reason(error: OmegaConfBaseException) -> str:
-    """OmegaConf's message without its notes on the types of its own nodes."""
-    line = str(error).splitlines()[0]
-    return re.sub(r"^\w+ raised while resolving interpolation: ", "", line).strip('"')
+            # Without OmegaConf's notes on the types of its own nodes.
+            line = str(error).splitlines()[0]
+            reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", line).strip('"')
+            asked = re.search(r"'([^']+)'", str(error))
+            near = None
+            if isinstance(error, InterpolationKeyError) and asked:
+                near = nearest(asked[1], map(dotted, _paths(tree, ())))
+            hint = f"; did you mean '{near}'?" if near else ""
+            raise UnresolvedError(f"'{text}': {reason}{hint}") from None
 
 
 def _is_well_formed(text: str) -> bool:
@@ -120,12 +129,10 @@ def _for_omegaconf(node: YamlNode) -> Any:
     return None if node.reference and not _is_well_formed(node.value) else node.value
 
 
-def _dotted_keys(root: Any, prefix: KeyPath) -> Iterator[str]:
-    for key in root:
-        yield dotted((*prefix, str(key)))
-        inside = None if OmegaConf.is_interpolation(root, key) else root.get(key)
-        if isinstance(inside, DictConfig):
-            yield from _dotted_keys(inside, (*prefix, str(key)))
+def _paths(node: YamlNode, path: KeyPath) -> Iterator[KeyPath]:
+    for key, child in node.value.items() if isinstance(node.value, dict) else ():
+        yield (*path, key)
+        yield from _paths(child, (*path, key))
 
 
 def escaped(text: str) -> str:

@@ -1,12 +1,18 @@
 """Configuration files and command-line overrides, read into the sections of a schema.
 
+PyYAML parses, OmegaConf looks references up, and pydantic checks each section. What is our own:
+every value keeps the line it was written in, which neither of the three would carry to an error;
+all that is wrong is told at once, in words; and an override begins from the schema's defaults, and
+takes `a: b` for text, where OmegaConf's would drop siblings and read a mapping.
+
 The steps, each in a file of its own::
 
-    source         YAML files and what they inherit  -> a tree that knows every value's line
+    yaml_tree      YAML files and what they inherit  -> a tree that knows every value's line
     overrides      a.b=c, +a.b=c, ++a.b=c, ~a.b      -> the same tree, changed
+    nemo_rl        what files of NeMo RL say in another way -> the same tree, in Laurel's terms
     interpolation  ${other.key}, ${mul:a,b}, ${oc.env:NAME,default}
-    check          tree + schema -> sections, or everything that is wrong in one error
-    written        sections -> YAML that reads back as the same sections
+    load           tree + schema -> sections, or everything that is wrong in one error
+    dump           sections -> YAML that reads back as the same sections
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
@@ -44,13 +50,13 @@ from laurel.config.yaml_tree import (
     KeyPath,
     Section,
     YamlNode,
+    all_of,
     dotted,
     find_node,
     graft,
     nearest,
     read_file,
 )
-from laurel.errors import ConfigError
 
 __all__ = ["LoadedConfig", "check_tree", "load_config", "to_yaml"]
 
@@ -67,7 +73,7 @@ class LoadedConfig(Generic[T]):
     what has no effect beside other settings, what is null and has its default."""
     ignored: tuple[str, ...] = ()
     """Keys of other systems' files that mean nothing here, lost or not."""
-    said: YamlNode = field(default_factory=lambda: YamlNode(value={}, place=DEFAULT))
+    said: YamlNode = field(default_factory=lambda: YamlNode({}, DEFAULT))
     """What file and overrides say, in Laurel's own terms, without defaults."""
     moves: tuple[Move, ...] = ()
     """What they say in other terms, and where it went."""
@@ -81,73 +87,37 @@ def load_config(
     Raises ConfigError. What is wrong with keys and values is told all at once, each with the file
     and line, or the override, that it came from.
     """
-    tree = read_file(path) if path is not None else YamlNode(value={}, place=DEFAULT)
+    tree = read_file(path) if path is not None else YamlNode({}, DEFAULT)
     problems: list[str] = []
     tree = at_their_place(schema, tree, problems)
     filled = apply_overrides(schema, with_defaults(schema, tree), overrides, problems)
     adapted = adapt(schema, filled, problems)
-    checker = Checker(schema, adapted.tree, problems)
-    config = checker.section(schema, adapted.tree)
-    if problems or not isinstance(config, schema):
-        raise ConfigError(_all_of(problems))
+    config, checker = check_tree(schema, adapted.tree, problems)
     return LoadedConfig(
         config=config,
-        warnings=(*adapted.sentences, *warnings_of(checker, adapted.tree)),
+        warnings=(*adapted.sentences, *checker.warnings()),
         ignored=tuple(checker.ignored),
         said=adapted.tree,
         moves=tuple(adapted.moves),
     )
 
 
-def check_tree(schema: type[T], tree: YamlNode) -> T:
-    """A configuration made by a program, with its places as they are in the messages.
+def check_tree(schema: type[T], tree: YamlNode, problems: Sequence[str] = ()) -> tuple[T, Checker]:
+    """The sections that a tree with its defaults is, and who checked it.
+
+    Args:
+        schema: Of the whole tree.
+        tree: Its places are named in messages.
+        problems: What is known to be wrong with it before.
 
     Raises:
         ConfigError: What is wrong, all at once.
     """
-    problems: list[str] = []
-    tree = with_defaults(schema, tree)
-    config = Checker(schema, tree, problems).section(schema, tree)
-    if problems or not isinstance(config, schema):
-        raise ConfigError(_all_of(problems))
-    return config
-
-
-def _all_of(problems: list[str]) -> str:
-    if len(problems) == 1:
-        return problems[0]
-    in_order = sorted(problems, key=_file_and_line)
-    return f"{len(problems)} problems in the configuration:\n  " + "\n  ".join(in_order)
-
-
-def _file_and_line(problem: str) -> tuple[bool, str, int]:
-    """Files first, by line; then overrides, as they were given."""
-    place = re.match(r"(?!override ')(.+?):(\d+): ", problem)
-    return (False, place[1], int(place[2])) if place else (True, "", 0)
-
-
-def warnings_of(checker: Checker, tree: YamlNode) -> Iterator[str]:
-    """What a checked tree says that is lost, ignored, without effect or null."""
-    fates = fates_of(tree, checker.ignored)
-    lost = {fate.key: fate.why for fate in fates if fate.is_lost}
-    if lost:
-        told = "; ".join(f"{key} ({why})" for key, why in lost.items())
-        yield f"these settings are not carried over: {told}"
-    nothing = [
-        key for key in checker.ignored if not any(one == key or _is_in(one, key) for one in lost)
-    ]
-    if nothing:
-        yield f"these keys mean nothing here and are ignored: {', '.join(nothing)}"
-    if checker.without_effect:
-        told = "; ".join(f"{key} ({why})" for key, why in checker.without_effect.items())
-        yield f"these settings have no effect beside the others: {told}"
-    if checker.nulls:
-        told = ", ".join(f"{key}={value}" for key, value in checker.nulls.items())
-        yield f"these keys are null, which leaves them at their defaults: {told}"
-
-
-def _is_in(key: str, block: str) -> bool:
-    return key.startswith(f"{block}.")
+    checker = Checker(schema, tree, problems)
+    config = checker.section(schema, tree)
+    if checker.problems or isinstance(config, _Broken):
+        raise all_of(checker.problems)
+    return config, checker
 
 
 # --------------------------------------------------------------------------------------------------
@@ -167,18 +137,6 @@ def _has_broken(value: Any) -> bool:
     return value is _BROKEN
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Attempt:
-    """A section about to be validated."""
-
-    section: type[Section]
-    node: YamlNode
-    path: KeyPath
-    values: dict[str, Any]
-    whole: bool
-    """Whether nothing in it has been reported so far."""
-
-
 class Checker:
     """Builds the sections of one run from its tree, from the innermost outwards.
 
@@ -186,11 +144,11 @@ class Checker:
     told once per branch of a union, and one wrong key does not hide another.
     """
 
-    def __init__(self, schema: type[Section], tree: YamlNode, problems: list[str]) -> None:
+    def __init__(self, schema: type[Section], tree: YamlNode, problems: Sequence[str]) -> None:
         self.schema = schema
         self.tree = tree
-        self.interpolations = Interpolations(with_defaults(schema, tree, everything=True))
-        self.problems = problems
+        self.interpolations = Interpolations(tree, schema)
+        self.problems = list(problems)
         self.ignored: list[str] = []
         self.without_effect: dict[str, str] = {}
         """Keys that do nothing beside others, and why."""
@@ -204,12 +162,12 @@ class Checker:
         for key, child in node.value.items():
             here = (*path, key)
             if key in section.model_fields:
-                field = section.model_fields[key]
-                kinds = kinds_of(field.annotation)
-                if self._is_left_out(field, kinds, child, here):
+                kinds = kinds_of(section.model_fields[key].annotation)
+                value = self._value(kinds, child, here)
+                if value is None and self._is_left_out(section.model_fields[key], kinds, here):
                     continue
-                values[key] = self._value(kinds, child, here)
-                whole = whole and not _has_broken(values[key])
+                values[key] = value
+                whole = whole and not _has_broken(value)
             elif key in section.foreign_keys or (key in section.removed and child.value is None):
                 self.ignored.append(dotted(here))
             else:
@@ -218,25 +176,42 @@ class Checker:
         try:
             built = section.model_validate(values)
         except ValidationError as error:
-            attempt = _Attempt(section=section, node=node, path=path, values=values, whole=whole)
             for told in error.errors(include_url=False):
-                self._translate(told, attempt)
+                if told["loc"]:
+                    self._report_value(told, section, node, path, values)
+                elif whole:  # else the rule may have failed for what is already reported
+                    self._report(path, self._place_of_rule(told, node), _reason(told))
             return _BROKEN
         if whole:
             named = built.without_effect().items()
             self.without_effect |= {dotted((*path, key)): why for key, why in named}
         return built if whole else _BROKEN
 
-    def _is_left_out(self, field: FieldInfo, kinds: Kinds, node: YamlNode, path: KeyPath) -> bool:
-        """Whether a key is null that cannot be: then nothing is said, and its default holds.
+    def warnings(self) -> Iterator[str]:
+        """What the tree says that is lost, ignored, without effect or null."""
+        fates = fates_of(self.tree, self.ignored)
+        lost = {fate.key: fate.why for fate in fates if fate.is_lost}
+        if lost:
+            told = "; ".join(f"{key} ({why})" for key, why in lost.items())
+            yield f"these settings are not carried over: {told}"
+        nothing = [
+            key for key in self.ignored if not any(f"{one}.".startswith(f"{key}.") for one in lost)
+        ]
+        if nothing:
+            yield f"these keys mean nothing here and are ignored: {', '.join(nothing)}"
+        if self.without_effect:
+            told = "; ".join(f"{key} ({why})" for key, why in self.without_effect.items())
+            yield f"these settings have no effect beside the others: {told}"
+        if self.nulls:
+            told = ", ".join(f"{key}={value}" for key, value in self.nulls.items())
+            yield f"these keys are null, which leaves them at their defaults: {told}"
+
+    def _is_left_out(self, field: FieldInfo, kinds: Kinds, path: KeyPath) -> bool:
+        """Whether a key that is null cannot be: then nothing is said, and its default holds.
 
         Null is how YAML says that there is no value; a key that must be given is refused.
         """
-        try:
-            value = self._resolved(node, path).value
-        except UnresolvedError:
-            return False
-        if value is not None or field.is_required() or not {Any, NoneType}.isdisjoint(kinds):
+        if field.is_required() or not {Any, NoneType}.isdisjoint(kinds):
             return False
         default = field.get_default(call_default_factory=True)
         if default:  # else the default is nothing, too
@@ -262,18 +237,16 @@ class Checker:
 
     def _scalar(self, kinds: Kinds, node: YamlNode, path: KeyPath) -> Any:
         """A number where only text is wanted is the text as written (`revision: 12e3`)."""
-        takes_number = not {int, float}.isdisjoint(kinds)
-        takes_anything = Any in kinds
-        if isinstance(node.value, bool):
-            if takes_number and not takes_anything and {bool, str}.isdisjoint(kinds):
-                # pydantic would take `true` for 1.
-                message = f"must be {describe_kinds(kinds)}, not {_shown(node.value)}"
-                return self._report(path, node.place, message)
+        if Any in kinds:
             return node.value
-        wants_text = str in kinds and not takes_number and not takes_anything
-        if wants_text and isinstance(node.value, int | float) and node.text is not None:
-            return node.text
-        return node.value
+        takes_number = not {int, float}.isdisjoint(kinds)
+        if isinstance(node.value, bool) and takes_number and {bool, str}.isdisjoint(kinds):
+            # pydantic would take `true` for 1.
+            message = f"must be {describe_kinds(kinds)}, not {_shown(node.value)}"
+            return self._report(path, node.place, message)
+        is_number = isinstance(node.value, int | float) and not isinstance(node.value, bool)
+        wants_text = str in kinds and not takes_number
+        return node.text if is_number and wants_text and node.text is not None else node.value
 
     def _resolved(self, node: YamlNode, path: KeyPath) -> YamlNode:
         if node.value is MISSING:
@@ -285,20 +258,22 @@ class Checker:
 
     # ------------------------------------------------------------------------------------ messages
 
-    def _translate(self, told: ErrorDetails, attempt: _Attempt) -> None:
-        """Report what pydantic found, in words and at the line it came from."""
-        node, path, location = attempt.node, attempt.path, told["loc"]
-        if not location:
-            if attempt.whole:  # else the rule may have failed for what is already reported
-                self._report(path, self._place_of_rule(told, node), _reason(told))
-            return
-        field = attempt.section.model_fields[str(location[0])]
-        where, kinds = _descend(kinds_of(field.annotation), location)
+    def _report_value(
+        self,
+        told: ErrorDetails,
+        section: type[Section],
+        node: YamlNode,
+        path: KeyPath,
+        values: Mapping[str, Any],
+    ) -> None:
+        """Report what pydantic found in a key, in words and at the line it came from."""
+        field = section.model_fields[str(told["loc"][0])]
+        where, kinds = _descend(kinds_of(field.annotation), told["loc"])
         if told["type"] == "missing":
             message = f"is missing; it must be {describe_kinds(kinds)}"
             self._report((*path, *where), node.place, message)
             return
-        value = functools.reduce(operator.getitem, where, cast(Any, attempt.values))
+        value = functools.reduce(operator.getitem, where, cast(Any, values))
         if _has_broken(value):
             return
         message = _reason(told)
@@ -307,10 +282,13 @@ class Checker:
             near = nearest(str(value), choices_of(kinds))
             message = f"must be {describe_kinds(kinds, limits)}, not {_shown(value)}"
             message += f"; did you mean '{near}'?" if near else ""
-            gone = attempt.section.removed.get(str(value))
+            gone = section.removed.get(str(value))
             if gone is not None:
                 message = f"there is no {value} any more ({gone}); leave it out"
-        self._report((*path, *where), _innermost(node, where).place, message)
+        # Where a reference brought in the rest, the last node on the way has the line.
+        ways = (find_node(node, where[:length]) for length in range(len(where), -1, -1))
+        written = next(found for found in ways if found is not None)
+        self._report((*path, *where), written.place, message)
 
     def _place_of_rule(self, told: ErrorDetails, node: YamlNode) -> str:
         """The line of the first written key that a section's own rule names; else the section's."""
@@ -343,15 +321,6 @@ _TOLD_BY_KIND = (
     "less_than_equal",
 )
 """pydantic's errors for which the description of the key says all there is to say."""
-
-
-def _innermost(node: YamlNode, path: KeyPath) -> YamlNode:
-    """The node at `path`, or the last one on the way where a reference brought in the rest."""
-    for length in range(len(path), 0, -1):
-        found = find_node(node, path[:length])
-        if found is not None:
-            return found
-    return node
 
 
 def _descend(kinds: Kinds, location: tuple[int | str, ...]) -> tuple[KeyPath, Kinds]:

@@ -6,339 +6,61 @@ that Laurel does not have is refused by its name. All other keys that mean nothi
 they are: the sections know them (`foreign_keys`), and `fate` says why, and whether anything is
 lost.
 
-Facts: NVIDIA-NeMo/RL, `examples/configs` of 2025-09-20, v0.4.0 to v0.7.0 and 7ea279abf.
+Which keys and features these are stands in `nemo_rl.yaml`.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.interpolation import Interpolations, UnresolvedError
-from laurel.config.schema_info import step_into, with_defaults
+from laurel.config.schema_info import step_into
 from laurel.config.yaml_tree import (
     MISSING,
     KeyPath,
     Section,
     YamlNode,
+    all_of,
     dotted,
     find_node,
     graft,
+    nemo_rl_tables,
     plain_values,
     split_key,
     with_key,
 )
-from laurel.errors import ConfigError
+
+_TABLES = nemo_rl_tables()
 
 # ------------------------------------------------------------------------- keys that are left alone
 
-UNNEEDED: dict[str, tuple[str, ...]] = {
-    "of other commands": (
-        "rm",
-        "sft",
-        "grpo",
-        "loss_fn",
-        "env",
-        "dpo",
-        "distillation",
-        "ppo",
-        "value",
-        "value_loss_fn",
-        "teacher",
-        "teachers",
-    ),
-    "of other backends": (
-        "megatron_cfg",
-        "_v2",
-        "automodel_kwargs",
-        "env_vars",
-        "dp_replicate_size",
-        "sglang_cfg",
-        "trtllm_cfg",
-        "trtllm_kwargs",
-        "dynamo_cfg",
-        "mcore_generation_config",
-        "use_deep_gemm",
-        "use_triton",
-        "num_last_layers_in_bf16",
-        "num_first_layers_in_bf16",
-        "async_rl",
-        "real_quant_export_cpu_offload",
-        "model_save_format",
-        "save_consolidated",
-        "model_cache_dir",
-        "model_repo_id",
-        "is_peft",
-        "peft_config",
-        "data_plane",
-        "moe_parallelizer",
-        "is_mx",
-        "quantization_ignored_layer_kws",
-        "use_async_rollouts",
-    ),
-    "Laurel moves weights into the engine itself": (
-        "refit_buffer_size_gb",
-        "refit_transport",
-        "refit_cfg",
-        "http_refit_api_key_env_var",
-        "http_refit_server_port",
-        "zmq_refit_server_port",
-        "reset_encoder_cache_after_weight_update",
-    ),
-    "settings of a logger that is switched elsewhere": ("swanlab",),
-    "only speed or memory": (
-        "use_fastokens",
-        "clear_cache_every_n_steps",
-        "offload_optimizer_for_logprob",
-        "logprob_batch_size",
-        "logprob_chunk_size",
-        "logprob_mb_tokens",
-        "generation_batch_size",
-        "make_sequence_length_divisible_by",
-        "sequence_length_round",
-        "microbatch_order",
-        "algorithm",
-        "calculate_advantages_on_gpu",
-        "async_engine",
-        "use_tqdm",
-        "fuse_loss",
-        "skip_reference_policy_logprobs_calculation",
-        "enable_prefix_caching",
-        "deduplicate_multimodal_data",
-        "debug_payload_metrics",
-        "num_workers",
-    ),
-    "one place says it: policy.dtensor_cfg.activation_checkpointing": (
-        "activation_checkpointing_enabled",
-    ),
-    "Laurel reads and renders rows itself; the scoring contract settles special tokens": (
-        "add_bos",
-        "add_eos",
-        "add_generation_prompt",
-        "add_system_prompt",
-        "processor",
-        "env_name",
-        "task_name",
-        "download_dir",
-        "output_dir",
-        "skip_tokenizer_init",
-    ),
-    "the reward model that judges is not trained and draws nothing": (
-        "optimizer",
-        "scheduler",
-        "max_grad_norm",
-        "generation",
-        "max_new_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "stop_strings",
-        "stop_token_ids",
-        "vllm_kwargs",
-        "colocated",
-    ),
-    "vLLM scores with the reward model's own precision and lengths, on tensor_parallel_size GPUs": (
-        "precision",
-        "max_model_len",
-        "load_format",
-        "enforce_eager",
-        "pipeline_parallel_size",
-    ),
-    "Laurel's engines and processes find their own ports and figures": (
-        "port_range_low",
-        "port_range_high",
-        "master_port_range_low",
-        "master_port_range_high",
-        "enable_vllm_metrics_logger",
-        "vllm_metrics_logger_interval",
-        "monitor_gpus",
-        "gpu_monitoring",
-        "log_nemo_gym_full_result_tables",
-        "logprobs_mode",
-        "segment_size",
-        "should_log_nemo_gym_responses",
-    ),
+# Of a key that several reasons name, the first holds, and that something is lost before all.
+_REASONS = {
+    key: (why, block == "lost")
+    for block in ("unneeded", "lost")
+    for why, keys in reversed(_TABLES[block].items())
+    for key in keys
 }
-"""Why a key is not needed, and the last parts of such keys."""
-
-LOST: dict[str, str] = {
-    "async_grpo": "grpo.max_staleness=max_trajectory_age_steps and "
-    "loss_fn.use_importance_sampling_correction=true",
-    "max_generation_failures": "grpo.min_valid_per_group and env.max_failed_share limit failures",
-    "in_flight_weight_updates": "weights change between batches of rollouts, not within them",
-    "recompute_kv_cache_after_weight_updates": "keys and values are always those of the weights",
-    "math_verify_impl": "there is one checker: math-verify",
-    "reward_penalties": "grpo.reward_shaping, or an environment of your own",
-    "invalid_tool_call_advantage": "tools are an environment's here",
-    "invalid_tool_call_strategy": "tools are an environment's here",
-    "penalize_invalid_tool_call": "tools are an environment's here",
-    "malformed_thinking_advantage": "let an environment judge the form",
-    "penalize_malformed_thinking": "let an environment judge the form",
-    "zero_variance_prompt_filtering": "grpo.use_dynamic_sampling draws others in their place",
-    "should_mask_flagged_samples": "an environment says of a sample that it could not be judged",
-    "seq_logprob_error_threshold": "loss_fn.truncated_importance_sampling_type=seq-mask-tis leaves "
-    "out completions whose probabilities differ",
-    "opd": "no distillation from a teacher",
-    "on_policy_distillation": "no distillation from a teacher",
-    "draft": "no draft model is trained",
-    "router_replay": "experts are routed anew in training",
-    "quant_cfg": "nothing is quantised",
-    "real_quant": "nothing is quantised",
-    "real_quant_ignore": "nothing is quantised",
-    "quant_calib_data": "nothing is quantised",
-    "quant_calib_size": "nothing is quantised",
-    "quant_batch_size": "nothing is quantised",
-    "quant_sequence_length": "nothing is quantised",
-    "disable_modelopt_layer_spec": "nothing is quantised",
-    "dequantize_base_checkpoint": "give a model whose weights are saved in bfloat16 or float32",
-    "is_vlm": "texts only",
-    "should_use_nemo_gym": "write an environment: env.custom",
-    "expert_parallel_size": "a replica is spread by tensor_parallel_size",
-    "enable_expert_parallel": "a replica is spread by tensor_parallel_size; vLLM's own argument "
-    "would go to policy.generation.vllm_kwargs",
-    "expose_http_server": "an engine serves this run alone",
-    "http_server_serving_chat_kwargs": "an engine serves this run alone",
-    "reasoning_parser_plugin": "an engine serves this run alone",
-    "tool_parser_plugin": "an engine serves this run alone",
-    "enable_thinking": "policy.tokenizer.chat_template_kwargs",
-    "enforce_monotonicity": "an engine serves this run alone",
-    "cap_max_tokens_to_context": "a completion always ends where its conversation is full",
-    "max_num_seqs": "policy.generation.vllm_kwargs",
-    "limit_mm_per_prompt": "texts only",
-    "video": "texts only",
-    "audio": "texts only",
-    "kv_cache_dtype": "policy.generation.vllm_kwargs",
-    "bad_words": "nothing is kept from being drawn",
-    "swanlab_enabled": "Laurel logs to wandb, tensorboard and mlflow",
-    "val_start_at": "validation begins with grpo.val_period, or grpo.val_at_start",
-    "ft_save_period": "checkpointing.save_period",
-    "ft_keep_latest_k": "checkpointing.keep_top_k",
-    "dropout_position": "dropout is in front of adapters",
-    "lora_A_init": "adapters begin as peft begins them",
-    "tool_key": "rows with tools are not rendered",
-    "use_preserving_dataset": "columns are read as Laurel reads them",
-    "filter_dataset": "data.max_samples and data.max_input_seq_length limit rows",
-    "use_multiple_dataloader": "a mixture holds all rows of all its sets",
-    "num_prompts_per_dataloader": "a mixture holds all rows of all its sets",
-    "custom_dataloader": "rows come in the order of data.shuffle and the seed of the run",
-    "video_maintain_aspect_ratio": "texts only",
-    "video_target_num_patches": "texts only",
-    "allowed_problem_types": "an own class (dataset_name) chooses rows",
-    # of megatron_cfg, where it is enabled
-    "pipeline_model_parallel_size": "layers are not divided by depth: weights, gradients and "
-    "optimizer are sharded over all devices instead (FSDP2)",
-    "num_layers_in_first_pipeline_stage": "there are no pipeline stages",
-    "num_layers_in_last_pipeline_stage": "there are no pipeline stages",
-    "use_distributed_optimizer": "the optimizer is always sharded (FSDP2)",
-    "use_precision_aware_optimizer": "the optimizer's state is float32",
-    "params_dtype": "master weights are float32",
-    "optimizer_cpu_offload": "policy.dtensor_cfg.cpu_offload keeps parameters and optimizer there",
-    "optimizer_offload_fraction": "policy.dtensor_cfg.cpu_offload: all or nothing",
-    "distributed_data_parallel_config": "FSDP2 reduces gradients in its own way",
-    "recompute_granularity": "whole layers are computed again",
-    "recompute_modules": "whole layers are computed again",
-    "freeze_moe_router": "the router of a mixture of experts is trained, too; dense models have "
-    "none",
-    "moe_router_bias_update_rate": "the bias of a mixture's router stays as it is; dense models "
-    "have none",
-    "moe_router_enable_expert_bias": "the bias of a mixture's router stays as it is",
-    "moe_router_load_balancing_type": "no loss balances experts; dense models have none",
-    "moe_aux_loss_coeff": "no loss balances experts",
-    "model_overrides": "policy.hf_config_overrides changes a model's configuration",
-    "attention_backend": "attention is Laurel's own or the model's",
-    "lora_A_init_method": "adapters begin as peft begins them",
-    "lora_B_init_method": "adapters begin at zero, as peft's do",
-    "lora_dtype": "adapters are float32",
-    "a2a_experimental": "adapters are peft's",
-    "calculate_per_token_loss": "loss_fn.token_level_loss says what a loss is divided by",
-    "do_not_average_loss": "loss_fn.token_level_loss says what a loss is divided by",
-    "scale_loss_by_dp_cp_size": "a loss does not depend on the mesh",
-}
-"""Keys that may change what a run does, and what to do instead or what is done."""
-
-_MEGATRON_ONLY = "Megatron's kernels, checkpoints and communication"
-_SAME_HERE = {
-    "lora_A_init_method": (),
-    "lora_B_init_method": ("zero",),
-    "lora_dtype": ("None",),
-    "math_verify_impl": ("hf_math_verify",),
-    "kv_cache_dtype": ("auto",),
-    "params_dtype": ("float32",),
-    "recompute_granularity": ("full",),
-    "moe_router_load_balancing_type": ("none",),
-    "val_start_at": (-1,),
-    "expert_parallel_size": (1,),
-    "pipeline_model_parallel_size": (1,),
-    "use_distributed_optimizer": (True,),
-    "dropout_position": ("pre",),
-    "enable_expert_parallel": (False,),
-}
-"""Values of lost keys that say what Laurel does anyway."""
-
+_CARRIED = {f"{block}.{key}" for block, keys in _TABLES["carried"].items() for key in keys}
 _OFF: tuple[Any, ...] = (None, False, -1, 0, [], {})
-
-
-_CARRIED = frozenset(
-    {
-        f"policy.megatron_cfg.{key}"
-        for key in (
-            "enabled",
-            "tensor_model_parallel_size",
-            "context_parallel_size",
-            "sequence_parallel",
-            "activation_checkpointing",
-        )
-    }
-    | {
-        f"policy.megatron_cfg.optimizer.{key}"
-        for key in (
-            "optimizer",
-            "lr",
-            "min_lr",
-            "weight_decay",
-            "adam_beta1",
-            "adam_beta2",
-            "adam_eps",
-            "sgd_momentum",
-            "clip_grad",
-            "bf16",
-        )
-    }
-    | {
-        f"policy.megatron_cfg.scheduler.{key}"
-        for key in (
-            "start_weight_decay",
-            "end_weight_decay",
-            "lr_decay_style",
-            "lr_decay_iters",
-            "lr_warmup_iters",
-            "lr_warmup_init",
-        )
-    }
-    | {
-        f"policy.megatron_cfg.peft.{key}"
-        for key in ("enabled", "target_modules", "exclude_modules", "dim", "alpha", "dropout")
-    }
-    | {"grpo.async_grpo.enabled", "grpo.async_grpo.max_trajectory_age_steps"}
-)
 
 
 def reason(key: str) -> tuple[str, bool] | None:
     """Why a key means nothing here, and whether something may be lost; None for an unknown one."""
+    last = key.rpartition(".")[2]
     if key in _CARRIED:
         return "it is translated", False
-    last = key.rpartition(".")[2]
-    if last in LOST:
-        return LOST[last], True
-    found = next(((why, False) for why, names in UNNEEDED.items() if last in names), None)
-    if found is None and ".megatron_cfg." in f".{key}":
-        return _MEGATRON_ONLY, False
-    if found is None and last in EnvironmentsConfig.foreign_keys:
+    if last in _REASONS:
+        return _REASONS[last]
+    if ".megatron_cfg." in f".{key}":
+        return "Megatron's kernels, checkpoints and communication", False
+    if last in EnvironmentsConfig.foreign_keys:
         return "no task asks for this environment", False
-    return found
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,219 +82,48 @@ def fates_of(tree: YamlNode, ignored: Sequence[str]) -> list[Fate]:
         ignored: The keys, dotted. The parts of some blocks, as Megatron's, have fates of their own.
     """
     found: list[Fate] = []
-    for key in ignored:
-        node = find_node(tree, split_key(key))
+    for block in ignored:
+        node = find_node(tree, split_key(block))
         if node is None:
             continue
-        value = plain_values(node)
-        if key in _LOOKED_INTO and isinstance(value, dict) and value.get("enabled") is True:
-            leaves = list(_leaves_of(value, key))
-        else:
-            leaves = [(key, value)]
-        for name, leaf in leaves:
-            above = find_node(tree, split_key(name)[:-1])
-            section = plain_values(above) if above is not None else {}
-            found.append(_fate(name, leaf, is_off=_is_switched_off(name, section)))
+        whole = plain_values(node)
+        is_on = isinstance(whole, dict) and whole.get("enabled") is True
+        is_looked_into = is_on and block in ("policy.megatron_cfg", "grpo.async_grpo")
+        for key, value in _leaves_of(whole, block) if is_looked_into else [(block, whole)]:
+            why, may_be_lost = reason(key) or ("not known to this version of Laurel", False)
+            *above, last = split_key(key)
+            holder = find_node(tree, above)
+            beside = plain_values(holder) if holder is not None else {}
+            is_off = (
+                _is_disabled(beside)
+                or (last == "dropout_position" and not beside.get("dropout"))
+                or _is_off(value, _TABLES["same_here"].get(last, ()))
+            )
+            if may_be_lost and is_off:
+                why, may_be_lost = "it is off, or says what Laurel does", False
+            found.append(Fate(key=key, value=value, why=why, is_lost=may_be_lost))
     return found
 
 
-def _is_switched_off(key: str, section: Any) -> bool:
-    """Whether a key's section is off, or another key of it that it only qualifies."""
-    if not isinstance(section, dict):
-        return False
-    beside = _QUALIFIES.get(key.rpartition(".")[2])
-    return section.get("enabled") is False or (beside is not None and not section.get(beside))
-
-
-_QUALIFIES = {"dropout_position": "dropout"}
-_LOOKED_INTO = ("policy.megatron_cfg", "grpo.async_grpo")
-
-
 def _leaves_of(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict) or not value or value.get("enabled") is False:
+    if not isinstance(value, dict) or not value or _is_disabled(value):
         yield key, value
         return
     for name, child in value.items():
         yield from _leaves_of(child, f"{key}.{name}")
 
 
-def _fate(key: str, value: Any, *, is_off: bool) -> Fate:
-    why, may_be_lost = reason(key) or ("not known to this version of Laurel", False)
-    same = _SAME_HERE.get(key.rpartition(".")[2], ())
-    if may_be_lost and (is_off or _is_off(value, same)):
-        why, may_be_lost = "it is off, or says what Laurel does", False
-    return Fate(key=key, value=value, why=why, is_lost=may_be_lost)
+def _is_disabled(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("enabled") is False
 
 
 def _is_off(value: Any, same: Sequence[Any] = ()) -> bool:
     """Whether a value switches its key off: null, false, -1, nothing; a block of only those."""
     if isinstance(value, dict):
-        return value.get("enabled") is False or all(_is_off(child) for child in value.values())
+        return _is_disabled(value) or all(_is_off(child) for child in value.values())
     return any(
         value == off and isinstance(value, bool) == isinstance(off, bool) for off in (*_OFF, *same)
     )
-
-
-# ---------------------------------------------------------------------- features that there are not
-
-_IMAGES = frozenset(
-    {
-        "clevr-cogent",
-        "clevr_cogent",
-        "refcoco",
-        "geometry3k",
-        "mmpr-tiny",
-        "vlm",
-        "audiomcq",
-        "avqa",
-        "daily-omni",
-        "intent-train",
-        "intent-bench",
-    }
-)
-
-
-def _above_one(value: Any) -> bool:
-    return isinstance(value, int) and value > 1
-
-
-def _on(value: Any) -> bool:
-    return value is not MISSING and not _is_off(value)
-
-
-def _one_of(*words: str) -> Callable[[Any], bool]:
-    return lambda value: str(value) in words
-
-
-def _begins(word: str) -> Callable[[Any], bool]:
-    return lambda value: str(value).lower().startswith(word)
-
-
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """A feature that Laurel does not have, and how a file asks for it."""
-
-    name: str
-    keys: tuple[str, ...]
-    """Patterns of dotted keys."""
-    asks: Callable[[Any], bool] = _on
-    """Whether a value asks for it."""
-    hint: str = ""
-
-
-_MEGATRON = "policy.megatron_cfg."
-FEATURES: tuple[Feature, ...] = (
-    Feature(
-        "direct preference optimisation (DPO)",
-        ("dpo",),
-        lambda _: True,
-        "laurel rm learns a reward model from the same pairs",
-    ),
-    Feature(
-        "distillation",
-        ("distillation", "teacher", "teachers", "_teachers", "on_policy_distillation"),
-    ),
-    Feature("distillation", ("grpo.adv_estimator.name",), _one_of("opd")),
-    Feature(
-        "PPO with a critic",
-        ("ppo", "value", "value_loss_fn"),
-        _on,
-        "laurel grpo compares completions of one prompt instead",
-    ),
-    Feature("NeMo Gym", ("env.should_use_nemo_gym",), _on, "write an environment: env.custom"),
-    Feature("single controller (async_rl)", ("async_rl",), _on, "grpo.max_staleness"),
-    Feature(
-        "multimodal data",
-        ("data.dataset_name", "data.*.dataset_name"),
-        lambda value: str(value) in _IMAGES,
-    ),
-    Feature(
-        "multimodal models",
-        (
-            "policy.is_vlm",
-            "policy.tokenizer.video",
-            "policy.tokenizer.audio",
-            "policy.generation.vllm_cfg.limit_mm_per_prompt",
-        ),
-    ),
-    Feature(
-        "environment sliding_puzzle_game",
-        ("env.sliding_puzzle_game",),
-        lambda _: True,
-        "write an environment: env.custom",
-    ),
-    Feature(
-        "generation with SGLang",
-        ("policy.generation.backend",),
-        _one_of("sglang"),
-        "policy.generation.backend=vllm",
-    ),
-    Feature(
-        "generation with TensorRT-LLM",
-        ("policy.generation.backend",),
-        _one_of("trtllm"),
-        "policy.generation.backend=vllm",
-    ),
-    Feature(
-        "generation with Dynamo",
-        ("policy.generation.backend",),
-        _one_of("dynamo"),
-        "policy.generation.backend=vllm",
-    ),
-    Feature(
-        "generation with Megatron",
-        ("policy.generation.backend",),
-        _one_of("megatron"),
-        "policy.generation.backend=vllm",
-    ),
-    Feature(
-        "FP8 generation",
-        ("policy.generation.vllm_cfg.precision", "policy.generation.vllm_cfg.kv_cache_dtype"),
-        _begins("fp8"),
-        "policy.generation.vllm_cfg.precision=bfloat16",
-    ),
-    Feature(
-        "expert parallelism",
-        ("policy.dtensor_cfg.expert_parallel_size",),
-        _above_one,
-        "models that fit without it are spread by policy.dtensor_cfg.tensor_parallel_size",
-    ),
-    Feature(
-        "quantisation-aware training",
-        ("policy.quant_cfg", "policy.generation.quant_cfg", "policy.generation.real_quant"),
-    ),
-    Feature("training of a draft model", ("policy.draft",)),
-    Feature("replay of experts' routes", ("policy.router_replay",)),
-    Feature(
-        "Transformer Engine optimizer",
-        ("policy.optimizer.name",),
-        _begins("transformer_engine"),
-        "policy.optimizer.name=torch.optim.AdamW",
-    ),
-)
-MEGATRON_FEATURES: tuple[Feature, ...] = (
-    Feature(
-        "expert parallelism",
-        (_MEGATRON + "expert_model_parallel_size", _MEGATRON + "expert_tensor_parallel_size"),
-        _above_one,
-        "a model whose experts have to be divided does not fit here",
-    ),
-    Feature("FP8 training", (_MEGATRON + "fp8_cfg",)),
-    Feature("float16 training", (_MEGATRON + "optimizer.fp16",), _on, "policy.precision=bfloat16"),
-    Feature("multi-token prediction", (_MEGATRON + "mtp_num_layers",)),
-    Feature("balancing loss of experts", (_MEGATRON + "moe_aux_loss_coeff",)),
-    Feature(
-        "freezing of parts of a multimodal model",
-        (
-            _MEGATRON + "freeze_config",
-            _MEGATRON + "freeze_vision_model",
-            _MEGATRON + "freeze_vision_projection",
-            _MEGATRON + "freeze_sound_encoder",
-            _MEGATRON + "freeze_sound_projection",
-        ),
-    ),
-)
-"""Those that only a Megatron policy asks for."""
 
 
 # ----------------------------------------------------------------------------------------- adapting
@@ -628,7 +179,7 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
         *_asked_environments(schema, values),
     ]
     if missing:
-        raise ConfigError("\n  ".join(missing) if len(missing) == 1 else _many(missing))
+        raise all_of(missing)
     if is_megatron and "policy" in schema.model_fields:
         _translate_megatron(work, values, problems)
     if values.get("grpo.async_grpo.enabled") is True and "grpo" in schema.model_fields:
@@ -638,17 +189,12 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
     return work
 
 
-def _many(problems: Sequence[str]) -> str:
-    return f"{len(problems)} problems in the configuration:\n  " + "\n  ".join(problems)
-
-
 class _Values:
     """The values of a tree, references looked up."""
 
     def __init__(self, schema: type[Section], tree: YamlNode) -> None:
-        self.schema = schema
         self.tree = tree
-        self._interpolations: Interpolations | None = None
+        self.interpolations = Interpolations(tree, schema)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a dotted key; `default` where there is none."""
@@ -657,31 +203,29 @@ class _Values:
 
     def leaves(self, pattern: str) -> Iterator[tuple[str, YamlNode, Any]]:
         """The keys that a pattern fits, with their values."""
-        parts = pattern.split(".")
-        yield from self._below(self.tree, (), parts)
 
-    def _below(
-        self, node: YamlNode, path: KeyPath, parts: Sequence[str]
-    ) -> Iterator[tuple[str, YamlNode, Any]]:
-        if not parts:
+        def below(node: YamlNode, path: KeyPath, parts: Sequence[str]) -> Iterator[KeyPath]:
+            if not parts:
+                yield path
+            elif isinstance(node.value, dict):
+                for key, child in node.value.items():
+                    if fnmatch.fnmatchcase(key, parts[0]):
+                        yield from below(child, (*path, key), parts[1:])
+            elif isinstance(node.value, list):  # several sets
+                for index, child in enumerate(node.value):
+                    yield from below(child, (*path, index), parts)
+
+        for path in below(self.tree, (), pattern.split(".")):
+            node = find_node(self.tree, path)
+            assert node is not None
             yield dotted(path), node, self._of(node, path)
-            return
-        if isinstance(node.value, dict):
-            for key, child in node.value.items():
-                if fnmatch.fnmatchcase(key, parts[0]):
-                    yield from self._below(child, (*path, key), parts[1:])
-        elif isinstance(node.value, list):  # several sets
-            for index, child in enumerate(node.value):
-                yield from self._below(child, (*path, index), parts)
 
     def _of(self, node: YamlNode, path: KeyPath) -> Any:
-        if not node.reference:
-            return plain_values(node)
-        if self._interpolations is None:
-            whole = with_defaults(self.schema, self.tree, everything=True)
-            self._interpolations = Interpolations(whole)
         try:
-            return self._interpolations.value(path, node.value)
+            is_reference = node.reference
+            return (
+                self.interpolations.value(path, node.value) if is_reference else plain_values(node)
+            )
         except UnresolvedError:  # told where the key is checked, if it is needed
             return node.value
 
@@ -689,16 +233,27 @@ class _Values:
 def _missing(schema: type[Section], values: _Values, *, is_megatron: bool) -> Iterator[str]:
     """A line for each feature that the file asks for and Laurel does not have."""
     told: set[str] = set()
-    for feature in (*FEATURES, *(MEGATRON_FEATURES if is_megatron else ())):
-        for pattern in feature.keys:
+    for feature in _TABLES["features"] + (_TABLES["megatron_features"] if is_megatron else []):
+        for pattern in feature["keys"]:
             is_of_run = _is_of_run(schema, pattern)
             for key, node, value in values.leaves(pattern) if is_of_run else ():
-                if feature.name in told or not feature.asks(value):
+                if feature["name"] in told or not _asks(feature, value):
                     continue
-                told.add(feature.name)
-                hint = f"; {feature.hint}" if feature.hint else ""
+                told.add(feature["name"])
+                hint = f"; {feature['hint']}" if "hint" in feature else ""
                 shown = "" if isinstance(value, dict | list) else f"={value}"
-                yield f"{node.place}: {key}{shown}: Laurel has no {feature.name}{hint}"
+                yield f"{node.place}: {key}{shown}: Laurel has no {feature['name']}{hint}"
+
+
+def _asks(feature: Mapping[str, Any], value: Any) -> bool:
+    """Whether the value of one of its keys asks for a feature."""
+    if "is" in feature:
+        return str(value) in feature["is"]
+    if "begins" in feature:
+        return str(value).lower().startswith(feature["begins"])
+    if "above" in feature:
+        return isinstance(value, int) and value > feature["above"]
+    return "always" in feature or (value is not MISSING and not _is_off(value))
 
 
 def _is_of_run(schema: type[Section], pattern: str) -> bool:
@@ -720,8 +275,8 @@ def _asked_environments(schema: type[Section], values: _Values) -> Iterator[str]
             if name in told | own or name not in EnvironmentsConfig.foreign_keys:
                 continue
             told.add(name)
-            known = {**dict.fromkeys(_IMAGES, "multimodal environments"), "nemo_gym": "NeMo Gym"}
-            what = known.get(name, f"environment {name}")
+            what = "NeMo Gym" if name == "nemo_gym" else f"environment {name}"
+            what = "multimodal environments" if name in _TABLES["images"] else what
             yield (
                 f"{node.place}: {key}={name}: Laurel has no {what}; write one of your own: "
                 "env.custom, or env.composite for several rewards of one sample"
@@ -736,6 +291,7 @@ MEGATRON_SENTENCE = (
     "parallelism); policy.optimizer, policy.scheduler and policy.dtensor_cfg have no effect "
     "besides, as in NeMo RL"
 )
+_MEGATRON = "policy.megatron_cfg."
 _DTENSOR = "policy.dtensor_cfg."
 _SIMPLE: Mapping[str, str] = {
     "tensor_model_parallel_size": _DTENSOR + "tensor_parallel_size",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
 from laurel.config.schema_info import (
-    KeyInfo,
     Kinds,
     default_node,
     sections_of,
@@ -29,7 +29,6 @@ from laurel.config.yaml_tree import (
     overlay,
     read_text,
     with_key,
-    without_key,
 )
 from laurel.errors import ConfigError
 
@@ -65,8 +64,9 @@ def apply_overrides(
     for said in overrides:
         try:
             override = parse_override(said) if isinstance(said, str) else said
-            override = replace(override, keys=spelled_here(schema, override.keys))
-            tree = _Edit(schema, override).apply(tree, (schema,), ())
+            key = ".".join(override.keys)
+            keys = tuple(schema.other_names.get(key, key).split("."))
+            tree = _changed(schema, tree, replace(override, keys=keys))
         except ConfigError as error:
             problems.append(str(error))
     return tree
@@ -102,7 +102,7 @@ def parse_override(text: str, *, place: str | None = None) -> Override:
 def _parse_value(text: str, place: str) -> YamlNode:
     """A YAML scalar, `[list]` or `{mapping}`; anything else is text as it stands."""
     text = text.strip()
-    as_text = YamlNode(value=text, place=place)
+    as_text = YamlNode(text, place)
     if not text:
         return as_text
     try:
@@ -148,134 +148,107 @@ def overrides_of(settings: Mapping[str, Any]) -> list[Override]:
     Raises:
         ConfigError: A key or a value that has no such form.
     """
-    return [_as_override(key, value) for key, value in settings.items()]
+
+    def as_text(value: object) -> str:
+        if isinstance(value, PurePath):
+            return str(value)
+        raise TypeError(f"{type(value).__name__} cannot be written in a configuration")
+
+    found: list[Override] = []
+    for key, value in settings.items():
+        if not isinstance(key, str) or not re.match(r"[^+~=\s][^=]*$", key):
+            raise ConfigError(
+                f"setting {key!r}: write it as 'section.key', without a sign before it"
+            )
+        try:
+            written = json.dumps(value, ensure_ascii=False, allow_nan=False, default=as_text)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"setting '{key}': {error}; it may be a text, a path, a finite number, True, "
+                "False, None, or a list or mapping of those"
+            ) from error
+        found.append(parse_override(f"++{key}={written}", place=f"setting '{key}'"))
+    return found
 
 
-def _as_override(key: str, value: Any) -> Override:
-    if not isinstance(key, str) or not re.match(r"[^+~=\s][^=]*$", key):
-        raise ConfigError(f"setting {key!r}: write it as 'section.key', without a sign before it")
-    try:
-        written = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_as_text)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"setting '{key}': {error}; it may be a text, a path, a finite number, True, False, "
-            "None, or a list or mapping of those"
-        ) from error
-    return parse_override(f"++{key}={written}", place=f"setting '{key}'")
+def _changed(schema: type[Section], tree: YamlNode, override: Override) -> YamlNode:
+    """A tree with one override carried to its place; every block on the way is made anew."""
+    path: KeyPath = ()
 
+    def problem(message: str) -> ConfigError:
+        return ConfigError(f"{override.place}: {dotted(path)}: {message}")
 
-def _as_text(value: object) -> str:
-    if isinstance(value, PurePath):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} cannot be written in a configuration")
+    def copied(block: YamlNode) -> YamlNode:
+        place = override.place if block.place == DEFAULT else block.place
+        return replace(block, value=copy(block.value), place=place)
 
-
-class _Edit:
-    """Carries one override to its place; every block on the way is made anew."""
-
-    def __init__(self, schema: type[Section], override: Override) -> None:
-        self.schema = schema
-        self.override = override
-
-    def apply(self, block: YamlNode, kinds: Kinds, path: KeyPath) -> YamlNode:
-        """The block at `path` with the change made in it or further down."""
-        key = self._key_in(block, path)
-        here = (*path, key)
-        step, child = step_into(kinds, key), find_node(block, [key])
-        if len(here) == len(self.override.keys):
-            if self.override.value is None:
-                return self._without(block, key, here)
-            return self._with(block, key, self._final(child, step, kinds, here))
-        if child is None or child.value is None or child.value is MISSING:
-            start = default_node(step.field, DEFAULT) if child is None and step.field else None
-            if start is None:
-                self._may_add(child, step, kinds, here)
-                start = YamlNode(value={}, place=self.override.place)
-            child = start
-        return self._with(block, key, self.apply(child, step.kinds, here))
-
-    def _key_in(self, block: YamlNode, path: KeyPath) -> str | int:
-        key = self.override.keys[len(path)]
+    top = block = copied(tree)
+    kinds: Kinds = (schema,)
+    for name in override.keys:
+        key: Any = name  # of a mapping; of a list it becomes a position
         if block.reference:
-            raise self._error(path, f"is '{block.value}'; set the key it names, or replace it")
+            raise problem(f"is '{block.value}'; set the key it names, or replace it")
         if isinstance(block.value, list):
-            if not key.isdecimal() or int(key) >= len(block.value):
-                raise self._error(path, f"is a list of {len(block.value)}; it has no '{key}'")
-            return int(key)
-        if not isinstance(block.value, dict):
-            raise self._error(path, f"is {block.value!r}, it has no keys")
-        return key
-
-    def _final(
-        self, child: YamlNode | None, step: KeyInfo, kinds: Kinds, here: KeyPath
-    ) -> YamlNode:
-        """The new value. A mapping is laid over what was written, as that of a file would be."""
-        value = self.override.value
-        assert value is not None
-        written = child is not None and child.place != DEFAULT
-        if self.override.sign == "+" and child is not None and written:
-            raise self._error(here, f"is already set in {child.place}; to change it leave out '+'")
-        self._may_add(child, step, kinds, here)
-        if child is None and step.field is not None and sole_section(step.kinds):
-            child = default_node(step.field, DEFAULT)
-        if child is None or not (written or sole_section(step.kinds)):
-            return value
-        return overlay(child, value)
-
-    def _may_add(self, child: YamlNode | None, step: KeyInfo, kinds: Kinds, here: KeyPath) -> None:
-        """Refuse a key that neither the schema nor a file knows, unless the user said to add it."""
-        if child is not None or step.standing in ("field", "foreign"):
-            return
-        if self.override.value is None:
-            raise self._error(here, "is not set, so it cannot be deleted")
-        sections = sections_of(kinds)
-        if self.override.sign in ("+", "++"):
-            return
-        if sections and step.standing == "unknown":
-            raise self._error(here, unknown_key(self.schema, sections[0], str(here[-1])))
-        raise self._error(here, f"is not there to be changed; to add it: '+{self.override.text}'")
-
-    def _without(self, block: YamlNode, key: str | int, here: KeyPath) -> YamlNode:
-        if find_node(block, [key]) is None:
-            raise self._error(here, "is not set, so it cannot be deleted")
-        if isinstance(block.value, list):
-            items = [item for index, item in enumerate(block.value) if index != key]
-            return YamlNode(value=items, place=block.place)
-        children = {name: child for name, child in block.value.items() if name != key}
-        return YamlNode(value=children, place=self._place_of(block))
-
-    def _with(self, block: YamlNode, key: str | int, child: YamlNode) -> YamlNode:
-        if isinstance(block.value, list):
-            items = [child if index == key else item for index, item in enumerate(block.value)]
-            return YamlNode(value=items, place=self._place_of(block))
-        return YamlNode(value={**block.value, key: child}, place=self._place_of(block))
-
-    def _place_of(self, block: YamlNode) -> str:
-        return self.override.place if block.place == DEFAULT else block.place
-
-    def _error(self, path: KeyPath, message: str) -> ConfigError:
-        return ConfigError(f"{self.override.place}: {dotted(path)}: {message}")
-
-
-# --------------------------------------------------------------------------------------------------
-# Keys that other systems spell in another way, taken to where they belong.
+            if not name.isdecimal() or int(name) >= len(block.value):
+                raise problem(f"is a list of {len(block.value)}; it has no '{name}'")
+            key = int(name)
+        elif not isinstance(block.value, dict):
+            raise problem(f"is {block.value!r}, it has no keys")
+        path = (*path, key)
+        is_last = len(path) == len(override.keys)
+        step, child = step_into(kinds, key), find_node(block, [key])
+        is_known = child is not None or step.standing in ("field", "foreign")
+        if override.value is None:
+            if child is None and (is_last or not is_known):
+                raise problem("is not set, so it cannot be deleted")
+            if is_last:
+                del block.value[key]
+                break
+        elif not is_known and not override.sign:
+            sections = sections_of(kinds) if step.standing == "unknown" else []
+            if sections:
+                raise problem(unknown_key(schema, sections[0], name))
+            raise problem(f"is not there to be changed; to add it: '+{override.text}'")
+        place = DEFAULT if child is None else child.place
+        if is_last and place != DEFAULT and override.sign == "+":
+            raise problem(f"is already set in {place}; to change it leave out '+'")
+        # A section that nobody wrote begins with what the schema puts there on purpose, and a
+        # mapping is laid over it and over what files say, as that of another file would be.
+        is_section = sole_section(step.kinds) is not None
+        if child is None and (is_section or not is_last):
+            child = default_node(step.field)
+        if not is_last:
+            is_empty = child is None or child.value is None or child.value is MISSING
+            below = copied(YamlNode({}, DEFAULT) if child is None or is_empty else child)
+        else:
+            assert override.value is not None
+            is_laid_over = child is not None and (place != DEFAULT or is_section)
+            below = overlay(child, override.value) if child and is_laid_over else override.value
+        block.value[key] = below
+        block, kinds = below, step.kinds
+    return top
 
 
 def at_their_place(schema: type[Section], tree: YamlNode, problems: list[str]) -> YamlNode:
-    """A tree whose keys have the schema's names; both spellings of one key are a problem."""
+    """A tree in which keys that other systems spell in another way have the schema's names.
+
+    Both spellings of one key are a problem.
+    """
     for said, meant in schema.other_names.items():
-        found, there = find_node(tree, said.split(".")), find_node(tree, meant.split("."))
+        keys = said.split(".")
+        found, there = find_node(tree, keys), find_node(tree, meant.split("."))
         if found is None:
             continue
         if there is not None:
             problems.append(
                 f"{found.place}: {said}: is another name of {meant}, which is set in {there.place}"
             )
-        tree = without_key(tree, said.split("."))
+        rest: dict[str, YamlNode] = {}
+        while keys and not rest:  # blocks that have nothing else go, too
+            *keys, last = keys
+            block = find_node(tree, keys)
+            assert block is not None
+            rest = {key: child for key, child in block.value.items() if key != last}
+            tree = with_key(tree, keys, YamlNode(rest, block.place))
         tree = with_key(tree, meant.split("."), found)
     return tree
-
-
-def spelled_here(schema: type[Section], keys: Sequence[str]) -> tuple[str, ...]:
-    """The keys of an override in the schema's spelling."""
-    return tuple(schema.other_names.get(".".join(keys), ".".join(keys)).split("."))

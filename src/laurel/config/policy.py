@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from laurel.config.yaml_tree import Section
+from laurel.config.yaml_tree import Section, foreign
 
 Precision = Literal["float32", "bfloat16", "float16"]
 """Type of a model's weights, or of its arithmetic."""
@@ -119,7 +119,7 @@ class Milestones(Section):
 class TokenizerConfig(Section):
     """The tokenizer and its chat template."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset({"use_fastokens", "video", "audio"})
+    foreign_keys: ClassVar[frozenset[str]] = foreign("TokenizerConfig")
 
     name: str | None = None
     """Hub name or path; null means `policy.model_name`."""
@@ -167,9 +167,7 @@ class RewardModelConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters (peft). The reward head is always trained and saved whole."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"dropout_position", "lora_A_init", "use_triton"}
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("LoraConfig")
 
     enabled: bool = False
     """Train adapters and the head instead of every weight. Default: full training where it fits."""
@@ -190,17 +188,7 @@ class LoraConfig(Section):
 class DTensorConfig(Section):
     """How the model is spread and what is recomputed."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "_v2",
-            "automodel_kwargs",
-            "clear_cache_every_n_steps",
-            "env_vars",
-            "dp_replicate_size",
-            "expert_parallel_size",
-            "moe_parallelizer",
-        }
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("DTensorConfig")
 
     enabled: bool = True
     """Always true: there is one backend."""
@@ -225,9 +213,7 @@ class DTensorConfig(Section):
 class BatchingConfig(Section):
     """Token budgets of micro-batches."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"algorithm", "sequence_length_round", "logprob_mb_tokens", "microbatch_order", "fuse_loss"}
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("BatchingConfig")
 
     enabled: bool = False
     """See `policy.sequence_packing` and `policy.dynamic_batching`."""
@@ -289,29 +275,7 @@ class ScratchConfig(Section):
 class PolicyConfig(Section):
     """The model that is trained, how, and with what memory."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "megatron_cfg",
-            "generation_batch_size",
-            "logprob_batch_size",
-            "logprob_chunk_size",
-            "generation",
-            "draft",
-            "offload_optimizer_for_logprob",
-            "activation_checkpointing_enabled",
-            "make_sequence_length_divisible_by",
-            "refit_buffer_size_gb",
-            "router_replay",
-            "is_vlm",
-            "dequantize_base_checkpoint",
-            "quant_cfg",
-            "quant_calib_data",
-            "quant_calib_size",
-            "quant_batch_size",
-            "quant_sequence_length",
-            "disable_modelopt_layer_spec",
-        }
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("PolicyConfig")
 
     model_name: str | None = "meta-llama/Llama-3.2-1B-Instruct"
     """Hub name or directory of a reward model, or of a causal language model that becomes one.
@@ -386,18 +350,7 @@ class PolicyConfig(Section):
 class CheckpointingConfig(Section):
     """When the run is saved, which saves stay, and how it goes on."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "model_save_format",
-            "save_consolidated",
-            "model_cache_dir",
-            "model_repo_id",
-            "is_peft",
-            "peft_config",
-            "ft_save_period",
-            "ft_keep_latest_k",
-        }
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("CheckpointingConfig")
 
     enabled: bool = True
     """Save at all."""
@@ -436,7 +389,7 @@ class CheckpointingConfig(Section):
 class WandbConfig(Section):
     """Weights & Biases."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset({"log_nemo_gym_full_result_tables"})
+    foreign_keys: ClassVar[frozenset[str]] = foreign("WandbConfig")
 
     project: str = "laurel"
     """Project."""
@@ -467,9 +420,7 @@ class MlflowConfig(Section):
 class LoggerConfig(Section):
     """Where metrics go."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"monitor_gpus", "gpu_monitoring", "swanlab_enabled", "swanlab"}
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("LoggerConfig")
 
     log_dir: str = "logs"
     """Each run writes to the next free `exp_001`, `exp_002`, ... inside."""
@@ -497,9 +448,7 @@ class LoggerConfig(Section):
 class ClusterConfig(Section):
     """What the run may use."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {"segment_size", "master_port_range_low", "master_port_range_high"}
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("ClusterConfig")
 
     gpus_per_node: int = Field(default=1, ge=1)
     """Slots of each node: GPUs, or CPU processes where there are none."""

@@ -14,7 +14,7 @@ from laurel.config.policy import (
     PolicyConfig,
     RewardModelConfig,
 )
-from laurel.config.yaml_tree import OffPeriod, Section
+from laurel.config.yaml_tree import OffPeriod, Section, foreign
 
 
 class LossConfig(Section):
@@ -86,7 +86,7 @@ class RewardTrainingConfig(Section):
 class RewardTrainingRun(Section):
     """A complete configuration of `laurel rm`."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset({"env", "grpo", "loss_fn", "sft"})
+    foreign_keys: ClassVar[frozenset[str]] = foreign("RewardTrainingRun")
 
     rm: RewardTrainingConfig = RewardTrainingConfig()
     policy: PolicyConfig = PolicyConfig(reward_model_cfg=RewardModelConfig(enabled=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -58,28 +58,27 @@ def is_mapping(kind: Any) -> bool:
     return kind is dict or origin is dict
 
 
-def _holds_sections(kind: Any) -> bool:
-    inside = item_kinds(kind) or ()
-    return bool(sections_of(inside)) or any(_holds_sections(kind) for kind in inside)
-
-
 def kind_that_fits(kinds: Kinds, node: YamlNode) -> Any | None:
     """Which alternative a list or a mapping is meant for; None where none fits.
 
     A mapping of mappings is several named sections, where the schema allows for that.
     """
-    containers = sorted((kind for kind in kinds if item_kinds(kind)), key=_holds_sections)[::-1]
+
+    def holds_sections(kind: Any) -> bool:
+        inside = item_kinds(kind) or ()
+        return bool(sections_of(inside)) or any(map(holds_sections, inside))
+
+    def known_keys(section: type[Section]) -> int:
+        return sum(key in section.model_fields or key in section.foreign_keys for key in node.value)
+
+    containers = sorted((kind for kind in kinds if item_kinds(kind)), key=holds_sections)[::-1]
     if isinstance(node.value, list):
         return next((kind for kind in containers if not is_mapping(kind)), None)
     named = next((kind for kind in containers if is_mapping(kind)), None)
     sections = sections_of(kinds)
     if not sections or (named and all(isinstance(v.value, dict) for v in node.value.values())):
         return named
-    return max(sections, key=lambda section: _known_keys(section, node))
-
-
-def _known_keys(section: type[Section], node: YamlNode) -> int:
-    return sum(key in section.model_fields or key in section.foreign_keys for key in node.value)
+    return max(sections, key=known_keys)
 
 
 # ------------------------------------------------------------------------------- one step downwards
@@ -113,18 +112,17 @@ def step_into(kinds: Kinds, key: str | int) -> KeyInfo:
     return KeyInfo(standing="unknown")
 
 
-def default_node(field: FieldInfo, place: str) -> YamlNode | None:
+def default_node(field: FieldInfo | None) -> YamlNode | None:
     """What the schema itself writes at a key: a section only what it sets on purpose."""
-    if field.is_required():
+    if field is None or field.is_required():
         return None
     default = field.get_default(call_default_factory=True)
-    if default is None:
-        return None
-    return graft(_as_plain(default, everything=False), place)
+    return None if default is None else _as_node(default, everything=False)
 
 
-def _as_plain(value: Any, *, everything: bool) -> Any:
-    return value.model_dump(exclude_unset=not everything) if isinstance(value, Section) else value
+def _as_node(value: Any, *, everything: bool) -> YamlNode:
+    is_section = isinstance(value, Section)
+    return graft(value.model_dump(exclude_unset=not everything) if is_section else value, DEFAULT)
 
 
 def with_defaults(
@@ -143,22 +141,21 @@ def with_defaults(
     for name, field in schema.model_fields.items():
         child, section = children.get(name), sole_section(kinds_of(field.annotation))
         value = getattr(default, name, None)
-        on_purpose = default is not None and name in default.model_fields_set
-        fills_in = on_purpose and isinstance(value, Section)
-        if not isinstance(value, Section) and not field.is_required():
+        is_section = isinstance(value, Section)
+        fills_in = is_section and default is not None and name in default.model_fields_set
+        if not is_section and not field.is_required():
             value = field.get_default(call_default_factory=True)
-            fills_in = everything
-        if child is None and (fills_in or (everything and isinstance(value, Section))):
-            children[name] = graft(_as_plain(value, everything=everything), DEFAULT)
-        if child is None or section is None:
-            continue
-        if child.value is None and isinstance(value, Section):
-            child = YamlNode(value={}, place=child.place)
-        if isinstance(child.value, dict):
-            inner = value if isinstance(value, Section) else None
-            child = with_defaults(section, child, default=inner, everything=everything)
-        children[name] = child
-    return YamlNode(value=children, place=node.place)
+            is_section, fills_in = isinstance(value, Section), everything
+        if child is None and (fills_in or (everything and is_section)):
+            children[name] = _as_node(value, everything=everything)
+        elif child is not None and section is not None:
+            if child.value is None and is_section:
+                child = YamlNode({}, child.place)
+            if isinstance(child.value, dict):
+                inner = value if is_section else None
+                child = with_defaults(section, child, default=inner, everything=everything)
+            children[name] = child
+    return YamlNode(children, node.place)
 
 
 # ------------------------------------------------------------------------------------------- words
@@ -175,21 +172,17 @@ _WORDS: dict[Any, tuple[str, str]] = {
 _LIMITS = (("ge", "of at least"), ("gt", "greater than"), ("le", "of at most"), ("lt", "below"))
 
 
-def describe_kinds(kinds: Kinds, metadata: list[Any] | None = None) -> str:
+def describe_kinds(kinds: Kinds, metadata: Sequence[Any] = ()) -> str:
     """What a value must be, in words: `a whole number of at least 1, or null`."""
-    words = [_describe_one(kind) for kind in kinds]
-    limits = [
+    limits = " and ".join(
         f"{phrase} {getattr(limit, name)}"
-        for limit in metadata or []
+        for limit in metadata
         for name, phrase in _LIMITS
         if hasattr(limit, name)
+    )
+    words = [
+        f"{_describe_one(kind)} {limits if kind in (int, float) else ''}".rstrip() for kind in kinds
     ]
-    if limits:
-        is_number = [kind in (int, float) for kind in kinds]
-        words = [
-            f"{word} {' and '.join(limits)}" if number else word
-            for word, number in zip(words, is_number, strict=True)
-        ]
     return ", or ".join(dict.fromkeys(words))
 
 
@@ -198,7 +191,7 @@ def choices_of(kinds: Kinds) -> list[str]:
     words: list[str] = []
     for kind in kinds:
         origin: Any = get_origin(kind)
-        words += [str(choice) for choice in get_args(kind)] if origin is Literal else []
+        words += map(str, get_args(kind)) if origin is Literal else ()
     return words
 
 

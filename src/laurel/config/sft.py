@@ -16,7 +16,7 @@ from laurel.config.policy import (
     OptimizerCall,
     PolicyConfig,
 )
-from laurel.config.yaml_tree import OffPeriod, Section
+from laurel.config.yaml_tree import OffPeriod, Section, foreign
 
 # ------------------------------------------------------------------------------------------- data
 
@@ -24,18 +24,7 @@ from laurel.config.yaml_tree import OffPeriod, Section
 class DemonstrationSetConfig(TextSetConfig):
     """One set of conversations to imitate: which class reads it, from where."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "processor",
-            "env_name",
-            "task_name",
-            "download_dir",
-            "tool_key",
-            "use_preserving_dataset",
-            "filter_dataset",
-            "output_dir",
-        }
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("DemonstrationSetConfig")
 
     dataset_name: str | None = None
     """squad, tulu3_sft_mixture, OpenMathInstruct-2, GSM8K, openai_format, ResponseDataset, a class
@@ -52,21 +41,7 @@ class DemonstrationSetConfig(TextSetConfig):
 class DemonstrationDataConfig(TextDataConfig):
     """Where conversations come from. Either the flat keys or the `train`/`validation` blocks."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "num_workers",
-            "use_multiple_dataloader",
-            "num_prompts_per_dataloader",
-            "custom_dataloader",
-            "add_bos",
-            "add_eos",
-            "add_generation_prompt",
-            "processor",
-            "env_name",
-            "tool_key",
-            "use_preserving_dataset",
-        }
-    )
+    foreign_keys: ClassVar[frozenset[str]] = foreign("DemonstrationDataConfig")
 
     dataset_name: str | None = None
     """See `DemonstrationSetConfig.dataset_name`; null with no path is squad."""
@@ -152,7 +127,7 @@ class SFTConfig(Section):
 class SFTRun(Section):
     """A complete configuration of `laurel sft`."""
 
-    foreign_keys: ClassVar[frozenset[str]] = frozenset({"env", "grpo", "loss_fn", "rm"})
+    foreign_keys: ClassVar[frozenset[str]] = foreign("SFTRun")
     other_names: ClassVar[Mapping[str, str]] = {"data.split": "data.train_split"}
 
     sft: SFTConfig = SFTConfig()

@@ -7,6 +7,8 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -31,7 +33,7 @@ MISSING = _Marker()
 """The value of a key whose file says `???`: to be given in another file or by an override."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class YamlNode:
     """One value of a configuration and where it was written.
 
@@ -55,11 +57,10 @@ class YamlNode:
 def graft(value: Any, place: str) -> YamlNode:
     """Plain values as nodes that all have one place and are taken literally."""
     if isinstance(value, dict):
-        children = {str(key): graft(child, place) for key, child in value.items()}
-        return YamlNode(value=children, place=place)
+        return YamlNode({str(key): graft(child, place) for key, child in value.items()}, place)
     if isinstance(value, list | tuple):
-        return YamlNode(value=[graft(child, place) for child in value], place=place)
-    return YamlNode(value=value, place=place, literal=True)
+        return YamlNode([graft(child, place) for child in value], place)
+    return YamlNode(value, place, literal=True)
 
 
 def plain_values(node: YamlNode) -> Any:
@@ -78,7 +79,7 @@ def overlay(parent: YamlNode, child: YamlNode) -> YamlNode:
     merged = dict(parent.value)
     for key, value in child.value.items():
         merged[key] = overlay(merged[key], value) if key in merged else value
-    return YamlNode(value=merged, place=child.place)
+    return YamlNode(merged, child.place)
 
 
 def find_node(node: YamlNode, path: Iterable[str | int]) -> YamlNode | None:
@@ -94,22 +95,11 @@ def find_node(node: YamlNode, path: Iterable[str | int]) -> YamlNode | None:
 
 def with_key(block: YamlNode, path: Sequence[str], child: YamlNode) -> YamlNode:
     """A block with `child` at `path`; what is in the way there gives way."""
-    key, *rest = path
+    if not path:
+        return child
     children = dict(block.value) if isinstance(block.value, dict) else {}
-    if rest:
-        child = with_key(children.get(key, YamlNode(value={}, place=DEFAULT)), rest, child)
-    return YamlNode(value={**children, key: child}, place=block.place)
-
-
-def without_key(block: YamlNode, path: Sequence[str]) -> YamlNode:
-    """A block without the key at `path`, and without what is then empty on the way to it."""
-    key, *rest = path
-    children = dict(block.value)
-    if rest:
-        children[key] = without_key(children[key], rest)
-    if not rest or not children[key].value:
-        del children[key]
-    return YamlNode(value=children, place=block.place)
+    below = children.get(path[0], YamlNode({}, DEFAULT))
+    return YamlNode({**children, path[0]: with_key(below, path[1:], child)}, block.place)
 
 
 def dotted(path: KeyPath) -> str:
@@ -126,6 +116,19 @@ def split_key(key: str) -> list[str | int]:
     return [int(index) if index else name for index, name in found]
 
 
+def all_of(problems: Sequence[str]) -> ConfigError:
+    """The error that tells several things: those of files by line, then those of overrides."""
+
+    def file_and_line(problem: str) -> tuple[bool, str, int]:
+        place = re.match(r"(?!override ')(.+?):(\d+): ", problem)
+        return (False, place[1], int(place[2])) if place else (True, "", 0)
+
+    if len(problems) == 1:
+        return ConfigError(problems[0])
+    told = sorted(problems, key=file_and_line)
+    return ConfigError("\n  ".join((f"{len(told)} problems in the configuration:", *told)))
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word most like `word`, if one is like it at all."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
@@ -140,30 +143,27 @@ _MISSING_TAG = "!missing"
 # What a plain (unquoted) scalar means. As OmegaConf reads it, so `1e-5` is a number and a date is
 # text; but without YAML 1.1's base 60 and its octal numbers, because `1:12:30:00` is a time budget
 # and `0123456` a commit.
-_SCALARS: tuple[tuple[str, str, list[str]], ...] = (
+_SCALARS = (
+    (_TAG + "int", r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)", "-+0123456789"),
     (
-        "bool",
-        "yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF",
-        list("yYnNtTfFoO"),
-    ),
-    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("int", r"[-+]?(0|[1-9][0-9_]*)|[-+]?0x[0-9a-fA-F_]+|[-+]?0b[01_]+", list("-+0123456789")),
-    (
-        "float",
+        _TAG + "float",
         r"[-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[-+]?\.[0-9]+([eE][-+]?[0-9]+)?"
         r"|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        list("-+.0123456789"),
+        "-+.0123456789",
     ),
-    ("merge", "<<", ["<"]),
+    (_MISSING_TAG, r"\?\?\?", "?"),
 )
 
 
 def read_scalars_our_way(yaml_class: Any) -> None:
     """Give a YAML loader or dumper class our rules of what a plain scalar means, and no others."""
-    yaml_class.yaml_implicit_resolvers = {}
-    for name, pattern, first in _SCALARS:
-        yaml_class.add_implicit_resolver(_TAG + name, re.compile(rf"(?:{pattern})\Z"), first)
-    yaml_class.add_implicit_resolver(_MISSING_TAG, re.compile(r"\?\?\?\Z"), ["?"])
+    kept = {_TAG + "bool", _TAG + "null", _TAG + "merge"}
+    yaml_class.yaml_implicit_resolvers = {
+        first: [rule for rule in rules if rule[0] in kept]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    for tag, pattern, first in _SCALARS:
+        yaml_class.add_implicit_resolver(tag, re.compile(rf"(?:{pattern})\Z"), list(first))
 
 
 class _Loader(yaml.SafeLoader):
@@ -193,7 +193,7 @@ def read_document(text: str, name: str) -> YamlNode:
     Raises:
         ConfigError: It is not YAML, or a key is given twice; the message names `name` and the line.
     """
-    return _Reader(text, name, lines=True).tree()
+    return _Reader(text, name).tree()
 
 
 def _with_parents(path: Path, children: tuple[Path, ...], named_by: str = "") -> YamlNode:
@@ -201,60 +201,33 @@ def _with_parents(path: Path, children: tuple[Path, ...], named_by: str = "") ->
     if path.resolve() in [child.resolve() for child in children]:
         chain = " -> ".join(str(step) for step in (*children, path))
         raise ConfigError(f"{named_by}the files inherit in a circle: {chain}")
-    tree = _Reader(_read_bytes(path, named_by), str(path), lines=True).tree()
-    if tree.value is None:
-        tree = YamlNode(value={}, place=str(path))
-    if not isinstance(tree.value, dict):
+    tree = _Reader(_read_bytes(path, named_by), str(path)).tree()
+    sections = {} if tree.value is None else tree.value
+    if not isinstance(sections, dict):
         raise ConfigError(f"{tree.place}: a configuration is a mapping of keys, this file is not")
-    defaults = tree.value.pop("defaults", None)
-    merged = YamlNode(value={}, place=str(path))
-    for name in _parent_names(defaults) if defaults is not None else []:
-        parent = Path(os.path.normpath(path.parent / Path(name.value).expanduser()))
-        merged = _laid_over(
-            merged, _with_parents(parent, (*children, path), f"{name.place}: defaults: ")
-        )
-    return _laid_over(merged, YamlNode(value=tree.value, place=str(path)))
-
-
-def _laid_over(parent: YamlNode, child: YamlNode) -> YamlNode:
-    """`overlay`; a section of the child that says `_override_: true` replaces the parent's."""
-    whole = [key for key, section in child.value.items() if _replaces(section)]
-    kept = {key: section for key, section in parent.value.items() if key not in whole}
-    without_marks = {
-        key: YamlNode(
-            value={name: inner for name, inner in section.value.items() if name != _OVERRIDE},
-            place=section.place,
-        )
-        if isinstance(section.value, dict)
-        else section
-        for key, section in child.value.items()
-    }
-    return overlay(
-        YamlNode(value=kept, place=parent.place), YamlNode(value=without_marks, place=child.place)
-    )
-
-
-_OVERRIDE = "_override_"
-
-
-def _replaces(section: YamlNode) -> bool:
-    mark = section.value.get(_OVERRIDE) if isinstance(section.value, dict) else None
-    if mark is None:
-        return False
-    if not isinstance(mark.value, bool):
-        raise ConfigError(f"{mark.place}: {_OVERRIDE}: must be true or false")
-    return mark.value
-
-
-def _parent_names(defaults: YamlNode) -> list[YamlNode]:
-    names = defaults.value if isinstance(defaults.value, list) else [defaults]
-    for name in names:
+    defaults = sections.pop("defaults", YamlNode([], ""))
+    merged = YamlNode({}, str(path))
+    for name in defaults.value if isinstance(defaults.value, list) else [defaults]:
         if not isinstance(name.value, str) or name.value == "_self_":
             raise ConfigError(
                 f"{name.place}: defaults: give a file or a list of files, relative to this one; "
                 "this file overrides them all"
             )
-    return list(names)
+        parent = Path(os.path.normpath(path.parent / Path(name.value).expanduser()))
+        found = _with_parents(parent, (*children, path), f"{name.place}: defaults: ")
+        merged = _laid_over(merged, found)
+    return _laid_over(merged, YamlNode(sections, str(path)))
+
+
+def _laid_over(parent: YamlNode, child: YamlNode) -> YamlNode:
+    """`overlay`; a section of the child that says `_override_: true` replaces the parent's."""
+    for key, section in child.value.items():
+        mark = section.value.pop("_override_", None) if isinstance(section.value, dict) else None
+        if mark is not None and not isinstance(mark.value, bool):
+            raise ConfigError(f"{mark.place}: _override_: must be true or false")
+        if mark is not None and mark.value:
+            parent.value.pop(key, None)
+    return overlay(parent, child)
 
 
 def _read_bytes(path: Path, named_by: str) -> bytes:
@@ -274,9 +247,9 @@ def _read_bytes(path: Path, named_by: str) -> bytes:
 
 
 class _Reader:
-    """Turns one YAML document into nodes."""
+    """Turns one YAML document into nodes; PyYAML parses it and reads its scalars."""
 
-    def __init__(self, stream: bytes | str, name: str, *, lines: bool) -> None:
+    def __init__(self, stream: bytes | str, name: str, *, lines: bool = True) -> None:
         self.stream = stream
         self.name = name
         self.lines = lines
@@ -284,20 +257,13 @@ class _Reader:
         self.open: list[yaml.Node] = []
 
     def tree(self) -> YamlNode:
-        loader = None
         try:
-            loader = _Loader(self.stream)
-            top = loader.get_single_node()
+            top = yaml.compose(self.stream, _Loader)
         except yaml.YAMLError as error:
             raise ConfigError(self._syntax(error)) from None
         except RecursionError:
             raise ConfigError(f"{self.name}: nested too deeply") from None
-        finally:
-            if loader is not None:
-                loader.dispose()
-        if top is None:
-            return YamlNode(value=None, place=self.name)
-        tree = self._node(top, self._place(top))
+        tree = YamlNode(None, self.name) if top is None else self._node(top, self._place(top))
         if self.problems:
             raise ConfigError("\n".join(self.problems))
         return tree
@@ -310,33 +276,42 @@ class _Reader:
         message = f"{where}: not YAML: {error.problem or error.context}"
         if error.context_mark is not None and error.context_mark.line != mark.line:
             message += f", {error.context} (line {error.context_mark.line + 1})"
+        text = self.stream if isinstance(self.stream, str) else self.stream.decode(errors="replace")
         if "'\\t'" in message:
             message += "; indent with spaces, not tabs"
-        elif "${" in self._line(mark.line):
+        elif "${" in "".join(text.splitlines()[mark.line : mark.line + 1]):
             message += "; inside [ ] and { } put quotes around '${...}'"
         return message
-
-    def _line(self, number: int) -> str:
-        text = self.stream if isinstance(self.stream, str) else self.stream.decode(errors="replace")
-        return next(iter(text.splitlines()[number : number + 1]), "")
 
     def _place(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}" if self.lines else self.name
 
     def _node(self, node: yaml.Node, place: str) -> YamlNode:
-        if any(node is parent for parent in self.open):
+        if node in self.open:
             self.problems.append(f"{place}: an anchor that contains itself")
-            return YamlNode(value=None, place=place)
+            return YamlNode(None, place)
         self.open.append(node)
-        try:
-            if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
-                return YamlNode(value=self._mapping(node), place=place)
-            if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
-                items = [self._node(item, self._place(item)) for item in node.value]
-                return YamlNode(value=items, place=place)
-            return self._scalar(node, place)
-        finally:
-            self.open.pop()
+        value: Any = None
+        kind = node.tag.removeprefix(_TAG)
+        is_scalar = isinstance(node, yaml.ScalarNode)
+        if kind == "map" and isinstance(node, yaml.MappingNode):
+            value = self._mapping(node)
+        elif kind == "seq" and isinstance(node, yaml.SequenceNode):
+            value = [self._node(item, self._place(item)) for item in node.value]
+        elif kind == _MISSING_TAG:
+            value = MISSING
+        elif kind in ("str", "merge") and is_scalar:
+            value = node.value
+        elif kind in ("bool", "null", "int", "float") and is_scalar:
+            try:
+                value = yaml.constructor.SafeConstructor().construct_object(node)
+            except (yaml.YAMLError, ValueError):
+                self.problems.append(f"{place}: '{node.value}' is not of the type '{kind}'")
+        else:
+            self.problems.append(f"{place}: the tag '{node.tag}' means nothing in a configuration")
+        self.open.pop()
+        is_spelled = is_scalar and not isinstance(value, str)
+        return YamlNode(value, place, node.value if is_spelled else None)
 
     def _mapping(self, node: yaml.MappingNode) -> dict[str, YamlNode]:
         """The entries; those merged in by `<<` come first and give way to the mapping's own."""
@@ -361,25 +336,6 @@ class _Reader:
                 own[key.value], places[key.value] = self._node(value, place), place
         return {**merged, **own}
 
-    def _scalar(self, node: yaml.Node, place: str) -> YamlNode:
-        known = {_TAG + name for name in ("str", "bool", "null", "int", "float")}
-        if node.tag == _MISSING_TAG:
-            return YamlNode(value=MISSING, place=place, text=node.value)
-        if node.tag == _TAG + "merge":
-            return YamlNode(value=node.value, place=place)
-        if not isinstance(node, yaml.ScalarNode) or node.tag not in known:
-            self.problems.append(f"{place}: the tag '{node.tag}' means nothing in a configuration")
-            return YamlNode(value=None, place=place)
-        try:
-            value = yaml.constructor.SafeConstructor().construct_object(node)
-        except (yaml.YAMLError, ValueError):
-            kind = node.tag.removeprefix(_TAG)
-            self.problems.append(f"{place}: '{node.value}' is not of the type '{kind}'")
-            return YamlNode(value=None, place=place)
-        return YamlNode(
-            value=value, place=place, text=None if isinstance(value, str) else node.value
-        )
-
 
 # --------------------------------------------------------------------------------------------------
 # The base of every section of a configuration.
@@ -391,6 +347,20 @@ def _off_is_0(value: Any) -> Any:
 
 OffPeriod = Annotated[int, BeforeValidator(_off_is_0)]
 """Steps between two things; 0, or -1 as other systems write it, switches them off."""
+
+
+@cache
+def nemo_rl_tables() -> Mapping[str, Any]:
+    """What is known of files written for NeMo RL."""
+    text = files(__package__).joinpath("nemo_rl.yaml").read_text(encoding="utf-8")
+    tables: Mapping[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return tables
+
+
+def foreign(*sections: str) -> frozenset[str]:
+    """The keys that NeMo RL's sections have and these of ours do not."""
+    lists = nemo_rl_tables()["foreign_keys"]
+    return frozenset(key for section in sections for key in lists[section])
 
 
 class Section(BaseModel):

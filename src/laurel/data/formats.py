@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from laurel.config.data import BenchmarkName, DatasetConfig, TaskSetConfig
-from laurel.config.overrides import COLUMN_KEYS, parse_override
+from laurel.config.overrides import parse_override
 from laurel.data.benchmarks import benchmark_of
 from laurel.data.preferences import infer_class, judge
 from laurel.data.sources import Row, UnusableRow, answer, messages
@@ -509,22 +509,6 @@ class Suggestion:
     """The command that would read it."""
     settings: tuple[str, ...] = ()
     """What that command is to be told; empty where the columns have to be renamed."""
-
-
-KEYS_OF_COLUMNS: Mapping[Trainer, tuple[str, ...]] = {
-    "rm": COLUMN_KEYS,
-    "sft": ("data.input_key", "data.output_key"),
-    "grpo": ("data.input_key", "data.output_key"),
-}
-"""By command, the keys that name the columns of a row in its commonest form."""
-
-
-def could_be_named(row: Row, trainer: Trainer) -> bool:
-    """Whether a row of no known form has as many columns as those keys would name."""
-    known = recognise(row)
-    texts = sum(isinstance(value, str | list) for value in row.values())
-    is_unclear = known is None or known.name == "prompts"
-    return is_unclear and texts >= len(KEYS_OF_COLUMNS[trainer])
 
 
 def suggestions(row: Row) -> list[Suggestion]:

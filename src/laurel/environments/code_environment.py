@@ -21,7 +21,7 @@ from laurel.environments.code.answers import (
     program_of,
     tagged,
 )
-from laurel.environments.code.nodes import ClusterNodes, open_pool_on
+from laurel.environments.code.nodes import ClusterNodes, NodePool
 from laurel.environments.code.sandbox import open_pool, program_limits
 from laurel.environments.code.tests import (
     NO_CODE,
@@ -109,10 +109,10 @@ class CodeEnvironment(EnvironmentInterface):
         )
         self._limits = program_limits(self.config.sandbox)
         placed = self.config.placed_sandbox
-        self._pool: SandboxPool = (
+        self._pool: SandboxPool | NodePool = (
             open_pool(placed, detection=detection or _detected())
             if nodes is None or nodes.is_only_this()
-            else open_pool_on(placed, nodes)
+            else NodePool(placed, nodes)
         )
 
     def step(

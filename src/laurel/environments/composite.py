@@ -25,8 +25,8 @@ from laurel.environments.interface import (
     settings_of,
 )
 from laurel.errors import ConfigError, EnvironmentFailedError
-from laurel.protocols import Environment, JudgingUnit, MessageLog
-from laurel.types import Task
+from laurel.protocols import Environment, MessageLog
+from laurel.types import JudgingUnit, Task
 
 GATE = "gate"
 """Name of the component that takes a sample which a gate shut out to its reward."""

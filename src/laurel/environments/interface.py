@@ -20,13 +20,13 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from laurel.config.load import Checker, warnings_of
+from laurel.config.load import check_tree
 from laurel.config.schema_info import with_defaults
 from laurel.config.yaml_tree import Section, graft
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.observe.hub import line_of
-from laurel.protocols import EnvironmentSpec, MessageLog
-from laurel.types import EnvironmentReturn, RejectedTask, Task
+from laurel.protocols import MessageLog
+from laurel.types import EnvironmentReturn, EnvironmentSpec, RejectedTask, Task
 
 if TYPE_CHECKING:
     from laurel.workers.ray_actor import ActorMaker
@@ -162,13 +162,8 @@ def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -
         raise ConfigError(
             f"{where}: must be a {section.__name__} or a dictionary, not {type(given).__name__}"
         )
-    problems: list[str] = []
-    tree = with_defaults(section, graft(dict(given), where))
-    checker = Checker(section, tree, problems)
-    made = checker.section(section, tree)
-    if problems or not isinstance(made, section):
-        raise ConfigError("\n  ".join(problems))
-    for warning in warnings_of(checker, tree):
+    made, checker = check_tree(section, with_defaults(section, graft(dict(given), where)))
+    for warning in checker.warnings():
         logging.getLogger(__name__).warning("%s: %s", where, warning)
     return made
 

@@ -39,7 +39,7 @@ from laurel.environments.reward_model.open import (
 )
 from laurel.errors import ConfigError, DataError, EnvironmentFailedError, speaking
 from laurel.models.parallel.mesh import ParallelShape
-from laurel.protocols import JudgingUnit, MessageLog, Scorer
+from laurel.protocols import MessageLog, Scorer
 from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.open import Say
@@ -50,6 +50,7 @@ from laurel.types import (
     Conversation,
     EnvironmentReturn,
     Group,
+    JudgingUnit,
     Message,
     Score,
     Task,

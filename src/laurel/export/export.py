@@ -7,13 +7,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal
 
-from laurel.errors import CheckpointError, ConfigError, DataError, key_of, speaking
-from laurel.export.directory import check_target, whole_directory
+from laurel.errors import CheckpointError, ConfigError, DataError, key_of, setting_of, speaking
 from laurel.export.options import ExportOptions
 from laurel.models.tokenizer import first_line
 from laurel.observe.console import message_console, quiet_libraries
+from laurel.observe.files import replace_directory
 from laurel.observe.json_output import write_json
 from laurel.rewards.open import (
     ModelPlace,
@@ -27,13 +27,18 @@ from laurel.run.scorer import OPTIONS, policy_of_settings, say_on
 from laurel.run.specs import model_spec, scorer_spec
 
 if TYPE_CHECKING:
+    from huggingface_hub import HfApi
     from rich.console import Console
 
     from laurel.models.checkpoint.card import EvaluationTable
 
 
+_MARK = "config.json"
+"""The file of a directory that may be overwritten: that of a model has it."""
+
+
 def run_export(
-    options: ExportOptions, *, hub: HubApi | None = None, messages: Console | None = None
+    options: ExportOptions, *, hub: HfApi | None = None, messages: Console | None = None
 ) -> None:
     """Write a model as a directory that needs nothing of Laurel.
 
@@ -54,7 +59,9 @@ def run_export(
     place = _find(options)
     target = check_target(options.output, overwrite=options.overwrite, read_from=place.name)
     if options.push_to_hub is not None:
-        hub = hub or connect_hub()
+        from huggingface_hub import HfApi
+
+        hub = hub or HfApi()
         check_hub(hub, options.push_to_hub)
     tables = _tables(options, place, say)
     with messages.status("checking the files of the model"):
@@ -64,7 +71,7 @@ def run_export(
     with (
         messages.status("writing the model, and loading it with plain transformers"),
         speaking(OPTIONS),
-        whole_directory(target) as directory,
+        replace_directory(target) as directory,
     ):
         _write(directory, place, options, tables, say)
     say(f"written to {options.output}")
@@ -74,6 +81,50 @@ def run_export(
         say(f"pushed  to {options.push_to_hub}")
     if options.as_json:
         write_json({"model": place.name, "output": options.output, "hub": options.push_to_hub})
+
+
+def check_target(path: Path, *, overwrite: bool, read_from: str) -> Path:
+    """Refuse a directory that could not be written, before any work is done.
+
+    Args:
+        path: What was asked for.
+        overwrite: Whether a model that is there may be replaced.
+        read_from: The directory or name that is read.
+
+    Returns:
+        The path, links followed.
+
+    Raises:
+        ConfigError: Something is there, or it would take the place of what is read.
+        DataError: It cannot be made there.
+    """
+    asked = setting_of("--output", path)
+    target = Path(os.path.realpath(path.expanduser()))
+    source = Path(os.path.realpath(Path(read_from).expanduser()))
+    if source.is_dir() and (target == source or target in source.parents):
+        raise ConfigError(f"{asked} is, or holds, the model that is read ({source}); name another")
+    if target.is_dir() and any(target.iterdir()):
+        if not overwrite:
+            raise ConfigError(
+                f"{asked} is there and not empty; name another directory, or add "
+                f"{key_of('--overwrite')} to replace it"
+            )
+        if not (target / _MARK).is_file():
+            raise ConfigError(
+                f"{asked} holds no model ({_MARK}), so {key_of('--overwrite')} does not delete "
+                "it; name another "
+                " directory, or delete it yourself"
+            )
+    elif target.exists() and not target.is_dir():
+        raise ConfigError(f"{asked} is a file; name a directory")
+    there = target.parent
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise DataError(f"{asked} cannot be made: {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise DataError(f"{asked} cannot be written: no permission in {there}")
+    return target
 
 
 def _find(options: ExportOptions) -> ModelPlace:
@@ -172,30 +223,7 @@ def _kind(place: ModelPlace, *, safetensors_only: bool) -> Literal["reward model
 # Bringing a directory to the Hugging Face hub.
 
 
-class HubApi(Protocol):
-    """What is used of `huggingface_hub.HfApi`."""
-
-    def whoami(self) -> dict[str, Any]:
-        """Who is logged in; an error where nobody is."""
-        ...
-
-    def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> object:
-        """Make a repository."""
-        ...
-
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> object:
-        """Add a directory to it as one commit."""
-        ...
-
-
-def connect_hub() -> HubApi:
-    """The hub that this machine is set up for."""
-    from huggingface_hub import HfApi
-
-    return cast("HubApi", HfApi())
-
-
-def check_hub(api: HubApi, name: str) -> None:
+def check_hub(api: HfApi, name: str) -> None:
     """Refuse to go on to the hub where nobody could be let in, before any work is done.
 
     Args:
@@ -223,7 +251,7 @@ def check_hub(api: HubApi, name: str) -> None:
         ) from error
 
 
-def push(api: HubApi, name: str, directory: Path, *, private: bool) -> None:
+def push(api: HfApi, name: str, directory: Path, *, private: bool) -> None:
     """Make the repository where it is missing, and add the files of a directory.
 
     Raises:

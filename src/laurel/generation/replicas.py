@@ -17,8 +17,8 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from laurel.errors import EngineError, LaurelError, UserError, WorkerError
 from laurel.generation.engine_worker import EngineEvent
@@ -26,7 +26,6 @@ from laurel.generation.waiting import BackgroundLoop, PauseGate
 from laurel.generation.weights.probe import Probe
 from laurel.generation.weights.routes import (
     THROUGH_RAY,
-    WeightRoute,
     WeightTransfer,
     common_version,
     require_proof,
@@ -35,11 +34,18 @@ from laurel.generation.weights.routes import (
 )
 from laurel.protocols import WorkerGroup
 from laurel.types import Generated, GenerationRequest, Weights
-from laurel.workers.worker_actor import Restarts
+from laurel.workers.supervisor import Replica, Restarts, Supervisor
 
 _log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
+ROLE = "generation"
 PATIENCE = 120.0
+POLL_SECONDS = 0.05
+"""How long a busy replica that has nothing to tell may keep new requests from being told to it.
+With many replicas it is longer: `POLL_SECONDS_EACH` times their number."""
+POLL_SECONDS_EACH = 0.005
 
 
 class GeneratorReplicas:
@@ -88,66 +94,84 @@ class GeneratorReplicas:
         """
         self.transfer = transfer
         """As it was given."""
-        settings = ReplicaSettings(
-            make_group=make_group,
-            num_replicas=num_replicas,
-            current_weights=current_weights,
-            probe=probe,
-            say=say,
-            max_restarts=max_restarts,
-            route=route_of(transfer, bucket_bytes=bucket_bytes, patience=patience, say=say),
-            patience=patience,
-        )
+        self.weight_version = 0
+        """Of the weights that all who are ready have."""
+        self._route = route_of(transfer, bucket_bytes=bucket_bytes, patience=patience, say=say)
+        self._make_group = make_group
+        self._current_weights = current_weights
+        self._probe = probe
+        self._patience = patience
+        self._restarts = Restarts(max_restarts, say)
+        self._poll = max(POLL_SECONDS, POLL_SECONDS_EACH * num_replicas)
         self._arriving: list[Order] = []
         self._arrival = threading.Lock()
         """Of the list before it."""
+        # What follows belongs to the loop in the background.
         self._gate = PauseGate()
-        self._replica_set = GeneratorReplicaSet(settings, on_failure=self._gate.open)
+        self._failure: LaurelError | None = None
+        """Why it is of no use any more."""
+        self._replicas: list[GeneratorReplica] = []
+        self._supervisor: Supervisor[WorkerGroup] | None = None
+        self._unplaced: list[Order] = []
+        self._numbers = itertools.count()
+        self._has_first_weights = True
+        self._is_updating = False
         self._is_asleep = False
+        self._serving: list[asyncio.Task[None]] = []
+        self._catching_up = threading.Lock()
+        # A call at a time to each, and one thread that sends weights.
+        self._threads = ThreadPoolExecutor(num_replicas + 1, "laurel-replicas")
         self._background = BackgroundLoop("laurel-replicas")
         try:
-            self._background.wait_for(self._begin())
+            self._background.wait_for(self._begin(num_replicas))
         except BaseException:
             self.close()
             raise
 
-    async def _begin(self) -> None:
-        await self._replica_set.begin()
+    async def _begin(self, num_replicas: int) -> None:
+        """Make all replicas, at the same time."""
+        self._replicas = [GeneratorReplica(i, f"{ROLE} replica {i}") for i in range(num_replicas)]
+        self._supervisor = await self._in_thread(
+            Supervisor,
+            self._make_group,
+            self._replicas,
+            end=lambda group: group.shutdown(),
+            restarts=self._restarts,
+            bring_up=self._bring_up,
+        )
+        groups = [replica.value for replica in self._replicas]
+        self.weight_version = await self._in_thread(common_version, groups)
+        if self._probe is not None:
+            lost = await self._in_thread(
+                require_proof, dict(enumerate(groups)), self._probe, version=self.weight_version
+            )
+            for error in lost.values():
+                raise error
+        self._serving = [asyncio.create_task(self._serve(replica)) for replica in self._replicas]
         self._gate.open()
 
     def close(self) -> None:
         """See `Generator`. Shuts the groups down."""
-        if not self._background.close(self._end()):
-            return
-        ending = [
-            threading.Thread(target=group.shutdown, name="laurel-closing")
-            for group in self._replica_set.shut_down()
-        ]
-        for thread in ending:
-            thread.start()
-        for thread in ending:
-            thread.join()
+        if self._background.close(self._end()):
+            self._threads.shutdown(wait=False)
+            if self._supervisor is not None:
+                self._supervisor.close(patience=0.0)
 
     async def _end(self) -> None:
-        self._replica_set.fail(EngineError("the generator was closed"))
+        self._fail(EngineError("the generator was closed"))
         await self._gate.empty()
 
     # ---------------------------------------------------------------------------------- generation
 
     @property
-    def weight_version(self) -> int:
-        """See `Generator`."""
-        return self._replica_set.version
-
-    @property
     def num_restarts(self) -> int:
         """How often a replica has been started again."""
-        return self._replica_set.restarts.number
+        return self._restarts.number
 
     @property
     def num_weight_fallbacks(self) -> int:
         """Transfers of weights that broke off and ended through Ray's object store."""
-        return self._replica_set.route.num_fallbacks
+        return self._route.num_fallbacks
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
         """See `Generator`. What closes the iterator waits until the replica has let go.
@@ -200,11 +224,18 @@ class GeneratorReplicas:
 
     async def _draw(self, order: Order) -> None:
         async with self._gate.request():
-            self._replica_set.place(order)
+            self._place(order)
             await order.over.wait()
 
     async def _withdraw(self, order: Order) -> None:
-        await self._replica_set.withdraw(order)
+        """Come back when nobody works on an order any more."""
+        order.is_aborted = True
+        if any(replica.abort(order) for replica in self._replicas):
+            await order.over.wait()
+        else:
+            if order in self._unplaced:
+                self._unplaced.remove(order)
+            order.end()
         if order.task is not None:  # it may wait at the gate
             order.task.cancel()
 
@@ -220,8 +251,26 @@ class GeneratorReplicas:
         await self._elsewhere(self._update(weights))
 
     async def _update(self, weights: Weights) -> None:
+        """Give all replicas new weights, also those that wait for some."""
         async with self._alone():
-            await self._replica_set.take_weights(weights)
+            self._is_updating = True
+            try:
+                left = self._replicas
+                while left:
+                    lost = await self._in_thread(self._send, weights, left)
+                    left = [self._replicas[index] for index in lost]
+                    await asyncio.gather(*(self._restart(r, lost[r.index]) for r in left))
+            except LaurelError as error:
+                self._fail(error)
+                raise
+            except Exception as error:
+                self._fail(EngineError(f"the weights of step {weights.version}: {error}"))
+                raise
+            finally:
+                self._is_updating = False
+            for replica in self._replicas:
+                replica.state = "ready"
+            self.weight_version, self._has_first_weights = weights.version, False
 
     async def sleep(self) -> None:
         """See `Generator`."""
@@ -234,7 +283,13 @@ class GeneratorReplicas:
     async def _set_asleep(self, is_asleep: bool) -> None:
         async with self._alone():
             self._is_asleep = is_asleep
-            await self._replica_set.set_asleep(is_asleep)
+            await asyncio.gather(*(self._rest(replica) for replica in self._replicas))
+
+    async def _rest(self, replica: GeneratorReplica) -> None:
+        try:
+            await self._call(replica, "sleep" if self._is_asleep else "wake")
+        except WorkerError as error:
+            await self._restart(replica, error)
 
     async def _elsewhere(self, work: Coroutine[Any, Any, None]) -> None:
         # What has been begun is ended, even where the caller is cancelled.
@@ -245,137 +300,43 @@ class GeneratorReplicas:
         """New requests wait, those under way have ended, and no replica is being started."""
         async with self._gate.alone():
             try:
-                await self._replica_set.settle()
+                for replica in self._replicas:
+                    await replica.settled.wait()
+                if self._failure is not None:
+                    raise self._failure
                 yield
             finally:
-                if self._replica_set.failure is not None or not self._is_asleep:
+                if self._failure is not None or not self._is_asleep:
                     self._gate.open()
-
-
-# --------------------------------------------------------------------------------------------------
-# Replicas at work: who gets which order, and what happens when one is lost.
-
-Result = TypeVar("Result")
-
-POLL_SECONDS = 0.05
-"""How long a busy replica that has nothing to tell may keep new requests from being told to it.
-With many replicas it is longer: `POLL_SECONDS_EACH` times their number."""
-POLL_SECONDS_EACH = 0.005
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSettings:
-    """See `GeneratorReplicas`."""
-
-    make_group: Callable[[int], WorkerGroup]
-    num_replicas: int
-    current_weights: Callable[[], Weights | None]
-    probe: Probe | None
-    say: Callable[[str], None]
-    max_restarts: int
-    route: WeightRoute
-    patience: float
-
-
-class GeneratorReplicaSet:
-    """The replicas of a generator. Belongs to one event loop, except where it says otherwise.
-
-    Whoever changes weights, or lets it rest, sees to it that no order is under way.
-    """
-
-    def __init__(self, settings: ReplicaSettings, *, on_failure: Callable[[], None]) -> None:
-        """Make nothing yet: see `begin`.
-
-        Args:
-            settings: What does not change.
-            on_failure: Called when the replica set is of no use any more.
-        """
-        self.version = 0
-        """Of the weights that all who are ready have."""
-        self.failure: LaurelError | None = None
-        """Why it is of no use any more."""
-        self.restarts = Restarts(settings.max_restarts, settings.say)
-        self.route = settings.route
-        self._settings = settings
-        self._on_failure = on_failure
-        self._poll = max(POLL_SECONDS, POLL_SECONDS_EACH * settings.num_replicas)
-        self._replicas: list[GeneratorReplica] = []
-        self._unplaced: list[Order] = []
-        self._numbers = itertools.count()
-        self._last_loss, self._last_exit_code = "", EngineError.exit_code
-        self._has_first_weights = True
-        self._is_updating = False
-        self._is_asleep = False
-        self._catching_up = asyncio.Lock()
-        self._serving: list[asyncio.Task[None]] = []
-        # A call at a time to each, and one thread that sends weights.
-        self._threads = ThreadPoolExecutor(settings.num_replicas + 1, "laurel-replicas")
-        # Of several threads.
-        self._groups: list[WorkerGroup] = []
-        self._is_closed = False
-
-    async def begin(self) -> None:
-        """Make all replicas, at the same time."""
-        count = self._settings.num_replicas
-        making = [self._in_thread(self._make, index) for index in range(count)]
-        for made in await asyncio.gather(*making, return_exceptions=True):
-            if isinstance(made, BaseException):
-                raise made
-            self._replicas.append(GeneratorReplica(len(self._replicas), made))
-        groups = [replica.group for replica in self._replicas]
-        self.version = await self._in_thread(common_version, groups)
-        if self._settings.probe is not None:
-            lost = await self._in_thread(
-                require_proof, dict(enumerate(groups)), self._settings.probe, version=self.version
-            )
-            for error in lost.values():
-                raise error
-        self._serving = [asyncio.create_task(self._serve(replica)) for replica in self._replicas]
-
-    def shut_down(self) -> list[WorkerGroup]:
-        """Make no group any more; those that must be shut down. Any thread may call it."""
-        self._is_closed = True
-        self._threads.shutdown(wait=False)
-        return list(self._groups)
 
     # -------------------------------------------------------------------------------------- orders
 
-    def place(self, order: Order) -> None:
+    def _place(self, order: Order) -> None:
         """Give an order to the replica with the least work, or keep it until there is one."""
         ready = [replica for replica in self._replicas if replica.state == "ready"]
-        if self.failure is not None:
-            order.fail(self.failure)
+        if self._failure is not None:
+            order.fail(self._failure)
         elif ready:
             min(ready, key=lambda replica: replica.load).give(order, next(self._numbers))
         else:
             self._unplaced.append(order)
             if not any(replica.state == "starting" for replica in self._replicas):
-                self.fail(
-                    self._end(
+                self._fail(
+                    self._too_many(
                         ", no other replica is left, and the weights of step "
-                        f"{self.version} cannot be had for it any more"
+                        f"{self.weight_version} cannot be had for it any more"
                     )
                 )
 
-    async def withdraw(self, order: Order) -> None:
-        """Come back when nobody works on an order any more."""
-        order.is_aborted = True
-        if any(replica.abort(order) for replica in self._replicas):
-            await order.over.wait()
-            return
-        if order in self._unplaced:
-            self._unplaced.remove(order)
-        order.end()
-
-    def fail(self, failure: LaurelError) -> None:
+    def _fail(self, failure: LaurelError) -> None:
         """Be of no use from now on, for the first reason that was given."""
-        self.failure = self.failure or failure
+        self._failure = self._failure or failure
         orders, self._unplaced = self._unplaced, []
         for replica in self._replicas:
             orders += replica.give_up()
         for order in orders:
-            order.fail(self.failure)
-        self._on_failure()
+            order.fail(self._failure)
+        self._gate.open()
 
     async def _serve(self, replica: GeneratorReplica) -> None:
         """Speak to one replica while it has work, and start it again when it is lost."""
@@ -385,71 +346,33 @@ class GeneratorReplicaSet:
                 if (failure := await self._exchange(replica)) is not None:
                     await self._restart(replica, failure)
         except LaurelError as error:
-            self.fail(error)
+            self._fail(error)
         except Exception as error:
             failed = EngineError(f"{replica.name}: {type(error).__name__}: {error}")
             failed.__cause__ = error
-            self.fail(failed)
+            self._fail(failed)
 
     async def _exchange(self, replica: GeneratorReplica) -> LaurelError | None:
         """Tell it what is new, and hear what has happened. Why it is lost, where it is."""
         news = replica.take_news()
-        timeout = self._poll + self._settings.patience
+        timeout = self._poll + self._patience
         try:
             events = await self._call(replica, "exchange", *news, self._poll, timeout=timeout)
         except WorkerError as error:
             return error
         return replica.hear(events)
 
-    # -------------------------------------------------------------------------- when all is at rest
-
-    async def settle(self) -> None:
-        """Wait until no replica is being started.
-
-        Raises:
-            LaurelError: It is of no use any more.
-        """
-        for replica in self._replicas:
-            await replica.settled.wait()
-        if self.failure is not None:
-            raise self.failure
-
-    async def take_weights(self, weights: Weights) -> None:
-        """Give all replicas new weights, also those that wait for some.
-
-        Raises:
-            EngineError: See `GeneratorReplicas.update_weights`; it is of no use then.
-        """
-        self._is_updating = True
-        try:
-            left = self._replicas
-            while left:
-                lost = await self._send(weights, left)
-                left = [self._replicas[index] for index in lost]
-                await asyncio.gather(*(self._restart(r, lost[r.index]) for r in left))
-        except LaurelError as error:
-            self.fail(error)
-            raise
-        except Exception as error:
-            self.fail(EngineError(f"the weights of step {weights.version}: {error}"))
-            raise
-        finally:
-            self._is_updating = False
-        for replica in self._replicas:
-            replica.state = "ready"
-        self.version, self._has_first_weights = weights.version, False
-
-    async def _send(
-        self, weights: Weights, replicas: list[GeneratorReplica]
-    ) -> dict[int, WorkerError]:
+    def _send(self, weights: Weights, replicas: list[GeneratorReplica]) -> dict[int, WorkerError]:
+        """Send weights, in a thread; the replicas that were lost meanwhile."""
         # Who has been started again meanwhile is not ready, and has to get all of them.
-        has_same = weights.same_as == self.version and all(r.state == "ready" for r in replicas)
-        lost = await self._in_thread(
-            send_weights,
+        has_same = weights.same_as == self.weight_version and all(
+            r.state == "ready" for r in replicas
+        )
+        lost = send_weights(
             weights,
-            {replica.index: replica.group for replica in replicas},
-            route=self.route,
-            probe=self._settings.probe,
+            {replica.index: replica.value for replica in replicas},
+            route=self._route,
+            probe=self._probe,
             has_all=all(replica.has_all_weights for replica in replicas),
             has_same=has_same,
         )
@@ -457,17 +380,6 @@ class GeneratorReplicaSet:
             if not has_same or replica.index in lost:
                 replica.has_all_weights = replica.index not in lost
         return lost
-
-    async def set_asleep(self, is_asleep: bool) -> None:
-        """Send all replicas to sleep, or wake them."""
-        self._is_asleep = is_asleep
-        await asyncio.gather(*(self._rest(replica) for replica in self._replicas))
-
-    async def _rest(self, replica: GeneratorReplica) -> None:
-        try:
-            await self._call(replica, "sleep" if self._is_asleep else "wake")
-        except WorkerError as error:
-            await self._restart(replica, error)
 
     # ------------------------------------------------------------------------------------ restarts
 
@@ -477,79 +389,64 @@ class GeneratorReplicaSet:
         Raises:
             EngineError: That has been done too often.
         """
+        assert self._supervisor is not None
         replica.state = "starting"
         replica.settled.clear()
         try:
             for order in replica.give_up():
-                self.place(order)
-            reason: LaurelError | None = failure
-            while reason is not None:
-                self._count(replica, reason)
-                reason = await self._try_to_start(replica)
+                self._place(order)
+            if self._failure is not None:
+                raise self._failure
+            loss = await self._in_thread(self._supervisor.restart, replica, failure)
+            if loss is not None:
+                raise self._too_many(f"; no restart: {loss.refused}") from failure
         finally:
             replica.settled.set()
         orders, self._unplaced = self._unplaced, []
         for order in orders:
-            self.place(order)
+            self._place(order)
 
-    def _count(self, replica: GeneratorReplica, failure: LaurelError) -> None:
-        """Allow one more restart, or say why not."""
-        if self.failure is not None:
-            raise self.failure
-        loss = self.restarts.after(failure, replica)
-        self._last_loss, self._last_exit_code = loss.told, failure.exit_code
-        if loss.refused is not None:
-            raise self._end(f"; no restart: {loss.refused}") from failure
-
-    def _end(self, why: str) -> EngineError:
+    def _too_many(self, why: str) -> EngineError:
         """A loss that cannot be made good; a supervisor is told what the loss itself would say."""
-        error = EngineError(f"{self._last_loss}{why}")
-        error.exit_code = self._last_exit_code
+        assert self._supervisor is not None
+        loss, failure = self._supervisor.last_loss, self._supervisor.last_failure
+        error = EngineError(f"{'' if loss is None else loss.told}{why}")
+        error.exit_code = getattr(failure, "exit_code", EngineError.exit_code)
         return error
 
-    async def _try_to_start(self, replica: GeneratorReplica) -> LaurelError | None:
-        """Why it does not work, where it does not."""
-        try:
-            await self._in_thread(replica.group.shutdown)
-            replica.has_all_weights = False
-            replica.group = await self._in_thread(self._make, replica.index)
-            if self._is_asleep:
-                await self._call(replica, "sleep")
-            is_ready = await self._catch_up(replica)
-        except LaurelError as error:
-            return error
-        replica.state = "ready" if is_ready else "waiting"
-        having = f"has the weights of step {self.version}" if is_ready else "waits for weights"
-        self._settings.say(f"{replica.name} is back and {having}")
-        return None
+    # What follows runs in threads: where a replica is started, and where weights are sent.
 
-    async def _catch_up(self, replica: GeneratorReplica) -> bool:
+    def _bring_up(self, group: WorkerGroup, index: int) -> str:
+        """Let a replica that was started again rest as the others do, and have their weights."""
+        replica = self._replicas[index]
+        replica.has_all_weights = False
+        if self._is_asleep:
+            group.call_one(0, "sleep")
+        is_ready = self._catch_up(replica)
+        replica.state = "ready" if is_ready else "waiting"
+        return (
+            f" and has the weights of step {self.weight_version}"
+            if is_ready
+            else " and waits for weights"
+        )
+
+    def _catch_up(self, replica: GeneratorReplica) -> bool:
         """Give it the weights of the day. False: it must wait for the next ones."""
         if self._has_first_weights:
-            return await self._in_thread(common_version, [replica.group]) == self.version
+            return common_version([replica.value]) == self.weight_version
         if self._is_updating:  # they are on their way
             return False
-        async with self._catching_up:  # the learner can be read by one at a time
+        with self._catching_up:  # the learner can be read by one at a time
             # While others draw, rollouts may come to their end, and then the learner works.
             if any(other.state == "ready" for other in self._replicas):
                 return False
-            weights = await self._in_thread(self._settings.current_weights)
-            if weights is None or weights.version != self.version:
+            weights = self._current_weights()
+            if weights is None or weights.version != self.weight_version:
                 return False
-            for error in (await self._send(weights, [replica])).values():
+            for error in self._send(weights, [replica]).values():
                 raise error
             replica.state = "ready"  # before another is asked about
             return True
-
-    # ------------------------------------------------------------------------------------- threads
-
-    def _make(self, index: int) -> WorkerGroup:
-        group = self._settings.make_group(index)
-        self._groups.append(group)
-        if self._is_closed:
-            group.shutdown()
-            raise EngineError("the generator was closed")
-        return group
 
     async def _in_thread(
         self, function: Callable[..., Result], *arguments: Any, **options: Any
@@ -560,7 +457,7 @@ class GeneratorReplicaSet:
     async def _call(
         self, replica: GeneratorReplica, method: str, *arguments: Any, **options: Any
     ) -> Any:
-        return await self._in_thread(replica.group.call_one, 0, method, *arguments, **options)
+        return await self._in_thread(replica.value.call_one, 0, method, *arguments, **options)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -631,32 +528,21 @@ class Order:
         self.over.set()
 
 
-State = Literal["ready", "starting", "waiting"]
+class GeneratorReplica(Replica[WorkerGroup]):
+    """One engine in a group of one `EngineWorker`, and the orders that it works on.
 
+    While it waits for weights that nobody can give it now, its state is `waiting`.
+    """
 
-class GeneratorReplica:
-    """One engine in a group of one worker, and the orders that it works on."""
-
-    def __init__(self, index: int, group: WorkerGroup) -> None:
-        """Begin without work.
-
-        Args:
-            index: Among the replicas.
-            group: Of one `EngineWorker`.
-        """
-        self.index = index
-        self.group = group
-        self.name = f"{group.role} replica {index}"
-        self.state: State = "ready"
-        """`waiting`: for weights that nobody can give it now."""
+    def __init__(self, index: int, name: str) -> None:
+        """Begin without work; see `Replica`."""
+        super().__init__(index, name)
         self.settled = asyncio.Event()
         """It is not starting."""
         self.settled.set()
         self.has_work = asyncio.Event()
         self.has_all_weights = False
         """It has been given them since it was started, and since then those that change."""
-        self.last_failure: str | None = None
-        """Why it was started again, as long as it has brought nothing since."""
         self._orders: dict[int, Order] = {}
         self._new: list[tuple[int, GenerationRequest]] = []
         self._aborted: list[int] = []

@@ -21,8 +21,12 @@ class BackgroundLoop:
         self.loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
         self._is_closed = False
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        self.loop.run_forever()
+        self.loop.close()
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """The result, in time. Cancelling it cancels the work."""
@@ -44,20 +48,35 @@ class BackgroundLoop:
         work.close()
         raise EngineError("the engine was closed")
 
-    def close(self, last: Coroutine[Any, Any, None]) -> bool:
-        """Accept nothing more, run `last`, cancel what is left. False: it was closed before."""
+    def close(
+        self,
+        last: Coroutine[Any, Any, None],
+        *,
+        patience: float | None = None,
+        limit: float | None = None,
+    ) -> bool:
+        """Accept nothing more, run `last`, cancel what is left. False: it was closed before.
+
+        Args:
+            last: What is done before the rest is cancelled.
+            patience: Seconds that the rest may take to end; then it is left behind. None: any.
+            limit: Seconds for all of it; None: any.
+
+        Raises:
+            TimeoutError: The limit was not kept: something holds up the loop itself.
+        """
         with self._closing:
             if self._is_closed:
                 last.close()
                 return False
             self._is_closed = True
+        ending = asyncio.run_coroutine_threadsafe(_finish(last, patience), self.loop)
+        ending.add_done_callback(lambda _: self.loop.call_soon_threadsafe(self.loop.stop))
         try:
-            asyncio.run_coroutine_threadsafe(last, self.loop).result()
+            ending.result(limit)
         finally:
-            asyncio.run_coroutine_threadsafe(_cancel_others(), self.loop).result()
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
-            self.loop.close()
+            if ending.done():
+                self._thread.join()
         return True
 
 
@@ -88,11 +107,26 @@ class Running:
             await asyncio.shield(asyncio.wrap_future(self._ended))
 
 
-async def _cancel_others() -> None:
+async def _finish(last: Coroutine[Any, Any, None], patience: float | None) -> None:
+    try:
+        await last
+    finally:
+        await cancel_others(patience)
+
+
+async def cancel_others(patience: float | None) -> None:
+    """Cancel all other tasks of this loop, and wait so many seconds at most until they have ended.
+
+    For ever where that is None.
+    """
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    if others:
+        ended, _ = await asyncio.wait(others, timeout=patience)
+        for task in ended:
+            if not task.cancelled():
+                task.exception()  # which tells the loop that somebody has seen it
 
 
 # --------------------------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ from laurel.grpo.advantages import (
     slope,
     subtract_divergences,
 )
-from laurel.grpo.health import HealthWatch
 from laurel.grpo.metrics import (
+    HealthWatch,
     end_batch,
     environment_metrics,
     failures_with,
@@ -59,7 +59,7 @@ from laurel.training.batches import Batcher, global_batches, select_completions,
 from laurel.training.learner import Learner, ModelRole, Update
 from laurel.training.loop import RunOutcome, RunServices, TrainingLoop
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
-from laurel.training.state import Position
+from laurel.training.stopping import Position
 from laurel.types import PaddedRows, RolloutGroup, TokenForest, TokenGroup
 
 if TYPE_CHECKING:

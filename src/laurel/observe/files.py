@@ -1,16 +1,29 @@
-"""A file of results that is there whole or not at all."""
+"""Files and directories that are there whole or not at all, whenever a process or machine dies.
+
+Each is written under a name that begins with a dot, forced to the disk, and only then renamed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import io
+import logging
 import os
-from collections.abc import Iterator
+import re
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TextIO, cast
+from uuid import uuid4
 
 from laurel.errors import DataError, LaurelError, setting_of
+
+# The Rust libraries that write weights and tokenizers report a full disk as a plain Exception.
+_RUST_OS_ERROR = re.compile(r"\(os error \d+\)")
+
+_log = logging.getLogger(__name__)
 
 
 def check_output(path: Path, *, read_from: str) -> None:
@@ -68,3 +81,91 @@ def _text(raw: IO[bytes], *, compress: bool) -> TextIO:
 def _is_special(path: Path) -> bool:
     """Whether the path is there and is no plain file: renaming over a device would replace it."""
     return path.exists() and not path.is_file()
+
+
+# ------------------------------------------------------------------------------------- directories
+
+
+@contextlib.contextmanager
+def replace_directory(path: Path) -> Iterator[Path]:
+    """Fill a directory that takes its place, or that of an older one, only when all is written.
+
+    Raises:
+        DataError: The disk is full or refuses; what was there before is as it was.
+    """
+    identity = uuid4().hex
+    fresh = path.with_name(f".tmp-{path.name}-{identity}")
+    aside = path.with_name(f".old-{path.name}-{identity}")
+    try:
+        fresh.mkdir(parents=True)
+        yield fresh
+        sync_tree(fresh)
+        put_in_place(fresh, path, aside)
+    except BaseException as error:
+        delete_directory(fresh)
+        if is_disk_error(error) and not isinstance(error, LaurelError):
+            raise DataError(f"{path} cannot be written: {error}") from error
+        raise
+    delete_directory(aside)
+
+
+def put_in_place(
+    fresh: Path, path: Path, aside: Path, *, on_phase: Callable[[str], object] = lambda phase: None
+) -> None:
+    """Rename a directory whose content is on the disk; what had its name is renamed to `aside`.
+
+    Where that fails, what was there has its name again. The phases are `renamed-old`, where
+    something was there, and `renamed`.
+    """
+    had_older = os.path.lexists(path)
+    if had_older:
+        path.rename(aside)
+    try:
+        if had_older:
+            on_phase("renamed-old")
+        fresh.rename(path)
+    except BaseException:
+        if had_older:
+            aside.rename(path)
+        raise
+    on_phase("renamed")
+    sync_directory(path.parent)
+
+
+def sync_tree(directory: Path) -> None:
+    """Force all that lies in a directory to the disk: the files, then their names, inner first."""
+    for folder, subfolders, names in os.walk(directory):
+        subfolders.sort()
+        for name in sorted(names):
+            with (Path(folder) / name).open("rb") as file:
+                os.fsync(file.fileno())
+    for folder, _, _ in os.walk(directory, topdown=False):
+        sync_directory(Path(folder))
+
+
+def sync_directory(directory: Path) -> None:
+    """Force the names in a folder (not the files they name) to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no such operation on a folder, and say so in this way.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def delete_directory(directory: Path) -> None:
+    """Remove a directory with a name of ours; what cannot be removed is logged, and stays."""
+    try:
+        shutil.rmtree(directory)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _log.warning("'%s' could not be deleted whole: %s", directory, error)
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Return whether a disk is full or refuses, whichever library says so."""
+    return isinstance(error, OSError) or _RUST_OS_ERROR.search(str(error)) is not None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any, Protocol, TextIO
 from laurel.config.policy import LoggerConfig, MlflowConfig, WandbConfig
 from laurel.errors import ConfigError, DataError, MissingDependencyError
 from laurel.observe.console import verbosity
+from laurel.observe.files import replace_file
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -305,10 +305,7 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def _drop_superseded(path: Path, resumed_step: int) -> None:
-    """Take out the lines beyond a step, and those that earlier resumes superseded.
-
-    The file is written beside its place, synced and renamed: a kill leaves the old one or the new.
-    """
+    """Take out the lines beyond a step, and those that earlier resumes superseded."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -323,12 +320,8 @@ def _drop_superseded(path: Path, resumed_step: int) -> None:
     remaining = [text for step, text in kept if step <= resumed_step]
     if len(remaining) == len(lines):
         return
-    beside = path.with_name(f".{path.name}.new")
-    with beside.open("wb") as new:
-        new.writelines(remaining)
-        new.flush()
-        os.fsync(new.fileno())
-    beside.replace(path)
+    with replace_file(path) as new:
+        new.buffer.writelines(remaining)
 
 
 def _step_of(line: bytes) -> tuple[float, bool]:

@@ -199,8 +199,6 @@ RUNTIME_BYTES = 1536 * MIB
 """Memory of a GPU for the context of CUDA, the libraries' work spaces and NCCL's buffers."""
 MASTER_BYTES = 4
 """Weights that are trained, their gradients and each state of the optimizer are float32."""
-ONE_STATE = ("SGD", "Adagrad", "Lion")
-"""Optimizers that keep one number for each weight; all others keep two, as AdamW does."""
 CHUNK_LOGITS = 2**24
 LOGITS_BYTES = 3 * 4
 """Bytes for each logit of a chunk: the logit, its exponential and its gradient."""
@@ -429,11 +427,6 @@ def _drawing(
 
 
 # --------------------------------------------------------------------------------------- formulas
-
-
-def optimizer_states(name: str) -> int:
-    """Numbers that an optimizer, named by its import path, keeps for each weight."""
-    return 1 if name.rsplit(".", 1)[-1] in ONE_STATE else 2
 
 
 def adapter_parameters(adapters: AdapterRequest, shape: ModelShape) -> int | None:

@@ -14,6 +14,9 @@ from laurel.config.policy import Precision, RolePlacement
 
 RoleName = Literal["policy", "generation", "reward_model"]
 
+ONE_STATE = ("SGD", "Adagrad", "Lion")
+"""Optimizers that keep one number for each weight; all others keep two, as AdamW does."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
@@ -150,3 +153,8 @@ class ClusterRequest:
     def role(self, name: RoleName) -> RoleRequest | None:
         """One of the roles; None if the run does not have it."""
         return next((role for role in self.roles if role.name == name), None)
+
+
+def optimizer_states(name: str) -> int:
+    """Count the numbers that an optimizer, named by its import path, keeps for each weight."""
+    return 1 if name.rsplit(".", 1)[-1] in ONE_STATE else 2

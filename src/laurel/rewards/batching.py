@@ -13,18 +13,19 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from laurel.errors import BusyError, DataError, EngineError, is_lost_worker
 from laurel.rewards.preparing import Prepared, Rendered, filter_readable, rendered_rows
 from laurel.types import Group, Message, Score, SentTurn, TokenGroup
+from laurel.workers.replica_set import ReplicaSet, TakesDownError
 
 if TYPE_CHECKING:
     from laurel.types import TokenIds
@@ -53,31 +54,20 @@ class ScoreCache:
     """The scores that were wanted last. It belongs to one version of one model."""
 
     def __init__(self, max_entries: int) -> None:
-        """Hold so many scores after each `trim`."""
+        """Hold so many scores."""
         self._max_entries = max_entries
         self._scores: OrderedDict[Key, Score] = OrderedDict()
-        self._failures: dict[Key, Score] = {}
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._scores or key in self._failures
+    def known(self, keys: Iterable[Key]) -> dict[Key, Score]:
+        """The scores that are there of some keys; they are now the ones wanted last."""
+        found = {key: self._scores[key] for key in keys if key in self._scores}
+        for key in found:
+            self._scores.move_to_end(key)
+        return found
 
-    def __len__(self) -> int:
-        return len(self._scores) + len(self._failures)
-
-    def get(self, key: Key) -> Score:
-        """A score that is there; it is now the one wanted last."""
-        if key in self._failures:
-            return self._failures[key]
-        self._scores.move_to_end(key)
-        return self._scores[key]
-
-    def put(self, key: Key, score: Score) -> None:
-        """Remember a score."""
-        (self._scores if score.failure is None else self._failures)[key] = score
-
-    def trim(self) -> None:
-        """Forget failures, which may not come again, and then the scores wanted longest ago."""
-        self._failures.clear()
+    def put(self, scores: Mapping[Key, Score]) -> None:
+        """Remember scores, but no failures, which may not come again; forget the oldest ones."""
+        self._scores.update((key, one) for key, one in scores.items() if one.failure is None)
         while len(self._scores) > self._max_entries:
             self._scores.popitem(last=False)
 
@@ -126,11 +116,11 @@ class Unit:
         """What it adds to a batch, if nothing of it is known."""
         return 0 if self.tokens is None else self.tokens.num_tokens
 
-    def verdicts(self, cache: ScoreCache) -> tuple[Score, ...]:
-        """The scores of all completions, once the cache has them."""
-        known = iter(self.keys)
+    def verdicts(self, score_of: Mapping[Key, Score]) -> tuple[Score, ...]:
+        """The scores of all completions, once all that could be rendered have one."""
+        keys = iter(self.keys)
         return tuple(
-            cache.get(next(known)) if failure is None else Score(value=None, failure=failure)
+            score_of[next(keys)] if failure is None else Score(value=None, failure=failure)
             for failure in self.failures
         )
 
@@ -152,8 +142,8 @@ class KeyedTree:
         return KeyedTree(tokens, tuple(self.keys[i] for i in chosen))
 
 
-def planned(units: Iterable[Unit], cache: ScoreCache) -> list[KeyedTree]:
-    """What has to be computed for units: nothing that the cache knows, and nothing twice.
+def planned(units: Iterable[Unit], known: Container[Key]) -> list[KeyedTree]:
+    """What has to be computed for units: nothing that is known, and nothing twice.
 
     A group stays one tree. Conversations that came alone become trees by what they share.
     """
@@ -165,7 +155,7 @@ def planned(units: Iterable[Unit], cache: ScoreCache) -> list[KeyedTree]:
             continue
         wanted: list[int] = []
         for index, key in enumerate(unit.keys):
-            if key not in seen and key not in cache:
+            if key not in seen and key not in known:
                 seen.add(key)
                 wanted.append(index)
         tree = KeyedTree(unit.tokens, unit.keys)
@@ -352,8 +342,11 @@ def _is_text(text: str) -> bool:
 # What waits in a batcher: requests, how many there may be, and what became of them.
 
 
+B = TypeVar("B", bound="Backend")
+
+
 class Backend(Encoder, Protocol):
-    """A model whose calls block. Only one thread calls it, one call at a time."""
+    """A model whose calls block. It is called by as many threads at a time as its batcher has."""
 
     def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
         """A score for each branch, in order."""
@@ -366,6 +359,35 @@ class Backend(Encoder, Protocol):
 
     def close(self) -> None:
         """Free everything. Idempotent."""
+
+
+class BackendReplicas(ReplicaSet[B]):
+    """A backend of replicas: each call goes to one that is free."""
+
+    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
+        """See `Encoder`."""
+        return self.call(lambda one: one.prepare(groups), proves=False)
+
+    def prepare_rendered(self, row: Rendered) -> TokenGroup:
+        """See `Encoder`."""
+        return self.call(lambda one: one.prepare_rendered(row), proves=False)
+
+    def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
+        """See `Backend`."""
+        return self.call(lambda one: one.score_tokens(tokens))
+
+    def sleep(self) -> None:
+        """See `Backend`. Those that are started again meanwhile sleep as well."""
+        try:
+            self.each(lambda one: one.sleep(), new=lambda one: one.sleep())
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to tell
+                self.wake()
+            raise
+
+    def wake(self) -> None:
+        """See `Backend`."""
+        self.each(lambda one: one.wake(), new=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,30 +429,36 @@ class BatcherStats:
 
 @dataclass(slots=True, eq=False)
 class ScoringJob:
-    """One request. It is done when each of its groups is. Its future is touched by its loop only,
-    everything else by one thread at a time."""
+    """One request. It is done when each of its groups is.
+
+    The future of one that came from an event loop is touched by that loop only.
+    """
 
     groups: Sequence[Group]
     size: int
     characters: int
     arrived: float
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[list[tuple[Score, ...]]]
+    loop: asyncio.AbstractEventLoop | None
+    """None: a thread waits."""
+    future: Any
+    """Of a loop, or of `concurrent`."""
     is_cancelled: bool = False
     error: Exception | None = None
     results: list[tuple[Score, ...]] = field(default_factory=list)
     missing: int = 0
 
     @classmethod
-    def of(cls, groups: Sequence[Group], *, arrived: float) -> ScoringJob:
-        """A request of the running event loop."""
-        loop = asyncio.get_running_loop()
+    def of(
+        cls, groups: Sequence[Group], *, loop: asyncio.AbstractEventLoop | None = None
+    ) -> ScoringJob:
+        """A request that arrives now, of an event loop or of a thread."""
         size = sum(len(group.completions_G) for group in groups)
         characters = sum(map(_characters, groups))
-        return cls(groups, size, characters, arrived, loop, loop.create_future())
+        future: Any = Future() if loop is None else loop.create_future()
+        return cls(groups, size, characters, time.monotonic(), loop, future)
 
     def settle(self) -> None:
-        """Give the answer to whoever waits. In the job's own loop."""
+        """Give the answer to whoever waits, once. In the job's own loop, if it has one."""
         if self.future.done():  # whoever waited has gone
             return
         if self.error is not None:
@@ -443,7 +471,10 @@ def hand_out(jobs: Iterable[ScoringJob]) -> None:
     """Settle jobs in their loops, from any thread; each loop is woken once."""
     of_loop: dict[asyncio.AbstractEventLoop, list[ScoringJob]] = {}
     for job in jobs:
-        of_loop.setdefault(job.loop, []).append(job)
+        if job.loop is None:
+            job.settle()
+        else:
+            of_loop.setdefault(job.loop, []).append(job)
     for loop, some in of_loop.items():
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(_settle_all, some)
@@ -471,7 +502,6 @@ if it fails at that, too, it is the model's fault and not its input's."""
 _CHARACTERS_PER_TOKEN = 3
 """Of a rough guess, before anything is tokenised."""
 
-_Command = tuple[Callable[[], None], "Future[None]"]
 _Waiting = tuple[ScoringJob, int, Unit]
 """A group that waits for its batch: its request, its index there, and its tokens."""
 
@@ -489,35 +519,44 @@ class BatchingScorer:
         model_version: str,
         limits: BatcherLimits | None = None,
         is_asleep: bool = False,
+        num_threads: int = 1,
     ) -> None:
-        """Start the thread that computes; `close` ends it and the backend.
+        """Start the threads that compute; `close` ends them and the backend.
 
         Args:
             backend: What computes. Nobody else may call it.
             model_version: Of its weights. What is remembered belongs to them.
             limits: See there.
             is_asleep: The backend has given its memory back: requests wait for `wake`.
+            num_threads: Batches that the backend computes at a time.
         """
         self.model_version = model_version
         self._backend = backend
         self._limits = limits or BatcherLimits()
         self._cache = ScoreCache(self._limits.cache_entries)
         self._changed = threading.Condition()
+        """Of all that follows."""
         self._arrived: deque[ScoringJob] = deque()
-        self._commands: deque[_Command] = deque()
-        self._backlog: deque[_Waiting] = deque()  # only the thread touches it
+        self._backlog: deque[_Waiting] = deque()
         self._stats = BatcherStats()
         self._arrived_characters = 0
         self._waiting_characters = 0
         self._enough = self._limits.batch_tokens * _CHARACTERS_PER_TOKEN
+        self._num_busy = 0
         self._is_asleep = is_asleep
         self._is_closed = False
         self._is_broken = False
         self._failures_in_a_row = 0
         self._known: TokenGroup | None = None
         """A conversation that the model could score."""
-        self._thread = threading.Thread(target=self._run, name="laurel-batcher", daemon=True)
-        self._thread.start()
+        self._changing = threading.Lock()
+        """Held while the backend falls asleep or wakes."""
+        self._threads = [
+            threading.Thread(target=self._run, name="laurel-batcher", daemon=True)
+            for _ in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     # -------------------------------------------------------------------------------- callers
 
@@ -527,26 +566,32 @@ class BatchingScorer:
         Raises:
             BusyError: The queue is full, or this is closed.
             EngineError: The model computes nothing any more.
-            WorkerError: Who renders for the model is lost.
+            WorkerError: Who renders for the model, or every replica of it, is lost.
         """
         if not groups:
             return []
-        job = ScoringJob.of(groups, arrived=time.monotonic())
+        job = ScoringJob.of(groups, loop=asyncio.get_running_loop())
         self._submit(job)
         try:
-            return await job.future
+            found: list[tuple[Score, ...]] = await job.future
+            return found
         except asyncio.CancelledError:
             job.is_cancelled = True
             raise
         finally:
-            with self._changed:
-                self._stats.waiting -= job.size
-                self._waiting_characters -= job.characters
-                if job.is_cancelled:
-                    self._stats.cancelled += 1
-                    with suppress(ValueError):  # the thread has it
-                        self._arrived.remove(job)
-                        self._arrived_characters -= job.characters
+            self._release(job)
+
+    def score_now(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """The same for a thread without an event loop."""
+        if not groups:
+            return []
+        job = ScoringJob.of(groups)
+        self._submit(job)
+        try:
+            found: list[tuple[Score, ...]] = job.future.result()
+            return found
+        finally:
+            self._release(job)
 
     def stats(self) -> BatcherStats:
         """What happened so far; a copy."""
@@ -570,31 +615,57 @@ class BatchingScorer:
 
     async def sleep(self) -> None:
         """Give the memory of devices back once the batch under way is done. Requests wait."""
-
-        def sleep() -> None:
-            if not self._is_asleep:
-                self._backend.sleep()
-                self._is_asleep = True
-
-        await asyncio.wrap_future(self._command(sleep))
+        await asyncio.to_thread(self.sleep_now)
 
     async def wake(self) -> None:
         """Compute again."""
+        await asyncio.to_thread(self.wake_now)
 
-        def wake() -> None:
+    def sleep_now(self) -> None:
+        """`sleep` for a thread without an event loop."""
+        with self._changing:
+            with self._changed:
+                self._check_open()
+                if self._is_asleep:
+                    return
+                self._is_asleep = True
+                self._changed.wait_for(lambda: not self._num_busy)
+            try:
+                self._backend.sleep()
+            except BaseException:
+                self._go_on()
+                raise
+
+    def wake_now(self) -> None:
+        """`wake` for a thread without an event loop."""
+        with self._changing:
+            with self._changed:
+                self._check_open()
             if self._is_asleep:
                 self._backend.wake()
-                self._is_asleep = False
+                self._go_on()
 
-        await asyncio.wrap_future(self._command(wake))
+    def _go_on(self) -> None:
+        with self._changed:
+            self._is_asleep = False
+            self._changed.notify_all()
 
     def close(self) -> None:
-        """End it all after the batch under way; what still waits fails. Idempotent."""
+        """End it all after the batches under way; what still waits fails. Idempotent."""
         with self._changed:
             self._is_closed = True
-            self._changed.notify()
-        self._thread.join()
+            self._changed.notify_all()
+        self._fail_all()
+        for thread in self._threads:
+            thread.join()
+        self._fail_all()  # what was being prepared
         self._backend.close()
+
+    def _fail_all(self) -> None:
+        with self._changed:
+            waiting = [*self._arrived, *(job for job, _, _ in self._backlog)]
+            self._arrived.clear()
+        self._fail(waiting, BusyError("this scorer was closed meanwhile", retry_after=5.0))
 
     def _submit(self, job: ScoringJob) -> None:
         with self._changed:
@@ -617,17 +688,20 @@ class BatchingScorer:
             self._waiting_characters += job.characters
             self._arrived_characters += job.characters
             self._arrived.append(job)
-            # The thread waits for the first, and then a moment: the others need not wake it.
+            # A thread waits for the first, and then a moment: the others need not wake it.
             if len(self._arrived) == 1 or self._arrived_characters >= self._enough:
-                self._changed.notify()
+                self._changed.notify_all()
 
-    def _command(self, command: Callable[[], None]) -> Future[None]:
-        done: Future[None] = Future()
+    def _release(self, job: ScoringJob) -> None:
+        """Nobody waits for a request any more."""
         with self._changed:
-            self._check_open()
-            self._commands.append((command, done))
-            self._changed.notify()
-        return done
+            self._stats.waiting -= job.size
+            self._waiting_characters -= job.characters
+            if job.is_cancelled:
+                self._stats.cancelled += 1
+                with suppress(ValueError):  # a thread has it
+                    self._arrived.remove(job)
+                    self._arrived_characters -= job.characters
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -638,29 +712,29 @@ class BatchingScorer:
         rate = stats.computed / stats.busy_seconds if stats.busy_seconds > 0 else 1000.0
         return min(60.0, max(0.05, completions / max(rate, 1e-3)))
 
-    # ------------------------------------------------------------------------------ the thread
+    # ----------------------------------------------------------------------------- the threads
 
     def _run(self) -> None:
-        while True:
-            jobs, commands, is_closed = self._wait_for_work()
-            for command, done in commands:
-                _settle(done, command)
-            if is_closed:
-                waiting = [*jobs, *(job for job, _, _ in self._backlog)]
-                self._fail(waiting, BusyError("this scorer was closed meanwhile", retry_after=5.0))
-                return
+        while (jobs := self._wait_for_work()) is not None:
             try:
-                self._prepare([job for job in jobs if not job.is_cancelled])
+                if jobs:
+                    self._prepare([job for job in jobs if not job.is_cancelled])
             except Exception as error:  # whatever it is, nobody may wait for ever
                 self._fail(jobs, _as_told(error))
-            if self._backlog and not self._is_asleep:
-                self._one_batch()
+            if batch := self._next_batch():
+                self._one_batch(batch)
+            with self._changed:
+                self._num_busy -= 1
+                self._changed.notify_all()
 
-    def _wait_for_work(self) -> tuple[list[ScoringJob], list[_Command], bool]:
-        """What came in; waits where there is nothing to do, and a moment for company."""
+    def _wait_for_work(self) -> list[ScoringJob] | None:
+        """What came in; waits where there is nothing to do, and a moment for company.
+
+        None: this is closed.
+        """
         with self._changed:
-            while not (self._is_closed or self._commands):
-                if self._backlog and not self._is_asleep:
+            while not self._is_closed:
+                if not self._is_asleep and self._backlog:
                     break
                 if not self._arrived or self._is_asleep:
                     self._changed.wait()
@@ -669,17 +743,16 @@ class BatchingScorer:
                 if left <= 0 or self._arrived_characters >= self._enough:
                     break
                 self._changed.wait(left)
-            jobs, commands = self._taken(), list(self._commands)
-            self._commands.clear()
-            return jobs, commands, self._is_closed
+            if self._is_closed:
+                return None
+            self._num_busy += 1
+            return self._taken()
 
     def _taken(self) -> list[ScoringJob]:
-        """The oldest requests, about two batches of them; all where this is closed."""
-        if self._is_asleep and not self._is_closed:
-            return []
+        """The oldest requests, about two batches of them."""
         jobs: list[ScoringJob] = []
         characters = self._enough if self._backlog else 0
-        while self._arrived and (self._is_closed or characters < 2 * self._enough):
+        while self._arrived and characters < 2 * self._enough:
             jobs.append(self._arrived.popleft())
             characters += jobs[-1].characters
             self._arrived_characters -= jobs[-1].characters
@@ -688,67 +761,73 @@ class BatchingScorer:
     def _prepare(self, jobs: Sequence[ScoringJob]) -> None:
         """Tokenise requests and put them into the backlog."""
         units = iter(units_of(self._backend, [group for job in jobs for group in job.groups]))
-        for job in jobs:
-            job.missing = len(job.groups)
-            job.results = [()] * job.missing
-            self._backlog.extend((job, index, next(units)) for index in range(job.missing))
+        with self._changed:
+            for job in jobs:
+                job.missing = len(job.groups)
+                job.results = [()] * job.missing
+                self._backlog.extend((job, index, next(units)) for index in range(job.missing))
+            self._changed.notify_all()
 
-    def _one_batch(self) -> None:
-        """Compute the oldest of the backlog, as much as the budget holds, and hand it out."""
+    def _next_batch(self) -> list[_Waiting]:
+        """The oldest of the backlog, as much as the budget holds."""
         batch: list[_Waiting] = []
         budget = self._limits.batch_tokens
-        while self._backlog:
-            job, _, unit = self._backlog[0]
-            if job.is_cancelled:
-                self._backlog.popleft()
-                continue
-            budget -= unit.num_tokens
-            if batch and budget < 0:
-                break
-            batch.append(self._backlog.popleft())
+        with self._changed:
+            while self._backlog:
+                job, _, unit = self._backlog[0]
+                if job.is_cancelled:
+                    self._backlog.popleft()
+                    continue
+                budget -= unit.num_tokens
+                if batch and budget < 0:
+                    break
+                batch.append(self._backlog.popleft())
+        return batch
+
+    def _one_batch(self, batch: Sequence[_Waiting]) -> None:
+        """Compute a batch, and hand its scores out."""
         try:
-            self._compute([unit for _, _, unit in batch])
-            done = self._finished(batch)
+            done = self._finished(batch, self._compute([unit for _, _, unit in batch]))
         except Exception as error:
             self._fail([job for job, _, _ in batch], _as_told(error))
-            return
-        hand_out(done)
-        self._cache.trim()
+        else:
+            hand_out(done)
 
-    def _finished(self, batch: Sequence[_Waiting]) -> list[ScoringJob]:
+    def _finished(
+        self, batch: Sequence[_Waiting], score_of: Mapping[Key, Score]
+    ) -> list[ScoringJob]:
         """Put scores where they belong; the requests that have all of theirs now."""
         done = []
-        failed = scored = 0
-        for job, index, unit in batch:
-            scores = unit.verdicts(self._cache)
-            job.results[index] = scores
-            job.missing -= 1
-            failures = sum(score.failure is not None for score in scores)
-            failed += failures
-            scored += len(scores) - failures
-            if not job.missing:
-                done.append(job)
-        with self._changed:
-            self._stats.failed += failed
-            self._stats.scored += scored
+        with self._changed:  # parts of a request may be in batches of several threads
+            for job, index, unit in batch:
+                scores = unit.verdicts(score_of)
+                job.results[index] = scores
+                job.missing -= 1
+                failures = sum(score.failure is not None for score in scores)
+                self._stats.failed += failures
+                self._stats.scored += len(scores) - failures
+                if not job.missing:
+                    done.append(job)
         return done
 
-    def _compute(self, units: Sequence[Unit]) -> None:
-        """See to it that the cache knows every score of the units."""
-        trees = planned(units, self._cache)
+    def _compute(self, units: Sequence[Unit]) -> dict[Key, Score]:
+        """Every score of the units, remembered or computed."""
+        with self._changed:
+            known = self._cache.known(key for unit in units for key in unit.keys)
+        trees = planned(units, known)
         if not trees:
-            return
+            return known
         started = time.monotonic()
-        scores = self._computed(trees)
+        found = dict(self._computed(trees))
         # Where nothing could be scored yet, there is nothing that would show whose fault it is.
         self._is_broken = self._failures_in_a_row >= _FAILURES_TO_DOUBT
-        for key, score in scores:
-            self._cache.put(key, score)
         with self._changed:
+            self._cache.put(found)
             self._stats.busy_seconds += time.monotonic() - started
-            self._stats.computed += len(scores)
+            self._stats.computed += len(found)
             self._stats.computed_tokens += sum(tree.tokens.num_tokens for tree in trees)
             self._stats.batches += 1
+        return known | found
 
     def _computed(self, trees: Sequence[KeyedTree]) -> list[tuple[Key, Score]]:
         """The scores of trees; what makes the model fail is found by halving and fails alone.
@@ -762,8 +841,10 @@ class BatchingScorer:
         parts = halve_trees(trees)
         if parts is None:
             _log.warning("a conversation makes the model fail", exc_info=found)
-            failure = Score(value=None, failure=f"the model failed: {type(found).__name__}")
-            return [(trees[0].keys[0], failure)]
+            failure = f"the model failed: {type(found).__name__}"
+            if isinstance(found, TakesDownError):
+                failure = f"poison: {found}"
+            return [(trees[0].keys[0], Score(value=None, failure=failure))]
         return [*self._computed(parts[0]), *self._computed(parts[1])]
 
     def _tried(self, trees: Sequence[KeyedTree]) -> list[tuple[Key, Score]] | Exception:
@@ -779,6 +860,8 @@ class BatchingScorer:
             self._is_broken = True
             raise
         except Exception as error:
+            if is_lost_worker(error):  # no replica is left that could compute
+                raise
             self._failures_in_a_row += 1
             if self._failures_in_a_row >= _FAILURES_TO_DOUBT and self._fails_at_known():
                 self._is_broken = True
@@ -804,7 +887,8 @@ class BatchingScorer:
 
     def _fail(self, jobs: Sequence[ScoringJob], error: Exception) -> None:
         lost = set(jobs)
-        self._backlog = deque(entry for entry in self._backlog if entry[0] not in lost)
+        with self._changed:
+            self._backlog = deque(entry for entry in self._backlog if entry[0] not in lost)
         for job in lost:
             job.error = error
         hand_out(lost)
@@ -825,14 +909,3 @@ def _as_told(error: Exception) -> Exception:
         return error
     _log.error("the batcher failed", exc_info=error)
     return EngineError(f"the batcher failed: {error}")
-
-
-def _settle(done: Future[None], command: Callable[[], None]) -> None:
-    if not done.set_running_or_notify_cancel():
-        return
-    try:
-        command()
-    except Exception as error:
-        done.set_exception(error)
-    else:
-        done.set_result(None)

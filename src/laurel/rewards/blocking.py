@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
-from laurel.errors import EnvironmentFailedError
+from laurel.errors import EngineError, EnvironmentFailedError
+from laurel.generation.waiting import BackgroundLoop, cancel_others
 from laurel.protocols import Scorer
 from laurel.rewards.remote.replica import close_scorer
 from laurel.types import Group, Score
@@ -33,12 +33,8 @@ class BlockingScorer:
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
-        self._closing = threading.Lock()
-        self._closed = False
         self._under_way: set[Future[Any]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="laurel-scorer", daemon=True)
-        self._thread.start()
+        self._background = BackgroundLoop("laurel-scorer")
 
     def score_now(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """See `protocols.Scorer.score`.
@@ -69,11 +65,11 @@ class BlockingScorer:
         Raises:
             EnvironmentFailedError: See `score_now`.
         """
-        with self._closing:
-            if self._closed:
-                raise EnvironmentFailedError("the scorer was closed")
-            future = asyncio.run_coroutine_threadsafe(begin(), self._loop)
-            self._under_way.add(future)
+        try:
+            future = self._background.submit(begin())
+        except EngineError:
+            raise EnvironmentFailedError("the scorer was closed") from None
+        self._under_way.add(future)
         try:
             return future.result()
         except CancelledError as error:
@@ -86,28 +82,23 @@ class BlockingScorer:
 
         What does not end although it is told to is left behind after a while. Idempotent.
         """
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(2 * _SECONDS_TO_END + _SECONDS_TO_LET_GO)
-        if self._thread.is_alive():  # something holds up the event loop itself
+        limit = 2 * _SECONDS_TO_END + _SECONDS_TO_LET_GO
+        try:
+            self._background.close(self._end(), patience=0.0, limit=limit)
+        except TimeoutError:  # something holds up the event loop itself
             self._leave_behind()
 
-    def _run(self) -> None:
-        loop = self._loop
-        try:
-            loop.run_forever()
-            under_way = asyncio.all_tasks(loop)
-            for task in under_way:
-                task.cancel()
-            if under_way:  # else whoever waits for them would wait for ever
-                loop.run_until_complete(asyncio.wait(under_way, timeout=_SECONDS_TO_END))
-            self._leave_behind()
-            loop.run_until_complete(_end(self._scorer))
-        finally:
-            loop.close()
+    async def _end(self) -> None:
+        await cancel_others(_SECONDS_TO_END)  # else whoever waits for them would wait for ever
+        self._leave_behind()
+        ending = asyncio.ensure_future(close_scorer(self._scorer))
+        await asyncio.wait((ending,), timeout=_SECONDS_TO_LET_GO)
+        if ending.done():
+            ending.result()
+        else:
+            _log.warning(
+                "a scorer has not ended within %g s; it is left behind", _SECONDS_TO_LET_GO
+            )
 
     def _leave_behind(self) -> None:
         """Let those go who wait for what does not end."""
@@ -128,12 +119,3 @@ async def afresh(scorer: Scorer, groups: Sequence[Group]) -> list[tuple[Score, .
     score = getattr(scorer, "score_afresh", scorer.score)
     found: list[tuple[Score, ...]] = await score(groups)
     return found
-
-
-async def _end(scorer: Scorer) -> None:
-    ending = asyncio.ensure_future(close_scorer(scorer))
-    await asyncio.wait((ending,), timeout=_SECONDS_TO_LET_GO)
-    if ending.done():
-        ending.result()
-    else:
-        _log.warning("a scorer has not ended within %g s; it is left behind", _SECONDS_TO_LET_GO)

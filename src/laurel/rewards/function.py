@@ -5,32 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import inspect
-import json
 import math
 import numbers
-import os
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from laurel.config.environments import FunctionConfig
 from laurel.config.yaml_tree import nearest
-from laurel.errors import ConfigError, EnvironmentFailedError, UserError
+from laurel.errors import ConfigError
 from laurel.models.spec import ModelSpec
 from laurel.observe.hub import own_line_of
 from laurel.rewards.remote.replica import failed
 from laurel.types import Group, Score
+from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec
 
 MOST_AT_ONCE = 16
 """Calls of a function that is not async, in as many threads."""
@@ -77,7 +73,7 @@ class FunctionScorer:
         """
         self.config = config
         self.judges_groups = config.group
-        self._processes: FunctionProcesses | None = None
+        self._processes: ProcessPool | None = None
         self._hung = 0
         self._counting = threading.Lock()
         self._gate_of: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
@@ -92,7 +88,15 @@ class FunctionScorer:
         self._is_async = False
         if num_workers and function is None:
             # It is not even imported here: that may take a library that shall not be in this one.
-            self._processes = FunctionProcesses(config, num_workers=num_workers, where=where)
+            self._processes = ProcessPool(
+                ProcessPoolSpec(
+                    name=f"{where}: the process for the function",
+                    prepare="laurel.rewards.function:prepare",
+                    num_workers=num_workers,
+                    timeout_seconds=config.timeout,
+                    settings=config.model_dump(mode="json") | {"where": where},
+                )
+            )
             try:
                 self._processes.start()
             except BaseException:
@@ -127,7 +131,7 @@ class FunctionScorer:
             await _pause(wait)
         async with self._gate():
             if self._processes is not None:
-                return await self._processes.call(arguments, count=count)
+                return await self._in_process(self._processes, arguments, count)
             arguments = {**arguments, **self._served}
             limit = self.config.timeout
             try:
@@ -143,6 +147,23 @@ class FunctionScorer:
             except Exception as error:  # a TimeoutError may be the function's own
                 return (late(limit) if clock.expired() else score_of_error(error),) * count
             return verdicts_of(result, count=count, judges_groups=self.judges_groups)
+
+    async def _in_process(
+        self, processes: ProcessPool, arguments: Mapping[str, Any], count: int
+    ) -> tuple[Score, ...]:
+        """The verdicts of one call on so many completions."""
+        try:
+            asked = processes.submit({"arguments": dict(arguments), "count": count})
+        except (TypeError, ValueError) as error:
+            reason = f"error: what the function is given cannot go to another process ({error})"
+            return (failed(f"{reason}; set num_workers=0"),) * count
+        try:
+            found = await asyncio.wrap_future(asked)
+        except TimeoutError:
+            return (late(self.config.timeout),) * count
+        except ProcessDiedError:
+            return (failed("error: the process died while it ran the function"),) * count
+        return tuple(Score(**{**one, "values_K": tuple(one["values_K"])}) for one in found)
 
     async def _in_thread(self, arguments: Mapping[str, Any]) -> Any:
         """The result of a call in a thread of its own, which is left behind if it is late."""
@@ -233,221 +254,37 @@ class _RaisedError(Exception):
 
 
 # --------------------------------------------------------------------------------------------------
-# Processes that run a function that scores; each can be killed in the middle of a call.
-
-START_SECONDS = 120.0
-"""Limit for a process to be ready: the function may import a large library."""
-_AT_ONCE = 1 << 16
+# What runs in a process for a function that scores.
 
 
-class FunctionProcesses:
-    """Runs calls side by side. Processes start with the first call, or with `start`.
+def prepare(settings: dict[str, Any]) -> Callable[[], Callable[[dict[str, Any]], Any]]:
+    """Find the function in every process anew; see `ProcessPoolSpec.prepare`.
 
-    A process that is killed takes with it whatever the function has started. They all end with
-    `close`, and soon after this process, however that ends.
+    What its module begins when it is imported, such as threads, does not outlive a fork.
     """
+    return functools.partial(_opened, settings.pop("where"), FunctionConfig(**settings))
 
-    def __init__(self, config: FunctionConfig, *, num_workers: int, where: str) -> None:
-        """Start nothing yet.
 
-        Args:
-            config: The function; its timeout is that of one call.
-            num_workers: Processes.
-            where: The section, for messages.
-        """
-        self._config = config
-        self._where = where
-        self._lock = threading.Lock()
-        self._mine = threading.local()
-        self._living: dict[int, _Process] = {}
-        self._closed = False
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="laurel-function")
+def _opened(where: str, config: FunctionConfig) -> Callable[[dict[str, Any]], Any]:
+    function = find_function(config.path, where=f"{where}.path")
+    served = served_arguments(function, config, where=where)
+    check_call(function, config.kwargs | served, judges_groups=config.group, where=where)
 
-    async def call(self, arguments: Mapping[str, Any], *, count: int) -> tuple[Score, ...]:
-        """The verdicts of one call on so many completions."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._call, arguments, count)
-
-    def start(self) -> None:
-        """Start a process, to see whether that can be done.
-
-        Raises:
-            ConfigError: The function cannot be found there.
-        """
-        self._threads.submit(self._process).result()
-
-    def process_ids(self) -> list[int]:
-        """The processes alive now."""
-        with self._lock:
-            return list(self._living)
-
-    def close(self) -> None:
-        """Kill the processes; calls under way fail. Idempotent."""
-        with self._lock:
-            self._closed = True
-            living = list(self._living.values())
-        for process in living:
-            self._end(process)
-        self._threads.shutdown(cancel_futures=True)
-
-    def _call(self, arguments: Mapping[str, Any], count: int) -> tuple[Score, ...]:
-        """In a thread of the pool, which has at most one process at a time."""
-        limit = self._config.timeout
+    def score(asked: dict[str, Any]) -> list[dict[str, Any]]:
         try:
-            message = json.dumps({"arguments": dict(arguments), "count": count})
-        except (TypeError, ValueError) as error:
-            reason = f"error: what the function is given cannot go to another process ({error})"
-            return (failed(f"{reason}; set num_workers=0"),) * count
-        process = self._process()
-        try:
-            reply = process.ask(message, time.monotonic() + limit)
-        except TimeoutError:
-            self._end(process)
-            return (late(limit),) * count
-        except OSError:
-            self._end(process)
-            if self._closed:
-                raise EnvironmentFailedError("the scorer was closed meanwhile") from None
-            return (failed("error: the process died while it ran the function"),) * count
-        return tuple(Score(**{**one, "values_K": tuple(one["values_K"])}) for one in reply["found"])
+            result = function(**asked["arguments"], **served)
+            if is_async(function):
+                result = asyncio.run(_awaited(result))
+            found = verdicts_of(result, count=asked["count"], judges_groups=config.group)
+        except BaseException as error:  # of the function's, SystemExit among them
+            found = (score_of_error(error),) * int(asked["count"])
+        return [dataclasses.asdict(one) for one in found]
 
-    def _process(self) -> _Process:
-        process: _Process | None = getattr(self._mine, "process", None)
-        # By itself and not by its id, which another process may have by now.
-        if process is not None and self._living.get(process.pid) is process:
-            return process
-        process = _Process()
-        with self._lock:
-            if self._closed:
-                process.kill()
-                raise EnvironmentFailedError("the scorer was closed")
-            self._living[process.pid] = process
-        self._mine.process = process
-        config = {**self._config.model_dump(mode="json"), "where": self._where}
-        try:
-            said = process.ask(json.dumps(config), time.monotonic() + START_SECONDS)
-        except OSError as error:
-            self._end(process)
-            raise EnvironmentFailedError(
-                f"{self._where}: the process for the function does not start ({error})"
-            ) from error
-        if said["refused"] is not None:
-            self._end(process)
-            raise ConfigError(said["refused"])
-        return process
-
-    def _end(self, process: _Process) -> None:
-        with self._lock:
-            if self._living.get(process.pid) is not process:
-                return
-            del self._living[process.pid]
-        process.kill()
-
-
-class _Process:
-    """One process, seen from here."""
-
-    def __init__(self) -> None:
-        self._link, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        program = (
-            f"import sys; sys.path[:] = {sys.path!r}\n"
-            "from laurel.rewards.function import main\n"
-            f"main({there.fileno()}, {os.getpid()})"
-        )
-        with there:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", program],
-                pass_fds=[there.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # so that all it starts can be killed with it
-            )
-        self.pid = self._process.pid
-
-    def ask(self, message: str, deadline: float) -> dict[str, Any]:
-        """The reply; TimeoutError where it is late, OSError where the process is gone."""
-        self._link.settimeout(max(deadline - time.monotonic(), 1e-3))
-        self._link.sendall(message.encode() + b"\n")
-        received = bytearray()
-        while not received.endswith(b"\n"):
-            self._link.settimeout(max(deadline - time.monotonic(), 1e-3))
-            part = self._link.recv(_AT_ONCE)
-            if not part:
-                raise ConnectionResetError("the process is gone")
-            received += part
-        reply: dict[str, Any] = json.loads(received)
-        return reply
-
-    def kill(self) -> None:
-        """End it and what it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-        self._link.close()
-
-
-# --------------------------------------------------------------------------------------------------
-# What runs in a process for a function that scores: one call after the other.
-
-_LOOK_FOR_PARENT_SECONDS = 1.0
-
-
-def main(descriptor: int, parent: int) -> None:
-    """Serve the process at the other end of a socket until it is gone.
-
-    Args:
-        descriptor: Of the socket.
-        parent: Process id of the other end.
-    """
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    link = socket.socket(fileno=descriptor)
-    with link.makefile("rwb") as lines:
-        config = json.loads(lines.readline())
-        function: Function | None = None
-        served: dict[str, Any] = {}
-        refused: str | None = None
-        try:
-            function = find_function(config["path"], where=f"{config['where']}.path")
-            where = config.pop("where")
-            settings = FunctionConfig.model_validate(config)
-            served = served_arguments(function, settings, where=where)
-            check_call(
-                function, settings.kwargs | served, judges_groups=settings.group, where=where
-            )
-        except UserError as error:
-            refused = str(error)
-        _say(lines, {"refused": refused})
-        while function is not None and (line := lines.readline()):
-            asked = json.loads(line)
-            asked["arguments"] |= served
-            found = _called(function, asked, judges_groups=config["group"])
-            _say(lines, {"found": [dataclasses.asdict(one) for one in found]})
-
-
-def _called(function: Function, asked: dict[str, Any], *, judges_groups: bool) -> tuple[Score, ...]:
-    try:
-        result = function(**asked["arguments"])
-        if is_async(function):
-            result = asyncio.run(_awaited(result))
-        return verdicts_of(result, count=asked["count"], judges_groups=judges_groups)
-    except BaseException as error:  # of the function's, SystemExit among them
-        return (score_of_error(error),) * int(asked["count"])
+    return score
 
 
 async def _awaited(result: Any) -> Any:
     return await result
-
-
-def _say(lines: Any, value: object) -> None:
-    lines.write(json.dumps(value).encode() + b"\n")
-    lines.flush()
-
-
-def _end_with(parent: int) -> None:
-    """A call that never ends would otherwise outlive whoever asked."""
-    while os.getppid() == parent:
-        time.sleep(_LOOK_FOR_PARENT_SECONDS)
-    os.killpg(0, signal.SIGKILL)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -15,13 +15,14 @@ from typing import Any
 import jinja2
 from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import Field
 
 from laurel.config.environments import JudgeConfig
 from laurel.errors import ConfigError, DataError, ProtocolError
 from laurel.rewards.remote.http import HttpExchange, checked_url, endpoint
 from laurel.rewards.remote.replica import Clock, ReplicaReply, failed
 from laurel.rewards.remote.router import Router, RouterOptions
-from laurel.rewards.remote.wire import expect_list, expect_object
+from laurel.rewards.remote.wire import Body, List
 from laurel.types import Group, Message, Score
 
 CHAT_PATH = "/chat/completions"
@@ -199,16 +200,27 @@ def _said(value: Any) -> str:
         ProtocolError: It is none.
         NoScoreError: It says nothing, or was cut off, perhaps in the middle of a number.
     """
-    choices = expect_list(expect_object(value, "the answer").get("choices"), "choices")
-    if not choices:
-        raise ProtocolError("choices is empty")
-    choice = expect_object(choices[0], "a choice")
-    if choice.get("finish_reason") == "length":
+    choice = _ChatCompletion.read(value, "the answer").choices[0]
+    if choice.finish_reason == "length":
         raise NoScoreError("the reply was cut off: raise max_tokens")
-    text = expect_object(choice.get("message"), "the message of a choice").get("content")
-    if not isinstance(text, str):
+    if not isinstance(choice.message.content, str):
         raise NoScoreError("the reply says nothing")
-    return text
+    return choice.message.content
+
+
+class _ChatMessage(Body):
+    content: Any = None
+
+
+class _Choice(Body):
+    message: _ChatMessage
+    finish_reason: Any = None
+
+
+class _ChatCompletion(Body):
+    """What is read of a chat completion, in OpenAI's form."""
+
+    choices: List[_Choice] = Field(min_length=1)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -6,14 +6,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from laurel.errors import BusyError, EnvironmentFailedError, LaurelError
 from laurel.models.forest.decoder import Path
-from laurel.models.scoring import ScoringContract
-from laurel.rewards.batching import BatcherLimits, BatchingScorer
-from laurel.rewards.blocking import BlockingScorer
+from laurel.rewards.batching import BackendReplicas, BatcherLimits, BatchingScorer
 from laurel.rewards.preparing import Prepared, Rendered
 from laurel.rewards.scorer import ContractScorer, OnBatch
 from laurel.types import Group, Score, TokenGroup
@@ -24,29 +23,6 @@ UNLIMITED = 2**62
 """Completions and letters that may wait: a run asks for no more than it holds already."""
 
 
-def batcher_limits(scorer: ContractScorer) -> BatcherLimits:
-    """How a scorer's own budget is filled by requests of many."""
-    return BatcherLimits(
-        batch_tokens=scorer.batch_tokens, max_waiting=UNLIMITED, max_waiting_characters=UNLIMITED
-    )
-
-
-class ScoringBackend(Protocol):
-    """Where requests are merged and computed. All coroutines run in one event loop."""
-
-    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `protocols.Scorer`."""
-
-    async def set_asleep(self, is_asleep: bool) -> None:
-        """Give the memory of devices back, or take it again. Requests wait meanwhile."""
-
-    def directly(self, work: Callable[[ContractScorer], T]) -> T:
-        """Let a model that can compute do something beside what is merged, in any thread."""
-
-    async def aclose(self) -> None:
-        """End everything. Idempotent."""
-
-
 class LoopScorer(ContractScorer):
     """A `ContractScorer` that may be asked from any number of threads at once.
 
@@ -54,14 +30,22 @@ class LoopScorer(ContractScorer):
     who shares a batch depends on when they ask, and scores by that much: on rounding.
     """
 
-    def __init__(self, backend: ScoringBackend) -> None:
-        """Take over a backend; `close` ends it."""
-        self._path: Path
-        contract, batch_tokens, batch_size, self._path = backend.directly(_about)
-        super().__init__(contract, batch_tokens=batch_tokens, batch_size=batch_size)
-        self._backend = backend
-        self._asking = BlockingScorer(backend)
+    def __init__(self, models: ContractScorer | BackendReplicas[ContractScorer]) -> None:
+        """Take over a model, or replicas of one; `close` ends them."""
+        self._models = models
+        first = models if isinstance(models, ContractScorer) else models.replicas[0].value
+        self._path = first.path
+        super().__init__(
+            first.contract, batch_tokens=first.batch_tokens, batch_size=first.batch_size
+        )
+        self.batcher = BatchingScorer(
+            models,
+            model_version="",
+            limits=batcher_limits(first),
+            num_threads=1 if isinstance(models, ContractScorer) else len(models.replicas),
+        )
         self._awake = threading.Lock()
+        self._is_closed = False
 
     @property
     def path(self) -> Path:
@@ -69,9 +53,15 @@ class LoopScorer(ContractScorer):
         return self._path
 
     def directly(self, work: Callable[[ContractScorer], T]) -> T:
-        """What a model says that is asked for itself: nothing is merged, nothing remembered."""
+        """What a model says that is asked for itself: nothing is merged, nothing remembered.
+
+        Raises:
+            WorkerError: No replica is left, or nobody who renders for them.
+        """
         with self._awake:
-            return self._backend.directly(work)
+            if isinstance(self._models, ContractScorer):
+                return work(self._models)
+            return self._models.call(work)
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """See `protocols.Scorer`."""
@@ -84,8 +74,20 @@ class LoopScorer(ContractScorer):
     def score_now(
         self, groups: Sequence[Group], on_batch: OnBatch | None = None
     ) -> list[tuple[Score, ...]]:
-        """See `ContractScorer`. Nobody is told of progress: batches are not this caller's own."""
-        return self._asking.score_now(groups)
+        """See `ContractScorer`. Nobody is told of progress: batches are not this caller's own.
+
+        Raises:
+            EnvironmentFailedError: It is closed, or was before the scores came.
+            WorkerError: No replica is left, or nobody who renders for them.
+        """
+        try:
+            if self._is_closed:
+                raise BusyError("it is closed")
+            return self.batcher.score_now(groups)
+        except LaurelError as error:
+            if not self._is_closed:
+                raise
+            raise EnvironmentFailedError("the scorer was closed") from error
 
     def score_exactly(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """See `ContractScorer`."""
@@ -110,7 +112,7 @@ class LoopScorer(ContractScorer):
     def _values(
         self, tokens: Sequence[TokenGroup], on_batch: OnBatch | None, *, exactly: bool
     ) -> np.ndarray:
-        raise AssertionError("the models behind the backend compute")
+        raise AssertionError("the models behind the batcher compute")
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -124,42 +126,22 @@ class LoopScorer(ContractScorer):
 
     def sleep(self) -> None:
         """See `ContractScorer`."""
-        self._asking.wait_for(lambda: self._backend.set_asleep(True))
+        self.batcher.sleep_now()
 
     def wake(self) -> None:
         """See `ContractScorer`."""
-        self._asking.wait_for(lambda: self._backend.set_asleep(False))
+        self.batcher.wake_now()
 
     def close(self) -> None:
-        """End the backend. What is under way fails."""
-        self._asking.close()
+        """End the models. What replicas have under way fails."""
+        self._is_closed = True
+        if isinstance(self._models, BackendReplicas):
+            self._models.close()
+        self.batcher.close()
 
 
-def _about(scorer: ContractScorer) -> tuple[ScoringContract, int, int | None, Path]:
-    return scorer.contract, scorer.batch_tokens, scorer.batch_size, scorer.path
-
-
-class SingleModelBackend:
-    """One model, in this process or wherever its scorer has it."""
-
-    def __init__(self, scorer: ContractScorer) -> None:
-        """Take over a scorer, and start the thread that computes."""
-        self._scorer = scorer
-        self._batcher = BatchingScorer(scorer, model_version="", limits=batcher_limits(scorer))
-
-    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `ScoringBackend`."""
-        return await self._batcher.score(groups)
-
-    async def set_asleep(self, is_asleep: bool) -> None:
-        """See `ScoringBackend`."""
-        await (self._batcher.sleep() if is_asleep else self._batcher.wake())
-
-    def directly(self, work: Callable[[ContractScorer], T]) -> T:
-        """See `ScoringBackend`."""
-        return work(self._scorer)
-
-    async def aclose(self) -> None:
-        """See `ScoringBackend`."""
-        await asyncio.to_thread(self._batcher.close)
-        self._scorer.close()
+def batcher_limits(scorer: ContractScorer) -> BatcherLimits:
+    """How a scorer's own budget is filled by requests of many."""
+    return BatcherLimits(
+        batch_tokens=scorer.batch_tokens, max_waiting=UNLIMITED, max_waiting_characters=UNLIMITED
+    )

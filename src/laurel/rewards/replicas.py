@@ -1,34 +1,23 @@
-"""Replicas of a reward model in worker groups: each works by itself, and any of them may die.
-
-A replica that is lost is started again in its place, and others score what it had. Nothing of it
-counts twice: scores of a group that is lost are not believed, and one verdict is given on each
-completion (`Router`).
-"""
+"""A reward model in processes: replicas, the scorer that speaks to one of them, and its ranks."""
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import logging
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from laurel.errors import BusyError, ConfigError, LaurelError, WorkerError
+from laurel.errors import ConfigError, WorkerError
 from laurel.models.forest.decoder import Path
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.models.scoring import ScoringContract
 from laurel.protocols import WorkerGroup
-from laurel.rewards.batching import BatchingScorer
-from laurel.rewards.loop_scorer import batcher_limits
-from laurel.rewards.preparing import WORKER, Prepared, Rendered
-from laurel.rewards.remote.replica import ReplicaFault, ReplicaReply, ScorerReplica
-from laurel.rewards.remote.router import Router, RouterOptions
+from laurel.rewards.batching import BackendReplicas
+from laurel.rewards.preparing import WORKER
 from laurel.rewards.scorer import (
     ContractScorer,
     LocalScorer,
@@ -38,402 +27,61 @@ from laurel.rewards.scorer import (
     in_order,
     score_batches,
 )
-from laurel.types import Group, Score, TokenGroup
-from laurel.workers.calls import again
+from laurel.types import TokenGroup
 from laurel.workers.process import choose_device
 from laurel.workers.rendezvous import RankPlace, join, leave
-from laurel.workers.worker_actor import Restarts
+from laurel.workers.supervisor import Restarts
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 ROLE = "reward_model"
 MAX_RESTARTS = 3
 """Of all replicas together, as with the replicas that draw."""
-OPTIONS = RouterOptions(
-    timeout=24 * 3600.0,  # the environment's own limit is what ends a wait
-    attempt_timeout=24 * 3600.0,  # a replica that hangs is lost by the limit of its group
-    window=1024,  # its batcher wants to choose from many
-)
+MOST_LOSSES = 2
+"""Replicas that may be lost with a batch before its parts are scored by themselves."""
 
 
-class ScoringReplicaSet:
-    """A `ScoringBackend` of replicas; one router gives each request to the least busy one."""
+def scoring_replicas(
+    make: Callable[[int], ContractScorer],
+    number: int,
+    *,
+    role: str = ROLE,
+    say: Callable[[str], None] = _log.warning,
+    max_restarts: int = MAX_RESTARTS,
+) -> BackendReplicas[ContractScorer]:
+    """Replicas of a model that work by themselves, each in processes of its own.
 
-    def __init__(
-        self,
-        make: Callable[[int], ContractScorer],
-        num_replicas: int,
-        *,
-        role: str = ROLE,
-        say: Callable[[str], None] = _log.warning,
-        max_restarts: int = MAX_RESTARTS,
-        options: RouterOptions = OPTIONS,
-    ) -> None:
-        """Make the replicas, at the same time.
+    Args:
+        make: Makes the scorer of the replica with this number; called again, when the one before
+            has been closed, to start it anew. Any thread.
+        number: At least one.
+        role: What they are, for messages.
+        say: Told of every restart.
+        max_restarts: Of all replicas together.
 
-        Args:
-            make: Makes the scorer, in processes of its own, of the replica with this number;
-                called again, when the one before has been closed, to start it anew. Any thread.
-            num_replicas: At least one.
-            role: What they are, for messages.
-            say: Told of every restart.
-            max_restarts: Of all replicas together.
-            options: How replicas are asked.
+    Raises:
+        LaurelError: One of them cannot be made.
+    """
+    return BackendReplicas(
+        make,
+        number,
+        name=f"{role} replica",
+        end=lambda scorer: scorer.close(),
+        restarts=Restarts(max_restarts, say),
+        is_lost=_is_lost,
+        most_losses=MOST_LOSSES,
+    )
 
-        Raises:
-            LaurelError: One of them cannot be made.
-        """
-        self._make = make
-        self.role = role
-        self._say = say
-        self._is_asleep = False
-        self._is_closed = False
-        self._asking: set[asyncio.Task[list[tuple[Score, ...]]]] = set()
-        self._rest: asyncio.Future[None] | None = None
-        """Done when replicas rest no more."""
-        self._over: asyncio.Future[None] | None = None
-        self._last_loss: WorkerError | None = None
-        self.restarts = Restarts(max_restarts, say)
-        self.replicas = [
-            WorkerReplica(index, scorer, self)
-            for index, scorer in enumerate(self._begun(num_replicas))
-        ]
-        self._router = Router(self.replicas, options)
 
-    def _begun(self, number: int) -> list[ContractScorer]:
-        made: dict[int, ContractScorer] = {}
-        errors: list[BaseException] = []
-
-        def begin(index: int) -> None:
-            try:
-                made[index] = self._make(index)
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=begin, args=(index,)) for index in range(number)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            for scorer in made.values():
-                scorer.close()
-            raise errors[0]
-        return [made[index] for index in range(number)]
-
-    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `protocols.Scorer`. What is under way when replicas go to rest is asked once more.
-
-        Raises:
-            WorkerError: No replica is left, or nobody who renders for them.
-        """
-        if self._over is None:
-            self._over = asyncio.get_running_loop().create_future()
-            self._give_up_if_nobody_is_left()
-        while True:
-            while self._rest is not None:
-                await self._first_of(self._rest)
-            asking = asyncio.ensure_future(self._router.score(groups))
-            self._asking.add(asking)
-            try:
-                await self._first_of(asking)
-                if not asking.cancelled():
-                    return asking.result()
-            finally:
-                self._asking.discard(asking)
-                asking.cancel()
-                await asyncio.gather(asking, return_exceptions=True)
-
-    async def _first_of(self, awaited: asyncio.Future[Any]) -> None:
-        """Wait for something, as long as there is a replica."""
-        assert self._over is not None
-        await asyncio.wait((awaited, self._over), return_when=asyncio.FIRST_COMPLETED)
-        if not awaited.done():
-            assert self._last_loss is not None
-            raise again(self._last_loss)
-
-    async def set_asleep(self, is_asleep: bool) -> None:
-        """See `ScoringBackend`. No clock of a router runs meanwhile: it has nothing under way."""
-        self._is_asleep = is_asleep
-        if is_asleep and self._rest is None:
-            self._rest = asyncio.get_running_loop().create_future()
-            for asking in self._asking:
-                asking.cancel()
-        changes = (replica.rest(is_asleep) for replica in self.replicas)
-        for failure in await asyncio.gather(*changes, return_exceptions=True):
-            if failure is not None:
-                raise failure
-        if not is_asleep and self._rest is not None:
-            self._rest.set_result(None)
-            self._rest = None
-
-    def directly(self, work: Callable[[ContractScorer], T]) -> T:
-        """See `ScoringBackend`.
-
-        Raises:
-            WorkerError: No replica is left, or nobody who renders for them.
-        """
-        while True:
-            left = [replica for replica in self.replicas if not replica.is_gone]
-            if not left:
-                assert self._last_loss is not None
-                raise again(self._last_loss)
-            chosen = next((r for r in left if r.is_up.is_set()), left[0])
-            chosen.is_up.wait()
-            scorer = chosen.scorer
-            try:
-                return work(scorer)
-            except WorkerError as error:
-                if error.role == WORKER or not (error.is_lost or scorer.is_ended):
-                    raise
-                chosen.lost(scorer, error)
-
-    async def aclose(self) -> None:
-        """See `ScoringBackend`."""
-        self._is_closed = True
-        await asyncio.gather(
-            *(asyncio.to_thread(replica.scorer.close) for replica in self.replicas)
-        )
-        await self._router.aclose()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it has been told to end."""
-        return self._is_closed
-
-    # ------------------------------------------------------------------------------ restarts
-
-    def restart(
-        self, replica: WorkerReplica, failure: Exception
-    ) -> tuple[ContractScorer, bool] | None:
-        """A scorer in place of one that is lost, and whether it sleeps as the others do; None where
-        there is to be none. Any thread."""
-        reason: Exception | None = failure
-        while reason is not None:
-            if not self._may_restart(replica, reason):
-                return None
-            try:
-                made, is_asleep = self._made(replica.index)
-            except Exception as error:  # whatever it is, the others go on
-                reason = error
-            else:
-                self._say(f"{replica.name} is back")
-                if self._is_closed:
-                    made.close()
-                    return None
-                return made, is_asleep
-        return None
-
-    def _made(self, index: int) -> tuple[ContractScorer, bool]:
-        made = self._make(index)
-        if is_asleep := self._is_asleep:
-            try:
-                made.sleep()
-            except BaseException:
-                made.close()
-                raise
-        return made, is_asleep
-
-    def _may_restart(self, replica: WorkerReplica, failure: Exception) -> bool:
-        if self._is_closed:
-            return False
-        loss = self.restarts.after(failure, replica)
-        if loss.refused is None:
-            return True
-        self._say(str(loss))
-        last = WorkerError(
-            f"{loss}; no other replica is left",
-            role=self.role,
-            exit_code=WorkerError.LOST_EXIT_CODE,
-        )
-        last.__cause__ = failure
-        self._last_loss = last
+def _is_lost(scorer: ContractScorer, error: Exception) -> bool:
+    """Whether processes of the scorer itself are gone, and not those that render for it."""
+    if not isinstance(error, WorkerError) or error.role == WORKER:
         return False
-
-    def on_gone(self) -> None:
-        """A replica will not come back. Any thread."""
-        if self._over is not None:
-            with suppress(RuntimeError):  # the loop has ended: nobody waits
-                self._over.get_loop().call_soon_threadsafe(self._give_up_if_nobody_is_left)
-
-    def _give_up_if_nobody_is_left(self) -> None:
-        over = self._over
-        if over is not None and not over.done() and all(r.is_gone for r in self.replicas):
-            over.set_result(None)
+    return error.is_lost or scorer.is_ended
 
 
 # --------------------------------------------------------------------------------------------------
-# One replica of a scoring replica set: a scorer in processes of its own, and what becomes of it.
-
-LAST_RESTART = 120.0
-"""Seconds that the end of a run waits for a replica that is just being started."""
-
-
-class WorkerReplica:
-    """One replica as the router sees it; see `rewards.replica.Replica`."""
-
-    max_completions: None = None
-
-    def __init__(self, index: int, scorer: ContractScorer, replica_set: ScoringReplicaSet) -> None:
-        """Begin with a scorer that has proven itself.
-
-        Args:
-            index: Among the replicas.
-            scorer: In processes of its own.
-            replica_set: Starts it again.
-        """
-        self.index = index
-        self.name = f"{replica_set.role} replica {index}"
-        self.is_up = threading.Event()
-        """It works, or will never work again; cleared while it is started."""
-        self.is_gone = False
-        self.last_failure: str | None = None
-        """Why it was started again, as long as it has scored nothing since."""
-        self._replica_set = replica_set
-        self._lock = threading.Lock()
-        self._restarting: threading.Thread | None = None
-        self._take(scorer, is_asleep=False)
-
-    def _take(self, scorer: ContractScorer, *, is_asleep: bool) -> None:
-        self.scorer = scorer
-        self._batcher = BatchingScorer(
-            _Watched(scorer, self),
-            model_version="",
-            limits=batcher_limits(scorer),
-            is_asleep=is_asleep,
-        )
-        self._merged = ScorerReplica(self._batcher, self.name)
-        self.is_up.set()
-
-    async def attempt(
-        self, groups: Sequence[Group], *, request_id: str, timeout: float
-    ) -> ReplicaReply:
-        """See `Replica`.
-
-        Raises:
-            WorkerError: Who renders for all replicas is lost.
-        """
-        scorer, merged = self.scorer, self._merged
-        self._check_up()
-        try:
-            reply = await merged.attempt(groups, request_id=request_id, timeout=timeout)
-        except ReplicaFault as fault:
-            self._check_same(scorer)
-            lost = fault.__cause__
-            # The loss of the replica itself is not told in this way, but by `_Watched`.
-            if isinstance(lost, WorkerError) and lost.is_lost:
-                raise lost from lost.__cause__
-            raise
-        self._check_same(scorer)  # what a lost one says of the last requests are no verdicts
-        self.last_failure = None
-        return reply
-
-    def _check_same(self, scorer: ContractScorer) -> None:
-        if self.scorer is not scorer or not self.is_up.is_set():
-            raise ReplicaFault("connection", f"{self.name} was lost", in_mid_request=True)
-        self._check_up()
-
-    def _check_up(self) -> None:
-        if self.is_gone or not self.is_up.is_set():
-            raise ReplicaFault("connection", f"{self.name} is not there")
-
-    async def probe(self, *, timeout: float) -> None:
-        """See `Replica`. While it is started again, this waits."""
-        if not await asyncio.to_thread(self.is_up.wait, timeout) or self.is_gone:
-            raise ReplicaFault("connection", f"{self.name} is not there")
-
-    async def aclose(self) -> None:
-        """See `Replica`. Waits for a restart that is under way: where that uses Ray, and asks for
-        something when its cluster has gone, Ray ends this process."""
-        await asyncio.to_thread(self.scorer.close)
-        await asyncio.to_thread(self._batcher.close)
-        with self._lock:
-            restarting = self._restarting
-        if restarting is not None:
-            await asyncio.to_thread(restarting.join, LAST_RESTART)
-            if restarting.is_alive():
-                _log.warning("%s is still being started; it is left behind", self.name)
-
-    async def rest(self, is_asleep: bool) -> None:
-        """Sleep, or wake; one that is lost is started again in that state."""
-        while True:
-            while not await asyncio.to_thread(self.is_up.wait, 1.0):
-                pass
-            scorer, batcher = self.scorer, self._batcher
-            if self.is_gone:
-                return
-            try:
-                return await (batcher.sleep() if is_asleep else batcher.wake())
-            except BusyError:
-                continue  # it was lost meanwhile
-            except WorkerError as error:
-                self.lost(scorer, error)
-
-    def lost(self, scorer: ContractScorer, failure: WorkerError) -> None:
-        """Begin to start it again, unless that has been begun. Any thread."""
-        with self._lock:
-            if self.scorer is not scorer or not self.is_up.is_set() or self.is_gone:
-                return
-            self.is_up.clear()
-            self._restarting = threading.Thread(
-                target=self._restart, args=(scorer, failure), name="laurel-restart", daemon=True
-            )
-            self._restarting.start()
-
-    def _restart(self, scorer: ContractScorer, failure: WorkerError) -> None:
-        with suppress(LaurelError):  # it is lost: however it ends
-            scorer.close()
-        self._batcher.close()
-        made = self._replica_set.restart(self, failure)
-        with self._lock:
-            if made is None:
-                self.is_gone = True
-                self.is_up.set()
-            else:
-                self._take(made[0], is_asleep=made[1])
-        if made is None:
-            self._replica_set.on_gone()
-        elif self._replica_set.is_closed:  # meanwhile, and without this one
-            self._batcher.close()
-
-
-class _Watched:
-    """A scorer whose replica is told when its processes are lost; a batcher's backend."""
-
-    def __init__(self, scorer: ContractScorer, replica: WorkerReplica) -> None:
-        self._scorer = scorer
-        self._replica = replica
-
-    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        return self._scorer.prepare(groups)
-
-    def prepare_rendered(self, row: Rendered) -> TokenGroup:
-        return self._scorer.prepare_rendered(row)
-
-    def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
-        try:
-            return self._scorer.score_tokens(tokens)
-        except WorkerError as error:
-            if not (error.is_lost or self._scorer.is_ended):
-                raise
-            self._replica.lost(self._scorer, error)
-            # Nobody will believe these; an error would have the batcher look for who is to blame.
-            lost = Score(value=None, failure=f"connection: {self._replica.name} was lost")
-            return [(lost,) * len(group.branches_ids_G) for group in tokens]
-
-    def sleep(self) -> None:
-        self._scorer.sleep()
-
-    def wake(self) -> None:
-        self._scorer.wake()
-
-    def close(self) -> None:
-        self._scorer.close()
-
-
-# --------------------------------------------------------------------------------------------------
-# A reward model in other processes as a Scorer: replicas, each perhaps spread over ranks.
+# One of them, which may be spread over ranks.
 
 
 class GroupScorer(ContractScorer):

@@ -18,25 +18,26 @@ from laurel.config.load import to_yaml
 from laurel.config.policy import CheckpointingConfig
 from laurel.config.schemas import Run
 from laurel.errors import CheckpointError, ConfigError, counted
-from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.models.checkpoint.store import LOCK_NAME, CheckpointStore
 from laurel.observe.console import visible
 from laurel.observe.loggers import next_run_dir, open_loggers
 from laurel.observe.progress import TrainingProgress
 from laurel.observe.run_record import DATA_REPORT
-from laurel.planning.memory import MASTER_BYTES, optimizer_states
+from laurel.planning.memory import MASTER_BYTES
+from laurel.planning.request import optimizer_states
 from laurel.run.allocation import Allocation, PlannedAllocation, open_allocation
 from laurel.training.selection import Selection
-from laurel.training.stopping import Deadline, StopRequest
+from laurel.training.stopping import Deadline, Position, StopRequest
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.environments.reward_model_environment import RewardModelEnvironment
+    from laurel.evaluation.benchmarks import BenchmarkSet
     from laurel.protocols import Environment
     from laurel.training.learner_group import ModelFacts
     from laurel.training.loop import RunServices, Schedule
-    from laurel.training.state import Position, RunState
+    from laurel.training.state import RunState
     from laurel.types import Score
 
 R = TypeVar("R", bound=Run)
@@ -282,6 +283,10 @@ def judge_benchmarks(configs: Mapping[str, BenchmarkSetConfig]) -> list[Benchmar
     Raises:
         DataError: Rows that cannot be used.
     """
+    if not configs:
+        return []
+    from laurel.evaluation.benchmarks import BenchmarkSet
+
     return [BenchmarkSet.load(name, config) for name, config in configs.items()]
 
 

@@ -35,7 +35,7 @@ from laurel.run.policy import describe_policy, load_policy_to_train, policy_sett
 from laurel.run.request import uses_reward_model
 from laurel.run.tasks import check_answers, environments_of, fit_prompts, needs_of
 from laurel.training.selection import Selection, policy_goal, select_policy_by
-from laurel.training.stopping import Deadline
+from laurel.training.stopping import Deadline, Position
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from laurel.run.model import TrainedModel
     from laurel.training.learner_group import ModelFacts
     from laurel.training.loop import RunOutcome
-    from laurel.training.state import Position
     from laurel.types import RolloutGroup, SamplingParams
 
 
@@ -191,12 +190,11 @@ def _with_policy(
         # Replicas of generation are started from it again when one is lost.
         context.store.pin(resume_from)
     found = load_policy_bundle(context, data, environments)
-    from laurel.grpo.health import members_of
     from laurel.grpo.loop import GRPO, GRPOSettings
+    from laurel.grpo.metrics import members_of
     from laurel.grpo.state import GRPORunState, fingerprint_of_tasks
     from laurel.observe.health import Alarms
     from laurel.training.loop import Schedule
-    from laurel.training.state import Position
 
     model, parts = found.model, found.parts
     run_dir = choose_run_dir(context)

@@ -10,7 +10,6 @@ from laurel.config.policy import PlacementConfig, RolePlacement
 from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
 from laurel.config.schemas import Run
 from laurel.config.sft import SFTConfig, SFTRun
-from laurel.planning.memory import optimizer_states
 from laurel.planning.request import (
     AdapterRequest,
     BatchRequest,
@@ -21,6 +20,7 @@ from laurel.planning.request import (
     RoleRequest,
     StepRequest,
     TrainingRequest,
+    optimizer_states,
 )
 
 DEFAULT_JUDGED_LENGTH = 8192

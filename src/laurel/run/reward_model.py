@@ -29,7 +29,7 @@ from laurel.run.context import (
 from laurel.run.model import TrainedModel, describe_model, load_trained_model, resolve_model
 from laurel.run.specs import model_spec, step_order
 from laurel.training.selection import Selection, select_by
-from laurel.training.stopping import Deadline
+from laurel.training.stopping import Deadline, Position
 from laurel.types import Preference
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _train(
     from laurel.training.loop import Schedule
     from laurel.training.losses import RewardLoss
     from laurel.training.reward_model import RewardTraining
-    from laurel.training.state import NUM_GOLDEN_GROUPS, Position, RewardRunState
+    from laurel.training.state import NUM_GOLDEN_GROUPS, RewardRunState
 
     contract = model.facts.contract
     assert contract is not None

@@ -18,7 +18,7 @@ from laurel.run.model import resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train
 from laurel.run.specs import step_order
 from laurel.training.selection import select_demonstrations_by
-from laurel.training.stopping import Deadline
+from laurel.training.stopping import Deadline, Position
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,7 +55,7 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
         from laurel.training.epochs import EpochParts, total_steps
         from laurel.training.loop import Schedule
         from laurel.training.sft import SupervisedFineTuning
-        from laurel.training.state import PolicyRunState, Position, fingerprint_of_tokens
+        from laurel.training.state import PolicyRunState, fingerprint_of_tokens
 
         chat = ChatFormat(facts.tokenizer, config.policy.tokenizer.chat_template_kwargs)
         train = _encode(config, data, "train", chat, console)

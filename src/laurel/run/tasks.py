@@ -13,7 +13,6 @@ from laurel.config.environments import (
 )
 from laurel.config.grpo import GRPORun
 from laurel.data.tasks import TaskData, TaskNeeds
-from laurel.environments.code.tests import problem_of
 from laurel.environments.registry import create_environments
 from laurel.errors import DataError
 from laurel.run.allocation import Allocation
@@ -90,7 +89,9 @@ def check_answers(data: TaskData, environments: dict[str, Environment], console:
 
 
 def check_tests(data: TaskData, config: CodeEnvironmentConfig) -> None:
-    """Of what `check_answers` does, what needs no environment that runs: are tests well formed?"""
+    """Leave out tasks whose tests are malformed, which needs no environment that runs."""
+    from laurel.environments.code.tests import problem_of
+
     for name, tasks in (("train", data.train), ("validation", data.validation)):
         rejected = [
             RejectedTask(task=task, reason=reason)

@@ -8,23 +8,16 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 from laurel.sandbox.control_group import GroupPlace
 from laurel.sandbox.grading import grade
 from laurel.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
 from laurel.sandbox.limits import available_memory
-from laurel.sandbox.runner import (
-    ProcessOutcome,
-    Runner,
-    SandboxGoneError,
-    SandboxLostError,
-    SandboxStartError,
-)
+from laurel.sandbox.runner import ProcessOutcome, Runner, SandboxLostError, SandboxStartError
 from laurel.sandbox.tiers import Tier
 from laurel.sandbox.zygote_process import END_SECONDS, ZygoteProcess
 
@@ -32,7 +25,7 @@ ATTEMPTS = 2
 _SHARE_OF_MEMORY = 0.7
 _LEAST_SHARE = 0.5
 """Seconds that any job has: a process takes hundredths, and a busy machine makes tenths of them."""
-_CLOSED = "the sandbox has been shut down"
+CLOSED = "the sandbox has been shut down"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +55,6 @@ class SandboxPool:
         interpreter: str | None = None,
         scratch: str | None = None,
         place: GroupPlace | None = None,
-        make_runner: Callable[[], Runner] | None = None,
-        end_runners: Callable[[], None] | None = None,
     ) -> None:
         """Start nothing yet.
 
@@ -71,20 +62,18 @@ class SandboxPool:
             tier: That this machine was found to have, or a worse one. Where its layers cannot be
                 had any more, every job is a SANDBOX_ERROR: no job runs in less than it was told.
             num_workers: Jobs at a time.
-            backlog: Jobs that may wait; whoever submits more has to wait, too.
+            backlog: Jobs that may wait; whoever submits more has to wait, too. 0: any number.
             interpreter: The Python that runs programs; by default the one that runs this.
             scratch: Directory for temporary ones; by default the system's.
             place: Where each zygote is to have a control group; by default it has none.
-            make_runner: Makes what runs the programs of one worker; by default a zygote.
-            end_runners: Ends what the runners share, before each is closed. It may not know the
-                pool, or that would never be collected.
         """
         self.tier = tier
         self.num_workers = num_workers
-        make = make_runner or partial(
-            ZygoteProcess, tier.layers, interpreter=interpreter, scratch=scratch, place=place
-        )
-        self._state = _State(tier, backlog, make, end_runners)
+        zygotes = [
+            ZygoteProcess(tier.layers, interpreter=interpreter, scratch=scratch, place=place)
+            for _ in range(num_workers)
+        ]
+        self._state = _State(tier, backlog, zygotes)
         self._starting = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._finalizer = weakref.finalize(self, _close, self._state, self._threads)
@@ -117,7 +106,7 @@ class SandboxPool:
                 if self._state.closed:
                     _give_back(self._state)
                 return future
-        future.set_result(_failed(job, self.tier, _CLOSED))
+        future.set_result(_failed(job, self.tier, CLOSED))
         return future
 
     def run(
@@ -139,14 +128,13 @@ class SandboxPool:
             return PoolReport(
                 tier=self.tier.value,
                 num_workers=self.num_workers,
-                zygotes_started=sum(runner.starts for runner in self._state.runners),
+                zygotes_started=sum(zygote.starts for zygote in self._state.zygotes),
                 statuses={status.value: n for status, n in self._state.counts.items()},
             )
 
     def process_ids(self) -> list[int]:
         """The zygotes that live."""
-        with self._state.lock:
-            return [pid for runner in self._state.runners if (pid := runner.pid) is not None]
+        return [pid for zygote in self._state.zygotes if (pid := zygote.pid) is not None]
 
     def close(self) -> None:
         """End everything. Jobs that run or wait are SANDBOX_ERRORs. Idempotent."""
@@ -160,11 +148,13 @@ class SandboxPool:
         self.close()
 
     def _start_threads(self) -> None:
-        self._state.num_serving = self.num_workers
-        for index in range(self.num_workers):
+        for index, zygote in enumerate(self._state.zygotes):
             # A thread must not know the pool: that would keep it from being collected.
             thread = threading.Thread(
-                target=_serve, args=(self._state,), name=f"laurel-sandbox-{index}", daemon=True
+                target=_serve,
+                args=(self._state, zygote),
+                name=f"laurel-sandbox-{index}",
+                daemon=True,
             )
             self._threads.append(thread)
             thread.start()
@@ -209,75 +199,42 @@ class _Waiting:
 class _State:
     """What the threads of a pool share."""
 
-    def __init__(
-        self,
-        tier: Tier,
-        backlog: int,
-        make_runner: Callable[[], Runner],
-        end_runners: Callable[[], None] | None,
-    ) -> None:
+    def __init__(self, tier: Tier, backlog: int, zygotes: list[ZygoteProcess]) -> None:
         self.tier = tier
-        self.make_runner = make_runner
-        self.end_runners = end_runners
+        self.zygotes = zygotes
         self.jobs: queue.Queue[_Waiting | None] = queue.Queue(backlog)
         self.lock = threading.Lock()
-        self.runners: list[Runner] = []
-        self.num_serving = 0
         self.counts: Counter[Status] = Counter()
         self.closed = False
         self.owner = os.getpid()
 
 
-def _serve(state: _State) -> None:
-    """One thread, with a zygote, or whatever runs its programs, of its own."""
-    try:
-        runner = state.make_runner()
-    except Exception as error:
-        # Whoever waits for a job would wait for ever.
-        _fail_all(state, f"its worker could not be made: {type(error).__name__}: {error}")
-        return
-    with state.lock:
-        state.runners.append(runner)
+def _serve(state: _State, zygote: ZygoteProcess) -> None:
+    """Run one job after the other in a zygote."""
     while not state.closed and (item := state.jobs.get()) is not None:
         if item.begins():
-            result = _result(state, runner, item)
+            result = _result(state, zygote, item)
             if result is _LATER:
                 try:
                     state.jobs.put_nowait(item)
                     continue
                 except queue.Full:  # to wait for room could be to wait for all other workers
                     item.may_be_ended = False
-                    result = _result(state, runner, item)
+                    result = _result(state, zygote, item)
                     assert result is not _LATER
-            if result is None:
-                _hand_over(state, item)
-                break
             with state.lock:
                 state.counts[result.status] += 1
             item.future.set_result(result)
         # Else this thread would hold the job and the result while it waits.
         del item
-    runner.close()
-
-
-def _fail_all(state: _State, reason: str) -> None:
-    """Fail what waits and what comes, unless others run it."""
-    if _may_leave(state):
-        return
-    while not state.closed and (item := state.jobs.get()) is not None:
-        if item.begins():
-            item.future.set_result(_failed(item.job, state.tier, reason))
-        del item
+    zygote.close()
 
 
 _LATER = SandboxResult(id="", status=Status.SANDBOX_ERROR, reason="it is tried again later")
 
 
-def _result(state: _State, runner: Runner, item: _Waiting) -> SandboxResult | None:
-    """What became of a job; None where others have to run it, for this runner is gone.
-
-    `_LATER` where it had its share of the time, and others wait.
-    """
+def _result(state: _State, zygote: ZygoteProcess, item: _Waiting) -> SandboxResult:
+    """What became of a job; `_LATER` where it had its share of the time, and others wait."""
     if item.deadline is not None and time.monotonic() > item.deadline:
         return _failed(item.job, state.tier, "its turn did not come in time")
     until = item.deadline
@@ -286,22 +243,17 @@ def _result(state: _State, runner: Runner, item: _Waiting) -> SandboxResult | No
         item.share = share
         until = time.monotonic() + share
     try:
-        return _attempt(state, _Bounded(runner, until), item)
+        return _attempt(state, _Bounded(zygote, until), item)
     except _TimeIsUpError:
         if share is None:
             return _failed(item.job, state.tier, "the deadline came while it ran")
         item.attempts = 0
         return _LATER
-    except SandboxGoneError as error:
-        if _may_leave(state):
-            return None
-        return _failed(item.job, state.tier, str(error), attempt=max(1, item.attempts))
 
 
 def _share_of_time(state: _State, item: _Waiting) -> float | None:
     """Seconds that a job may take while others wait; None where it may take all it wants."""
-    with state.lock:
-        num_runners = max(1, len(state.runners))
+    num_runners = len(state.zygotes)
     waiting = state.jobs.qsize()
     if not item.share:  # those that were asked with it may not have been put into the queue yet
         waiting = max(waiting, item.batch - num_runners)
@@ -359,12 +311,8 @@ class _Bounded:
 
 
 def _attempt(state: _State, runner: _Bounded, item: _Waiting) -> SandboxResult:
-    """The result; where the sandbox fails, once more, and then a failure.
-
-    Raises:
-        SandboxGoneError: The runner is gone, and the job has not been tried in vain for it.
-    """
-    job, reason, tier = item.job, _CLOSED, runner.tier or state.tier
+    """The result; where the sandbox fails, once more, and then a failure."""
+    job, reason, tier = item.job, CLOSED, state.tier
     while item.attempts < ATTEMPTS:
         if state.closed:
             break
@@ -375,9 +323,6 @@ def _attempt(state: _State, runner: _Bounded, item: _Waiting) -> SandboxResult:
                 missing = ", ".join(sorted(tier.layers - runner.layers))
                 raise SandboxStartError(f"it has lost a layer that it had: {missing}")
             return grade(job, cast(Runner, runner), tier=tier.value, attempt=item.attempts)
-        except SandboxGoneError:
-            item.attempts -= 1
-            raise
         except _TimeIsUpError:
             raise
         except (SandboxLostError, SandboxStartError) as error:
@@ -386,28 +331,6 @@ def _attempt(state: _State, runner: _Bounded, item: _Waiting) -> SandboxResult:
         except Exception as error:  # whatever a program made us do, the step goes on
             reason = f"{type(error).__name__}: {error}"
     return _failed(job, tier, reason, attempt=max(1, item.attempts))
-
-
-def _may_leave(state: _State) -> bool:
-    """Whether there is somebody else to run what waits; the last one stays, to say why not."""
-    with state.lock:
-        if state.num_serving > 1:
-            state.num_serving -= 1
-            return True
-    return False
-
-
-def _hand_over(state: _State, item: _Waiting) -> None:
-    """Let others run what was begun here."""
-    while not state.closed:
-        try:
-            state.jobs.put(item, timeout=0.5)
-        except queue.Full:
-            continue
-        if state.closed:
-            _give_back(state)
-        return
-    item.future.set_result(_failed(item.job, state.tier, _CLOSED))
 
 
 def _failed(job: SandboxJob, tier: Tier, reason: str, *, attempt: int = 1) -> SandboxResult:
@@ -424,7 +347,7 @@ def _give_back(state: _State) -> None:
         except queue.Empty:
             return
         if item is not None and item.begins():
-            item.future.set_result(_failed(item.job, state.tier, _CLOSED))
+            item.future.set_result(_failed(item.job, state.tier, CLOSED))
 
 
 def _close(state: _State, threads: list[threading.Thread]) -> None:
@@ -437,12 +360,8 @@ def _close(state: _State, threads: list[threading.Thread]) -> None:
             state.jobs.put_nowait(None)
         except queue.Full:
             break
-    if state.end_runners is not None:
-        state.end_runners()
-    with state.lock:
-        runners = list(state.runners)
-    for runner in runners:
-        runner.close()
+    for zygote in state.zygotes:
+        zygote.close()
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(END_SECONDS)

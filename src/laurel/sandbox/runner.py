@@ -1,4 +1,4 @@
-"""What runs programs: a zygote of this machine, or a sandbox elsewhere."""
+"""What runs programs, and how one ended."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from laurel.sandbox.jobs import Limits
-from laurel.sandbox.tiers import Tier
 
 
 class SandboxStartError(RuntimeError):
     """A zygote does not start."""
-
-
-class SandboxGoneError(SandboxStartError):
-    """It will not start any more, for what it ran on is gone for good."""
 
 
 class SandboxLostError(RuntimeError):
@@ -42,23 +37,7 @@ class ProcessOutcome:
 
 
 class Runner(Protocol):
-    """Runs one job at a time. Used by one thread, but for `pid` and `close`."""
-
-    layers: frozenset[str]
-    """Those that programs are locked in by."""
-    starts: int
-    """How often it was started."""
-
-    @property
-    def tier(self) -> Tier | None:
-        """The tier that it has to have; None: that of its pool."""
-
-    @property
-    def pid(self) -> int | None:
-        """Its process, while it has one on this machine."""
-
-    def start(self) -> None:
-        """Be ready; `SandboxStartError` where it cannot, `SandboxGoneError` where it never will."""
+    """Runs the programs of one job at a time."""
 
     def one(
         self, header: Mapping[str, Any], *parts: bytes, limits: Limits, stdin: bytes = b""
@@ -100,9 +79,3 @@ class Runner(Protocol):
         Raises:
             SandboxLostError: As `one`.
         """
-
-    def discard(self) -> None:
-        """End what it runs, and itself; the next job starts it again."""
-
-    def close(self) -> None:
-        """The same for good. Idempotent."""

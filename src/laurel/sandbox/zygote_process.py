@@ -21,7 +21,6 @@ from laurel.sandbox.inside.boxes import remove_box
 from laurel.sandbox.inside.messages import receive, send
 from laurel.sandbox.jobs import Limits
 from laurel.sandbox.runner import ProcessOutcome, SandboxLostError, SandboxStartError
-from laurel.sandbox.tiers import Tier
 
 START_SECONDS = 60.0
 """Limit for a zygote to be ready, on a machine that is busy with other things."""
@@ -114,8 +113,6 @@ class RunningJob:
 
 class ZygoteProcess:
     """Starts jobs, and is started anew where it died. Safe to use from several threads."""
-
-    tier: Tier | None = None
 
     def __init__(
         self,

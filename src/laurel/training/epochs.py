@@ -27,7 +27,7 @@ from laurel.training.batches import Batcher, StepOrder
 from laurel.training.learner import Learner, LossFunction, MicroBatch, Update, add_up
 from laurel.training.loop import RunServices, TrainingLoop
 from laurel.training.losses import RewardLoss
-from laurel.training.state import Position
+from laurel.training.stopping import Position
 from laurel.types import Preference, PreferenceSample, TokenGroup
 
 # --------------------------------------------------------------------------------------------------

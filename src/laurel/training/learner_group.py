@@ -15,15 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.config.policy import ClusterConfig, Milestones, NamedCall
 from laurel.errors import BroadcastError, CheckpointError, WorkerError
-from laurel.models.checkpoint.store import is_disk_error
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.models.forest.policy import Reference
 from laurel.models.loading.adapters import adapted_layers
 from laurel.models.loading.policy import LoadedPolicy, check_policy_paths
-from laurel.models.loading.reward_model import LoadedRewardModel
 from laurel.models.parallel.mesh import AcrossRanks, ParallelShape, held_bytes
 from laurel.models.scoring import ScoringContract
 from laurel.observe.console import quiet_libraries
+from laurel.observe.files import is_disk_error
 from laurel.protocols import WorkerGroup
 from laurel.rewards.scorer import check_golden, check_paths
 from laurel.sandbox.limits import available_cores
@@ -47,6 +46,12 @@ from laurel.workers.rendezvous import RankPlace, join, leave
 
 if TYPE_CHECKING:
     from laurel.generation.weights.broadcast import Meeting, WeightLink
+    from laurel.models.loading.reward_model import LoadedRewardModel
+
+    Loaded = LoadedPolicy | LoadedRewardModel
+    Load = Callable[..., Loaded]
+    """Loads a model, given `device` and `mesh` by name: `load_policy` or `load_reward_model` with
+    the rest of their arguments, as `functools.partial` binds them, so that it can travel."""
 
 ROUND = 8
 """Batches that a place is asked for at a time: while one round travels, nobody computes."""
@@ -372,11 +377,6 @@ def in_own_memory(value: Tensor) -> Tensor:
 
 # --------------------------------------------------------------------------------------------------
 # One rank of a learner, as a worker group holds it. It knows neither the group nor Ray.
-
-Loaded = LoadedPolicy | LoadedRewardModel
-Load = Callable[..., Loaded]
-"""Loads a model, given `device` and `mesh` by name: `load_policy` or `load_reward_model` with the
-rest of their arguments, as `functools.partial` binds them, so that it can travel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -23,8 +23,8 @@ from laurel.observe.loggers import MetricLogger
 from laurel.observe.progress import Timers, TrainingProgress
 from laurel.training.learner import Update
 from laurel.training.selection import Goal, Selection
-from laurel.training.state import Position, RunState
-from laurel.training.stopping import Deadline, NothingLeft, StopRequest, Work
+from laurel.training.state import RunState
+from laurel.training.stopping import Deadline, NothingLeft, Position, StopRequest, Work
 
 Ending = Literal["finished", "signal", "deadline", "alarm"]
 

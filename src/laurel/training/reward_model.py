@@ -31,7 +31,8 @@ from laurel.training.epochs import EpochParts, EpochTraining, StepResult, Valida
 from laurel.training.learner import Learner, MicroBatch
 from laurel.training.loop import RunServices
 from laurel.training.losses import RewardLoss
-from laurel.training.state import Position, RewardRunState, write_bad_step
+from laurel.training.state import RewardRunState, write_bad_step
+from laurel.training.stopping import Position
 from laurel.types import Group, Preference, PreferenceSample, Score, TokenGroup
 
 if TYPE_CHECKING:

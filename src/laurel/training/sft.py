@@ -18,7 +18,7 @@ from laurel.training.epochs import EpochParts, EpochTraining, Validation
 from laurel.training.learner import MicroBatch, add_up
 from laurel.training.loop import RunServices
 from laurel.training.policy_loss import DemonstrationLabels, DemonstrationLoss
-from laurel.training.state import Position
+from laurel.training.stopping import Position
 
 
 class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):

@@ -9,7 +9,6 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from laurel.models.checkpoint.store import Written
 from laurel.models.scoring import GoldenScore, ScoringContract
 from laurel.rewards.scorer import divide_into_micro_batches, golden_by, in_order
 from laurel.training.learner import Learner
+from laurel.training.stopping import Position
 from laurel.types import Group, PaddedRows, PreferenceSample, TokenForest, TokenGroup
 
 TRAINING = "training"
@@ -32,27 +32,6 @@ RUN = "run.json"
 """In there: where the run logs, and the settings that make it this run."""
 TRAINING_DATA = "training data"
 CONFIG = "config.yaml"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """Where a run is."""
-
-    step: int = 0
-    bad_steps: int = 0
-    """Steps in a row that were not applied."""
-    validated_at: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """What was measured of the weights of this very step. Nothing older: an old figure would make
-    weights the best that nobody has measured, or that gave no finite figure."""
-
-    def stepped(self, *, bad_steps: int, metrics: Mapping[str, float]) -> Position:
-        """The position one step on."""
-        return replace(self, step=self.step + 1, bad_steps=bad_steps, metrics=metrics)
-
-    def validated(self, metrics: Mapping[str, float]) -> Position:
-        """The same position with the figures of a validation."""
-        return replace(self, validated_at=self.step, metrics={**self.metrics, **metrics})
 
 
 class RunState(ABC):

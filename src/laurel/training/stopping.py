@@ -1,4 +1,7 @@
-"""When a run ends before its last step: a signal, a time budget, or nothing left to learn."""
+"""Where a run is, and when it ends before its last step.
+
+A signal ends it, a time budget, or that nothing is left to learn.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
 from typing import Literal
 
@@ -25,6 +29,27 @@ SAVE_SAFETY = 1.5
 """A disk may be slower the next time."""
 SHARE_IN_RESERVE, LARGEST_RESERVE = 0.1, 60.0
 """Share of the budget, and seconds at most, kept for a save while none has been measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a run is."""
+
+    step: int = 0
+    bad_steps: int = 0
+    """Steps in a row that were not applied."""
+    validated_at: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What was measured of the weights of this very step. Nothing older: an old figure would make
+    weights the best that nobody has measured, or that gave no finite figure."""
+
+    def stepped(self, *, bad_steps: int, metrics: Mapping[str, float]) -> Position:
+        """The position one step on."""
+        return replace(self, step=self.step + 1, bad_steps=bad_steps, metrics=metrics)
+
+    def validated(self, metrics: Mapping[str, float]) -> Position:
+        """The same position with the figures of a validation."""
+        return replace(self, validated_at=self.step, metrics={**self.metrics, **metrics})
 
 
 class NothingLeft(Exception):

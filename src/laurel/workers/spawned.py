@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 from laurel.errors import WorkerError
@@ -128,8 +129,25 @@ class SpawnedGroup(GroupCalls):
         """Its process is gone: nothing that is owed will come."""
         with self._lock:
             owed, self._owed = self._owed, {}
-        for future in owed.values():
-            future.set_result(Failure(kind="died", rank=0, summary="its process is gone"))
+        if owed:
+            with suppress(subprocess.TimeoutExpired):  # its pipe is closed a moment before
+                self._process.wait(1.0)
+            gone = Failure(kind="died", rank=0, summary=self.death() or "its process is gone")
+            for future in owed.values():
+                future.set_result(gone)
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    def death(self) -> str | None:
+        """How its process has ended; None where it lives."""
+        status = self._process.poll()
+        if status is None:
+            return None
+        how = f"signal {-status}" if status < 0 else f"exit code {status}"
+        return f"its process is gone ({how})"
 
     def taken(self, outcome: Outcome, method: str, *, limit: float) -> Any:
         """What came of a call; raises where nothing did."""
@@ -203,16 +221,25 @@ def serve_calls(asked: Connection) -> None:
     """Answer every call with its number; end with whoever asks."""
     from laurel.workers.worker_actor import WorkerActor
 
-    with suppress(EOFError, OSError):
-        actor = WorkerActor(0, asked.recv())
-        while True:
-            number, method, arguments = asked.recv()
-            if method == "run":  # its shared values come as they were made ready
-                arguments = (arguments[0], *map(pickle.loads, arguments[1:]))
-            answer: Any = getattr(actor, method)(*arguments)
+    calls: SimpleQueue[Any] = SimpleQueue()
+
+    def listen() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                calls.put(asked.recv())
+        os._exit(1)  # whoever asks is gone, in the middle of a call as well
+
+    actor = WorkerActor(0, asked.recv())
+    threading.Thread(target=listen, name="laurel-calls", daemon=True).start()
+    while True:
+        number, method, arguments = calls.get()
+        if method == "run":  # its shared values come as they were made ready
+            arguments = (arguments[0], *map(pickle.loads, arguments[1:]))
+        answer: Any = getattr(actor, method)(*arguments)
+        with suppress(OSError):
             asked.send((number, answer))
-            if method == "close":
-                return
+        if method == "close":
+            return
 
 
 if __name__ == "__main__":

@@ -1,30 +1,11 @@
 import gzip
-import io
 import json
 import re
 
-import numpy as np
 import pytest
-from rich.console import Console
-from rich.style import Style
 from typer.testing import CliRunner
 
-import tiny_tokenizers
-from laurel.cli.data_check import (
-    LEARNED,
-    OTHER_ROLE,
-    POOLED,
-    ROLE_STYLES,
-    TEMPLATE,
-    UNCLEAR,
-    examine_data,
-    pieces_of,
-    show_row,
-    tokenised_row,
-)
 from laurel.cli.main import app
-from laurel.models.tokenizer import render
-from laurel.types import Message
 from model_directories import save_model
 from tiny import tiny_language_model
 
@@ -85,12 +66,7 @@ def test_the_score_is_read_from_the_last_token_of_each_answer(tmp_path, model):
     assert not any(token["pooled"] for token in prompt)
     for answer in (better, worse):
         assert [token["pooled"] for token in answer] == [False] * (len(answer) - 1) + [True]
-    text = {
-        role: "".join(token["text"] for token in better if token["role"] == role)
-        for role in ("assistant", TEMPLATE)
-    }
-    assert text["assistant"] == PAIR["chosen"]
-    assert text[TEMPLATE].startswith("<|im_end|>")
+    assert "".join(token["text"] for token in better) == PAIR["chosen"] + "<|im_end|>\n"
     leaf = next(token for token in better if token["text"] == "🌿")
     assert len(leaf["ids"]) == 4  # its bytes
 
@@ -100,88 +76,22 @@ def test_what_the_assistant_says_counts_in_the_loss(tmp_path, model):
     code, said, _ = check(path, "--for", "sft", "--model", model, "--json")
     (part,) = json.loads(said)["first_row"]["parts"]
     learned = "".join(token["text"] for token in part["tokens"] if token["in_loss"])
-    asked = "".join(token["text"] for token in part["tokens"] if token["role"] == "user")
     assert code == 0
     assert learned.startswith("Yes.")
     assert "brief" not in learned
-    assert asked == "user"
 
 
 def test_without_colours_the_layout_says_the_same(tmp_path, model):
     path = write(tmp_path / "rows.jsonl", PAIR)
     _, said, _ = check(path, "--for", "rm", "--model", model)
     assert "\x1b" not in said
-    assert re.search(r"assistant 17 B.y. .t.h.e", said)  # 13 letters, and one of four bytes
-    assert re.search(r"template 1 score \[", said)
-    assert "[score]: the token from which the reward model reads the score" in said
+    assert re.search(r"B.y. .t.h.e", said)
+    assert re.search(r" score \\n", said)
+    assert "score: the score is read from this one" in said
     chats = write(tmp_path / "chats.jsonl", CHAT)
     _, said, _ = check(chats, "--for", "sft", "--model", model)
-    assert re.search(r"assistant 4 loss Y.e.s", said)
-    assert "loss: these tokens count in the loss" in said
-
-
-def test_a_terminal_gets_colours_and_loses_none_of_the_words(tmp_path, model):
-    reading = examine_data(write(tmp_path / "rows.jsonl", CHAT), "sft").shown
-    assert reading is not None
-    row = tokenised_row(reading, model)
-    shown: dict[bool, str] = {}
-    for has_colours in (True, False):
-        screen = io.StringIO()
-        console = Console(
-            file=screen,
-            width=100,
-            force_terminal=True,
-            no_color=not has_colours,
-            color_system="truecolor",
-            markup=False,
-        )
-        show_row(console, row)
-        shown[has_colours] = screen.getvalue()
-    assert "48;2;230;159;0" in shown[True]  # the assistant's background
-    assert "48;2" not in shown[False]
-    plain = [re.sub(r"\x1b\[[0-9;]*m", "", text) for text in shown.values()]
-    assert plain[0] == plain[1]
-
-
-def luminance(color):
-    channels = [channel / 255 for channel in color.get_truecolor()]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
-
-
-@pytest.mark.parametrize("written", [*ROLE_STYLES.values(), OTHER_ROLE, POOLED])
-def test_letters_can_be_read_on_their_background(written):
-    style = Style.parse(written)
-    assert style.color is not None
-    assert style.bgcolor is not None
-    high, low = sorted((luminance(style.color), luminance(style.bgcolor)), reverse=True)
-    assert (high + 0.05) / (low + 0.05) >= 4.5  # WCAG 2, AA
-    assert "underline" in LEARNED
-
-
-def test_tokens_of_a_cut_conversation_keep_their_roles():
-    tokenizer = tiny_tokenizers.chatml()
-    said = (Message("user", "A long question"), Message("assistant", "Short"))
-
-    def text_of(conversation):
-        return render(tokenizer, conversation, {})
-
-    ids = np.asarray(tokenizer(text_of(said), add_special_tokens=False)["input_ids"])
-    whole = pieces_of(tokenizer, ids, said, text_of)
-    cut = pieces_of(tokenizer, ids[8:], said, text_of)
-    assert [piece.role for piece in cut] == [piece.role for piece in whole][8:]
-    assert "".join(piece.text for piece in whole) == text_of(said)
-
-
-def test_a_template_that_changes_what_is_said_leaves_roles_unclear():
-    tokenizer = tiny_tokenizers.chatml()
-    said = (Message("user", "Question"), Message("assistant", "Short"))
-
-    def shouting(conversation):
-        return "".join(f"[{message.content.upper()}]" for message in conversation)
-
-    ids = np.asarray(tokenizer(shouting(said), add_special_tokens=False)["input_ids"])
-    assert {piece.role for piece in pieces_of(tokenizer, ids, said, shouting)} == {UNCLEAR}
+    assert re.search(r" loss Y.e.s", said)
+    assert "loss: these count in the loss" in said
 
 
 @pytest.mark.parametrize(
@@ -247,15 +157,10 @@ def test_columns_that_cannot_be_guessed_are_to_be_named(tmp_path):
     path = write(tmp_path / "rows.jsonl", row)
     code, said, _ = check(path)
     assert code == 2
-    keys = "data.prompt_key=COLUMN data.chosen_key=COLUMN data.rejected_key=COLUMN"
-    assert f"--for rm {keys}" in said
     assert "'data.input_key=Frage (user)'" in said
     named = ["prompt_key=Frage (user)", "chosen_key=gute Antwort", "rejected_key=schlechte_Antwort"]
     code, said, _ = check(path, *(f"data.{one}" for one in named))
     assert code == 0
-    assert "COLUMN" not in said
-    asked = "'data.prompt_key=Frage (user)' 'data.chosen_key=gute Antwort' data.rejected_key=schl"
-    assert f"laurel eval pairs --model DIR -d {path} {asked}" in said
 
 
 def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path):
@@ -297,40 +202,3 @@ def test_who_leaves_malformed_rows_out_is_not_advised_to(tmp_path):
     assert code == 0
     assert "leaves out 2 malformed rows, the first at rows.jsonl:2" in said
     assert "set data.on_bad_row=skip" not in said
-
-
-def test_other_commands_are_given_the_columns_as_rm_is_and_keep_repeated_rows(tmp_path):
-    row = {"Frage": "Where?", "chosen": "By the gate.", "rejected": "No."}
-    path = write(tmp_path / "rows.jsonl", row, row, {**row, "Frage": "When?"})
-    _, said, _ = check(path, "data.prompt_key=Frage")
-    assert "rm yes: 2 of 3 rows" in said
-    assert "eval yes: 3 rows; it keeps the 1 duplicate that rm leaves out" in said
-    assert f"laurel eval pairs --model DIR -d {path} data.prompt_key=Frage" in said
-    assert f"laurel score --model DIR {path} data.prompt_key=Frage" in said
-
-
-def test_a_reference_that_fails_its_tests_is_named(tmp_path):
-    tests = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
-    adds = "print(sum(map(int, input().split())))"
-    row = {"question": "Add.", "input_output": tests}
-    right, wrong = row | {"solutions": json.dumps([adds])}, row | {"solutions": ["print(4)"]}
-    code, said, _ = check(write(tmp_path / "rows.jsonl", right, wrong, row))
-    assert code == 0
-    if "not run" in said:
-        pytest.skip("nothing can be locked in here")
-    assert "2 reference solutions run: 1 fails the tests of its row" in said
-    assert "The first: rows.jsonl:2: " in said
-    assert "it brings tests: stdio_tests, compared as apps" in said
-    code, said, _ = check(write(tmp_path / "right.jsonl", right), "--json")
-    facts = json.loads(said)["references"]
-    assert facts == {"found": 1, "run": 1, "failed": [], "problem": None}
-    code, said, _ = check(write(tmp_path / "none.jsonl", row), "--json")
-    assert json.loads(said)["references"] is None
-
-
-def test_references_that_nothing_locks_in_are_not_run(tmp_path):
-    row = {"prompt": "Say 1.", "stdio_tests": [{"stdout": "1"}], "reference_solution": "print(1)"}
-    path = write(tmp_path / "rows.jsonl", row)
-    code, said, _ = check(path, "env.code.sandbox.cgroup=/nowhere")
-    assert code == 0
-    assert "1 row with a reference solution, not run: sandbox.cgroup=/nowhere" in said

@@ -9,9 +9,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from laurel.cli.app import App, QuietOption, VerboseOption, begin
 from laurel.cli.main import app as laurel
 from laurel.cli.main import main
-from laurel.cli.options import QuietOption, VerboseOption, begin, complete_commands
 from laurel.observe.console import set_verbosity, verbosity
 
 
@@ -23,8 +23,8 @@ def _normal() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def app() -> typer.Typer:
-    made = typer.Typer(rich_markup_mode=None)
-    inner = typer.Typer()
+    made = App()
+    inner = App()
     made.add_typer(inner, name="inner")
 
     @made.callback()
@@ -46,7 +46,6 @@ def app() -> typer.Typer:
     def other() -> None:
         pass
 
-    complete_commands(made)
     return made
 
 

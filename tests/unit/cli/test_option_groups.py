@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.testing import CliRunner
 
-from laurel.cli.options import with_option_groups
+from laurel.cli.app import App
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class WhereAndWhen(Where):
 
 
 def command_of(function: Any) -> typer.Typer:
-    app = typer.Typer(rich_markup_mode=None)
-    app.command()(with_option_groups(function))
+    app = App()
+    app.command()(function)
     return app
 
 

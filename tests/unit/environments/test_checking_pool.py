@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from laurel.environments.math.answers import Candidate
-from laurel.environments.math.pool import AnswerChecker, CheckingPool, CheckRequest
+from laurel.environments.math.pool import AnswerChecker
 from laurel.errors import EnvironmentFailedError
 from laurel.sandbox.limits import available_cores
 
@@ -23,12 +23,18 @@ BATCH_LIMIT = 60.0
 """Seconds in which everything here ends even on a machine that is busy with other things."""
 
 
-def question(text, gold="4", boxed=True):
-    return CheckRequest(gold=gold, candidate=Candidate(text=text, boxed=boxed))
+def asked(checker, text, gold="4", boxed=True):
+    """What comes of the parser, without the ways around it."""
+    return checker._ask(b"", gold, Candidate(text=text, boxed=boxed))
 
 
-def verdict_of(pool, text, gold="4"):
-    return pool.submit(question(text, gold)).result(BATCH_LIMIT).verdict
+def answered(pending):
+    pending.future.exception(BATCH_LIMIT)
+    return pending.checked()
+
+
+def verdict_of(checker, text, gold="4"):
+    return answered(asked(checker, text, gold)).verdict
 
 
 def wait_until(condition):
@@ -50,109 +56,111 @@ def wait_until_busy(pid):
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = CheckingPool(num_workers=2, timeout_seconds=1.0)
-    yield pool
-    pool.close()
+def checker():
+    checker = AnswerChecker(num_workers=2, timeout_seconds=1.0)
+    yield checker
+    checker.close()
 
 
-def test_verdicts(pool):
-    assert verdict_of(pool, r"\sqrt{16}") == "correct"
-    assert verdict_of(pool, r"\sqrt{15}") == "incorrect"
-    checked = pool.submit(question("I think it is $4$.", boxed=False)).result(BATCH_LIMIT)
+def test_verdicts(checker):
+    assert verdict_of(checker, r"\sqrt{16}") == "correct"
+    assert verdict_of(checker, r"\sqrt{15}") == "incorrect"
+    checked = answered(asked(checker, "I think it is $4$.", boxed=False))
     assert (checked.verdict, checked.answer) == ("correct", "4")
-    none = pool.submit(question("I do not know.", boxed=False)).result(BATCH_LIMIT)
+    none = answered(asked(checker, "I do not know.", boxed=False))
     assert (none.verdict, none.answer) == ("unparseable", None)
 
 
-def test_unevaluated_answers_are_a_matter_of_choice(pool):
+def test_unevaluated_answers_are_a_matter_of_choice(checker):
     text, gold = r"\int_0^1 2x\,dx", "1"
-    strict = question(text, gold)
-    lenient = CheckRequest(gold=gold, candidate=strict.candidate, forbid_unevaluated=False)
-    assert pool.submit(strict).result(BATCH_LIMIT).verdict == "incorrect"
-    assert pool.submit(lenient).result(BATCH_LIMIT).verdict == "correct"
-    assert verdict_of(pool, text, text) == "correct"
+    assert verdict_of(checker, text, gold) == "incorrect"
+    assert verdict_of(checker, text, text) == "correct"
+    lenient = AnswerChecker(num_workers=1, timeout_seconds=BATCH_LIMIT, forbid_unevaluated=False)
+    try:
+        assert verdict_of(lenient, text, gold) == "correct"
+    finally:
+        lenient.close()
 
 
-def test_d16_an_endless_answer_ends_at_its_limit_and_harms_no_neighbour(pool):
-    verdict_of(pool, r"\sqrt{16}")  # so that no start is measured
+def test_d16_an_endless_answer_ends_at_its_limit_and_harms_no_neighbour(checker):
+    verdict_of(checker, r"\sqrt{16}")  # so that no start is measured
     texts = [HANG if i % 10 == 5 else rf"\sqrt{{{i * i}}}" for i in range(30)]
     begun = time.monotonic()
-    futures = [pool.submit(question(text, str(i))) for i, text in enumerate(texts)]
-    verdicts = [future.result(BATCH_LIMIT).verdict for future in futures]
+    futures = [asked(checker, text, str(i)) for i, text in enumerate(texts)]
+    verdicts = [answered(future).verdict for future in futures]
     assert verdicts == ["timeout" if text == HANG else "correct" for text in texts]
     assert time.monotonic() - begun < BATCH_LIMIT
 
 
 @pytest.mark.slow
 def test_a_worker_killed_in_the_middle_is_replaced_and_its_answer_checked_again():
-    pool = CheckingPool(num_workers=1, timeout_seconds=5.0)
+    checker = AnswerChecker(num_workers=1, timeout_seconds=5.0)
     try:
-        verdict_of(pool, r"\sqrt{16}")
-        (worker,) = pool.process_ids()[1:]
-        future = pool.submit(question(HANG))
+        verdict_of(checker, r"\sqrt{16}")
+        (worker,) = checker.pool.process_ids()[1:]
+        future = asked(checker, HANG)
         wait_until_busy(worker)
         os.kill(worker, signal.SIGKILL)
         # Again it takes for ever, in a second process.
-        assert future.result(BATCH_LIMIT).verdict == "timeout"
-        assert verdict_of(pool, r"\sqrt{16}") == "correct"
+        assert answered(future).verdict == "timeout"
+        assert verdict_of(checker, r"\sqrt{16}") == "correct"
         assert is_gone(worker)
     finally:
-        pool.close()
+        checker.close()
 
 
 @pytest.mark.slow
 def test_an_answer_that_kills_two_processes_is_an_error_not_a_zero():
-    pool = CheckingPool(num_workers=1, timeout_seconds=BATCH_LIMIT)
+    checker = AnswerChecker(num_workers=1, timeout_seconds=BATCH_LIMIT)
     try:
-        verdict_of(pool, r"\sqrt{16}")
-        future = pool.submit(question(HANG))
+        verdict_of(checker, r"\sqrt{16}")
+        future = asked(checker, HANG)
         killed = set()
         while len(killed) < 2:
-            for worker in set(pool.process_ids()[1:]) - killed:
+            for worker in set(checker.pool.process_ids()[1:]) - killed:
                 wait_until_busy(worker)
                 os.kill(worker, signal.SIGKILL)
                 killed.add(worker)
             time.sleep(0.01)
-        checked = future.result(BATCH_LIMIT)
+        checked = answered(future)
         assert checked.verdict == "error"
         assert "died" in checked.reason
-        assert verdict_of(pool, r"\sqrt{16}") == "correct"
+        assert verdict_of(checker, r"\sqrt{16}") == "correct"
     finally:
-        pool.close()
+        checker.close()
 
 
 def test_a_killed_zygote_is_replaced():
-    pool = CheckingPool(num_workers=1, timeout_seconds=3.0)
+    checker = AnswerChecker(num_workers=1, timeout_seconds=3.0)
     try:
-        verdict_of(pool, r"\sqrt{16}")
-        zygote, worker = pool.process_ids()
+        verdict_of(checker, r"\sqrt{16}")
+        zygote, worker = checker.pool.process_ids()
         os.kill(zygote, signal.SIGKILL)
         wait_until(lambda: is_gone(worker))
-        assert verdict_of(pool, r"\sqrt{25}", "5") == "correct"
-        assert zygote not in pool.process_ids()
+        assert verdict_of(checker, r"\sqrt{25}", "5") == "correct"
+        assert zygote not in checker.pool.process_ids()
     finally:
-        pool.close()
+        checker.close()
 
 
 @pytest.mark.slow
 def test_a_process_is_replaced_after_its_share_of_answers():
-    pool = CheckingPool(num_workers=1, timeout_seconds=BATCH_LIMIT, items_of_a_life=2)
+    checker = AnswerChecker(num_workers=1, timeout_seconds=BATCH_LIMIT, items_of_a_life=2)
     try:
         seen = []
         for _ in range(5):
-            assert verdict_of(pool, r"\sqrt{16}") == "correct"
-            seen.append(tuple(pool.process_ids()[1:]))
+            assert verdict_of(checker, r"\sqrt{16}") == "correct"
+            seen.append(tuple(checker.pool.process_ids()[1:]))
         # After the first answer it is still there, after the second it is not.
         assert [len(processes) for processes in seen] == [1, 0, 1, 0, 1]
         assert len({processes for processes in seen if processes}) == 3
     finally:
-        pool.close()
+        checker.close()
 
 
-def test_memory_is_limited(pool):
-    verdict_of(pool, r"\sqrt{16}")
-    for pid in pool.process_ids()[1:]:
+def test_memory_is_limited(checker):
+    verdict_of(checker, r"\sqrt{16}")
+    for pid in checker.pool.process_ids()[1:]:
         limits = Path(f"/proc/{pid}/limits").read_text()
         (line,) = (line for line in limits.splitlines() if line.startswith("Max address space"))
         assert line.split()[3] == str(2 << 30)
@@ -161,57 +169,57 @@ def test_memory_is_limited(pool):
 @pytest.mark.slow
 def test_a_process_knows_no_secret_of_ours(monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", "secret")
-    pool = CheckingPool(num_workers=1, timeout_seconds=3.0)
+    checker = AnswerChecker(num_workers=1, timeout_seconds=3.0)
     try:
-        verdict_of(pool, r"\sqrt{16}")
-        for pid in pool.process_ids():
+        verdict_of(checker, r"\sqrt{16}")
+        for pid in checker.pool.process_ids():
             assert b"SOME_TOKEN" not in Path(f"/proc/{pid}/environ").read_bytes()
     finally:
-        pool.close()
+        checker.close()
 
 
 def test_at_most_one_process_per_core():
-    pool = CheckingPool(num_workers=1_000, timeout_seconds=3.0)
-    assert pool.num_workers == available_cores()
-    assert pool.process_ids() == []
-    pool.close()
+    checker = AnswerChecker(num_workers=1_000, timeout_seconds=3.0)
+    assert checker.pool.num_workers == available_cores()
+    assert checker.pool.process_ids() == []
+    checker.close()
 
 
 @pytest.mark.slow
 def test_closing_leaves_no_process_and_fails_what_is_under_way():
-    pool = CheckingPool(num_workers=2, timeout_seconds=60.0)
-    futures = [pool.submit(question(HANG)) for _ in range(4)]
-    wait_until(lambda: len(pool.process_ids()) > 1)
-    processes = pool.process_ids()
-    pool.close()
-    pool.close()
+    checker = AnswerChecker(num_workers=2, timeout_seconds=60.0)
+    futures = [asked(checker, HANG) for _ in range(4)]
+    wait_until(lambda: len(checker.pool.process_ids()) > 1)
+    processes = checker.pool.process_ids()
+    checker.close()
+    checker.close()
     assert all(map(is_gone, processes))
     for future in futures:
         with pytest.raises(EnvironmentFailedError, match="shut down"):
-            future.result(BATCH_LIMIT)
+            answered(future)
     with pytest.raises(EnvironmentFailedError, match="shut down"):
-        pool.submit(question("4"))
+        asked(checker, "4")
 
 
 @pytest.mark.slow
 def test_a_forgotten_pool_takes_its_processes_with_it():
-    pool = CheckingPool(num_workers=1, timeout_seconds=3.0)
-    verdict_of(pool, r"\sqrt{16}")
-    processes = pool.process_ids()
-    del pool
+    checker = AnswerChecker(num_workers=1, timeout_seconds=3.0)
+    verdict_of(checker, r"\sqrt{16}")
+    processes = checker.pool.process_ids()
+    del checker
     gc.collect()
     assert all(map(is_gone, processes))
 
 
 PROGRAM = """
-import sys, time
-from laurel.environments.math.pool import CheckingPool, CheckRequest
+import time
 from laurel.environments.math.answers import Candidate
-pool = CheckingPool(num_workers=1, timeout_seconds=100.0)
-pool.submit(CheckRequest(gold="4", candidate=Candidate(text="\\\\sqrt{16}"))).result()
-pool.submit(CheckRequest(gold="4", candidate=Candidate(text="9^{9^{9}}")))
+from laurel.environments.math.pool import AnswerChecker
+checker = AnswerChecker(num_workers=1, timeout_seconds=100.0)
+checker.check([r"\\boxed{\\sqrt{16}}"], ["4"])
+checker._ask(b"", "4", Candidate(text="9^{9^{9}}"))
 time.sleep(0.2)
-print(*pool.process_ids(), flush=True)
+print(*checker.pool.process_ids(), flush=True)
 time.sleep(100)
 """
 
@@ -243,12 +251,12 @@ def test_an_alarm_of_the_caller_survives():
         checker.close()
 
 
-def test_any_thread_may_ask(pool):
+def test_any_thread_may_ask(checker):
     found = {}
 
     def ask(number):
         texts = [(rf"\sqrt{{{i * i}}}", str(i)) for i in range(number, 80, 4)]
-        found[number] = {verdict_of(pool, text, gold) for text, gold in texts}
+        found[number] = {verdict_of(checker, text, gold) for text, gold in texts}
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -275,58 +283,58 @@ def test_a_checker_that_lies_or_does_not_start_is_refused(
 ):
     (tmp_path / "math_verify.py").write_text(library)
     monkeypatch.syspath_prepend(tmp_path)  # the zygote looks where this process does
-    pool = CheckingPool(num_workers=1, timeout_seconds=1.0)
+    checker = AnswerChecker(num_workers=1, timeout_seconds=1.0)
     try:
         for _ in range(2):
             with pytest.raises(EnvironmentFailedError, match=complaint):
-                pool.submit(question("4")).result(BATCH_LIMIT)
-        assert pool.process_ids() == []
+                answered(asked(checker, "4"))
+        assert checker.pool.process_ids() == []
     finally:
-        pool.close()
+        checker.close()
 
 
 @pytest.fixture
-def checker():
+def fresh():
     checker = AnswerChecker(num_workers=2, timeout_seconds=1.0)
     yield checker
     checker.close()
 
 
-def test_shortcuts_start_no_process(checker):
+def test_shortcuts_start_no_process(fresh):
     boxed = [r"\boxed{42}", r"\boxed{\frac12}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\int_0^1 x}", ""]
-    found = [one.verdict for one in checker.check(boxed, ["42", "0.5", "4", "0.5", "4"])]
+    found = [one.verdict for one in fresh.check(boxed, ["42", "0.5", "4", "0.5", "4"])]
     assert found == ["correct", "correct", "incorrect", "incorrect", "unparseable"]
-    assert checker.pool.process_ids() == []
+    assert fresh.pool.process_ids() == []
 
 
-def test_equal_answers_are_checked_once_and_remembered(checker):
-    found = checker.check([r"\boxed{\sqrt{16}}"] * 64, ["4"] * 64)
+def test_equal_answers_are_checked_once_and_remembered(fresh):
+    found = fresh.check([r"\boxed{\sqrt{16}}"] * 64, ["4"] * 64)
     assert {one.verdict for one in found} == {"correct"}
-    checker.pool.close()  # whatever is asked now comes from memory
-    (again,) = checker.check([r"so \boxed{\sqrt{16}}"], ["4"])
+    fresh.pool.close()  # whatever is asked now comes from memory
+    (again,) = fresh.check([r"so \boxed{\sqrt{16}}"], ["4"])
     assert again == found[0]
 
 
 @pytest.mark.slow
-def test_a_timeout_is_not_remembered(checker):
+def test_a_timeout_is_not_remembered(fresh):
     text = r"\boxed{\binom{1000000000}{500000000}}"
-    (first,) = checker.check([text], ["4"])
+    (first,) = fresh.check([text], ["4"])
     assert first.verdict == "timeout"
-    checker.pool.close()
+    fresh.pool.close()
     with pytest.raises(EnvironmentFailedError):
-        checker.check([text], ["4"])
+        fresh.check([text], ["4"])
 
 
 @pytest.mark.parametrize("gold", ["", "  ", "x" * 10_001])
-def test_a_known_answer_that_cannot_be_used_is_an_error(checker, gold):
-    (checked,) = checker.check([r"\boxed{4}"], [gold])
+def test_a_known_answer_that_cannot_be_used_is_an_error(fresh, gold):
+    (checked,) = fresh.check([r"\boxed{4}"], [gold])
     assert checked.verdict == "error"
     assert checked.reason
 
 
 @pytest.mark.slow_parameters("\\x00", "a\\ud83d", "\\\\boxed{\\ud800+1}", "text4")
 @pytest.mark.parametrize("text", ["\ud800", "\x00", "a\ud83d", "\\boxed{\ud800+1}", "☃" * 3_000])
-def test_odd_characters_do_no_harm(checker, text):
-    first, second = checker.check([text, r"\boxed{\sqrt{16}}"], ["4", "4"])
+def test_odd_characters_do_no_harm(fresh, text):
+    first, second = fresh.check([text, r"\boxed{\sqrt{16}}"], ["4", "4"])
     assert first.verdict in ("incorrect", "unparseable")
     assert second.verdict == "correct"

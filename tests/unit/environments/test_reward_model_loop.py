@@ -11,8 +11,8 @@ from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.reward_model.open import open_reward_model
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, EnvironmentFailedError
-from laurel.protocols import JudgingUnit
-from laurel.rewards.loop_scorer import LoopScorer, SingleModelBackend
+from laurel.rewards.loop_scorer import LoopScorer
+from laurel.types import JudgingUnit
 from policy_fakes import Judge
 from reward_models import small_model, write_model
 
@@ -36,9 +36,7 @@ def looped(model: str) -> Iterator[RewardModelEnvironment]:
     config = {"model_name": model, "precision": "float32"}
     with RewardModelEnvironment(config, device="cpu") as plain:
         inner = open_reward_model(plain.config, device="cpu", say=lambda _: None)
-    with RewardModelEnvironment(
-        config, scorer=LoopScorer(SingleModelBackend(inner))
-    ) as environment:
+    with RewardModelEnvironment(config, scorer=LoopScorer(inner)) as environment:
         yield environment
 
 
@@ -73,7 +71,7 @@ def test_what_is_closed_says_so(model: str) -> None:
     config = {"model_name": model, "precision": "float32"}
     environment = RewardModelEnvironment(config, device="cpu")
     inner = open_reward_model(environment.config, device="cpu", say=lambda _: None)
-    scorer = LoopScorer(SingleModelBackend(inner))
+    scorer = LoopScorer(inner)
     environment.shutdown()
     with RewardModelEnvironment(config, scorer=scorer):
         pass

@@ -655,7 +655,7 @@ def test_who_has_had_all_weights_is_sent_those_that_change():
         make_group, 2, current_weights=lambda: new(generator.weight_version), say=said
     )
     with contextlib.closing(generator):
-        groups = [replica.group for replica in generator._replica_set._replicas]
+        groups = [replica.value for replica in generator._replicas]
         run(generator.update_weights(new(1)))
         run(generator.update_weights(new(2)))
         assert sent == [{("frozen", "adapted")}, {("adapted",)}]
@@ -663,8 +663,8 @@ def test_who_has_had_all_weights_is_sent_those_that_change():
         groups[0].is_dead = True
         run(generator.update_weights(new(3)))
         assert sent[2] == {("adapted",), ("frozen", "adapted")}
-        for replica in generator._replica_set._replicas:
-            replica.group.dies_in = "exchange"
+        for replica in generator._replicas:
+            replica.value.dies_in = "exchange"
         draw(generator, request(seeds=(1,)), request(seeds=(2,)))
         run(until(lambda: len(latest) == 6))
         assert sent[3] == {("frozen", "adapted")}
@@ -813,7 +813,8 @@ def test_what_is_aborted_is_not_retried():
     told = []
     kept, aborted = (Order(request(request_id=name), told.append) for name in ("kept", "aborted"))
     with contextlib.closing(ScriptedEngine()) as engine:
-        replica = GeneratorReplica(0, MortalGroup(engine))
+        replica = GeneratorReplica(0, "generation replica 0")
+        group = MortalGroup(engine)
         for number, order in enumerate((kept, aborted)):
             replica.give(order, number)
         replica.take_news()
@@ -824,7 +825,7 @@ def test_what_is_aborted_is_not_retried():
         assert aborted.is_over
         assert not kept.is_over
         assert replica.load == 0
-        replica.group.shutdown()
+        group.shutdown()
     assert told == []
 
 

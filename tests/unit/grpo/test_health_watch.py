@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laurel.config.grpo import HealthConfig
-from laurel.grpo.health import (
+from laurel.grpo.metrics import (
     HEALTH_FILE,
     HealthWatch,
     completion_figures,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laurel.errors import ConfigError, WorkerError
+from laurel.errors import WorkerError
 from laurel.grpo.judging import (
     MAX_PARTS,
     Calls,
@@ -19,8 +19,7 @@ from laurel.grpo.judging import (
     copy_reward_to_duplicates,
     judged_parts,
 )
-from laurel.protocols import JudgingUnit
-from laurel.types import Message, RolloutGroup, Task
+from laurel.types import JudgingUnit, Message, RolloutGroup, Task
 from policy_fakes import SAMPLING, Judge, Say, ScriptedGenerator, rollouts_of, saying, task
 
 
@@ -233,7 +232,7 @@ def test_who_judges_a_whole_group_may_tell_apart_what_says_the_same(judges: Judg
 
 
 def test_another_word_for_what_is_judged_is_refused() -> None:
-    with pytest.raises(ConfigError, match="judges='alone' must be one of completion, part, group"):
+    with pytest.raises(ValueError, match="judges='alone' must be one of completion, part, group"):
         Judge(judges="alone")  # type: ignore[arg-type]
 
 

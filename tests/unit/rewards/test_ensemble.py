@@ -11,7 +11,7 @@ import scoring_groups
 from fakes import WordScorer
 from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.ensemble import EnsembleScorer, Member
-from laurel.rewards.loop_scorer import LoopScorer, SingleModelBackend
+from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.scorer import LocalScorer
 from laurel.types import Group, Message, Score, group_of
 
@@ -89,7 +89,7 @@ def test_what_members_remember_is_computed_again_where_that_is_asked_for():
         return compute(tokens, *args, **kwargs)
 
     counted._values = counting
-    loop = LoopScorer(SingleModelBackend(counted))
+    loop = LoopScorer(counted)
     scorer = BlockingScorer(EnsembleScorer(members(loop, Scripted(*A))))
     first = scorer.score_now(GROUPS)
     assert scorer.score_now(GROUPS) == first

@@ -49,23 +49,23 @@ def test_a_sequence_has_one_key_however_it_is_divided():
 
 
 def test_a_group_stays_one_tree_and_nothing_is_planned_twice():
-    cache = ScoreCache(8)
+    known = {}
     group = unit(tree([1, 2], [3], [4], [3]))
-    (planned_tree,) = planned([group, group], cache)
+    (planned_tree,) = planned([group, group], known)
     assert sequences([planned_tree]) == {group.keys[0]: (1, 2, 3), group.keys[1]: (1, 2, 4)}
-    cache.put(group.keys[0], Score(value=1.0))
-    (planned_tree,) = planned([group], cache)
+    known[group.keys[0]] = Score(value=1.0)
+    (planned_tree,) = planned([group], known)
     assert planned_tree.keys == (group.keys[1],)
-    cache.put(group.keys[1], Score(value=2.0))
-    assert planned([group], cache) == []
-    assert [score.value for score in group.verdicts(cache)] == [1.0, 2.0, 1.0]
+    known[group.keys[1]] = Score(value=2.0)
+    assert planned([group], known) == []
+    assert [score.value for score in group.verdicts(known)] == [1.0, 2.0, 1.0]
 
 
 def test_answers_to_one_prompt_that_come_alone_find_each_other():
     system = list(range(100, 120))
     prompts = [[*system, *range(200 + 50 * i, 240 + 50 * i)] for i in range(3)]
     alone = [unit(tree(prompt, [1, j])) for j in range(4) for prompt in prompts]
-    trees = planned(alone, ScoreCache(8))
+    trees = planned(alone, ())
     assert sorted(len(one.keys) for one in trees) == [4, 4, 4]
     assert sequences(trees).keys() == {key for one in alone for key in one.keys}
 
@@ -74,7 +74,7 @@ def test_answers_to_one_prompt_that_come_alone_find_each_other():
 @given(rows=st.lists(IDS, min_size=1, max_size=12))
 def test_joining_changes_no_sequence(rows):
     units = [unit(tree([], row)) for row in rows]
-    trees = planned(units, ScoreCache(8))
+    trees = planned(units, ())
     expected = {one.keys[0]: tuple(row) for one, row in zip(units, rows, strict=True)}
     assert sequences(trees) == expected
     assert all(len(branch) > 0 for one in trees for branch in one.tokens.branches_ids_G)
@@ -82,7 +82,7 @@ def test_joining_changes_no_sequence(rows):
 
 
 def test_halves_come_down_to_single_branches():
-    trees = planned([unit(tree([1], [2], [3], [4])), unit(tree([5], [6], [7]))], ScoreCache(8))
+    trees = planned([unit(tree([1], [2], [3], [4])), unit(tree([5], [6], [7]))], ())
     wanted = sequences(trees).keys()
     found, left = set(), [trees]
     while left:
@@ -96,14 +96,10 @@ def test_halves_come_down_to_single_branches():
 
 def test_the_cache_forgets_what_was_wanted_longest_ago_and_every_failure():
     cache = ScoreCache(2)
-    for name in (b"a", b"b", b"c"):
-        cache.put(name, Score(value=1.0))
-    cache.put(b"failed", Score(value=None, failure="no"))
-    assert cache.get(b"failed").failure == "no"
-    cache.get(b"a")
-    cache.trim()
-    assert [name in cache for name in (b"a", b"b", b"c", b"failed")] == [True, False, True, False]
-    assert len(cache) == 2
+    cache.put({b"a": Score(value=1.0), b"b": Score(value=2.0)})
+    cache.known([b"a"])
+    cache.put({b"c": Score(value=3.0), b"failed": Score(value=None, failure="no")})
+    assert list(cache.known([b"a", b"b", b"c", b"failed"])) == [b"a", b"c"]
 
 
 @pytest.mark.parametrize(

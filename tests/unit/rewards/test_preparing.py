@@ -16,12 +16,13 @@ from foreign_servers import foreign_server
 from laurel.config.environments import UrlProtocol
 from laurel.errors import WorkerError
 from laurel.rewards import preparing
-from laurel.rewards.loop_scorer import LoopScorer, SingleModelBackend
+from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.preparing import WORKER, Prepared, Preparers
 from laurel.rewards.remote.http import HttpScorer
 from laurel.rewards.remote.router import CanaryGroup, RouterOptions
 from laurel.types import Completion, Group, Message, Score, group_of
 from laurel.workers.spawned import SpawnedGroup
+from reward_servers import wait_until
 
 GROUPS = [
     group_of((Message("user", f"Number {i}?"),), ("Bread and wine.", "No."), group_id=str(i))
@@ -83,16 +84,16 @@ def test_they_prepare_for_servers_of_others(
 
 
 def test_one_that_is_killed_is_replaced_and_its_work_done(
-    workers: tuple[Preparers, list[str]], monkeypatch: pytest.MonkeyPatch
+    workers: tuple[Preparers, list[str]],
 ) -> None:
     preparers, said = workers
     expected = plain(scoring_groups.local(True).prepare(GROUPS))
     kill_all(preparers)
     assert plain(preparers.prepare(GROUPS)) == expected
-    assert 1 <= sum("is replaced" in line for line in said) <= 2
+    assert 1 <= sum("is started again" in line for line in said) <= 2
     kill_all(preparers)
     assert plain(preparers.prepare(GROUPS)) == expected
-    monkeypatch.setattr(preparing, "MAX_RESTARTS", 0)
+    preparers.workers.restarts.most = 0
     kill_all(preparers)
     for _ in range(2):  # from now on
         with pytest.raises(
@@ -116,7 +117,7 @@ def test_one_that_cannot_be_replaced_is_an_error_from_then_on():
     try:
         kill_all(preparers)
         for _ in range(2):
-            with pytest.raises(WorkerError, match="cannot be replaced: no room") as end:
+            with pytest.raises(WorkerError, match="no room") as end:
                 preparers.prepare(GROUPS)
             assert end.value.is_lost
     finally:
@@ -137,7 +138,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[Preparers]:
 def test_when_they_are_lost_too_often_it_is_no_failure_of_a_completion(lost: Preparers) -> None:
     scorer = scoring_groups.local(True)
     scorer.preparers = lost
-    loop = LoopScorer(SingleModelBackend(scorer))
+    loop = LoopScorer(scorer)
     try:
         for _ in range(2):
             with pytest.raises(WorkerError, match="reward_worker 0 was lost") as end:
@@ -183,7 +184,9 @@ async def scored_by_servers(
 
 
 def kill_all(preparers: Preparers) -> None:
-    for group in preparers.groups:
+    wait_until(lambda: preparers.workers.num_ready == len(preparers.workers.replicas), seconds=60)
+    for replica in preparers.workers.replicas:
+        group = replica.value
         assert isinstance(group, SpawnedGroup)
         group._process.kill()
         group._process.wait()

@@ -229,20 +229,3 @@ def test_a_first_probe_is_worth_a_short_wait(clock, health):
     assert new.joins_until is None, "it hangs, perhaps"
     health.probing_since = clock.now
     assert health.joins_until is None, "it was probed before"
-
-
-def test_who_is_started_anew_is_probed_at_once_and_has_no_record(health, clock):
-    for _ in range(6):
-        trip(health, clock)
-        clock.now += rest(health, clock)
-        health.failed_probe(unreachable(), began=clock.now)
-    assert rest(health, clock) == LONGEST_REST
-    health.came_back()
-    assert health.wants_probe
-    health.failed_probe(unreachable(), began=clock.now - 1)
-    assert health.wants_probe, "that probe was of its forerunner"
-    health.proved()
-    assert health.is_usable
-    assert not health.is_on_trial
-    trip(health, clock)
-    assert rest(health, clock) == FIRST_REST

@@ -265,33 +265,3 @@ def test_ending_closes_the_replicas():
 def test_every_kind_of_fault_is_a_reason():
     assert set(REASONS) > {"connection", "timeout", "5xx", "4xx", "busy", "nan", "count", "poison"}
     assert str(ReplicaFault("nan", "x")).startswith("nan: ")
-
-
-def test_a_replica_that_says_that_it_is_back_is_asked_at_once():
-    """Its rests had grown to 15 seconds meanwhile."""
-    down = unreachable()
-
-    class Restarted(ScriptedReplica):
-        is_up = False
-
-        async def attempt(self, groups, *, request_id, timeout):
-            if not self.is_up:
-                raise down
-            return await super().attempt(groups, request_id=request_id, timeout=timeout)
-
-        async def probe(self, *, timeout):
-            if not self.is_up:
-                raise down
-
-    async def main():
-        replica = Restarted("a")
-        router = Router([replica], RouterOptions(timeout=600), clock=now)
-        asking = asyncio.ensure_future(router.score(FOUR))
-        await asyncio.sleep(61)
-        replica.is_up = True
-        router.came_back("a")
-        began = now()
-        assert await asking == right_scores(FOUR)
-        return now() - began
-
-    assert in_virtual_time(main()) < 1

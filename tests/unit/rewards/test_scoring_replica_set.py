@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import threading
@@ -10,24 +9,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
 from functools import partial
 from typing import Any
 
 import pytest
 
 import scoring_groups
-from event_loops import in_loop
 from laurel.errors import EnvironmentFailedError, WorkerError
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.rewards import preparing
-from laurel.rewards.loop_scorer import LoopScorer, SingleModelBackend
+from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.preparing import WORKER, Preparers
-from laurel.rewards.replicas import ScoringReplicaSet
+from laurel.rewards.replicas import scoring_replicas
 from laurel.rewards.scorer import ContractScorer, LocalScorer
 from laurel.types import Group, Message, Score, TokenGroup, group_of
 from laurel.workers.spawned import SpawnedGroup
 from process_group import ProcessGroup
+from reward_servers import wait_until
 
 NEAR = 1e-5
 
@@ -55,10 +53,8 @@ class Made:
         self.of: dict[int, ProcessGroup] = {}
         self.said: list[str] = []
         self.before_making: Callable[[], None] = lambda: None
-        self.replica_set = ScoringReplicaSet(
-            self.make, num_replicas, say=self.said.append, **options
-        )
-        self.scorer = LoopScorer(self.replica_set)
+        self.replicas = scoring_replicas(self.make, num_replicas, say=self.said.append, **options)
+        self.scorer = LoopScorer(self.replicas)
 
     def make(self, index: int) -> ContractScorer:
         if len(self.of) > index:
@@ -72,6 +68,9 @@ class Made:
         return scoring_groups.grouped(
             group, shape=ParallelShape(), batch_timeout=self.batch_timeout
         )
+
+    def until_all_are_ready(self) -> None:
+        wait_until(lambda: self.replicas.num_ready == len(self.replicas.replicas), seconds=60)
 
     def kill(self, index: int) -> None:
         for process in self.of[index]._processes:
@@ -103,8 +102,7 @@ def test_two_replicas_score_as_one_model_and_both_work(replica_set: Callable[...
     with ThreadPoolExecutor(12) as threads:
         found = list(threads.map(lambda g: values(made.scorer, [g]), asked))
     assert [v for one in found for v in one] == pytest.approx(expected, abs=NEAR)
-    replica_health = made.replica_set._router.replica_health.values()
-    assert all(len(health.seconds) > 0 for health in replica_health), "one had nothing to do"
+    assert all(one.num_done > 0 for one in made.replicas.replicas), "one had nothing to do"
 
 
 def test_a_killed_replica_is_started_again_and_nothing_is_lost_or_doubled(
@@ -129,16 +127,16 @@ def test_a_killed_replica_is_started_again_and_nothing_is_lost_or_doubled(
     assert set(verdicts.values()) == {1}
     assert len(verdicts) == 60
     assert [v for one in found for v in one] == pytest.approx(expected, abs=NEAR)
-    made.replica_set.replicas[0].is_up.wait(60)
+    made.until_all_are_ready()
     made.kill(1)  # only the one that was started again is there now
     for first in range(100, 400, 3):  # until it is asked for some that nobody remembers
         some = groups(3, first=first)
         assert values(made.scorer, some) == pytest.approx(
             values(scoring_groups.local(True), some), abs=NEAR
         )
-        if made.replica_set.restarts.number == 2:
+        if made.replicas.restarts.number == 2:
             break
-    assert made.replica_set.restarts.number == 2
+    assert made.replicas.restarts.number == 2
     assert made.said[0].startswith(
         "reward_model replica 0 was lost (reward_model rank 0 of 1 died in score"
     )
@@ -158,7 +156,7 @@ def test_a_replica_that_hangs_is_started_again_in_its_time(
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda g: values(made.scorer, [g]), asked))
     assert [v for one in found for v in one] == pytest.approx(expected, abs=NEAR)
-    assert made.replica_set.restarts.number == 1
+    assert made.replicas.restarts.number == 1
     assert "no answer from rank 0 of 1 in score within 10 s" in made.said[0]
     assert not stopped.is_alive()
 
@@ -169,7 +167,7 @@ def test_the_only_replica_is_waited_for(replica_set: Callable[..., Made]) -> Non
     made.kill(0)
     expected = values(scoring_groups.local(True), asked)
     assert values(made.scorer, asked) == pytest.approx(expected, abs=NEAR)
-    assert made.replica_set.restarts.number == 1
+    assert made.replicas.restarts.number == 1
 
 
 def test_when_none_is_left_it_is_an_error_that_says_so(replica_set: Callable[..., Made]) -> None:
@@ -197,7 +195,7 @@ def test_a_replica_that_fails_in_the_same_way_at_once_is_given_up(
     made.kill(0)
     with pytest.raises(WorkerError, match="failed in the same way"):
         made.scorer.score_now(groups(1))
-    assert made.replica_set.restarts.number == 2
+    assert made.replicas.restarts.number == 2
 
 
 @pytest.mark.slow
@@ -209,7 +207,7 @@ def test_what_is_asked_directly_outlives_a_replica_too(replica_set: Callable[...
     assert [s.value for row in exact for s in row] == pytest.approx(
         [s.value for row in expected for s in row], abs=NEAR
     )
-    made.replica_set.replicas[0].is_up.wait(60)
+    made.until_all_are_ready()
 
 
 @pytest.mark.slow
@@ -220,7 +218,7 @@ def test_replicas_rest_and_one_that_was_lost_meanwhile_is_there_afterwards(
     with made.scorer.resting():
         made.kill(1)
     assert None not in values(made.scorer, groups(6))
-    assert made.replica_set.restarts.number == 1
+    assert made.replicas.restarts.number == 1
 
 
 class Sleeper(LocalScorer):
@@ -256,45 +254,44 @@ def test_one_that_is_started_again_while_they_rest_rests_too() -> None:
         made.append(Sleeper(dies=not made))
         return made[-1]
 
-    replica_set = ScoringReplicaSet(make, 1, say=lambda _: None)
-    scorer = LoopScorer(replica_set)
+    replicas = scoring_replicas(make, 1, say=lambda _: None)
+    scorer = LoopScorer(replicas)
     try:
         with scorer.resting():
             assert made[1].said == ["sleep"]
-            assert replica_set.replicas[0]._batcher.is_asleep
+            assert scorer.batcher.is_asleep
         assert None not in values(scorer, groups(1))
         assert made[1].said == ["sleep", "wake", "score"]
-        assert replica_set.restarts.number == 1
+        assert replicas.restarts.number == 1
     finally:
         scorer.close()
 
 
-@in_loop
-async def test_nothing_is_under_way_while_they_rest_and_nothing_is_lost() -> None:
+def test_nothing_is_under_way_while_they_rest_and_nothing_is_lost() -> None:
     one = Sleeper()
-    replica_set = ScoringReplicaSet(lambda _: one, 1)
+    scorer = LoopScorer(scoring_replicas(lambda _: one, 1))
     asked = groups(3)
     expected = [row[0].value for row in scoring_groups.local(True).score_now(asked)]
     one.may_go.clear()
-    async with aclosing(replica_set):
-        first = asyncio.create_task(replica_set.score(asked[:1]))
-        assert await asyncio.to_thread(one.begun.wait, 20)
-        second = asyncio.create_task(replica_set.score(asked[1:2]))
-        (health,) = replica_set._router.replica_health.values()
-        while health.in_flight < 2:
-            await asyncio.sleep(0)
-        resting = asyncio.create_task(replica_set.set_asleep(True))
-        while not first.done() and health.in_flight:  # what is being computed ends all the same
-            await asyncio.sleep(0)
+    with ThreadPoolExecutor(4) as threads:
+        tasks = [threads.submit(scorer.score_now, asked[:1])]
+        assert one.begun.wait(20)
+        tasks.append(threads.submit(scorer.score_now, asked[1:2]))
+        while scorer.batcher.stats().waiting < 6:
+            time.sleep(0.001)
+        resting = threads.submit(scorer.sleep)
+        while not scorer.batcher.is_asleep:
+            time.sleep(0.001)
+        assert one.said == ["score"], "what is being computed ends first"
         one.may_go.set()
-        await resting
-        third = asyncio.create_task(replica_set.score(asked[2:]))
-        assert (health.in_flight, one.said) == (0, ["score", "sleep"])
-        await replica_set.set_asleep(False)
-        found = [(await task)[0][0].value for task in (first, second, third)]
-        assert found == pytest.approx(expected, abs=NEAR)
-        # What had been computed when they went to rest is not computed again.
-        assert replica_set.replicas[0]._batcher.stats().computed == 3 * 3
+        resting.result(20)
+        tasks.append(threads.submit(scorer.score_now, asked[2:]))
+        assert one.said == ["score", "sleep"]
+        scorer.wake()
+        found = [task.result(20)[0][0].value for task in tasks]
+    assert found == pytest.approx(expected, abs=NEAR)
+    assert scorer.batcher.stats().computed == 3 * 3
+    scorer.close()
 
 
 def test_who_renders_for_all_is_lost_and_no_replica_is_to_blame(
@@ -305,9 +302,9 @@ def test_who_renders_for_all_is_lost_and_no_replica_is_to_blame(
     contract = scoring_groups.local(True).contract
     preparers = Preparers(contract, 1, partial(SpawnedGroup, WORKER))
     try:
-        for replica in made.replica_set.replicas:
-            replica.scorer.preparers = preparers
-        (group,) = preparers.groups
+        for replica in made.replicas.replicas:
+            replica.value.preparers = preparers
+        group = preparers.workers.replicas[0].value
         assert isinstance(group, SpawnedGroup)
         group._process.kill()
         group._process.wait()
@@ -315,8 +312,7 @@ def test_who_renders_for_all_is_lost_and_no_replica_is_to_blame(
             with pytest.raises(WorkerError, match="reward_worker 0 was lost") as end:
                 ask(groups(1))
             assert end.value.is_lost
-        assert made.replica_set._router.counts["attempts"] == 1
-        assert made.replica_set.restarts.number == 0
+        assert made.replicas.restarts.number == 0
     finally:
         preparers.close()
 
@@ -324,27 +320,20 @@ def test_who_renders_for_all_is_lost_and_no_replica_is_to_blame(
 @pytest.mark.slow
 def test_one_that_is_back_as_all_ends_ends_too(replica_set: Callable[..., Made]) -> None:
     made = replica_set(1)
-    restart = made.replica_set.restart
     closing = threading.Thread(target=made.scorer.close)
 
-    def restart_and_close(*lost: Any) -> tuple[ContractScorer, bool] | None:
-        scorer = restart(*lost)
+    def close_meanwhile() -> None:
         closing.start()
-        while not made.replica_set.is_closed:
+        while not made.replicas.is_closed:
             time.sleep(0.001)
-        return scorer
 
-    made.replica_set.restart = restart_and_close  # type: ignore[method-assign]
+    made.before_making = close_meanwhile
     made.kill(0)
     with pytest.raises(EnvironmentFailedError, match="closed"):
         made.scorer.score_now(groups(1))
     closing.join(60)
     assert not closing.is_alive()
-    assert made.replica_set.replicas[0]._restarting is not None
-    assert not made.replica_set.replicas[0]._restarting.is_alive(), "the end waits for it"
-    for thread in threading.enumerate():
-        if thread.name == "laurel-restart":
-            thread.join(60)
+    assert not any(thread.name == "laurel-restart" for thread in threading.enumerate())
     assert len(made.groups) == 2
     assert not any(process.is_alive() for group in made.groups for process in group._processes)
     assert not [thread for thread in threading.enumerate() if thread.name == "laurel-batcher"]
@@ -354,7 +343,7 @@ def test_one_that_is_back_as_all_ends_ends_too(replica_set: Callable[..., Made])
 def test_one_model_in_this_process_merges_what_many_threads_ask(packing: bool) -> None:
     asked = groups(16)
     expected = values(scoring_groups.local(packing), asked)
-    scorer = LoopScorer(SingleModelBackend(scoring_groups.local(packing)))
+    scorer = LoopScorer(scoring_groups.local(packing))
     try:
         apart = [
             Group(id=g.id, prompt=g.prompt, completions_G=(c,))

@@ -1,28 +1,44 @@
-"""Replicas as the front of `laurel serve` has them: the end of the queue, figures, who leaves."""
+"""Processes of a served model, as `laurel serve` has them: kills, the end of the queue, figures."""
 
 import asyncio
 import contextlib
 import os
 import signal
-import urllib.request
 
 import psutil
 import pytest
 
-from laurel.errors import BusyError
-from laurel.rewards.remote.router import RouterOptions
+from laurel.errors import BusyError, ConfigError, EngineError, ModelError
+from laurel.rewards.server import replicas as served_replicas
 from laurel.rewards.server.app import GateOptions, make_app
-from laurel.rewards.server.replicas import ReplicaProcesses, ServedReplicas
-from laurel.rewards.server.service import ModelSettings, RewardService, ServedModel
+from laurel.rewards.server.replicas import ModelWorker, open_replicas
+from laurel.rewards.server.service import ModelSettings, RewardService
 from laurel.types import Message, group_of
+from laurel.workers.rendezvous import RankPlace
 from reward_models import small_model, write_model
-from scripted_backend import null_scores
+from reward_servers import wait_until
+from scripted_backend import ScriptedBackend, null_scores
 
-FAST = RouterOptions(timeout=60, attempt_timeout=50)
+NULL = ModelSettings()
 
 
 def group(name, *answers):
     return group_of((Message("user", name),), answers or ("a", "b"), group_id=name)
+
+
+@contextlib.contextmanager
+def opened(num_replicas, settings=NULL, *, limit=30.0):
+    """A served model, and what was said of it."""
+    said = []
+    model = open_replicas(settings, num_replicas, limit=limit, say=said.append)
+    try:
+        yield model, said
+    finally:
+        model.scorer.close()
+
+
+def pids(model):
+    return [replica.value.pid for replica in model.scorer.replicas.replicas]
 
 
 async def until(true):
@@ -31,12 +47,7 @@ async def until(true):
             await asyncio.sleep(0.01)
 
 
-async def closing(main, replicas, *, max_waiting=6):
-    async with contextlib.aclosing(ServedReplicas(replicas, max_waiting=max_waiting)) as served:
-        await main(served, replicas)
-
-
-def metrics(served):
+def metrics(model):
     """What `/metrics` of a server of them says."""
 
     async def ask():
@@ -49,7 +60,7 @@ def metrics(served):
             sent.append(message)
 
         service = RewardService()
-        service.begin(ServedModel(name="m", version="1", scorer=served))
+        service.begin(model)
         scope = {
             "type": "http",
             "method": "GET",
@@ -66,10 +77,97 @@ def metrics(served):
     return ask()
 
 
+def test_they_score_sleep_wake_and_end():
+    with opened(2) as (model, said):
+        processes = [psutil.Process(pid) for pid in pids(model)]
+        assert len(processes) == 2
+        assert (model.name, model.version) == ("null", "null")
+        groups = [group(f"q{i}") for i in range(20)]
+        assert model.scorer.score_now(groups) == [null_scores(one) for one in groups]
+        model.scorer.sleep_now()
+        model.scorer.wake_now()
+        for one in groups:
+            assert model.scorer.score_now([one]) == [null_scores(one)]
+        replicas = model.scorer.replicas.replicas
+        assert all(replica.num_done for replica in replicas), "one of them was never asked"
+    assert said == []
+    assert not any(one.is_running() and one.status() != "zombie" for one in processes)
+    model.scorer.close()
+
+
+@pytest.mark.slow
+def test_one_that_dies_is_replaced_and_sleeps_if_the_others_do():
+    with opened(1) as (model, said):
+        for _ in range(2):
+            (old,) = pids(model)
+            os.kill(old, signal.SIGKILL)
+            assert model.scorer.score_now([group("q")]) == [null_scores(group("q"))]
+            assert pids(model) != [old]
+        lost = [line for line in said if "is back" not in line]
+        assert lost == ["warning: replica 0 died (signal 9); it is started again"] * 2
+        model.scorer.sleep_now()
+        os.kill(*pids(model), signal.SIGKILL)  # nobody asks it, and it is missed all the same
+        wait_until(lambda: sum("is back" in line for line in said) == 3, seconds=30)
+        model.scorer.wake_now()
+        assert model.scorer.score_now([group("q")]) == [null_scores(group("q"))]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_served(tmp_path):
+    def refused(settings, num_replicas):
+        open_replicas(settings, num_replicas, limit=30, say=lambda _: None)
+
+    with pytest.raises(ConfigError, match="at least one"):
+        refused(NULL, 0)
+    with pytest.raises(ModelError, match="/nowhere/rm"):
+        refused(ModelSettings(model="/nowhere/rm"), 2)
+    (tmp_path / "config.json").write_text("{}")
+    before = psutil.Process().children()
+    with pytest.raises(ModelError):  # only the process that loads it finds out
+        refused(ModelSettings(model=str(tmp_path), device="cpu"), 2)
+    assert len(psutil.Process().children()) <= len(before)
+
+
+class Stillborn:
+    def __init__(self, *_):
+        os._exit(3)
+
+
+def test_one_that_dies_while_it_starts_is_told(monkeypatch):
+    monkeypatch.setattr(served_replicas, "ModelWorker", Stillborn)
+    with pytest.raises(EngineError, match=r"replica 0 died while it started .*exit code 3"):
+        open_replicas(NULL, 1, limit=30, say=lambda _: None)
+
+
+class EndedError(BaseException):
+    """What the end of a process is in these tests."""
+
+
+def test_a_model_that_fails_at_everything_ends_its_process(monkeypatch):
+    """One that fails at what it is given alone goes on."""
+
+    def end(status):
+        raise EndedError(status)
+
+    monkeypatch.setattr(os, "_exit", end)
+    worker = ModelWorker(RankPlace(role="replica"), NULL, ())
+    backend = worker._backend = ScriptedBackend(fails=lambda tokens: len(tokens) > 1)
+    one, two = (tokens for tokens, _ in worker.prepare([group("a"), group("b")]))
+    with pytest.raises(RuntimeError, match="device"):  # nothing that it could score is known yet
+        worker.score_tokens([one, two])
+    worker.score_tokens([one])
+    with pytest.raises(RuntimeError, match="device"):
+        worker.score_tokens([one, two])
+    backend.fails = lambda tokens: True
+    with pytest.raises(EndedError, match="70"):
+        worker.score_tokens([two])
+
+
 @pytest.mark.slow
 def test_the_queue_has_an_end_and_the_figures_say_how_long_it_is():
-    async def main(served, replicas):
-        processes = [psutil.Process(pid) for pid in replicas.pids]
+    async def main(model):
+        served = model.scorer
+        processes = [psutil.Process(pid) for pid in pids(model)]
         for process in processes:
             process.send_signal(signal.SIGSTOP)
         asked = [group(f"q{i}") for i in range(3)]
@@ -78,67 +176,49 @@ def test_the_queue_has_an_end_and_the_figures_say_how_long_it_is():
         with pytest.raises(BusyError) as refused:
             await served.score([group("one more")])
         assert 0 <= refused.value.retry_after <= 60
-        told = await metrics(served)
+        told = await metrics(model)
         assert "laurel_completions_waiting 6.0" in told
         assert "laurel_replicas_ready 2.0" in told
         assert "laurel_scorer_refused_total 1.0" in told
         for process in processes:
             process.send_signal(signal.SIGCONT)
         assert await asyncio.gather(*asking) == [[null_scores(one)] for one in asked]
-        told = await metrics(served)
+        told = await metrics(model)
         assert "laurel_completions_waiting 0.0" in told
         assert "laurel_scorer_scored_total 6.0" in told
-        assert "laurel_scorer_attempts_total 3.0" in told
+        assert "laurel_scorer_faults_total 0.0" in told
         processes[0].kill()
         await until(lambda: served.stats().ready == 1)
 
-    with ReplicaProcesses(ModelSettings(), 2, options=FAST) as replicas:
-        asyncio.run(closing(main, replicas))
+    with opened(2, ModelSettings(max_waiting=6)) as (model, _):
+        asyncio.run(main(model))
 
 
 @pytest.mark.slow
-def test_what_nobody_waits_for_any_more_leaves_the_queue_of_the_replica_too(tmp_path):
-    """A client that leaves cancels its request at the front, and that its part at the replica."""
+def test_what_nobody_waits_for_any_more_leaves_the_queue(tmp_path):
     directory = tmp_path / "rm"
     write_model(small_model(max_length=512), directory)
-    settings = ModelSettings(model=str(directory), device="cpu", batch_tokens=512)
+    settings = ModelSettings(
+        model=str(directory), device="cpu", batch_tokens=512, max_waiting=10_000
+    )
 
-    def of_the_replica(replicas, name):
-        (process,) = replicas._replicas
-        request = urllib.request.Request(
-            f"{process._url}/metrics", headers={"Authorization": f"Bearer {process._api_key}"}
-        )
-        with urllib.request.urlopen(request, timeout=20) as response:
-            lines = response.read().decode().splitlines()
-        (found,) = [line for line in lines if line.startswith(f"{name} ")]
-        return float(found.split()[1])
-
-    async def main(served, replicas):
+    async def main(served, pid):
         long = " ".join(f"word {i}" for i in range(120))
         asked = [group(f"{i} {long}", *(f"{j} {long}" for j in range(8))) for i in range(200)]
-        asking = asyncio.ensure_future(served.score(asked))
-        waiting, cancelled = "laurel_completions_waiting", "laurel_scorer_cancelled_total"
-        while await asyncio.to_thread(of_the_replica, replicas, waiting) < 64:
-            assert not asking.done(), "too quick for anybody to leave"
-        # Else it might have computed what waits before it hears that nobody does.
-        (pid,) = replicas.pids
-        os.kill(pid, signal.SIGSTOP)
+        asking = [asyncio.ensure_future(served.score([one])) for one in asked]
+        await until(lambda: served.stats().batches)
+        os.kill(pid, signal.SIGSTOP)  # else it might have computed what waits before that is known
         try:
-            asking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
+            for one in asking:
+                one.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
         finally:
             os.kill(pid, signal.SIGCONT)
-        assert served.stats().cancelled == 1
+        assert served.stats().cancelled > 100
         assert served.stats().waiting == 0
-        async with asyncio.timeout(50):
-            while await asyncio.to_thread(of_the_replica, replicas, waiting):
-                await asyncio.sleep(0.02)
-        assert await asyncio.to_thread(of_the_replica, replicas, cancelled) >= 4
-        scored = await asyncio.to_thread(of_the_replica, replicas, "laurel_scorer_scored_total")
-        assert scored < 1600
         ((score, _),) = await served.score([group("afterwards")])
         assert score.failure is None
+        assert served.stats().computed < 1600
 
-    with ReplicaProcesses(settings, 1, options=FAST) as replicas:
-        asyncio.run(closing(main, replicas, max_waiting=10_000))
+    with opened(1, settings) as (model, _):
+        asyncio.run(main(model.scorer, *pids(model)))

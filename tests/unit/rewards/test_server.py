@@ -14,13 +14,12 @@ from laurel.rewards.preparing import rendered_group
 from laurel.rewards.remote.foreign import PAIR_KEYS, sigmoid
 from laurel.rewards.server import run as server_run
 from laurel.rewards.server.app import RequestLimits
-from laurel.rewards.server.openapi import docs_page, openapi_document
 from laurel.rewards.server.service import AnswerMemory, RefusedRequestError
 from laurel.rewards.server.service import ScoringAnswer as Told
 from laurel.types import Message, group_of
 from reward_servers import wait_until
 from scripted_backend import ScriptedBackend, holds, null_scores
-from served_scores import KEY, Running, served
+from served_scores import KEY, Running, described, served
 
 
 @pytest.fixture(scope="module")
@@ -226,17 +225,29 @@ def test_a_wrong_path_and_a_wrong_method_are_told_which_there_are(plain):
     assert answer.headers["allow"] == "POST"
 
 
-def test_the_page_of_the_description_needs_neither_a_key_nor_another_server(plain):
+def test_the_page_of_the_description_needs_no_key_and_says_what_programs_read(plain):
     page = httpx2.get(f"{plain.url}/docs", trust_env=False)
     assert page.headers["content-type"] == "text/html; charset=utf-8"
-    for told in ("<script", "<link", "<img", "src=", "http://", "https://", "model 1"):
-        assert told not in page.text
-    for path, operations in openapi_document(needs_key=True)["paths"].items():
-        for method in operations:
-            assert f"<code>{method.upper()} {path}</code>" in page.text
-    assert "[{&quot;id&quot;: text, &quot;prompt&quot;: text or [{" in page.text
-    assert "Bearer" in page.text
-    assert "Bearer" not in docs_page(openapi_document(needs_key=False)).decode()
+    assert "/openapi.json" in page.text
+    assert "model 1" not in page.text
+    description = httpx2.get(f"{plain.url}/openapi.json", trust_env=False).json()
+    assert description == described()
+    assert "model 1" not in str(description)
+
+
+def test_each_body_is_described_once_and_by_its_own_model():
+    description = described()
+    models = description["components"]["schemas"]
+    for path, operations in description["paths"].items():
+        for method, about in operations.items():
+            asks = about.get("requestBody", {}).get("content", {})
+            assert asks.keys() == ({"application/json"} if asks else set())
+            assert (path == "/health") == ("security" not in about), (method, path)
+            for status in {"401", "403"} | ({"400", "413", "503"} if asks else set()):
+                told = about["responses"][status]["content"]["application/json"]["schema"]
+                assert told == {"$ref": "#/components/schemas/ErrorBody"} or status == "503"
+    assert {"ScoreRequest", "ScoreReply", "ClassifyRequest", "PairsRequest"} <= models.keys()
+    assert "HTTPBearer" not in str(described(needs_key=False))
 
 
 # ----------------------------------------------------------------------- failures of single items

@@ -89,20 +89,22 @@ def test_a_large_body_is_refused_before_it_is_read(plain):
     assert plain.score("a").status_code == 200
 
 
+SAID = {"role": "user", "content": ""}
+
+
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("path", "body", "said"),
     [
-        ({"groups": [{"id": "", "prompt": "", "completions": []}] * 5000}, "4,096 groups at most"),
-        ({"groups": [{"id": "", "prompt": [{}] * 70_000, "completions": []}]}, "65,536 messages"),
-        ({"groups": [{"id": "", "prompt": "", "completions": [[{}] * 70_000]}]}, "65,536 messages"),
+        ("/v1/score", {"groups": [{"id": "", "prompt": "", "completions": []}] * 5000}, "4096"),
+        ("/v1/score", {"groups": [{"id": "", "prompt": "", "completions": [""] * 5000}]}, "4096"),
+        ("/classify", {"messages": [SAID] * 70_000}, "65536"),
     ],
-    ids=["groups", "messages of a prompt", "messages of a completion"],
+    ids=["groups", "completions", "messages"],
 )
-def test_more_groups_and_messages_than_may_be_are_refused_before_they_are_read(plain, body, said):
-    response = plain.post("/v1/score", body)
+def test_more_groups_and_messages_than_may_be_are_refused(plain, path, body, said):
+    response = plain.post(path, body)
     assert error(response) == (413, "size")
-    assert said in response.json()["error"]["message"]
-    assert error(plain.post("/classify", {"messages": [{}] * 70_000})) == (413, "size")
+    assert f"at most {said} items" in response.json()["error"]["message"]
 
 
 def test_more_rows_than_may_be_are_refused_before_they_are_read(plain, monkeypatch):

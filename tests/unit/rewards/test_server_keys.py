@@ -7,14 +7,11 @@ import pytest
 
 from laurel.rewards.server import keys as server_keys
 from laurel.rewards.server.keys import private_network
-from laurel.rewards.server.openapi import openapi_document
-from served_scores import KEY, Running
+from served_scores import KEY, Running, described
 
-OPEN = ("/health", "/docs")
+OPEN = ("/health", "/docs", "/openapi.json")
 ADMIN_KEY = "another-key-" + "k" * 32
-ADMIN_PATHS = [
-    path for path in openapi_document(needs_key=True)["paths"] if path.startswith("/admin/")
-]
+ADMIN_PATHS = [path for path in described()["paths"] if path.startswith("/admin/")]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +34,8 @@ def bearer(key):
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_every_route_but_two_needs_the_key(plain):
-    routes = [(p, m) for p, o in openapi_document(needs_key=True)["paths"].items() for m in o]
+def test_every_route_but_three_needs_the_key(plain):
+    routes = [(path, method) for path, found in described()["paths"].items() for method in found]
     routes += [("/docs", "get"), ("/openapi.json", "get"), ("/nowhere", "get")]
     assert len(routes) > 12
     for path, method in routes:
@@ -232,10 +229,11 @@ def test_only_this_machine_may_change_anything(path):
     assert asked_from("::1", "POST", path)[0] in (400, 409, 503)
 
 
-def test_the_page_for_people_is_open_on_this_machine_alone():
-    assert asked_from("127.0.0.1", "GET", "/docs", key="wrong")[0] == 200
-    assert asked_from("10.0.0.1", "GET", "/docs", key="wrong")[0] == 401
-    assert asked_from("10.0.0.1", "GET", "/docs")[0] == 200
+def test_the_description_is_open_on_this_machine_alone():
+    for path in ("/docs", "/openapi.json"):
+        assert asked_from("127.0.0.1", "GET", path, key="wrong")[0] == 200
+        assert asked_from("10.0.0.1", "GET", path, key="wrong")[0] == 401
+        assert asked_from("10.0.0.1", "GET", path)[0] == 200
     assert asked_from("10.0.0.1", "GET", "/health", key="wrong") == (200, b"{}")
 
 

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from laurel.errors import CheckpointError, ConfigError, MissingDependencyError, ModelError
 from laurel.generation.vllm import settings as vllm_settings
-from laurel.rewards.server.service import ModelSettings, check_settings, model_version, open_batcher
+from laurel.rewards.server.service import ModelSettings, check_settings, model_version, open_backend
 from reward_models import small_model, write_model
 
 
@@ -39,7 +39,7 @@ def test_pickled_weights_are_refused(model, tmp_path):
     torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
     (copied / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="safetensors"):
-        open_batcher(ModelSettings(model=str(copied), device="cpu"), say=lambda _: None)
+        open_backend(ModelSettings(model=str(copied), device="cpu"), say=lambda _: None)
 
 
 def test_a_model_that_brings_code_is_refused(model, tmp_path):
@@ -51,7 +51,7 @@ def test_a_model_that_brings_code_is_refused(model, tmp_path):
     proof = tmp_path / "it-ran"
     (copied / "own.py").write_text(f"open({str(proof)!r}, 'w')\n")
     with pytest.raises(ModelError):
-        open_batcher(ModelSettings(model=str(copied), device="cpu"), say=lambda _: None)
+        open_backend(ModelSettings(model=str(copied), device="cpu"), say=lambda _: None)
     assert not proof.exists()
 
 
@@ -72,10 +72,10 @@ def test_a_template_that_reaches_out_or_counts_for_ever_is_refused(model, tmp_pa
     (copied / "chat_template.jinja").write_text(template)
     settings = ModelSettings(model=str(copied), device="cpu", max_length=256)
     with pytest.raises(CheckpointError, match="not the one this model was trained with"):
-        open_batcher(settings, say=lambda _: None)
+        open_backend(settings, say=lambda _: None)
     (copied / "scoring.json").unlink()  # whoever made it need not have made one
     with pytest.raises(ModelError, match=said):
-        open_batcher(settings, say=lambda _: None)
+        open_backend(settings, say=lambda _: None)
 
 
 def test_vllm_is_asked_for_where_it_is_not(monkeypatch, model):

@@ -11,14 +11,9 @@ from laurel.rewards.remote.wire import (
     ScoreReply,
     ScoreRequest,
     dump,
-    error_json,
     has_more_values,
     parse,
     read_error,
-    read_score_reply,
-    read_score_request,
-    score_reply,
-    score_request,
 )
 from laurel.types import Completion, Group, Message, Score, group_of
 
@@ -50,24 +45,26 @@ SCORES = st.one_of(
 )
 
 
-@given(groups=st.lists(GROUPS, max_size=3).map(tuple), request_id=TEXT, version=TEXT)
+@given(groups=st.lists(GROUPS, max_size=3), request_id=TEXT, version=TEXT)
 def test_a_request_comes_back_as_it_was(groups, request_id, version):
-    request = ScoreRequest(groups=groups, request_id=request_id, model_version=version)
-    assert read_score_request(parse(dump(score_request(request)))) == request
+    request = ScoreRequest.of(groups, request_id=request_id, version=version)
+    found = ScoreRequest.read(parse(dump(request.model_dump(exclude_unset=True))))
+    assert (found.as_groups, found.request_id, found.model_version) == (groups, request_id, version)
 
 
 @given(data=st.data(), groups=st.lists(GROUPS, max_size=3))
 def test_a_reply_comes_back_as_it_was(data, groups):
-    scores = tuple(tuple(data.draw(SCORES) for _ in group.completions_G) for group in groups)
-    reply = ScoreReply(scores=scores, model="m", model_version="1", request_id="r")
-    request = ScoreRequest(groups=tuple(groups), request_id="r", model_version="1")
-    assert read_score_reply(parse(dump(score_reply(groups, reply))), request) == reply
+    scores = [tuple(data.draw(SCORES) for _ in group.completions_G) for group in groups]
+    reply = ScoreReply.of(groups, scores, model="m", model_version="1", request_id="r")
+    request = ScoreRequest.of(groups, request_id="r", version="1")
+    found = ScoreReply.read(parse(dump(reply.model_dump())))
+    assert (found.scores_of(request), found.model) == (scores, "m")
 
 
 def test_texts_stand_for_messages():
     value = {"groups": [{"id": "g", "prompt": "2 + 2?", "completions": ["4", "5"]}]}
     group = group_of((Message("user", "2 + 2?"),), ("4", "5"), group_id="g")
-    assert read_score_request(value).groups == (group,)
+    assert ScoreRequest.read(value).as_groups == [group]
 
 
 GROUP = {"id": "g", "prompt": "p", "completions": ["a"]}
@@ -76,45 +73,42 @@ GROUP = {"id": "g", "prompt": "p", "completions": ["a"]}
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ([], "the request must be an object, and is a list"),
-        ({}, "'groups' is missing; it must be a list of groups"),
-        ({"groups": None}, "'groups' must be a list of groups, and is null"),
-        ({"groups": {}}, "'groups' must be a list of groups, and is an object"),
-        ({"groups": [], "group": 1}, "the request has 'group'; it may have: groups, request_id"),
-        ({"groups": [], "request_id": 3}, "'request_id' must be a text, and is a number"),
-        ({"groups": [1]}, "group 0 must be an object, and is a number"),
-        ({"groups": [{**GROUP, "id": None}]}, "'id' of group 0 must be a text, and is null"),
-        ({"groups": [{"prompt": "p", "completions": []}]}, "'id' of group 0 is missing"),
-        ({"groups": [{"id": "g", "completions": []}]}, "'prompt' of group 0 is missing"),
-        ({"groups": [{"id": "g", "prompt": "p"}]}, "'completions' of group 0 is missing"),
-        ({"groups": [{**GROUP, "completion": "a"}]}, "group 0 has 'completion'"),
+        ([], "the request should be an object, and is a list"),
+        ({}, "'groups' of the request is missing"),
+        ({"groups": None}, "'groups' of the request should be a valid list, and is null"),
+        ({"groups": {}}, "'groups' of the request should be a valid list, and is an object"),
+        ({"groups": [], "group": 1}, "'group' of the request"),
+        ({"groups": [], "request_id": 3}, "'request_id' of the request should be a valid string"),
+        ({"groups": [1]}, "'groups[0]' of the request should be an object, and is a number"),
+        ({"groups": [{**GROUP, "id": None}]}, "'groups[0].id' of the request should be a valid"),
+        ({"groups": [{"prompt": "p", "completions": []}]}, "'groups[0].id' of the request is miss"),
+        ({"groups": [{"id": "g", "completions": []}]}, "'groups[0].prompt' of the request is miss"),
+        ({"groups": [{"id": "g", "prompt": "p"}]}, "'groups[0].completions' of the request is mis"),
+        ({"groups": [{**GROUP, "completion": "a"}]}, "'groups[0].completion' of the request"),
         (
             {"groups": [{**GROUP, "completions": "a"}]},
-            "'completions' of group 0 must be a list of completions, and is a string",
+            "'groups[0].completions' of the request should be a valid list, and is a string",
         ),
         (
             {"groups": [{**GROUP, "completions": [3]}]},
-            "a completion of group 0 must be a text or a list of messages, and is a number",
-        ),
-        (
-            {"groups": [{**GROUP, "prompt": 5}]},
-            "'prompt' of group 0 must be a text or a list of messages, and is a number",
+            "'groups[0].completions[0]' of the request should be a valid string or should be a "
+            "valid list, and is a number",
         ),
         (
             {"groups": [{**GROUP, "prompt": {"role": "user", "content": "p"}}]},
-            "'prompt' of group 0 must be a text or a list of messages, and is an object",
+            "'groups[0].prompt' of the request should be a valid string or should be a valid list",
         ),
-        ({"groups": [{**GROUP, "completions": [[]]}]}, "a completion of group 0 has no message"),
+        ({"groups": [{**GROUP, "completions": [[]]}]}, "at least 1 item"),
         (
             {"groups": [GROUP, {**GROUP, "prompt": [{"role": "user"}]}]},
-            "the content of a message of 'prompt' of group 1 is missing",
+            "'groups[1].prompt[0].content' of the request is missing",
         ),
     ],
 )
 def test_what_is_wrong_with_a_request_is_said(value, said):
     with pytest.raises(ProtocolError) as caught:
-        read_score_request(value)
-    assert said.split(";")[0] in str(caught.value)
+        ScoreRequest.read(value)
+    assert said in str(caught.value)
 
 
 def nested(depth, opening="[", closing="]"):
@@ -186,37 +180,37 @@ def reply_value(**changes):
         (reply_value(groups=[]), "0 groups came back of 1"),
         (reply_value(groups=[{"id": "h", "scores": []}]), "'h' came back in the place of 'g'"),
         (reply_value(groups=[{"id": "g", "scores": []}]), "0 scores came back"),
-        (reply_value(score={"value": None}), "must be a number"),
-        (reply_value(score={"value": True}), "must be a number"),
-        (reply_value(score={"value": "1"}), "must be a number"),
+        (reply_value(score={"value": None}), "neither a value nor a failure"),
+        (reply_value(score={"value": True}), "should be a valid number"),
+        (reply_value(score={"value": "1"}), "should be a valid number"),
         (reply_value(score={"value": 10**400}), "is not finite"),
         (reply_value(score={"failure": "why"}), "both a value and a failure"),
-        (reply_value(score={"num_tokens": -1}), "is no count"),
-        (reply_value(score={"truncated": 0}), "neither true nor false"),
-        (reply_value(score={"values": [None]}), "must be a number"),
+        (reply_value(score={"num_tokens": -1}), "greater than or equal to 0"),
+        (reply_value(score={"truncated": 0}), "should be a valid boolean"),
+        (reply_value(score={"values": [None]}), "should be a valid number"),
         (
             reply_value(score={"parts": [1.0]}),
-            "'parts' of score 0 of group 'g' must be an object, and is a list",
+            r"'groups\[0\].scores\[0\].parts' of the reply should be a valid dictionary",
         ),
         (
             reply_value(score={"parts": {"kind": "1"}}),
-            "the part 'kind' of score 0 .* must be a number, and is a string",
+            r"scores\[0\].parts.kind' of the reply should be a valid number, and is a string",
         ),
         (reply_value(score={"parts": {"kind": 10**400}}), "is not finite"),
-        ({"groups": []}, "'model_version' of the reply is missing"),
+        ({"groups": [], "model": "m"}, "'model_version' of the reply is missing"),
     ],
 )
 def test_a_reply_is_whole_or_refused(value, said):
     group = group_of((Message("user", "p"),), ("a",), group_id="g")
-    request = ScoreRequest(groups=(group,), request_id="r", model_version="1")
-    (right,) = read_score_reply(reply_value(), request).scores[0]
+    request = ScoreRequest.of([group], request_id="r", version="1")
+    ((right,),) = ScoreReply.read(reply_value(), "the reply").scores_of(request)
     assert (right.value, right.parts) == (1.0, {}), "as a server says it that knows of no parts"
     with pytest.raises(ProtocolError, match=said):
-        read_score_reply(value, request)
+        ScoreReply.read(value, "the reply").scores_of(request)
 
 
 def test_errors_of_any_server_are_read():
-    assert read_error(error_json("code", "why")) == "why"
+    assert read_error({"error": {"code": "code", "message": "why"}}) == "why"
     assert read_error({"detail": "why"}) == "why"
     assert read_error({"message": "why", "object": "error"}) == "why"
     for odd in ([], None, {"error": 3}, {"error": {}}, {"detail": [{"loc": 1}]}):

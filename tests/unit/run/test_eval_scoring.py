@@ -7,14 +7,14 @@ from rich.console import Console
 
 from laurel.errors import ConfigError
 from laurel.rewards.open import ScorerSpec
-from laurel.rewards.remote.wire import dump, error_json
+from laurel.rewards.remote.wire import dump
 from laurel.run.evaluation.run import EvalScorer, open_evaluation_scorer
 from reward_servers import Answer, RewardServer
 
 
 def refused(status, said, **settings):
     """The address that was asked, and what its refusal is told as."""
-    answer = Answer(status=status, body=dump(error_json("x", said)))
+    answer = Answer(status=status, body=dump({"error": {"code": "x", "message": said}}))
     with RewardServer(lambda number, asked: answer) as server:
         model = EvalScorer(model=server.url, options=ScorerSpec(device="cpu"), **settings)
         with (

@@ -2,32 +2,21 @@
 
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
 from laurel.config.environments import SandboxConfig
-from laurel.environments.code import nodes as node_runner
-from laurel.environments.code.nodes import (
-    MAX_RESTARTS,
-    NodeSet,
-    NodeWorker,
-    as_plain,
-    of_plain,
-    open_pool_on,
-)
+from laurel.environments.code import nodes as code_nodes
+from laurel.environments.code.nodes import MAX_RESTARTS, NodePool
 from laurel.environments.code_environment import CodeEnvironment
 from laurel.errors import ConfigError
 from laurel.sandbox.detection import detect
 from laurel.sandbox.inside.monitor import RUNNING
-from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, Status, StdioTest
-from laurel.sandbox.runner import ProcessOutcome, SandboxLostError, SandboxStartError
+from laurel.sandbox.jobs import Limits, SandboxJob, Status
 from laurel.sandbox.tiers import Tier
-from laurel.workers.rendezvous import RankPlace
 from sandbox_nodes import PretendedNodes
 from sandbox_processes import END, below, is_gone, wait_until
 
@@ -53,16 +42,12 @@ def opened(tier):
     def open_on(*names, each=1):
         nodes = PretendedNodes(*names, found=dict.fromkeys(names, tier))
         config = SandboxConfig(num_workers=each, min_tier="D")
-        pools.append(open_pool_on(config, nodes.cluster))
+        pools.append(NodePool(config, nodes.cluster))
         return pools[-1], nodes
 
     yield open_on
     for pool in pools:
         pool.close()
-
-
-def node_set_of(nodes, tier, *, each):
-    return NodeSet(nodes.cluster, num_workers=each, limits_mb=64, accept=lambda found: tier)
 
 
 def jobs(count, seconds=0.0):
@@ -89,55 +74,19 @@ def test_every_node_runs_programs_as_many_at_a_time_as_each_is_given(opened):
     wait_until(lambda: all(len(nodes.zygotes(name)) == 2 for name in nodes.names))
     assert_all_right([future.result(END) for future in running])
     for name in nodes.names:
-        asked = [call for call in nodes.newest(name).calls if call.method == "one"]
-        assert sorted(call.args[0] for call in asked) == [0, 1], name
-    assert pool.report().zygotes_started == 6
+        assert [call.method for call in nodes.newest(name).calls].count("submit") == 2, name
 
 
-def test_few_programs_are_spread_too(tier):
-    node_set = node_set_of(PretendedNodes("1", "2", found={"1": tier, "2": tier}), tier, each=2)
-    runners = [node_set.make_runner() for _ in range(4)]
-    found = [(runner._node.id, runner._index) for runner in runners]  # type: ignore[attr-defined]
-    assert found == [("1", 0), ("2", 0), ("1", 1), ("2", 1)]
-    node_set.close()
-
-
-def test_no_expected_value_leaves_this_process(opened):
-    pool, nodes = opened("1")
-    found = pool.run(
-        [
-            SandboxJob(
-                code="def f(x):\n    return x",
-                mode="call",
-                entry="f",
-                tests=[CallTest(args=["given"], expected="expected-marker")],
-            ),
-            SandboxJob(
-                code="print(input())",
-                mode="stdio",
-                tests=[StdioTest(stdin="given", stdout="expected-marker")],
-            ),
-        ]
-    )
-    assert [one.status for one in found] == [Status.WRONG_ANSWER] * 2
-    sent = pickle.dumps([tuple(call) for call in nodes.calls()])
-    assert b"given" in sent
-    assert b"expected-marker" not in sent
-
-
-def test_an_outcome_travels_whole():
-    outcome = ProcessOutcome(
-        ended_by="stdout",
-        signal=9,
-        cpu_s=0.5,
-        wall_s=1.0,
-        max_rss_kb=7,
-        stdout=b"\xff\x00",
-        stderr=b"e",
-        result=b"r",
-        truncated=frozenset({"stdout", "result"}),
-    )
-    assert of_plain(pickle.loads(pickle.dumps(as_plain(outcome)))) == outcome
+def test_few_programs_are_spread_and_nodes_with_more_room_get_more(opened):
+    pool, _ = opened("1", "2", each=2)
+    pool._nodes.members[1].num_workers = 4
+    futures = [pool.submit(job) for job in jobs(6, 1.0)]
+    given = [len(node.outstanding) for node in pool._nodes.members]
+    assert given == [2, 4]
+    assert_all_right([future.result(END) for future in futures])
+    few = [pool.submit(job) for job in jobs(2, 0.5)]
+    assert [len(node.outstanding) for node in pool._nodes.members] == [1, 1]
+    assert_all_right([future.result(END) for future in few])
 
 
 def test_the_code_environment_runs_where_it_is_told(tier):
@@ -152,7 +101,7 @@ def test_the_code_environment_runs_where_it_is_told(tier):
     with environment:
         found = environment.step(logs, [task] * 4)
     assert found.rewards.tolist() == [0.0, 1.0, 1.0, 0.0]
-    assert {call.method for call in nodes.calls()} >= {"find", "prepare", "start", "one"}
+    assert {call.method for call in nodes.calls()} >= {"find", "prepare", "submit", "collect"}
     assert all(group.over.is_set() for groups in nodes.groups.values() for group in groups)
     nodes.is_only_this = True
     with CodeEnvironment(config, nodes=nodes.cluster) as here:
@@ -164,7 +113,7 @@ def test_nodes_below_the_minimum_are_refused_with_their_addresses_before_any_pro
     found = {"1": Tier.FULL, "2": Tier.SECCOMP_ONLY, "3": None}
     nodes = PretendedNodes("1", "2", "3", found=found)
     with pytest.raises(ConfigError) as caught:
-        open_pool_on(SandboxConfig(num_workers=1), nodes.cluster)
+        NodePool(SandboxConfig(num_workers=1), nodes.cluster)
     said = str(caught.value)
     assert "10.0.0.1" not in said
     assert "node 10.0.0.2 (2): sandbox tier D (no namespaces: EPERM" in said
@@ -172,14 +121,14 @@ def test_nodes_below_the_minimum_are_refused_with_their_addresses_before_any_pro
     assert "wants at least tier C" in said
     assert "node 10.0.0.3 (3): programs cannot be run here" in said
     assert all(group.over.is_set() for groups in nodes.groups.values() for group in groups)
-    assert not {call.method for call in nodes.calls()} & {"start", "one", "pair"}
+    assert "submit" not in {call.method for call in nodes.calls()}
 
 
 def test_nodes_that_cannot_be_opened_end_the_others():
     nodes = PretendedNodes("1", "2", found={"1": Tier.FULL, "2": Tier.FULL})
     nodes.broken["2"] = "other versions"
     with pytest.raises(ConfigError, match=r"node 10\.0\.0\.2 \(2\): other versions"):
-        open_pool_on(SandboxConfig(), nodes.cluster)
+        NodePool(SandboxConfig(), nodes.cluster)
     assert nodes.newest("1").over.is_set()
 
 
@@ -191,7 +140,7 @@ def test_a_result_has_the_tier_of_its_node_and_the_pool_that_of_the_worst(tier, 
         pytest.skip("this machine gives nothing better")
     nodes = PretendedNodes("1", "2", found={"1": tier, "2": worse})
     config = SandboxConfig(num_workers=1, min_tier="D")
-    with open_pool_on(config, nodes.cluster) as pool:
+    with NodePool(config, nodes.cluster) as pool:
         assert pool.tier is worse
         results = pool.run(jobs(8, 0.2))
     assert {one.tier for one in results} == {tier.value, worse.value}
@@ -202,41 +151,12 @@ def test_a_result_has_the_tier_of_its_node_and_the_pool_that_of_the_worst(tier, 
 def test_a_node_that_lost_a_layer_runs_nothing(tier):
     """What it said is better than what its zygotes turn out to have."""
     nodes = PretendedNodes("1", found={"1": tier})
-    with open_pool_on(SandboxConfig(num_workers=1, min_tier="D"), nodes.cluster) as pool:
-        (zygote,) = nodes.newest("1").worker._zygotes
+    with NodePool(SandboxConfig(num_workers=1, min_tier="D"), nodes.cluster) as pool:
+        (zygote,) = nodes.newest("1").worker._pool._state.zygotes
         zygote.wanted = frozenset()
         (result,) = pool.run(jobs(1))
     assert result.status is Status.SANDBOX_ERROR
     assert "lost a layer" in result.reason
-
-
-def test_a_zygote_that_comes_back_with_less_runs_nothing(tier):
-    worker = NodeWorker(RankPlace(role="sandbox"))
-    worker.prepare(tier.value, 1, "auto")
-    program = (0, {"kind": "script"}, (b"print(1)",), LONG.message(), b"")
-    kind, (said,) = worker.one(*program)
-    assert (kind, said["stdout"]) == ("ran", b"1\n")
-    worker._zygotes[0].wanted = frozenset()
-    worker.discard(0)
-    kind, said = worker.one(*program)
-    assert kind == "not started"
-    assert "lost a layer" in said
-    worker.shutdown()
-    assert worker.start(0) == ("not started", "the sandbox has been shut down")
-
-
-@pytest.mark.slow
-def test_a_program_that_leaves_its_tests_is_waited_for_where_it_runs(tier):
-    code = "import os, time\ndef f():\n    os.closerange(3, 64)\n    time.sleep(1)\n    os._exit(7)"
-    header = {"kind": "tests", "entry": "f", "reply_kb": 64}
-    worker = NodeWorker(RankPlace(role="sandbox"))
-    worker.prepare(tier.value, 1, "auto")
-    kind, ended = worker.pair(
-        0, code.encode(), header, (b"assert f() == 1", b""), Limits(wall_s=30).message()
-    )
-    worker.shutdown()
-    assert kind == "ran"
-    assert (ended[1]["ended_by"], ended[1]["exit_code"]) == ("exit", 7)
 
 
 @pytest.mark.slow
@@ -281,6 +201,17 @@ def test_a_job_that_loses_its_process_twice_is_a_failure_of_ours(opened):
 
 
 @pytest.mark.slow
+def test_what_only_waited_where_a_process_was_lost_is_not_to_blame(opened):
+    pool, nodes = opened("1")
+    futures = [pool.submit(job) for job in jobs(4, 1.0)]
+    wait_until(lambda: is_running(nodes, "1"))
+    nodes.newest("1").end("died")
+    results = [future.result(END) for future in futures]
+    assert_all_right(results)
+    assert [one.attempt for one in results] == [2, 1, 1, 1]
+
+
+@pytest.mark.slow
 def test_a_node_that_has_left_is_given_up_and_others_run_what_it_had(opened, caplog):
     pool, nodes = opened("1", "2", each=2)
     futures = [pool.submit(job) for job in jobs(12, 0.4)]
@@ -303,12 +234,11 @@ def test_restarts_have_an_end_and_without_a_node_everything_is_a_failure(opened,
     assert {one.status for one in results} == {Status.SANDBOX_ERROR}
     assert "failed in the same way when it had just been started again" in results[0].reason
     assert "there are 0 on other nodes" in caplog.text
-    assert pool.report().statuses == {"ok": 2, "sandbox_error": 6}
 
 
 def test_a_node_that_does_not_answer_is_lost(opened, monkeypatch):
-    for name in ("START_SECONDS", "GRACE_SECONDS", "MARGIN_SECONDS"):
-        monkeypatch.setattr(node_runner, name, 0.5)
+    for name in ("COLLECT_SECONDS", "MARGIN_SECONDS"):
+        monkeypatch.setattr(code_nodes, name, 0.5)
     pool, nodes = opened("1")
     assert_all_right(pool.run(jobs(1)))
     nodes.newest("1").frozen.set()
@@ -330,36 +260,12 @@ def test_closing_ends_what_runs_and_waits_for_every_call(opened):
     assert {future.result(END).status for future in futures} == {Status.SANDBOX_ERROR}
     for pid in zygotes:
         wait_until(lambda pid=pid: is_gone(pid))
-    assert not [t for t in pool._threads if t.is_alive()], "none of them may still ask a node"
+    assert not [node for node in pool._nodes.members if node.thread.is_alive()], (
+        "none of them may still ask a node"
+    )
     assert [len(nodes.newest(name).calls) for name in nodes.names] == counts
     assert [len(nodes.groups[name]) for name in nodes.names] == [1, 1], "none was started again"
     assert pool.run(jobs(1))[0].reason == "the sandbox has been shut down"
-
-
-@pytest.mark.slow
-def test_one_runner_can_be_closed_alone(tier):
-    nodes = PretendedNodes("1", found={"1": tier})
-    node_set = node_set_of(nodes, tier, each=2)
-    first, second = node_set.make_runner(), node_set.make_runner()
-    ended: list[str] = []
-
-    def run():
-        try:
-            first.one({"kind": "script"}, b"import time; time.sleep(1000)", limits=LONG)
-        except SandboxLostError as error:
-            ended.append(str(error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    wait_until(lambda: is_running(nodes, "1"))
-    nodes.newest("1").lag = 0.5
-    first.close()
-    assert ended, "it has waited for the call"
-    thread.join()
-    with pytest.raises(SandboxStartError, match="shut down"):
-        first.start()
-    assert second.one({"kind": "script"}, b"print(1)", limits=LONG).stdout == b"1\n"
-    node_set.close()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from laurel.config.environments import SandboxConfig
-from laurel.environments.code.nodes import open_pool_on
+from laurel.environments.code.nodes import NodePool
 from laurel.sandbox.detection import detect
 from laurel.sandbox.inside.monitor import RUNNING
 from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, Status, StdioTest
@@ -41,7 +41,7 @@ def pool(tier, request):
     else:
         nodes = PretendedNodes("1", "2", found={"1": tier, "2": tier})
         config = SandboxConfig(num_workers=1, min_tier="D", allow_unsafe=True)
-        pool = open_pool_on(config, nodes.cluster)
+        pool = NodePool(config, nodes.cluster)
     with pool:
         yield pool
 
@@ -198,6 +198,13 @@ def test_a_program_that_raises_in_the_asserts(pool):
     assert run(pool, "f = bytearray(8 << 30)", **fields).status is Status.MEMORY_LIMIT
     assert run(pool, "def f():\n    return object()", **fields).status is Status.BAD_RESULT
     assert run(pool, "def g():\n    return 1", **fields).status is Status.RUNTIME_ERROR
+
+
+@pytest.mark.slow
+def test_a_program_that_leaves_its_tests_is_waited_for(pool):
+    code = "import os, time\ndef f():\n    os.closerange(3, 64)\n    time.sleep(1)\n    os._exit(7)"
+    result = run(pool, code, mode="tests", entry="f", test_code="assert f() == 1")
+    assert (result.status, result.exit_code) == (Status.RUNTIME_ERROR, 7)
 
 
 def test_asserts_may_use_modules_that_only_the_program_imports(pool):
@@ -390,16 +397,6 @@ def test_asserts_that_are_run_one_by_one_have_the_same_time_together(pool):
     assert result.stderr == "asked 100"
     with pytest.raises(ValueError, match="tests that are code"):
         SandboxJob(code="", mode="tests", entry="f", tests=["", "f(1)"])
-
-
-def test_a_worker_that_cannot_be_made_fails_its_jobs(tier):
-    def refuse():
-        raise RuntimeError("no room for it")
-
-    with SandboxPool(tier=tier, num_workers=2, make_runner=refuse) as pool:
-        for result in pool.run([SandboxJob(code="print(1)")] * 3):
-            assert result.status is Status.SANDBOX_ERROR
-            assert "RuntimeError: no room for it" in result.reason
 
 
 def test_whoever_fills_the_backlog_waits(tier):

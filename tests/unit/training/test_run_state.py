@@ -12,12 +12,12 @@ from laurel.errors import CheckpointError
 from laurel.run.reward_model import reward_model_identity
 from laurel.training.state import (
     TRAINING_DATA,
-    Position,
     check_same_run,
     read_run_dir,
     samples_fingerprint,
     write_bad_step,
 )
+from laurel.training.stopping import Position
 from laurel.types import Message, Preference, PreferenceSample, TokenGroup, group_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from laurel.workers.worker_actor import Restarts
+from laurel.workers.supervisor import EndlessRestarts, Restarts
 
 
 @dataclass
@@ -48,3 +48,24 @@ def test_what_fails_as_before_is_no_accident_unless_it_worked_in_between() -> No
 
 def test_none_at_all_may_be_allowed() -> None:
     assert Restarts(0, lambda _: None).after(RuntimeError("x"), Replica()).refused is not None
+
+
+def test_one_that_works_in_between_is_started_again_however_often() -> None:
+    told: list[str] = []
+    restarts = EndlessRestarts(2, told.append)
+    replica = Replica("replica 0")
+    for _ in range(30):
+        loss = restarts.after(RuntimeError("its process is gone (signal 9)"), replica)
+        assert (loss.refused, loss.pause) == (None, 0.0)
+        replica.last_failure = None  # it did something
+    assert told == ["warning: replica 0 died (signal 9); it is started again"] * 30
+
+
+def test_one_that_does_nothing_in_between_is_given_up_after_pauses() -> None:
+    restarts = EndlessRestarts(8, lambda _: None)
+    replica = Replica("replica 0")
+    losses = [restarts.after(RuntimeError("exit code 70"), replica) for _ in range(9)]
+    assert [loss.pause for loss in losses[:8]] == [0, 0.5, 1, 2, 4, 8, 16, 30]
+    assert str(losses[8]) == (
+        "warning: replica 0 died (exit code 70); no restart: it died 9 times and stays away"
+    )

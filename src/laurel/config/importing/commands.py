@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import operator
 import os
 import re
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,16 +117,13 @@ def _python_problem(text: str, name: str) -> ConfigError | None:
             tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return None
-    imported = {
-        one.name.partition(".")[0]
+    names = [
+        one.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for one in node.names
-    } | {
-        (node.module or "").partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-    }
+        for one in (node.names if isinstance(node, ast.Import) else ())
+    ]
+    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {name.partition(".")[0] for name in names}
     if not imported & {"trl", "openrlhf", "verl"}:
         return None
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -171,7 +169,7 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
 def _calculated(found: re.Match[str], variables: Mapping[str, str]) -> str:
     """What `$((...))` comes to; as it stands where that cannot be told."""
-    # Variables need no dollar there, and a shell cuts a quotient towards zero.
+    # Variables need no dollar there.
     inner = re.sub(
         r"\b[A-Za-z_]\w*",
         lambda one: f"({variables[one[0]]})" if one[0] in variables else one[0],
@@ -189,28 +187,32 @@ def _whole(node: ast.expr) -> int:
             return value
         case ast.UnaryOp(operand=ast.BinOp(op=ast.Pow())):
             raise ValueError("a shell takes the sign before the power, Python after it")
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_whole(operand)
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _whole(operand)
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _whole(left) + _whole(right)
-        case ast.BinOp(left=left, op=ast.Sub(), right=right):
-            return _whole(left) - _whole(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return _whole(left) * _whole(right)
-        case ast.BinOp(left=left, op=ast.Div(), right=right):
-            a, b = _whole(left), _whole(right)
-            return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-        case ast.BinOp(left=left, op=ast.Mod(), right=right):
-            a, b = _whole(left), _whole(right)
-            return abs(a) % abs(b) * (1 if a >= 0 else -1)
-        case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            a, b = _whole(left), _whole(right)
-            if not 0 <= b <= _LARGEST_POWER:
-                raise ValueError("no power that a setting has")
-            return int(a**b)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _SIGNS:
+            return _SIGNS[type(op)](_whole(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_whole(left), _whole(right))
     raise ValueError("neither a whole number nor a calculation with them")
+
+
+def _power(a: int, b: int) -> int:
+    if not 0 <= b <= _LARGEST_POWER:
+        raise ValueError("no power that a setting has")
+    return int(a**b)
+
+
+_SIGNS: Mapping[type[ast.unaryop], Callable[[int], int]] = {
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    # A shell cuts a quotient towards zero, and a rest has the sign of what is divided.
+    ast.Div: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
+    ast.Mod: lambda a, b: abs(a) % abs(b) * (1 if a >= 0 else -1),
+    ast.Pow: _power,
+}
 
 
 def _expanded(
@@ -248,11 +250,12 @@ def _command(
         raise ConfigError(f"{program} is another program of {system}; those imported: {PROGRAMS}")
     values = _flags(told) if style == "flags" else _overrides(told)
     values |= _launcher_files(launcher)
+    # verl's own references to other keys have braces.
+    variable = re.compile(r"\$\w" if system == "verl" else r"\$\{?\w")
     unresolved = {
         key: value
         for key, value in values.items()
-        if (isinstance(value, str) and re.search(r"\$\{?\w", value) and system != "verl")
-        or (isinstance(value, str) and re.search(r"\$\w", value))
+        if isinstance(value, str) and variable.search(value)
     }
     return Command(
         system=system,

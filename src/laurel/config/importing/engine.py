@@ -9,6 +9,7 @@ from typing import Any
 from laurel.config.importing.commands import LAUNCHER_FILE
 from laurel.config.importing.rules import KeyOutcome, MappingTable, Work
 from laurel.config.load import check_tree
+from laurel.config.schema_info import with_defaults
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.yaml_tree import Section, YamlNode, nearest, plain_values
 from laurel.errors import ConfigError
@@ -51,7 +52,8 @@ def import_said(table: MappingTable, work: Work, run: Kind) -> Imported:
         if key not in work.entries:
             _without_rule(table, work, key)
     _drop_our_defaults(work, SCHEMAS[run])
-    config = check_tree(SCHEMAS[run], _nested(work.values, f"what {work.system} says"))
+    tree = _nested(work.values, f"what {work.system} says")
+    config, _ = check_tree(SCHEMAS[run], with_defaults(SCHEMAS[run], tree))
     order = {key: i for i, key in enumerate(table.known())}
     entries = sorted(work.entries.values(), key=lambda e: order.get(e.key, len(order)))
     return Imported(
@@ -116,9 +118,9 @@ def _nested(values: Mapping[str, YamlNode], place: str) -> YamlNode:
         *blocks, last = dotted.split(".")
         level = tree
         for block in blocks:
-            below = level.setdefault(block, YamlNode(value={}, place=place))
+            below = level.setdefault(block, YamlNode({}, place))
             if not isinstance(below.value, dict):
                 raise ConfigError(f"{place}: {dotted} and a key above it are both set; keep one")
             level = below.value
         level[last] = node
-    return YamlNode(value=tree, place=place)
+    return YamlNode(tree, place)

@@ -39,15 +39,9 @@ def put_adam(
     work.put(
         "policy.optimizer.kwargs.weight_decay", float(work.number(weight_decay)), by=(weight_decay,)
     )
-    if len(betas) == 1:
-        pair = work[betas[0]]
-        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
-        if not is_pair or not all(isinstance(b, int | float) for b in pair):
-            raise work.problem(betas[0], "it must be two numbers")
-        values = [float(b) for b in pair]
-    else:
-        values = [float(work.number(key)) for key in betas]
-    work.put("policy.optimizer.kwargs.betas", values, by=betas)
+    is_pair = len(betas) == 1
+    values = work.pair(betas[0]) if is_pair else [float(work.number(key)) for key in betas]
+    work.put("policy.optimizer.kwargs.betas", list(values), by=betas)
     value = 1e-8 if eps is None else float(work.number(eps))
     work.put("policy.optimizer.kwargs.eps", value, by=() if eps is None else (eps,))
 

@@ -84,7 +84,14 @@ def import_configuration(request: ImportRequest) -> ImportReport:
             f"--devices is for TRL, whose files do not say it; {TITLES[system]}'s do: leave it out"
         )
     if system == "nemo-rl":
-        return ImportReport(imported=_nemo_rl(request, read, name), system=system, by=by)
+        if str(request.path) == STDIN:
+            raise ConfigError(
+                "a file of NeMo RL may name others (defaults), and is read by its name"
+            )
+        kinds: tuple[Kind, ...] = ("grpo", "sft", "rm")
+        told = [kind for kind in kinds if kind in read.values]
+        imported = nemo_rl.import_file(request.path, request.run or [*told, *kinds[-1:]][0])
+        return ImportReport(imported=imported, system=system, by=by)
     run, run_by = _run(request, read, system, name)
     table = TABLES[system][run]
     said, lost = _said(table, read)
@@ -184,7 +191,7 @@ def _system(request: ImportRequest, read: _Read, name: str) -> tuple[System, str
             known = ", ".join(TITLES.values())
             raise ConfigError(f"{name}: none of its keys tells where it is from ({known}): --from")
         return found, f"told to be of {TITLES[found]} by {by}"
-    is_none = read.command is None and _score(said, read.values) == 0
+    is_none = read.command is None and not _known(said, read.values)
     if found is not None and found != said and (read.command is not None or is_none):
         raise ConfigError(
             f"{name} is not of {TITLES[said]}: {by} {'are' if ',' in by else 'is'} of "
@@ -196,17 +203,14 @@ def _system(request: ImportRequest, read: _Read, name: str) -> tuple[System, str
 
 
 def _told_by_keys(values: Mapping[str, Any]) -> tuple[System | None, str]:
-    scores = {system: _score(system, values) for system in TITLES}
-    if scores["nemo-rl"]:
-        return "nemo-rl", "its sections " + ", ".join(_known("nemo-rl", values)[:3])
-    best = max(scores, key=lambda system: scores[system])
-    if not scores[best] or list(scores.values()).count(scores[best]) > 1:
+    known = {system: _known(system, values) for system in TITLES}
+    if known["nemo-rl"]:
+        return "nemo-rl", "its sections " + ", ".join(known["nemo-rl"][:3])
+    most = max(map(len, known.values()))
+    best = [system for system, keys in known.items() if len(keys) == most]
+    if not most or len(best) > 1:
         return None, ""
-    return best, "its keys " + ", ".join(_known(best, values)[:3])
-
-
-def _score(system: System, values: Mapping[str, Any]) -> int:
-    return len(_known(system, values))
+    return best[0], "its keys " + ", ".join(known[best[0]][:3])
 
 
 def _known(system: System, values: Mapping[str, Any]) -> list[str]:
@@ -244,7 +248,11 @@ def _run(request: ImportRequest, read: _Read, system: System, name: str) -> tupl
         return request.run, ""
     if len(tables) == 1:
         return next(iter(tables)), ""
-    told = {kind: _telling(table, read.values) for kind, table in tables.items()}
+    told: dict[Kind, list[str]] = {}
+    for kind, table in tables.items():
+        names = table.other_names or {}
+        keys = _flat(read.values, table)
+        told[kind] = [key for key in keys if names.get(key, key) in table.told_by]
     found = [kind for kind, keys in told.items() if keys]
     if len(found) != 1:
         why = (
@@ -255,11 +263,6 @@ def _run(request: ImportRequest, read: _Read, system: System, name: str) -> tupl
         )
         raise ConfigError(f"{name}: which run is it for? {why}; --for {'|'.join(tables)}")
     return found[0], f"told to be for laurel {found[0]} by {told[found[0]][0]}"
-
-
-def _telling(table: MappingTable, values: Mapping[str, Any]) -> list[str]:
-    names = table.other_names or {}
-    return [key for key in _flat(values, table) if names.get(key, key) in table.told_by]
 
 
 # ------------------------------------------------------------------------------------- what is said
@@ -329,11 +332,3 @@ def _flat(
         else:
             found[key] = value
     return found
-
-
-def _nemo_rl(request: ImportRequest, read: _Read, name: str) -> Imported:
-    if str(request.path) == STDIN:
-        raise ConfigError("a file of NeMo RL may name others (defaults), and is read by its name")
-    kinds = [kind for kind in ("grpo", "sft", "rm") if kind in read.values]
-    run: Kind = request.run or (kinds[0] if kinds else "rm")  # type: ignore[assignment]
-    return nemo_rl.import_file(request.path, run)

@@ -1,91 +1,51 @@
-"""A pool whose programs run on every node of a cluster."""
+"""Programs on every node of a cluster: a pool of sandboxes on each, and who is asked for what."""
 
 from __future__ import annotations
 
 import logging
+import math
+import os
+import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
-from functools import partial
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from laurel.config.environments import SandboxConfig
 from laurel.environments.code.sandbox import accepted_tier, say_tier
 from laurel.errors import ConfigError, LaurelError, WorkerError
 from laurel.protocols import WorkerGroup
 from laurel.sandbox.detection import Detection, detect
-from laurel.sandbox.grading import lacked_answer
 from laurel.sandbox.group_trial import chosen_place
-from laurel.sandbox.jobs import Limits
+from laurel.sandbox.jobs import SandboxJob, SandboxResult, Status
 from laurel.sandbox.limits import available_cores
-from laurel.sandbox.pool import SandboxPool, affordable_workers
-from laurel.sandbox.runner import (
-    ProcessOutcome,
-    SandboxGoneError,
-    SandboxLostError,
-    SandboxStartError,
-)
+from laurel.sandbox.pool import ATTEMPTS, CLOSED, SandboxPool, affordable_workers
 from laurel.sandbox.tiers import Tier
-from laurel.sandbox.zygote_process import END_SECONDS, GRACE_SECONDS, START_SECONDS, ZygoteProcess
+from laurel.sandbox.zygote_process import END_SECONDS
 from laurel.workers.reservations import NodeState
-from laurel.workers.worker_actor import Restarts
+from laurel.workers.supervisor import Restarts
 
 if TYPE_CHECKING:
     from laurel.workers.rendezvous import RankPlace
 
-
 _log = logging.getLogger(__name__)
-
-
-def open_pool_on(config: SandboxConfig, nodes: ClusterNodes) -> SandboxPool:
-    """A pool of `num_workers` on every node, each node in the best tier that it gives.
-
-    Verdicts are drawn in this process. The pool's tier is that of the worst node; a result has that
-    of its own.
-
-    Args:
-        config: What is asked for.
-        nodes: Of the cluster.
-
-    Raises:
-        ConfigError: A node gives no tier that the configuration accepts.
-        WorkerError: A node could not start its process.
-    """
-    node_set = NodeSet(
-        nodes,
-        num_workers=config.num_workers,
-        limits_mb=config.memory_mb + config.disk_mb,
-        accept=partial(accepted_tier, config),
-        cgroup=config.cgroup,
-    )
-    alike: dict[str, list[str]] = {}
-    for node in node_set.nodes:
-        alike.setdefault(node.detection.sentence(), []).append(node.address)
-    for node in node_set.nodes:
-        addresses = alike.pop(node.detection.sentence(), None)
-        if addresses is not None:
-            say_tier(node.detection, node.tier, where=f"{', '.join(addresses)}: ")
-    _log.info("%d sandbox workers on %d nodes", node_set.size, len(node_set.nodes))
-    return SandboxPool(
-        tier=node_set.tier,
-        num_workers=node_set.size,
-        backlog=config.backlog,
-        make_runner=node_set.make_runner,
-        end_runners=node_set.close,
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# A process with zygotes on every node of a cluster, started again where it is lost.
 
 MAX_RESTARTS = 8
 """Of all nodes together."""
 OPENING_SECONDS = 180.0
 """Limit for a node to start its process, and then to try its canaries."""
-_SPARE_CALLS = 8
-"""Calls beside programs that run: of those that end what is stuck."""
+MARGIN_SECONDS = 60.0
+"""What a call to a node may take beyond what is waited for there, on one that is busy with other
+things; with a later one its process is lost."""
+COLLECT_SECONDS = 5.0
+"""How long a node is asked for results before it is asked again."""
+AT_A_TIME = 8
+"""Calls to a node at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,70 +58,189 @@ class ClusterNodes:
     """A group of one: `(role, node_id, worker_class, *, at_a_time, limit)`. Its calls may be made
     by several threads, `at_a_time` of them at once."""
     is_only_this: Callable[[], bool]
-    """Whether the one node that there is, is where this process runs: then zygotes of its own are
+    """Whether the one node that there is, is where this process runs: then a pool of its own is
     quicker."""
 
 
-class NodeSet:
-    """The nodes that run programs for one pool."""
+class NodeWorker:
+    """The pool of one node, held by a process there that knows nothing of Ray."""
+
+    def __init__(self, place: RankPlace) -> None:
+        """Have no pool yet.
+
+        Args:
+            place: Where it is.
+        """
+        self._pool: SandboxPool | None = None
+        self._ended: queue.SimpleQueue[tuple[int, SandboxResult] | None] = queue.SimpleQueue()
+
+    def find(self, num_workers: int, limits_mb: int) -> tuple[Detection, int]:
+        """How well this node locks programs in, and how many it runs at a time.
+
+        Args:
+            num_workers: As many as are wanted.
+            limits_mb: Memory and disk of one program.
+        """
+        return detect(), affordable_workers(min(num_workers, available_cores()), limits_mb)
+
+    def prepare(self, tier: Tier, num_workers: int, cgroup: str) -> None:
+        """Have a pool, whose sandboxes start with their first programs.
+
+        Args:
+            tier: The one that was found here, whose layers each must have.
+            num_workers: Programs at a time.
+            cgroup: See `SandboxConfig.cgroup`.
+
+        Raises:
+            ConfigError: This node has no such control group.
+        """
+        place, _ = chosen_place(cgroup)
+        # Whoever asks bounds the backlog: a call that waited here would hold up the others.
+        self._pool = SandboxPool(tier=tier, num_workers=num_workers, backlog=0, place=place)
+
+    def submit(self, number: int, job: SandboxJob, seconds: float | None, batch: int) -> None:
+        """Run a job some time.
+
+        Args:
+            number: That its result is given with.
+            job: What to run.
+            seconds: Until its deadline; None: it has none.
+            batch: How many are submitted here together.
+        """
+        assert self._pool is not None
+        deadline = None if seconds is None else time.monotonic() + seconds
+        future = self._pool.submit(job, deadline=deadline, batch=batch)
+        future.add_done_callback(lambda done: self._ended.put((number, done.result())))
+
+    def collect(self, seconds: float) -> list[tuple[int, SandboxResult]]:
+        """The results that have come, each with its number; waits for the first."""
+        found = []
+        with suppress(queue.Empty):
+            found.append(self._ended.get(timeout=seconds))
+            while True:
+                found.append(self._ended.get_nowait())
+        return [one for one in found if one is not None]
+
+    def shutdown(self) -> None:
+        """End the pool for good, with what it runs."""
+        if self._pool is not None:
+            self._pool.close()
+        self._ended.put(None)  # for a call that waits
+
+
+@dataclass(slots=True, eq=False)
+class _Sent:
+    """A job that is with a node, or waits for one."""
+
+    job: SandboxJob
+    deadline: float | None
+    batch: int
+    future: Future[SandboxResult]
+    losses: int = 0
+    """How often the process of a node was lost that may have run it."""
+
+
+class NodePool:
+    """Runs jobs on all nodes; like a `SandboxPool`, but each result has the tier of its node."""
 
     def __init__(
         self,
+        config: SandboxConfig,
         nodes: ClusterNodes,
         *,
-        num_workers: int,
-        limits_mb: int,
-        accept: Callable[[Detection], Tier],
-        cgroup: str = "auto",
         say: Callable[[str], None] = _log.warning,
         max_restarts: int = MAX_RESTARTS,
     ) -> None:
         """Start a process on every node, at the same time, and have it try its canaries.
 
         Args:
+            config: What is asked for; its number of workers is that of every node.
             nodes: Of the cluster.
-            num_workers: Programs at a time on each; fewer where it has fewer cores or the memory
-                for fewer.
-            limits_mb: Memory and disk of one program.
-            accept: The tier to run in; `ConfigError` where it will not do.
-            cgroup: See `SandboxConfig.cgroup`; each node looks for its own.
             say: Told of every restart, and of nodes that are given up.
             max_restarts: Of all nodes together.
 
         Raises:
-            ConfigError: Nodes lock programs in less well than is asked for; all of them are told.
+            ConfigError: Nodes lock programs in less well than is asked for; all of them are named.
             WorkerError: A process could not be started.
         """
-        self.nodes_of_cluster = nodes
-        self.num_workers = num_workers
-        self.limits_mb = limits_mb
-        self.accept = accept
-        self.cgroup = cgroup
+        self._nodes = _Nodes(config, nodes, say, max_restarts)
+        self._finalizer = weakref.finalize(self, self._nodes.close)
+        self.tier = self._nodes.tier
+        self.num_workers = self._nodes.num_left()
+        alike: dict[str, list[_Node]] = {}
+        for node in self._nodes.members:
+            alike.setdefault(node.detection.sentence(), []).append(node)
+        for same in alike.values():
+            addresses = ", ".join(node.address for node in same)
+            say_tier(same[0].detection, same[0].tier, where=f"{addresses}: ")
+        count = len(self._nodes.members)
+        _log.info("%d sandbox workers on %d nodes", self.num_workers, count)
+
+    def submit(
+        self, job: SandboxJob, *, deadline: float | None = None, batch: int = 1
+    ) -> Future[SandboxResult]:
+        """The result to come; see `SandboxPool.submit`."""
+        return self._nodes.submit(_Sent(job, deadline, batch, Future()))
+
+    def run(
+        self, jobs: Sequence[SandboxJob], *, timeout_s: float | None = None
+    ) -> list[SandboxResult]:
+        """The results, in the order of the jobs; see `SandboxPool.run`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        futures = [self.submit(job, deadline=deadline, batch=len(jobs)) for job in jobs]
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End everything. Jobs that run or wait are SANDBOX_ERRORs. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> NodePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Nodes:
+    """What the threads of a pool share; they must not know the pool, or it is never collected."""
+
+    def __init__(
+        self,
+        config: SandboxConfig,
+        cluster: ClusterNodes,
+        say: Callable[[str], None],
+        max_restarts: int,
+    ) -> None:
+        self.config = config
+        self.cluster = cluster
         self.say = say
         self.restarts = Restarts(max_restarts, say)
-        self.is_closed = False
-        self.nodes = [SandboxNode(self, state) for state in nodes.alive()]
-        self._lock = threading.Lock()
+        self.closed = False
+        self.changed = threading.Condition()
+        """Held where nodes or jobs are looked at or changed."""
+        self.members = [_Node(self, state) for state in cluster.alive()]
+        self._waiting: deque[_Sent] = deque()
+        """Jobs that no node can have now."""
+        self._owner = os.getpid()
         try:
             self._open()
         except BaseException:
             self.close()
             raise
-        # One of each node after the other, so that few programs are spread, too.
-        rows = zip_longest(*([(n, i) for i in range(n.num_workers)] for n in self.nodes))
-        self._places = [place for row in rows for place in row if place is not None]
-        self._num_made = 0
+        self.tier = max((node.tier for node in self.members), key=list(Tier).index)
+        for node in self.members:
+            node.thread.start()
 
     def _open(self) -> None:
-        if not self.nodes:
+        if not self.members:
             raise ConfigError(
                 "programs cannot be run: the cluster has no node that is alive; look at `ray "
                 "status`, and start its nodes"
             )
+        with ThreadPoolExecutor(len(self.members)) as threads:
+            openings = [threads.submit(node.open) for node in self.members]
         refused = []
-        with ThreadPoolExecutor(len(self.nodes)) as threads:
-            openings = [threads.submit(node.open) for node in self.nodes]
-        for node, opening in zip(self.nodes, openings, strict=True):
+        for node, opening in zip(self.members, openings, strict=True):
             error = opening.exception()
             if isinstance(error, ConfigError):
                 refused.append(f"{node.address}: {error}")
@@ -170,57 +249,91 @@ class NodeSet:
         if refused:
             raise ConfigError("\n".join(["not every node can run programs", *refused]))
 
-    @property
-    def tier(self) -> Tier:
-        """That of the node that has the worst."""
-        return max((node.tier for node in self.nodes), key=list(Tier).index)
-
-    @property
-    def size(self) -> int:
-        """Programs at a time, on all nodes."""
-        return len(self._places)
-
-    def make_runner(self) -> NodeRunner:
-        """One of the runners, of each node in turn. Any thread."""
-        with self._lock:
-            node, index = self._places[self._num_made % self.size]
-            self._num_made += 1
-        return NodeRunner(node, index)
-
     def num_left(self) -> int:
         """Programs at a time, on the nodes that are not given up."""
-        return sum(node.num_workers for node in self.nodes if node.gone is None)
+        return sum(node.num_workers for node in self.members if node.gone is None)
+
+    def submit(self, sent: _Sent) -> Future[SandboxResult]:
+        """Have a job run; waits while the backlog is full."""
+        with self.changed:
+            while not self.closed and self._is_full():
+                left = None if sent.deadline is None else sent.deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    self.fail(sent, "its turn did not come in time")
+                    return sent.future
+                self.changed.wait(left)
+        self.place(sent)
+        return sent.future
+
+    def _is_full(self) -> bool:
+        unfinished = len(self._waiting) + sum(len(node.outstanding) for node in self.members)
+        return unfinished >= self.config.backlog + self.num_left()
+
+    def place(self, *jobs: _Sent) -> None:
+        """Give each job to the node that has the least to do for its size."""
+        for sent in jobs:
+            with self.changed:
+                living = [node for node in self.members if node.gone is None]
+                ready = [node for node in living if node.group is not None]
+                if self.closed or not living:
+                    self.fail(sent, CLOSED if self.closed else f"{self.members[-1].gone}")
+                elif ready:
+                    node = min(ready, key=lambda node: len(node.outstanding) / node.num_workers)
+                    node.give(sent)
+                else:
+                    self._waiting.append(sent)
+
+    def place_waiting(self) -> None:
+        """Place what has waited for a node that has come back, or that is given up."""
+        with self.changed:
+            waiting, self._waiting = self._waiting, deque()
+        self.place(*waiting)
+
+    def fail(self, sent: _Sent, reason: str) -> None:
+        """End a job that no node has run."""
+        attempt = max(1, sent.losses)
+        result = SandboxResult(id=sent.job.id, status=Status.SANDBOX_ERROR, reason=reason)
+        self.end(sent, replace(result, tier=self.tier.value, attempt=attempt))
+
+    def end(self, sent: _Sent, result: SandboxResult) -> None:
+        """Hand out a result."""
+        with self.changed:
+            self.changed.notify_all()  # somebody may wait for room in the backlog
+        if sent.future.set_running_or_notify_cancel():
+            sent.future.set_result(result)
 
     def close(self) -> None:
         """End all processes, with the programs that they run, for good. Idempotent."""
-        self.is_closed = True
-        for node in self.nodes:
+        if os.getpid() != self._owner:  # a fork has only copies
+            return
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+        for node in self.members:
             node.close()
+        self.place_waiting()
 
 
-class SandboxNode:
-    """A node, seen from the process of the run. Safe to use from several threads."""
+class _Node:
+    """A node, seen from the process of the run."""
 
-    def __init__(self, node_set: NodeSet, state: NodeState) -> None:
-        """Start nothing yet.
-
-        Args:
-            node_set: That it belongs to.
-            state: What the cluster says of it.
-        """
-        self.id = state.id
+    def __init__(self, nodes: _Nodes, state: NodeState) -> None:
         self.address = f"node {state.address} ({state.id[:8]})"
         self.name = f"sandbox of {self.address}"
         self.last_failure: str | None = None
         self.detection = Detection(tier=None)
         self.tier = Tier.LIMITS_ONLY
         self.num_workers = 0
+        self.group: WorkerGroup | None = None
+        """Its process; None while it has none."""
         self.gone: str | None = None
         """Why it is given up."""
-        self._node_set = node_set
-        self._lock = threading.Lock()
-        self._group: WorkerGroup | None = None
-        self._loss: Exception = SandboxLostError("it was never started")
+        self.outstanding: dict[int, _Sent] = {}
+        """What its process has, in the order in which it was given."""
+        self.thread = threading.Thread(target=self._serve, name="laurel-node", daemon=True)
+        self._id = state.id
+        self._nodes = nodes
+        self._number = 0
 
     def open(self) -> None:
         """Start its process, and find out how well it locks programs in.
@@ -229,396 +342,108 @@ class SandboxNode:
             ConfigError: Not well enough.
             WorkerError: Its process could not be started.
         """
-        node_set = self._node_set
-        with self._lock:
-            self._group = self._made()
-            found = self._group.call_one(0, "find", node_set.num_workers, node_set.limits_mb)
-            letter = found["tier"]
-            self.detection = Detection(
-                tier=None if letter is None else Tier(letter), reasons=found["reasons"]
-            )
-            self.tier = node_set.accept(self.detection)
-            self.num_workers = found["num_workers"]
-            self._prepare(self._group)
+        config = self._nodes.config
+        self.group = self._made()
+        limits_mb = config.memory_mb + config.disk_mb
+        found = self.group.call_one(0, "find", config.num_workers, limits_mb)
+        self.detection, self.num_workers = found
+        self.tier = accepted_tier(config, self.detection)
+        self._prepare(self.group)
 
-    def group(self) -> WorkerGroup:
-        """Its process, which is started again where it was lost.
-
-        Raises:
-            SandboxGoneError: It is given up.
-            SandboxStartError: All have been shut down.
-        """
-        with self._lock:
-            if self._node_set.is_closed:
-                raise SandboxStartError(CLOSED)
-            if self._group is None and self.gone is None:
-                self._group = self._restarted()
-            if self._group is None:
-                raise SandboxGoneError(f"{self.gone}")
-            return self._group
-
-    def ask(self, group: WorkerGroup, method: str, *args: Any, limit: float) -> Any:
-        """Have its process do something.
-
-        Args:
-            group: The process, from `group`.
-            method: Of `NodeWorker`.
-            args: For it.
-            limit: Seconds until the process counts as lost, with all that it runs.
-
-        Raises:
-            SandboxLostError: The process is gone, or was ended for it was late.
-            WorkerError: It raised.
-        """
+    def give(self, sent: _Sent) -> None:
+        """Send a job to its process. The lock is held."""
+        assert self.group is not None
+        self._number += 1
+        self.outstanding[self._number] = sent
+        seconds = None if sent.deadline is None else sent.deadline - time.monotonic()
+        share = math.ceil(sent.batch * self.num_workers / self._nodes.num_left())
+        # Nobody waits for this call: where it fails, so does the one that waits for results.
         try:
-            return group.call_one(0, method, *args, timeout=limit)
-        except WorkerError as error:
-            if self._node_set.is_closed:
-                raise SandboxLostError(CLOSED) from error
-            if not error.is_lost and self._group is group:
-                raise
-            self._lost(group, error)
-            raise SandboxLostError(str(error).partition("\n")[0]) from error
-
-    def discard(self, index: int) -> None:
-        """End one of its zygotes, where its process lives."""
-        group = self._group
-        if group is not None:
-            try:
-                self.ask(group, "discard", index, limit=END_SECONDS + MARGIN_SECONDS)
-            except WorkerError as error:
-                self._lost(group, error)  # who cannot end it is ended with it
-            except SandboxLostError:
-                pass  # that ended it as well
+            self.group.start_one(0, "submit", self._number, sent.job, seconds, share)
+        except WorkerError:
+            pass
+        except Exception as error:  # what cannot travel
+            del self.outstanding[self._number]
+            self._nodes.fail(sent, f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """End its process. Idempotent."""
-        with self._lock:
-            group, self._group = self._group, None
-            if group is not None:
-                group.shutdown()
+        with self._nodes.changed:
+            group = self.group
+        if group is not None:
+            group.shutdown()
+        if self.thread.is_alive() and self.thread is not threading.current_thread():
+            self.thread.join(END_SECONDS + MARGIN_SECONDS)
 
-    def _lost(self, group: WorkerGroup, failure: WorkerError) -> None:
-        with self._lock:
-            if self._group is group:
-                self._group, self._loss = None, failure
-                group.shutdown()
+    def _serve(self) -> None:
+        """Hand out its results, until the pool is closed or it is given up."""
+        while (group := self.group) is not None:
+            try:
+                limit = COLLECT_SECONDS + MARGIN_SECONDS
+                found = group.call_one(0, "collect", COLLECT_SECONDS, timeout=limit)
+            except WorkerError as error:
+                self._hand_over(group, error)
+                self._restart(error)
+                continue
+            for number, result in found:
+                self.last_failure = None
+                with self._nodes.changed:
+                    sent = self.outstanding.pop(number)
+                self._nodes.end(sent, replace(result, attempt=result.attempt + sent.losses))
 
-    # ------------------------------------------------------------------------- under the lock
+    def _hand_over(self, group: WorkerGroup, error: WorkerError) -> None:
+        """Let others run what its process had."""
+        with self._nodes.changed:
+            self.group = None
+            had, self.outstanding = list(self.outstanding.values()), {}
+        for sent in had[: self.num_workers]:  # these may have been running, and be to blame
+            sent.losses += 1
+        for sent in had:
+            if sent.losses < ATTEMPTS or self._nodes.closed:
+                self._nodes.place(sent)
+            else:
+                self._nodes.fail(sent, str(error).partition("\n")[0])
+        group.shutdown()
 
-    def _made(self) -> WorkerGroup:
-        node_set = self._node_set
-        return node_set.nodes_of_cluster.make(
-            self.name,
-            self.id,
-            NodeWorker,
-            at_a_time=node_set.num_workers + _SPARE_CALLS,
-            limit=OPENING_SECONDS,
-        )
-
-    def _prepare(self, group: WorkerGroup) -> None:
-        group.call_one(0, "prepare", self.tier.value, self.num_workers, self._node_set.cgroup)
-
-    def _restarted(self) -> WorkerGroup | None:
-        """Another process; None where there is to be none."""
-        while True:
-            if self._node_set.is_closed:
-                raise SandboxStartError(CLOSED)
-            refused = self._refusal()
+    def _restart(self, loss: LaurelError) -> None:
+        """Start another process, unless there is to be none."""
+        nodes = self._nodes
+        while not nodes.closed:
+            refused = self._refusal(loss)
             if refused is not None:
-                self.gone = refused
-                self._node_set.say(
+                with nodes.changed:
+                    self.gone = refused
+                nodes.say(
                     f"{refused}. Its {self.num_workers} sandbox workers are given up; there are "
-                    f"{self._node_set.num_left()} on other nodes"
+                    f"{nodes.num_left()} on other nodes"
                 )
-                return None
+                break
             group = None
             try:
                 group = self._made()
                 self._prepare(group)
             except LaurelError as error:
-                self._loss = error
-                if group is not None:
-                    group.shutdown()
+                loss = error
             else:
-                return group
+                with nodes.changed:
+                    if not nodes.closed:
+                        self.group = group
+                        break
+            if group is not None:
+                group.shutdown()
+        nodes.place_waiting()
 
-    def _refusal(self) -> str | None:
+    def _refusal(self, loss: LaurelError) -> str | None:
         """Why its process is not started again; None: it is, and that has been said."""
-        if self.id not in {state.id for state in self._node_set.nodes_of_cluster.alive()}:
+        if self._id not in {state.id for state in self._nodes.cluster.alive()}:
             return f"{self.name} was lost: the node has left the cluster"
-        loss = self._node_set.restarts.after(self._loss, self)
-        return None if loss.refused is None else str(loss)
+        counted = self._nodes.restarts.after(loss, self)
+        return None if counted.refused is None else str(counted)
 
-
-# --------------------------------------------------------------------------------------------------
-# Runs programs on another node: a `Runner` whose zygote is held by a process there.
-
-CLOSED = "the sandbox has been shut down"
-MARGIN_SECONDS = 20.0
-"""What a call to a node may take beyond what is waited for there."""
-
-
-class RunnerNode(Protocol):
-    """What a runner knows of its node."""
-
-    tier: Tier
-    last_failure: str | None
-
-    def group(self) -> WorkerGroup:
-        """Its process, which is started again where it was lost."""
-
-    def ask(self, group: WorkerGroup, method: str, *args: Any, limit: float) -> Any:
-        """Have its process do something."""
-
-    def discard(self, index: int) -> None:
-        """End one of its zygotes, where its process lives."""
-
-
-class NodeRunner:
-    """One zygote of a node.
-
-    The limits of a program are kept there. Here is only waited longer than that can take: a node
-    that does not answer is lost, and so is a program that it had.
-    """
-
-    pid: int | None = None
-
-    def __init__(self, node: RunnerNode, index: int) -> None:
-        """Ask for nothing yet.
-
-        Args:
-            node: Where it is.
-            index: Which of the node's zygotes it is.
-        """
-        self.layers: frozenset[str] = frozenset()
-        self.starts = 0
-        self._node = node
-        self._index = index
-        self._group: WorkerGroup | None = None
-        """The process that the zygote was started in."""
-        self._closed = False
-        self._asking = threading.RLock()
-        """Held while a call is under way."""
-
-    @property
-    def tier(self) -> Tier | None:
-        """See `Runner`: nodes may have different ones."""
-        return self._node.tier
-
-    def start(self) -> None:
-        """See `Runner`. A zygote that dies is started again where it is, with the next program."""
-        with self._asking:
-            if self._closed:
-                raise SandboxStartError(CLOSED)
-            group = self._node.group()
-            if group is not self._group:
-                limit = START_SECONDS + MARGIN_SECONDS
-                self.layers = frozenset(self._ask(group, "start", limit=limit))
-                self._group = group
-                self.starts += 1
-
-    def one(
-        self, header: Mapping[str, Any], *parts: bytes, limits: Limits, stdin: bytes = b""
-    ) -> ProcessOutcome:
-        """See `Runner`."""
-        return self._run("one", dict(header), parts, limits.message(), stdin, limits=limits)[0]
-
-    def pair(
-        self,
-        code: bytes,
-        header: Mapping[str, Any],
-        *parts: bytes,
-        limits: Limits,
-        is_waiting: Callable[[ProcessOutcome], bool],
-    ) -> tuple[ProcessOutcome, ProcessOutcome]:
-        """See `Runner`. Whether the program is waited for is decided where it runs: functions do
-        not travel, and what they hold might be an answer."""
-        verdict, outcome = self._run(
-            "pair", code, dict(header), parts, limits.message(), limits=limits
-        )
-        return verdict, outcome
-
-    def discard(self) -> None:
-        """See `Runner`."""
-        with self._asking:
-            if not self._closed:
-                self._group = None
-                self._node.discard(self._index)
-
-    def close(self) -> None:
-        """See `Runner`. Waits for the call that is under way, so that none is when the cluster is
-        left."""
-        if not self._closed:
-            self._closed = True
-            self._node.discard(self._index)
-        with self._asking:
-            pass
-
-    def _run(self, method: str, *args: Any, limits: Limits) -> list[ProcessOutcome]:
-        with self._asking:
-            self.start()
-            assert self._group is not None
-            # The zygote there may have to be started first.
-            limit = limits.wall_s + GRACE_SECONDS + START_SECONDS + MARGIN_SECONDS
-            said = self._ask(self._group, method, *args, limit=limit)
-            self._node.last_failure = None
-            return [of_plain(one) for one in said]
-
-    def _ask(self, group: WorkerGroup, method: str, *args: Any, limit: float) -> Any:
-        kind, said = self._node.ask(group, method, self._index, *args, limit=limit)
-        if kind == "lost":
-            raise SandboxLostError(said)
-        if kind == "not started":
-            raise SandboxStartError(said)
-        return said
-
-
-# --------------------------------------------------------------------------------------------------
-# The zygotes of one node, held by a process on it, for runners in the process of the run.
-
-Kind = Literal["ran", "lost", "not started"]
-Answer = tuple[Kind, Any]
-"""What became of a call: plain data where it ran, and else why not."""
-
-
-class NodeWorker:
-    """Runs programs where it is. It knows neither Ray nor what answers are expected.
-
-    Each zygote is used by one thread at a time; `discard` and `shutdown` may come from another.
-    """
-
-    def __init__(self, place: RankPlace) -> None:
-        """Have no zygote yet.
-
-        Args:
-            place: Where it is.
-        """
-        self._tier = Tier.LIMITS_ONLY
-        self._zygotes: list[ZygoteProcess] = []
-
-    def find(self, num_workers: int, limits_mb: int) -> dict[str, Any]:
-        """How well this node locks programs in, and how many it runs at a time.
-
-        Args:
-            num_workers: As many as are wanted.
-            limits_mb: Memory and disk of one program.
-
-        Returns:
-            `tier` (its letter, or None) and `reasons` as in `Detection`, and `num_workers`.
-        """
-        found = detect()
-        return {
-            "tier": None if found.tier is None else found.tier.value,
-            "reasons": dict(found.reasons),
-            "num_workers": affordable_workers(min(num_workers, available_cores()), limits_mb),
-        }
-
-    def prepare(self, tier: str, num_workers: int, cgroup: str) -> None:
-        """Have zygotes, which start with their first program.
-
-        Args:
-            tier: The letter of the one that was found here, whose layers each must have.
-            num_workers: How many.
-            cgroup: See `SandboxConfig.cgroup`.
-
-        Raises:
-            ConfigError: This node has no such control group.
-        """
-        self._tier = Tier(tier)
-        place, _ = chosen_place(cgroup)
-        self._zygotes = [ZygoteProcess(self._tier.layers, place=place) for _ in range(num_workers)]
-
-    def start(self, index: int) -> Answer:
-        """Start a zygote, unless it lives.
-
-        Returns:
-            The names of its layers.
-        """
-        return _answer(lambda: sorted(self._ready(index).layers))
-
-    def one(
-        self,
-        index: int,
-        header: Mapping[str, Any],
-        parts: tuple[bytes, ...],
-        limits: Mapping[str, Any],
-        stdin: bytes,
-    ) -> Answer:
-        """See `Runner.one`.
-
-        Returns:
-            The outcome, in a list.
-        """
-        return _answer(
-            lambda: [
-                as_plain(
-                    self._ready(index).one(header, *parts, limits=Limits(**limits), stdin=stdin)
-                )
-            ]
+    def _made(self) -> WorkerGroup:
+        return self._nodes.cluster.make(
+            self.name, self._id, NodeWorker, at_a_time=AT_A_TIME, limit=OPENING_SECONDS
         )
 
-    def pair(
-        self,
-        index: int,
-        code: bytes,
-        header: Mapping[str, Any],
-        parts: tuple[bytes, ...],
-        limits: Mapping[str, Any],
-    ) -> Answer:
-        """See `Runner.pair`.
-
-        Returns:
-            How the tests ended, and how the program did.
-        """
-        given = Limits(**limits)
-
-        def ran() -> list[dict[str, Any]]:
-            ended = self._ready(index).pair(
-                code,
-                header,
-                *parts,
-                limits=given,
-                is_waiting=lambda verdict: lacked_answer(verdict, given),
-            )
-            return [as_plain(outcome) for outcome in ended]
-
-        return _answer(ran)
-
-    def discard(self, index: int) -> None:
-        """End a zygote and what it runs; the next program starts it again."""
-        self._zygotes[index].discard()
-
-    def shutdown(self) -> None:
-        """End all of them for good, with what they run."""
-        for zygote in self._zygotes:
-            zygote.close()
-
-    def _ready(self, index: int) -> ZygoteProcess:
-        """A zygote that lives, in all layers of this node's tier."""
-        zygote = self._zygotes[index]
-        zygote.start()
-        if not self._tier.layers <= zygote.layers:
-            missing = ", ".join(sorted(self._tier.layers - zygote.layers))
-            raise SandboxStartError(f"it has lost a layer that it had: {missing}")
-        return zygote
-
-
-def as_plain(outcome: ProcessOutcome) -> dict[str, Any]:
-    """An outcome as plain data."""
-    plain = {field.name: getattr(outcome, field.name) for field in fields(ProcessOutcome)}
-    return plain | {"truncated": sorted(outcome.truncated)}
-
-
-def of_plain(said: Mapping[str, Any]) -> ProcessOutcome:
-    """The outcome that plain data is."""
-    return ProcessOutcome(**{**said, "truncated": frozenset(said["truncated"])})
-
-
-def _answer(work: Callable[[], Any]) -> Answer:
-    try:
-        return "ran", work()
-    except SandboxLostError as error:
-        return "lost", str(error)
-    except SandboxStartError as error:
-        return "not started", str(error)
+    def _prepare(self, group: WorkerGroup) -> None:
+        group.call_one(0, "prepare", self.tier, self.num_workers, self._nodes.config.cgroup)

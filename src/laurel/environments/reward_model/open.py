@@ -41,7 +41,7 @@ from laurel.protocols import Scorer, WorkerGroup
 from laurel.rewards.ensemble import EnsembleScorer, Member
 from laurel.rewards.function import FunctionScorer
 from laurel.rewards.judge import JudgeScorer
-from laurel.rewards.loop_scorer import LoopScorer, SingleModelBackend
+from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.open import (
     ModelPlace,
     Say,
@@ -58,7 +58,7 @@ from laurel.rewards.remote.http import HttpScorer
 from laurel.rewards.remote.replica import close_scorer
 from laurel.rewards.remote.router import CanaryGroup, Router, RouterOptions
 from laurel.rewards.remote.server_check import ServerCheck
-from laurel.rewards.replicas import ROLE, GroupScorer, ScoringReplicaSet, ScoringWorker
+from laurel.rewards.replicas import ROLE, GroupScorer, ScoringWorker, scoring_replicas
 from laurel.rewards.scorer import ContractScorer, LocalScorer
 from laurel.sandbox.limits import available_cores
 from laurel.workers.spawned import SpawnedGroup
@@ -666,7 +666,7 @@ def build_scorer(
     is_on_gpu = isinstance(scorer, LocalScorer) and scorer.model.device.type != "cpu"
     shares = scorer.path == "forest" and config.sequence_packing.share_prompts
     if config.use_reward_loop and is_on_gpu and shares:
-        loop = LoopScorer(SingleModelBackend(scorer))
+        loop = LoopScorer(scorer)
         loop.preparers = scorer.preparers
         return loop
     return scorer
@@ -730,8 +730,8 @@ def open_crew(
         scorer.preparers = workers[0] if workers else None
         return scorer
 
-    replica_set = ScoringReplicaSet(make, num_replicas, role=role)
-    loop = LoopScorer(replica_set)
+    replicas = scoring_replicas(make, num_replicas, role=role)
+    loop = LoopScorer(replicas)
     try:
         with_workers(loop, found.config, make_worker)
     except BaseException:
@@ -739,8 +739,8 @@ def open_crew(
         raise
     if loop.preparers is not None:
         workers.append(loop.preparers)
-        for replica in replica_set.replicas:
-            replica.scorer.preparers = loop.preparers
+        for replica in replicas.replicas:
+            replica.value.preparers = loop.preparers
     return loop
 
 

@@ -132,7 +132,7 @@ def reward_model_card(
         place=place,
         front=_front(facts, kind="reward model", task="text-classification"),
         beside=_beside_baseline(facts.metrics),
-        figures=_figures(facts.metrics),
+        figures=sorted(facts.metrics.items()),
         eos=tokenizer.eos_token,
         pad=tokenizer.pad_token,
         pooled=_pooled_token(contract),
@@ -149,7 +149,7 @@ def policy_card(facts: CardFacts, *, place: str = HERE) -> str:
         facts=facts,
         place=place,
         front=_front(facts, kind="policy", task="text-generation"),
-        figures=_figures(facts.metrics),
+        figures=sorted(facts.metrics.items()),
     )
 
 
@@ -196,19 +196,13 @@ def _front(facts: CardFacts, *, kind: str, task: str) -> str:
     return str(yaml.safe_dump(content, sort_keys=False))
 
 
-def _figures(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    return sorted(metrics.items())
-
-
 def _beside_baseline(metrics: Mapping[str, float]) -> list[dict[str, object]]:
     """The accuracy on each validation set beside that of a scorer by length."""
     rows: list[dict[str, object]] = []
     for key in sorted(metrics):
-        prefix, is_accuracy, _ = key.rpartition("_accuracy")
-        if not (is_accuracy and key.endswith("_accuracy") and prefix.startswith("validation-")):
-            continue
+        prefix = key.removesuffix("_accuracy")
         baseline = metrics.get(f"{prefix}_longer_wins_baseline")
-        if baseline is not None:
+        if prefix != key and prefix.startswith("validation-") and baseline is not None:
             rows.append(
                 {
                     "name": prefix.removeprefix("validation-"),

@@ -6,7 +6,6 @@ and hashes tell whether it still is. Torch is not needed to read or check it.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -22,6 +21,7 @@ from typing import Any
 
 import laurel
 from laurel.errors import CheckpointError
+from laurel.observe.files import sync_directory, sync_tree
 
 MANIFEST_NAME = "MANIFEST.json"
 FORMAT = "laurel-checkpoint"
@@ -85,12 +85,10 @@ def seal_files(
     records = {}
     for name in list_files(directory):
         with (directory / name).open("rb") as file:
-            os.fsync(file.fileno())
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             records[name] = FileRecord(size=file.tell(), sha256=digest)
         on_file(name)
-    for folder, _, _ in os.walk(directory, topdown=False):
-        sync_directory(Path(folder))
+    sync_tree(directory)
     return records
 
 
@@ -185,19 +183,6 @@ def list_files(directory: Path) -> Iterator[str]:
             if not stat.S_ISREG(path.lstat().st_mode):
                 raise CheckpointError(f"{relative} is not a regular file (links are refused too)")
             yield relative
-
-
-def sync_directory(directory: Path) -> None:
-    """Force the names in a folder (not the files they name) to the disk."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems have no such operation on a folder, and say so in this way.
-        if error.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _compare(path: Path, record: FileRecord, *, hashes: bool) -> str | None:

@@ -653,11 +653,13 @@ _DECODERS: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
 # Tensors that ranks hold in shares, in safetensors files: each rank writes and reads its own.
 #
 # The files are those of torch's distributed checkpoints in their safetensors form; the header of
-# each
-# says where in the whole tensor its parts begin. Whoever reads takes what overlaps with its own
-# shares, so the ranks may be others than those that wrote, or a single process. Nothing in the
-# files
-# can run code. A file that holds whole tensors is read in the same way.
+# each says where in the whole tensor its parts begin. Whoever reads takes what overlaps with its
+# own shares, so the ranks may be others than those that wrote, or a single process. Nothing in the
+# files can run code. A file that holds whole tensors is read in the same way.
+#
+# Torch plans and reads. Two things stay by hand: values that are no tensors, which torch pickles,
+# and the writing of copies apart from the plan, for `async_save` needs a process group of its own
+# and its end waits for every rank, also for one that was lost.
 
 
 def plan_shares(directory: Path, tensors: Mapping[str, Tensor]) -> Callable[[], None]:

@@ -47,17 +47,16 @@ from laurel.models.checkpoint.manifest import (
     software_versions,
     steps_in,
     steps_to_keep,
-    sync_directory,
     verify,
     verify_directory,
     write_manifest,
 )
+from laurel.observe.files import delete_directory, is_disk_error, put_in_place, sync_directory
 from laurel.observe.json_output import json_text
 
 __all__ = [
     "CheckpointStore",
     "NewestCheckpoint",
-    "is_disk_error",
     "read_training_info",
     "steps_to_keep",
     "verify",
@@ -65,8 +64,6 @@ __all__ = [
 
 BEST_NAME = "best"
 
-# The Rust libraries that write weights and tokenizers report a full disk as a plain Exception.
-_RUST_OS_ERROR = re.compile(r"\(os error \d+\)")
 _FREE_SPACE_FACTOR = 1.2
 
 _log = logging.getLogger(__name__)
@@ -298,7 +295,7 @@ class CheckpointStore:
         try:
             yield
         except BaseException as error:
-            delete(temporary)
+            delete_directory(temporary)
             if is_disk_error(error):
                 raise CheckpointError(
                     f"the checkpoint of step {step} could not be saved in '{self.root}': "
@@ -349,29 +346,13 @@ class CheckpointStore:
         self._on_phase("manifest")
 
     def _put_in_place(self, temporary: Path, target: Path, identity: str) -> None:
-        aside: Path | None = None
-        if os.path.lexists(target):
-            ours = (target / MANIFEST_NAME).is_file()
-            aside = self.root / (
-                f".old-{target.name}-{identity}"
-                if ours
-                else f"{target.name}.foreign-{identity[:8]}"
-            )
-            if not ours:
-                _log.warning("'%s' is not a checkpoint of Laurel; moved to '%s'", target, aside)
-            target.rename(aside)
-        try:
-            if aside is not None:
-                self._on_phase("renamed-old")
-            temporary.rename(target)
-        except BaseException:
-            if aside is not None:
-                aside.rename(target)
-            raise
-        self._on_phase("renamed")
-        sync_directory(self.root)
-        if aside is not None and aside.name.startswith("."):
-            delete(aside)
+        aside = self.root / f".old-{target.name}-{identity}"
+        if os.path.lexists(target) and not (target / MANIFEST_NAME).is_file():
+            aside = self.root / f"{target.name}.foreign-{identity[:8]}"
+            _log.warning("'%s' is not a checkpoint of Laurel; moved to '%s'", target, aside)
+        put_in_place(temporary, target, aside, on_phase=self._on_phase)
+        if aside.name.startswith("."):
+            delete_directory(aside)
 
     def _point_to_best(self) -> None:
         link, fresh = self.root / BEST_NAME, self.root / f".best-{uuid4().hex}"
@@ -402,7 +383,7 @@ class CheckpointStore:
                 self._on_phase(f"deleting:step_{step}")
             except OSError as error:
                 _log.warning("'%s' could not be deleted: %s", self.path_of(step), error)
-            delete(doomed)
+            delete_directory(doomed)
         self._on_phase("pruned")
 
     # -------------------------------------------------------------------------- what is there
@@ -422,11 +403,6 @@ class CheckpointStore:
             step: manifest.metric if manifest.metric_name == self._metric_name else None
             for step, manifest in self._sound().items()
         }
-
-
-def is_disk_error(error: BaseException) -> bool:
-    """Whether a disk is full or refuses, whichever library says so."""
-    return isinstance(error, OSError) or _RUST_OS_ERROR.search(str(error)) is not None
 
 
 def _make_directory(directory: Path) -> None:
@@ -461,21 +437,11 @@ def clear_up(root: Path) -> None:
             sync_directory(root)
             _log.warning("'%s' was restored after an interrupted save", target)
     for match in leftovers:
-        delete(root / match[0])
+        delete_directory(root / match[0])
     for name in filter(_LEFTOVER_START.fullmatch, names):
-        delete(root / name)
+        delete_directory(root / name)
     for name in filter(_LEFTOVER_LINK.fullmatch, names):
         (root / name).unlink(missing_ok=True)
-
-
-def delete(directory: Path) -> None:
-    """Remove a directory under one of our dot names; what is left of it goes at the next start."""
-    try:
-        shutil.rmtree(directory)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        _log.warning("'%s' could not be deleted whole: %s", directory, error)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -35,10 +35,21 @@ import math
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    TypeAdapter,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from laurel.config.environments import UrlProtocol
 from laurel.errors import ConfigError, DataError, ProtocolError
@@ -46,18 +57,17 @@ from laurel.models.scoring import ScoringContract
 from laurel.rewards.preparing import Prepared, Preparing, Rendered, prepared_by, rendered_group
 from laurel.rewards.remote.replica import ReplicaReply, failed
 from laurel.rewards.remote.wire import (
-    MISSING,
+    MOST_ROWS,
     SCORE_PATH,
+    Body,
+    List,
+    Messages,
+    ScoreReply,
     ScoreRequest,
-    expect_list,
-    expect_number,
-    expect_object,
-    expect_text,
-    messages_json,
-    read_messages,
-    read_said,
-    read_score_reply,
-    score_request,
+    ScoringRequest,
+    conversation_of,
+    messages_of,
+    validated,
 )
 from laurel.types import Completion, Conversation, Group, Message, Score, SentTurn, TokenGroup
 
@@ -71,28 +81,6 @@ REMOTE_RM_PATH = "/remote_rm"
 """Where our server answers slime, which takes any."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignRequest:
-    """What a client of another project wants scored: rendered rows, or groups of messages."""
-
-    rows: tuple[Rendered, ...] = ()
-    groups: tuple[Group, ...] = ()
-    """Instead of rows."""
-    is_list: bool = True
-    """False: the client sent one thing and not a list of one."""
-    squashed: bool = False
-    """Whether it wants the sigmoid of the scores."""
-    as_base64: bool = False
-    """Whether it wants each score as the base64 text of its float32, little-endian."""
-    is_native: bool = False
-    """Whether it is in SGLang's form of `/classify` and not in vLLM's."""
-    rendered: Group = field(init=False)
-    """The rows as a group, which takes long where they are long."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rendered", rendered_group(self.rows))
-
-
 def sigmoid(score: float) -> float:
     """Of any finite score, without an overflow."""
     if score >= 0:
@@ -100,214 +88,310 @@ def sigmoid(score: float) -> float:
     return math.exp(score) / (1.0 + math.exp(score))
 
 
-# ------------------------------------------------------------------------------------------ input
+# ----------------------------------------------------------------- what several of them have
 
 
-def _read_rows(value: Any, what: str) -> tuple[tuple[Rendered, ...], bool]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """What an answer is made of."""
+
+    scores: Sequence[float]
+    num_tokens: Sequence[int]
+    """Of each conversation."""
+    model: str
+    request_id: str
+    created: int
+    """Seconds since 1970."""
+
+
+class ForeignRequest(ScoringRequest):
+    """What a client of another project sends, and the form of the answer that it expects."""
+
+    @abstractmethod
+    def reply(self, scored: Scored) -> Any:
+        """The answer: a body, a list of them, or a number.
+
+        Raises:
+            OverflowError: It wants float32, which has no such number.
+        """
+
+
+def _without_fractions(value: Any) -> Any:
+    """JSON knows no difference between 7 and 7.0."""
+    if isinstance(value, list) and float in set(map(type, value)):
+        is_whole = [isinstance(one, float) and one.is_integer() for one in value]
+        return [int(one) if whole else one for one, whole in zip(value, is_whole, strict=True)]
+    return value
+
+
+_Ids = Annotated[List[Annotated[int, Field(ge=0, lt=2**31)]], BeforeValidator(_without_fractions)]
+_Rows = Annotated[
+    str | _Ids | Annotated[List[str | _Ids], Field(max_length=MOST_ROWS)],
+    Field(union_mode="left_to_right"),
+]
+_Texts = Annotated[List[str], Field(max_length=MOST_ROWS)]
+
+
+def _rows_of(value: str | list[Any]) -> tuple[list[Rendered], bool]:
     """Rows from a text, ids, or a list of either; and whether it was a list of them."""
     if isinstance(value, str):
-        return (value,), False
-    rows = expect_list(value, what, must_be="a text, a list of token ids, or a list of either")
-    if rows and all(_is_id(one) for one in rows):
-        return (tuple(map(int, rows)),), False
-    return tuple(_read_row(row, what) for row in rows), True
+        return [value], False
+    if value and isinstance(value[0], int):
+        return [tuple(value)], False
+    return [row if isinstance(row, str) else tuple(row) for row in value], True
 
 
-def _read_row(value: Any, what: str) -> Rendered:
-    if isinstance(value, str):
-        return value
-    ids = expect_list(value, f"an entry of {what}", must_be="a text or a list of token ids")
-    if not all(_is_id(one) for one in ids):
-        raise ProtocolError(f"{what} has a list of something else than token ids from 0 up")
-    return tuple(map(int, ids))
-
-
-def _is_id(value: Any) -> bool:
-    """A whole number; JSON knows no difference between 7 and 7.0."""
-    if isinstance(value, float):
-        return value.is_integer() and 0 <= value < 2**31
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
-
-
-def _texts(value: Any, what: str) -> tuple[str, ...]:
-    texts = expect_list(value, what, must_be="a list of texts")
-    return tuple(expect_text(one, f"an entry of {what}") for one in texts)
-
-
-def _rows_json(rows: Sequence[Rendered]) -> list[Any]:
-    return [row if isinstance(row, str) else list(row) for row in rows]
-
-
-def _answer(conversation: Conversation) -> tuple[Group, ...]:
+def _answered(conversation: Conversation) -> list[Group]:
     completion = Completion(messages=conversation[-1:])
-    return (Group(id="", prompt=conversation[:-1], completions_G=(completion,)),)
+    return [Group(id="", prompt=conversation[:-1], completions_G=(completion,))]
+
+
+def _exactly_one(*forms: tuple[str, ...]) -> ConfigDict:
+    """Says in a schema that a body has all keys of exactly one of some forms."""
+    keys = {key for form in forms for key in form}
+    one_of: list[Any] = [
+        {"required": list(form), "properties": dict.fromkeys(sorted(keys - {*form}), False)}
+        for form in forms
+    ]
+    return ConfigDict(json_schema_extra={"oneOf": one_of})
+
+
+class _OneForm(ForeignRequest):
+    """A request of which exactly one of several keys holds what is to be scored."""
+
+    @property
+    def form(self) -> str:
+        """The key."""
+        return next(key for key in _FORMS if key in self.model_fields_set)
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> Self:
+        found = [key for key in _FORMS if key in self.model_fields_set]
+        if len(found) != 1:
+            wanted = [key for key in _FORMS if key in type(self).model_fields]
+            has = f"has {' and '.join(found)}: send" if found else "has none of these: send"
+            raise PydanticCustomError(
+                "values", "{has} one of {wanted}", {"has": has, "wanted": ", ".join(wanted)}
+            )
+        return self
+
+    @cached_property
+    def as_groups(self) -> Sequence[Group]:
+        """What is to be scored."""
+        value = getattr(self, self.form)
+        if self.form == "messages":
+            return _answered(conversation_of(value, role="user"))
+        return [rendered_group(_rows_of(value)[0])]
+
+
+_FORMS = ("input", "messages", "text", "input_ids")
+_ACTIVATION_KEYS = ("use_activation", "activation", "softmax")
+_RAW: dict[str, Any] = dict.fromkeys(_ACTIVATION_KEYS, False)
+
+
+class _Activated(ForeignRequest):
+    """A request that is answered with the sigmoid of scores unless it says otherwise."""
+
+    model: Any = Field(default=None, json_schema_extra={"type": "string"})
+    use_activation: bool | None = None
+    activation: bool | None = Field(default=None, description="`use_activation` of older vLLM")
+    softmax: bool | None = Field(default=None, description="`use_activation` of older vLLM")
+
+    def activated(self, scores: Sequence[float]) -> list[float]:
+        """Scores as they are wanted."""
+        named = (getattr(self, key) for key in _ACTIVATION_KEYS if key in self.model_fields_set)
+        return list(scores) if next(named, None) is False else list(map(sigmoid, scores))
+
+
+class _Encoded(ForeignRequest):
+    """A request that can ask for base64, which is of float32, little-endian."""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Literal[1] | None = None
+    embed_dtype: Literal["float32"] = "float32"
+    endianness: Literal["native", "little"] = "native"
+
+    def encoded(self, score: float) -> list[float] | str:
+        """A score as it is wanted."""
+        if self.encoding_format == "float":
+            return [score]
+        return base64.b64encode(struct.pack("<f", score)).decode("ascii")
+
+
+def _is_single(numbers: list[float]) -> list[float]:
+    if len(numbers) != 1:
+        raise PydanticCustomError(
+            "values",
+            "has {count} numbers; the one score of a reward model was expected",
+            {"count": len(numbers)},
+        )
+    return numbers
+
+
+_Single = Annotated[List[float], AfterValidator(_is_single)]
+_Base64 = Annotated[str, Field(json_schema_extra={"contentEncoding": "base64"})]
+
+
+class Usage(Body):
+    """How many tokens were read."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+
+
+class _Answer(Body):
+    """What the answers of vLLM's and OpenAI's endpoints have in common."""
+
+    object: Literal["list"] = "list"
+    model: str
+    usage: Usage
+
+
+class _VllmAnswer(_Answer):
+    id: str
+    created: int
+
+
+def _about(kind: str, scored: Scored) -> dict[str, Any]:
+    tokens = sum(scored.num_tokens)
+    usage = Usage(prompt_tokens=tokens, total_tokens=tokens, completion_tokens=0)
+    found: dict[str, Any] = {"model": scored.model, "usage": usage}
+    if kind:
+        found |= {"id": f"{kind}-{scored.request_id}", "created": scored.created}
+    return found
+
+
+def _in_order(entries: Iterable[tuple[int | None, Any]], *, count: int) -> list[float]:
+    """The scores in the entries of an answer, which may come in another order.
+
+    Raises:
+        ProtocolError: Another count, or an index twice.
+    """
+    listed = list(entries)
+    _check_count(len(listed), count)
+    found: dict[int, float] = {}
+    for position, (told, numbers) in enumerate(listed):
+        index = position if told is None else told
+        if index >= count or index in found:
+            raise ProtocolError(f"'data' has an entry with the index {index!r}, or has it twice")
+        found[index] = numbers[0]
+    return [found[index] for index in range(count)]
+
+
+def _check_count(found: int, wanted: int) -> None:
+    if found != wanted:
+        raise ProtocolError(f"{found} scores came back for {wanted} conversations", kind="count")
 
 
 # -------------------------------------------------------------------------------------- /classify
 
 
-def classify_request(rows: Sequence[Rendered], *, model: str) -> dict[str, Any]:
-    """To vLLM: rendered conversations, as they are: no token is added to them."""
-    rest = {"input": _rows_json(rows), "add_special_tokens": False, **_RAW}
-    return {**_named(model), **rest}
+class ClassifyEntry(Body):
+    """The verdict on one conversation."""
+
+    index: Annotated[int, Field(ge=0)] | None = None
+    label: str | None = "LABEL_0"
+    probs: _Single
+    num_classes: int | None = 1
 
 
-def classify_messages_request(conversation: Conversation, *, model: str) -> dict[str, Any]:
-    """To vLLM: one conversation, which the server renders."""
-    rest = {"messages": messages_json(conversation), "add_generation_prompt": False, **_RAW}
-    return {**_named(model), **rest}
+class ClassifyScores(Body):
+    """What a client reads of vLLM's answer."""
+
+    data: List[ClassifyEntry]
+
+    def in_order(self, count: int) -> list[float]:
+        """The scores of so many conversations.
+
+        Raises:
+            ProtocolError: Another count, or an index twice.
+        """
+        return _in_order(((one.index, one.probs) for one in self.data), count=count)
 
 
-def _named(model: str) -> dict[str, str]:
-    """Servers of one model need not be told which."""
-    return {"model": model} if model else {}
+class ClassifyReply(_VllmAnswer, ClassifyScores):
+    """vLLM's answer to `/classify`."""
 
 
-_ACTIVATION_KEYS = ("use_activation", "activation", "softmax")
-_RAW = dict.fromkeys(_ACTIVATION_KEYS, False)
+class NativeScore(Body):
+    """What a client reads of SGLang's answer."""
+
+    embedding: _Single
 
 
-def native_classify_request(rows: Sequence[Rendered]) -> dict[str, Any]:
-    """To SGLang's own `/classify`; rows are all texts or all ids."""
-    is_text = all(isinstance(row, str) for row in rows)
-    return {"text" if is_text else "input_ids": _rows_json(rows)}
+class MetaInfo(Body):
+    """What SGLang says besides a score."""
+
+    prompt_tokens: int
 
 
-def is_native(value: Any) -> bool:
-    """Whether a request to `/classify` is in SGLang's form and not in vLLM's."""
-    return isinstance(value, dict) and ("text" in value or "input_ids" in value)
+class NativeReply(NativeScore):
+    """SGLang's answer to `/classify`, or one of a list of them."""
+
+    meta_info: MetaInfo
 
 
-def read_classify_request(value: Any) -> ForeignRequest:
-    """A request to `/classify` in any of its three forms.
+class ClassifyRequest(_OneForm, _Activated):
+    """With `input` or `messages` it is vLLM's, with `text` or `input_ids` SGLang's."""
 
-    Raises:
-        ProtocolError: It has none of them.
-    """
-    request = expect_object(value, "the request")
-    forms = [key for key in ("input", "messages", "text", "input_ids") if key in request]
-    if not forms:
-        raise ProtocolError("the request has none of: input, messages, text, input_ids")
-    if len(forms) > 1:
-        raise ProtocolError(f"the request has {' and '.join(forms)}: send one of them")
-    if is_native(value):
-        rows, is_list = _read_rows(request[forms[0]], f"'{forms[0]}'")
-        return ForeignRequest(rows=rows, is_list=is_list, is_native=True)
-    return _read_vllm_rows(request)
+    model_config = _exactly_one(*((key,) for key in _FORMS))
 
+    input: _Rows = Field(default_factory=str)
+    messages: Messages = Field(default_factory=list, min_length=1)
+    text: _Rows = Field(default_factory=str)
+    input_ids: _Rows = Field(default_factory=list)
+    add_special_tokens: Any = Field(default=None, description="Not read: none are ever added")
+    add_generation_prompt: Any = Field(default=None, description="Not read")
 
-def _read_vllm_rows(request: Mapping[str, Any]) -> ForeignRequest:
-    """`input` or `messages`, one of which is there."""
-    squashed = _read_squashed(request)
-    if "messages" in request:
-        conversation = read_messages(request["messages"], "'messages'")
-        if not conversation:
-            raise ProtocolError("'messages' is empty")
-        return ForeignRequest(groups=_answer(conversation), is_list=False, squashed=squashed)
-    rows, is_list = _read_rows(request["input"], "'input'")
-    return ForeignRequest(rows=rows, is_list=is_list, squashed=squashed)
-
-
-def _read_squashed(request: Mapping[str, Any]) -> bool:
-    said = next((request[key] for key in _ACTIVATION_KEYS if key in request), None)
-    if said is not None and not isinstance(said, bool):
-        raise ProtocolError("'use_activation' is neither true nor false")
-    return True if said is None else said
-
-
-def classify_reply(
-    scores: Sequence[float], *, request_id: str, created: int, model: str, num_tokens: int
-) -> dict[str, Any]:
-    """vLLM's answer."""
-    data = [
-        {"index": index, "label": "LABEL_0", "probs": [score], "num_classes": 1}
-        for index, score in enumerate(scores)
-    ]
-    return _vllm_reply("classify", data, request_id, created, model, num_tokens)
-
-
-def _vllm_reply(
-    kind: str,
-    data: list[dict[str, Any]],
-    request_id: str,
-    created: int,
-    model: str,
-    num_tokens: int,
-) -> dict[str, Any]:
-    return {
-        "id": f"{kind}-{request_id}",
-        "object": "list",
-        "created": created,
-        "model": model,
-        "data": data,
-        "usage": _usage(num_tokens),
-    }
-
-
-def native_classify_reply(
-    scores: Sequence[float], num_tokens: Sequence[int], *, is_list: bool
-) -> Any:
-    """SGLang's own answer."""
-    found = [
-        {"embedding": [score], "meta_info": {"prompt_tokens": count}}
-        for score, count in zip(scores, num_tokens, strict=True)
-    ]
-    return found if is_list else found[0]
-
-
-def read_classify_reply(value: Any, *, count: int) -> list[float]:
-    """The scores that vLLM answers with, in order.
-
-    Raises:
-        ProtocolError: Another count, an index twice, or something that is not a finite number.
-    """
-    return _read_indexed(value, "probs", count=count)
-
-
-def read_native_classify_reply(value: Any, *, count: int) -> list[float]:
-    """The scores that SGLang answers with; see `read_classify_reply`."""
-    found = [value] if isinstance(value, dict) else expect_list(value, "the reply")
-    _check_count(len(found), count)
-    return [
-        _only(expect_object(one, "an entry of the reply").get("embedding", MISSING), "'embedding'")
-        for one in found
-    ]
+    def reply(self, scored: Scored) -> ClassifyReply | NativeReply | list[NativeReply]:
+        """The sigmoid of scores to vLLM's clients, the scores to SGLang's."""
+        if self.form in ("input", "messages"):
+            data = [
+                ClassifyEntry(index=index, label="LABEL_0", probs=[score], num_classes=1)
+                for index, score in enumerate(self.activated(scored.scores))
+            ]
+            return ClassifyReply(data=data, **_about("classify", scored))
+        found = [
+            NativeReply(embedding=[score], meta_info=MetaInfo(prompt_tokens=count))
+            for score, count in zip(scored.scores, scored.num_tokens, strict=True)
+        ]
+        return found if _rows_of(getattr(self, self.form))[1] else found[0]
 
 
 # -------------------------------------------------------------------- vLLM's /pooling and /score
 
 
-def read_pooling_request(value: Any) -> ForeignRequest:
-    """A request to vLLM's `/pooling`.
+class PoolingEntry(Body):
+    """The score of one conversation, as the request wants it."""
 
-    Raises:
-        ProtocolError: It is none, or wants something else than scores.
-    """
-    request = expect_object(value, "the request")
-    forms = [key for key in ("input", "messages") if key in request]
-    if len(forms) != 1:
-        raise ProtocolError("the request needs one of: input, messages")
-    if request.get("task") not in (None, "classify"):
-        raise ProtocolError("the only 'task' here is 'classify': this server gives scores")
-    as_base64 = _read_encoding(request)
-    return replace(_read_vllm_rows(request), as_base64=as_base64)
+    index: int
+    object: Literal["pooling"] = "pooling"
+    data: _Single | _Base64
 
 
-def pooling_reply(
-    scores: Sequence[float],
-    *,
-    as_base64: bool,
-    request_id: str,
-    created: int,
-    model: str,
-    num_tokens: int,
-) -> dict[str, Any]:
-    """Its answer; see `embeddings_reply`."""
-    data = [
-        {"index": index, "object": "pooling", "data": _encoded(score, as_base64=as_base64)}
-        for index, score in enumerate(scores)
-    ]
-    return _vllm_reply("pool", data, request_id, created, model, num_tokens)
+class PoolingReply(_VllmAnswer):
+    """vLLM's answer to `/pooling`."""
+
+    data: List[PoolingEntry]
+
+
+class PoolingRequest(_OneForm, _Activated, _Encoded):
+    """As `/classify` with `input` or `messages`."""
+
+    model_config = _exactly_one(("input",), ("messages",))
+
+    input: _Rows = Field(default_factory=str)
+    messages: Messages = Field(default_factory=list, min_length=1)
+    task: Literal["classify"] | None = None
+
+    def reply(self, scored: Scored) -> PoolingReply:
+        """The sigmoid of scores, unless the request says otherwise."""
+        data = [
+            PoolingEntry(index=index, object="pooling", data=self.encoded(score))
+            for index, score in enumerate(self.activated(scored.scores))
+        ]
+        return PoolingReply(data=data, **_about("pool", scored))
 
 
 PAIR_KEYS = (
@@ -317,193 +401,199 @@ PAIR_KEYS = (
     ("text_1", "text_2"),
 )
 """What vLLM's clients call the two sides of `/score`."""
+_SIDES = frozenset(key for keys in PAIR_KEYS for key in keys)
 
 
 def names_pairs(value: Any) -> bool:
     """Whether a request to `/v1/score` is vLLM's: it has a key of `PAIR_KEYS` and no groups."""
-    if not isinstance(value, dict) or "groups" in value:
-        return False
-    return any(key in value for keys in PAIR_KEYS for key in keys)
+    if not isinstance(value, dict):
+        return isinstance(value, PairsRequest)
+    return "groups" not in value and not _SIDES.isdisjoint(value)
 
 
-def read_pairs_request(value: Any) -> ForeignRequest:
-    """A request to vLLM's `/score`: one query and its documents, or as many of both.
+class PairsEntry(Body):
+    """The score of one pair."""
 
-    Raises:
-        ProtocolError: It is none; of the kind `count` where the numbers do not fit.
-    """
-    request = expect_object(value, "the request")
-    named = [keys for keys in PAIR_KEYS if all(key in request for key in keys)]
-    if len(named) != 1 or len({key for keys in PAIR_KEYS for key in keys} & request.keys()) > 2:
-        pairs = "; ".join(" and ".join(keys) for keys in PAIR_KEYS)
-        raise ProtocolError(f"the request needs the two keys of one of: {pairs}")
-    queries, documents = (_read_side(request[key], key) for key in named[0])
-    squashed = _read_squashed(request)
-    if len(queries) == 1:
-        sides = [(queries[0], documents)]
-    elif len(queries) == len(documents):
-        sides = [(query, (one,)) for query, one in zip(queries, documents, strict=True)]
-    else:
-        first, second = named[0]
-        message = f"{len(queries)} '{first}' and {len(documents)} '{second}': send 1, or as many"
-        raise ProtocolError(message, kind="count")
-    groups = tuple(
-        Group(
-            id=str(index),
-            prompt=(Message("user", query),),
-            completions_G=tuple(
-                Completion(messages=(Message("assistant", one),)) for one in answers
-            ),
-        )
-        for index, (query, answers) in enumerate(sides)
-    )
-    return ForeignRequest(groups=groups, squashed=squashed)
+    index: int
+    object: Literal["score"] = "score"
+    score: float
 
 
-def _read_side(value: Any, key: str) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (value,)
-    rows = expect_list(value, f"'{key}'", must_be="a text or a list of texts")
-    return _texts(rows, f"'{key}'")
+class PairsReply(_VllmAnswer):
+    """vLLM's answer to `/score`."""
+
+    data: List[PairsEntry]
 
 
-def pairs_reply(
-    scores: Sequence[float], *, request_id: str, created: int, model: str, num_tokens: int
-) -> dict[str, Any]:
-    """Its answer."""
-    data = [
-        {"index": index, "object": "score", "score": score} for index, score in enumerate(scores)
-    ]
-    return _vllm_reply("score", data, request_id, created, model, num_tokens)
+class PairsRequest(_Activated):
+    """One query, which the user says, and its documents, which are answers; or as many of both."""
+
+    model_config = _exactly_one(*PAIR_KEYS)
+
+    queries: str | _Texts = Field(default_factory=str)
+    documents: str | _Texts = Field(default_factory=str)
+    items: str | _Texts = Field(default_factory=str)
+    data_1: str | _Texts = Field(default_factory=str)
+    data_2: str | _Texts = Field(default_factory=str)
+    text_1: str | _Texts = Field(default_factory=str)
+    text_2: str | _Texts = Field(default_factory=str)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _ = self.as_groups
+        return self
+
+    @cached_property
+    def as_groups(self) -> Sequence[Group]:
+        """A group for each query."""
+        named = _SIDES & self.model_fields_set
+        keys = next((keys for keys in PAIR_KEYS if named == {*keys}), None)
+        if keys is None:
+            pairs = "; ".join(" and ".join(keys) for keys in PAIR_KEYS)
+            raise PydanticCustomError(
+                "values", "needs the two keys of one of: {pairs}", {"pairs": pairs}
+            )
+        sides = (getattr(self, key) for key in keys)
+        queries, documents = ([side] if isinstance(side, str) else side for side in sides)
+        if len(queries) not in (1, len(documents)):
+            raise PydanticCustomError(
+                "count",
+                "{first} queries and {second} documents: send 1, or as many",
+                {"first": len(queries), "second": len(documents)},
+            )
+        answers = [documents] if len(queries) == 1 else [[document] for document in documents]
+        return [
+            Group(
+                id=str(index),
+                prompt=(Message("user", query),),
+                completions_G=tuple(
+                    Completion(messages=(Message("assistant", one),)) for one in said
+                ),
+            )
+            for index, (query, said) in enumerate(zip(queries, answers, strict=True))
+        ]
+
+    def reply(self, scored: Scored) -> PairsReply:
+        """The sigmoid of scores, unless the request says otherwise."""
+        data = [
+            PairsEntry(index=index, object="score", score=score)
+            for index, score in enumerate(self.activated(scored.scores))
+        ]
+        return PairsReply(data=data, **_about("score", scored))
 
 
 # --------------------------------------------------------------------------------- /v1/embeddings
 
 
-def embeddings_request(rows: Sequence[Rendered], *, model: str) -> dict[str, Any]:
-    """To SGLang's form of OpenAI's endpoint."""
-    return {**_named(model), "input": _rows_json(rows)}
+class EmbeddingsEntry(Body):
+    """The score of one conversation, as the request wants it."""
+
+    object: str | None = "embedding"
+    index: Annotated[int, Field(ge=0)] | None = None
+    embedding: _Single | _Base64
 
 
-def read_embeddings_request(value: Any) -> ForeignRequest:
-    """A request to `/v1/embeddings`.
+class EmbeddingsScores(Body):
+    """What a client reads of the answer."""
 
-    Raises:
-        ProtocolError: It is none.
-    """
-    request = expect_object(value, "the request")
-    as_base64 = _read_encoding(request)
-    rows, is_list = _read_rows(request.get("input", MISSING), "'input'")
-    return ForeignRequest(rows=rows, is_list=is_list, as_base64=as_base64)
+    data: List[EmbeddingsEntry]
 
-
-def _read_encoding(request: Mapping[str, Any]) -> bool:
-    """Whether scores are to come in base64; refuses what else vLLM has for that."""
-    wanted = request.get("encoding_format", "float")
-    if wanted not in ("float", "base64"):
-        raise ProtocolError("'encoding_format' must be 'float' or 'base64'")
-    if request.get("dimensions") not in (None, 1):
-        raise ProtocolError("'dimensions' must be left out: a score is one number")
-    if request.get("embed_dtype", "float32") != "float32":
-        raise ProtocolError("the only 'embed_dtype' here is 'float32'")
-    if request.get("endianness", "native") not in ("native", "little"):
-        raise ProtocolError("the only 'endianness' here is 'little'")
-    return bool(wanted == "base64")
+    def in_order(self, count: int) -> list[float]:
+        """The scores of so many conversations; see `ClassifyScores`."""
+        if any(isinstance(one.embedding, str) for one in self.data):
+            raise ProtocolError("'embedding' is base64, which was not asked for")
+        return _in_order(((one.index, one.embedding) for one in self.data), count=count)
 
 
-def _encoded(score: float, *, as_base64: bool) -> list[float] | str:
-    """Raises OverflowError where float32 has no such number."""
-    if not as_base64:
-        return [score]
-    return base64.b64encode(struct.pack("<f", score)).decode("ascii")
+class EmbeddingsReply(_Answer, EmbeddingsScores):
+    """SGLang's form of OpenAI's answer."""
 
 
-def embeddings_reply(
-    scores: Sequence[float], *, model: str, num_tokens: int, as_base64: bool = False
-) -> dict[str, Any]:
-    """Its answer.
+class EmbeddingsRequest(_Encoded):
+    """SGLang's form of OpenAI's request."""
 
-    Raises:
-        OverflowError: In base64, where float32 has no such number.
-    """
-    return {
-        "object": "list",
-        "data": [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": _encoded(score, as_base64=as_base64),
-            }
-            for index, score in enumerate(scores)
-        ],
-        "model": model,
-        "usage": _usage(num_tokens),
-    }
+    model: Any = Field(default=None, json_schema_extra={"type": "string"})
+    input: _Rows
 
+    @cached_property
+    def as_groups(self) -> Sequence[Group]:
+        """What is to be scored."""
+        return [rendered_group(_rows_of(self.input)[0])]
 
-def read_embeddings_reply(value: Any, *, count: int) -> list[float]:
-    """The scores in it; see `read_classify_reply`."""
-    return _read_indexed(value, "embedding", count=count)
+    def reply(self, scored: Scored) -> EmbeddingsReply:
+        """The scores as embeddings of one number."""
+        data = [
+            EmbeddingsEntry(object="embedding", index=index, embedding=self.encoded(score))
+            for index, score in enumerate(scored.scores)
+        ]
+        return EmbeddingsReply(data=data, **_about("", scored))
 
 
 # ------------------------------------------------------------------------------------ /get_reward
 
 
-def get_reward_request(texts: Sequence[str]) -> dict[str, Any]:
-    """To OpenRLHF's server."""
-    empty = [""] * len(texts)
-    return {"query": list(texts), "prompts": empty, "labels": empty}
+class GetRewardScores(Body):
+    """What a client reads of the answer."""
+
+    rewards: List[float]
+
+    def in_order(self, count: int) -> list[float]:
+        """The scores of so many conversations; see `ClassifyScores`."""
+        _check_count(len(self.rewards), count)
+        return self.rewards
 
 
-def read_get_reward_request(value: Any) -> ForeignRequest:
-    """A request to `/get_reward`; of no rows where its client had none for this server.
+class GetRewardReply(GetRewardScores):
+    """OpenRLHF's answer."""
 
-    Raises:
-        ProtocolError: It is none.
-    """
-    request = expect_object(value, "the request")
-    return ForeignRequest(rows=_texts(request.get("query", MISSING), "'query'"))
+    scores: List[float]
+    extra_logs: dict[str, Any] = Field(default_factory=dict)
 
 
-def get_reward_reply(scores: Sequence[float]) -> dict[str, Any]:
-    """Its answer."""
-    return {"rewards": list(scores), "scores": list(scores), "extra_logs": {}}
+class GetRewardRequest(ForeignRequest):
+    """OpenRLHF's: whole conversations that the client has rendered; the rest is not read."""
 
+    query: _Texts
+    prompts: Any = Field(default=None, json_schema_extra={"type": "array"})
+    labels: Any = Field(default=None, json_schema_extra={"type": "array"})
 
-def read_get_reward_reply(value: Any, *, count: int) -> list[float]:
-    """The rewards in it; see `read_classify_reply`."""
-    rewards = expect_list(expect_object(value, "the reply").get("rewards", MISSING), "'rewards'")
-    _check_count(len(rewards), count)
-    return [expect_number(reward, "a reward") for reward in rewards]
+    @cached_property
+    def as_groups(self) -> Sequence[Group]:
+        """What is to be scored."""
+        return [rendered_group(self.query)]
+
+    def reply(self, scored: Scored) -> GetRewardReply:
+        """The scores, twice."""
+        scores = list(scored.scores)
+        return GetRewardReply(rewards=scores, scores=scores, extra_logs={})
 
 
 # -------------------------------------------------------------------------------- slime's remote_rm
 
 
-def remote_rm_request(prompt: Conversation, response: str, *, label: Any = None) -> dict[str, Any]:
-    """To a server as slime's users write them."""
-    return {"prompt": messages_json(prompt), "response": response, "label": label}
+class RemoteRmRequest(ForeignRequest):
+    """slime's: a prompt and its response; the label is not read."""
 
+    prompt: str | Messages
+    response: str
+    label: Any = None
+    _is_rendered: bool | None = PrivateAttr(default=None)
 
-def read_remote_rm_request(value: Any, *, rendered: bool | None = None) -> ForeignRequest:
-    """A request of slime.
+    def model_post_init(self, context: Mapping[str, Any] | None) -> None:
+        """Take what the address says of a prompt that is a text: whether it was rendered."""
+        self._is_rendered = (context or {}).get("rendered")
 
-    Args:
-        value: Of the request.
-        rendered: Whether a prompt that is a text was rendered by its client, so that prompt and
-            response together are the conversation, or is what the user says. None: the model's
-            contract tells it; see `SentTurn`.
+    @cached_property
+    def as_groups(self) -> Sequence[Group]:
+        """What is to be scored."""
+        if isinstance(self.prompt, str):
+            return [rendered_group([SentTurn(self.prompt, self.response, self._is_rendered)])]
+        said = conversation_of(self.prompt, role="user")
+        return _answered((*said, Message("assistant", self.response)))
 
-    Raises:
-        ProtocolError: It is none.
-    """
-    request = expect_object(value, "the request")
-    response = expect_text(request.get("response", MISSING), "'response'")
-    prompt = request.get("prompt", MISSING)
-    if isinstance(prompt, str):
-        return ForeignRequest(rows=(SentTurn(prompt, response, rendered),), is_list=False)
-    said = read_said(prompt, "'prompt'", role="user")
-    return ForeignRequest(groups=_answer((*said, Message("assistant", response))), is_list=False)
+    def reply(self, scored: Scored) -> float:
+        """The score itself."""
+        return scored.scores[0]
 
 
 def read_remote_rm_reply(value: Any, *, key: str = "") -> float:
@@ -516,43 +606,15 @@ def read_remote_rm_reply(value: Any, *, key: str = "") -> float:
     Raises:
         ProtocolError: There is no finite number.
     """
+    what = f"{key!r} of the reply" if key else "the reply"
     if key:
-        value = expect_object(value, "the reply").get(key, MISSING)
-    return expect_number(value, f"'{key}' of the reply" if key else "the reply")
+        if not isinstance(value, dict) or key not in value:
+            raise ProtocolError(f"{what} is missing")
+        value = value[key]
+    return validated(_NUMBER.validate_python, value, what)
 
 
-# ---------------------------------------------------------------------------------------- replies
-
-
-def _read_indexed(value: Any, key: str, *, count: int) -> list[float]:
-    data = expect_list(expect_object(value, "the reply").get("data", MISSING), "'data'")
-    _check_count(len(data), count)
-    found: dict[int, float] = {}
-    for position, item in enumerate(data):
-        entry = expect_object(item, "an entry of 'data'")
-        index = entry.get("index", position)
-        if not _is_id(index) or index >= count or index in found:
-            raise ProtocolError(f"'data' has an entry with the index {index!r}, or has it twice")
-        found[index] = _only(entry.get(key, MISSING), f"'{key}'")
-    return [found[index] for index in range(count)]
-
-
-def _only(value: Any, what: str) -> float:
-    numbers = expect_list(value, what)
-    if len(numbers) != 1:
-        raise ProtocolError(
-            f"{what} has {len(numbers)} numbers; the one score of a reward model was expected"
-        )
-    return expect_number(numbers[0], f"the number in {what}")
-
-
-def _check_count(found: int, wanted: int) -> None:
-    if found != wanted:
-        raise ProtocolError(f"{found} scores came back for {wanted} conversations", kind="count")
-
-
-def _usage(num_tokens: int) -> dict[str, int]:
-    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
+_NUMBER: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(strict=True, allow_inf_nan=False)])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -591,13 +653,13 @@ class LaurelDialect(Dialect):
 
     def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> ForeignQuery:
         """See `Dialect`."""
-        request = ScoreRequest(groups=tuple(groups), request_id=request_id, model_version=version)
+        request = ScoreRequest.of(groups, request_id=request_id, version=version)
 
         def read(value: Any) -> ReplicaReply:
-            reply = read_score_reply(value, request)
-            return ReplicaReply(scores=list(reply.scores), version=reply.model_version)
+            reply = ScoreReply.read(value, "the reply")
+            return ReplicaReply(scores=reply.scores_of(request), version=reply.model_version)
 
-        return ForeignQuery(value=score_request(request), read=read)
+        return ForeignQuery(value=request.model_dump(exclude_unset=True), read=read)
 
 
 class RenderedDialect(Dialect):
@@ -611,8 +673,8 @@ class RenderedDialect(Dialect):
         contract: ScoringContract,
         *,
         as_text: bool,
-        make: Callable[[Sequence[Rendered]], Any],
-        read: Callable[..., list[float]],
+        make: Callable[[Sequence[Any]], Body],
+        read: Callable[[Any, int], list[float]],
         preparers: Preparing | None = None,
     ) -> None:
         """Describe a protocol.
@@ -621,8 +683,8 @@ class RenderedDialect(Dialect):
             path: See `Dialect`.
             contract: Renders, and cuts what is too long.
             as_text: Send text, which the server tokenizes without adding to it; else token ids.
-            make: The request for rows.
-            read: The scores in the value of an answer; called with `count`.
+            make: The request for rows: texts, or lists of ids.
+            read: The scores of so many conversations, in the value of an answer.
             preparers: Tokenise instead; None: this process does.
         """
         self.path = path
@@ -643,7 +705,7 @@ class RenderedDialect(Dialect):
         rows = [row for line in lines for row, _ in line if row is not None]
 
         def read(value: Any) -> ReplicaReply:
-            values = iter(self._read(value, count=len(rows)) if rows else ())
+            values = iter(self._read(value, len(rows)) if rows else ())
             return ReplicaReply(
                 scores=[
                     tuple(
@@ -653,7 +715,8 @@ class RenderedDialect(Dialect):
                 ]
             )
 
-        return ForeignQuery(value=self._make(rows) if rows else None, read=read)
+        asked = self._make(rows).model_dump(exclude_unset=True) if rows else None
+        return ForeignQuery(value=asked, read=read)
 
     def _prepared(self, groups: Sequence[Group]) -> list[Prepared]:
         if self._preparers is not None:
@@ -661,16 +724,14 @@ class RenderedDialect(Dialect):
         with self._one_at_a_time:
             return prepared_by(self._contract, groups)
 
-    def _line(self, group: Group, prepared: Prepared) -> list[tuple[Rendered | None, Score]]:
+    def _line(self, group: Group, prepared: Prepared) -> list[tuple[Any, Score]]:
         """Of each completion: what is sent, and the score without its number; or the failure."""
         tokens, failures = prepared
-        line: list[tuple[Rendered | None, Score]] = [
-            (None, failed(failure or "")) for failure in failures
-        ]
+        line: list[tuple[Any, Score]] = [(None, failed(failure or "")) for failure in failures]
         if tokens is None:
             return line
         sound = [i for i, failure in enumerate(failures) if failure is None]
-        rows: Sequence[Rendered] = self._texts(group, sound) if self._as_text else _rows(tokens)
+        rows: Sequence[Any] = self._texts(group, sound) if self._as_text else _id_rows(tokens)
         facts = zip(sound, rows, tokens.lengths_G, tokens.truncated_G, strict=True)
         for i, row, num_tokens, is_cut in facts:
             line[i] = row, Score(value=None, num_tokens=num_tokens, truncated=is_cut)
@@ -690,7 +751,7 @@ class SingleDialect(Dialect):
         self,
         path: str,
         *,
-        make: Callable[[Conversation], Any],
+        make: Callable[[Conversation], Body],
         read: Callable[[Any], float],
     ) -> None:
         """Describe a protocol; see `RenderedDialect`."""
@@ -702,7 +763,7 @@ class SingleDialect(Dialect):
         """See `Dialect`."""
         (group,) = groups
         try:
-            request = self._make(group.conversation(0))
+            request = self._make(group.conversation(0)).model_dump(exclude_unset=True)
         except DataError as error:
             verdict = ReplicaReply(scores=[(failed(str(error)),)])
             return ForeignQuery(value=None, read=lambda _: verdict)
@@ -714,9 +775,9 @@ class SingleDialect(Dialect):
         return ForeignQuery(value=request, read=read)
 
 
-def _rows(tokens: TokenGroup) -> list[tuple[int, ...]]:
+def _id_rows(tokens: TokenGroup) -> list[list[int]]:
     trunk = tokens.trunk_ids.tolist()
-    return [(*trunk, *branch.tolist()) for branch in tokens.branches_ids_G]
+    return [[*trunk, *branch.tolist()] for branch in tokens.branches_ids_G]
 
 
 def _filled(about: Score, values: Any) -> Score:
@@ -745,6 +806,8 @@ def dialect_of(
     Raises:
         ConfigError: It needs a contract.
     """
+    # Servers of one model need not be told which.
+    named: dict[str, Any] = {"model": model} if model else {}
     if protocol == "laurel":
         return LaurelDialect()
     if protocol == "slime":
@@ -755,43 +818,68 @@ def dialect_of(
         if protocol == "vllm":
             return SingleDialect(
                 CLASSIFY_PATH,
-                make=partial(classify_messages_request, model=model),
-                read=_only_classified,
+                make=lambda conversation: ClassifyRequest(
+                    messages=messages_of(conversation),
+                    add_generation_prompt=False,
+                    **_RAW,
+                    **named,
+                ),
+                read=lambda value: ClassifyScores.read(value, "the reply").in_order(1)[0],
             )
         raise ConfigError(
             f"url_protocol={protocol}: its servers take rendered conversations, so name the reward "
             "model (model_name), whose template and tokenizer are used"
         )
-    rows = partial(RenderedDialect, contract=contract, preparers=preparers)
+    rendered = partial(RenderedDialect, contract=contract, preparers=preparers)
     if protocol == "openrlhf":
-        return rows(
+        return rendered(
             GET_REWARD_PATH,
             as_text=True,
             make=_get_reward,
-            read=read_get_reward_reply,
+            read=lambda value, count: GetRewardScores.read(value, "the reply").in_order(count),
         )
-    make: Callable[[Sequence[Rendered]], Any]
     if protocol == "vllm":
-        make = partial(classify_request, model=model)
-        path, read = CLASSIFY_PATH, read_classify_reply
-    elif protocol == "sglang":
-        make = native_classify_request
-        path, read = CLASSIFY_PATH, read_native_classify_reply
-    else:
-        make = partial(embeddings_request, model=model)
-        path, read = EMBEDDINGS_PATH, read_embeddings_reply
-    return rows(path, as_text=False, make=make, read=read)
+        return rendered(
+            CLASSIFY_PATH,
+            as_text=False,
+            make=lambda rows: ClassifyRequest(
+                input=list(rows), add_special_tokens=False, **_RAW, **named
+            ),
+            read=lambda value, count: ClassifyScores.read(value, "the reply").in_order(count),
+        )
+    if protocol == "sglang":
+        return rendered(
+            CLASSIFY_PATH,
+            as_text=False,
+            make=lambda rows: ClassifyRequest(input_ids=list(rows)),
+            read=_read_native,
+        )
+    return rendered(
+        EMBEDDINGS_PATH,
+        as_text=False,
+        make=lambda rows: EmbeddingsRequest(input=list(rows), **named),
+        read=lambda value, count: EmbeddingsScores.read(value, "the reply").in_order(count),
+    )
 
 
-def _only_classified(value: Any) -> float:
-    return read_classify_reply(value, count=1)[0]
-
-
-def _remote_rm(conversation: Conversation) -> dict[str, Any]:
+def _remote_rm(conversation: Conversation) -> RemoteRmRequest:
     if not conversation or conversation[-1].role != "assistant":
         raise DataError("the conversation ends with no answer of the assistant to judge")
-    return remote_rm_request(conversation[:-1], conversation[-1].content)
+    said = messages_of(conversation[:-1])
+    return RemoteRmRequest(prompt=said, response=conversation[-1].content, label=None)
 
 
-def _get_reward(rows: Sequence[Rendered]) -> dict[str, Any]:
-    return get_reward_request([row for row in rows if isinstance(row, str)])
+def _get_reward(texts: Sequence[str]) -> GetRewardRequest:
+    empty = [""] * len(texts)
+    return GetRewardRequest(query=list(texts), prompts=empty, labels=empty)
+
+
+def _read_native(value: Any, count: int) -> list[float]:
+    """SGLang answers one conversation without a list."""
+    found = [value] if isinstance(value, dict) else value
+    scores = validated(_NATIVE.validate_python, found, "the reply")
+    _check_count(len(scores), count)
+    return [one.embedding[0] for one in scores]
+
+
+_NATIVE = TypeAdapter(List[NativeScore])

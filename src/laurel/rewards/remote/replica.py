@@ -13,8 +13,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
-from laurel.errors import BusyError
-from laurel.protocols import Scorer
 from laurel.types import Group, Score
 
 FaultKind = Literal[
@@ -111,49 +109,6 @@ class Replica(Protocol):
 
     async def aclose(self) -> None:
         """Let connections go. Idempotent."""
-
-
-class ScorerReplica:
-    """Any scorer as a replica. Its error, whatever it is, is a fault of the replica."""
-
-    def __init__(self, scorer: Scorer, name: str) -> None:
-        self._scorer = scorer
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        """See `Replica`."""
-        return self._name
-
-    @property
-    def max_completions(self) -> None:
-        """See `Replica`."""
-        return None
-
-    async def attempt(
-        self, groups: Sequence[Group], *, request_id: str, timeout: float
-    ) -> ReplicaReply:
-        """See `Replica`."""
-        try:
-            async with asyncio.timeout(timeout):
-                scores = await self._scorer.score(groups)
-        except TimeoutError as error:
-            raise ReplicaFault("timeout", f"{self.name} took more than {timeout:.3g} s") from error
-        except BusyError as error:
-            message = f"{self.name}: {error}"
-            raise ReplicaFault("busy", message, retry_after=error.retry_after) from error
-        except Exception as error:  # a scorer may be anybody's
-            message = f"{self.name}: {type(error).__name__}: {error}"
-            raise ReplicaFault("error", message, in_mid_request=True) from error
-        check_scores(groups, scores, name=self.name)
-        return ReplicaReply(scores=scores)
-
-    async def probe(self, *, timeout: float) -> None:
-        """See `Replica`. Only its scores can tell."""
-
-    async def aclose(self) -> None:
-        """See `Replica`."""
-        await close_scorer(self._scorer)
 
 
 async def close_scorer(scorer: object) -> None:
@@ -370,16 +325,6 @@ class ReplicaHealth:
             self._leave_alone(fault)
         else:
             self._rest()
-
-    def came_back(self) -> None:
-        """Whoever starts it says that it is there again, as a process that has done nothing yet.
-
-        It is probed at once, and what its forerunner did is forgotten.
-        """
-        self._rests = 0
-        self._faults_in_a_row = 0
-        self._window = self._most
-        self._trusted_since = self._not_before = self.clock()
 
     def _leave_alone(self, fault: ReplicaFault) -> None:
         if fault.retry_after is not None:

@@ -12,7 +12,6 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -98,19 +97,6 @@ class Router:
         )
         self._open_gate()
         self._wake_waiting()
-
-    def came_back(self, name: str) -> None:
-        """A replica that had died is there again: probe it at once. Any thread."""
-        loop = None if self._gate_of is None else self._gate_of[0]
-        with suppress(RuntimeError):  # the loop has ended, and nobody waits
-            if loop is not None:
-                loop.call_soon_threadsafe(self._came_back, name)
-
-    def _came_back(self, name: str) -> None:
-        health = self._replica_health.get(name)
-        if health is not None:
-            health.came_back()
-            self._begin_probes()
 
     @property
     def version(self) -> str:

@@ -19,17 +19,24 @@ affected. Instead of messages a prompt may be a text, which the user says, and a
 which the assistant says; for what its client has rendered itself see `rendered`. An error is
 `{"error": {"code": "...", "message": "..."}}`.
 
-The formats of other programs are in `foreign_wire`.
+The models below are the only definition of each body: the server reads and documents requests with
+them, and the client reads its answers. The formats of other programs are in `foreign`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 
 from laurel.data.sources import json_kind
 from laurel.errors import ProtocolError
@@ -48,6 +55,9 @@ VERSION_HEADER = "X-Model-Version"
 
 def parse(body: bytes) -> Any:
     """A JSON text; without NaN, infinities, keys that come twice, and other bytes than UTF-8.
+
+    pydantic's own parser takes the last of two equal keys, NaN, and any depth, so values are parsed
+    here and validated by the models afterwards.
 
     Raises:
         ProtocolError: It is not that.
@@ -132,247 +142,291 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _expect_keys(value: Mapping[str, Any], allowed: Sequence[str], what: str) -> None:
-    unknown = sorted(value.keys() - set(allowed))
-    if unknown:
-        raise ProtocolError(f"{what} has {unknown[0]!r}; it may have: {', '.join(allowed)}")
+# ---------------------------------------------------------------------------------------- models
+
+Wanted = TypeVar("Wanted")
+Item = TypeVar("Item")
+
+List = Annotated[list[Item], Field(fail_fast=True)]
+"""A list whose first wrong entry is told, and not a million of them."""
 
 
-# -------------------------------------------------------------------------------- conversations
+class TooLargeError(ProtocolError):
+    """A body that asks for more than one request may."""
 
 
-def messages_json(conversation: Conversation) -> list[dict[str, str]]:
-    """A conversation as a list of `{"role", "content"}`."""
-    return [{"role": message.role, "content": message.content} for message in conversation]
+class Body(BaseModel):
+    """What a body of a request or an answer is made of: JSON's own types, never converted."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @classmethod
+    def read(cls, value: Any, what: str = "the request") -> Self:
+        """The body that a JSON value is.
+
+        Raises:
+            ProtocolError: It is none; see `validated`.
+        """
+        return validated(cls.model_validate, value, what)
 
 
-def read_messages(value: Any, what: str) -> Conversation:
-    """The conversation that a list of `{"role", "content"}` is.
+def validated(
+    read: Callable[..., Wanted], value: Any, what: str = "the request", **context: Any
+) -> Wanted:
+    """A body from the value of a JSON text.
 
-    Raises:
-        ProtocolError: It is none.
-    """
-    return _read_messages(value, what, must_be="a list of messages")
-
-
-def read_said(value: Any, what: str, *, role: str) -> Conversation:
-    """Messages, or a text that `role` says; see `read_messages`."""
-    if isinstance(value, str):
-        return (Message(role, value),)
-    return _read_messages(value, what, must_be="a text or a list of messages")
-
-
-def _read_messages(value: Any, what: str, *, must_be: str) -> Conversation:
-    messages = []
-    for item in expect_list(value, what, must_be=must_be):
-        message = expect_object(item, f"a message of {what}")
-        _expect_keys(message, ("role", "content"), f"a message of {what}")
-        messages.append(
-            Message(
-                expect_text(message.get("role", MISSING), f"the role of a message of {what}"),
-                expect_text(message.get("content", MISSING), f"the content of a message of {what}"),
-            )
-        )
-    return tuple(messages)
-
-
-def group_json(group: Group) -> dict[str, Any]:
-    """A group as `/v1/score` takes it."""
-    return {
-        "id": group.id,
-        "prompt": messages_json(group.prompt),
-        "completions": [messages_json(one.messages) for one in group.completions_G],
-    }
-
-
-def read_group(value: Any, what: str) -> Group:
-    """A group from JSON.
+    Args:
+        read: A model's `model_validate`, or a type's `validate_python`.
+        value: See `parse`.
+        what: The body's name in messages.
+        **context: What else its models may ask for.
 
     Raises:
-        ProtocolError: It is none.
+        ProtocolError: It is none; says where and why.
     """
-    group = expect_object(value, what)
-    _expect_keys(group, ("id", "prompt", "completions"), what)
-    completions_G = []
-    completions = expect_list(
-        group.get("completions", MISSING),
-        f"'completions' of {what}",
-        must_be="a list of completions",
-    )
-    for item in completions:
-        messages = read_said(item, f"a completion of {what}", role="assistant")
-        if not messages:
-            raise ProtocolError(f"a completion of {what} has no message")
-        completions_G.append(Completion(messages=messages))
-    return Group(
-        id=expect_text(group.get("id", MISSING), f"'id' of {what}"),
-        prompt=read_said(group.get("prompt", MISSING), f"'prompt' of {what}", role="user"),
-        completions_G=tuple(completions_G),
-    )
+    try:
+        return read(value, context=context)
+    except ValidationError as error:
+        raise _as_protocol_error(error, value, what) from None
+
+
+def _as_protocol_error(error: ValidationError, value: Any, what: str) -> ProtocolError:
+    """The innermost fault: where several forms are allowed, of the one that fits best."""
+    errors = error.errors(include_url=False)
+    depth = max(len(one["loc"]) for one in errors)
+    inner = [one for one in errors if one["type"] == "too_long"]
+    inner = inner or [one for one in errors if len(one["loc"]) == depth]
+    kind, steps = inner[0]["type"], inner[0]["loc"]
+    path, at = "", value
+    for number, step in enumerate(steps, start=1):
+        if isinstance(at, list) and isinstance(step, int) and step < len(at):
+            path, at = f"{path}[{step}]", at[step]
+        elif isinstance(at, dict) and step in at:
+            path, at = f"{path}.{step}".removeprefix("."), at[step]
+        elif kind == "missing" and number == len(steps):
+            path = f"{path}.{step}".removeprefix(".")
+        # Else it is not of the value, but the name of one of several forms.
+    where = f"{path!r} of {what}" if path else what
+    if kind == "missing":
+        return ProtocolError(f"{where} is missing")
+    if kind == "finite_number" or (kind == "float_type" and type(at) is int):  # 10**400
+        return ProtocolError(f"{where} is not finite", kind="nan")
+    said = " or ".join(dict.fromkeys(_WORDS.get(one["type"], one["msg"]) for one in inner))
+    said = said.replace("Input should", "should")
+    if kind == "too_long":
+        return TooLargeError(f"{where} {said}")
+    if kind == "count":
+        return ProtocolError(f"{where} has {said}", kind="count")
+    if kind in ("extra_forbidden", "values"):
+        return ProtocolError(f"{where} {said}")
+    return ProtocolError(f"{where} {said}, and is {json_kind(at)}")
+
+
+_WORDS = {
+    "model_type": "should be an object",
+    "model_attributes_type": "should be an object",
+}
+"""What pydantic says in Python's terms."""
 
 
 # ------------------------------------------------------------------------------------- /v1/score
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreRequest:
+class MessageBody(Body, extra="forbid"):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+MOST_ROWS = 4096
+"""Conversations and groups of one request; each group takes time to read, also without any."""
+Messages = Annotated[List[MessageBody], Field(max_length=65_536)]
+
+
+def messages_of(conversation: Conversation) -> list[MessageBody]:
+    """A conversation as it travels."""
+    return [MessageBody(role=one.role, content=one.content) for one in conversation]
+
+
+def conversation_of(said: str | Sequence[MessageBody], *, role: str) -> Conversation:
+    """The conversation that messages are, or a text that `role` says."""
+    if isinstance(said, str):
+        return (Message(role, said),)
+    return tuple(Message(one.role, one.content) for one in said)
+
+
+class GroupBody(Body, extra="forbid"):
+    """A prompt and its completions; texts are what the user and the assistant say."""
+
+    id: str
+    prompt: str | Messages
+    completions: Annotated[
+        List[str | Annotated[Messages, Field(min_length=1)]], Field(max_length=MOST_ROWS)
+    ]
+
+
+class ScoringRequest(Body):
+    """A body that asks for scores."""
+
+    @cached_property
+    def as_groups(self) -> Sequence[Group]:
+        """What is to be scored."""
+        raise NotImplementedError
+
+
+class ScoreRequest(ScoringRequest, extra="forbid"):
     """What `/v1/score` is asked."""
 
-    groups: tuple[Group, ...]
+    groups: Annotated[List[GroupBody], Field(max_length=MOST_ROWS)]
     request_id: str = ""
+    """Comes back; asked again with the same one, the same answer is given."""
     model_version: str = ""
     """The only version whose scores are wanted; empty: any."""
 
+    @classmethod
+    def of(cls, groups: Sequence[Group], *, request_id: str = "", version: str = "") -> Self:
+        """The request for the scores of groups."""
+        named = {"request_id": request_id, "model_version": version}
+        bodies = [
+            GroupBody(
+                id=group.id,
+                prompt=messages_of(group.prompt),
+                completions=[messages_of(one.messages) for one in group.completions_G],
+            )
+            for group in groups
+        ]
+        return cls(groups=bodies, **{key: value for key, value in named.items() if value})
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreReply:
-    """What it answers."""
+    @cached_property
+    def as_groups(self) -> Sequence[Group]:
+        """What is to be scored."""
+        return [
+            Group(
+                id=group.id,
+                prompt=conversation_of(group.prompt, role="user"),
+                completions_G=tuple(
+                    Completion(messages=conversation_of(one, role="assistant"))
+                    for one in group.completions
+                ),
+            )
+            for group in self.groups
+        ]
 
-    scores: tuple[tuple[Score, ...], ...]
+
+class ScoreBody(Body):
+    """The verdict on one completion: a number, or the reason there is none."""
+
+    value: float | None = None
+    values: List[float] = Field(default_factory=list)
+    num_tokens: int = Field(ge=0)
+    truncated: bool
+    failure: str | None = None
+    parts: dict[str, float] = Field(
+        default_factory=dict,  # older servers say nothing of them
+        exclude_if=lambda parts: not parts,
+        description="Numbers that the value came about from, by name",
+    )
+
+    @classmethod
+    def of(cls, score: Score) -> Self:
+        """A score as it travels."""
+        return cls(
+            value=score.value,
+            values=list(score.values_K),
+            num_tokens=score.num_tokens,
+            truncated=score.truncated,
+            failure=score.failure,
+            **({"parts": dict(score.parts)} if score.parts else {}),
+        )
+
+    def as_score(self) -> Score:
+        """The score that it is.
+
+        Raises:
+            ProtocolError: It is neither a number nor a failure, or both.
+        """
+        has_failed = self.failure is not None
+        if has_failed == (self.value is not None):
+            has = "both a value and" if has_failed else "neither a value nor"
+            raise ProtocolError(f"a score has {has} a failure")
+        return Score(
+            value=self.value,
+            values_K=() if has_failed else tuple(self.values),
+            num_tokens=self.num_tokens,
+            truncated=self.truncated,
+            failure=(self.failure or "no reason was given") if has_failed else None,
+            parts=self.parts,
+        )
+
+
+class ScoredGroup(Body):
+    """The verdicts on the completions of one group, in their order."""
+
+    id: str
+    scores: List[ScoreBody]
+
+
+class ScoreReply(Body):
+    """What `/v1/score` answers."""
+
+    groups: List[ScoredGroup]
     model: str
     model_version: str
     """The version that gave every one of the scores."""
-    request_id: str = ""
+    request_id: str = Field(default="", exclude_if=lambda request_id: not request_id)
 
+    @classmethod
+    def of(cls, groups: Sequence[Group], scores: Sequence[Sequence[Score]], **about: str) -> Self:
+        """The answer to a request for groups, in the order of their scores."""
+        scored = [
+            ScoredGroup(id=group.id, scores=list(map(ScoreBody.of, scores_G)))
+            for group, scores_G in zip(groups, scores, strict=True)
+        ]
+        return cls(groups=scored, **about)
 
-def score_request(request: ScoreRequest) -> dict[str, Any]:
-    """The JSON value of a request."""
-    value: dict[str, Any] = {"groups": [group_json(group) for group in request.groups]}
-    if request.request_id:
-        value["request_id"] = request.request_id
-    if request.model_version:
-        value["model_version"] = request.model_version
-    return value
+    def scores_of(self, request: ScoreRequest) -> list[tuple[Score, ...]]:
+        """The scores that were asked for, whole or not at all.
 
-
-def read_score_request(value: Any) -> ScoreRequest:
-    """The request that a JSON value is.
-
-    Raises:
-        ProtocolError: It is none.
-    """
-    request = expect_object(value, "the request")
-    _expect_keys(request, ("groups", "request_id", "model_version"), "the request")
-    groups = expect_list(request.get("groups", MISSING), "'groups'", must_be="a list of groups")
-    return ScoreRequest(
-        groups=tuple(read_group(group, f"group {i}") for i, group in enumerate(groups)),
-        request_id=expect_text(request.get("request_id", ""), "'request_id'"),
-        model_version=expect_text(request.get("model_version", ""), "'model_version'"),
-    )
-
-
-def score_json(score: Score) -> dict[str, Any]:
-    """One verdict as JSON."""
-    found: dict[str, Any] = {
-        "value": score.value,
-        "values": list(score.values_K),
-        "num_tokens": score.num_tokens,
-        "truncated": score.truncated,
-        "failure": score.failure,
-    }
-    if score.parts:
-        found["parts"] = dict(score.parts)
-    return found
-
-
-def read_score(value: Any, what: str) -> Score:
-    """One verdict from JSON.
-
-    Raises:
-        ProtocolError: It is none, or neither a number nor a failure, or both.
-    """
-    score = expect_object(value, what)
-    failure = score.get("failure")
-    num_tokens, truncated = score.get("num_tokens"), score.get("truncated")
-    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0:
-        raise ProtocolError(f"'num_tokens' of {what} is no count")
-    if not isinstance(truncated, bool):
-        raise ProtocolError(f"'truncated' of {what} is neither true nor false")
-    parts = {  # older servers say nothing of them
-        name: expect_number(number, f"the part {name!r} of {what}")
-        for name, number in expect_object(score.get("parts", {}), f"'parts' of {what}").items()
-    }
-    more: dict[str, Any] = {"num_tokens": num_tokens, "truncated": truncated, "parts": parts}
-    if failure is not None:
-        if score.get("value") is not None:
-            raise ProtocolError(f"{what} has both a value and a failure")
-        reason = expect_text(failure, f"'failure' of {what}") or "no reason was given"
-        return Score(value=None, failure=reason, **more)
-    value = expect_number(score.get("value", MISSING), f"'value' of {what}")
-    values = expect_list(score.get("values", MISSING), f"'values' of {what}")
-    values_K = tuple(expect_number(one, f"one of 'values' of {what}") for one in values)
-    return Score(value=value, values_K=values_K, **more)
-
-
-def score_reply(groups: Sequence[Group], reply: ScoreReply) -> dict[str, Any]:
-    """The JSON value of an answer.
-
-    Args:
-        groups: What was asked, in the order of the scores.
-        reply: The answer.
-    """
-    value: dict[str, Any] = {
-        "groups": [
-            {"id": group.id, "scores": [score_json(score) for score in scores_G]}
-            for group, scores_G in zip(groups, reply.scores, strict=True)
-        ],
-        "model": reply.model,
-        "model_version": reply.model_version,
-    }
-    if reply.request_id:
-        value["request_id"] = reply.request_id
-    return value
-
-
-def read_score_reply(value: Any, request: ScoreRequest) -> ScoreReply:
-    """The answer to a request, whole or not at all.
-
-    Raises:
-        ProtocolError: Another count, order or id than asked, a number that is not finite, another
-            version than asked.
-    """
-    reply = expect_object(value, "the reply")
-    version = expect_text(reply.get("model_version", MISSING), "'model_version' of the reply")
-    if request.model_version and version != request.model_version:
-        raise ProtocolError(
-            f"scores of version {version!r}; asked was {request.model_version!r}", kind="version"
-        )
-    request_id = expect_text(reply.get("request_id", ""), "'request_id' of the reply")
-    if request_id != request.request_id:
-        raise ProtocolError(f"the reply is to request {request_id!r}, not {request.request_id!r}")
-    found = expect_list(reply.get("groups", MISSING), "'groups' of the reply")
-    if len(found) != len(request.groups):
-        raise ProtocolError(f"{len(found)} groups came back of {len(request.groups)}", kind="count")
-    return ScoreReply(
-        scores=tuple(
-            _read_scored_group(one, group) for one, group in zip(found, request.groups, strict=True)
-        ),
-        model=expect_text(reply.get("model", MISSING), "'model' of the reply"),
-        model_version=version,
-        request_id=request_id,
-    )
-
-
-def _read_scored_group(value: Any, group: Group) -> tuple[Score, ...]:
-    scored = expect_object(value, "a group of the reply")
-    if scored.get("id") != group.id:
-        raise ProtocolError(f"group {scored.get('id')!r} came back in the place of {group.id!r}")
-    scores = expect_list(scored.get("scores", MISSING), f"'scores' of group {group.id!r}")
-    if len(scores) != len(group.completions_G):
-        raise ProtocolError(
-            f"{len(scores)} scores came back for the {len(group.completions_G)} completions of "
-            f"group {group.id!r}",
-            kind="count",
-        )
-    return tuple(read_score(s, f"score {i} of group {group.id!r}") for i, s in enumerate(scores))
+        Raises:
+            ProtocolError: Another count, order, id or version than asked.
+        """
+        version, wanted = self.model_version, request.model_version
+        if wanted and version != wanted:
+            message = f"scores of version {version!r}; asked was {wanted!r}"
+            raise ProtocolError(message, kind="version")
+        if self.request_id != request.request_id:
+            message = f"the reply is to request {self.request_id!r}, not {request.request_id!r}"
+            raise ProtocolError(message)
+        if len(self.groups) != len(request.groups):
+            message = f"{len(self.groups)} groups came back of {len(request.groups)}"
+            raise ProtocolError(message, kind="count")
+        for found, group in zip(self.groups, request.groups, strict=True):
+            if found.id != group.id:
+                raise ProtocolError(f"group {found.id!r} came back in the place of {group.id!r}")
+            if len(found.scores) != len(group.completions):
+                raise ProtocolError(
+                    f"{len(found.scores)} scores came back for the {len(group.completions)} "
+                    f"completions of group {group.id!r}",
+                    kind="count",
+                )
+        return [tuple(one.as_score() for one in group.scores) for group in self.groups]
 
 
 # ---------------------------------------------------------------------------------------- errors
 
 
-def error_json(code: str, message: str) -> dict[str, Any]:
+class ErrorFacts(Body):
+    """What went wrong: a word for programs, and a sentence for people."""
+
+    code: str
+    message: str
+
+
+class ErrorBody(Body):
     """What every error of the server looks like."""
-    return {"error": {"code": code, "message": message}}
+
+    error: ErrorFacts
 
 
 def read_error(value: Any) -> str:
@@ -383,54 +437,3 @@ def read_error(value: Any) -> str:
     if isinstance(error, dict):
         error = error.get("message", "")
     return error if isinstance(error, str) else ""
-
-
-# --------------------------------------------------------------------------------------------------
-# The values of a JSON text that are expected to be of one type, or what they must be and are.
-
-MISSING: Any = object()
-"""What stands for an entry that is not there, so that a message can say that."""
-
-
-def expect_object(value: Any, what: str) -> Mapping[str, Any]:
-    """The value, if it is an object.
-
-    Raises:
-        ProtocolError: It is not; the message calls it `what`.
-    """
-    if not isinstance(value, dict):
-        raise _other(value, what, "an object")
-    return value
-
-
-def expect_list(value: Any, what: str, *, must_be: str = "a list") -> Sequence[Any]:
-    """The value, if it is a list; see `expect_object`. `must_be` says what else is taken, too."""
-    if not isinstance(value, list):
-        raise _other(value, what, must_be)
-    return value
-
-
-def expect_text(value: Any, what: str) -> str:
-    """The value, if it is a text; see `expect_object`."""
-    if not isinstance(value, str):
-        raise _other(value, what, "a text")
-    return value
-
-
-def expect_number(value: Any, what: str) -> float:
-    """The value, if it is a finite number; see `expect_object`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _other(value, what, "a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ProtocolError(f"{what} is not finite", kind="nan")
-    return number
-
-
-def _other(value: Any, what: str, must_be: str) -> ProtocolError:
-    if value is MISSING:
-        return ProtocolError(f"{what} is missing; it must be {must_be}")
-    return ProtocolError(f"{what} must be {must_be}, and is {json_kind(value)}")

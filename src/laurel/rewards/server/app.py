@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import itertools
 import logging
@@ -14,42 +13,46 @@ from collections import Counter as Tally
 from collections.abc import (
     Awaitable,
     Callable,
+    Coroutine,
     Iterable,
-    Iterator,
     Mapping,
     MutableMapping,
     Sequence,
 )
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, get_type_hints
 from urllib.parse import parse_qs
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response, Security
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic_core import PydanticSerializationError, to_json
 from starlette.exceptions import HTTPException
-from starlette.requests import Request as StarletteRequest
-from starlette.responses import Response
-from starlette.routing import Route
 
+from laurel import __version__
 from laurel.errors import ProtocolError, UserError
 from laurel.rewards.remote import foreign
 from laurel.rewards.remote.replica import failed, failure_reason
 from laurel.rewards.remote.wire import (
-    MISSING,
+    MOST_ROWS,
     SCORE_PATH,
     VERSION_HEADER,
+    Body,
+    ErrorBody,
+    ErrorFacts,
     ScoreReply,
     ScoreRequest,
+    ScoringRequest,
+    TooLargeError,
     dump,
-    error_json,
-    expect_object,
-    expect_text,
     has_more_values,
     parse,
-    read_score_request,
-    score_reply,
+    validated,
 )
 from laurel.rewards.server.keys import (
     Keys,
@@ -60,7 +63,6 @@ from laurel.rewards.server.keys import (
     is_loopback,
     names_a_key,
 )
-from laurel.rewards.server.openapi import docs_page, openapi_document
 from laurel.rewards.server.service import (
     AccessLog,
     AnswerMemory,
@@ -68,6 +70,7 @@ from laurel.rewards.server.service import (
     RewardService,
     ScoredRequest,
     ScoringAnswer,
+    State,
 )
 from laurel.types import Group, Score
 
@@ -85,9 +88,11 @@ CALL = "laurel.call"
 """Key of the scope that has the `HttpCall`."""
 ADMIN_PATHS = "/admin/"
 """They need a key from every address."""
-HEALTH_PATH, DOCS_PATH = "/health", "/docs"
-"""They need no key, and say nothing of this server; the page for people, whose browsers cannot send
-one, only on this machine."""
+HEALTH_PATH = "/health"
+"""It needs no key."""
+DOCS_PATH = "/docs"
+DESCRIPTION_PATHS = (DOCS_PATH, "/openapi.json")
+"""They say nothing of this server, and need no key on this machine: browsers cannot send one."""
 _WHERE = "what the server printed at its start says where its key is"
 _NO_KEY = f"a key is needed: Authorization: Bearer KEY; {_WHERE}"
 _WRONG_KEY = f"this key is not one of the server's; {_WHERE}"
@@ -140,15 +145,18 @@ class Gate:
 
     def __init__(
         self,
-        app: App,
+        api: FastAPI,
         options: GateOptions,
         *,
-        metrics: ServerMetrics,
         access_log: AccessLog | None,
     ) -> None:
-        self._app = app
+        self._api = api
+        routes = [route for route in api.routes if isinstance(route, BodyRoute)]
+        self._answers = {
+            (one, route.path): route.answer for route in routes for one in route.methods or ()
+        }
         self._options = options
-        self._metrics = metrics
+        self._metrics: ServerMetrics = api.state.scoring.metrics
         self._access_log = access_log
         self._keys = Keys(options.api_key, options.admin_key)
         self._wrong_keys = WrongKeys()
@@ -170,25 +178,29 @@ class Gate:
             await send(message)
 
         try:
-            _refuse_repeated(scope["headers"])
+            _refuse_repeated(scope["headers"], len(call.headers))
             self._check(call)
             call.body = await self._body(call, receive)
-            scope[CALL] = call
+            scope[CALL], scope["app"] = call, self._api
             watch.begin()
-            await self._app(scope, receive, counting)
-        except RefusedRequestError as refusal:
+            answer = self._answers.get((call.method, call.path), self._api)
+            await answer(scope, receive, counting)
+        except (RefusedRequestError, ProtocolError) as error:
+            refusal = _refusal_of(error)
             if refusal.status == 401 and (pause := self._wrong_keys.pause(call.client)):
                 await asyncio.sleep(pause)
-            await respond_error(counting, refusal)
+            await error_response(refusal)(scope, receive, counting)
         except asyncio.CancelledError:
             if not call.has_left:
                 raise
             watch.forgive()
             call.status = 499
         except Exception as error:
-            told = answer_of_error(call, error)
+            _log.error("request %s failed", call.request_id, exc_info=error)
+            message = f"the server failed; its log says why under {call.request_id}"
             if not call.status:
-                await respond_error(counting, told)
+                refusal = RefusedRequestError(500, "failed", message)
+                await error_response(refusal)(scope, receive, counting)
         finally:
             watch.end()
             self._note(call)
@@ -202,10 +214,18 @@ class Gate:
         if may_be_open and self._open_addresses.opens(call.client, call.headers):
             # Clients that know no key often send any, such as "EMPTY": it does not matter here.
             call.role = "score"
-        is_open = call.path == HEALTH_PATH or (call.path == DOCS_PATH and is_loopback(call.client))
+        is_open = call.path == HEALTH_PATH or (
+            call.path in DESCRIPTION_PATHS and is_loopback(call.client)
+        )
         if call.role is None and not is_open:
             said = call.headers.get(b"authorization", b"")
             raise RefusedRequestError(401, "key", _WRONG_KEY if names_a_key(said) else _NO_KEY)
+        if call.path.startswith(ADMIN_PATHS):
+            if not is_loopback(call.client):
+                raise RefusedRequestError(403, "admin", "only this machine may ask that")
+            if call.role != "admin":
+                message = "that needs the admin key, and not the API key"
+                raise RefusedRequestError(403, "admin", message)
 
     def _is_known_host(self, header: bytes) -> bool:
         if self._options.hosts is None:
@@ -321,8 +341,10 @@ def _call_of(scope: Scope) -> HttpCall:
     )
 
 
-def _refuse_repeated(headers: Iterable[tuple[bytes, bytes]]) -> None:
+def _refuse_repeated(headers: Sequence[tuple[bytes, bytes]], distinct: int) -> None:
     """Of two keys nobody can say which one is meant: a proxy may have checked the other."""
+    if len(headers) == distinct:
+        return
     seen = [name for name, _ in headers if name in _ONCE]
     for name in _ONCE:
         if seen.count(name) > 1:
@@ -356,191 +378,51 @@ def _headers_of(call: HttpCall) -> list[tuple[bytes, bytes]]:
     return found
 
 
-def answer_of_error(call: HttpCall, error: Exception) -> RefusedRequestError:
-    """What a client is told of an error that is ours; the log is told all of it."""
-    _log.error("request %s failed", call.request_id, exc_info=error)
-    message = f"the server failed; its log says why under {call.request_id}"
-    return RefusedRequestError(500, "failed", message)
-
-
-async def respond(send: Send, answer: ScoringAnswer, *headers: tuple[bytes, bytes]) -> None:
-    """Send an answer."""
-    length = str(len(answer.body)).encode()
-    found = [(b"content-type", answer.content_type), (b"content-length", length), *headers]
-    await send({"type": "http.response.start", "status": answer.status, "headers": found})
-    await send({"type": "http.response.body", "body": answer.body})
-
-
-async def respond_error(send: Send, refusal: RefusedRequestError) -> None:
-    """Answer with an error."""
-    headers = []
-    if refusal.retry_after is not None:
-        seconds = max(1, math.ceil(refusal.retry_after))  # clients know whole seconds only
-        headers.append((b"retry-after", str(seconds).encode()))
+def error_response(refusal: RefusedRequestError) -> Response:
+    """What a client is told that gets no scores."""
+    headers = {}
+    if refusal.retry_after is not None:  # clients know whole seconds only
+        headers["retry-after"] = str(max(1, math.ceil(refusal.retry_after)))
     if refusal.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
+        headers["www-authenticate"] = "Bearer"
     if refusal.code == "draining":  # another connection may lead to another server
-        headers.append((b"connection", b"close"))
-    body = dump(error_json(refusal.code, str(refusal)))
-    await respond(send, ScoringAnswer(body, status=refusal.status), *headers)
+        headers["connection"] = "close"
+    error = ErrorBody(error=ErrorFacts(code=refusal.code, message=str(refusal)))
+    return Response(dump(error.model_dump()), refusal.status, headers, "application/json")
 
 
-Handler = Callable[[HttpCall], Awaitable[ScoringAnswer]]
-_HTML = b"text/html; charset=utf-8"
-_MOST_OF_A_PATH = 80
-"""Characters of a path that there is not, in a message."""
-_GAUGES = {"waiting": "completions_waiting", "ready": "replicas_ready"}
-"""Figures of a scorer that do not only grow, and what they are called."""
+def _refusal_of(error: RefusedRequestError | ProtocolError) -> RefusedRequestError:
+    if isinstance(error, RefusedRequestError):
+        return error
+    if isinstance(error, TooLargeError):
+        return RefusedRequestError(413, "size", str(error))
+    status, code = (422, "count") if error.kind == "count" else (400, "request")
+    return RefusedRequestError(status, code, str(error))
 
 
-def make_app(
-    service: RewardService,
-    options: GateOptions,
-    *,
-    limits: RequestLimits | None = None,
-    access_log: AccessLog | None = None,
-) -> App:
-    """The whole server.
-
-    Args:
-        service: What it serves; it may still be without a model.
-        options: Who may ask.
-        limits: See there.
-        access_log: Where requests are noted; None: nowhere.
-    """
-    endpoints = Endpoints(service, limits or RequestLimits())
-    scores: dict[str, Handler] = {
-        SCORE_PATH: endpoints.score,
-        foreign.CLASSIFY_PATH: endpoints.classify,
-        foreign.POOLING_PATH: endpoints.pooling,
-        foreign.PAIRS_PATH: endpoints.pairs,
-        foreign.EMBEDDINGS_PATH: endpoints.embeddings,
-        foreign.GET_REWARD_PATH: endpoints.get_reward,
-        foreign.REMOTE_RM_PATH: endpoints.remote_rm,
-    }
-    looks: dict[str, Handler] = {
-        HEALTH_PATH: endpoints.health,
-        "/ready": endpoints.ready,
-        "/v1/models": endpoints.models,
-        "/metrics": endpoints.metrics,
-    }
-    admin: dict[str, Handler] = {
-        "/admin/sleep": endpoints.sleep,
-        "/admin/wake": endpoints.wake,
-        "/admin/load": endpoints.load,
-    }
-    needs_key = options.api_key is not None or options.admin_key is not None
-    app = FastAPI(title="Laurel reward server", docs_url=None, redoc_url=None)
-    page = ScoringAnswer(docs_page(openapi_document(needs_key=needs_key)), content_type=_HTML)
-
-    async def docs(_: HttpCall) -> ScoringAnswer:
-        return page
-
-    looks[DOCS_PATH] = docs
-    app.router.routes[:0] = [  # before the description: these are asked most
-        *_routes(scores, "POST"),
-        *_routes(looks, "GET"),
-        *_routes(admin, "POST", is_admin=True),
-    ]
-    setattr(app, "openapi", partial(openapi_document, needs_key=needs_key))  # noqa: B010  (a method)
-    methods = {**dict.fromkeys(scores, "POST"), **dict.fromkeys(looks, "GET")}
-    methods |= dict.fromkeys(admin, "POST")
-    app.add_exception_handler(HTTPException, partial(_not_served, methods))
-    metrics = endpoints.figures = ServerMetrics(
-        [*scores, *looks, *admin],
-        counters=partial(_counters, service, access_log),
-        gauges=partial(_gauges, service),
-    )
-    return Gate(app, options, metrics=metrics, access_log=access_log)
-
-
-def _routes(handlers: dict[str, Handler], method: str, *, is_admin: bool = False) -> list[Route]:
-    return [
-        Route(path, _Endpoint(handler, is_admin=is_admin), methods=[method])
-        for path, handler in handlers.items()
-    ]
-
-
-class _Endpoint:
-    """One endpoint as ASGI: a handler, and its errors as answers."""
-
-    def __init__(self, handler: Handler, *, is_admin: bool) -> None:
-        self._handler = handler
-        self._is_admin = is_admin
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call: HttpCall = scope[CALL]
-        try:
-            if self._is_admin:
-                _check_admin(call)
-            answer = await self._handler(call)
-        except ProtocolError as error:
-            await respond_error(send, RefusedRequestError(400, "request", str(error)))
-        except RefusedRequestError as refusal:
-            await respond_error(send, refusal)
-        except Exception as error:
-            await respond_error(send, answer_of_error(call, error))
-        else:
-            call.version = answer.version
-            await respond(send, answer)
-
-
-async def _not_served(
-    methods: Mapping[str, str], request: StarletteRequest, error: Exception
-) -> Response:
+async def _not_served(request: Request, error: Exception) -> Response:
     """No such path, or another method; says which there are."""
     assert isinstance(error, HTTPException)
+    shown = ascii(request.url.path[:_MOST_OF_A_PATH])[1:-1]
+    routes = [one for one in request.app.routes if isinstance(one, APIRoute)]
+    methods = {one.path: ", ".join(one.methods or ()) for one in routes if one.include_in_schema}
     if error.status_code == 404:
         code = "path"
         there_are = ", ".join(f"{method} {path}" for path, method in methods.items())
-        said = f"there is no {_shown(request)} here; there are: {there_are}"
+        said = f"there is no {shown} here; there are: {there_are}"
     else:
         code = "method"
-        wanted = (error.headers or {}).get("Allow", methods.get(request.url.path, ""))
-        said = f"{_shown(request)} takes {wanted or 'another method'}, not {request.method:.20}"
-    said += f". {DOCS_PATH} describes them"
-    return Response(
-        dump(error_json(code, said)), error.status_code, error.headers, "application/json"
+        wanted = (error.headers or {}).get("Allow", "another method")
+        said = f"{shown} takes {wanted}, not {request.method:.20}"
+    response = error_response(
+        RefusedRequestError(error.status_code, code, f"{said}. {DOCS_PATH} describes them")
     )
+    response.headers.update(error.headers or {})
+    return response
 
 
-def _shown(request: StarletteRequest) -> str:
-    """The path that was asked, as much as fits into a message."""
-    return ascii(request.url.path[:_MOST_OF_A_PATH])[1:-1]
-
-
-def _check_admin(call: HttpCall) -> None:
-    """Whether who asks may change the server."""
-    if not is_loopback(call.client):
-        raise RefusedRequestError(403, "admin", "only this machine may ask that")
-    if call.role != "admin":
-        raise RefusedRequestError(403, "admin", "that needs the admin key, and not the API key")
-
-
-def _counters(service: RewardService, access_log: AccessLog | None) -> dict[str, float]:
-    scorer = _of_the_scorer(service)
-    found = {f"scorer_{name}": count for name, count in scorer.items() if name not in _GAUGES}
-    if access_log is not None:
-        found["access_log_lines_lost"] = access_log.dropped
-    return found
-
-
-def _gauges(service: RewardService) -> dict[str, float]:
-    found: dict[str, float] = {"ready": float(service.state == "ready")}
-    if service.served is not None:
-        found["requests_in_flight"] = service.served.in_flight
-    scorer = _of_the_scorer(service)
-    return found | {told: scorer[name] for name, told in _GAUGES.items() if name in scorer}
-
-
-def _of_the_scorer(service: RewardService) -> dict[str, float]:
-    """What the scorer counts, if it counts."""
-    stats: Any = getattr(service.served and service.served.scorer, "stats", None)
-    if stats is None:
-        return {}
-    counted = stats()
-    return {name: getattr(counted, name) for name in counted.__slots__}
-
+_MOST_OF_A_PATH = 80
+"""Characters of a path that there is not, in a message."""
 
 # --------------------------------------------------------------------------------------------------
 # Figures of a reward server for Prometheus.
@@ -623,9 +505,6 @@ class ServerMetrics:
 
 # --------------------------------------------------------------------------------------------------
 # What is done with each request that the gate lets in: the body in, the answer out.
-#
-# Bodies are read by `wire` and `foreign_wire`, not by a validator, which would take longer than all
-# the rest; `description` says the same for people and generated clients.
 
 _OF_THE_REQUEST = ("4xx", "poison", "text", "other")
 """Reasons of failures for which another try would be in vain."""
@@ -633,13 +512,10 @@ _OF_THE_REQUEST = ("4xx", "poison", "text", "other")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """How much one request may ask."""
+    """How much one request may ask, beside what its model says."""
 
-    completions: int = 4096
-    groups: int = 4096
-    """Also of those without a completion: each takes time to read."""
-    messages: int = 65_536
-    """Of all conversations together."""
+    completions: int = MOST_ROWS
+    """Of all groups together."""
     values: int = 2**20
     """Numbers, texts, lists and objects of its JSON: token ids, above all."""
     nested: int = 2**17
@@ -652,156 +528,38 @@ _LARGE_BODY = 2**18
 """Bytes that are read in some milliseconds."""
 _READERS = 2
 """Large bodies that are read at a time: more would only take longer each."""
-Request = TypeVar("Request")
 
 
-class Endpoints:
-    """The handlers. Each takes a call and gives an answer, or raises what becomes an error."""
+class Scoring:
+    """Reads requests, and answers those for scores."""
 
-    figures: ServerMetrics
-
-    def __init__(self, service: RewardService, limits: RequestLimits) -> None:
-        self._service = service
+    def __init__(
+        self, service: RewardService, metrics: ServerMetrics, limits: RequestLimits
+    ) -> None:
+        self.service = service
+        self.metrics = metrics
         self._limits = limits
         self._answers = AnswerMemory()
         self._reading = asyncio.Semaphore(_READERS)
 
-    # -------------------------------------------------------------------------------- scores
-
-    async def score(self, call: HttpCall) -> ScoringAnswer:
-        """Our own: whole groups; or vLLM's, which is known by its keys."""
-        request = await self._read(call, _read_either_score_request)
-        if isinstance(request, foreign.ForeignRequest):
-            return await self._pairs(call, request)
-
-        async def answer() -> ScoringAnswer:
-            scored = await self._scored(call, request.groups, version=request.model_version)
-            reply = ScoreReply(
-                scores=tuple(scored.scores),
-                model=scored.model.name,
-                model_version=scored.model.version,
-                request_id=request.request_id,
-            )
-            return _answer(score_reply(request.groups, reply), scored)
-
-        return await self._once(call, request.request_id, answer)
-
-    async def classify(self, call: HttpCall) -> ScoringAnswer:
-        """vLLM's, and SGLang's of the same name."""
-        request = await self._read(call, foreign.read_classify_request)
-
-        async def answer() -> ScoringAnswer:
-            scores, scored = await self._values(call, request)
-            counts = [score.num_tokens for score in scores]
-            values = _maybe_squashed(scores, request)
-            if request.is_native:
-                is_list = request.is_list
-                reply = foreign.native_classify_reply(values, counts, is_list=is_list)
-                return _answer(reply, scored)
-            reply = foreign.classify_reply(
-                values,
-                request_id=call.request_id,
-                created=int(time.time()),
-                model=scored.model.name,
-                num_tokens=sum(counts),
-            )
-            return _answer(reply, scored)
-
-        return await self._once(call, "", answer)
-
-    async def pooling(self, call: HttpCall) -> ScoringAnswer:
-        """vLLM's; of a reward model it gives what `/classify` gives."""
-        request = await self._read(call, foreign.read_pooling_request)
-
-        async def answer() -> ScoringAnswer:
-            scores, scored = await self._values(call, request)
-            with _in_float32():
-                reply = foreign.pooling_reply(
-                    _maybe_squashed(scores, request),
-                    as_base64=request.as_base64,
-                    request_id=call.request_id,
-                    created=int(time.time()),
-                    model=scored.model.name,
-                    num_tokens=_num_tokens(scores),
-                )
-            return _answer(reply, scored)
-
-        return await self._once(call, "", answer)
-
-    async def pairs(self, call: HttpCall) -> ScoringAnswer:
-        """vLLM's `/score`: queries, which the user says, and documents, which are the answers."""
-        return await self._pairs(call, await self._read(call, _read_pairs_request))
-
-    async def _pairs(self, call: HttpCall, request: foreign.ForeignRequest) -> ScoringAnswer:
-        async def answer() -> ScoringAnswer:
-            scores, scored = await self._values(call, request)
-            reply = foreign.pairs_reply(
-                _maybe_squashed(scores, request),
-                request_id=call.request_id,
-                created=int(time.time()),
-                model=scored.model.name,
-                num_tokens=_num_tokens(scores),
-            )
-            return _answer(reply, scored)
-
-        return await self._once(call, "", answer)
-
-    async def embeddings(self, call: HttpCall) -> ScoringAnswer:
-        """SGLang's form of OpenAI's."""
-        request = await self._read(call, foreign.read_embeddings_request)
-
-        async def answer() -> ScoringAnswer:
-            scores, scored = await self._values(call, request)
-            with _in_float32():
-                reply = foreign.embeddings_reply(
-                    [_number(score) for score in scores],
-                    model=scored.model.name,
-                    num_tokens=_num_tokens(scores),
-                    as_base64=request.as_base64,
-                )
-            return _answer(reply, scored)
-
-        return await self._once(call, "", answer)
-
-    async def get_reward(self, call: HttpCall) -> ScoringAnswer:
-        """OpenRLHF's."""
-        request = await self._read(call, foreign.read_get_reward_request)
-
-        async def answer() -> ScoringAnswer:
-            scores, scored = await self._values(call, request)
-            values = [_number(score) for score in scores]
-            return _answer(foreign.get_reward_reply(values), scored)
-
-        return await self._once(call, "", answer)
-
-    async def remote_rm(self, call: HttpCall) -> ScoringAnswer:
-        """slime's; `?rendered=1` or `0` says whether a prompt that is a text has been rendered."""
-        said = parse_qs(call.query).get("rendered")
-        is_rendered = None if said is None else said[-1] in ("1", "true")
-        request = await self._read(
-            call, partial(foreign.read_remote_rm_request, rendered=is_rendered)
-        )
-
-        async def answer() -> ScoringAnswer:
-            scores, scored = await self._values(call, request)
-            return _answer(_number(scores[0]), scored)
-
-        return await self._once(call, "", answer)
-
-    async def _read(self, call: HttpCall, read: Callable[[Any], Request]) -> Request:
-        """The request in a body. A large one is read beside the event loop, for others wait there.
+    async def read(self, call: HttpCall, kind: TypeAdapter[Any]) -> Any:
+        """The body of a request. A large one is read beside the event loop, for others wait there.
 
         Raises:
             ProtocolError: It is none.
             RefusedRequestError: It has too many groups, messages or values.
         """
 
-        def work() -> Request:
+        def work() -> Any:
             value = parse(call.body)
-            self._check_counts(value)
-            return read(value)
+            said = parse_qs(call.query).get("rendered") if call.query else None
+            rendered = None if said is None else said[-1] in ("1", "true")
+            body = validated(kind.validate_python, value, rendered=rendered)
+            if isinstance(body, ScoringRequest):
+                _ = body.as_groups  # made here, for it takes long where rows are
+            return body
 
-        def work_beside() -> Request:
+        def work_beside() -> Any:
             # Parsing is one step for all other threads, so its length is bounded first.
             values, nested = self._limits.values, self._limits.nested
             if has_more_values(call.body, values, nested):
@@ -815,62 +573,69 @@ class Endpoints:
         async with self._reading:
             return await asyncio.to_thread(work_beside)
 
-    def _check_counts(self, value: Any) -> None:
-        """Refuse what would take long to read, by its lists alone; other faults are found later."""
-        limits = self._limits
-        groups = value.get("groups") if isinstance(value, dict) else None
-        groups = groups if isinstance(groups, list) else [value]
-        if len(groups) > limits.groups:
-            raise RefusedRequestError(
-                413, "size", f"a request has {limits.groups:,} groups at most"
-            )
-        if isinstance(value, dict) and any(
-            len(rows) > limits.completions for key, rows in value.items() if _are_rows(key, rows)
-        ):
-            raise self._too_many_completions()
-        if sum(map(_num_messages, groups)) > limits.messages:
-            message = f"a request has {limits.messages:,} messages at most"
-            raise RefusedRequestError(413, "size", message)
+    async def answer(self, call: HttpCall, body: ScoreRequest) -> Response:
+        """Our own form: whole groups, each completion with its score or its failure."""
 
-    def _too_many_completions(self) -> RefusedRequestError:
-        message = f"a request has {self._limits.completions:,} completions at most"
-        return RefusedRequestError(413, "size", message)
+        async def make() -> ScoringAnswer:
+            groups = body.as_groups
+            scored = await self._scored(call, groups, version=body.model_version)
+            about = {"model": scored.model.name, "model_version": scored.model.version}
+            reply = ScoreReply.of(groups, scored.scores, **about, request_id=body.request_id)
+            return _answer(reply, scored)
+
+        return await self._once(call, body.request_id, make)
+
+    async def answer_foreign(self, call: HttpCall, body: foreign.ForeignRequest) -> Response:
+        """The form of another project, without a place for a failure: all scores, or an error."""
+
+        async def make() -> ScoringAnswer:
+            scored = await self._scored(call, body.as_groups)
+            scores = [score for scores_G in scored.scores for score in scores_G]
+            values = [_value_of(score, index) for index, score in enumerate(scores)]
+            facts = foreign.Scored(
+                scores=values,
+                num_tokens=[score.num_tokens for score in scores],
+                model=scored.model.name,
+                request_id=call.request_id,
+                created=int(time.time()),
+            )
+            try:
+                return _answer(body.reply(facts), scored)
+            except OverflowError as error:
+                message = "a score is beyond float32, which base64 is of; ask for "
+                message += "'encoding_format' float"
+                raise RefusedRequestError(422, "failed", message) from error
+
+        return await self._once(call, "", make)
 
     async def _once(
-        self, call: HttpCall, request_id: str, answer: Callable[[], Awaitable[ScoringAnswer]]
-    ) -> ScoringAnswer:
+        self,
+        call: HttpCall,
+        request_id: str,
+        make: Callable[[], Coroutine[Any, Any, ScoringAnswer]],
+    ) -> Response:
         """An answer; the same one where the client has named its request and asks again."""
         request_id = request_id or call.headers.get(b"x-request-id", b"").decode("latin-1")
-        if not request_id:
-            return await answer()
-        asked = f"{call.path}?{call.query}\0".encode() + call.body
-        digest = hashlib.blake2b(asked, digest_size=16).digest()
-        return await self._answers.once(request_id, digest, answer)
-
-    async def _values(
-        self, call: HttpCall, request: foreign.ForeignRequest
-    ) -> tuple[Sequence[Score], ScoredRequest]:
-        """The scores of a request that has no place for a failure: all, or an error."""
-        scored = await self._scored(call, request.groups or [request.rendered])
-        scores = [score for scores_G in scored.scores for score in scores_G]
-        for index, score in enumerate(scores):
-            if score.failure is not None:
-                message = f"conversation {index}: {score.failure}"
-                if failure_reason(score.failure) in _OF_THE_REQUEST:
-                    raise RefusedRequestError(422, "failed", message)
-                raise RefusedRequestError(503, "failed", message, retry_after=1.0)
-        return scores, scored
+        if request_id:
+            asked = f"{call.path}?{call.query}\0".encode() + call.body
+            digest = hashlib.blake2b(asked, digest_size=16).digest()
+            answer = await self._answers.once(request_id, digest, make)
+        else:
+            answer = await make()
+        call.version = answer.version
+        return Response(answer.body, media_type="application/json")
 
     async def _scored(
         self, call: HttpCall, groups: Sequence[Group], *, version: str = ""
     ) -> ScoredRequest:
         call.completions = sum(len(group.completions_G) for group in groups)
         if call.completions > self._limits.completions:
-            raise self._too_many_completions()
+            message = f"a request has {self._limits.completions:,} completions at most"
+            raise RefusedRequestError(413, "size", message)
         too_long: Mapping[tuple[int, int], Score] = {}
         if len(call.body) > self._limits.characters:
             groups, too_long = _without_too_long(groups, self._limits.characters)
-        scored = await self._service.score(groups, version=version)
+        scored = await self.service.score(groups, version=version)
         if too_long:
             scored = replace(scored, scores=_with(scored.scores, too_long))
         failures = [
@@ -881,111 +646,25 @@ class Endpoints:
         ]
         if failures:
             call.failures = len(failures)
-            self.figures.note_failures(map(failure_reason, failures))
+            self.metrics.note_failures(map(failure_reason, failures))
         return scored
 
-    # --------------------------------------------------------------------------------- looks
 
-    async def health(self, call: HttpCall) -> ScoringAnswer:
-        """That it lives, and can still become ready."""
-        return ScoringAnswer(b"{}", status=503 if self._service.is_lost else 200)
-
-    async def ready(self, call: HttpCall) -> ScoringAnswer:
-        """Whether it takes requests."""
-        state, body = self._state()
-        served = self._service.served
-        return ScoringAnswer(
-            body, status=200 if state == "ready" else 503, version=served.version if served else ""
-        )
-
-    async def models(self, call: HttpCall) -> ScoringAnswer:
-        """The model, in OpenAI's form."""
-        served = self._service.served
-        about = (
-            []
-            if served is None
-            else [
-                {
-                    "id": served.name,
-                    "object": "model",
-                    "owned_by": "laurel",
-                    "version": served.version,
-                }
-            ]
-        )
-        return ScoringAnswer(dump({"object": "list", "data": about}))
-
-    async def metrics(self, call: HttpCall) -> ScoringAnswer:
-        """Figures for Prometheus."""
-        return ScoringAnswer(
-            self.figures.text(), content_type=b"text/plain; version=0.0.4; charset=utf-8"
-        )
-
-    def _state(self) -> tuple[str, bytes]:
-        state, served = self._service.state, self._service.served
-        about = {"model": served.name, "model_version": served.version} if served else {}
-        return state, dump({"state": state, **about})
-
-    # ---------------------------------------------------------------------------------- admin
-
-    async def sleep(self, call: HttpCall) -> ScoringAnswer:
-        """Give memory back."""
-        await self._service.sleep()
-        return ScoringAnswer(self._state()[1])
-
-    async def wake(self, call: HttpCall) -> ScoringAnswer:
-        """Take requests again."""
-        await self._service.wake()
-        return ScoringAnswer(self._state()[1])
-
-    async def load(self, call: HttpCall) -> ScoringAnswer:
-        """Serve another model."""
-        asked = expect_object(parse(call.body), "the request")
-        name = expect_text(asked.get("model", MISSING), "'model', the directory,")
-        try:
-            await self._service.load(name)
-        except (UserError, OSError) as error:
-            raise RefusedRequestError(422, "model", str(error)) from error
-        return ScoringAnswer(self._state()[1])
-
-
-def _answer(value: Any, scored: ScoredRequest) -> ScoringAnswer:
-    return ScoringAnswer(dump(value), version=scored.model.version)
-
-
-def _read_either_score_request(value: Any) -> ScoreRequest | foreign.ForeignRequest:
-    return _read_pairs_request(value) if foreign.names_pairs(value) else read_score_request(value)
-
-
-def _read_pairs_request(value: Any) -> foreign.ForeignRequest:
+def _answer(reply: Any, scored: ScoredRequest) -> ScoringAnswer:
     try:
-        return foreign.read_pairs_request(value)
-    except ProtocolError as error:
-        if error.kind != "count":
-            raise
-        raise RefusedRequestError(422, "count", str(error)) from error
+        text = to_json(reply)
+    except PydanticSerializationError:  # half a character, of a group's id
+        text = dump(reply.model_dump())
+    return ScoringAnswer(text, version=scored.model.version)
 
 
-@contextlib.contextmanager
-def _in_float32() -> Iterator[None]:
-    try:
-        yield
-    except OverflowError as error:
-        message = "a score is beyond float32, which base64 is of; ask for 'encoding_format' float"
-        raise RefusedRequestError(422, "failed", message) from error
-
-
-def _maybe_squashed(scores: Sequence[Score], request: foreign.ForeignRequest) -> list[float]:
-    values = [_number(score) for score in scores]
-    return [foreign.sigmoid(one) for one in values] if request.squashed else values
-
-
-def _num_tokens(scores: Sequence[Score]) -> int:
-    return sum(score.num_tokens for score in scores)
-
-
-def _number(score: Score) -> float:
-    assert score.value is not None, "failures have been refused"
+def _value_of(score: Score, index: int) -> float:
+    if score.failure is not None:
+        message = f"conversation {index}: {score.failure}"
+        if failure_reason(score.failure) in _OF_THE_REQUEST:
+            raise RefusedRequestError(422, "failed", message)
+        raise RefusedRequestError(503, "failed", message, retry_after=1.0)
+    assert score.value is not None
     return score.value
 
 
@@ -1018,19 +697,350 @@ def _with(
     return list(map(tuple, found))
 
 
-def _are_rows(key: str, value: Any) -> bool:
-    """Whether what a request has under a key is a list with an entry for each conversation; one of
-    numbers is the token ids of a single one."""
-    if key in ("groups", "messages", "prompt") or not isinstance(value, list) or not value:
-        return False
-    return not isinstance(value[0], int | float)
+# --------------------------------------------------------------------------------------------------
+# The endpoints. Their signatures and docstrings are what /docs and /openapi.json say of them.
 
 
-def _num_messages(group: Any) -> int:
-    """Messages of a group of ours or of a request that is one conversation, as far as they are."""
-    if not isinstance(group, dict):
-        return 0
-    lists = [group.get(key) for key in ("prompt", "messages")]
-    completions = group.get("completions")
-    lists += completions if isinstance(completions, list) else []
-    return sum(len(one) for one in lists if isinstance(one, list))
+class BodyRoute(APIRoute):
+    """An endpoint that FastAPI documents, and whose body `Scoring` reads."""
+
+    # FastAPI's own way to an endpoint parses bodies in the event loop, where one of some megabytes
+    # keeps all others waiting, and takes NaN and keys that come twice. It costs 40 us in each
+    # request, of 100 that all takes in which no model is; its middleware 15 us. So the gate calls
+    # these routes itself, and FastAPI for all else: the description, and what there is not.
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        form = get_type_hints(endpoint, include_extras=True).get("body")
+        self._kind = None if form is None else TypeAdapter(form)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; as ASGI."""
+        request = Request(scope)
+        body = []
+        if self._kind is not None:
+            scoring: Scoring = request.app.state.scoring
+            body = [await scoring.read(scope[CALL], self._kind)]
+        response: Response = await self.endpoint(request, *body)
+        await response(scope, receive, send)
+
+
+class ModelBody(Body):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    owned_by: str = "laurel"
+    version: str
+
+
+class ModelsReply(Body):
+    """Models in OpenAI's form."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelBody]
+
+
+class StateReply(Body):
+    """What the server does with requests, and the model, once it has one."""
+
+    state: State
+    model: str = Field(default="", exclude_if=lambda model: not model)
+    model_version: str = Field(default="", exclude_if=lambda version: not version)
+
+
+class LoadRequest(Body):
+    """Another model."""
+
+    model: str = Field(description="A directory of this machine")
+
+
+EitherScoreRequest = Annotated[
+    Annotated[ScoreRequest, Tag("groups")] | Annotated[foreign.PairsRequest, Tag("pairs")],
+    Discriminator(lambda value: "pairs" if foreign.names_pairs(value) else "groups"),
+]
+
+
+async def score_groups(request: Request, body: EitherScoreRequest) -> Response:
+    """Scores of whole groups. A prompt and its completions are one group.
+
+    A completion without a score has a failure that says why, and the others are not affected. A
+    list of nothing, here and wherever a path takes a list to score, is answered with a list of
+    nothing. A `request_id` that comes again with the same request gets the same answer. A
+    `model_version` is the only one that is wanted. vLLM's pairs are answered here, too; see
+    `/score`.
+    """
+    scoring: Scoring = request.app.state.scoring
+    if isinstance(body, ScoreRequest):
+        return await scoring.answer(request.scope[CALL], body)
+    return await scoring.answer_foreign(request.scope[CALL], body)
+
+
+async def classify(request: Request, body: foreign.ClassifyRequest) -> Response:
+    """vLLM's and SGLang's `/classify`.
+
+    With `input` or `messages` it is vLLM's, whose answer is the sigmoid of the score unless
+    `use_activation` (once `activation`, and before that `softmax`) is false. With `text` or
+    `input_ids` it is SGLang's, whose answer is the score.
+    """
+    return await _answer_foreign(request, body)
+
+
+async def pooling(request: Request, body: foreign.PoolingRequest) -> Response:
+    """vLLM's `/pooling`.
+
+    As `/classify` with `input` or `messages`. `base64` is of float32, little-endian.
+    """
+    return await _answer_foreign(request, body)
+
+
+async def score_pairs(request: Request, body: foreign.PairsRequest) -> Response:
+    """vLLM's `/score`.
+
+    A query is what the user says, a document the answer that is judged; one query and its
+    documents, or as many of both. The answer is the sigmoid of the score unless `use_activation`
+    is false. The same is answered at `/v1/score`, where `groups` tells our own form from this one.
+    """
+    return await _answer_foreign(request, body)
+
+
+async def embeddings(request: Request, body: foreign.EmbeddingsRequest) -> Response:
+    """SGLang's and OpenAI's `/v1/embeddings`.
+
+    The embedding of a conversation is its score. OpenAI's client asks for `base64`, which is of
+    float32, little-endian.
+    """
+    return await _answer_foreign(request, body)
+
+
+async def get_reward(request: Request, body: foreign.GetRewardRequest) -> Response:
+    """OpenRLHF's remote reward model.
+
+    `query` has whole conversations that the client has rendered; the rest is not read.
+    """
+    return await _answer_foreign(request, body)
+
+
+async def remote_rm(
+    request: Request, body: foreign.RemoteRmRequest, rendered: Literal["0", "1"] | None = None
+) -> Response:
+    """slime's `remote_rm`.
+
+    The answer is the score. A prompt that is a text counts as rendered where it ends as the
+    model's chat template asks for an answer, and else as what the user says; with marks of a
+    template elsewhere it is refused, unless `?rendered=1` or `?rendered=0` says what it is.
+    """
+    return await _answer_foreign(request, body)
+
+
+async def _answer_foreign(request: Request, body: foreign.ForeignRequest) -> Response:
+    scoring: Scoring = request.app.state.scoring
+    return await scoring.answer_foreign(request.scope[CALL], body)
+
+
+async def health(request: Request) -> Response:
+    """Whether the process lives, and can still become ready. It needs no key."""
+    is_lost = _service(request).is_lost
+    return Response(b"{}", 503 if is_lost else 200, media_type="application/json")
+
+
+async def ready(request: Request) -> Response:
+    """Whether it takes requests."""
+    service = _service(request)
+    if service.served is not None:
+        request.scope[CALL].version = service.served.version
+    return _state(request, status=200 if service.state == "ready" else 503)
+
+
+async def models(request: Request) -> Response:
+    """The model that is served, in OpenAI's form."""
+    served = _service(request).served
+    data = [] if served is None else [ModelBody(id=served.name, version=served.version)]
+    return Response(to_json(ModelsReply(data=data)), media_type="application/json")
+
+
+async def metrics(request: Request) -> Response:
+    """Figures for Prometheus."""
+    scoring: Scoring = request.app.state.scoring
+    kind = "text/plain; version=0.0.4; charset=utf-8"
+    return Response(scoring.metrics.text(), media_type=kind)
+
+
+async def sleep(request: Request) -> Response:
+    """Finish what was accepted, and give the memory of devices back."""
+    await _service(request).sleep()
+    return _state(request)
+
+
+async def wake(request: Request) -> Response:
+    """Take requests again."""
+    await _service(request).wake()
+    return _state(request)
+
+
+async def load(request: Request, body: LoadRequest) -> Response:
+    """Serve the model of another directory once it has given its golden scores."""
+    try:
+        await _service(request).load(body.model)
+    except (UserError, OSError) as error:
+        raise RefusedRequestError(422, "model", str(error)) from error
+    return _state(request)
+
+
+def _service(request: Request) -> RewardService:
+    scoring: Scoring = request.app.state.scoring
+    return scoring.service
+
+
+def _state(request: Request, status: int = 200) -> Response:
+    service = _service(request)
+    about = {}
+    if service.served is not None:
+        about = {"model": service.served.name, "model_version": service.served.version}
+    reply = StateReply(state=service.state, **about)
+    return Response(to_json(reply), status, media_type="application/json")
+
+
+_SCORES: dict[str, tuple[Callable[..., Any], Any]] = {
+    SCORE_PATH: (score_groups, ScoreReply | foreign.PairsReply),
+    foreign.CLASSIFY_PATH: (
+        classify,
+        foreign.ClassifyReply | foreign.NativeReply | list[foreign.NativeReply],
+    ),
+    foreign.POOLING_PATH: (pooling, foreign.PoolingReply),
+    foreign.PAIRS_PATH: (score_pairs, foreign.PairsReply),
+    foreign.EMBEDDINGS_PATH: (embeddings, foreign.EmbeddingsReply),
+    foreign.GET_REWARD_PATH: (get_reward, foreign.GetRewardReply),
+    foreign.REMOTE_RM_PATH: (remote_rm, float),
+}
+_LOOKS: dict[str, tuple[Callable[..., Any], Any]] = {
+    HEALTH_PATH: (health, dict[str, Any]),
+    "/ready": (ready, StateReply),
+    "/v1/models": (models, ModelsReply),
+    "/metrics": (metrics, None),
+}
+_ADMIN: dict[str, tuple[Callable[..., Any], Any]] = {
+    "/admin/sleep": (sleep, StateReply),
+    "/admin/wake": (wake, StateReply),
+    "/admin/load": (load, StateReply),
+}
+_REFUSALS = {
+    400: "Not the JSON that is described here",
+    401: "No key, or one that is not the server's; the message says which",
+    403: "Another host name, or what only this machine and the admin key may ask",
+    408: "The body did not come in time",
+    409: "Not the version that was asked for, or another change is under way",
+    413: "Too large",
+    415: "Not `application/json`, or compressed",
+    422: "A conversation that cannot be scored where the format has no place for that, a request "
+    "id that another request had, or a model that cannot be used",
+    429: "The queue is full: see `Retry-After`",
+    503: "Not ready, or not in time: see `Retry-After`",
+}
+
+
+def make_api(
+    service: RewardService,
+    *,
+    needs_key: bool,
+    limits: RequestLimits | None = None,
+    access_log: AccessLog | None = None,
+) -> FastAPI:
+    """The endpoints, and their description; see `make_app`."""
+    api = FastAPI(
+        title="Laurel reward server",
+        version=__version__,
+        docs_url=DOCS_PATH,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+        exception_handlers={HTTPException: _not_served},
+    )
+    metrics_of = ServerMetrics(
+        [*_SCORES, *_LOOKS, *_ADMIN, DOCS_PATH],
+        counters=partial(_counters, service, access_log),
+        gauges=partial(_gauges, service),
+    )
+    api.state.scoring = Scoring(service, metrics_of, limits or RequestLimits())
+    api.router.route_class = BodyRoute
+    refusals: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorBody, "description": said} for status, said in _REFUSALS.items()
+    }
+    done: dict[int | str, dict[str, Any]] = {
+        200: {"headers": {VERSION_HEADER: {"schema": {"type": "string"}}}}
+    }
+    key = [Security(HTTPBearer(auto_error=False))] if needs_key else []
+    for path, (endpoint, reply) in (_SCORES | _ADMIN).items():
+        api.add_api_route(
+            path,
+            endpoint,
+            methods=["POST"],
+            tags=["scores" if path in _SCORES else "admin"],
+            response_model=reply,
+            responses=done | refusals,
+            dependencies=key,
+        )
+    for path, (endpoint, reply) in _LOOKS.items():
+        api.add_api_route(
+            path,
+            endpoint,
+            methods=["GET"],
+            tags=["looks"],
+            response_model=reply,
+            response_class=JSONResponse if reply is not None else Response,
+            responses={
+                200: {} if reply is not None else {"content": {"text/plain": {}}},
+                **{status: refusals[status] for status in (401, 403)},
+                503: {"model": reply, "description": "It does not"},
+            },
+            dependencies=key if path != HEALTH_PATH else [],
+        )
+        api.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
+    return api
+
+
+def make_app(
+    service: RewardService,
+    options: GateOptions,
+    *,
+    limits: RequestLimits | None = None,
+    access_log: AccessLog | None = None,
+) -> App:
+    """The whole server.
+
+    Args:
+        service: What it serves; it may still be without a model.
+        options: Who may ask.
+        limits: See there.
+        access_log: Where requests are noted; None: nowhere.
+    """
+    needs_key = options.api_key is not None or options.admin_key is not None
+    api = make_api(service, needs_key=needs_key, limits=limits, access_log=access_log)
+    return Gate(api, options, access_log=access_log)
+
+
+_GAUGES = {"waiting": "completions_waiting", "ready": "replicas_ready"}
+"""Figures of a scorer that do not only grow, and what they are called."""
+
+
+def _counters(service: RewardService, access_log: AccessLog | None) -> dict[str, float]:
+    scorer = _of_the_scorer(service)
+    found = {f"scorer_{name}": count for name, count in scorer.items() if name not in _GAUGES}
+    if access_log is not None:
+        found["access_log_lines_lost"] = access_log.dropped
+    return found
+
+
+def _gauges(service: RewardService) -> dict[str, float]:
+    found: dict[str, float] = {"ready": float(service.state == "ready")}
+    if service.served is not None:
+        found["requests_in_flight"] = service.served.in_flight
+    scorer = _of_the_scorer(service)
+    return found | {told: scorer[name] for name, told in _GAUGES.items() if name in scorer}
+
+
+def _of_the_scorer(service: RewardService) -> dict[str, float]:
+    """What the scorer counts, if it counts."""
+    stats: Any = getattr(service.served and service.served.scorer, "stats", None)
+    if stats is None:
+        return {}
+    return asdict(stats())

@@ -1,581 +1,280 @@
-"""Replicas of a reward model as processes of this machine: started, watched, started again.
+"""A served model in processes of this machine, of which any may die: one batcher asks them all.
 
-They listen on free ports of loopback, with a key that only this process knows. They end with this
-process, however it ends, because they read from a pipe that it holds.
+They end with this process, however it ends, because they read from a pipe that it holds.
 """
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import json
 import os
-import secrets
-import subprocess
-import sys
-import threading
-import time
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from http.client import HTTPException
-from types import TracebackType
 from typing import Any
 
-import laurel.errors
 from laurel.errors import (
-    BusyError,
     ConfigError,
     EngineError,
     LaurelError,
     Terms,
-    UserError,
+    WorkerError,
     spoken_in,
     terms_in_use,
 )
+from laurel.rewards.batching import BackendReplicas, BatcherStats, BatchingScorer
 from laurel.rewards.open import Say
-from laurel.rewards.remote.foreign import LaurelDialect
-from laurel.rewards.remote.http import HttpReplica
-from laurel.rewards.remote.replica import ReplicaFault, ReplicaReply
-from laurel.rewards.remote.router import Router, RouterOptions
+from laurel.rewards.preparing import Prepared, Rendered
 from laurel.rewards.server.service import (
     ModelSettings,
-    RewardService,
     ServedModel,
+    batcher_limits,
     check_settings,
-    open_served,
+    open_backend,
 )
 from laurel.sandbox.limits import available_cores
-from laurel.types import Group, Score
+from laurel.types import Group, Score, TokenGroup
+from laurel.workers.rendezvous import RankPlace
+from laurel.workers.spawned import SpawnedGroup
+from laurel.workers.supervisor import EndlessRestarts
 
 MOST_RESTARTS = 8
-"""Of one replica that dies before it is ready, or ends by itself; then it stays away.
-
-A ready one that a signal has ended is started again at once, however often: it has shown that it
-can work, so whoever kills it is to blame. Where it is its work, as a lack of memory may be, a
-completion that takes replicas down is found and left out by the router.
-"""
-_LONG_ENOUGH = 600.0
-"""Seconds of life after which one that ended by itself begins to count anew."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before one that counts is started again; the first time at once."""
-_START_SECONDS = 1800.0
-_SECONDS_TO_END = 40.0
-_ADMIN_SECONDS = 60.0
+"""Of one replica in a row that scores nothing in between; then it stays away."""
+MOST_LOSSES = 2
+"""Replicas that may be lost with a batch before its parts are scored by themselves."""
+_BROKEN_EXIT_CODE = 70
+"""What sysexits.h calls an internal error. The process is started again."""
+_SLEEP_SECONDS = 60.0
 
 
-class ReplicaProcesses:
-    """Processes that score. It is a context manager that ends them.
+def open_replicas(
+    settings: ModelSettings, num_replicas: int, *, limit: float, say: Say
+) -> ServedModel:
+    """Start processes that hold a model each, and wait until each has proven it.
 
-    Example::
+    Args:
+        settings: Of each. Without `cpu_threads` they share the cores.
+        num_replicas: At least 1.
+        limit: Seconds of a batch after which a replica hangs, and is started again.
+        say: Told what the first of them loads, and what dies. From any thread.
 
-        with ReplicaProcesses(ModelSettings(model=directory), 2) as replicas:
-            scorer = BlockingScorer(replicas.scorer)
+    Raises:
+        UserError: The model cannot be used.
+        EngineError: One of them died while it started.
     """
+    if num_replicas < 1:
+        raise ConfigError(f"num_replicas={num_replicas}: at least one is needed")
+    check_settings(settings)
+    if settings.cpu_threads is None:
+        settings = replace(settings, cpu_threads=max(1, available_cores() // num_replicas))
+    terms = terms_in_use()
+    replicas = BackendReplicas(
+        lambda index: ReplicaProcess(index, settings, terms, limit=limit),
+        num_replicas,
+        name="replica",
+        end=lambda process: process.close(),
+        restarts=EndlessRestarts(MOST_RESTARTS, say),
+        most_losses=MOST_LOSSES,
+        ping=lambda process: process.death(),
+    )
+    first = replicas.replicas[0].value
+    for line in first.said:
+        say(line)
+    scorer = ServedReplicas(replicas, settings, first.version)
+    return ServedModel(name=first.model, version=first.version, scorer=scorer)
+
+
+@dataclass(slots=True, kw_only=True)
+class ReplicasStats(BatcherStats):
+    """What happened so far, and to whom."""
+
+    attempts: int = 0
+    """Calls of replicas."""
+    faults: int = 0
+    """Replicas that were lost."""
+    ready: int = 0
+    """Replicas that can be asked now."""
+
+
+class ServedReplicas(BatchingScorer):
+    """A batcher over processes; `close` ends them."""
 
     def __init__(
-        self,
-        settings: ModelSettings,
-        num_replicas: int,
-        *,
-        say: Say = lambda _: None,
-        options: RouterOptions | None = None,
+        self, replicas: BackendReplicas[ReplicaProcess], settings: ModelSettings, version: str
     ) -> None:
-        """Start them, and wait until each has loaded its model and proven it.
+        """Take over processes that hold the same version of a model."""
+        super().__init__(
+            replicas,
+            model_version=version,
+            limits=batcher_limits(settings),
+            num_threads=len(replicas.replicas),
+        )
+        self.replicas = replicas
+
+    def stats(self) -> ReplicasStats:
+        """What happened so far; a copy."""
+        faults = self.replicas.restarts.number
+        return ReplicasStats(
+            **asdict(super().stats()),
+            attempts=sum(replica.num_done for replica in self.replicas.replicas) + faults,
+            faults=faults,
+            ready=self.replicas.num_ready,
+        )
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nobody is left who could score."""
+        return self.is_lost
+
+    @property
+    def is_lost(self) -> bool:
+        """The same, and nobody is started again."""
+        return self.replicas.failure is not None
+
+    def close(self) -> None:
+        """End the processes first: nobody waits for one that is being started. Idempotent."""
+        self.replicas.close()
+        super().close()
+
+
+class ReplicaProcess:
+    """One process, as the backend of a batcher that it is."""
+
+    def __init__(
+        self, index: int, settings: ModelSettings, terms: Sequence[Terms], *, limit: float
+    ) -> None:
+        """Start it and have it load the model.
 
         Args:
-            settings: Of each. Without `cpu_threads` they share the cores.
-            num_replicas: At least 1.
-            say: Told what the first of them loads, and what dies. From any thread.
-            options: Of the router.
+            index: Among the replicas.
+            settings: Of the model.
+            terms: What settings are called in messages.
+            limit: Seconds of one call.
 
         Raises:
             UserError: The model cannot be used.
-            EngineError: One of them died while it started.
+            EngineError: It died meanwhile.
         """
-        if num_replicas < 1:
-            raise ConfigError(f"num_replicas={num_replicas}: at least one is needed")
-        check_settings(settings)
-        if settings.cpu_threads is None:
-            settings = replace(settings, cpu_threads=max(1, available_cores() // num_replicas))
-        options = options or RouterOptions()
-        api_key = secrets.token_urlsafe(32)
-        self._replicas = [
-            _Process(index, settings, api_key, options, say) for index in range(num_replicas)
-        ]
+        self._limit = limit
         try:
-            deadline = time.monotonic() + _START_SECONDS
-            for process in self._replicas:
-                process.wait_until_ready(deadline)
-        except BaseException:
-            self.close()
-            raise
-        self.scorer = Router(self._replicas, options)
-        """Of one event loop."""
-        for process in self._replicas:
-            process.on_ready = partial(self.scorer.came_back, process.name)
-
-    @property
-    def model(self) -> str:
-        """What they call it."""
-        return self._replicas[0].model
-
-    @property
-    def version(self) -> str:
-        """Of the model."""
-        return self._replicas[0].version
-
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes that live."""
-        return [replica.pid for replica in self._replicas if replica.pid]
-
-    @property
-    def num_ready(self) -> int:
-        """How many can be asked: they live, and have loaded the model."""
-        return sum(replica.is_ready for replica in self._replicas)
-
-    @property
-    def are_lost(self) -> bool:
-        """Whether all of them have died too often."""
-        return all(replica.is_lost for replica in self._replicas)
-
-    def sleep(self) -> None:
-        """Have them finish what they have, and give the memory of devices back.
-
-        Raises:
-            EngineError: One of them could not; those that did not sleep still score.
-        """
-        self._tell_all("sleep")
-
-    def wake(self) -> None:
-        """Have them score again; see `sleep`."""
-        self._tell_all("wake")
-
-    def _tell_all(self, command: str) -> None:
-        failures: list[str] = []
-
-        def tell(replica: _Process) -> None:
-            try:
-                replica.tell(command)
-            except (OSError, HTTPException) as error:
-                failures.append(f"{replica.name}: {error}")
-
-        threads = [threading.Thread(target=tell, args=(one,)) for one in self._replicas]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise EngineError(f"{command} of the reward model failed: {'; '.join(failures)}")
-
-    def close(self) -> None:
-        """Have them finish what they have, and end. Idempotent."""
-        for replica in self._replicas:
-            replica.begin_to_end()
-        for replica in self._replicas:
-            replica.end()
-
-    def __enter__(self) -> ReplicaProcesses:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class _Process:
-    """One replica, whichever process it is at the moment; for the router a `Replica`."""
-
-    max_completions = None
-
-    def __init__(
-        self, index: int, settings: ModelSettings, api_key: str, options: RouterOptions, say: Say
-    ) -> None:
-        self.name = f"replica {index}"
-        self.model = self.version = ""
-        self.is_lost = False
-        self.on_ready: Callable[[], None] = lambda: None
-        """Called where it can be asked again, in the thread that watches it."""
-        self._index = index
-        self._order = {
-            "settings": asdict(settings),
-            "terms": [asdict(one) for one in terms_in_use()],
-            "api_key": api_key,
-            "index": index,
-            "request_seconds": options.attempt_timeout,
-        }
-        self._api_key = api_key
-        self._connections = options.window + 2
-        self._say = say
-        self._error: Exception | None = None
-        self._process: subprocess.Popen[str] | None = None
-        self._http: HttpReplica | None = None
-        self._url = ""
-        self._old: list[HttpReplica] = []
-        self._is_asleep = False
-        self._settled = threading.Event()
-        """Ready for the first time, or never."""
-        self._closing = threading.Event()
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._keep, name=f"laurel-{self.name}", daemon=True)
-        self._thread.start()
-
-    # ------------------------------------------------------------------------ for the router
-
-    async def attempt(
-        self, groups: Sequence[Group], *, request_id: str, timeout: float
-    ) -> ReplicaReply:
-        """See `Replica`."""
-        http = await self._current()
-        return await http.attempt(groups, request_id=request_id, timeout=timeout)
-
-    async def probe(self, *, timeout: float) -> None:
-        """See `Replica`."""
-        await (await self._current()).probe(timeout=timeout)
-
-    async def aclose(self) -> None:
-        """See `Replica`. The process goes on."""
-        if self._http is not None:
-            self._old.append(self._http)
-        while self._old:
-            await self._old.pop().aclose()
-
-    async def _current(self) -> HttpReplica:
-        while self._old:
-            await self._old.pop().aclose()
-        if self._http is None:
-            raise ReplicaFault("connection", f"{self.name} is being started again")
-        return self._http
-
-    # ----------------------------------------------------------------------- for the parent
+            self._group = SpawnedGroup("replica", ModelWorker, settings, terms, local_rank=index)
+        except WorkerError as error:
+            if isinstance(error.__cause__, LaurelError):
+                raise error.__cause__ from None
+            why = str(error).partition("\n")[0]
+            raise EngineError(f"replica {index} died while it started ({why})") from error
+        self.model, self.version, self.said = self._ask("about")
 
     @property
     def pid(self) -> int:
-        """Of the process; 0: there is none."""
-        process = self._process
-        return process.pid if process is not None and process.poll() is None else 0
+        """Of the process."""
+        return self._group.pid
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether it can be asked."""
-        return self._http is not None
+    def death(self) -> str | None:
+        """How the process has ended; None where it lives."""
+        return self._group.death()
 
-    def wait_until_ready(self, deadline: float) -> None:
-        """Wait for the first process; raises why there is none."""
-        if not self._settled.wait(deadline - time.monotonic()):
-            raise EngineError(f"{self.name} was not ready in {_START_SECONDS:g} s")
-        if self._error is not None:
-            raise self._error
+    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
+        """See `Encoder`."""
+        found: list[Prepared] = self._ask("prepare", groups)
+        return found
 
-    def tell(self, command: str) -> None:
-        """Ask for a change of state. One that is being started gets to know in time."""
-        with self._lock:
-            self._is_asleep = command == "sleep"
-            if self._http is not None:
-                self._admin(command)
+    def prepare_rendered(self, row: Rendered) -> TokenGroup:
+        """See `Encoder`."""
+        found: TokenGroup = self._ask("prepare_rendered", row)
+        return found
 
-    def _admin(self, command: str) -> None:
-        request = urllib.request.Request(
-            f"{self._url}/admin/{command}",
-            method="POST",
-            headers={"Authorization": f"Bearer {self._api_key}"},
-        )
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=_ADMIN_SECONDS) as response:
-            response.read()
+    def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
+        """See `Backend`."""
+        found: list[tuple[Score, ...]] = self._ask("score_tokens", tokens)
+        return found
 
-    def begin_to_end(self) -> None:
-        """Ask the process to finish what it has."""
-        self._closing.set()
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
+    def sleep(self) -> None:
+        """See `Backend`."""
+        self._ask("sleep", timeout=_SLEEP_SECONDS)
 
-    def end(self) -> None:
-        """Wait for the process, not for ever."""
-        self._thread.join(_SECONDS_TO_END)
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-        self._thread.join()
+    def wake(self) -> None:
+        """See `Backend`."""
+        self._ask("wake", timeout=_SLEEP_SECONDS)
 
-    # -------------------------------------------------------------------------- the watcher
+    def close(self) -> None:
+        """See `Backend`. What it has under way is finished, if that is soon."""
+        self._group.shutdown()
 
-    def _keep(self) -> None:
-        """Start the process, and again when it dies."""
-        deaths = 0
-        while not self._closing.is_set():
-            began = time.monotonic()
-            status, was_ready = self._live()
-            if self._closing.is_set() or self._error is not None:
-                break
-            if not self._settled.is_set():
-                self._error = EngineError(f"{self.name} died while it started ({_said(status)})")
-                break
-            if was_ready and status < 0:
-                deaths = 0
-            elif was_ready and time.monotonic() - began > _LONG_ENOUGH:
-                deaths = 1
-            else:
-                deaths += 1
-            if deaths > MOST_RESTARTS:
-                self.is_lost = True
-                self._say(f"warning: {self.name} died {deaths} times and stays away")
-                break
-            self._say(f"warning: {self.name} died ({_said(status)}); it is started again")
-            if deaths > 1:
-                self._closing.wait(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (deaths - 2)))
-        self._settled.set()
-
-    def _live(self) -> tuple[int, bool]:
-        """One process from its start to its end; its status, and whether it became ready."""
-        with subprocess.Popen(
-            [sys.executable, "-m", "laurel.rewards.server.replicas"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            self._process = process
-            assert process.stdin is not None
-            assert process.stdout is not None
-            if self._closing.is_set():
-                process.kill()
-            try:
-                process.stdin.write(json.dumps(self._order) + "\n")
-                process.stdin.flush()
-                for line in process.stdout:
-                    self._hear(json.loads(line))
-            except BrokenPipeError:
-                pass
-            with self._lock:
-                was_ready = self._http is not None
-                if self._http is not None:
-                    self._old.append(self._http)
-                self._http = None
-            return process.wait(), was_ready
-
-    def _hear(self, said: dict[str, Any]) -> None:
-        if "say" in said:
-            if self._index == 0 and not self._settled.is_set():
-                self._say(said["say"])
-        elif "error" in said:
-            kind = getattr(laurel.errors, said["error"], UserError)
-            if self._settled.is_set():
-                self._say(f"warning: {self.name} cannot be started again: {said['message']}")
-            else:
-                self._error = kind(said["message"])
-        else:
-            self._url = f"http://127.0.0.1:{said['port']}"
-            with self._lock:
-                self.model, self.version = said["model"], said["version"]
-                try:
-                    if self._is_asleep:
-                        self._admin("sleep")
-                except OSError:  # it may have died again; if not, it would hold memory
-                    assert self._process is not None
-                    self._process.kill()
-                    return
-                self._http = HttpReplica(
-                    self._url,
-                    LaurelDialect(),
-                    api_key=self._api_key,
-                    connections=self._connections,
-                )
-            self._settled.set()
-            self.on_ready()
-
-
-def _said(status: int) -> str:
-    return f"signal {-status}" if status < 0 else f"exit code {status}"
+    def _ask(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
+        try:
+            return self._group.call_one(0, method, *arguments, timeout=timeout or self._limit)
+        except WorkerError as error:
+            if error.is_lost or error.__cause__ is None:
+                raise
+            raise error.__cause__ from None
 
 
 # --------------------------------------------------------------------------------------------------
-# The process of one replica: a reward server on a free port of loopback that its parent watches.
-#
-# Its parent writes one line of JSON to its standard input and keeps that open: when it closes, the
-# parent has died, and so does the replica. What it has to say goes to its standard output, a line
-# of
-# JSON each: `{"say": text}`, `{"port", "model", "version"}` when it is ready, `{"error",
-# "message"}`.
-
-_BROKEN_EXIT_CODE = 70
-"""What sysexits.h calls an internal error. The parent starts it again."""
+# What is in such a process.
 
 
-def main() -> None:
-    """Serve until told to end."""
-    lines = os.fdopen(os.dup(1), "w", buffering=1, encoding="ascii")
-    os.dup2(2, 1)  # whatever libraries print must not look like what we say
+class ModelWorker:
+    """The worker of one process: a model, as what a batcher asks."""
 
-    def tell(**said: Any) -> None:
+    def __init__(self, place: RankPlace, settings: ModelSettings, terms: Sequence[Terms]) -> None:
+        """Load the model, and make it prove itself.
+
+        Args:
+            place: Which of several GPUs it takes, by turns.
+            settings: Of the model.
+            terms: What settings are called in messages.
+        """
+        _choose_device(settings, place.local_rank)
+        self._said: list[str] = []
+        self._model, self._version, self._backend = spoken_in(
+            terms, open_backend, settings, say=self._said.append
+        )
+        self._known: list[TokenGroup] = []
+        """A conversation that the model could score."""
+
+    def about(self) -> tuple[str, str, list[str]]:
+        """The model's name and version, and what was said of it."""
+        return self._model, self._version, self._said
+
+    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
+        """See `Encoder`."""
+        return self._backend.prepare(groups)
+
+    def prepare_rendered(self, row: Rendered) -> TokenGroup:
+        """See `Encoder`."""
+        return self._backend.prepare_rendered(row)
+
+    def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
+        """See `Backend`. A device that fails at everything comes back only with a new process."""
         try:
-            lines.write(json.dumps(said) + "\n")
-        except OSError:
-            os._exit(1)  # nobody reads any more
+            scores = self._backend.score_tokens(tokens)
+        except EngineError:
+            os._exit(_BROKEN_EXIT_CODE)
+        except Exception:
+            if self._known:
+                try:
+                    self._backend.score_tokens(self._known)
+                except Exception:
+                    os._exit(_BROKEN_EXIT_CODE)
+            raise
+        self._known = self._known or list(tokens[:1])
+        return scores
 
-    order = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        _serve(order, tell)
-    except LaurelError as error:
-        tell(error=type(error).__name__, message=str(error))
-        sys.exit(error.exit_code)
-    gc.freeze()  # all is done: looking through what is left for garbage would take a second
+    def sleep(self) -> None:
+        """See `Backend`."""
+        self._backend.sleep()
 
+    def wake(self) -> None:
+        """See `Backend`."""
+        self._backend.wake()
 
-def _serve(order: dict[str, Any], tell: Any) -> None:
-    from laurel.rewards.server.app import GateOptions, make_app
-    from laurel.rewards.server.run import ServerRun, in_thread, listen
-
-    settings = ModelSettings(**order["settings"])
-    listener = listen("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    service = RewardService(request_seconds=order["request_seconds"])
-    app = make_app(service, GateOptions(api_key=order["api_key"], hosts=("127.0.0.1",)))
-
-    def load() -> ServedModel:
-        _choose_device(settings, order["index"])
-        terms = [Terms(**one) for one in order["terms"]]
-        return spoken_in(terms, open_served, settings, say=lambda text: tell(say=text))
-
-    async def open_model() -> ServedModel:
-        return await in_thread(load, name="loading")
-
-    def on_ready(model: ServedModel) -> None:
-        threading.Thread(target=_end_when_broken, args=(service,), daemon=True).start()
-        tell(port=port, model=model.name, version=model.version)
-
-    ServerRun(app, service, listener).run(open_model, on_ready=on_ready)
+    def shutdown(self) -> None:
+        """Let the model go."""
+        self._backend.close()
 
 
 def _choose_device(settings: ModelSettings, index: int) -> None:
-    """Of several GPUs each replica takes one, by turns. In the thread that loads."""
     if not settings.model or settings.device == "cpu":
         return
     import torch
 
     if (count := torch.cuda.device_count()) > 1:
         torch.cuda.set_device(index % count)
-
-
-def _end_with_parent() -> None:
-    while os.read(0, 1024):
-        pass
-    os._exit(1)
-
-
-def _end_when_broken(service: RewardService) -> None:
-    """A device that fails at everything comes back only with a new process."""
-    while service.state != "broken":
-        time.sleep(1.0)
-    os._exit(_BROKEN_EXIT_CODE)
-
-
-if __name__ == "__main__":
-    main()
-
-
-# --------------------------------------------------------------------------------------------------
-# Processes of a reward model as what a server serves: with an end to the queue, and figures.
-
-
-@dataclass(slots=True, kw_only=True)
-class ReplicasStats:
-    """What happened so far."""
-
-    requests: int = 0
-    completions: int = 0
-    scored: int = 0
-    failed: int = 0
-    """Completions that got a failure."""
-    refused: int = 0
-    """Requests that found the queue full."""
-    cancelled: int = 0
-    """Requests that nobody waited for any more."""
-    attempts: int = 0
-    """Requests to replicas."""
-    faults: int = 0
-    """Attempts and probes of which a replica made nothing."""
-    waiting: int = 0
-    """Completions that wait or are under way now."""
-    ready: int = 0
-    """Replicas that can be asked now."""
-
-
-class ServedReplicas:
-    """A `ServedScorer` over processes, in one event loop."""
-
-    def __init__(self, replicas: ReplicaProcesses, *, max_waiting: int) -> None:
-        """Take over processes; `aclose` ends them.
-
-        Args:
-            replicas: Those that score.
-            max_waiting: Completions that may wait or be under way.
-        """
-        self._replicas = replicas
-        self._max_waiting = max_waiting
-        self._stats = ReplicasStats()
-        self._began = time.monotonic()
-
-    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `protocols.Scorer`.
-
-        Raises:
-            BusyError: Too much waits already.
-        """
-        stats = self._stats
-        size = sum(len(group.completions_G) for group in groups)
-        if stats.waiting and stats.waiting + size > self._max_waiting:
-            stats.refused += 1
-            rate = stats.scored / (time.monotonic() - self._began)
-            message = f"{stats.waiting} completions wait; no more than {self._max_waiting} may"
-            raise BusyError(message, retry_after=min(60.0, stats.waiting / max(rate, 1.0)))
-        stats.requests += 1
-        stats.completions += size
-        stats.waiting += size
-        try:
-            scores = await self._replicas.scorer.score(groups)
-        except asyncio.CancelledError:
-            stats.cancelled += 1
-            raise
-        finally:
-            stats.waiting -= size
-        failed = sum(score.failure is not None for scores_G in scores for score in scores_G)
-        stats.failed += failed
-        stats.scored += size - failed
-        return scores
-
-    def stats(self) -> ReplicasStats:
-        """What happened so far; a copy."""
-        counts = self._replicas.scorer.counts
-        faults = sum(count for name, count in counts.items() if name.startswith("fault_"))
-        ready = self._replicas.num_ready
-        return replace(self._stats, attempts=counts["attempts"], faults=faults, ready=ready)
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether nobody is left who could score."""
-        return self._replicas.are_lost
-
-    @property
-    def is_lost(self) -> bool:
-        """The same, and nobody is started again."""
-        return self._replicas.are_lost
-
-    async def sleep(self) -> None:
-        """See `ReplicaProcesses`."""
-        await asyncio.to_thread(self._replicas.sleep)
-
-    async def wake(self) -> None:
-        """See `ReplicaProcesses`."""
-        await asyncio.to_thread(self._replicas.wake)
-
-    async def aclose(self) -> None:
-        """End the router, then the processes."""
-        await self._replicas.scorer.aclose()
-        await asyncio.to_thread(self._replicas.close)

@@ -86,7 +86,7 @@ class ServerRun:
         """
         config = uvicorn.Config(
             app,
-            http=_protocol(),
+            http=LimitedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -269,16 +269,6 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-def _protocol() -> Any:
-    """uvicorn's protocol with limits on the head of a request; without httptools its slower one,
-    which has limits of its own on size, and none on time."""
-    try:
-        pass
-    except ImportError:
-        return "h11"
-    return LimitedProtocol
 
 
 # --------------------------------------------------------------------------------------------------

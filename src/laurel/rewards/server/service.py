@@ -10,13 +10,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
 import re
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -300,28 +301,16 @@ class RewardService:
         task.add_done_callback(self._changes.discard)
         return await asyncio.shield(task)
 
-    def _one_change(self) -> _Change:
+    @contextlib.asynccontextmanager
+    async def _one_change(self) -> AsyncIterator[ServedModel]:
+        """The model, for one change of state at a time."""
         if self._changing.locked():
             raise RefusedRequestError(409, "changing", "another change is under way", retry_after=1)
-        return _Change(self, self._changing)
-
-
-class _Change:
-    """Holds the model for one change of state at a time."""
-
-    def __init__(self, service: RewardService, lock: asyncio.Lock) -> None:
-        self._service = service
-        self._lock = lock
-
-    async def __aenter__(self) -> ServedModel:
-        served, state = self._service.served, self._service.state
+        served, state = self._served, self.state
         if served is None or state == "draining":
             raise RefusedRequestError(503, state, f"the server is {state}", retry_after=1.0)
-        await self._lock.acquire()
-        return served
-
-    async def __aexit__(self, *_: object) -> None:
-        self._lock.release()
+        async with self._changing:
+            yield served
 
 
 async def _until_quiet(served: ServedModel, seconds: float) -> bool:
@@ -338,14 +327,12 @@ async def _until_quiet(served: ServedModel, seconds: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ScoringAnswer:
-    """What a request is answered with."""
+    """What a request for scores is answered with."""
 
     body: bytes
-    status: int = 200
-    """Of HTTP."""
-    content_type: bytes = b"application/json"
+    """JSON."""
     version: str = ""
-    """Of the model that scored, where one did."""
+    """Of the model that scored."""
 
 
 class _Answering:
@@ -369,7 +356,7 @@ class AnswerMemory:
         self._under_way: dict[str, _Answering] = {}
 
     async def once(
-        self, request_id: str, digest: bytes, make: Callable[[], Awaitable[ScoringAnswer]]
+        self, request_id: str, digest: bytes, make: Callable[[], Coroutine[Any, Any, ScoringAnswer]]
     ) -> ScoringAnswer:
         """The answer to a request; made unless it is known or being made.
 
@@ -388,7 +375,7 @@ class AnswerMemory:
             return known[1]
         entry = self._under_way.get(request_id)
         if entry is None or entry.making.cancelling():
-            entry = _Answering(digest, asyncio.ensure_future(_made(make)))
+            entry = _Answering(digest, asyncio.create_task(make()))
             self._under_way[request_id] = entry
         self._check(digest, entry.digest, request_id)
         entry.waiting += 1
@@ -417,10 +404,6 @@ class AnswerMemory:
         while len(self._known) > self._max_entries or self._bytes > self._max_bytes:
             _, (_, dropped) = self._known.popitem(last=False)
             self._bytes -= len(dropped.body)
-
-
-async def _made(make: Callable[[], Awaitable[ScoringAnswer]]) -> ScoringAnswer:
-    return await make()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -466,27 +449,17 @@ def check_settings(settings: ModelSettings) -> None:
         check_at_once(find_model(settings.model))
 
 
-def open_batcher(settings: ModelSettings, *, say: Say) -> tuple[str, str, BatchingScorer]:
-    """Load a model, make it prove itself, and put a batcher before it. Blocks.
+def open_backend(settings: ModelSettings, *, say: Say) -> tuple[str, str, Backend]:
+    """Load a model, and make it prove itself. Blocks.
 
     Returns:
-        Its name, its version, and the scorer.
+        Its name, its version, and what computes its scores.
 
     Raises:
         UserError: Not a reward model, or not the one it was: see `load_scorer`.
     """
-    limits = BatcherLimits(
-        batch_tokens=settings.batch_tokens,
-        max_delay=settings.max_delay,
-        max_waiting=settings.max_waiting,
-        cache_entries=65536 if settings.model else 0,
-    )
-
-    def batcher(backend: Backend, version: str) -> BatchingScorer:
-        return BatchingScorer(backend, model_version=version, limits=limits)
-
     if not settings.model:
-        return NULL_NAME, NULL_VERSION, batcher(NullScorer(), NULL_VERSION)
+        return NULL_NAME, NULL_VERSION, NullScorer()
     check_settings(settings)
     from laurel.workers.process import prepare
 
@@ -504,13 +477,23 @@ def open_batcher(settings: ModelSettings, *, say: Say) -> tuple[str, str, Batchi
         scorer: Backend = load_vllm_scorer(place, spec, say=say)
     else:
         scorer = load_scorer(place, spec, say=say)
-    version = model_version(place.name)
-    return settings.model, version, batcher(scorer, version)
+    return settings.model, model_version(place.name), scorer
+
+
+def batcher_limits(settings: ModelSettings) -> BatcherLimits:
+    """How requests to a served model are merged."""
+    return BatcherLimits(
+        batch_tokens=settings.batch_tokens,
+        max_delay=settings.max_delay,
+        max_waiting=settings.max_waiting,
+        cache_entries=65536 if settings.model else 0,
+    )
 
 
 def open_served(settings: ModelSettings, *, say: Say) -> ServedModel:
-    """The same as what a service takes."""
-    name, version, scorer = open_batcher(settings, say=say)
+    """A model in this process, as a service takes it; see `open_backend`."""
+    name, version, backend = open_backend(settings, say=say)
+    scorer = BatchingScorer(backend, model_version=version, limits=batcher_limits(settings))
     return ServedModel(name=name, version=version, scorer=scorer)
 
 

@@ -1,0 +1,201 @@
+"""The class of Laurel's commands: what each of them has, and how mistakes in its options are told.
+
+Each takes `--quiet` and `--verbose`, which may stand anywhere, and dataclasses as parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from laurel.config.yaml_tree import nearest
+from laurel.observe.console import Verbosity, set_verbosity
+
+Command = Callable[..., Any]
+_SAID = "laurel.verbosity"
+
+
+def begin(context: typer.Context) -> None:
+    """Of a command line that is about to be carried out: as much is said as it asks for so far."""
+    set_verbosity(context.meta.get(_SAID, "normal"))
+
+
+def _says(wanted: Verbosity) -> Callable[[typer.Context, bool], bool]:
+    def callback(context: typer.Context, is_said: bool) -> bool:
+        if is_said and not context.resilient_parsing:
+            if context.meta.setdefault(_SAID, wanted) != wanted:
+                raise typer.BadParameter("--quiet and --verbose exclude each other")
+            set_verbosity(wanted)
+        return is_said
+
+    return callback
+
+
+def _options(*, is_hidden: bool) -> tuple[Any, Any]:
+    quiet = typer.Option(
+        "--quiet",
+        "-q",
+        callback=_says("quiet"),
+        hidden=is_hidden,
+        help="Only errors, warnings and results. May stand anywhere.",
+    )
+    verbose = typer.Option(
+        "--verbose",
+        "-v",
+        callback=_says("verbose"),
+        hidden=is_hidden,
+        help="Also debug messages, and where in the code an error is from. May stand anywhere.",
+    )
+    return Annotated[bool, quiet], Annotated[bool, verbose]
+
+
+QuietOption, VerboseOption = _options(is_hidden=False)
+
+
+class App(typer.Typer):
+    """Commands, or a group of them, each of which also takes `--quiet` and `--verbose`.
+
+    A parameter whose annotation is a dataclass stands for one option per field, each as the field
+    is annotated and with the field's default; the command is called with the dataclass made.
+    Examples in their help stay in one line, which can be copied, and what is wrong with an option
+    is told in our words, and so is a command that is none.
+    """
+
+    def __init__(self, *, cls: type[TyperGroup] | None = None, **settings: Any) -> None:
+        super().__init__(cls=cls or _PlainGroup, rich_markup_mode=None, **settings)
+
+    def command(  # type: ignore[override]
+        self, name: str | None = None, **settings: Any
+    ) -> Callable[[Command], Command]:
+        """What registers a function as a command, and leaves it as it is."""
+
+        def register(command: Command) -> Command:
+            text = inspect.getdoc(command) or ""
+            text = re.sub(r"^Example: ", "\b\nExample:\n  ", text, flags=re.MULTILINE)
+            settings.update(cls=_PlainCommand, help=text)
+            typer.Typer.command(self, name, **settings)(_with_options(command))
+            return command
+
+        return register
+
+
+def _with_options(command: Command) -> Command:
+    """A command with the fields of its dataclasses as options, in their place and order."""
+    quiet, verbose = _options(is_hidden=True)
+    options: dict[str, tuple[Any, Any]] = {}
+    groups: dict[str, Any] = {}
+    hints = get_type_hints(command, include_extras=True)
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if is_dataclass(kind):
+            groups[parameter.name] = kind
+            types = get_type_hints(kind, include_extras=True)
+            options |= {one.name: (types[one.name], one.default) for one in fields(kind)}
+        else:
+            options[parameter.name] = kind, parameter.default
+    options |= {"is_quiet": (quiet, False), "is_verbose": (verbose, False)}
+
+    @functools.wraps(command)
+    def called(*, is_quiet: bool, is_verbose: bool, **said: Any) -> Any:
+        # The callbacks of the two have done what they are for.
+        made = {
+            name: kind(**{one.name: said.pop(one.name) for one in fields(kind)})
+            for name, kind in groups.items()
+        }
+        return command(**made, **said)
+
+    called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+            )
+            for name, (kind, default) in options.items()
+        ]
+    )
+    called.__annotations__ = {name: kind for name, (kind, _) in options.items()}
+    return called
+
+
+# ------------------------------------------------------------------------------------- bad options
+
+_NOT_ONE_OF = re.compile(r"(?P<said>'.*') is not one of (?P<choices>.+?)\.?")
+_OF_PYDANTIC = {
+    "int_parsing": "{input!r} is no whole number",
+    "float_parsing": "{input!r} is no number",
+    "greater_than_equal": "{input} is less than {ge}",
+    "less_than_equal": "{input} is more than {le}",
+}
+"""What is wrong with a number, by pydantic's name for it; with the value and its limit."""
+
+
+class _PlainCommand(TyperCommand):
+    """typer checks options with pydantic, and shows what that says to programmers."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)  # the parser takes them out of its list
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = _in_our_words(error)
+            raise
+        except Exception as error:  # typer does not export its error of an unknown option
+            name = getattr(error, "option_name", None)
+            takes_overrides = any(one.name == "overrides" for one in self.params)
+            if isinstance(name, str) and "." in name and takes_overrides:
+                error.message = _not_an_option(name, given)  # type: ignore[attr-defined]
+                error.possibilities = None  # type: ignore[attr-defined]
+            raise
+
+
+class _PlainGroup(TyperGroup):
+    """Whoever names no command is told which there are."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:  # typer does not export its error of a wrong command line
+            said = getattr(error, "message", "")
+            if said.startswith("No such command"):
+                meant = [one for one in args[1:2] if one in self.commands and "mean" not in said]
+                hint = "".join(f" Did you mean '{one}'?" for one in meant)
+                known = ", ".join(self.list_commands(ctx))
+                error.message = f"{said}{hint} Choose one of {known}"  # type: ignore[attr-defined]
+            raise
+
+
+def _not_an_option(name: str, given: Sequence[str]) -> str:
+    """How a key of the configuration is said, to one who wrote it as an option."""
+    at, said = next((at, one) for at, one in enumerate(given) if one.partition("=")[0] == name)
+    _, equals, value = said.partition("=")
+    if not equals:
+        following = given[at + 1] if at + 1 < len(given) else ""
+        is_value = following and following[0] != "-" and "=" not in following
+        value = shlex.quote(following) if is_value else "VALUE"
+    return (
+        f"No such option: {name}. Keys of the configuration have no dashes before them: "
+        f"write {name.lstrip('-')}={value}"
+    )
+
+
+def _in_our_words(error: typer.BadParameter) -> str:
+    """What is wrong with the value of an option: a choice with its choices, a number."""
+    message = error.message.removeprefix("Value error, ")
+    found = _NOT_ONE_OF.fullmatch(message)
+    if found:
+        choices = [one.strip("' ") for one in found["choices"].split(",")]
+        near = nearest(found["said"].strip("'"), choices)
+        hint = f" Did you mean {near}?" if near else ""
+        return f"{found['said']} is none of its choices.{hint} Choose one of {', '.join(choices)}"
+    told: list[Any] = getattr(error.__cause__, "errors", list)()
+    wording = _OF_PYDANTIC.get(told[0]["type"]) if told else None
+    if wording is None:
+        return message
+    return wording.format(input=told[0]["input"], **told[0].get("ctx", {}))

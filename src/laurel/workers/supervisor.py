@@ -1,0 +1,259 @@
+"""Replaceable processes: started, looked after, started again where they are lost, and ended."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+from laurel.errors import LaurelError, WorkerError
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
+
+LAST_RESTART = 120.0
+"""Seconds that the end of all waits for a replica that is just being started."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+
+
+class ReplicaLoss(NamedTuple):
+    """What became of a replica, and what is done about it."""
+
+    told: str
+    refused: str | None
+    """Why it is not started again; None: it is."""
+    pause: float = 0.0
+    """Seconds before it is started again."""
+
+    def __str__(self) -> str:
+        return self.told if self.refused is None else f"{self.told}; no restart: {self.refused}"
+
+
+class Restartable(Protocol):
+    """What a budget of restarts knows of a replica."""
+
+    name: str
+    last_failure: str | None
+    """Why it was started again, as long as it has done nothing since."""
+
+
+class Restarts:
+    """Allows restarts up to a number, and none of a replica that fails as it did before.
+
+    What fails in the same way when it has just been started is no accident. Any thread may ask.
+    """
+
+    def __init__(self, most: int, say: Callable[[str], None] = _log.warning) -> None:
+        """Begin without a loss.
+
+        Args:
+            most: Restarts of all replicas together.
+            say: Told of every restart.
+        """
+        self.most = most
+        self.say = say
+        self._number = 0
+        self._lock = threading.Lock()
+
+    @property
+    def number(self) -> int:
+        """How many there have been."""
+        return self._number
+
+    def after(self, failure: BaseException, of: Restartable) -> ReplicaLoss:
+        """Count a loss, and say so where the replica may be started again."""
+        # What follows the first line is about the end of a run, or a traceback.
+        reason = str(failure).partition("\n")[0]
+        told = f"{of.name} was lost ({reason})"
+        with self._lock:
+            if of.last_failure == reason:
+                again = "it failed in the same way when it had just been started again"
+                return ReplicaLoss(told, again)
+            if self._number >= self.most:
+                return ReplicaLoss(told, f"{self.most} restarts are the limit of a run")
+            self._number += 1
+            of.last_failure = reason
+            count = f"restart {self._number} of {self.most} at most"
+        self.say(f"{told}; it is started again, {count}")
+        return ReplicaLoss(told, None)
+
+
+class EndlessRestarts(Restarts):
+    """Allows any number of restarts of a replica that worked in between, for what runs for months.
+
+    One that is lost so often in a row without having done anything is given up, after pauses.
+    """
+
+    def __init__(self, most: int, say: Callable[[str], None] = _log.warning) -> None:
+        """Begin without a loss; `most` is how often one may be lost in a row."""
+        super().__init__(most, say)
+        self._in_a_row: dict[str, int] = {}
+
+    def after(self, failure: BaseException, of: Restartable) -> ReplicaLoss:
+        """Count a loss, and say what is done about it."""
+        reason = str(failure).partition("\n")[0]
+        ended = re.search(r"signal \d+|exit code \d+", reason)
+        told = f"warning: {of.name} died ({ended[0] if ended else reason})"
+        with self._lock:
+            losses = 1 if of.last_failure is None else self._in_a_row[of.name] + 1
+            self._in_a_row[of.name] = losses
+            of.last_failure = reason
+            if losses > self.most:
+                return ReplicaLoss(told, f"it died {losses} times and stays away")
+            self._number += 1
+        self.say(f"{told}; it is started again")
+        pause = _FIRST_PAUSE * 2 ** (losses - 2) if losses > 1 else 0.0
+        return ReplicaLoss(told, None, min(_LONGEST_PAUSE, pause))
+
+
+class Replica(Generic[T]):
+    """One of several equal processes, whichever process it is at the moment."""
+
+    value: T
+    """What speaks to the process."""
+
+    def __init__(self, index: int, name: str) -> None:
+        """Begin without a process."""
+        self.index = index
+        self.name = name
+        self.state: Literal["starting", "ready", "waiting", "gone"] = "starting"
+        self.is_busy = False
+        self.num_done = 0
+        """Calls that it has answered."""
+        self.last_failure: str | None = None
+        """See `Restartable`."""
+
+
+class Supervisor(Generic[T]):
+    """Starts replicas, starts again those that are lost, as often as is allowed, and ends them.
+
+    All methods may be called by any thread, and block.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], T],
+        replicas: Sequence[Replica[T]],
+        *,
+        end: Callable[[T], None],
+        restarts: Restarts,
+        bring_up: Callable[[T, int], str] = lambda value, index: "",
+    ) -> None:
+        """Start all of them, at the same time.
+
+        Args:
+            make: Starts the replica with this number; called again, when the one before has been
+                ended, to start it anew.
+            replicas: At least one, without a process.
+            end: Ends one. Idempotent; one that is lost may raise a `LaurelError`.
+            restarts: How often they may be started again.
+            bring_up: Brings one that is started again to where the others are; what it returns is
+                said after "is back".
+
+        Raises:
+            Exception: What `make` raised first, where one cannot be started; the others are ended.
+        """
+        self.restarts = restarts
+        self.replicas = replicas
+        self.last_loss: ReplicaLoss | None = None
+        self.last_failure: Exception | None = None
+        self._make = make
+        self._end = end
+        self._bring_up = bring_up
+        self._closing = threading.Event()
+        self._changed = threading.Condition()
+        self._started: set[int] = set()
+        self._restarting: list[threading.Thread] = []
+        try:
+            in_parallel(self._start, self.replicas)
+        except BaseException:
+            self.close()
+            raise
+        for replica in self.replicas:
+            replica.state = "ready"
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether all have been ended."""
+        return self._closing.is_set()
+
+    def _start(self, replica: Replica[T]) -> None:
+        value = self._make(replica.index)
+        with self._changed:
+            is_late = self._closing.is_set()
+            if not is_late:
+                replica.value = value
+                self._started.add(replica.index)
+        if is_late:
+            self._end(value)
+            raise WorkerError(f"{replica.name} was started while all were ended")
+
+    def restart(self, replica: Replica[T], failure: Exception) -> ReplicaLoss | None:
+        """Start a replica again, until it works; why not, where that is not allowed any more."""
+        reason: Exception | None = failure
+        while reason is not None and not self.is_closed:
+            with suppress(LaurelError):  # it is lost: however it ends
+                self._end(replica.value)
+            self.last_failure = reason
+            loss = self.last_loss = self.restarts.after(reason, replica)
+            if loss.refused is not None:
+                self.restarts.say(str(loss))
+                return loss
+            if self._closing.wait(loss.pause):
+                break
+            try:
+                self._start(replica)
+                told = self._bring_up(replica.value, replica.index)
+            except Exception as error:  # whatever it is, the others go on
+                reason = error
+            else:
+                reason = None
+                self.restarts.say(f"{replica.name} is back{told}")
+        return None
+
+    def close(self, *, patience: float = LAST_RESTART) -> None:
+        """End all of them, also those that are just being started. Idempotent.
+
+        Args:
+            patience: Seconds to wait for a replica that is just being started. Where that uses Ray
+                and asks for something when its cluster has gone, Ray ends this process.
+        """
+        with self._changed:
+            if self.is_closed:
+                return
+            self._closing.set()
+            self._changed.notify_all()
+            values = [self.replicas[index].value for index in sorted(self._started)]
+            restarting = list(self._restarting)
+        try:
+            in_parallel(self._end, values)
+        finally:
+            for thread in restarting:
+                thread.join(patience)
+                if thread.is_alive():
+                    _log.warning("a replica is still being started; it is left behind")
+
+
+def in_parallel(work: Callable[[R], Any], arguments: Iterable[R]) -> None:
+    """Call a function in a thread for each argument; raises, in the end, what was raised first."""
+    errors: list[BaseException] = []
+
+    def attempt(argument: R) -> None:
+        try:
+            work(argument)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=attempt, args=(one,), name="laurel-replica") for one in arguments
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,229 @@
+"""What a `ReplicaSet` promises over every group whose processes can be lost, with real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+
+from group_workers import Worker
+from laurel.errors import EngineError, WorkerError
+from laurel.protocols import WorkerGroup
+from laurel.workers.replica_set import ReplicaSet, TakesDownError
+from laurel.workers.reservations import Resources
+from laurel.workers.spawned import SpawnedGroup
+from laurel.workers.supervisor import EndlessRestarts, Restarts
+from process_group import ProcessGroup
+from reward_servers import wait_until
+
+pytestmark = pytest.mark.slow_parameters("ray", "spawned")
+
+LIMIT = 5.0
+ROLE = "tester"
+
+
+class Made:
+    """Replicas of a `Worker`, and what became of them."""
+
+    def __init__(self, make_group: Callable[[], WorkerGroup], number: int, **options: Any) -> None:
+        self.said: list[str] = []
+        self.groups: list[WorkerGroup] = []
+        self.before_making: Callable[[], None] = lambda: None
+
+        def make(index: int) -> WorkerGroup:
+            if len(self.groups) >= number:
+                self.before_making()
+            self.groups.append(make_group())
+            return self.groups[-1]
+
+        options = {"restarts": Restarts(3, self.said.append), **options}
+        self.replicas = ReplicaSet[WorkerGroup](
+            make, number, name=ROLE, end=lambda group: group.shutdown(), **options
+        )
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        return self.replicas.call(lambda group: group.call_one(0, method, *arguments))
+
+    def pids(self) -> list[int]:
+        return [replica.value.call_one(0, "pid") for replica in self.replicas.replicas]
+
+    def until_ready(self, number: int) -> None:
+        wait_until(lambda: self.replicas.num_ready == number, seconds=60)
+
+
+@pytest.fixture(params=["forked", "spawned", "ray"])
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Made]]:
+    """Makes a replica set, of so many groups of one kind."""
+
+    def group() -> WorkerGroup:
+        if request.param == "forked":
+            return ProcessGroup(ROLE, 1, Worker, limit=LIMIT)
+        if request.param == "spawned":
+            return SpawnedGroup(ROLE, Worker, limit=LIMIT)
+        ray_actor = pytest.importorskip("laurel.workers.ray_actor", exc_type=ImportError)
+        request.getfixturevalue("small_cluster")
+        found: WorkerGroup = ray_actor.SpreadGroup(ROLE, Resources(cpus=0.1), Worker, limit=LIMIT)
+        return found
+
+    made: list[Made] = []
+
+    def maker(number: int, **options: Any) -> Made:
+        made.append(Made(group, number, **options))
+        return made[-1]
+
+    yield maker
+    for one in made:
+        one.replicas.close()
+
+
+def killing(number: signal.Signals, others: list[int]) -> Callable[[WorkerGroup], int]:
+    """Work that ends the process that it is given to, unless that is one of others."""
+
+    def work(group: WorkerGroup) -> int:
+        pid: int = group.call_one(0, "pid")
+        if pid not in others:
+            others.append(pid)
+            os.kill(pid, number)
+        found: int = group.call_one(0, "compute", 1)
+        return found
+
+    return work
+
+
+def test_all_of_them_work_and_one_has_one_call_at_a_time(make: Callable[..., Made]) -> None:
+    made = make(2)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda i: made.ask("compute", i), range(20)))
+    assert found == list(range(20))
+    assert all(replica.num_done > 0 for replica in made.replicas.replicas)
+    assert made.said == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_what_a_lost_one_had_is_done_by_another_and_it_comes_back(
+    make: Callable[..., Made], number: signal.Signals
+) -> None:
+    made = make(2)
+    first, second = made.pids()
+    assert made.replicas.call(killing(number, [second])) == 1
+    made.until_ready(2)
+    assert set(made.pids()).isdisjoint({first})
+    assert not psutil.pid_exists(first)
+    why = "died in compute" if number == signal.SIGKILL else f"within {LIMIT:g} s"
+    lost, back = made.said
+    assert lost.startswith(f"{ROLE} 0 was lost (")
+    assert why in lost
+    assert lost.endswith("it is started again, restart 1 of 3 at most")
+    assert back == f"{ROLE} 0 is back"
+
+
+def test_an_error_of_the_work_is_no_loss(make: Callable[..., Made]) -> None:
+    made = make(1)
+    with pytest.raises(WorkerError, match="ValueError: no"):
+        made.ask("fail", 0, "no")
+    assert made.ask("compute", 2) == 2
+    assert made.said == []
+
+
+def test_when_none_is_left_it_is_an_error_from_then_on(make: Callable[..., Made]) -> None:
+    made = make(2, restarts=Restarts(0, lambda _: None))
+    for pid in made.pids():
+        os.kill(pid, signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(WorkerError, match=r"no restart: 0 .* no other replica is left") as end:
+            made.ask("compute", 1)
+        assert end.value.is_lost
+    assert made.replicas.num_ready == 0
+
+
+def test_one_that_dies_while_it_has_nothing_to_do_is_found(make: Callable[..., Made]) -> None:
+    made = make(
+        2, ping=lambda group: None if all(group.alive()) else "it is gone", ping_seconds=0.01
+    )
+    first, second = made.pids()
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: any("is back" in line for line in made.said), seconds=60)
+    made.until_ready(2)
+    assert f"{ROLE} 0 was lost (it is gone)" in made.said[0]
+    assert second in made.pids()
+
+
+def test_work_that_takes_replicas_down_is_refused(make: Callable[..., Made]) -> None:
+    made = make(2, most_losses=2)
+    with pytest.raises(TakesDownError, match="2 replicas were lost with it") as refused:
+        made.replicas.call(killing(signal.SIGKILL, []))
+    assert not refused.value.is_lost
+    assert made.ask("compute", 3) == 3
+    made.until_ready(2)
+
+
+def test_a_state_is_that_of_all_and_of_those_that_come_later(make: Callable[..., Made]) -> None:
+    made = make(2)
+
+    def note(group: WorkerGroup) -> None:
+        group.call_one(0, "note", "asleep")
+
+    os.kill(made.pids()[1], signal.SIGKILL)
+    made.replicas.each(note, new=note)
+    for replica in made.replicas.replicas:
+        assert replica.value.call_one(0, "note", "?") == ["asleep", "?"]
+    made.replicas.each(lambda group: group.call_one(0, "note", "awake"), new=None)
+    second = made.pids()[1]
+    assert made.replicas.call(killing(signal.SIGKILL, [second])) == 1
+    made.until_ready(2)
+    logs = [replica.value.call_one(0, "note", "?") for replica in made.replicas.replicas]
+    assert logs == [["?"], ["asleep", "?", "awake", "?"]]
+
+
+def test_one_that_is_being_started_as_all_end_ends_too(make: Callable[..., Made]) -> None:
+    made = make(1)
+    starting, may_go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        starting.set()
+        may_go_on.wait(20)
+
+    made.before_making = wait
+    os.kill(made.pids()[0], signal.SIGKILL)
+    with ThreadPoolExecutor(2) as threads:
+        asking = threads.submit(made.ask, "compute", 1)
+        assert starting.wait(20)
+        closing = threads.submit(made.replicas.close)
+        with pytest.raises(EngineError, match="has been shut down"):
+            asking.result(20)
+        may_go_on.set()
+        closing.result(60)
+    assert len(made.groups) == 2
+    assert not any(made.groups[1].alive())
+
+
+def test_where_one_cannot_be_made_the_others_are_ended() -> None:
+    ended: list[int] = []
+
+    def make(index: int) -> int:
+        time.sleep(0.05 * index)
+        if index == 1:
+            raise WorkerError("no room")
+        return index
+
+    with pytest.raises(WorkerError, match="no room"):
+        ReplicaSet(make, 3, name=ROLE, end=ended.append, restarts=Restarts(0))
+    assert sorted(ended) == [0, 2]
+
+
+def test_what_runs_for_months_is_started_again_however_often_it_worked_in_between(
+    make: Callable[..., Made],
+) -> None:
+    said: list[str] = []
+    made = make(1, restarts=EndlessRestarts(1, said.append))
+    for _ in range(3):
+        os.kill(made.pids()[0], signal.SIGKILL)
+        assert made.ask("compute", 1) == 1
+    assert sum("it is started again" in line for line in said) == 3
