@@ -19,7 +19,7 @@ from laurel.errors import (
     ModelError,
     ScoringContractError,
 )
-from laurel.rewards.open import ScorerSpec
+from laurel.rewards.spec import ScorerSpec
 from reward_models import small_model, write_foreign_model, write_model, write_run
 
 ROWS = [
