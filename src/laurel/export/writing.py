@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from laurel.errors import ModelError, ScoringContractError
-from laurel.models.checkpoint.card import HERE, CardFacts, hub_name, policy_card, reward_model_card
+from laurel.models.checkpoint.card import HERE, CardFacts, policy_card, reward_model_card
 from laurel.models.checkpoint.export import (
     largest_difference,
     plain_logprobs,
@@ -22,7 +22,7 @@ from laurel.models.checkpoint.export import (
 from laurel.models.loading.policy import SHAPES, check_policy_paths, draw_probe, load_policy
 from laurel.models.loading.pretrained import DTYPES
 from laurel.models.scoring import ScoringContract
-from laurel.models.spec import ModelSpec
+from laurel.models.spec import ModelSpec, hub_name
 from laurel.rewards.open import load_scorer
 from laurel.rewards.scorer import (
     GOLDEN_TOLERANCE,
