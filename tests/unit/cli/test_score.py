@@ -276,6 +276,21 @@ def test_a_torn_checkpoint_is_named_with_its_bad_file_and_the_one_before(score, 
         assert f"whole checkpoint before it is '{run / 'step_1'}'" in str(error.value)
 
 
+def test_an_altered_checkpoint_is_refused(score, tmp_path):
+    run = write_run(tmp_path / "run", {1: 0.5})
+    card = run / "step_1" / "README.md"
+    card.write_text("b" + card.read_text()[1:])
+    with pytest.raises(CheckpointError, match=r"README\.md has been altered"):
+        score(run)
+
+
+def test_no_checkpoint_is_whole(score, tmp_path):
+    run = write_run(tmp_path / "run", {1: None})
+    (run / "step_1" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* is whole: .*config\.json is miss"):
+        score(run)
+
+
 def test_no_model_is_named(score):
     with pytest.raises(ConfigError, match="--model"):
         score("")
