@@ -63,10 +63,6 @@ class LoopScorer(ContractScorer):
                 return work(self._models)
             return self._models.call(work)
 
-    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `protocols.Scorer`."""
-        return await asyncio.to_thread(self.score_now, groups)
-
     async def score_afresh(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """What a model says that is asked for itself."""
         return await asyncio.to_thread(self.directly, lambda scorer: scorer.score_now(groups))

@@ -134,8 +134,7 @@ def open_scorer(
         WorkerError: A worker died, or failed for another reason.
         EngineError: vLLM does not start.
     """
-    scorer = _open(spec, placement, say)
-    return blocking(scorer)
+    return blocking(_open(spec, placement, say))
 
 
 def blocking(scorer: Scorer) -> ContractScorer | BlockingScorer:

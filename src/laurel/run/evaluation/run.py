@@ -442,16 +442,18 @@ def open_evaluation_scorer(scorer: EvalScorer, console: Console) -> Iterator[Ope
 
 
 def _local(scorer: EvalScorer, console: Console) -> OpenScorer:
-    form, spec = scorer.reproduces, scorer.options
+    form, spec, place = scorer.reproduces, scorer.options, scorer.options.found
+    assert place is not None
+    if form is not None and (Path(place.name) / "scoring.json").is_file():
+        spec = replace(spec, max_length=None)  # that of the other program; a contract has its own
     own = open_asked(spec, scorer.settings, cpu_threads=scorer.cpu_threads, console=console)
     if form is None:
         return OpenScorer(console=console, score_now=own.score_now, chunk=CHUNK)
     from laurel.evaluation.rewardbench_tokens import RewardBenchContract
     from laurel.rewards.scorer import LocalScorer
 
-    assert spec.found is not None
     policy = policy_of_settings(scorer.settings, rules=None, say=lambda _: None)
-    model = replace(model_spec(policy), name=spec.found.name)
+    model = replace(model_spec(policy), name=place.name)
     reference = RewardBenchContract.beside(own.contract, model, form=form)
     console.print(
         f"format  of {form.program}: more than {reference.form.max_length:,} tokens are cut on the "
