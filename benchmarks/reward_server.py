@@ -359,7 +359,8 @@ def measure_model(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(options.threads)
-    from laurel.rewards.open import ScorerSpec, find_model, load_scorer
+    from laurel.rewards.open import load_scorer
+    from laurel.rewards.spec import ScorerSpec, find_model
 
     limits = ScorerSpec(max_length=1024, device="cpu")
     scorer = load_scorer(find_model(str(directory)), limits, say=lambda _: None)

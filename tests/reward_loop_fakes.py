@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from laurel.config.environments import RewardModelEnvironmentConfig
-from laurel.environments.reward_model.open import open_reward_model
 from laurel.environments.reward_model_environment import RewardModelEnvironment
+from laurel.models.spec import ModelSpec
+from laurel.rewards.open import open_local
+from laurel.rewards.spec import ScorerSpec
 from laurel.types import Group, Score
 
 
@@ -17,8 +18,8 @@ class Flaky:
     """A scorer that fails at completions which a hash picks, each for one of two reasons."""
 
     def __init__(self, model_name: str, share: float) -> None:
-        settings = RewardModelEnvironmentConfig(model_name=model_name, precision="float32")
-        self._scorer = open_reward_model(settings, device="cpu", say=lambda _: None)
+        spec = ScorerSpec(model=ModelSpec(name=model_name), device="cpu")
+        self._scorer = open_local(spec, say=lambda _: None)
         self._share = share
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:

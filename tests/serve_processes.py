@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from laurel.rewards.open import open_model_scorer
+from laurel.rewards.open import open_local
 from laurel.types import Message, group_of
 from scripted_backend import null_scores
 
@@ -182,7 +182,7 @@ async def exchange(
 
 def model_values(model: Path, prompt: str, *answers: str) -> list[float | None]:
     """What a reward model says by itself."""
-    scorer = open_model_scorer(str(model), say=lambda _: None)
+    scorer = open_local(str(model), say=lambda _: None)
     group = group_of((Message("user", prompt),), answers, group_id="g")
     return [score.value for score in scorer.score_now([group])[0]]
 

@@ -28,7 +28,7 @@ from laurel.evaluation.rewardbench_tokens import (  # noqa: E402
     summary,
 )
 from laurel.observe.console import make_console  # noqa: E402
-from laurel.rewards.open import ScorerSpec  # noqa: E402
+from laurel.rewards.spec import ScorerSpec  # noqa: E402
 from laurel.run.evaluation.run import (  # noqa: E402
     EvalScorer,
     EvaluationRequest,
@@ -50,7 +50,7 @@ def main() -> None:
     benchmark = BENCHMARKS["reward-bench"]
     rows = benchmark.read(request)
     groups = [row.group for row in rows]
-    with open_evaluation_scorer(request.scorer, make_console(stderr=True)) as scorer:
+    with open_evaluation_scorer(request.scorer.found(), make_console(stderr=True)) as scorer:
         assert scorer.reference is not None
         tokens = scorer.reference.encode(groups)
         channel.say(

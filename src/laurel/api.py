@@ -33,14 +33,12 @@ from laurel.data.conversations import scoring_row
 from laurel.errors import ConfigError, Terms, speaking
 from laurel.export.export import run_export
 from laurel.export.options import ExportOptions
-from laurel.observe.console import make_console, silent_console
+from laurel.observe.console import make_console, say_on, silent_console
 from laurel.observe.run_record import RunRecord, Series
 from laurel.observe.run_record import read_run_record as _read_run
-from laurel.rewards.open import ScorerSpec
-from laurel.rewards.open import open_model_scorer as _open_scorer
+from laurel.rewards.spec import ScorerSpec
 from laurel.run.evaluation.results import Evaluation
 from laurel.run.evaluation.run import EvalScorer, EvaluationRequest, evaluated, show_evaluation
-from laurel.run.scorer import say_on
 from laurel.run.train import trained
 
 if TYPE_CHECKING:
@@ -128,8 +126,10 @@ def open_scorer(model: str | Path, *, quiet: bool = False) -> LocalScorer:
     Raises:
         UserError: There is none, or it does not give the scores it was saved with.
     """
+    from laurel.rewards.open import open_local
+
     with speaking(_ARGUMENTS):
-        return _open_scorer(str(model), say=say_on(_console(quiet)))
+        return open_local(str(model), say=say_on(_console(quiet)))
 
 
 def score(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from eval_rows import SUBSETS, WORDS, accuracies, list_rows, pair_rows, refused, write
-from laurel.rewards.open import open_model_scorer
+from laurel.rewards.open import open_local
 from laurel.types import Message, group_of
 from reward_models import small_model, write_model
 from reward_servers import RewardServer
@@ -21,7 +21,7 @@ def other_model(tmp_path_factory):
 
 def own_scores(model, rows, key):
     """What the scorer says of each answer when it is asked for it alone."""
-    scorer = open_model_scorer(str(model), say=lambda _: None)
+    scorer = open_local(str(model), say=lambda _: None)
     groups = [
         group_of((Message("user", row["prompt"]),), (row[key],), group_id="g") for row in rows
     ]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from laurel.rewards.open import open_model_scorer
+from laurel.rewards.open import open_local
 from laurel.types import Message, group_of
 from runs import LOADED, TINY, pairs, run, save_model, settings, train, write_rows
 
@@ -62,7 +62,7 @@ def test_lora_to_plain_transformers(trained, tmp_path):
     )
     theirs = json.loads(found.stdout.splitlines()[-1])
     group = group_of([Message("user", "what is one?")], ANSWERS, group_id="a")
-    (ours,) = open_model_scorer(str(trained), say=lambda said: None).score_now([group])
+    (ours,) = open_local(str(trained), say=lambda said: None).score_now([group])
     assert theirs == pytest.approx([score.value for score in ours], abs=1e-5)
     assert len(set(theirs)) == len(ANSWERS)
 

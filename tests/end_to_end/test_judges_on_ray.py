@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from laurel.environments.reward_model import open
+from laurel.rewards import open
 from policy_runs import grpo, grpo_settings, metrics_of, warm_started
 from reward_models import small_model, write_model
 
@@ -142,7 +142,7 @@ def test_several_models_judge_from_slots_as_they_do_here(
     def load_here(*_, **__):
         raise AssertionError("it was loaded in the process of the run")
 
-    monkeypatch.setattr(open, "open_reward_model", load_here)
+    monkeypatch.setattr(open, "LocalScorer", load_here)
     rewards, changes = ways
     done = run(tmp_path, model, {**ensemble(judges), **rewards}, *changes)
     assert "reward_model: node 0, slot" in done.text

@@ -10,7 +10,8 @@ import runs
 from laurel.cli.score import run_score
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.models.checkpoint.export import save_reward_model
-from laurel.rewards.open import ScorerSpec, find_model, load_scorer
+from laurel.rewards.open import load_scorer
+from laurel.rewards.spec import ScorerSpec, find_model
 
 PROMPTS = ("question 9?", "question 10?", "another question?")
 ANSWERS = ("one clear answer", "this is rude", "more wrong reply", "useful")

@@ -11,7 +11,8 @@ from judges import judge_server, question
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.errors import ConfigError, EnvironmentFailedError, UserError
-from laurel.rewards.open import ScorerSpec, find_model, load_scorer
+from laurel.rewards.open import load_scorer
+from laurel.rewards.spec import ScorerSpec, find_model
 from policy_runs import completions_of, grpo, grpo_settings, metrics_of, warm_started
 from reward_models import small_model, write_model
 from reward_servers import Answer, RewardServer

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from laurel.rewards.open import open_model_scorer
+from laurel.rewards.open import open_local
 from laurel.types import Message, group_of
 from reward_models import small_model, write_model
 from reward_streams import GROUPS, Streamed
@@ -169,7 +169,7 @@ def test_every_answer_under_a_change_of_the_model_is_of_the_version_it_names(
         assert server.end() == 0
     assert len(wanted) == 2
     right = {
-        version: open_model_scorer(str(model), say=lambda _: None).score_now(groups)
+        version: open_local(str(model), say=lambda _: None).score_now(groups)
         for version, model in wanted.items()
     }
     for number, reply in enumerate(replies):

@@ -40,10 +40,9 @@ from laurel.observe.console import (
 )
 from laurel.observe.hub import check_fetchable
 from laurel.observe.json_output import write_json
-from laurel.rewards.open import check_not_missing
+from laurel.rewards.spec import check_not_missing, find_model
 from laurel.run.reward_model import load_data
-from laurel.run.scorer import find_local
-from laurel.run.specs import model_spec
+from laurel.run.specs import OPTIONS, model_spec
 from laurel.run.tasks import check_tests, needs_of
 from laurel.types import Conversation, Preference, Task
 
@@ -226,7 +225,8 @@ def run_data_check(
     """
     if model:
         check_not_missing(model, key="--model")
-        model = find_local(model).name
+        with speaking(OPTIONS):
+            model = find_model(model).name
         if not Path(model).is_dir():
             check_fetchable(model, key="--model")
     with message_console().status(f"reading {path}"):

@@ -410,7 +410,7 @@ def _request(
 ) -> EvaluationRequest:
     """What the options say; `reproduces` is the benchmark of a program whose tokens are wanted."""
     from laurel.evaluation.rewardbench_tokens import FORMATS, MAX_LENGTH
-    from laurel.rewards.open import ScorerSpec
+    from laurel.rewards.spec import ScorerSpec
     from laurel.run.evaluation.run import EvalScorer, EvaluationRequest
 
     form = None

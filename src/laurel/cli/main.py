@@ -150,7 +150,7 @@ def score_command(
     """
     from laurel.cli.score import run_score
     from laurel.config.overrides import column_overrides
-    from laurel.rewards.open import ScorerSpec
+    from laurel.rewards.spec import ScorerSpec
 
     options = ScorerSpec(
         max_length=max_length, batch_tokens=batch_tokens, precision=precision, device=device

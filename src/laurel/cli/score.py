@@ -13,12 +13,12 @@ from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows
 from laurel.errors import counted
-from laurel.observe.console import make_console, message_console, print_scores
+from laurel.observe.console import make_console, message_console, print_scores, say_on
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import json_stream, json_text
 from laurel.observe.progress import RowProgress
-from laurel.rewards.open import Say, ScorerSpec
-from laurel.run.scorer import check_named, find_local, open_local, say_on
+from laurel.rewards.spec import Say, ScorerSpec
+from laurel.run.specs import asked_scorer, open_asked
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +52,7 @@ def run_score(
 
     Args:
         file: Rows; `-` is standard input. See `data.conversations`.
-        model: A directory or a hub name. See `rewards.open.find_model`.
+        model: A directory or a hub name. See `rewards.spec.find_model`.
         columns: See `data.conversations.read_scoring_rows`.
         output: Write JSON lines here.
         as_json: Print JSON lines.
@@ -68,16 +68,12 @@ def run_score(
         UserError: A row, a model, a file or a setting that cannot be used.
     """
     messages = message_console()
-
     say = say_on(messages)
-    check_named(model)
-    place = find_local(model, scores=True)
+    spec = asked_scorer(model, options)
     if output is not None:
         check_output(output, read_from=file)
     rows, num_rows = _open_rows(file, columns or {}, stdin, say)
-    scorer = open_local(
-        place, options, settings=settings, cpu_threads=cpu_threads, console=messages
-    )
+    scorer = open_asked(spec, settings, cpu_threads=cpu_threads, console=messages)
     rules = scorer.contract.rules
     tally = Tally(max_length=rules.max_length)
     with ExitStack() as stack:

@@ -33,7 +33,8 @@ from laurel.rewards.server.service import (
     check_settings,
     open_served,
 )
-from laurel.run.scorer import OPTIONS
+from laurel.rewards.spec import ModelPlace
+from laurel.run.specs import OPTIONS
 
 if TYPE_CHECKING:
     from laurel.rewards.server.app import App
@@ -90,7 +91,7 @@ def run_serve(options: ServeOptions) -> None:
             f"the admin key is the API key: {admin_key.header[1:]} has to hold another one, or none"
         )
     with speaking(OPTIONS):
-        check_settings(_model_settings(options))
+        found = check_settings(_model_settings(options))
     access_log = _open_log(options.access_log)
     listener = listen(options.host, options.port)
     port = listener.getsockname()[1]
@@ -98,7 +99,9 @@ def run_serve(options: ServeOptions) -> None:
     _raise_file_limit()
 
     async def open_model(model: str = "") -> ServedModel:
-        return await _open(replace(options, model=model or options.model))
+        if not model:
+            return await _open(options, found)
+        return await _open(replace(options, model=model), None)
 
     async def load(model: str) -> ServedModel:
         if not Path(model).is_dir():
@@ -320,13 +323,13 @@ def _app(
     return make_app(service, gate, access_log=log)
 
 
-async def _open(options: ServeOptions) -> ServedModel:
+async def _open(options: ServeOptions, found: ModelPlace | None) -> ServedModel:
     """The model, in this process or in others."""
     from laurel.rewards.server.run import in_thread
 
     settings = _model_settings(options)
     if options.replicas == 1:
-        return await in_thread(lambda: open_served(settings, say=say), name="loading")
+        return await in_thread(lambda: open_served(settings, say=say, found=found), name="loading")
     from laurel.rewards.server.replicas import open_replicas
 
     limit = min(_REPLICA_SECONDS, options.request_seconds)

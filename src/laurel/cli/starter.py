@@ -37,11 +37,10 @@ from laurel.errors import (
     counted_that,
     speaking,
 )
-from laurel.observe.console import message_console, quiet_libraries, shorten_middle
+from laurel.observe.console import message_console, quiet_libraries, say_on, shorten_middle
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import write_json
-from laurel.rewards.open import check_not_missing
-from laurel.run.scorer import find_local, say_on
+from laurel.rewards.spec import check_not_missing, find_model
 
 _TABLE = yaml.safe_load(files(__package__).joinpath("starters.yaml").read_text(encoding="utf-8"))
 TASKS: Mapping[str, Any] = _TABLE["tasks"]
@@ -198,7 +197,7 @@ def _model_in(directory: str, trainer: str) -> Chosen:
     from laurel.models.tokenizer import load_tokenizer
 
     quiet_libraries()
-    found = find_local(directory)
+    found = find_model(directory)
     is_model = (Path(directory).expanduser() / "config.json").is_file()
     name = directory if is_model else os.path.relpath(found.name)
     settings, notes = {"policy.model_name": json.dumps(name)}, list(found.notes)

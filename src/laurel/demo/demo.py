@@ -244,11 +244,9 @@ def _compare(
     before: Measurement, after: Measurement, reward_model: Path, console: Console
 ) -> list[Comparison]:
     """The first answer to every held-out task, before and after, with its score and the truth."""
-    from laurel.rewards.open import open_model_scorer
+    from laurel.rewards.open import open_local
 
-    scorer = open_model_scorer(
-        str(reward_model), say=lambda text: console.print(text, soft_wrap=True)
-    )
+    scorer = open_local(str(reward_model), say=lambda text: console.print(text, soft_wrap=True))
     pairs = list(zip(before.groups, after.groups, strict=True))
     texts = [
         ["".join(m.content for m in group.rollouts_G[0].messages) for group in pair]

@@ -18,7 +18,7 @@ from laurel.protocols import Environment
 
 if TYPE_CHECKING:
     from laurel.environments.code.nodes import ClusterNodes
-    from laurel.environments.reward_model.open import ScorerFactory
+    from laurel.rewards.open import ScorerPlacement
 
 BUILT_IN: dict[str, tuple[str, str]] = {
     "math": ("laurel.environments.math_environment.MathEnvironment", "math"),
@@ -83,7 +83,7 @@ def create_environments(
     config: EnvironmentsConfig,
     *,
     device: str = "auto",
-    opening: ScorerFactory | None = None,
+    opening: ScorerPlacement | None = None,
     nodes: ClusterNodes | None = None,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, Environment]:
@@ -96,8 +96,7 @@ def create_environments(
         names: What is asked for.
         config: Their settings.
         device: Where models that judge go.
-        opening: How `reward_model` opens its models, if it is asked for; None: in this process, or
-            in others of this machine.
+        opening: Where processes of `reward_model` are made, if it is asked for; None: here.
         nodes: Where `code` runs programs, if it is asked for; None: on this machine.
         say: Told what a reward model is and what was found of it; None writes it to the log.
 
@@ -136,7 +135,7 @@ class _Making:
         self,
         config: EnvironmentsConfig,
         device: str,
-        opening: ScorerFactory | None,
+        opening: ScorerPlacement | None,
         nodes: ClusterNodes | None,
         say: Callable[[str], None] | None,
     ) -> None:

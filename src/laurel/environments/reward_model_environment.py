@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 
-from laurel.config.environments import RewardModelEnvironmentConfig, ScoreTransformConfig
+from laurel.config.environments import (
+    EnsemblePart,
+    RewardModelEnvironmentConfig,
+    ScorerSource,
+    ScoreTransformConfig,
+)
+from laurel.config.policy import DTensorConfig
 from laurel.data.forest import to_padded
 from laurel.environments.interface import (
     GROUP_ID,
@@ -27,24 +33,32 @@ from laurel.environments.interface import (
     numbers,
     settings_of,
 )
-from laurel.environments.reward_model.open import (
-    IN_THE_SECTION,
-    WHERE,
-    Device,
-    ScorerFactory,
-    merges,
-    open_environment_scorer,
-    open_reward_model_group,
-    statistics_of,
+from laurel.errors import (
+    ConfigError,
+    DataError,
+    EnvironmentFailedError,
+    Terms,
+    speaking,
 )
-from laurel.errors import ConfigError, DataError, EnvironmentFailedError, speaking
+from laurel.generation.vllm.pooling import PoolingOptions
+from laurel.generation.vllm.settings import check_has_vllm
 from laurel.models.parallel.mesh import ParallelShape
+from laurel.models.spec import ModelSpec
 from laurel.protocols import MessageLog, Scorer
 from laurel.rewards.blocking import BlockingScorer
+from laurel.rewards.ensemble import EnsembleScorer
 from laurel.rewards.loop_scorer import LoopScorer
-from laurel.rewards.open import Say
-from laurel.rewards.replicas import GroupScorer
+from laurel.rewards.open import (
+    HERE,
+    MakeGroup,
+    ScorerPlacement,
+    blocking,
+    open_scorer,
+    read_statistics,
+)
+from laurel.rewards.replicas import ROLE
 from laurel.rewards.scorer import ContractScorer, LocalScorer, conversation_group
+from laurel.rewards.spec import Device, MemberSpec, Say, ScorerSpec
 from laurel.types import (
     Completion,
     Conversation,
@@ -96,7 +110,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         *,
         scorer: Scorer | None = None,
         device: Literal["auto", "cpu", "cuda"] = "auto",
-        opening: ScorerFactory | None = None,
+        opening: ScorerPlacement | None = None,
         say: Say | None = None,
     ) -> None:
         """Load the model, and make it prove that it scores as it did when it was saved.
@@ -108,7 +122,7 @@ class RewardModelEnvironment(EnvironmentInterface):
             scorer: Used instead of a model of its own; what the settings say of one is not read.
                 It is the environment's from now on, and ends with it.
             device: Where the model goes; `auto` is a GPU where there is one.
-            opening: How models and processes are opened, e.g. on a cluster; None: here.
+            opening: Where processes are made, e.g. on a cluster; None: here.
             say: Told what was loaded, found and decided; None writes it to the log.
 
         Raises:
@@ -116,15 +130,20 @@ class RewardModelEnvironment(EnvironmentInterface):
         """
         self._scorer: ContractScorer | BlockingScorer | None = None
         self.config = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
-        stored = statistics_of(self.config, scorer)
-        if scorer is None:
-            scorer = open_environment_scorer(
-                self.config, device=device, say=say or _log, opening=opening
-            )
+        stored: tuple[float | None, float | None] = (None, None)
         if isinstance(scorer, ContractScorer):
             stored = scorer.contract.rules.mean, scorer.contract.rules.std
-        self.transform = ScoreTransform(self.config.transform, stored=stored)
-        self._scorer = scorer if isinstance(scorer, ContractScorer) else BlockingScorer(scorer)
+        if scorer is not None:
+            self.transform = ScoreTransform(self.config.transform, stored=stored)
+            self._scorer = blocking(scorer)
+        else:
+            spec = scorer_spec_of(self.config, device=device)
+            if self.config.transform.normalize == "stored":
+                stored = read_statistics(spec)
+            self.transform = ScoreTransform(self.config.transform, stored=stored)
+            self._scorer = open_scorer(spec, say=say or _log, placement=opening or HERE)
+            opened = self._scorer
+            scorer = opened.scorer if isinstance(opened, BlockingScorer) else opened
         self._reads_metadata: bool = getattr(scorer, "reads_metadata", False)
         self._judges_groups: bool = getattr(scorer, "judges_groups", False)
         judges: JudgingUnit
@@ -247,7 +266,7 @@ class RewardModelEnvironment(EnvironmentInterface):
                 case.add_reference(info)
         readable = [case for case in cases if case.failure is None]
         # Padded rows gain nothing by a group that is computed as one, and split better alone.
-        is_padded = isinstance(self._scorer, ContractScorer) and self._scorer.path == "padded"
+        is_padded = getattr(self._scorer, "path", None) == "padded"
         with speaking(IN_THE_SECTION):
             score_cases(
                 readable,
@@ -344,8 +363,9 @@ class RewardModelEnvironment(EnvironmentInterface):
     def _noise_material(self) -> list[Group]:
         """Conversations to measure on, by prompt; none where there are too few."""
         scorer = self._open()
-        golden = scorer.contract.rules.golden if isinstance(scorer, ContractScorer) else ()
-        chosen = [entry.messages for entry in golden]
+        chosen = []
+        if isinstance(scorer, ContractScorer):
+            chosen = [entry.messages for entry in scorer.contract.rules.golden]
         chosen = list(dict.fromkeys(chosen if len(chosen) > 1 else self._noise_probe.all()))
         return by_prompt(chosen) if len(chosen) > 1 else []
 
@@ -370,11 +390,10 @@ class RewardModelEnvironment(EnvironmentInterface):
         A model of its own finishes what is under way; what another scorer has under way fails.
         """
         scorer, self._scorer = self._scorer, None
-        if scorer is not None:
-            scorer.close()
-        if isinstance(scorer, ContractScorer) and scorer.preparers is not None:
-            scorer.preparers.close()
-        is_here = isinstance(scorer, LocalScorer | LoopScorer)
+        if scorer is None:
+            return
+        with scorer:
+            is_here = isinstance(scorer, LocalScorer | LoopScorer)
         del scorer
         if is_here and torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -867,10 +886,139 @@ def _root_mean_square(values: Sequence[float]) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
+# From the section of the environment to what its scorer is opened by.
+
+WHERE = "env.reward_model"
+"""What the section is called in messages."""
+IN_THE_SECTION = Terms(
+    {"policy": WHERE, "policy.max_total_sequence_length": f"{WHERE}.max_model_len"}
+)
+"""Errors about a model, for whoever wrote the section of the environment."""
+
+
+def scorer_spec_of(config: RewardModelEnvironmentConfig, *, device: Device) -> ScorerSpec:
+    """What the section says gives the scores.
+
+    Args:
+        config: The section.
+        device: Where models go.
+
+    Raises:
+        ConfigError: A setting of the section cannot be used for a model that judges.
+    """
+    if config.models is None:
+        return _of_source(config, config, device, ())
+    # Keys that a member does not have are those of the section.
+    shared = RewardModelEnvironmentConfig.model_fields.keys() - EnsemblePart.model_fields.keys()
+    its_own = {f"{WHERE}.{key}": f"{WHERE}.{key}" for key in shared}
+    members = []
+    for index, part in enumerate(config.models):
+        terms = Terms({WHERE: f"{WHERE}.models[{index}]", **its_own})
+        is_plain = part.normalize == "none"
+        members.append(
+            MemberSpec(
+                name=part.name,
+                spec=_of_source(part, config, device, (terms,)),
+                weight=part.weight,
+                mean=0.0 if is_plain else part.mean,
+                std=1.0 if is_plain else part.std,
+            )
+        )
+    return ScorerSpec(
+        members=tuple(members),
+        combine=config.combine,
+        uncertainty_penalty=config.uncertainty_penalty,
+    )
+
+
+def _of_source(
+    source: ScorerSource,
+    config: RewardModelEnvironmentConfig,
+    device: Device,
+    terms: tuple[Terms, ...],
+) -> ScorerSpec:
+    if source.loads_model:
+        _check_parallel(config.dtensor_cfg)
+    key = "model_name" if source.checkpoint_path is None else "checkpoint_path"
+    model_name = Terms({**IN_THE_SECTION.names, "policy.model_name": f"{WHERE}.{key}"})
+    # Files usually repeat the name of the model in the block of the tokenizer.
+    is_repeated = source.tokenizer.name in (source.model_name, source.checkpoint_path)
+    budgets = [
+        block.train_mb_tokens or source.batch_tokens
+        for block in (source.sequence_packing, source.dynamic_batching)
+        if block.enabled
+    ]
+    pooling = None
+    if config.uses_vllm and config.generation is not None:
+        check_has_vllm(f"{WHERE}.generation.backend=vllm")
+        pooling = PoolingOptions(
+            tensor_parallel_size=config.generation.vllm_cfg.tensor_parallel_size,
+            gpu_memory_utilization=config.generation.vllm_cfg.gpu_memory_utilization,
+            may_sleep=True,
+        )
+    return ScorerSpec(
+        model=ModelSpec(
+            name=source.checkpoint_path or source.model_name,
+            trust_remote_code=source.trust_remote_code,
+            safetensors_only=source.safetensors_only,
+            tokenizer=source.tokenizer.model_copy(
+                update={"name": None if is_repeated else source.tokenizer.name}
+            ),
+            head=source.reward_model_cfg,
+            reads_forests=source.sequence_packing.enabled,
+            activation_checkpointing=config.dtensor_cfg.activation_checkpointing,
+            tensor_parallel_size=config.dtensor_cfg.tensor_parallel_size,
+            parallel_plan=config.dtensor_cfg.custom_parallel_plan,
+        ),
+        tokenizer_from=None if source.checkpoint_path is None else source.model_name,
+        max_length=source.max_model_len,
+        batch_tokens=budgets[0] if budgets else ScorerSpec().batch_tokens,
+        batch_size=None if budgets else source.batch_size,
+        batch_timeout=source.batch_timeout,
+        precision=source.precision,
+        device=device,
+        pooling=pooling,
+        servers=source if source.urls is not None else None,
+        judge=source.judge,
+        function=source.function,
+        num_replicas=config.num_replicas,
+        in_loop=config.use_reward_loop,
+        shares_prompts=source.sequence_packing.share_prompts,
+        num_workers=config.num_workers if source.uses_workers else 0,
+        terms=(*terms, model_name),
+    )
+
+
+def _check_parallel(parallel: DTensorConfig) -> None:
+    """Refuse ways to spread a model that judges which are not built.
+
+    Raises:
+        ConfigError: The first of them.
+    """
+    for key in ("context_parallel_size", "sequence_parallel", "cpu_offload"):
+        if getattr(parallel, key) != getattr(DTensorConfig(), key):
+            raise ConfigError(
+                f"{WHERE}.dtensor_cfg.{key}: a reward model that judges is spread by "
+                "tensor_parallel_size alone; set it to its default"
+            )
+    if parallel.lora_cfg.enabled:
+        raise ConfigError(
+            f"{WHERE}.dtensor_cfg.lora_cfg.enabled: a reward model is not trained here; "
+            "checkpoints of Laurel hold merged weights, so name the checkpoint and leave this out"
+        )
+
+
+def merges(scorer: Scorer) -> bool:
+    """Whether completions of a prompt may come one by one and nothing is computed twice for it."""
+    if isinstance(scorer, EnsembleScorer):
+        return all(merges(member.scorer) for member in scorer.members)
+    return isinstance(scorer, LoopScorer) or not isinstance(scorer, ContractScorer)
+
+
+# --------------------------------------------------------------------------------------------------
 # What an actor with a reward model needs: a GPU of its own, or a group of ranks beside it.
 
 Given = RewardModelEnvironmentConfig | Mapping[str, Any]
-ROLE = "reward_model"
 
 
 def gpus_of_actor(
@@ -904,15 +1052,10 @@ def make_in_actor(
         UserError: A setting, or a model, that cannot be used.
     """
     settings = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
+    opening = None
     if scorer is None and _has_ranks(settings):
-        tell = say or logging.getLogger(__name__).info
-        scorer = _open_beside(settings, device=device, say=tell)
-    try:
-        return made(settings, scorer=scorer, device=device, say=say)
-    except BaseException:
-        if isinstance(scorer, GroupScorer):
-            scorer.close()
-        raise
+        opening = _placement_beside(settings, device=device)
+    return made(settings, scorer=scorer, device=device, opening=opening, say=say)
 
 
 def _has_ranks(config: RewardModelEnvironmentConfig) -> bool:
@@ -938,12 +1081,15 @@ def ranks_of(config: RewardModelEnvironmentConfig) -> ParallelShape:
     return ParallelShape(tp=tp, dp_replicate=slots // tp)
 
 
-def _open_beside(config: RewardModelEnvironmentConfig, *, device: Device, say: Say) -> GroupScorer:
-    """The scorer, over actors of this one's cluster; they end with this process at the latest."""
+def _placement_beside(config: RewardModelEnvironmentConfig, *, device: Device) -> ScorerPlacement:
+    """Actors of this one's cluster, which end with this process at the latest."""
     from laurel.workers.ray_actor import GroupBeside, has_gpus
     from laurel.workers.reservations import Resources
 
     shape = ranks_of(config)
     each = Resources(gpus=1 if device != "cpu" and has_gpus() else 0)
-    make_group = partial(GroupBeside, ROLE, each, shape.dp_replicate, shape.tp)
-    return open_reward_model_group(config, make_group, shape=shape, device=device, say=say)
+
+    def make_group(_: str, ranks: range | None) -> MakeGroup:
+        return partial(GroupBeside, ROLE, each, shape.dp_replicate, shape.tp)
+
+    return ScorerPlacement(make_group=make_group, shape=shape, is_one_group=True)

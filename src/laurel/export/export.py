@@ -12,19 +12,11 @@ from typing import TYPE_CHECKING, Literal
 from laurel.errors import CheckpointError, ConfigError, DataError, key_of, setting_of, speaking
 from laurel.export.options import ExportOptions
 from laurel.models.tokenizer import first_line
-from laurel.observe.console import message_console, quiet_libraries
+from laurel.observe.console import message_console, quiet_libraries, say_on
 from laurel.observe.files import replace_directory
 from laurel.observe.json_output import write_json
-from laurel.rewards.open import (
-    ModelPlace,
-    Say,
-    ScorerSpec,
-    check_files,
-    find_model,
-    read_rules,
-)
-from laurel.run.scorer import OPTIONS, policy_of_settings, say_on
-from laurel.run.specs import model_spec, scorer_spec
+from laurel.rewards.spec import ModelPlace, Say, ScorerSpec, check_files, find_model
+from laurel.run.specs import OPTIONS, model_spec, policy_of_settings, scorer_spec
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -172,6 +164,7 @@ def _write(
     say: Say,
 ) -> None:
     from laurel.export import writing
+    from laurel.rewards.open import read_rules
     from laurel.workers.process import prepare
 
     prepare(options.device, cpu_threads=options.cpu_threads, seed=0)

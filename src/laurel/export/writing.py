@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from laurel.errors import ModelError, ScoringContractError
-from laurel.models.checkpoint.card import HERE, CardFacts, hub_name, policy_card, reward_model_card
+from laurel.models.checkpoint.card import HERE, CardFacts, policy_card, reward_model_card
 from laurel.models.checkpoint.export import (
     largest_difference,
     plain_logprobs,
@@ -22,8 +22,8 @@ from laurel.models.checkpoint.export import (
 from laurel.models.loading.policy import SHAPES, check_policy_paths, draw_probe, load_policy
 from laurel.models.loading.pretrained import DTYPES
 from laurel.models.scoring import ScoringContract
-from laurel.models.spec import ModelSpec
-from laurel.rewards.open import ModelPlace, Say, ScorerSpec, load_scorer
+from laurel.models.spec import ModelSpec, hub_name
+from laurel.rewards.open import load_scorer
 from laurel.rewards.scorer import (
     GOLDEN_TOLERANCE,
     LOW_PRECISION_TOLERANCE,
@@ -32,6 +32,7 @@ from laurel.rewards.scorer import (
     golden_scores,
     golden_tolerance,
 )
+from laurel.rewards.spec import ModelPlace, Say, ScorerSpec
 from laurel.training.state import library_versions
 from laurel.types import Conversation, Message
 from laurel.workers.process import choose_device

@@ -318,6 +318,7 @@ def copy_reward_to_duplicates(rollouts: Iterable[RolloutInProgress]) -> None:
         if rollout.failure is None:
             first = first_of.setdefault(tuple(rollout.messages), rollout)
             rollout.reward, rollout.components = first.reward, dict(first.components)
+            rollout.note = first.note
 
 
 class BatchBarrier:

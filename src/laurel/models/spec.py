@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,3 +71,9 @@ class ModelSpec:
         if resume_from is not None and self.lora is None:
             return str(resume_from)
         return None if self.scratch is not None else str(self.name)
+
+
+def hub_name(model: str | None) -> str | None:
+    """Give a model's name back if it is one on the hub, and no directory here."""
+    is_name = model is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", model)
+    return model if is_name and not Path(str(model)).exists() else None

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -161,9 +161,7 @@ def silent_console() -> Console:
 
 def print_metrics(console: Console, title: str, metrics: Mapping[str, float]) -> None:
     """Two columns: name and value."""
-    table = _table(title)
-    table.add_column("metric", no_wrap=True)
-    table.add_column("value", justify="right", no_wrap=True)
+    table = new_table(title, "metric", "value")
     for name, value in metrics.items():
         shown_name = shorten_middle(name, max(16, console.width - 16))
         table.add_row(Text(shown_name), format_number(value))
@@ -192,9 +190,7 @@ def print_pairs(
             texts = [shorten_middle(one, each) for one in (row.prompt, row.better, row.worse)]
             print_line(console, head + " | ".join(texts))
         return
-    table = _table(title)
-    table.add_column("", no_wrap=True)
-    table.add_column("score", justify="right", no_wrap=True)
+    table = new_table(title, "", "score")
     table.add_column("text", overflow="fold")
     for row in rows:
         verdict = Text(row.verdict, style=_VERDICT_STYLES[row.verdict])
@@ -219,7 +215,7 @@ def print_scores(console: Console, rows: Sequence[tuple[Conversation, Score]]) -
     if not rows:
         console.print(Text("no conversations"))
         return
-    table = _table("")
+    table = new_table("")
     table.add_column("score", justify="right", no_wrap=True)
     table.add_column("conversation", overflow="fold")
     for conversation, score in rows:
@@ -264,6 +260,15 @@ def shorten_middle(text: str, length: int) -> str:
     return shown[:head] + " ... " + shown[len(shown) - (rest - head) :]
 
 
+def say_on(console: Console) -> Callable[[str], None]:
+    """Return what says lines on a console, whatever stands in them."""
+
+    def say(text: str) -> None:
+        console.print(Text("\n".join(map(visible, text.split("\n")))), soft_wrap=True)
+
+    return say
+
+
 def visible(text: str) -> str:
     r"""The text with control, reordering and unpaired characters as escapes: a newline as `\n`."""
     if text.isascii() and text.isprintable():
@@ -281,13 +286,17 @@ def conversation_text(conversation: Conversation) -> str:
 # ------------------------------------------------------------------------------------------ parts
 
 
-def _table(title: str) -> Table:
-    return Table(
+def new_table(title: str, *columns: str) -> Table:
+    """A table with a column of names, and columns of numbers, which are never cut."""
+    table = Table(
         title=Text(visible(title)) if title else None,
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left", no_wrap=True)
+    return table
 
 
 def _answer(text: str) -> Text:

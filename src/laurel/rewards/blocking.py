@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from laurel.errors import EngineError, EnvironmentFailedError
 from laurel.generation.waiting import BackgroundLoop, cancel_others
@@ -32,7 +32,12 @@ class BlockingScorer:
     """
 
     def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
+        """Take over a scorer, and start the thread.
+
+        Args:
+            scorer: It ends when this one is closed.
+        """
+        self.scorer = scorer
         self._under_way: set[Future[Any]] = set()
         self._background = BackgroundLoop("laurel-scorer")
 
@@ -42,7 +47,7 @@ class BlockingScorer:
         Raises:
             EnvironmentFailedError: It is closed, or was before the scores came.
         """
-        return self.wait_for(lambda: self._scorer.score(groups))
+        return self.wait_for(lambda: self.scorer.score(groups))
 
     def score_afresh(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """The same, of a scorer that remembers what it was asked as well.
@@ -50,12 +55,12 @@ class BlockingScorer:
         Raises:
             EnvironmentFailedError: See `score_now`.
         """
-        return self.wait_for(lambda: afresh(self._scorer, groups))
+        return self.wait_for(lambda: afresh(self.scorer, groups))
 
     def resting(self) -> AbstractContextManager[None]:
         """See `ContractScorer.resting`; nothing of a scorer that cannot."""
         rest: Callable[[], AbstractContextManager[None]] = getattr(
-            self._scorer, "resting", nullcontext
+            self.scorer, "resting", nullcontext
         )
         return rest()
 
@@ -88,10 +93,16 @@ class BlockingScorer:
         except TimeoutError:  # something holds up the event loop itself
             self._leave_behind()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     async def _end(self) -> None:
         await cancel_others(_SECONDS_TO_END)  # else whoever waits for them would wait for ever
         self._leave_behind()
-        ending = asyncio.ensure_future(close_scorer(self._scorer))
+        ending = asyncio.ensure_future(close_scorer(self.scorer))
         await asyncio.wait((ending,), timeout=_SECONDS_TO_LET_GO)
         if ending.done():
             ending.result()

@@ -1,220 +1,475 @@
-"""A reward model from wherever a user says it is, checked before its first score is believed.
+"""One way from a `ScorerSpec` to what gives its scores: opened, checked, and ready to be asked.
 
-Errors and notes name keys of the section `policy`. A caller whose users write options of a command
-line, or keys of another section, gives their names with `errors.speaking`.
+What can be told without loading a model or asking a server is told before.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
+import contextvars
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.config.data import DataConfig
-from laurel.config.policy import PolicyConfig, Precision, RewardModelConfig
-from laurel.errors import CheckpointError, ModelError, UserError, setting_of
-from laurel.models.checkpoint.manifest import MANIFEST_NAME, Manifest
-from laurel.models.checkpoint.store import BEST_NAME, CheckpointStore, verify
-from laurel.models.loading.weight_names import HEAD_FILES, weight_names
+from laurel.config.environments import AskingConfig, ScorerSource
+from laurel.config.policy import Precision, RewardModelConfig
+from laurel.errors import (
+    ConfigError,
+    ModelError,
+    UserError,
+    WorkerError,
+    key_of,
+    setting_of,
+    speaking,
+    spoken_in,
+    terms_in_use,
+)
+from laurel.generation.vllm.pooling import PoolingOptions
+from laurel.models.loading.pretrained import DTYPES, find_tokenizer
+from laurel.models.loading.reward_model import (
+    UNDERSTOOD,
+    LoadedRewardModel,
+    load_contract,
+    load_reward_model,
+)
+from laurel.models.parallel.mesh import ParallelShape
+from laurel.models.scoring import FILE_NAME, ScoringContract, ScoringRules
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import quiet_libraries
-from laurel.observe.hub import check_fetchable
+from laurel.protocols import Scorer, WorkerGroup
+from laurel.rewards.blocking import BlockingScorer
+from laurel.rewards.ensemble import EnsembleScorer, Member
+from laurel.rewards.function import FunctionScorer
+from laurel.rewards.judge import JudgeScorer
+from laurel.rewards.loop_scorer import LoopScorer
+from laurel.rewards.preparing import WORKER, Preparers, Preparing
+from laurel.rewards.remote.http import HttpScorer
+from laurel.rewards.remote.replica import close_scorer
+from laurel.rewards.remote.router import CANARY, CanaryGroup, Router, RouterOptions
+from laurel.rewards.remote.server_check import ServerCheck
+from laurel.rewards.replicas import ROLE, GroupScorer, ScoringWorker, scoring_replicas
+from laurel.rewards.scorer import (
+    ContractScorer,
+    LocalScorer,
+    check_golden,
+    check_paths,
+    golden_scores,
+)
+from laurel.rewards.spec import (
+    MAX_LENGTH,
+    MemberSpec,
+    ModelPlace,
+    Say,
+    ScorerSpec,
+    check_files,
+    check_not_missing,
+    find_model,
+    find_reward_model,
+    headless,
+)
+from laurel.rewards.vllm import VllmScorer
+from laurel.sandbox.limits import available_cores
+from laurel.workers.process import choose_device
+from laurel.workers.spawned import SpawnedGroup
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+_log = logging.getLogger(__name__)
 
-    from laurel.models.loading.reward_model import LoadedRewardModel
-    from laurel.models.scoring import ScoringContract, ScoringRules
-    from laurel.rewards.scorer import LocalScorer
+MakeGroup = Callable[..., WorkerGroup]
+"""Called with the class of the workers, and what each is made with besides its place."""
+SECTION = "env.reward_model"
+"""The section of a configuration that names servers, judges, functions and members."""
+RENDERING_LIMIT = 300.0
+"""Seconds after which a process that renders hangs, and is replaced."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
-Say = Callable[[str], None]
-MAX_LENGTH = PolicyConfig().max_total_sequence_length
-"""Most tokens of a conversation, for a model without a contract, by default."""
 
-_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
-"""How transformers calls classes that write text."""
-_OF_LANGUAGE_MODELS = ("model.", "transformer.", "lm_head.")
-"""How their weights are called. A head of any other program is called otherwise."""
+def make_worker_here(*made: Any) -> WorkerGroup:
+    """Start a process of this machine that renders and tokenises."""
+    return SpawnedGroup(WORKER, *made, cpu_threads=1, limit=RENDERING_LIMIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelPlace:
-    """Where a reward model lies."""
+class ScorerPlacement:
+    """Where the processes of a scorer are made."""
 
-    name: str
-    """A directory, links followed, or a name on the hub."""
-    is_checkpoint: bool = False
-    """Whether it has a manifest that its files must fit."""
-    notes: tuple[str, ...] = ()
-    """What was decided on the way to it."""
-
-    @property
-    def shown(self) -> str:
-        """Its name for people: without the working directory, where it lies in that."""
-        name, here = Path(self.name), Path.cwd()
-        return str(name.relative_to(here)) if name.is_relative_to(here) else self.name
+    make_worker: MakeGroup = make_worker_here
+    """Makes a group of one, for a process that renders and tokenises."""
+    make_group: Callable[[str, range | None], MakeGroup] | None = None
+    """Given the name of a member, or "", and some of the ranks, or None for all, returns what makes
+    the group of these. None: models are in this process, replicas in others of this machine."""
+    shape: ParallelShape = field(default_factory=ParallelShape)
+    """The replicas of each model that `make_group` has room for, and the ranks of each."""
+    is_one_group: bool = False
+    """All replicas are in one group also in the loop: who loses one has lost all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScorerSpec:
-    """How a model is to score."""
-
-    max_length: int | None = None
-    """Longest conversation in tokens, for a model that brings no contract; None is `MAX_LENGTH`."""
-    batch_tokens: int = 8192
-    """Token budget of one forward pass."""
-    batch_size: int | None = None
-    """Rows of one forward pass on the padded path, instead of the budget."""
-    precision: Precision = "float32"
-    """Dtype of the weights and of the decoder's arithmetic; the head computes in float32."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: a GPU where there is one."""
-    model: ModelSpec = field(default_factory=ModelSpec)
-    """How the model and its tokenizer are loaded. Its name and precision are ignored, and so is its
-    head where the model brings a contract."""
+HERE = ScorerPlacement()
 
 
-def find_model(model: str) -> ModelPlace:
-    """The model that a directory or a name means; nothing of it is read yet.
+def open_scorer(
+    spec: ScorerSpec, *, say: Say, placement: ScorerPlacement = HERE
+) -> ContractScorer | BlockingScorer:
+    """Open what a spec describes; leaving its context, or `close`, ends it.
 
-    The directory of a run, which holds `step_<N>` directories, means its best checkpoint, or else
-    the newest whole one.
-
-    Raises:
-        ModelError: Nothing there that could be a model.
-        CheckpointError: Checkpoints, and none of them is whole.
-    """
-    path = Path(model).expanduser()
-    if not path.is_dir():
-        if path.exists():
-            raise ModelError(
-                f"{setting_of('policy.model_name', model)} is a file; name the directory that it "
-                "lies in"
-            )
-        check_not_missing(model, key="policy.model_name")
-        note = f"{model} is no directory here, so it is taken for a name on the Hugging Face hub"
-        return ModelPlace(name=model, notes=(note,))
-    if (path / MANIFEST_NAME).is_file():
-        return ModelPlace(name=os.path.realpath(path), is_checkpoint=True)
-    if (path / "config.json").is_file():
-        return ModelPlace(name=os.path.realpath(path))
-    store = CheckpointStore(path)
-    if store.steps():
-        return _checkpoint_in(store)
-    if (path / "adapter_config.json").is_file():
-        raise ModelError(
-            f"{setting_of('policy.model_name', model)} holds adapters without the model they "
-            "belong on. Merge "
-            "them with the program that made them (llamafactory-cli export, OpenRLHF's "
-            "lora_combiner, peft's merge_and_unload), and name what comes out"
-        )
-    raise ModelError(
-        f"{setting_of('policy.model_name', model)} holds neither a model (config.json) nor "
-        "checkpoints (step_1, "
-        f"...). It holds: {_listed(path)}"
-    )
-
-
-def check_not_missing(name: str, *, key: str) -> None:
-    """Refuse what is written like a directory, or lies in one, and is none.
-
-    Raises:
-        ModelError: What lies in its place.
-    """
-    path = Path(name).expanduser()
-    folder = path.parent
-    looks_local = name.startswith((".", "/", "~")) or (folder != Path() and folder.is_dir())
-    if path.is_dir() or not looks_local:
-        return
-    if not folder.is_dir():
-        raise ModelError(
-            f"{setting_of(key, name)}: there is no such directory, nor {folder}; a relative path "
-            "begins at "
-            f"the working directory, {Path.cwd()}"
-        )
-    raise ModelError(
-        f"{setting_of(key, name)}: there is no such directory; {folder} holds: {_listed(folder)}"
-    )
-
-
-def _listed(directory: Path) -> str:
-    return ", ".join(sorted(os.listdir(directory))[:8]) or "nothing"
-
-
-def _checkpoint_in(store: CheckpointStore) -> ModelPlace:
-    best = store.root / BEST_NAME
-    if (best / MANIFEST_NAME).is_file():
-        name = os.path.realpath(best)
-        note = f"{store.root} holds checkpoints; the best is {os.path.basename(name)}"
-        return ModelPlace(name=name, is_checkpoint=True, notes=(note,))
-    newest = store.newest_whole()
-    if newest.path is None:
-        raise CheckpointError(f"no checkpoint in {store.root} is whole: {newest.skipped[0]}")
-    skipped = [f"warning: skipped a checkpoint: {reason}" for reason in newest.skipped]
-    note = f"{store.root} holds checkpoints, none marked best; the newest is {newest.path.name}"
-    return ModelPlace(
-        name=os.path.realpath(newest.path), is_checkpoint=True, notes=(*skipped, note)
-    )
-
-
-def check_files(place: ModelPlace) -> Manifest | None:
-    """Check a checkpoint against its manifest, byte for byte; None for what has no manifest.
-
-    Raises:
-        CheckpointError: It is torn or altered: which file, and which other checkpoint is whole.
-    """
-    return verify(place.name) if place.is_checkpoint else None
-
-
-def find_whole(model: str, *, say: Say) -> ModelPlace:
-    """Find a model by its directory or name, and check all that can be checked before loading.
+    A model makes it prove that it scores as it did when it was saved. Servers are asked for a first
+    score, so that a wrong address or key is told at once.
 
     Args:
-        model: See `find_model`.
-        say: Told what was decided on the way.
+        spec: What gives the scores.
+        say: Told what was loaded, found and decided.
+        placement: Where processes are made.
 
     Raises:
-        UserError: See `find_model`, `check_at_once` and `check_files`.
+        UserError: A setting, a model, a server or a function that cannot be used.
+        WorkerError: A worker died, or failed for another reason.
+        EngineError: vLLM does not start.
     """
-    place = find_model(model)
+    scorer = _open(spec, placement, say)
+    return blocking(scorer)
+
+
+def blocking(scorer: Scorer) -> ContractScorer | BlockingScorer:
+    """Any scorer, for callers without an event loop. It ends with what is returned."""
+    return scorer if isinstance(scorer, ContractScorer | BlockingScorer) else BlockingScorer(scorer)
+
+
+def open_local(model: ScorerSpec | str, *, say: Say) -> LocalScorer:
+    """Load a model into this process, and make it prove itself.
+
+    Args:
+        model: What is loaded, and how; a directory or a name alone means every default.
+        say: Told what was loaded, found and decided.
+
+    Raises:
+        UserError: Not a reward model, or not the one it was.
+    """
+    spec = ScorerSpec(model=ModelSpec(name=model)) if isinstance(model, str) else model
+    with speaking(*spec.terms):
+        place, spec = _found(spec, say)
+        return load_scorer(place, spec, say=say)
+
+
+def _open(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str = "") -> Scorer:
+    with speaking(*spec.terms):
+        if spec.members:
+            return _open_members(spec, placement, say)
+        if spec.servers is not None:
+            return _open_servers(spec, spec.servers, placement, say)
+        if spec.judge is not None:
+            where = f"{SECTION}.judge"
+            judge = JudgeScorer(
+                spec.judge, api_key=_api_key(spec.judge, where), where=key_of(where)
+            )
+            return _checked(judge, spec.judge, contract=None, where=where, say=say)
+        if spec.function is not None:
+            where = key_of(f"{SECTION}.function")
+            return FunctionScorer(spec.function, num_workers=spec.num_workers, where=where)
+        return _open_model(spec, placement, say, name)
+
+
+# ------------------------------------------------------------------- several, and what asks servers
+
+
+def _open_members(spec: ScorerSpec, placement: ScorerPlacement, say: Say) -> Scorer:
+    for member in spec.members:
+        with speaking(*member.spec.terms):
+            if member.spec.servers is not None:
+                _api_key(member.spec.servers, SECTION)
+            if member.spec.judge is not None:
+                _api_key(member.spec.judge, f"{SECTION}.judge")
+    statistics = {member.name: _statistics(member) for member in spec.members}
+    scorers: dict[str, Scorer] = {}
+    with ExitStack() as opened:
+        # What takes no loading is tried first.
+        for member in sorted(spec.members, key=lambda one: one.spec.loads_model):
+            scorer = _open(member.spec, placement, say, member.name)
+            opened.callback(_run, partial(close_scorer, scorer))
+            scorers[member.name] = scorer
+        opened.pop_all()
+    members = []
+    for one in spec.members:
+        mean, std = statistics[one.name]
+        members.append(
+            Member(name=one.name, scorer=scorers[one.name], weight=one.weight, mean=mean, std=std)
+        )
+    return EnsembleScorer(
+        members, combine=spec.combine, uncertainty_penalty=spec.uncertainty_penalty
+    )
+
+
+def _statistics(member: MemberSpec) -> tuple[float, float]:
+    """What the scores of a member are normalised with.
+
+    Raises:
+        ConfigError: Its model was saved without.
+    """
+    if member.mean is not None and member.std is not None:
+        return member.mean, member.std
+    mean, std = read_statistics(member.spec)
+    if mean is None or not std:
+        with speaking(*member.spec.terms):
+            raise ConfigError(
+                f"{setting_of(f'{SECTION}.normalize', 'stored')}: {member.spec.model.name} has no "
+                "scoring.json with the mean and standard deviation of its scores. Give its mean "
+                "and std, or normalize=none"
+            )
+    return mean, std
+
+
+def read_statistics(spec: ScorerSpec) -> tuple[float | None, float | None]:
+    """Mean and standard deviation that the model of a spec was saved with; None: not known.
+
+    Raises:
+        UserError: There is no such model.
+    """
+    if spec.model.name is None:
+        return None, None
+    with speaking(*spec.terms):
+        rules = read_rules(find_model(spec.model.name))
+    return (None, None) if rules is None else (rules.mean, rules.std)
+
+
+def _api_key(config: AskingConfig, where: str) -> str | None:
+    name = config.api_key_env
+    if name is None:
+        return None
+    key = os.environ.get(name, "").strip()
+    if not key:
+        raise ConfigError(
+            f"{setting_of(f'{where}.api_key_env', name)}: there is no such environment variable, "
+            f"or it is empty; run with {name}=... in the environment"
+        )
+    return key
+
+
+def _open_servers(
+    spec: ScorerSpec, servers: ScorerSource, placement: ScorerPlacement, say: Say
+) -> Scorer:
+    api_key = _api_key(servers, SECTION)
+    contract = None
+    if spec.model.name is not None:
+        place = find_model(spec.model.name)
+        contract = read_contract(place, _fitted(spec, place, say), say=say)
+    preparers = None
+    if contract is not None and spec.num_workers:
+        preparers = Preparers(contract, spec.num_workers, placement.make_worker)
+    try:
+        scorer = HttpScorer(
+            servers.urls or (),
+            protocol=servers.url_protocol,
+            api_key=api_key,
+            contract=contract,
+            model=servers.url_model,
+            reward_key=servers.reward_key,
+            preparers=preparers,
+            options=RouterOptions(
+                timeout=servers.request_timeout,
+                attempt_timeout=servers.attempt_timeout,
+                hedge=servers.hedge,
+                version=servers.model_version,
+                canary=CanaryGroup(),
+            ),
+        )
+        return _checked(scorer, servers, contract=contract, where=SECTION, say=say)
+    except BaseException:
+        if preparers is not None:
+            preparers.close()
+        raise
+
+
+def _checked(
+    scorer: Router,
+    config: AskingConfig,
+    *,
+    contract: ScoringContract | None,
+    where: str,
+    say: Say,
+) -> Router:
+    """The scorer, once every server has shown that it can score."""
+    check = ServerCheck(
+        patience=config.connect_patience,
+        limit=config.attempt_timeout,
+        say=say,
+        where=where,
+        contract=contract,
+        has_canary=scorer.options.canary is not None,
+        version=scorer.options.version,
+    )
+    replicas = [health.replica for health in scorer.replica_health.values()]
+    _run(lambda: check.check_all(replicas))
+    return scorer
+
+
+def _run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a coroutine to its end, whether or not the caller has an event loop."""
+    context = contextvars.copy_context()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(context.run, lambda: asyncio.run(work())).result()
+
+
+# ----------------------------------------------------------------- a model, here or in processes
+
+C = TypeVar("C", bound=ContractScorer)
+
+
+def _open_model(
+    spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str
+) -> ContractScorer:
+    if placement.make_group is None:
+        if (ranks := spec.model.tensor_parallel_size) > 1:
+            raise ConfigError(
+                f"{setting_of('policy.dtensor_cfg.tensor_parallel_size', ranks)}: here the reward "
+                "model is in one process; set it to 1, or use RewardModelEnvironment.remote(...)"
+            )
+        if spec.num_replicas > 1:
+            placement = _processes_here(spec, placement)
+    if placement.make_group is not None:
+        return _open_replicas(spec, placement, placement.make_group, say, name)
+    place, spec = _found(spec, say)
+    if spec.pooling is not None:
+        return _with_workers(load_vllm_scorer(place, spec, say=say), spec, placement)
+    scorer = _with_workers(load_scorer(place, spec, say=say), spec, placement)
+    # What comes together is computed together where that pays: on a GPU.
+    is_on_gpu = scorer.model.device.type != "cpu"
+    if spec.in_loop and is_on_gpu and scorer.path == "forest" and spec.shares_prompts:
+        loop = LoopScorer(scorer)
+        loop.preparers = scorer.preparers
+        return loop
+    return scorer
+
+
+def _with_workers(scorer: C, spec: ScorerSpec, placement: ScorerPlacement) -> C:
+    if spec.num_workers:
+        try:
+            scorer.preparers = Preparers(scorer.contract, spec.num_workers, placement.make_worker)
+        except BaseException:
+            scorer.close()
+            raise
+    return scorer
+
+
+def _processes_here(spec: ScorerSpec, placement: ScorerPlacement) -> ScorerPlacement:
+    """Each replica in a process of this machine, with its part of the cores and of the GPUs."""
+    number = spec.num_replicas
+    if not spec.in_loop:
+        raise ConfigError(
+            f"{setting_of(f'{SECTION}.num_replicas', number)}: without the reward loop there is "
+            f"one model in this process; set {key_of(f'{SECTION}.use_reward_loop')}=true, or "
+            "num_replicas=1"
+        )
+    threads = max(1, available_cores() // number)
+    num_gpus = torch.cuda.device_count() if spec.device != "cpu" else 0
+
+    def make_group(_: str, ranks: range | None) -> MakeGroup:
+        local_rank = ranks[0] % num_gpus if ranks and num_gpus else 0
+        return partial(SpawnedGroup, ROLE, cpu_threads=threads, local_rank=local_rank)
+
+    return replace(placement, make_group=make_group, shape=ParallelShape(dp_replicate=number))
+
+
+def _open_replicas(
+    spec: ScorerSpec,
+    placement: ScorerPlacement,
+    make_group: Callable[[str, range | None], MakeGroup],
+    say: Say,
+    name: str,
+) -> ContractScorer:
+    """A model in groups of workers: in the loop each replica in its own, else all in one."""
+    shape = placement.shape
+    spec = replace(spec, model=replace(spec.model, tensor_parallel_size=shape.tp))
+    place, spec = _found(spec, say)
+    # The workers say what is wrong in the words that it is said in here.
+    load = partial(spoken_in, terms_in_use(), load_scorer, place, spec)
+
+    def open_group(ranks: range | None, shape: ParallelShape, tell: Say) -> GroupScorer:
+        try:
+            group = make_group(name, ranks)(ScoringWorker, load, shape=shape, device=spec.device)
+        except WorkerError as error:
+            cause = error.__cause__
+            if isinstance(cause, UserError):  # every rank says the same
+                raise type(cause)(str(cause)) from error
+            raise
+        try:
+            scorer = GroupScorer(
+                group,
+                batch_tokens=spec.batch_tokens,
+                batch_size=spec.batch_size,
+                batch_timeout=spec.batch_timeout,
+            )
+        except BaseException:
+            group.shutdown()
+            raise
+        for line in scorer.said:
+            tell(line)
+        return scorer
+
+    if placement.is_one_group or not spec.in_loop:
+        return _with_workers(open_group(None, shape, say), spec, placement)
+    preparers: list[Preparing] = []
+
+    def open_replica(index: int) -> GroupScorer:
+        ranks = range(index * shape.tp, (index + 1) * shape.tp)
+        tell = say if index == 0 and not preparers else _log.debug
+        scorer = open_group(ranks, ParallelShape(tp=shape.tp), tell)
+        scorer.preparers = preparers[0] if preparers else None
+        return scorer
+
+    role = f"{ROLE} {name}".rstrip()
+    replicas = scoring_replicas(open_replica, shape.dp_replicate, role=role)
+    loop = _with_workers(LoopScorer(replicas), spec, placement)
+    if loop.preparers is not None:
+        preparers.append(loop.preparers)
+        for replica in replicas.replicas:
+            replica.value.preparers = loop.preparers
+    return loop
+
+
+def _found(spec: ScorerSpec, say: Say) -> tuple[ModelPlace, ScorerSpec]:
+    """Where the model of a spec is, its files checked byte for byte; and the spec that fits it."""
+    name = spec.model.name
+    if name is None:
+        raise ConfigError(
+            f"{key_of('policy.model_name')} is missing: name a reward model, as a directory (of a "
+            "model, a checkpoint or a run with checkpoints) or on the Hugging Face hub"
+        )
+    place = spec.found or find_reward_model(name)
     for note in place.notes:
         say(note)
-    check_at_once(place)
     check_files(place)
-    return place
+    return place, _fitted(spec, place, say)
 
 
-def check_at_once(place: ModelPlace) -> None:
-    """Refuse what a moment shows to give no scores: before torch is imported, or data are read.
+def _fitted(spec: ScorerSpec, place: ModelPlace, say: Say) -> ScorerSpec:
+    """The spec with the tokenizer that belongs to the weights, where its contract allows it."""
+    rules = read_rules(place)
+    wanted = spec.model.head.attributes
+    if rules is not None and wanted and wanted != list(rules.attributes):
+        raise ConfigError(
+            f"{setting_of('policy.reward_model_cfg.attributes', wanted)}: {place.name} gives "
+            f"{list(rules.attributes) or 'one score'}; leave the key out"
+        )
+    if rules is not None and spec.max_length not in (None, rules.max_length):
+        key = key_of("policy.max_total_sequence_length")
+        say(f"note    {key} is not used: scoring.json says {rules.max_length:,} tokens")
+    tokenizer, directory = spec.model.tokenizer, Path(place.name)
+    if tokenizer.name is not None:
+        check_not_missing(str(tokenizer.name), key="policy.tokenizer.name")
+    elif directory.is_dir() and not any((directory / f).is_file() for f in TOKENIZER_FILES):
+        tokenizer = tokenizer.model_copy(update={"name": spec.tokenizer_from})
+    return replace(spec, model=replace(spec.model, tokenizer=tokenizer))
 
-    What passes may still be no reward model; `load_scorer` reads all of it.
 
-    Raises:
-        ModelError: A language model, or a name on a hub that does not answer.
-    """
-    directory = Path(place.name)
-    if not directory.is_dir():
-        check_fetchable(place.name, key="policy.model_name")
-    elif _is_language_model(directory):
-        raise ModelError(_headless(place.name, ()))
-
-
-def _is_language_model(directory: Path) -> bool:
-    """Whether a model says so, and nothing else is among its weights. Where in doubt, it is not."""
-    try:
-        said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    names = said.get("architectures") if isinstance(said, dict) else None
-    if not names or not all(str(name).endswith(_LANGUAGE_MODELS) for name in names):
-        return False
-    if any((directory / file).exists() for file in ("scoring.json", *HEAD_FILES)):
-        return False
-    weights = weight_names(directory)
-    return bool(weights) and all(name.startswith(_OF_LANGUAGE_MODELS) for name in weights)
+# ------------------------------------------------------------------------ one model, and its proof
 
 
 def load_scorer(
@@ -225,68 +480,42 @@ def load_scorer(
     Neither the threads of this process nor its random generators are touched.
 
     Args:
-        place: Where it is; see `find_model` and `check_files`.
-        spec: How it is to score.
+        place: Where it is; see `find_reward_model` and `check_files`.
+        spec: How it is loaded and scores.
         say: Told what was loaded and found.
         mesh: What it is spread over: a collective call, with the same arguments on every rank.
 
     Raises:
         UserError: Not a reward model, or not the one it was.
     """
-    check_at_once(place)
-    from laurel.models.loading.pretrained import DTYPES
-    from laurel.models.loading.reward_model import load_reward_model
-    from laurel.rewards.scorer import LocalScorer
-    from laurel.workers.process import choose_device
-
     rules = read_rules(place)
+    max_length, truncation_side = _cut(spec, rules)
     quiet_libraries()
     loaded = load_reward_model(
         _model_of(place, spec, rules),
         seed=0,
-        max_length=rules.max_length if rules else spec.max_length or MAX_LENGTH,
-        truncation_side=rules.truncation_side if rules else DataConfig().truncation_side,
+        max_length=max_length,
+        truncation_side=truncation_side,
         device=choose_device(spec.device),
         weights_dtype=DTYPES[spec.precision],
         mesh=mesh,
         keeps_bias=True,
     )
     if loaded.has_new_head:
-        raise ModelError(_headless(place.name, loaded.strange_weights))
+        if loaded.strange_weights:
+            raise ModelError(
+                f"{place.name} has no reward head that is understood. Its weights hold, besides a "
+                f"language model's: {', '.join(loaded.strange_weights[:8])}. {UNDERSTOOD}"
+            )
+        raise ModelError(headless(place.name))
     _check(loaded, place, precision=spec.precision, has_contract=rules is not None, say=say)
     return LocalScorer(
         loaded.model, loaded.contract, batch_tokens=spec.batch_tokens, batch_size=spec.batch_size
     )
 
 
-def _headless(name: str, strange_weights: Sequence[str]) -> str:
-    """What to say of a model that has no head, or none that is understood."""
-    if strange_weights:
-        from laurel.models.loading.reward_model import UNDERSTOOD
-
-        return (
-            f"{name} has no reward head that is understood. Its weights hold, besides a language "
-            f"model's: {', '.join(strange_weights[:8])}. {UNDERSTOOD}"
-        )
-    return (
-        f"{name} is a language model without a reward head, so it has no scores to give. "
-        f"Train a reward model from it with: laurel rm policy.model_name={name}"
-    )
-
-
-def open_model_scorer(model: str, *, say: Say) -> LocalScorer:
-    """A scorer with every default from wherever a user says it is.
-
-    Raises:
-        UserError: See `find_whole` and `load_scorer`.
-    """
-    return load_scorer(find_whole(model, say=say), ScorerSpec(), say=say)
-
-
 def read_rules(place: ModelPlace) -> ScoringRules | None:
     """The scoring contract that was saved with a model, if one was."""
-    from laurel.models.scoring import FILE_NAME, ScoringRules
-
     directory = Path(place.name)
     return ScoringRules.read(directory) if (directory / FILE_NAME).is_file() else None
 
@@ -302,14 +531,11 @@ def read_contract(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> ScoringCo
     Raises:
         UserError: There is no tokenizer or no template that can be used.
     """
-    from laurel.models.loading.reward_model import load_contract
-
     rules = read_rules(place)
+    max_length, truncation_side = _cut(spec, rules)
     quiet_libraries()
     contract, notes = load_contract(
-        _model_of(place, spec, rules),
-        max_length=rules.max_length if rules else spec.max_length or MAX_LENGTH,
-        truncation_side=rules.truncation_side if rules else DataConfig().truncation_side,
+        _model_of(place, spec, rules), max_length=max_length, truncation_side=truncation_side
     )
     for note in notes:
         say(f"note    {note}")
@@ -329,6 +555,13 @@ def _model_of(place: ModelPlace, spec: ScorerSpec, rules: ScoringRules | None) -
     return replace(spec.model, name=place.name, precision=spec.precision, head=head)
 
 
+def _cut(spec: ScorerSpec, rules: ScoringRules | None) -> tuple[int, Literal["left", "right"]]:
+    """Where a conversation is cut that is too long: its length, and the side."""
+    if rules is not None:
+        return rules.max_length, rules.truncation_side
+    return spec.max_length or MAX_LENGTH, DataConfig().truncation_side
+
+
 def _check(
     loaded: LoadedRewardModel,
     place: ModelPlace,
@@ -338,8 +571,6 @@ def _check(
     say: Say,
 ) -> None:
     """The checks of a loaded model, and a line on each."""
-    from laurel.rewards.scorer import check_golden, check_paths
-
     model, rules = loaded.model, loaded.contract.rules
     difference = check_paths(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -363,9 +594,56 @@ def _check(
     else:
         missing = "its scoring.json has no" if has_contract else "it has no scoring.json, so no"
         say(f"note    {missing} golden scores could be checked")
+    _say_rules(rules, say)
+
+
+def _say_rules(rules: ScoringRules, say: Say) -> None:
     say(
         f"lengths conversations of more than {rules.max_length:,} tokens are cut on the "
         f"{rules.truncation_side}"
     )
     if rules.attributes:
         say(f"values  {', '.join(rules.attributes)}")
+
+
+def load_vllm_scorer(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> VllmScorer:
+    """Start vLLM with a reward model, and check that it scores as it did when it was saved.
+
+    A model that brings no golden scores is loaded by Hugging Face's own class first, which computes
+    some; its memory is free again before vLLM starts.
+
+    Args:
+        place: Where it is; see `find_reward_model` and `check_files`.
+        spec: How it is loaded and scores. vLLM chooses the device.
+        say: Told what was loaded and found.
+
+    Raises:
+        UserError: Not a reward model, or not the one it was; or vLLM is not installed.
+        EngineError: vLLM does not start.
+    """
+    rules = read_rules(place)
+    if rules is not None and rules.golden:
+        tokenizer = find_tokenizer(replace(spec.model, name=place.name))
+        contract = ScoringContract.load(Path(place.name), tokenizer)
+    else:
+        own = load_scorer(place, spec, say=say)
+        say("note    golden scores for vLLM were computed with Hugging Face's own class")
+        golden = golden_scores(own.model, own.contract, [CANARY])
+        contract = own.contract.with_rules(golden=golden, golden_dtype=spec.precision)
+        del own
+    options = replace(
+        spec.pooling or PoolingOptions(),
+        precision=spec.precision,
+        revision=spec.model.revision,
+        trust_remote_code=spec.model.trust_remote_code,
+        safetensors_only=spec.model.safetensors_only,
+        config_overrides=spec.model.config_overrides,
+    )
+    try:
+        scorer = VllmScorer(place.name, contract, options=options, batch_tokens=spec.batch_tokens)
+    except UserError as error:
+        raise type(error)(f"{place.name} in vLLM: {error}") from error
+    say(f"model   {place.name} in vLLM, {spec.precision}")
+    say(f"checked golden scores agree (max difference {scorer.golden_difference:.1e})")
+    _say_rules(contract.rules, say)
+    return scorer

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Self
 
 import numpy as np
 import torch
@@ -57,7 +58,7 @@ class ContractScorer(ABC):
         # to end would switch dropout on again under the others.
         self._one_at_a_time = threading.Lock()
         self.preparers: Preparing | None = None
-        """Who renders and tokenises instead. Whoever closes the scorer closes them."""
+        """Who renders and tokenises instead. They end with the context of the scorer."""
 
     @property
     @abstractmethod
@@ -99,6 +100,15 @@ class ContractScorer(ABC):
 
     def close(self) -> None:  # noqa: B027  a model that is held here goes with the scorer
         """Free processes and memory. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the scorer, and whoever renders for it."""
+        self.close()
+        if self.preparers is not None:
+            self.preparers.close()
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """See `protocols.Scorer`. The arithmetic runs in a thread, beside the event loop."""

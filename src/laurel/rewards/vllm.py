@@ -8,31 +8,24 @@ scores of the contract are recomputed before the first score is believed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path as FilePath
 
 import numpy as np
 
-from laurel.errors import ModelError, ScoringContractError, UserError, key_of
+from laurel.errors import ModelError, ScoringContractError, key_of
 from laurel.generation.vllm.pooling import PoolingOptions, VllmPooling
 from laurel.models.forest.decoder import Path
-from laurel.models.loading.pretrained import find_tokenizer
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.open import ModelPlace, ScorerSpec, load_scorer, read_rules
 from laurel.rewards.remote.foreign import sigmoid
-from laurel.rewards.remote.router import CANARY
 from laurel.rewards.scorer import (
     ContractScorer,
     OnBatch,
     check_golden_by,
-    golden_scores,
     golden_tolerance,
 )
 from laurel.types import TokenGroup
-
-Say = Callable[[str], None]
 
 
 class VllmScorer(ContractScorer):
@@ -146,74 +139,6 @@ class VllmScorer(ContractScorer):
             dtype=self._dtype,
             why=lambda values_K, expected_K: _cause(values_K, expected_K, tolerance),
         )
-
-
-def load_vllm_scorer(
-    place: ModelPlace,
-    spec: ScorerSpec,
-    *,
-    say: Say,
-    pooling: PoolingOptions | None = None,
-) -> VllmScorer:
-    """Start vLLM with a reward model, and check that it scores as it did when it was saved.
-
-    A model that brings no golden scores is loaded by Hugging Face's own class first, which computes
-    some; its memory is free again before vLLM starts.
-
-    Args:
-        place: Where it is; see `find_model` and `check_files`.
-        spec: How it is to score. vLLM chooses the device.
-        say: Told what was loaded and found.
-        pooling: Options of vLLM. Those that `spec` has too are taken from `spec`.
-
-    Raises:
-        UserError: Not a reward model, or not the one it was; or vLLM is not installed.
-        EngineError: vLLM does not start.
-    """
-    contract = _contract_of(place, spec, say)
-    try:
-        scorer = VllmScorer(
-            place.name,
-            contract,
-            options=_as_asked(pooling or PoolingOptions(), spec),
-            batch_tokens=spec.batch_tokens,
-        )
-    except UserError as error:
-        raise type(error)(f"{place.name} in vLLM: {error}") from error
-    rules = contract.rules
-    say(f"model   {place.name} in vLLM, {spec.precision}")
-    say(f"checked golden scores agree (max difference {scorer.golden_difference:.1e})")
-    say(
-        f"lengths conversations of more than {rules.max_length:,} tokens are cut on the "
-        f"{rules.truncation_side}"
-    )
-    if rules.attributes:
-        say(f"values  {', '.join(rules.attributes)}")
-    return scorer
-
-
-def _as_asked(pooling: PoolingOptions, spec: ScorerSpec) -> PoolingOptions:
-    return replace(
-        pooling,
-        precision=spec.precision,
-        revision=spec.model.revision,
-        trust_remote_code=spec.model.trust_remote_code,
-        safetensors_only=spec.model.safetensors_only,
-        config_overrides=spec.model.config_overrides,
-    )
-
-
-def _contract_of(place: ModelPlace, spec: ScorerSpec, say: Say) -> ScoringContract:
-    """The contract that was saved with a model, or a new one; with golden scores."""
-    rules = read_rules(place)
-    if rules is not None and rules.golden:
-        tokenizer = find_tokenizer(replace(spec.model, name=place.name))
-        return ScoringContract.load(FilePath(place.name), tokenizer)
-    own = load_scorer(place, spec, say=say)
-    say("note    golden scores for vLLM were computed with Hugging Face's own class")
-    return own.contract.with_rules(
-        golden=golden_scores(own.model, own.contract, [CANARY]), golden_dtype=spec.precision
-    )
 
 
 def _rows(group: TokenGroup) -> list[list[int]]:

@@ -14,6 +14,7 @@ from laurel.config.reward_model import RewardTrainingConfig
 from laurel.data.report import DataReport, RowReport, TextReport
 from laurel.errors import DataError, counted
 from laurel.models.checkpoint.card import EvaluationRow, EvaluationTable
+from laurel.models.spec import hub_name
 
 if TYPE_CHECKING:
     from laurel.evaluation.benchmarks import BenchmarkSet
@@ -73,8 +74,6 @@ def facts_of_policy(
 
 def _base(context: RunContext[R], model: ModelFacts) -> dict[str, str | None]:
     """What training started from; of a directory only its name, for cards are made public."""
-    from laurel.models.checkpoint.card import hub_name
-
     policy = context.config.policy
     name = policy.model_name if policy.scratch is None else None
     is_here = name is not None and os.path.isdir(os.path.expanduser(name))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
-from laurel.observe.console import quiet_libraries
+from laurel.observe.console import quiet_libraries, say_on
 from laurel.observe.hub import check_fetchable
 from laurel.run.context import R, RunContext
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from laurel.rewards.open import Say
+    from laurel.rewards.spec import Say
     from laurel.training.learner import Learner
     from laurel.training.learner_group import Load, ModelFacts
 
@@ -145,8 +145,6 @@ def resolve_model(config: R, console: Console) -> R:
     goes_on = saving.enabled and steps_in(Path(saving.checkpoint_dir))
     if goes_on and not Path(policy.model_name).expanduser().is_dir():
         return config  # its checkpoint has the weights
-    from laurel.run.scorer import say_on
-
     say = say_on(console)
     name = found_name(policy.model_name, say=lambda note: say(f"note    {note}"), instead=_INSTEAD)
     if name == policy.model_name:
@@ -158,7 +156,7 @@ def resolve_model(config: R, console: Console) -> R:
 def found_name(name: str, *, say: Say, instead: str = "") -> str:
     """What transformers loads for a name: of the directory of a run one of its checkpoints.
 
-    Which one is as for `rewards.open.find_model`. Any other name stays as it was written: it is
+    Which one is as for `rewards.spec.find_model`. Any other name stays as it was written: it is
     part of what a run is known by when it goes on.
 
     Args:
@@ -169,7 +167,7 @@ def found_name(name: str, *, say: Say, instead: str = "") -> str:
     Raises:
         UserError: There is no such model, or the hub that has it does not answer.
     """
-    from laurel.rewards.open import find_model
+    from laurel.rewards.spec import find_model
 
     place = find_model(name)
     directory = Path(name).expanduser()

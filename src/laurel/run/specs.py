@@ -1,20 +1,32 @@
-"""What the parts of a run are given: their own settings, out of the run's configuration."""
+"""What parts of a run or a command are given: their own settings, out of what a person wrote."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
+
+from laurel.config.environments import ScorerSource
 from laurel.config.grpo import GRPOPolicyConfig, GRPORun
+from laurel.config.load import load_config
+from laurel.config.overrides import parse_override
 from laurel.config.policy import PolicyConfig
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTPolicyConfig, SFTRun
+from laurel.errors import ConfigError, Terms, key_of, speaking
 from laurel.models.spec import ModelSpec
+from laurel.observe.console import say_on
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from laurel.generation.requests import GeneratorSpec
-    from laurel.rewards.open import ScorerSpec
+    from laurel.models.scoring import ScoringRules
+    from laurel.rewards.scorer import LocalScorer
+    from laurel.rewards.spec import Say, ScorerSpec
     from laurel.training.batches import StepOrder
 
 
@@ -50,8 +62,11 @@ def model_spec(policy: PolicyConfig) -> ModelSpec:
 
 def scorer_spec(asked: ScorerSpec, policy: PolicyConfig) -> ScorerSpec:
     """A scorer as it was asked for, of a model that the section `policy` tells how to load."""
-    length = asked.max_length or policy.max_total_sequence_length
-    return replace(asked, max_length=length, model=model_spec(policy))
+    length = asked.max_length
+    if length is None and "max_total_sequence_length" in policy.model_fields_set:
+        length = policy.max_total_sequence_length
+    model = replace(model_spec(policy), name=asked.model.name)
+    return replace(asked, max_length=length, model=model)
 
 
 def generator_spec(config: GRPORun, end_ids: Iterable[int]) -> GeneratorSpec:
@@ -73,3 +88,134 @@ def step_order(config: RewardTrainingRun | SFTRun, num_rows: int) -> StepOrder:
     section = config.rm if isinstance(config, RewardTrainingRun) else config.sft
     size = config.policy.train_global_batch_size
     return StepOrder(num_rows, size, shuffle=config.data.shuffle, seed=section.seed)
+
+
+# --------------------------------------------------------------------------------------------------
+# The options of a command line that say which reward model is meant, and how it is loaded.
+
+OPTIONS = Terms(
+    {"policy.model_name": "--model", "cluster.device": "--device"},
+    hint="(Here, keys of policy are given as --set, e.g. --set tokenizer.pad_token=auto)",
+)
+"""Errors about a model, for somebody who has only the command line."""
+KEY_VARIABLE = "LAUREL_API_KEY"
+_HAS_OPTION = {"model_name": "--model", "precision": "--precision"}
+"""Keys of the policy section that have an option of their own."""
+_SAID_BY_CONTRACT = (
+    "reward_model_cfg",
+    "max_total_sequence_length",
+    "tokenizer.chat_template_kwargs",
+)
+"""Keys that would have no effect on a model that brings its scoring contract."""
+
+
+def asked_scorer(model: str, options: ScorerSpec, *, or_server: bool = False) -> ScorerSpec:
+    """The scorer that the options of a command describe. Its model is found; nothing is loaded.
+
+    Args:
+        model: What `--model` says.
+        options: What the other options say.
+        or_server: Whether `--model` could have been an address.
+
+    Raises:
+        UserError: There is no such model, or it is none that scores.
+    """
+    if not model:
+        hub = "a name on the Hugging Face hub"
+        places = f", {hub}, or the address of a running laurel serve" if or_server else f" or {hub}"
+        raise ConfigError(
+            f"no reward model is named; add {key_of('--model')} with a directory (of a model, a "
+            f"checkpoint, or a run with checkpoints){places}"
+        )
+    from laurel.rewards.spec import find_reward_model
+
+    with speaking(OPTIONS):
+        found = find_reward_model(model)
+    terms = (OPTIONS, Terms({"policy.max_total_sequence_length": "--max-length"}))
+    return replace(options, model=replace(options.model, name=model), found=found, terms=terms)
+
+
+def open_asked(
+    spec: ScorerSpec, settings: Sequence[str], *, cpu_threads: int | None, console: Console
+) -> LocalScorer:
+    """Load the scorer of a command into this process, with signs of life.
+
+    Args:
+        spec: See `asked_scorer`; how its model is loaded is said by the settings.
+        settings: What `--set` says; see `policy_of_settings`.
+        cpu_threads: On CPU; None is one per core.
+        console: Where to say what is found.
+
+    Raises:
+        UserError: A model or a setting that cannot be used.
+    """
+    say = say_on(console)
+    with console.status("loading torch and the model"):
+        from laurel.rewards.open import open_local, read_rules
+        from laurel.workers.process import prepare
+
+        assert spec.found is not None
+        with speaking(OPTIONS):
+            policy = policy_of_settings(settings, rules=read_rules(spec.found), say=say)
+            prepare(spec.device, cpu_threads=cpu_threads, seed=0)
+        return open_local(scorer_spec(spec, policy), say=say)
+
+
+def asked_server(url: str, *, api_key_env: str | None) -> ScorerSpec:
+    """The scorer behind an address that is given as `--model`.
+
+    Args:
+        url: The address.
+        api_key_env: What `--api-key-env` says; None: `KEY_VARIABLE` where it is set.
+
+    Raises:
+        ConfigError: It is no address, or no name of a variable.
+    """
+    from laurel.rewards.spec import ScorerSpec
+
+    section = "env.reward_model"
+    terms = Terms(
+        {
+            section: "--model",
+            f"{section}.api_key_env": "--api-key-env",
+            "urls": "--model",
+            "api_key_env": f"--api-key-env (default {KEY_VARIABLE})",
+        }
+    )
+    variable = api_key_env or (KEY_VARIABLE if os.environ.get(KEY_VARIABLE) else None)
+    try:
+        with speaking(terms):
+            servers = ScorerSource(urls=[url], api_key_env=variable, connect_patience=0.0)
+    except ValidationError as error:
+        said = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+        raise ConfigError(said) from error
+    return ScorerSpec(servers=servers, terms=(terms,))
+
+
+def policy_of_settings(
+    settings: Sequence[str], *, rules: ScoringRules | None, say: Say
+) -> PolicyConfig:
+    """The policy section that `--set` writes.
+
+    Args:
+        settings: Overrides as `key=value`; `policy.` before the key may be left out.
+        rules: The contract of the model, if it brings one.
+        say: Told of settings without effect.
+
+    Raises:
+        ConfigError: A key that is not known, or that something else settles.
+    """
+    overrides: list[str] = []
+    for setting in settings:
+        sign = setting[: len(setting) - len(setting.lstrip("+~"))]
+        override = sign + setting[len(sign) :].removeprefix("policy.")
+        key = ".".join(parse_override(override).keys)
+        if key in _HAS_OPTION:
+            raise ConfigError(f"--set {setting}: use the option {_HAS_OPTION[key]} for that")
+        if rules is not None and key.startswith(_SAID_BY_CONTRACT):
+            raise ConfigError(f"--set {setting}: scoring.json of the model settles that")
+        overrides.append(override)
+    loaded = load_config(PolicyConfig, None, overrides)
+    for warning in loaded.warnings:
+        say(f"warning: {warning}")
+    return loaded.config

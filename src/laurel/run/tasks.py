@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from laurel.config.environments import (
     CodeEnvironmentConfig,
     EnvironmentsConfig,
-    RewardModelEnvironmentConfig,
 )
 from laurel.config.grpo import GRPORun
 from laurel.data.tasks import TaskData, TaskNeeds
@@ -25,11 +24,9 @@ if TYPE_CHECKING:
 
     from laurel.data.report import TaskReport
     from laurel.environments.code.nodes import ClusterNodes
-    from laurel.environments.reward_model.open import ScorerFactory
     from laurel.models.chat import ChatFormat
     from laurel.protocols import Environment, WorkerGroup
-    from laurel.rewards.open import Say
-    from laurel.rewards.scorer import ContractScorer
+    from laurel.rewards.open import ScorerPlacement
     from laurel.types import Task
     from laurel.workers.reservations import NodeState
 
@@ -61,7 +58,7 @@ def environments_of(data: TaskData, context: RunContext[GRPORun]) -> dict[str, E
     config, allocation = context.config, context.allocation
     say = partial(context.console.print, markup=False, highlight=False, soft_wrap=True)
     names = sorted({task.environment for task in (*data.train, *data.validation)})
-    opening = cluster_scorer_factory(context, say) if allocation.are_remote else None
+    opening = scorer_placement(context) if allocation.are_remote else None
     with context.console.status("starting the environments"):
         environments = create_environments(
             names,
@@ -191,70 +188,29 @@ def _make(*args: Any, **kwargs: Any) -> WorkerGroup:
 
 
 # --------------------------------------------------------------------------------------------------
-# How a run on a cluster opens what scores: models in slots, renderers spread over the nodes.
+# Where a run on a cluster has what scores: models in slots, renderers spread over the nodes.
 
 
-def cluster_scorer_factory(context: RunContext[GRPORun], say: Say) -> ScorerFactory:
-    """How the environments of a run on a cluster open their models and processes.
+def scorer_placement(context: RunContext[GRPORun]) -> ScorerPlacement:
+    """Where the environments of a run on a cluster have their models and processes.
 
-    Args:
-        context: Of the run.
-        say: Told what was loaded, found and decided.
+    Each replica of a model has slots of the role. One of several models has replicas on all of
+    them, and an equal part of each.
     """
-    from laurel.environments.reward_model.open import (
-        RENDERING_LIMIT,
-        ScorerFactory,
-        local_scorer_factory,
-    )
+    from laurel.rewards.open import RENDERING_LIMIT, ScorerPlacement
     from laurel.rewards.preparing import WORKER
-
-    make_worker = partial(context.allocation.group_of_one, WORKER, limit=RENDERING_LIMIT)
-
-    if not uses_reward_model(context.config):  # only rows of the data ask for one without slots
-        here = local_scorer_factory(device=context.config.cluster.device, say=say)
-        return ScorerFactory(open_model=here.open_model, make_worker=make_worker)
-
-    def open_model(settings: RewardModelEnvironmentConfig, name: str) -> ContractScorer:
-        return _open_in_slots(settings, name, context, make_worker, say)
-
-    return ScorerFactory(open_model=open_model, make_worker=make_worker)
-
-
-def _open_in_slots(
-    settings: RewardModelEnvironmentConfig,
-    name: str,
-    context: RunContext[GRPORun],
-    make_worker: Callable[..., WorkerGroup],
-    say: Say,
-) -> ContractScorer:
-    """A reward model in the slots of its role: with the loop, each replica in a group of its own;
-    without, all replicas in one group that scores whole batches.
-
-    One of several models has replicas on all of these slots, and an equal part of each.
-    """
-    from laurel.environments.reward_model.open import found_reward_model, open_crew, with_workers
     from laurel.rewards.replicas import ROLE
 
     config, allocation = context.config, context.allocation
-    shape, role = allocation.shape_of("reward_model"), f"{ROLE} {name}".rstrip()
-    group = partial(
-        allocation.group, "reward_model", name=role, share=1 / len(config.env.reward_model.loaded)
-    )
-    found = found_reward_model(settings, tp=shape.tp, device=config.cluster.device, say=say)
-    if not settings.use_reward_loop:
-        scorer = found.open(group, shape=shape, say=say)
-        with_workers(scorer, settings, make_worker)
-        return scorer
+    make_worker = partial(allocation.group_of_one, WORKER, limit=RENDERING_LIMIT)
+    if not uses_reward_model(config):  # only rows of the data ask for one without slots
+        return ScorerPlacement(make_worker=make_worker)
+    share = 1 / len(config.env.reward_model.loaded)
 
-    def group_of(index: int) -> Callable[..., WorkerGroup]:
-        return partial(group, ranks=range(index * shape.tp, (index + 1) * shape.tp))
+    def make_group(name: str, ranks: range | None) -> Callable[..., WorkerGroup]:
+        role = f"{ROLE} {name}".rstrip()
+        return partial(allocation.group, "reward_model", name=role, share=share, ranks=ranks)
 
-    return open_crew(
-        found,
-        group_of,
-        shape.dp_replicate,
-        tp=shape.tp,
-        make_worker=make_worker,
-        say=say,
-        role=role,
+    return ScorerPlacement(
+        make_worker=make_worker, make_group=make_group, shape=allocation.shape_of("reward_model")
     )

@@ -19,7 +19,7 @@ from laurel.errors import (
     ModelError,
     ScoringContractError,
 )
-from laurel.rewards.open import ScorerSpec
+from laurel.rewards.spec import ScorerSpec
 from reward_models import small_model, write_foreign_model, write_model, write_run
 
 ROWS = [
@@ -274,6 +274,21 @@ def test_a_torn_checkpoint_is_named_with_its_bad_file_and_the_one_before(score, 
             score(run / name)
         assert "model.safetensors has" in str(error.value)
         assert f"whole checkpoint before it is '{run / 'step_1'}'" in str(error.value)
+
+
+def test_an_altered_checkpoint_is_refused(score, tmp_path):
+    run = write_run(tmp_path / "run", {1: 0.5})
+    card = run / "step_1" / "README.md"
+    card.write_text("b" + card.read_text()[1:])
+    with pytest.raises(CheckpointError, match=r"README\.md has been altered"):
+        score(run)
+
+
+def test_no_checkpoint_is_whole(score, tmp_path):
+    run = write_run(tmp_path / "run", {1: None})
+    (run / "step_1" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* is whole: .*config\.json is miss"):
+        score(run)
 
 
 def test_no_model_is_named(score):

@@ -146,6 +146,15 @@ def test_the_table_fits_eighty_columns_and_says_what_happened():
             assert part in text
 
 
+def test_nothing_of_the_table_is_cut_off_where_there_is_little_room():
+    report = report_of(*(preference("q" * n, "a" * 900, "b") for n in range(1, 9)))
+    report.notes.append("read as BinaryPreferenceDataset, told by: columns prompt and chosen")
+    wide, narrow = (shown(report, width=width) for width in (80, 40))
+    assert max(map(len, narrow.splitlines())) <= 40
+    assert narrow.split() != wide.split(), "labels are folded"
+    assert sorted(narrow.split()) == sorted(wide.split()), "every word is there, and whole"
+
+
 def test_sources_of_the_reports_own_file_are_shown_as_lines():
     report = report_of(preference("q", "a", "b"))
     for line in (4, 5, 6, 7):

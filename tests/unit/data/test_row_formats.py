@@ -3,7 +3,7 @@ import math
 import pytest
 
 from laurel.config.data import DatasetConfig
-from laurel.data.preferences import class_of, infer_class, judge
+from laurel.data.preferences import class_of, infer_class, judge, parse_transcript
 from laurel.data.sources import UnusableRow
 from laurel.types import Message
 
@@ -267,6 +267,13 @@ def test_binary_rows(row, prompt, answers):
         ),
         (
             {
+                "chosen": "\n\nHuman: a\n\nAssistant: b",
+                "rejected": "\n\nHuman: x\n\nAssistant: b",
+            },
+            "transcripts part too early (2 and 2 turns left)",
+        ),
+        (
+            {
                 "chosen": "\n\nHuman: a\n\nAssistant: b\n\nAssistant: c",
                 "rejected": "\n\nHuman: a\n\nAssistant: b\n\nAssistant: d",
             },
@@ -289,6 +296,11 @@ def test_binary_rows(row, prompt, answers):
 )
 def test_what_a_binary_row_may_not_be(row, kind):
     assert problem_of(row, "BinaryPreferenceDataset").kind == kind
+
+
+def test_only_text_that_starts_with_human_is_a_transcript():
+    with pytest.raises(UnusableRow, match="starts with"):
+        parse_transcript("Human: hi\n\nAssistant: ho")
 
 
 def test_a_missing_key_names_the_keys_there_are_and_the_setting_that_mends_it():

@@ -1,6 +1,7 @@
 """Tasks from rows: what is asked, what is known, who judges, and what was left out."""
 
 import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -471,3 +472,12 @@ def test_real_problems(load, real_data, path, config, count, first):
     assert all(known(task) for task in tasks)
     if path.startswith("gsm8k"):
         assert all(known(task).lstrip("-").replace(".", "").isdecimal() for task in tasks)
+
+
+def test_the_report_is_plain_values(load):
+    _, report = load([{"question": "1+1?", "answer": "2"}])
+    report.set_lengths([7])
+    told = json.loads(json.dumps(report.to_dict()))
+    assert told["lengths"]["tokens"]["max"] == 7
+    assert told["lengths"]["characters"]["max"] == 4
+    assert told["rows_kept"] == told["num_tasks"] == 1

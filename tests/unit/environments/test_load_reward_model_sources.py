@@ -17,9 +17,10 @@ from judges import ONLY_RESPONSE, by_length, judge_server
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, ScoringContractError, UserError
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.open import ScorerSpec, find_model, load_scorer, read_contract
+from laurel.rewards.open import load_scorer, read_contract
 from laurel.rewards.remote.foreign import sigmoid
 from laurel.rewards.scorer import LocalScorer
+from laurel.rewards.spec import ScorerSpec, find_model
 from laurel.types import EnvironmentReturn, Score
 from reward_models import small_model, write_foreign_model, write_model
 from reward_servers import Answer, RewardServer, wait_until
@@ -453,7 +454,7 @@ def test_the_reference_answer_can_be_subtracted_from_a_function(file):
 def test_processes_end_with_the_environment(file):
     with opened(function={"path": f"{file}:compute_score"}, num_workers=1) as environment:
         scorer: Any = environment._scorer
-        processes = scorer._scorer._processes
+        processes = scorer.scorer._processes
         assert processes.process_ids()
     wait_until(lambda: not processes.process_ids())
 

@@ -6,15 +6,10 @@ import pytest
 
 from laurel.config.environments import EnvironmentsConfig, RewardModelEnvironmentConfig
 from laurel.environments.registry import create_environments
-from laurel.environments.reward_model.open import (
-    ScorerFactory,
-    make_worker_here,
-    open_reward_model,
-    open_reward_model_group,
-)
-from laurel.environments.reward_model_environment import gpus_of_actor, ranks_of
+from laurel.environments.reward_model_environment import gpus_of_actor, ranks_of, scorer_spec_of
 from laurel.errors import CheckpointError, ConfigError, ModelError, WorkerError
 from laurel.models.parallel.mesh import ParallelShape
+from laurel.rewards.open import ScorerPlacement, open_local, open_scorer
 from laurel.types import Message, group_of
 from laurel.workers.calls import LocalGroup
 from process_group import ProcessGroup
@@ -46,16 +41,28 @@ def values(scorer):
     return [score.value for scores in scorer.score_now(GROUPS) for score in scores]
 
 
+def placed(make_group=in_this_process, shape=ONE):
+    """All ranks in one group."""
+    return ScorerPlacement(
+        make_group=lambda name, ranks: make_group, shape=shape, is_one_group=True
+    )
+
+
 def opened(config, make_group=in_this_process, *, shape=ONE, said=None):
     tell = (said if said is not None else []).append
-    return open_reward_model_group(config, make_group, shape=shape, device="cpu", say=tell)
+    spec = scorer_spec_of(config, device="cpu")
+    return open_scorer(spec, say=tell, placement=placed(make_group, shape))
+
+
+def here(config, say=lambda _: None):
+    return open_local(scorer_spec_of(config, device="cpu"), say=say)
 
 
 def test_one_rank_scores_and_says_what_one_process_does(checkpoint):
     config = config_of(model_name=str(checkpoint), batch_tokens=50)
     said, expected = [], []
     grouped = opened(config, said=said)
-    local = open_reward_model(config, device="cpu", say=expected.append)
+    local = here(config, expected.append)
     assert values(grouped) == values(local)
     assert grouped.batch_tokens == local.batch_tokens == 50
     assert said == expected
@@ -73,7 +80,7 @@ def test_two_ranks_read_their_shares_and_prove_themselves(checkpoint, precision)
     two = functools.partial(ProcessGroup, "reward_model", 2)
     grouped = opened(config, two, shape=ParallelShape(tp=2), said=said)
     try:
-        local = open_reward_model(config, device="cpu", say=lambda _: None)
+        local = here(config)
         near = 1e-5 if precision == "float32" else 0.05
         assert values(grouped) == pytest.approx(values(local), abs=near)
         assert any("golden scores agree" in line for line in said)
@@ -91,7 +98,6 @@ def test_what_the_settings_get_wrong_is_told_before_there_is_a_group(tmp_path, c
         ({"model_name": str(tmp_path / "no")}, ModelError, r"env\.reward_model\.model_name=.*no"),
         ({"dtensor_cfg": {"context_parallel_size": 2}}, ConfigError, "context_parallel_size"),
         ({"dtensor_cfg": {"cpu_offload": True}}, ConfigError, "cpu_offload"),
-        ({"transform": {"normalize": "stored"}}, ConfigError, "mean and standard deviation"),
     ]
     for settings, kind, message in wrong:
         with pytest.raises(kind, match=message):
@@ -142,11 +148,11 @@ def test_a_group_whose_workers_do_not_answer_is_ended(checkpoint):
 def test_the_registry_opens_models_elsewhere(checkpoint):
     asked = []
 
-    def open_model(config, name):
-        asked.append((config, name))
-        return opened(config)
+    def make_group(name, ranks):
+        asked.append((name, ranks))
+        return in_this_process
 
-    opening = ScorerFactory(open_model=open_model, make_worker=make_worker_here)
+    opening = ScorerPlacement(make_group=make_group, is_one_group=True)
 
     config = EnvironmentsConfig.model_validate(
         {
@@ -158,9 +164,9 @@ def test_the_registry_opens_models_elsewhere(checkpoint):
     assert asked == [], "nobody asked for a reward model"
     made["math"].shutdown()
     made = create_environments(["both", "reward_model"], config, opening=opening)
-    assert asked == [(config.reward_model, "")], "one scorer for both"
+    assert asked == [("", None)], "one scorer for both"
     log = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "No."}]
-    local = open_reward_model(config.reward_model, device="cpu", say=lambda _: None)
+    local = here(config.reward_model)
     asked_for = group_of((Message("user", "Where?"),), ("No.",), group_id="x")
     expected = [local.score_now([asked_for])[0][0].value]
     assert made["reward_model"].step([log], [None]).rewards.tolist() == expected

@@ -8,10 +8,10 @@ import pytest
 
 from fakes import WordScorer
 from laurel.environments.composite import CompositeEnvironment
-from laurel.environments.reward_model.open import open_reward_model
-from laurel.environments.reward_model_environment import RewardModelEnvironment
+from laurel.environments.reward_model_environment import RewardModelEnvironment, scorer_spec_of
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.rewards.loop_scorer import LoopScorer
+from laurel.rewards.open import open_local
 from laurel.types import JudgingUnit
 from policy_fakes import Judge
 from reward_models import small_model, write_model
@@ -35,7 +35,7 @@ def looped(model: str) -> Iterator[RewardModelEnvironment]:
     """With a scorer that merges, as on a GPU."""
     config = {"model_name": model, "precision": "float32"}
     with RewardModelEnvironment(config, device="cpu") as plain:
-        inner = open_reward_model(plain.config, device="cpu", say=lambda _: None)
+        inner = open_local(scorer_spec_of(plain.config, device="cpu"), say=lambda _: None)
     with RewardModelEnvironment(config, scorer=LoopScorer(inner)) as environment:
         yield environment
 
@@ -70,7 +70,7 @@ def test_one_by_one_in_parts_and_all_together_give_the_same_rewards(
 def test_what_is_closed_says_so(model: str) -> None:
     config = {"model_name": model, "precision": "float32"}
     environment = RewardModelEnvironment(config, device="cpu")
-    inner = open_reward_model(environment.config, device="cpu", say=lambda _: None)
+    inner = open_local(scorer_spec_of(environment.config, device="cpu"), say=lambda _: None)
     scorer = LoopScorer(inner)
     environment.shutdown()
     with RewardModelEnvironment(config, scorer=scorer):

@@ -24,7 +24,7 @@ from laurel.evaluation.rewardbench_tokens import (
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ModelSpec
 from laurel.models.tokenizer import CHATML
-from laurel.rewards.open import open_model_scorer
+from laurel.rewards.open import open_local
 from laurel.rewards.scorer import LocalScorer
 from laurel.types import Message, group_of
 from model_directories import save_model
@@ -166,7 +166,7 @@ def test_scores_are_those_of_a_padded_batch_with_the_first_bos_hidden(tmp_path, 
     )
     save_model(tmp_path, network, tokenizer)
     groups = [asked("Where?", "By the gate.", "No."), asked("Who? " * 30, "An old man", "x" * 60)]
-    scorer = open_model_scorer(str(tmp_path), say=lambda _: None)
+    scorer = open_local(str(tmp_path), say=lambda _: None)
     form = ReferenceFormat(program="it", truncation_side="left", max_length=80)
     reference = RewardBenchContract.beside(
         scorer.contract, ModelSpec(name=str(tmp_path)), form=form

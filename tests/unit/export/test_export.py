@@ -16,7 +16,7 @@ from laurel.export import writing
 from laurel.export.export import run_export
 from laurel.export.options import ExportOptions
 from laurel.models.checkpoint.card import CardFacts
-from laurel.rewards.open import open_model_scorer
+from laurel.rewards.open import open_local
 from laurel.types import Message, group_of
 from reward_models import small_model, write_foreign_model, write_model, write_run
 
@@ -69,7 +69,7 @@ def laurel_scores(directory):
         group_of([Message(**c[0])], [c[1]["content"]], group_id=str(i))
         for i, c in enumerate(CONVERSATIONS)
     ]
-    scorer = open_model_scorer(str(directory), say=lambda text: None)
+    scorer = open_local(str(directory), say=lambda text: None)
     return [score.value for (score,) in scorer.score_now(groups)]
 
 

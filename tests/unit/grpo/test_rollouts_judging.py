@@ -206,7 +206,7 @@ class Noisy(Judge):
         def verdict(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
             self.given += 1
             failed = {"failure": "no"} if text == "bad" else {}
-            return {"reward": float(self.given), **failed}
+            return {"reward": float(self.given), "note": {"given": self.given}, **failed}
 
         super().__init__(verdict, **options)
 
@@ -221,6 +221,8 @@ def test_what_says_the_same_gets_the_same_reward_though_it_was_judged_apart() ->
             assert rewards[1] == rewards[4]
             assert rewards[0] != rewards[1]
             assert rewards[3] is rewards[5] is None
+            judged = [r for r in group.rollouts_G if r.reward is not None]
+            assert [r.note["given"] for r in judged] == [r.reward for r in judged]
         apart = {g.rollouts_G[0].reward for g in groups}
         assert len(apart) == 2, "groups have nothing to do with each other"
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,6 +23,7 @@ from laurel.data.forest import to_forest, to_padded
 from laurel.errors import CheckpointError, ConfigError, ModelError, Terms, speaking
 from laurel.models.checkpoint.export import save_policy
 from laurel.models.forest.attention import FOREST
+from laurel.models.forest.policy import PolicyModel
 from laurel.models.loading.adapters import ADAPTERS
 from laurel.models.loading.policy import check_policy_paths, load_policy
 from laurel.models.tokenizer import load_tokenizer
@@ -221,6 +223,12 @@ def test_a_decoder_without_its_head(save):
     assert load(tied).model.path == "forest"
 
 
+def test_weights_of_another_size(save):
+    directory = save(tiny.tiny_language_model("qwen3"))
+    text = refused(directory, hf_config_overrides={"intermediate_size": 48})
+    assert "down_proj.weight is [32, 64] in the weights and [32, 48] by the configuration" in text
+
+
 def test_models_that_read_the_whole_text_at_once(save):
     settings = {**tiny.COMMON, "max_position_embeddings": 600}
     encoder = AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", **settings))
@@ -340,3 +348,10 @@ def test_weights_that_are_not_numbers_are_an_error_of_their_own():
         model.causal_lm.lm_head.weight[0, 0] = torch.nan
     with pytest.raises(ModelError, match="NaN or infinite: its weights are damaged"):
         check_policy_paths(model)
+
+
+def test_a_head_that_is_no_linear_layer_is_refused():
+    network = tiny.tiny_language_model("llama")
+    network.lm_head = nn.Sequential(network.lm_head)
+    with pytest.raises(ModelError, match="no linear head over a vocabulary"):
+        PolicyModel(network, path="forest", precision=torch.float32)

@@ -15,11 +15,11 @@ from laurel.models.checkpoint.card import (
     CardFacts,
     EvaluationRow,
     EvaluationTable,
-    hub_name,
     reward_model_card,
 )
 from laurel.models.checkpoint.export import save_reward_model
 from laurel.models.scoring import ScoringContract
+from laurel.models.spec import hub_name
 from laurel.rewards.scorer import LocalScorer
 from laurel.types import Message, group_of
 

@@ -13,6 +13,7 @@ from laurel.data.forest import to_forest, to_padded
 from laurel.errors import DataError, ModelError
 from laurel.models.forest.policy import PolicyModel, Reference
 from laurel.models.loading.adapters import add_adapters
+from laurel.models.loading.pretrained import recompute_activations
 
 ALL = sorted(tiny.LANGUAGE_MODELS)
 SHAPES = [(40, [5, 1, 30]), (1, [7]), (3, [2, 2]), (17, [1])]
@@ -101,7 +102,7 @@ MODELS = {
     for name in ("qwen2-sliding", "gemma3")
 }
 RAGGED = st.lists(
-    st.tuples(st.integers(1, 30), st.lists(st.integers(1, 20), min_size=1, max_size=4)),
+    st.tuples(st.integers(1, 30), st.lists(st.integers(1, 20), min_size=1, max_size=8)),
     min_size=1,
     max_size=3,
 )
@@ -163,6 +164,15 @@ def test_bfloat16_is_for_the_decoder_and_the_head_stays_float32():
         with low.in_full_precision():
             assert torch.equal(low(forest).logprobs_M, full_M)
         assert torch.equal(low(forest).logprobs_M, low_M)
+
+
+def test_activations_that_are_recomputed_change_no_gradient():
+    groups = tiny.random_groups(8, SHAPES)
+    kept, recomputed = (tiny.tiny_policy("qwen2-sliding").train() for _ in range(2))
+    recompute_activations(recomputed.causal_lm)
+    results = [gradients(m, m(to_forest(groups)).logprobs_M) for m in (kept, recomputed)]
+    for name, gradient in results[0].items():
+        assert torch.equal(gradient, results[1][name]), name
 
 
 def test_logprobs_are_without_gradients_and_dropout_and_leave_the_model_as_it_was():

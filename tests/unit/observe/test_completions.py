@@ -79,6 +79,10 @@ def test_any_text_can_be_written(tmp_path):
     assert read["prompt"].endswith(" \x1b[31m é \U0001f33f")
 
 
+def test_cells_follow_the_columns():
+    assert dict(zip(CompletionRow.columns(), ROW.cells, strict=True))["reward"] == 1.0
+
+
 def test_the_table_shows_rewards_failures_and_what_was_cut_off():
     text = shown(ROW, FAILED)
     assert "validation, step 3" in text

@@ -62,6 +62,14 @@ def test_metrics_are_two_columns():
     assert ["lr", "2.000e-06"] in lines
 
 
+def test_where_there_is_nothing_it_is_said():
+    console, file = make()
+    print_metrics(console, "validation-default", {})
+    print_pairs(console, "pairs", [])
+    print_scores(console, [])
+    assert shown(file) == "validation-default: no metrics\npairs: no pairs\nno conversations\n"
+
+
 def test_pairs_show_texts_scores_and_whether_right():
     console, file = make()
     print_pairs(console, "validation-default", [pair(), pair(-3.25, 1.0, prompt="2+2?")])

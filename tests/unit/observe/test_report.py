@@ -174,6 +174,16 @@ def test_a_run_that_logged_nothing_is_no_error(tmp_path, metrics):
     assert "<svg" not in html
 
 
+def test_a_resumed_run_shows_each_step_once(tmp_path):
+    rows = [
+        *METRICS,
+        {"event": "resumed", "step": 1},
+        {"step": 2, "time": 200.0, "train/reward": 7.0, "train/reward_std": 0.5},
+    ]
+    write_report(tmp_path / "report.html", [make_run(tmp_path / "run", metrics=rows)])
+    assert "reward (mean, spread) from -1 to 7" in page_of(tmp_path / "report.html")[0]
+
+
 def test_no_runs_give_a_page_of_its_facts(tmp_path):
     write_report(tmp_path / "new" / "report.html", [], facts=[Fact("Success", "97%")])
     assert "97%" in page_of(tmp_path / "new" / "report.html")[1].text

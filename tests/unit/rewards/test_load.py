@@ -11,15 +11,14 @@ import torch
 from laurel.config.policy import TokenizerConfig
 from laurel.errors import CheckpointError, ConfigError, ModelError
 from laurel.models.spec import ModelSpec
-from laurel.rewards.open import (
+from laurel.rewards.open import load_scorer, open_local
+from laurel.rewards.spec import (
     ModelPlace,
     ScorerSpec,
-    check_at_once,
     check_files,
     check_not_missing,
     find_model,
-    load_scorer,
-    open_model_scorer,
+    find_reward_model,
 )
 from laurel.types import Message, group_of
 from model_directories import edit_weights
@@ -84,11 +83,11 @@ def test_places(checkpoint, tmp_path):
 def test_a_language_model_is_refused_before_torch_is_imported(tmp_path):
     headless = write_foreign_model(tmp_path / "headless", head=False)
     with_head = write_foreign_model(tmp_path / "with-head")
-    check_at_once(find_model(str(with_head)))
+    find_reward_model(str(with_head))
     program = (
         "import sys\n"
-        "from laurel.rewards.open import check_at_once, find_model\n"
-        "try: check_at_once(find_model(sys.argv[1]))\n"
+        "from laurel.rewards.spec import find_reward_model\n"
+        "try: find_reward_model(sys.argv[1])\n"
         "except ValueError as error: print(error)\n"
         "print('torch' in sys.modules)\n"
     )
@@ -103,13 +102,13 @@ def test_a_language_model_is_refused_before_torch_is_imported(tmp_path):
 def test_a_language_model_with_a_weight_of_another_name_is_left_to_loading(tmp_path):
     headless = write_foreign_model(tmp_path / "model", head=False)
     edit_weights(headless, lambda weights: weights.update({"score.weight": torch.zeros(1, 32)}))
-    check_at_once(find_model(str(headless)))
+    find_reward_model(str(headless))
 
 
 def test_open_scorer_says_what_it_found(tmp_path):
     said = []
     run = write_run(tmp_path / "run", {1: 0.6, 2: 0.9})
-    scorer = open_model_scorer(str(run), say=said.append)
+    scorer = open_local(str(run), say=said.append)
     assert "the best is step_2" in said[0]
     assert any(line.startswith("checked golden scores agree") for line in said)
     assert values(scorer) == values(load(run / "step_2"))

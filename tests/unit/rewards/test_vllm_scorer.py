@@ -28,9 +28,10 @@ from laurel.errors import (
 )
 from laurel.generation.vllm import pooling
 from laurel.rewards.batching import BatcherLimits, BatchingScorer
-from laurel.rewards.open import ModelPlace, ScorerSpec, find_model, load_scorer
+from laurel.rewards.open import load_scorer, load_vllm_scorer
 from laurel.rewards.scorer import conversation_group
-from laurel.rewards.vllm import VllmScorer, load_vllm_scorer
+from laurel.rewards.spec import ModelPlace, ScorerSpec, find_model
+from laurel.rewards.vllm import VllmScorer
 from laurel.types import Message, group_of
 from reward_models import small_model
 from vllm_engines import HAS_VLLM, require_vllm
@@ -301,8 +302,8 @@ def test_a_killed_program_leaves_no_reward_model_behind(tmp_path):
         textwrap.dedent(
             f"""
             import json, os, signal
-            from laurel.rewards.open import ScorerSpec, find_model
-            from laurel.rewards.vllm import load_vllm_scorer
+            from laurel.rewards.spec import ScorerSpec, find_model
+            from laurel.rewards.open import load_vllm_scorer
 
             if __name__ == "__main__":
                 place = find_model({str(tmp_path / "model")!r})

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from laurel.errors import ConfigError
-from laurel.rewards.open import ScorerSpec
 from laurel.rewards.remote.wire import dump
+from laurel.rewards.spec import ScorerSpec
 from laurel.run.evaluation.run import EvalScorer, open_evaluation_scorer
 from reward_servers import Answer, RewardServer
 
@@ -19,7 +19,7 @@ def refused(status, said, **settings):
         model = EvalScorer(model=server.url, options=ScorerSpec(device="cpu"), **settings)
         with (
             pytest.raises(ConfigError) as caught,
-            open_evaluation_scorer(model, Console(file=io.StringIO())),
+            open_evaluation_scorer(model.found(), Console(file=io.StringIO())),
         ):
             pass
     return f"{server.url}/v1/score", str(caught.value)

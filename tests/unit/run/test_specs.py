@@ -1,6 +1,6 @@
 """What models, scorers and engines are given out of the configuration of a run."""
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ from laurel.config.policy import LoraConfig, PolicyConfig, ScratchConfig
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTPolicyConfig, SFTRun
 from laurel.models.spec import ModelSpec
-from laurel.rewards.open import ScorerSpec
+from laurel.rewards.spec import ScorerSpec
 from laurel.run.specs import generator_spec, model_spec, scorer_spec, step_order
 
 SECTION = {
@@ -76,8 +76,11 @@ def test_where_weights_are_read(given, resume_from, expected):
 def test_a_length_that_is_asked_for_goes_before_that_of_the_section():
     policy = PolicyConfig(max_total_sequence_length=100)
     assert scorer_spec(ScorerSpec(), policy).max_length == 100
-    found = scorer_spec(ScorerSpec(max_length=50, precision="float16"), policy)
-    assert (found.max_length, found.precision, found.model) == (50, "float16", model_spec(policy))
+    asked = ScorerSpec(max_length=50, precision="float16", model=ModelSpec(name="a/b"))
+    found = scorer_spec(asked, policy)
+    assert (found.max_length, found.precision) == (50, "float16")
+    assert found.model == replace(model_spec(policy), name="a/b")
+    assert scorer_spec(ScorerSpec(), PolicyConfig()).max_length is None
 
 
 def test_an_engine_is_told_of_the_whole_section():

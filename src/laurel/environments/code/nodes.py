@@ -256,7 +256,10 @@ class _Nodes:
     def submit(self, sent: _Sent) -> Future[SandboxResult]:
         """Have a job run; waits while the backlog is full."""
         with self.changed:
-            while not self.closed and self._is_full():
+            while not self.closed:
+                unfinished = sum(len(node.outstanding) for node in self.members)
+                if len(self._waiting) + unfinished < self.config.backlog + self.num_left():
+                    break
                 left = None if sent.deadline is None else sent.deadline - time.monotonic()
                 if left is not None and left <= 0:
                     self.fail(sent, "its turn did not come in time")
@@ -264,10 +267,6 @@ class _Nodes:
                 self.changed.wait(left)
         self.place(sent)
         return sent.future
-
-    def _is_full(self) -> bool:
-        unfinished = len(self._waiting) + sum(len(node.outstanding) for node in self.members)
-        return unfinished >= self.config.backlog + self.num_left()
 
     def place(self, *jobs: _Sent) -> None:
         """Give each job to the node that has the least to do for its size."""
@@ -409,7 +408,11 @@ class _Node:
         """Start another process, unless there is to be none."""
         nodes = self._nodes
         while not nodes.closed:
-            refused = self._refusal(loss)
+            if self._id in {state.id for state in nodes.cluster.alive()}:
+                counted = nodes.restarts.after(loss, self)
+                refused = None if counted.refused is None else str(counted)
+            else:
+                refused = f"{self.name} was lost: the node has left the cluster"
             if refused is not None:
                 with nodes.changed:
                     self.gone = refused
@@ -432,13 +435,6 @@ class _Node:
             if group is not None:
                 group.shutdown()
         nodes.place_waiting()
-
-    def _refusal(self, loss: LaurelError) -> str | None:
-        """Why its process is not started again; None: it is, and that has been said."""
-        if self._id not in {state.id for state in self._nodes.cluster.alive()}:
-            return f"{self.name} was lost: the node has left the cluster"
-        counted = self._nodes.restarts.after(loss, self)
-        return None if counted.refused is None else str(counted)
 
     def _made(self) -> WorkerGroup:
         return self._nodes.cluster.make(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ FACTS = "model_card.json"
 HERE = "."
 """Where programs in a card find the model, run in its directory."""
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TAGS = {"reward model": "reward-model", "policy": "policy"}
 
 
@@ -151,12 +149,6 @@ def policy_card(facts: CardFacts, *, place: str = HERE) -> str:
         front=_front(facts, kind="policy", task="text-generation"),
         figures=sorted(facts.metrics.items()),
     )
-
-
-def hub_name(model: str | None) -> str | None:
-    """A model's name if it is one on the hub, and no directory here."""
-    is_name = model is not None and _HUB_NAME.fullmatch(model) and not Path(model).exists()
-    return model if is_name else None
 
 
 # ------------------------------------------------------------------------------------------- parts

@@ -36,7 +36,9 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    with_config,
 )
+from typing_extensions import TypedDict
 
 from laurel.data.sources import json_kind
 from laurel.errors import ProtocolError
@@ -232,7 +234,10 @@ _WORDS = {
 # ------------------------------------------------------------------------------------- /v1/score
 
 
-class MessageBody(Body, extra="forbid"):
+# A dictionary and no model: of 65,536 messages models are made in one step of 160 ms, in which no
+# other thread runs and /health waits; dictionaries in 30 ms.
+@with_config(ConfigDict(strict=True, extra="forbid"))
+class MessageBody(TypedDict):
     """One turn of a conversation."""
 
     role: str
@@ -246,14 +251,14 @@ Messages = Annotated[List[MessageBody], Field(max_length=65_536)]
 
 def messages_of(conversation: Conversation) -> list[MessageBody]:
     """A conversation as it travels."""
-    return [MessageBody(role=one.role, content=one.content) for one in conversation]
+    return [{"role": one.role, "content": one.content} for one in conversation]
 
 
 def conversation_of(said: str | Sequence[MessageBody], *, role: str) -> Conversation:
     """The conversation that messages are, or a text that `role` says."""
     if isinstance(said, str):
         return (Message(role, said),)
-    return tuple(Message(one.role, one.content) for one in said)
+    return tuple(Message(one["role"], one["content"]) for one in said)
 
 
 class GroupBody(Body, extra="forbid"):

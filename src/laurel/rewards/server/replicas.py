@@ -20,15 +20,14 @@ from laurel.errors import (
     terms_in_use,
 )
 from laurel.rewards.batching import BackendReplicas, BatcherStats, BatchingScorer
-from laurel.rewards.open import Say
 from laurel.rewards.preparing import Prepared, Rendered
 from laurel.rewards.server.service import (
     ModelSettings,
     ServedModel,
     batcher_limits,
-    check_settings,
     open_backend,
 )
+from laurel.rewards.spec import Say
 from laurel.sandbox.limits import available_cores
 from laurel.types import Group, Score, TokenGroup
 from laurel.workers.rendezvous import RankPlace
@@ -61,7 +60,6 @@ def open_replicas(
     """
     if num_replicas < 1:
         raise ConfigError(f"num_replicas={num_replicas}: at least one is needed")
-    check_settings(settings)
     if settings.cpu_threads is None:
         settings = replace(settings, cpu_threads=max(1, available_cores() // num_replicas))
     terms = terms_in_use()

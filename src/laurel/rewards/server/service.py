@@ -27,17 +27,11 @@ import numpy as np
 from laurel.config.policy import Precision
 from laurel.errors import BusyError, ConfigError, DataError, LaurelError
 from laurel.generation.vllm.settings import check_has_vllm
+from laurel.models.spec import ModelSpec
 from laurel.rewards.batching import Backend, BatcherLimits, BatchingScorer
-from laurel.rewards.open import (
-    Say,
-    ScorerSpec,
-    check_at_once,
-    find_model,
-    find_whole,
-    load_scorer,
-)
 from laurel.rewards.preparing import Rendered
 from laurel.rewards.remote.replica import close_scorer
+from laurel.rewards.spec import ModelPlace, Say, ScorerSpec, find_reward_model
 from laurel.types import (
     Conversation,
     Group,
@@ -435,8 +429,11 @@ class ModelSettings:
     """None: one per core."""
 
 
-def check_settings(settings: ModelSettings) -> None:
+def check_settings(settings: ModelSettings) -> ModelPlace | None:
     """Refuse what cannot be served, as far as that can be told without loading anything.
+
+    Returns:
+        Where the model was found; None: trivial scores need none.
 
     Raises:
         UserError: There is no such model, or no such engine.
@@ -445,39 +442,47 @@ def check_settings(settings: ModelSettings) -> None:
         if not settings.model:
             raise ConfigError("--engine vllm needs a model; --null computes nothing")
         check_has_vllm("--engine vllm")
-    if settings.model:
-        check_at_once(find_model(settings.model))
+    return find_reward_model(settings.model) if settings.model else None
 
 
-def open_backend(settings: ModelSettings, *, say: Say) -> tuple[str, str, Backend]:
+def open_backend(
+    settings: ModelSettings, *, say: Say, found: ModelPlace | None = None
+) -> tuple[str, str, Backend]:
     """Load a model, and make it prove itself. Blocks.
+
+    Args:
+        settings: The model, and how it is served.
+        say: Told what was loaded and found.
+        found: What `check_settings` has returned for it just now, if it was called.
 
     Returns:
         Its name, its version, and what computes its scores.
 
     Raises:
-        UserError: Not a reward model, or not the one it was: see `load_scorer`.
+        UserError: Not a reward model, or not the one it was: see `open_scorer`.
     """
     if not settings.model:
         return NULL_NAME, NULL_VERSION, NullScorer()
-    check_settings(settings)
+    found = found or check_settings(settings)
+    assert found is not None
+    from laurel.generation.vllm.pooling import PoolingOptions
+    from laurel.rewards.open import open_scorer
+    from laurel.rewards.scorer import ContractScorer
     from laurel.workers.process import prepare
 
     prepare(settings.device, cpu_threads=settings.cpu_threads, seed=0)
-    place = find_whole(settings.model, say=say)
     spec = ScorerSpec(
+        model=ModelSpec(name=settings.model),
+        found=found,
         max_length=settings.max_length,
         batch_tokens=settings.batch_tokens,
         precision=settings.precision,
         device=settings.device,
+        pooling=PoolingOptions() if settings.engine == "vllm" else None,
     )
-    if settings.engine == "vllm":
-        from laurel.rewards.vllm import load_vllm_scorer
-
-        scorer: Backend = load_vllm_scorer(place, spec, say=say)
-    else:
-        scorer = load_scorer(place, spec, say=say)
-    return settings.model, model_version(place.name), scorer
+    scorer = open_scorer(spec, say=say)
+    assert isinstance(scorer, ContractScorer)
+    return settings.model, model_version(found.name), scorer
 
 
 def batcher_limits(settings: ModelSettings) -> BatcherLimits:
@@ -490,9 +495,11 @@ def batcher_limits(settings: ModelSettings) -> BatcherLimits:
     )
 
 
-def open_served(settings: ModelSettings, *, say: Say) -> ServedModel:
-    """A model in this process, as a service takes it; see `open_backend`."""
-    name, version, backend = open_backend(settings, say=say)
+def open_served(
+    settings: ModelSettings, *, say: Say, found: ModelPlace | None = None
+) -> ServedModel:
+    """Open a model in this process, as a service takes it; see `open_backend`."""
+    name, version, backend = open_backend(settings, say=say, found=found)
     scorer = BatchingScorer(backend, model_version=version, limits=batcher_limits(settings))
     return ServedModel(name=name, version=version, scorer=scorer)
 

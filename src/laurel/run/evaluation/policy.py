@@ -18,7 +18,7 @@ from laurel.data.tasks import TaskData, load_tasks
 from laurel.environments.registry import environment_names
 from laurel.errors import ConfigError, speaking
 from laurel.evaluation.policy import pass_figures, reward_figures
-from laurel.observe.console import make_console, message_console, print_metrics
+from laurel.observe.console import make_console, message_console, print_metrics, say_on
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import json_text, write_json
 from laurel.observe.progress import TrainingProgress
@@ -26,7 +26,7 @@ from laurel.run.allocation import plan_allocation
 from laurel.run.context import RunContext
 from laurel.run.grpo import check_grpo_run, load_policy_bundle
 from laurel.run.model import found_name, resolve_model
-from laurel.run.scorer import OPTIONS, say_on
+from laurel.run.specs import OPTIONS
 from laurel.run.tasks import check_answers, environments_of, needs_of
 
 if TYPE_CHECKING:

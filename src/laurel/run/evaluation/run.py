@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -11,12 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from laurel import __version__
 from laurel.config.data import BenchmarkName
 from laurel.data.benchmarks import ON_HUB, BenchmarkRow, benchmark_in
-from laurel.errors import ConfigError, DataError, Terms, counted, key_of, setting_of, speaking
+from laurel.errors import ConfigError, DataError, counted, key_of, setting_of
 from laurel.evaluation import other_benchmarks
 from laurel.evaluation.benchmarks import (
     BENCHMARKS,
@@ -27,23 +24,27 @@ from laurel.evaluation.benchmarks import (
 )
 from laurel.evaluation.reward_bench import ZeroSpread
 from laurel.evaluation.statistics import Measured
-from laurel.observe.console import make_console, message_console, visible
+from laurel.observe.console import make_console, message_console, new_table, say_on, visible
 from laurel.observe.files import replace_file
 from laurel.observe.json_output import write_json
 from laurel.observe.progress import RowProgress
-from laurel.rewards.open import Say, ScorerSpec
+from laurel.rewards.spec import ScorerSpec
 from laurel.run.evaluation.results import Evaluation, check_output_directory, write_results
 from laurel.run.evaluation.tables import (
     diagnostics_report,
-    new_table,
     print_compatibility,
     print_diagnostics,
     print_evaluation,
     print_matrix,
     share_text,
 )
-from laurel.run.scorer import check_named, find_local, open_local, policy_of_settings, say_on
-from laurel.run.specs import model_spec
+from laurel.run.specs import (
+    asked_scorer,
+    asked_server,
+    model_spec,
+    open_asked,
+    policy_of_settings,
+)
 from laurel.types import Score
 
 if TYPE_CHECKING:
@@ -90,32 +91,45 @@ def evaluated(name: BenchmarkName, request: EvaluationRequest, console: Console)
     Raises:
         UserError: A model, a row, a file or a setting that cannot be used.
     """
-    check_evaluation_request(request)
-    told: list[str] = []
-    with console.status("reading the rows"):
-        rows = BENCHMARKS[name].read(request, told.append)
-        training = _training(request)
-    for said in told:
-        console.print(f"note    {visible(said)}", soft_wrap=True)
-    if training is not None:
-        for note in training.notes:
-            console.print(f"note    {visible(note)}", soft_wrap=True)
-    started = time.monotonic()
-    with open_evaluation_scorer(request.scorer, console) as scorer:
-        evaluation = evaluate_rows(name, rows, request, scorer, started=started, training=training)
-    write_evaluation(evaluation, request, console)
+    request = checked_request(request)
+    (evaluation,) = _evaluated({name: request}, request, console)
     return evaluation
 
 
-def check_evaluation_request(request: EvaluationRequest) -> None:
-    """What can be told before any row is read.
+def _evaluated(
+    asked: Mapping[BenchmarkName, EvaluationRequest], request: EvaluationRequest, console: Console
+) -> list[Evaluation]:
+    """Read the rows of benchmarks, open the scorer of a request, and evaluate it on each."""
+    notes: list[str] = []
+    with console.status("reading the rows"):
+        rows = {name: BENCHMARKS[name].read(one, notes.append) for name, one in asked.items()}
+        training = _training(request)
+    for note in (*notes, *(training.notes if training is not None else ())):
+        console.print(f"note    {visible(note)}", soft_wrap=True)
+    evaluations = []
+    started = time.monotonic()
+    with open_evaluation_scorer(request.scorer, console) as scorer:
+        for name, one in asked.items():
+            if one is not request:  # of several
+                title = BENCHMARKS[name].title
+                console.print(f"scoring {title}: {counted(len(rows[name]), 'row')}")
+            evaluations.append(
+                evaluate_rows(name, rows[name], one, scorer, started=started, training=training)
+            )
+            write_evaluation(evaluations[-1], one, console)
+            started = time.monotonic()
+    return evaluations
+
+
+def checked_request(request: EvaluationRequest) -> EvaluationRequest:
+    """The request with the place of its model: what can be told before any row is read.
 
     Raises:
         UserError: A model that is not there, or a directory that cannot be written.
     """
-    check_model(request.scorer)
+    scorer = request.scorer.found()
     for name in request.members:
-        check_model(replace(request.scorer, model=name))
+        replace(request.scorer, model=name).found()
     models = [request.scorer.model, *request.members]
     for name in dict.fromkeys(models):
         if models.count(name) > 1:
@@ -124,6 +138,7 @@ def check_evaluation_request(request: EvaluationRequest) -> None:
             )
     if request.output is not None:
         check_output_directory(request.output)
+    return replace(request, scorer=scorer)
 
 
 def evaluate_rows(
@@ -235,7 +250,8 @@ def _diagnosed(
         translated = _pairs_scored(others, request, scorer)
     members = {request.scorer.model: _column(scored)} if request.members else {}
     for name in request.members:
-        with open_evaluation_scorer(replace(request.scorer, model=name), scorer.console) as member:
+        asked = replace(request.scorer, model=name).found()
+        with open_evaluation_scorer(asked, scorer.console) as member:
             members[name] = _column(_pairs_scored(rows, request, member))
     from laurel.environments.reward_model_environment import measure_noise
 
@@ -319,7 +335,6 @@ CHUNK = 256
 """Groups that are given to a model at a time."""
 CHUNK_OF_SERVER = 32
 """And to a server: all of them must come back within one time limit."""
-KEY_VARIABLE = "LAUREL_API_KEY"
 
 ScoreNow = Callable[["Sequence[Group]", "OnBatch"], "list[tuple[Score, ...]]"]
 
@@ -344,23 +359,21 @@ class EvalScorer:
         """Whether the model is behind an address."""
         return self.model.startswith(("http://", "https://"))
 
+    def found(self) -> EvalScorer:
+        """The same with the place of the model: what can be told before any row is read.
 
-def check_model(scorer: EvalScorer) -> None:
-    """What can be told before any row is read.
-
-    Raises:
-        UserError: No model is named, there is none at that place, or it cannot score so.
-    """
-    check_named(scorer.model, or_server=True)
-    if not scorer.is_server:
-        find_local(scorer.model, scores=True)
-    elif scorer.reproduces is not None:
-        raise ConfigError(
-            "--compatibility decides what tokens the model reads, and a server decides that by "
-            f"itself: {setting_of('--model', scorer.model)} is an address. Name the directory "
-            "of the model, or "
-            "its name on the hub"
-        )
+        Raises:
+            UserError: No model is named, there is none at that place, or it cannot score so.
+        """
+        if not self.is_server:
+            return replace(self, options=asked_scorer(self.model, self.options, or_server=True))
+        if self.reproduces is not None:
+            raise ConfigError(
+                "--compatibility decides what tokens the model reads, and a server decides that by "
+                f"itself: {setting_of('--model', self.model)} is an address. Name the directory "
+                "of the model, or its name on the hub"
+            )
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,31 +422,37 @@ def open_evaluation_scorer(scorer: EvalScorer, console: Console) -> Iterator[Ope
         UserError: A model, a server or a setting that cannot be used.
     """
     if scorer.is_server:
-        with _server(scorer, say_on(console), console) as score_now:
-            yield OpenScorer(console=console, score_now=score_now, chunk=CHUNK_OF_SERVER)
+        if scorer.settings:
+            raise ConfigError(
+                f"--set is for a model that is loaded here, and {key_of('--model')} is an address"
+            )
+        spec = asked_server(scorer.model, api_key_env=scorer.api_key_env)
+        with console.status(f"asking {scorer.model}"):
+            from laurel.rewards.open import open_scorer
+
+            server = open_scorer(spec, say=say_on(console))
+        with server:
+            yield OpenScorer(
+                console=console,
+                score_now=lambda groups, _: server.score_now(groups),
+                chunk=CHUNK_OF_SERVER,
+            )
     else:
         yield _local(scorer, console)
 
 
 def _local(scorer: EvalScorer, console: Console) -> OpenScorer:
-    place = find_local(scorer.model)
-    form = scorer.reproduces
-    own = open_local(
-        place,
-        scorer.options,
-        settings=scorer.settings,
-        cpu_threads=scorer.cpu_threads,
-        console=console,
-        note_max_length=form is None,
-    )
+    form, spec = scorer.reproduces, scorer.options
+    own = open_asked(spec, scorer.settings, cpu_threads=scorer.cpu_threads, console=console)
     if form is None:
         return OpenScorer(console=console, score_now=own.score_now, chunk=CHUNK)
     from laurel.evaluation.rewardbench_tokens import RewardBenchContract
     from laurel.rewards.scorer import LocalScorer
 
+    assert spec.found is not None
     policy = policy_of_settings(scorer.settings, rules=None, say=lambda _: None)
-    spec = replace(model_spec(policy), name=place.name)
-    reference = RewardBenchContract.beside(own.contract, spec, form=form)
+    model = replace(model_spec(policy), name=spec.found.name)
+    reference = RewardBenchContract.beside(own.contract, model, form=form)
     console.print(
         f"format  of {form.program}: more than {reference.form.max_length:,} tokens are cut on the "
         f"{reference.form.truncation_side}",
@@ -443,44 +462,6 @@ def _local(scorer: EvalScorer, console: Console) -> OpenScorer:
     return OpenScorer(
         console=console, score_now=other.score_now, chunk=CHUNK, own=own, reference=reference
     )
-
-
-@contextmanager
-def _server(scorer: EvalScorer, say: Say, console: Console) -> Iterator[ScoreNow]:
-    from laurel.config.environments import RewardModelEnvironmentConfig
-    from laurel.environments.reward_model.open import open_environment_scorer as open_server
-    from laurel.rewards.blocking import BlockingScorer
-
-    if scorer.settings:
-        raise ConfigError(
-            f"--set is for a model that is loaded here, and {key_of('--model')} is an address"
-        )
-    variable = scorer.api_key_env or (KEY_VARIABLE if os.environ.get(KEY_VARIABLE) else None)
-    with console.status(f"asking {scorer.model}"), speaking(_ADDRESS):
-        try:
-            config = RewardModelEnvironmentConfig(
-                urls=[scorer.model], api_key_env=variable, connect_patience=0.0
-            )
-        except ValidationError as error:
-            said = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
-            raise ConfigError(said) from error
-        found = open_server(config, device=scorer.options.device, say=say)
-    blocking = BlockingScorer(found)
-    try:
-        yield lambda groups, _: blocking.score_now(groups)
-    finally:
-        blocking.close()
-
-
-_ADDRESS = Terms(
-    {
-        "env.reward_model": "--model",
-        "env.reward_model.api_key_env": "--api-key-env",
-        "urls": "--model",
-        "api_key_env": f"--api-key-env (default {KEY_VARIABLE})",
-    }
-)
-"""Errors about the section of an environment, for somebody who has only the command line."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -553,21 +534,16 @@ def run_all(request: EvaluationRequest, *, hub: bool) -> int:
         UserError: A model, a row, a file or a setting that cannot be used.
     """
     console = message_console()
-    check_evaluation_request(request)
+    request = checked_request(request)
     if not request.data and not hub:
         raise DataError(
             f"no rows are named; add {key_of('--data')} with files of any of the benchmarks "
             "(may be repeated), "
             "or --hub to read each benchmark from its own place on the hub"
         )
-    told: list[str] = []
-    with console.status("reading the rows"):
-        asked = _asked(request, hub=hub)
-        rows = {name: BENCHMARKS[name].read(one, told.append) for name, one in asked.items()}
-    for said in told:
-        console.print(f"note    {visible(said)}", soft_wrap=True)
+    asked = _asked(request, hub=hub)
     absent: list[BenchmarkName] = [name for name in BENCHMARKS if name not in asked]
-    evaluations = _evaluated(asked, rows, request, console)
+    evaluations = _evaluated(asked, request, console)
     if request.as_json:
         write_json(_report(evaluations, request, absent))
     else:
@@ -596,30 +572,10 @@ def _asked(request: EvaluationRequest, *, hub: bool) -> dict[BenchmarkName, Eval
     return asked
 
 
-def _evaluated(
-    asked: dict[BenchmarkName, EvaluationRequest],
-    rows: dict[BenchmarkName, list[BenchmarkRow]],
-    request: EvaluationRequest,
-    console: Console,
-) -> list[Evaluation]:
-    evaluations = []
-    started = time.monotonic()
-    with open_evaluation_scorer(request.scorer, console) as scorer:
-        for name, one in asked.items():
-            console.print(f"scoring {BENCHMARKS[name].title}: {counted(len(rows[name]), 'row')}")
-            evaluation = evaluate_rows(name, rows[name], one, scorer, started=started)
-            write_evaluation(evaluation, one, console)
-            evaluations.append(evaluation)
-            started = time.monotonic()
-    return evaluations
-
-
 def _print_summary(evaluations: Sequence[Evaluation], absent: Sequence[BenchmarkName]) -> None:
     console = make_console()
-    table = new_table(f"all: {evaluations[0].model}")
-    table.add_column("", no_wrap=True)
-    for name in ("score", "longer wins", "rows", "failed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("", "score", "longer wins", "rows", "failed")
+    table = new_table(f"all: {evaluations[0].model}", *columns)
     for one in evaluations:
         final = one.measured.final
         table.add_row(

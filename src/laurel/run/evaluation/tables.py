@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -35,7 +34,6 @@ from laurel.evaluation.statistics import (
     CONFIDENCE,
     BagOfWords,
     Credits,
-    PairedTest,
     ScoredPair,
     accuracy,
     accuracy_by_name,
@@ -46,7 +44,13 @@ from laurel.evaluation.statistics import (
     paired_test,
     scored,
 )
-from laurel.observe.console import format_number, make_console, shorten_middle, visible
+from laurel.observe.console import (
+    format_number,
+    make_console,
+    new_table,
+    shorten_middle,
+    visible,
+)
 from laurel.observe.json_output import write_json
 from laurel.run.evaluation.results import StoredResult, read_result
 
@@ -63,13 +67,9 @@ _LONGEST_NAME = 40
 def print_evaluation(console: Console, evaluation: Evaluation) -> None:
     """Subsets, sections and the final figure, each beside what length alone would have."""
     measured = evaluation.measured
-    table = new_table(f"{evaluation.title}: {evaluation.model}")
-    table.add_column("", no_wrap=True)
-    columns = ["score", "longer wins", "rows", "failed"]
-    if evaluation.by_contract is not None:
-        columns.insert(1, "by contract")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+    contract = [] if evaluation.by_contract is None else ["by contract"]
+    columns = ("", "score", *contract, "longer wins", "rows", "failed")
+    table = new_table(f"{evaluation.title}: {evaluation.model}", *columns)
     sections = [figure for figure in measured.sections if not figure.is_aside]
     asides = [figure for figure in measured.sections if figure.is_aside]
     for figures in (measured.subsets, sections, (measured.final,), asides):
@@ -112,18 +112,10 @@ def print_matrix(
     """How often the right answer of a style (line) beats the wrong one of a style (column)."""
     if matrix is None:
         return
-    table = new_table("right answer (line) against wrong answer (column), by style")
-    table.add_column("", no_wrap=True)
-    for style in styles:
-        table.add_column(style, justify="right", no_wrap=True)
+    table = new_table("right answer (line) against wrong answer (column), by style", "", *styles)
     for style, row in zip(styles, matrix, strict=True):
         table.add_row(style, *(share_text(value) for value in row))
     console.print(table)
-
-
-def new_table(title: str) -> Table:
-    """In the manner of `observe.console`."""
-    return Table(title=Text(visible(title)), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
 
 
 def name_text(name: str) -> Text:
@@ -155,6 +147,7 @@ def _add(table: Table, evaluation: Evaluation, figure: Figure, *, ends: bool) ->
 # The diagnostics of a reward model in one report: for programs as a dict, for people as tables.
 
 _EXAMPLES = 5
+
 _SLICES = {
     "by_length_difference": "chosen longer by (characters)",
     "by_margin": "margin",
@@ -345,13 +338,9 @@ def _plain(value: Any) -> Any:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for place, column in enumerate(columns):
-        # Names may be long; numbers are never cut.
-        if place:
-            table.add_column(column, justify="right", no_wrap=True)
-        else:
-            table.add_column(column, overflow="fold")
+    """The same with names that may be long."""
+    table = new_table(title, *columns)
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     return table
 
 
@@ -531,17 +520,35 @@ def run_compare(benchmark: str, first_path: Path, second_path: Path, *, as_json:
                 f"{result.path} is a result of laurel eval {result.benchmark or 'reward-bench'}, "
                 f"and not of laurel eval {benchmark}"
             )
-    tests = _tests(first, second)
-    names = [*dict.fromkeys([*first.subsets, *second.subsets])]
-    sections = [*dict.fromkeys([*first.sections, *second.sections])]
+    compared = _compared(first, second)
     if as_json:
-        write_json(_as_json(first, second, names, sections, tests))
+        write_json(compared)
     else:
-        _print(first, second, names, sections, tests)
+        _print(first, second, compared)
     return 0
 
 
-def _tests(first: StoredResult, second: StoredResult) -> Mapping[str, PairedTest]:
+def _compared(first: StoredResult, second: StoredResult) -> dict[str, Any]:
+    tests = _tests(first, second)
+
+    def entries(
+        one: Mapping[str, float | None], other: Mapping[str, float | None]
+    ) -> list[dict[str, Any]]:
+        return [
+            {"name": name, "a": one.get(name), "b": other.get(name), **tests.get(name, {})}
+            for name in dict.fromkeys([*one, *other])
+        ]
+
+    return {
+        "a": {"file": str(first.path), "model": first.model},
+        "b": {"file": str(second.path), "model": second.model},
+        "subsets": entries(first.subsets, second.subsets),
+        "sections": entries(first.sections, second.sections),
+        "all_rows": tests.get(ALL),
+    }
+
+
+def _tests(first: StoredResult, second: StoredResult) -> Mapping[str, dict[str, Any]]:
     """Of each subset and of all rows; nothing where the rows of one are not there."""
     if first.credits is None or second.credits is None:
         return {}
@@ -549,45 +556,40 @@ def _tests(first: StoredResult, second: StoredResult) -> Mapping[str, PairedTest
     for row_id, subset in first.subset_of.items():
         if subset is not None:
             by_subset.setdefault(subset, []).append(row_id)
-    tests = {
-        subset: paired_test(first.credits, second.credits, ids=ids)
-        for subset, ids in by_subset.items()
-    }
-    return {**tests, ALL: paired_test(first.credits, second.credits)}
+    kinds: list[tuple[str, list[str] | None]] = [*by_subset.items(), (ALL, None)]
+    tests = {}
+    for name, ids in kinds:
+        test = paired_test(first.credits, second.credits, ids=ids)
+        tests[name] = {
+            "num_rows": test.num_rows,
+            "only_a": test.num_first_better,
+            "only_b": test.num_second_better,
+            "p": test.p_value,
+        }
+    return tests
 
 
-def _print(
-    first: StoredResult,
-    second: StoredResult,
-    names: list[str],
-    sections: list[str],
-    tests: Mapping[str, PairedTest],
-) -> None:
+def _print(first: StoredResult, second: StoredResult, compared: Mapping[str, Any]) -> None:
     console = make_console()
     for letter, result in (("A", first), ("B", second)):
         console.print(visible(f"{letter}: {result.model} ({result.path})"), soft_wrap=True)
-    table = new_table("")
-    table.add_column("", no_wrap=True)
-    for name in ("A", "B", "B - A", "only A", "only B", "p"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for group, left, right in (
-        (names, first.subsets, second.subsets),
-        (sections, first.sections, second.sections),
-    ):
-        for place, name in enumerate(group, start=1):
-            one, other = left.get(name), right.get(name)
+    table = new_table("", "", "A", "B", "B - A", "only A", "only B", "p")
+    for group in (compared["subsets"], compared["sections"]):
+        for place, one in enumerate(group, start=1):
+            a, b = one["a"], one["b"]
             table.add_row(
-                name_text(name),
-                share_text(one),
-                share_text(other),
-                _difference(one, other),
-                *_test_cells(tests.get(name)),
+                name_text(one["name"]),
+                share_text(a),
+                share_text(b),
+                "" if a is None or b is None else f"{b - a:+.4f}",
+                *_test_cells(one),
                 end_section=place == len(group),
             )
-    if ALL in tests:
-        table.add_row(ALL, "", "", "", *_test_cells(tests[ALL]))
+    test = compared["all_rows"]
+    if test is not None:
+        table.add_row(ALL, "", "", "", *_test_cells(test))
     console.print(table)
-    if not tests:
+    if test is None:
         without = [result for result in (first, second) if result.credits is None]
         console.print(
             "note    no test of significance: the rows' own scores are not beside "
@@ -595,59 +597,19 @@ def _print(
             soft_wrap=True,
         )
         return
-    test = tests[ALL]
     console.print(
-        f"rows    {counted_that(test.num_rows, 'row', 'have')} a verdict in both; only A / only "
+        f"rows    {counted_that(test['num_rows'], 'row', 'have')} a verdict in both; only A / only "
         "B: rows on which that one is better; p: exact McNemar, two-sided",
         soft_wrap=True,
     )
-    absent = _num_unpaired(first, second)
+    absent = len({*(first.credits or ())} ^ {*(second.credits or ())})
     if absent:
         console.print(
             f"note    {counted_that(absent, 'row', 'stand')} in one of the two alone, not compared"
         )
 
 
-def _num_unpaired(first: StoredResult, second: StoredResult) -> int:
-    ids = [set(result.credits or ()) for result in (first, second)]
-    return len(ids[0] ^ ids[1])
-
-
-def _difference(one: float | None, other: float | None) -> str:
-    return "" if one is None or other is None else f"{other - one:+.4f}"
-
-
-def _test_cells(test: PairedTest | None) -> tuple[str, str, str]:
-    if test is None:
+def _test_cells(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    if "p" not in entry:
         return ("", "", "")
-    return (f"{test.num_first_better:,}", f"{test.num_second_better:,}", f"{test.p_value:.3g}")
-
-
-def _as_json(
-    first: StoredResult,
-    second: StoredResult,
-    names: list[str],
-    sections: list[str],
-    tests: Mapping[str, PairedTest],
-) -> dict[str, Any]:
-    def entry(name: str, one: float | None, other: float | None) -> dict[str, Any]:
-        return {"name": name, "a": one, "b": other, **_test_entry(tests.get(name))}
-
-    return {
-        "a": {"file": str(first.path), "model": first.model},
-        "b": {"file": str(second.path), "model": second.model},
-        "subsets": [entry(n, first.subsets.get(n), second.subsets.get(n)) for n in names],
-        "sections": [entry(n, first.sections.get(n), second.sections.get(n)) for n in sections],
-        "all_rows": _test_entry(tests.get(ALL)) or None,
-    }
-
-
-def _test_entry(test: PairedTest | None) -> dict[str, Any]:
-    if test is None:
-        return {}
-    return {
-        "num_rows": test.num_rows,
-        "only_a": test.num_first_better,
-        "only_b": test.num_second_better,
-        "p": test.p_value,
-    }
+    return (f"{entry['only_a']:,}", f"{entry['only_b']:,}", f"{entry['p']:.3g}")

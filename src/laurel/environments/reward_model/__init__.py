@@ -1,1 +1,0 @@
-"""The parts of the reward-model environment: how its scorers are opened."""
