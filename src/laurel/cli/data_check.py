@@ -43,7 +43,7 @@ from laurel.observe.json_output import write_json
 from laurel.rewards.spec import check_not_missing, find_model
 from laurel.run.reward_model import load_data
 from laurel.run.specs import OPTIONS, model_spec
-from laurel.run.tasks import check_tests, needs_of
+from laurel.run.tasks import References, check_tests, needs_of, run_references
 from laurel.types import Conversation, Preference, Task
 
 if TYPE_CHECKING:
@@ -239,16 +239,24 @@ def run_data_check(
                     row = first_row(findings.shown, model) if model else row
             except UserError as error:  # told after what was found
                 problem = error
+    references = None
+    grpo = next((one for one in findings.readings if one.trainer == "grpo"), None)
+    if grpo is not None:
+        tasks = [one for one in grpo.rows if isinstance(one, Task)]
+        with message_console().status("running the reference solutions"):
+            references = run_references(tasks, grpo.config.env.code)
     if as_json:
-        write_json(_as_facts(findings, row))
+        write_json(_as_facts(findings, row, references))
     else:
-        _show(make_console(), findings, row, overrides, has_model=bool(model))
+        _show(make_console(), findings, row, overrides, references, has_model=bool(model))
     if problem is not None:
         raise problem
     return findings.is_usable
 
 
-def _as_facts(findings: Findings, row: FirstRow | None) -> dict[str, Any]:
+def _as_facts(
+    findings: Findings, row: FirstRow | None, references: References | None
+) -> dict[str, Any]:
     known, unreadable = findings.known, findings.unreadable
     return {
         "file": findings.path,
@@ -268,6 +276,7 @@ def _as_facts(findings: Findings, row: FirstRow | None) -> dict[str, Any]:
             for one in findings.readings
         },
         "evaluation": findings.evaluation,
+        "references": None if references is None else asdict(references),
         "suggestions": [
             {"says": one.says, "command": one.trainer, "settings": list(one.settings)}
             for one in findings.near
@@ -284,6 +293,7 @@ def _show(
     findings: Findings,
     row: FirstRow | None,
     overrides: Sequence[str],
+    references: References | None,
     *,
     has_model: bool,
 ) -> None:
@@ -298,6 +308,8 @@ def _show(
     form = "none that is known by default" if known is None else f"{known.name}: {known.says}"
     _line(console, "format", form)
     _show_fits(console, findings, overrides)
+    if references is not None:
+        _show_references(console, references)
     if findings.evaluation is not None:
         words = ["laurel", "eval", findings.evaluation, "--model", "DIR", "-d", findings.path]
         _line(console, "eval", shlex.join(words), "bold")
@@ -375,6 +387,27 @@ def _counts(
         rows = counted(reading.num_malformed, "malformed row")
         return f"{said}. The run leaves out {rows}, the first at {first}"
     return f"{said}. The run stops at {first} unless you mend the rows or set data.on_bad_row=skip"
+
+
+def _show_references(console: Console, references: References) -> None:
+    found, num_failed = references.found, len(references.failed)
+    if references.problem:
+        rows = f"{counted(found, 'row')} with a reference solution"
+        _line(console, "note", f"{rows}, not run: {references.problem}")
+        return
+    of_all = "" if references.run == found else f" (of {found:,} in the file)"
+    run = f"{counted(references.run, 'reference solution')}{of_all} run"
+    if not num_failed:
+        _line(console, "note", f"{run}: all pass the tests of their rows")
+        return
+    fail = "fails the tests of its row" if num_failed == 1 else "fail the tests of their rows"
+    first = f"The first: {references.failed[0]}"
+    _line(
+        console,
+        "warning",
+        f"{run}: {num_failed:,} {fail}, and a run leaves that out. {first}",
+        "bold",
+    )
 
 
 def _show_formats(console: Console, findings: Findings) -> None:

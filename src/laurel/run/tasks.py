@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from laurel.config.environments import (
 from laurel.config.grpo import GRPORun
 from laurel.data.tasks import TaskData, TaskNeeds
 from laurel.environments.registry import create_environments
-from laurel.errors import DataError
+from laurel.errors import DataError, UserError
 from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
 from laurel.run.request import uses_reward_model
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 NUM_CHECKED = 2000
 """Tasks whose known answers are checked before a run: a minute at most."""
+NUM_REFERENCES = 200
+"""Reference solutions that `laurel data check` runs."""
 
 
 def needs_of(config: EnvironmentsConfig) -> TaskNeeds:
@@ -98,6 +101,41 @@ def check_tests(data: TaskData, config: CodeEnvironmentConfig) -> None:
         ]
         if rejected:
             leave_out(rejected, tasks, data.reports[name], name=name, environment="code")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class References:
+    """Programs that rows give as right, run by the tests of those rows."""
+
+    found: int
+    run: int = 0
+    failed: tuple[str, ...] = ()
+    """Of each that fails: where it stands, and how it fails."""
+    problem: str | None = None
+    """Why none was run."""
+
+
+def run_references(tasks: Sequence[Task], config: CodeEnvironmentConfig) -> References | None:
+    """Run the first of the rows' own programs; None where rows have none that could be run."""
+    found = [
+        task
+        for task in tasks
+        if task.environment == "code" and task.metadata.get("reference_solution") is not None
+    ]
+    if not found:
+        return None
+    from laurel.environments.code_environment import CodeEnvironment
+
+    try:
+        environment = CodeEnvironment(config)
+    except UserError as problem:  # this machine has no sandbox
+        return References(found=len(found), problem=str(problem))
+    try:
+        rejected = environment.validate(found[:NUM_REFERENCES])
+    finally:
+        environment.shutdown()
+    failed = tuple(f"{one.task.source}: {one.reason}" for one in rejected)
+    return References(found=len(found), run=min(len(found), NUM_REFERENCES), failed=failed)
 
 
 def leave_out(

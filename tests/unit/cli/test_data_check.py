@@ -202,3 +202,30 @@ def test_who_leaves_malformed_rows_out_is_not_advised_to(tmp_path):
     assert code == 0
     assert "leaves out 2 malformed rows, the first at rows.jsonl:2" in said
     assert "set data.on_bad_row=skip" not in said
+
+
+def test_a_reference_that_fails_its_tests_is_named(tmp_path):
+    tests = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
+    adds = "print(sum(map(int, input().split())))"
+    row = {"question": "Add.", "input_output": tests}
+    right, wrong = row | {"solutions": json.dumps([adds])}, row | {"solutions": ["print(4)"]}
+    code, said, _ = check(write(tmp_path / "rows.jsonl", right, wrong, row))
+    assert code == 0
+    if "not run" in said:
+        pytest.skip("nothing can be locked in here")
+    assert "2 reference solutions run: 1 fails the tests of its row" in said
+    assert "The first: rows.jsonl:2: " in said
+    assert "it brings tests: stdio_tests, compared as apps" in said
+    code, said, _ = check(write(tmp_path / "right.jsonl", right), "--json")
+    facts = json.loads(said)["references"]
+    assert facts == {"found": 1, "run": 1, "failed": [], "problem": None}
+    code, said, _ = check(write(tmp_path / "none.jsonl", row), "--json")
+    assert json.loads(said)["references"] is None
+
+
+def test_references_that_nothing_locks_in_are_not_run(tmp_path):
+    row = {"prompt": "Say 1.", "stdio_tests": [{"stdout": "1"}], "reference_solution": "print(1)"}
+    path = write(tmp_path / "rows.jsonl", row)
+    code, said, _ = check(path, "env.code.sandbox.cgroup=/nowhere")
+    assert code == 0
+    assert "1 row with a reference solution, not run: sandbox.cgroup=/nowhere" in said
