@@ -74,12 +74,12 @@ def test_a_pool_and_a_node_have_no_more_workers_than_the_container_pays_for(monk
     with open_pool(SandboxConfig(num_workers=8), detection=found(Tier.FULL)) as pool:
         assert pool.num_workers == 5
     node = nodes.NodeWorker(RankPlace(role="sandbox"))
-    assert node.find(8, limits_mb=1)["num_workers"] == 5
+    assert node.find(8, limits_mb=1)[1] == 5
     monkeypatch.setattr(pool_module, "available_memory", lambda: 1000 << 20)
     settings = SandboxConfig(num_workers=8, memory_mb=250, disk_mb=50)
     with open_pool(settings, detection=found(Tier.FULL)) as pool:
         assert pool.num_workers == 1
-    assert node.find(8, limits_mb=300)["num_workers"] == 1
+    assert node.find(8, limits_mb=300)[1] == 1
 
 
 def test_limits_are_those_of_the_configuration():
