@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from rounds import machine, table, write_json
 
+from laurel.environments.code.nodes import ClusterNodes, NodePool
 from laurel.sandbox.detection import detect
 from laurel.sandbox.group_trial import chosen_place
 from laurel.sandbox.jobs import SandboxJob, Status
@@ -98,7 +99,9 @@ class Way:
 class SandboxWay(Way):
     """A pool of one tier."""
 
-    def __init__(self, label: str, pool: SandboxPool, job: SandboxJob, pause: float = 0.0) -> None:
+    def __init__(
+        self, label: str, pool: SandboxPool | NodePool, job: SandboxJob, pause: float = 0.0
+    ) -> None:
         super().__init__(label, self._one, pause)
         self._pool = pool
         self._job = job
@@ -109,8 +112,16 @@ class SandboxWay(Way):
             raise SystemExit(f"{self.label}: {result}")
 
     def cpu_seconds(self) -> float:
-        """That of zygotes and of all whose end they have seen, too."""
-        return super().cpu_seconds() + sum(map(_cpu_seconds_of, self._pool.process_ids()))
+        """That of zygotes and of all whose end they have seen, too; on Ray, of all of it."""
+        if isinstance(self._pool, SandboxPool):
+            return super().cpu_seconds() + sum(map(_cpu_seconds_of, self._pool.process_ids()))
+        import psutil  # it comes with the extra ray
+
+        seconds = super().cpu_seconds()
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # Ray's come and go
+                seconds += sum(child.cpu_times()[:4])
+        return seconds
 
     def close(self) -> None:
         self._pool.close()
@@ -149,14 +160,13 @@ def _cpu_seconds_of(pid: int) -> float:
     return sum(int(one) for one in fields[11:15]) / _TICKS
 
 
-def pool_on_ray(workers: int) -> SandboxPool:
+def pool_on_ray(workers: int) -> NodePool:
     """A pool as on a cluster, whose one node is this machine: its zygotes belong to an actor."""
     from laurel.config.environments import SandboxConfig
-    from laurel.environments.code.nodes import ClusterNodes, open_pool_on
     from laurel.workers.ray_group import NodeGroup, nodes_to_work_on
 
     nodes = ClusterNodes(nodes_to_work_on, NodeGroup, lambda: False)
-    return open_pool_on(SandboxConfig(num_workers=workers, cgroup="off"), nodes)
+    return NodePool(SandboxConfig(num_workers=workers, cgroup="off"), nodes)
 
 
 def ways(workers: int, *, on_ray: bool) -> list[Way]:

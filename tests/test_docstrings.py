@@ -11,6 +11,7 @@ def test_every_key_has_a_docstring():
     undescribed = [
         f"{section.__name__}.{name}"
         for section in sections(Section)
+        if section.__module__.startswith("laurel.")  # tests make sections of their own
         for name, field in section.model_fields.items()
         # A key that is a section has the docstring of its class.
         if not field.description

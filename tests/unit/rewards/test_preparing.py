@@ -93,6 +93,7 @@ def test_one_that_is_killed_is_replaced_and_its_work_done(
     assert 1 <= sum("is started again" in line for line in said) <= 2
     kill_all(preparers)
     assert plain(preparers.prepare(GROUPS)) == expected
+    wait_until(lambda: all_have_worked(preparers), seconds=60)
     preparers.workers.restarts.most = 0
     kill_all(preparers)
     for _ in range(2):  # from now on
@@ -183,8 +184,20 @@ async def scored_by_servers(
         await scorer.aclose()
 
 
+def all_have_worked(preparers: Preparers) -> bool:
+    """Whether each has done something since it was started, after one more that somebody has done.
+
+    One that is lost again before it has done anything is given up.
+    """
+    preparers.prepare(GROUPS)
+    return all(
+        replica.state == "ready" and replica.last_failure is None
+        for replica in preparers.workers.replicas
+    )
+
+
 def kill_all(preparers: Preparers) -> None:
-    wait_until(lambda: preparers.workers.num_ready == len(preparers.workers.replicas), seconds=60)
+    wait_until(lambda: all_have_worked(preparers), seconds=60)
     for replica in preparers.workers.replicas:
         group = replica.value
         assert isinstance(group, SpawnedGroup)
