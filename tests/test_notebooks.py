@@ -47,7 +47,7 @@ CLAIMS = {
     ],
     "watch_reward_hacking": [
         "right_on_short < 0.2",  # the bias shows before any policy has learned it
-        "raised and alarms.alarm[0] == 'overoptimisation'",
+        "raised and alarms.alarm[0] == 'length_bias'",
         "first_alarm < fallen",
         # Better first, then worse, while the reward only grows.
         "list(smooth.gold)[0] + 0.02 < max(smooth.gold)",
