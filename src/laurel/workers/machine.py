@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laurel import SLEEPING_THREADS, __version__
+from laurel import SLEEPING_THREADS, WAITING_OF_THREADS, __version__
 from laurel.errors import counted
 from laurel.observe.console import format_number
 
@@ -100,7 +100,7 @@ def cpu() -> ProbeFinding:
 
     model, flags = _read_cpuinfo()
     cores, quota = available_cores(), cpu_quota()
-    waiting = {name: os.environ[name] for name in SLEEPING_THREADS if name in os.environ}
+    waiting = {name: os.environ[name] for name in WAITING_OF_THREADS if name in os.environ}
     fast = [flag for flag in FAST_TYPES if flag in flags]
     facts = {
         "model": model,
