@@ -109,9 +109,9 @@ def test_a_replica_over_two_slots_on_ray_is_started_again_when_it_is_killed(
         """What Ray started, which has vLLM's scheduler for a child, and that the workers."""
         found = psutil.Process(os.getpid()).children(recursive=True)
         cores = [process for process in found if "EngineCore" in command_of(process)]
-        # A process that has just been forked has no name of its own yet: then the next one is hit.
+        # A child that the scheduler has just forked still bears its name: the first by age is it.
         if cores and first.acquire(blocking=False):
-            (core,) = cores
+            core = min(cores, key=lambda process: process.create_time())
             killed.extend([core.parent(), core, *core.children(recursive=True)])
             names.extend(command_of(process) for process in killed)
             killed[0].send_signal(signal.SIGKILL)
