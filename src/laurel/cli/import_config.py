@@ -64,12 +64,12 @@ def as_lines(report: ImportReport, output: Path | None) -> Iterator[str]:
     imported = report.imported
     if report.by:
         yield report.by
-    for fate, heading in _LISTS:
-        entries = imported.with_fate(fate)
-        if not entries and fate != "not carried":
+    for status, heading in _LISTS:
+        entries = imported.with_status(status)
+        if not entries and status != "not carried":
             continue
         yield f"{heading} ({len(entries)})"
-        if fate == "not needed":
+        if status == "not needed":
             for why in dict.fromkeys(one.why for one in entries):
                 keys = ", ".join(said(one) for one in entries if one.why == why)
                 yield f"  {keys}: {why}"
@@ -81,7 +81,7 @@ def as_lines(report: ImportReport, output: Path | None) -> Iterator[str]:
 
 
 def _entry_lines(one: KeyOutcome) -> Iterator[str]:
-    if one.fate == "not carried":
+    if one.status == "not carried":
         yield f"  {said(one)}: {' '.join(one.why.split())}"
         return
     key = said(one) if one.is_said else one.key
@@ -95,14 +95,14 @@ def import_facts(report: ImportReport, output: Path | None) -> dict[str, Any]:
     """Return what `--json` prints of an import."""
     imported = report.imported
 
-    def facts(fate: str) -> list[dict[str, Any]]:
-        return [_fact(one) for one in imported.with_fate(fate)]
+    def facts(status: str) -> list[dict[str, Any]]:
+        return [_fact(one) for one in imported.with_status(status)]
 
     return {
         "from": report.system,
         "system": TITLES[report.system],
         "for": imported.run,
-        "told_by": report.by or None,
+        "recognized_by": report.by or None,
         "carried": facts("carried"),
         "defaults": facts("default"),
         "not_needed": facts("not needed"),
