@@ -138,14 +138,22 @@ _FENCE_NOTE = re.compile(
     r"(?:(?P<fence> *```)(?P<language>\w*)\n)?",
     re.MULTILINE,
 )
+_PICTURE = re.compile(
+    r"<picture>\s*<source [^>]*srcset=\"(?P<dark>[^\"]+)\">\s*"
+    r"<img alt=\"(?P<alt>[^\"]*)\" src=\"(?P<light>[^\"]+)\">\s*</picture>"
+)
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]\n]*)\]\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Notes to the tests become titles or vanish; links that leave docs/ become names of files."""
+    """Notes to the tests become titles or vanish; links that leave docs/ become names of files.
+
+    A picture follows the theme that the reader chose, not the system's alone.
+    """
     name = page.file.src_uri
     folder = "" if name in INCLUDED.values() else posixpath.dirname(f"docs/{name}")
     markdown = _FENCE_NOTE.sub(_shown_note, markdown)
+    markdown = _PICTURE.sub(_shown_picture, markdown)
     return _LINK.sub(lambda link: _shown_link(link, folder, name), markdown)
 
 
@@ -154,6 +162,11 @@ def _shown_note(note: re.Match[str]) -> str:
     if note["kind"] == "file" and fence:
         fence = f'{note["fence"]}{note["language"] or "text"} title="{note["value"]}"'
     return f"{fence}\n" if fence else ""
+
+
+def _shown_picture(picture: re.Match[str]) -> str:
+    light, dark = (picture[which].removeprefix("docs/") for which in ("light", "dark"))
+    return f"![{picture['alt']}]({light}#only-light) ![{picture['alt']}]({dark}#only-dark)"
 
 
 def _shown_link(link: re.Match[str], folder: str, page: str) -> str:
