@@ -101,11 +101,11 @@ def _rooms() -> list[tuple[str, str]]:
     table = _root_file("ARCHITECTURE.md").split("## Rooms")[1]
     rows = re.findall(r"^\| (`.+?) \| (.+?) \|", table.split("\n## ")[0], re.MULTILINE)
     return [
-        told for names, answers in rows for told in _told(re.findall(r"`([^`]+)`", names), answers)
+        pair for names, answers in rows for pair in _answers(re.findall(r"`([^`]+)`", names), answers)
     ]
 
 
-def _told(rooms: list[str], answers: str) -> list[tuple[str, str]]:
+def _answers(rooms: list[str], answers: str) -> list[tuple[str, str]]:
     """A line for two rooms says two things, divided by a semicolon."""
     parts = answers.split("; ") if len(rooms) > 1 else [answers]
     return list(zip(rooms, parts, strict=True))
