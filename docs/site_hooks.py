@@ -101,7 +101,9 @@ def _rooms() -> list[tuple[str, str]]:
     table = _root_file("ARCHITECTURE.md").split("## Rooms")[1]
     rows = re.findall(r"^\| (`.+?) \| (.+?) \|", table.split("\n## ")[0], re.MULTILINE)
     return [
-        pair for names, answers in rows for pair in _answers(re.findall(r"`([^`]+)`", names), answers)
+        pair
+        for names, answers in rows
+        for pair in _answers(re.findall(r"`([^`]+)`", names), answers)
     ]
 
 
