@@ -267,68 +267,39 @@ def forest(theme: Theme) -> None:
 # ------------------------------------------------------------------------------------------ speed
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """How many times as fast as a peer, and where docs/benchmarks.md says it."""
-
-    what: str
-    peer: str
-    section: str
-    """The heading above the table, and what else must stand between it and the row."""
-    row: str
-    column: str
+PEERS = {
+    "TRL GRPOTrainer": "TRL 1.16",
+    "TRL RewardTrainer": "TRL 1.16",
+    "one padded batch": "padded batch",
+    "transformers generate": "generate",
+}
+"""The peers that are shown, and what the figure calls them."""
+LEFT_OUT = "Scoring, 1 x 8 completions"
 
 
-RATIOS = (
-    Ratio("GRPO step", "TRL 1.16", "## A GRPO step against TRL", "Laurel", "x TRL"),
-    Ratio("Reward model, long prompts", "TRL 1.16", "qa_feedback: 8 pairs", "Laurel", "x TRL"),
-    Ratio("Reward model, dialogues", "TRL 1.16", "hh_rlhf_harmless: 16", "Laurel", "x TRL"),
-    Ratio("Reward model, short pairs", "TRL 1.16", "ukp_convarg1: 32", "Laurel", "x TRL"),
-    Ratio(
-        "Scoring, 4 x 8 completions",
-        "padded batch",
-        "4 x 8 completions of 64",
-        "Laurel, token forest",
-        "x padded",
-    ),
-    Ratio(
-        "Generation, 8 x 8 completions",
-        "generate",
-        "## Generation",
-        "Laurel, transformers engine",
-        "x generate, round by round",
-    ),
-)
-
-
-def measured(ratio: Ratio, page: str) -> float:
-    """The figure in the first table below its section.
-
-    Raises:
-        ValueError: The page has no such section, row or column.
-    """
-    _, found, below = page.partition(ratio.section)
-    table = re.search(r"(?:^\|.*\n)+", below, re.MULTILINE)
-    if not found or table is None:
-        raise ValueError(f"docs/benchmarks.md has no table below '{ratio.section}'")
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[0].splitlines()]
-    column = rows[0].index(ratio.column)
-    (row,) = (row for row in rows if row[0] == ratio.row)
-    return float(row[column].split()[0])
+def measured(page: str) -> list[tuple[str, str, float]]:
+    """Read what was measured, the peer and the ratio of each row from the first table."""
+    rows = []
+    for line in re.findall(r"^\|.*", page.partition("\n## Method")[0], re.MULTILINE):
+        what, _, peer, ratio, *_ = (cell.strip() for cell in line.split("|")[1:-1])
+        for name, short in PEERS.items():
+            if peer.startswith(name) and what != LEFT_OUT:
+                rows.append((what, short, float(ratio)))
+    return rows
 
 
 def speed(theme: Theme) -> None:
     """One bar a ratio; the peer is 1."""
     page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
-    values = [measured(ratio, page) for ratio in RATIOS]
+    rows = measured(page)
     drawing = Drawing(theme)
     left, unit = 10.0, 60.0
     drawing.text(10, 20, "Times as fast as the peer, 2 CPU cores", bold=True)
-    for index, (ratio, value) in enumerate(zip(RATIOS, values, strict=True)):
+    for index, (what, peer, value) in enumerate(rows):
         y = 36 + 46.0 * index
-        drawing.text(left, y + 11, ratio.what)
+        drawing.text(left, y + 11, what)
         drawing.box(left, y + 17, value * unit, 18, theme.bar)
-        drawing.text(left + value * unit + 8, y + 31, f"{value:.2f} x {ratio.peer}")
+        drawing.text(left + value * unit + 8, y + 31, f"{value:.2f} x {peer}")
         drawing.parts.append(
             f'<path d="M{left + unit} {y + 15} v22" stroke="{theme.ink}" stroke-dasharray="4 3"/>'
         )
@@ -337,9 +308,7 @@ def speed(theme: Theme) -> None:
     drawing.write(
         "speed",
         "Speed beside peers on 2 CPU cores: "
-        + ", ".join(
-            f"{r.what} {v:.2f} times {r.peer}" for r, v in zip(RATIOS, values, strict=True)
-        ),
+        + ", ".join(f"{what} {value:.2f} times {peer}" for what, peer, value in rows),
     )
 
 
