@@ -34,6 +34,7 @@ from laurel.errors import ConfigError, DataError, Terms, UserError, counted, spe
 from laurel.observe.console import (
     make_console,
     message_console,
+    print_command,
     quiet_libraries,
     shorten_middle,
     visible,
@@ -320,7 +321,7 @@ def _show(
         _line(console, "hint", f"it looks like {near.says}", "bold")
         if near.trainer is not None:
             words = ["laurel", "data", "check", findings.path, "--for", near.trainer]
-            _say(console, f"         {shlex.join([*words, *near.settings])}")
+            print_command(console, " " * 9, shlex.join([*words, *near.settings]))
     if not findings.is_usable:
         _show_formats(console, findings)
     reading = findings.shown
@@ -362,7 +363,7 @@ def _show_fits(console: Console, findings: Findings, overrides: Sequence[str]) -
         words += [*reading.settings, *overrides]
         if "data.env_name=reward_model" in words:
             words += ["env.reward_model.enabled=true", "env.reward_model.model_name=DIR"]
-        _say(console, f"         {shlex.join(words)}")
+        print_command(console, " " * 9, shlex.join(words))
         if NOT_WHAT_IS_RIGHT in reading.report.notes:
             _line(console, "warning", NOT_WHAT_IS_RIGHT, "bold")
 
