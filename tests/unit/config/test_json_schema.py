@@ -62,7 +62,7 @@ def test_every_recipe_names_its_schema_and_fits_it(path: Path):
     ("kind", "text"),
     [
         ("rm", "rm: {seed: '${oc.env:SEED,3}', max_num_steps: null}"),
-        ("rm", "policy: {model_name: ???, scheduler: '${policy.optimizer}'}"),
+        ("rm", "policy: {model_name: '???', scheduler: '${policy.optimizer}'}"),
         ("rm", "rm: {val_period: -1}"),
         ("rm", "policy: {_override_: true, revision: 12e3}"),
         ("rm", "data: {train: {}, validation: {}}"),
