@@ -1,4 +1,4 @@
-"""What the `data` sections of all runs have in common: a set, and the two forms of naming sets.
+"""The `data` sections: data sets, and the two forms that name them.
 
 Sets are named by flat keys (`dataset_name`, `train_data_path`, ...) or by the blocks `train` and
 `validation`, whose missing keys `default` fills.
@@ -14,10 +14,10 @@ from laurel.config.yaml_tree import Section, foreign
 
 
 class SetConfig(Section):
-    """One data set: which class reads it, from where."""
+    """One data set: the class that reads it, and its place."""
 
     dataset_name: str | None = None
-    """The class that reads it, or the import path of your own; null is told from the rows."""
+    """The class that reads it, or the import path of your own; null recognizes it by the rows."""
     data_path: str | None = None
     """A local file (.json, .jsonl, .csv, .parquet, .arrow; also .gz), a directory written by
     `datasets.save_to_disk`, or a name on the Hugging Face hub."""
@@ -44,14 +44,14 @@ class TextSetConfig(SetConfig):
     split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share held out for validation where no validation set is named."""
     seed: int = 42
-    """Draws the held-out share."""
+    """Seed that selects the held-out share."""
 
 
 class SetsConfig(Section):
-    """Where the rows of a run come from."""
+    """The rows of a run."""
 
     fills_blocks: ClassVar[tuple[str, ...]] = ("dataset_name",)
-    """Flat keys that fill blocks, too, behind `default`."""
+    """Flat keys that also fill blocks, after `default`."""
 
     dataset_name: str | None = None
     """See the same key of a set; for training and, where no other is said, validation."""
@@ -70,7 +70,7 @@ class SetsConfig(Section):
     system_prompt_file: str | None = None
     """See the same key of a set."""
     shuffle: bool = True
-    """Draw a new order of the training rows each epoch, from the seed of the run."""
+    """Shuffle the training rows in each epoch, by the seed of the run."""
     max_samples: int | None = Field(default=None, ge=1)
     """Use only the first training rows, after filtering."""
     on_bad_row: Literal["error", "skip"] = "error"
@@ -78,7 +78,7 @@ class SetsConfig(Section):
 
 
 class TextDataConfig(SetsConfig):
-    """Where questions, answers and conversations come from."""
+    """The rows of questions, answers and conversations."""
 
     fills_blocks: ClassVar[tuple[str, ...]] = ("dataset_name", "prompt_file", "system_prompt_file")
 
@@ -90,7 +90,7 @@ class TextDataConfig(SetsConfig):
     """Share of the training rows held out where no validation set is named. Rows with the same
     prompt stay on one side."""
     seed: int = 42
-    """Draws the held-out share."""
+    """Seed that selects the held-out share."""
 
     @field_validator("train", "validation", mode="before", check_fields=False)
     @classmethod
@@ -102,14 +102,14 @@ S = TypeVar("S", bound=SetConfig)
 
 
 def train_sets(data: Any, kind: type[S]) -> list[S]:
-    """The training sets, in either form, with the defaults filled in."""
+    """Return the training sets of either form, with the defaults filled in."""
     if data.train is None:
         return [flat_set(data, kind, data.train_data_path, data.train_split)]
     return [filled(data, block) for block in _listed(data.train)]
 
 
 def validation_sets(data: Any, kind: type[S]) -> list[S]:
-    """The validation sets, in the form of a path, a split or blocks; empty without any."""
+    """Return the validation sets, named by a path, a split or blocks; empty without any."""
     if data.validation is not None:
         return [filled(data, block) for block in _listed(data.validation)]
     if data.val_data_path is None and data.val_split is None:
@@ -119,10 +119,8 @@ def validation_sets(data: Any, kind: type[S]) -> list[S]:
 
 
 def flat_set(data: SetsConfig, kind: type[S], path: str | None, split: str | None) -> S:
-    """The set that the flat keys describe: all that it has in common with the section.
-
-    But for what the section says of all rows together: how many, and how many are held out.
-    """
+    """Return the set that the flat keys describe, with all keys that it shares with the section."""
+    # These two limit all rows of the section together.
     of_all = {"max_samples", "split_validation_size"}
     shared = (kind.model_fields.keys() & type(data).model_fields.keys()) - of_all
     values = {key: getattr(data, key) for key in shared}
@@ -130,7 +128,7 @@ def flat_set(data: SetsConfig, kind: type[S], path: str | None, split: str | Non
 
 
 def filled(data: Any, block: S) -> S:
-    """A block with what it leaves out: from `default`, then from the flat keys."""
+    """Fill the keys that a block leaves out: from `default`, then from the flat keys."""
     base = data.default.model_dump(exclude_unset=True) if data.default is not None else {}
     for key in type(data).fills_blocks:
         if getattr(data, key) is not None:
@@ -145,12 +143,12 @@ def _listed(value: Any) -> list[Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# A benchmark of reward models where a configuration names one: which rows, from where.
+# A benchmark of reward models as a validation set.
 
 BenchmarkName = Literal[
     "reward-bench", "reward-bench-2", "rm-bench", "judge-bench", "pairs", "best-of-n"
 ]
-"""As the commands of `laurel eval` are called."""
+"""The name of a benchmark, which is also its command of `laurel eval`."""
 _ONLY_FOR: dict[str, BenchmarkName] = {
     "dataset_name": "pairs",
     "prior": "reward-bench",
@@ -159,10 +157,10 @@ _ONLY_FOR: dict[str, BenchmarkName] = {
 
 
 class BenchmarkSetConfig(Section):
-    """One benchmark, with the rows that `laurel eval` would take."""
+    """One benchmark, with the rows that `laurel eval` would read."""
 
     benchmark: BenchmarkName
-    """Which one."""
+    """The benchmark."""
     data_path: str | list[str] | None = None
     """Files (.jsonl, .json, .csv, .parquet, .arrow; also .gz), directories of
     `datasets.save_to_disk`, or names on the hub. Null: the benchmark's own place on the hub;
@@ -170,7 +168,7 @@ class BenchmarkSetConfig(Section):
     split: str | None = None
     """Of a directory or a hub data set; null: the benchmark's own, or `train`."""
     dataset_name: str | None = None
-    """The class that reads them (`pairs`); null is told from the rows."""
+    """The class that reads them (`pairs`); null recognizes it by the rows."""
     prior: bool = False
     """The prior sets too, from the hub (`reward-bench`)."""
     zero_spread: Literal["limit", "leave_out"] = "limit"
@@ -194,7 +192,7 @@ class BenchmarkSetConfig(Section):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Where its rows are; empty for its own place."""
+        """Return the places of its rows; empty means the benchmark's own place."""
         if self.data_path is None:
             return ()
         return (self.data_path,) if isinstance(self.data_path, str) else tuple(self.data_path)
@@ -207,7 +205,7 @@ DEFAULT_DATASET = "HelpSteer3"
 
 
 class DatasetConfig(SetConfig):
-    """One set of preferences: which class reads it, from where."""
+    """One set of preferences: the class that reads it, and its place."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("DatasetConfig")
 
@@ -227,13 +225,13 @@ class DatasetConfig(SetConfig):
 
 
 class DataConfig(SetsConfig):
-    """Where preferences come from. Either the flat keys or the `train`/`validation` blocks."""
+    """The rows of preferences: either the flat keys or the `train`/`validation` blocks."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("DataConfig")
 
     dataset_name: str | None = None
     """See `data.train.dataset_name`; for training and, where no other is said, validation. Null
-    is told from the rows, and is HelpSteer3 where no path is given either."""
+    recognizes it by the rows, and is HelpSteer3 where no path is given either."""
     val_data_path: str | None = None
     """Validation rows; the set is called `default`."""
     val_data_paths: dict[str, str | DatasetConfig | BenchmarkSetConfig] = Field(
@@ -272,16 +270,16 @@ class DataConfig(SetsConfig):
     because a scorer must give every conversation a score, and training should see what scoring
     sees. Either way the rows are counted in the data report."""
     truncation_side: Literal["left", "right"] = "left"
-    """Which end is cut. Left keeps the answer, which is what is judged."""
+    """The end that is cut. Left keeps the answer, which is what the score is for."""
     ties: Literal["drop", "error"] = "drop"
     """Rows whose completions all share one rank, where the loss cannot use them."""
     duplicates: Literal["drop", "keep"] = "drop"
-    """Rows that say exactly what an earlier row said."""
+    """Rows that are equal to an earlier row."""
 
     @field_validator("validation", mode="before")
     @classmethod
     def _one_or_named(cls, value: Any) -> Any:
-        """A mapping whose values are all mappings is several named sets."""
+        # A mapping whose values are all mappings names several sets.
         if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
             return {
                 name: (BenchmarkSetConfig if "benchmark" in block else DatasetConfig)(**block)
@@ -312,19 +310,19 @@ class DataConfig(SetsConfig):
         return self
 
     def train_sets(self) -> list[DatasetConfig]:
-        """The training sets, in either form, with the defaults filled in."""
+        """Return the training sets of either form, with the defaults filled in."""
         if self.train is None and self.dataset_name is None and self.train_data_path is None:
             unnamed = flat_set(self, DatasetConfig, None, self.train_split)
             return [unnamed.model_copy(update={"dataset_name": DEFAULT_DATASET})]
         return train_sets(self, DatasetConfig)
 
     def validation_sets(self) -> dict[str, DatasetConfig]:
-        """The validation sets of preferences by name; empty where none is configured."""
+        """Return the validation sets of preferences by name; empty if none is configured."""
         named = self._named_sets()
         return {k: v for k, v in named.items() if not isinstance(v, BenchmarkSetConfig)}
 
     def benchmark_sets(self) -> dict[str, BenchmarkSetConfig]:
-        """The benchmarks among the validation sets, by name."""
+        """Return the benchmarks among the validation sets, by name."""
         named = self._named_sets()
         return {k: v for k, v in named.items() if isinstance(v, BenchmarkSetConfig)}
 
@@ -346,7 +344,7 @@ class DataConfig(SetsConfig):
         return named
 
     def _blocks(self) -> dict[str, DatasetConfig | BenchmarkSetConfig]:
-        """The sets of `validation` by name; a lone one is called `default`."""
+        # A lone set is called `default`.
         blocks = self.validation
         if blocks is None:
             return {}
@@ -358,7 +356,7 @@ class DataConfig(SetsConfig):
 
 
 class TaskSetConfig(TextSetConfig):
-    """One set of tasks: which class reads it, from where, and who judges the answers."""
+    """One set of tasks: the class that reads it, its place, and the environment."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("TaskSetConfig")
 
@@ -374,13 +372,13 @@ class TaskSetConfig(TextSetConfig):
     expected_answer), multichoice_qa_processor, code_data_processor (rows with tests), or the import
     path of your own function (row, configuration of the set) -> TaskParts. Null: the set's own."""
     env_name: str | None = None
-    """Which environment judges the answers."""
+    """The environment that grades the answers."""
     task_name: str | None = None
-    """Name under which figures are reported; null is that of the data set."""
+    """Name under which metrics are reported; null is that of the data set."""
 
 
 class TaskDataConfig(TextDataConfig):
-    """Where tasks come from. Either the flat keys or the `train`/`validation` blocks."""
+    """The rows of tasks: either the flat keys or the `train`/`validation` blocks."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("TaskDataConfig")
 
@@ -409,13 +407,13 @@ class TaskDataConfig(TextDataConfig):
     one new token in `policy.max_total_sequence_length`."""
 
     def train_sets(self) -> list[TaskSetConfig]:
-        """The training sets, in either form, with the defaults filled in."""
+        """Return the training sets of either form, with the defaults filled in."""
         return train_sets(self, TaskSetConfig)
 
     def validation_sets(self) -> list[TaskSetConfig]:
-        """The validation sets; empty where none is configured."""
+        """Return the validation sets; empty if none is configured."""
         return validation_sets(self, TaskSetConfig)
 
     def validation_names(self) -> list[str]:
-        """The names of the validation sets, where they have any."""
+        """Return the names of the validation sets, if they have any."""
         return list(self.validation) if isinstance(self.validation, dict) else []

@@ -33,7 +33,7 @@ _NO_SERVER = (
 
 
 class SandboxConfig(Section):
-    """Where programs run, and what each may use."""
+    """The sandbox of programs, and the limits of each program."""
 
     removed: ClassVar[Mapping[str, str]] = dict.fromkeys(("url", "api_key_env"), _NO_SERVER)
 
@@ -67,7 +67,7 @@ class SandboxConfig(Section):
     """What it may print; more ends it. Where a test expects text, at least four times that; where
     it expects a value, at least 1024."""
     stderr_kb: int = Field(default=16, ge=1)
-    """The same of stderr."""
+    """What it may print to stderr; more ends it."""
     result_kb: int = Field(default=256, ge=1)
     """The values that it returns, together. At least four times what its tests expect."""
     backlog: int = Field(default=1024, ge=1)
@@ -84,18 +84,18 @@ class SandboxConfig(Section):
 
     @property
     def seconds_of_all_tests(self) -> float:
-        """What `total_wall_seconds` comes to."""
+        """Return `total_wall_seconds`, or its default of three times `wall_seconds`."""
         return self.total_wall_seconds or 3 * self.wall_seconds
 
 
 # --------------------------------------------------------------------------------------------------
-# The `env.code` section: programs that are run, and judged by tests.
+# The `env.code` section: programs that are run, and graded by tests.
 
 _SANDBOX = SandboxConfig()
 
 
 class CodeEnvironmentConfig(Section):
-    """Programs of the policy, run in a sandbox: judged by a task's tests, or as its tool."""
+    """Programs of the policy, run in a sandbox: graded by a task's tests, or as a tool."""
 
     num_workers: int = Field(default=8, ge=1)
     """Programs at a time on each machine: in a run on Ray on every node of the cluster, else here.
@@ -112,8 +112,8 @@ class CodeEnvironmentConfig(Section):
     """Of a task with tests: 1 where all pass and else 0; the share that pass; or the share of their
     `test_weights` in the task's metadata."""
     max_attempts: int = Field(default=1, ge=1)
-    """Answers to a task with tests. After each that fails, but the last, the policy is told how,
-    without expected values; the reward is that of its last one. A run is refused where
+    """Answers to a task with tests. After each failed answer but the last, the policy sees how it
+    failed, without expected values; the reward is that of the last one. A run is refused where
     `grpo.max_rollout_turns` is lower."""
     strict_types: bool = True
     """In tests that call a function and that `laurel` compares: True is not 1, 1 is not 1.0, a list
@@ -192,13 +192,13 @@ def checked_urls(urls: Sequence[str]) -> None:
 
 
 def _shown(url: str) -> str:
-    """Without what may be a secret: a password, a query."""
+    # A password or a query may be a secret.
     address = url.partition("?")[0].partition("#")[0]
     return ascii(address.rpartition("@")[2])
 
 
 class AskingConfig(Section):
-    """How servers are asked that others have started."""
+    """Requests to servers that this run did not start."""
 
     api_key_env: str | None = None
     """Name of the environment variable that holds the API key; never the key itself."""
@@ -301,7 +301,8 @@ class JudgeConfig(AskingConfig):
                 f"num_samples={self.num_samples} with temperature=0 are as many equal replies; "
                 "set a temperature, or num_samples=1"
             )
-        if None not in (self.lowest, self.highest) and not _rises(self.lowest, self.highest):
+        low, high = self.lowest, self.highest
+        if low is not None and high is not None and low >= high:
             raise ValueError(f"lowest={self.lowest} must be below highest={self.highest}")
         if self.template is None and None in (self.lowest, self.highest):
             raise ValueError(
@@ -312,10 +313,6 @@ class JudgeConfig(AskingConfig):
         if taken:
             raise ValueError(f"extra_body must not hold {', '.join(taken)}: Laurel writes that")
         return self
-
-
-def _rises(low: float | None, high: float | None) -> bool:
-    return low is not None and high is not None and low < high
 
 
 class FunctionConfig(Section):
@@ -334,7 +331,7 @@ class FunctionConfig(Section):
     """Seconds of one call. With `num_workers` of the environment above 0 its process is killed
     then; a thread cannot be, and is left behind."""
     data_source: str = ""
-    """Told to the function where a task has none of its own."""
+    """Passed to the function if a task has none of its own."""
     router: str | None = None
     """`HOST:PORT` of a model server (`laurel serve`, vLLM, SGLang) that the function calls itself,
     passed to a parameter `reward_router_address`, as verl does."""
@@ -374,7 +371,7 @@ class FunctionConfig(Section):
 
 
 class ScorerSource(AskingConfig):
-    """What gives scores: a model that is loaded, servers, a judge or a function. One of them."""
+    """The source of scores: exactly one of a loaded model, servers, a judge and a function."""
 
     model_name: str | None = None
     """Hub name or directory of the reward model, or a directory of checkpoints. With `urls` only
@@ -475,28 +472,28 @@ class ScorerSource(AskingConfig):
 
     @property
     def loads_model(self) -> bool:
-        """Whether the weights of a reward model are needed: nothing else is to give the scores."""
+        """Report whether the weights of a reward model are loaded, as no other source is set."""
         return self.urls is None and self.judge is None and self.function is None
 
     @property
     def uses_workers(self) -> bool:
-        """Whether this run renders conversations, for a model that it loads or for servers that are
-        sent rendered ones; or whether it runs a function."""
+        """Report whether this run renders conversations (for a loaded model, or for servers that
+        are sent rendered ones) or runs a function."""
         is_sent_rendered = self.url_protocol in RENDERED or self.url_protocol == "vllm"
         renders_for_servers = self.urls is not None and is_sent_rendered and bool(self._model)
         return self.loads_model or renders_for_servers or self.function is not None
 
     @property
     def judges_groups(self) -> bool:
-        """Whether all completions of a prompt must be judged in one call."""
+        """Report whether all completions of a prompt must be scored in one call."""
         return self.function is not None and self.function.group
 
 
 class EnsemblePart(ScorerSource):
-    """One of several reward models that judge the same conversation."""
+    """One of several reward models that score the same conversation."""
 
     name: str = Field(pattern=r"^[A-Za-z][\w.-]*$")
-    """What its scores are called in figures."""
+    """The name of its scores in metrics."""
     weight: float = 1.0
     """Factor in the weighted sum."""
     normalize: Literal["stored", "none"] = "stored"
@@ -527,7 +524,7 @@ class EnsemblePart(ScorerSource):
 
 
 class MathEnvironmentConfig(Section):
-    """Answers checked against a known one."""
+    """Answers that are checked against a known one."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("MathEnvironmentConfig")
 
@@ -548,7 +545,7 @@ class MathEnvironmentConfig(Section):
 
 
 class ScoreTransformConfig(Section):
-    """What is done to the scores of a reward model before they are rewards, in this order."""
+    """Changes of a reward model's scores before they are rewards, in this order."""
 
     subtract_reference: bool = False
     """Subtract the score of the task's own reference answer (`ground_truth`)."""
@@ -594,7 +591,7 @@ class ScoringVllmConfig(Section):
 
 
 class ScoringGenerationConfig(Section):
-    """What computes the scores of a reward model. Nothing is generated; the name is NeMo RL's."""
+    """The engine that computes the scores of a reward model; the name is NeMo RL's."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("ScoringGenerationConfig")
 
@@ -607,7 +604,7 @@ class ScoringGenerationConfig(Section):
 
 
 class RewardModelEnvironmentConfig(ScorerSource):
-    """Conversations judged by a reward model, by several, or by what stands in for one."""
+    """Conversations that a reward model, several of them, or another source scores."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("RewardModelEnvironmentConfig")
 
@@ -706,40 +703,40 @@ class RewardModelEnvironmentConfig(ScorerSource):
 
     @property
     def uses_vllm(self) -> bool:
-        """Whether vLLM computes the scores."""
+        """Report whether vLLM computes the scores."""
         return self.generation is not None and self.generation.backend == "vllm"
 
     @property
     def loads_model(self) -> bool:
-        """See `ScorerSource`; not what each of several models does for itself."""
+        """Report whether the environment itself loads a model, not one of several `models`."""
         return self.models is None and super().loads_model
 
     @property
     def loaded(self) -> list[ScorerSource]:
-        """The models that are loaded for it: itself, or some of several."""
+        """Return the models to load: the environment's own, or those among several."""
         sources: Sequence[ScorerSource] = [self] if self.models is None else self.models
         return [source for source in sources if source.loads_model]
 
     @property
     def computes(self) -> bool:
-        """Whether any model is loaded for it."""
+        """Report whether any model is loaded."""
         return bool(self.loaded)
 
     @property
     def uses_workers(self) -> bool:
-        """See `ScorerSource`; so it does where any of several models lets it."""
+        """Report whether this run renders conversations or runs a function for any model."""
         if self.models is not None:
             return any(part.uses_workers for part in self.models)
         return super().uses_workers
 
     @property
     def judges_groups(self) -> bool:
-        """See `ScorerSource`; so it is where any of several models must."""
+        """Report whether any model must score all completions of a prompt in one call."""
         return super().judges_groups or any(part.judges_groups for part in self.models or ())
 
 
 class CompositePart(Section):
-    """One of several environments that judge the same sample."""
+    """One of several environments that grade the same sample."""
 
     env: str
     """Name of the environment."""
@@ -751,7 +748,7 @@ class CompositePart(Section):
 
 
 class CompositeEnvironmentConfig(Section):
-    """Several environments on one sample."""
+    """Several environments that grade one sample together."""
 
     parts: list[CompositePart] = Field(min_length=1)
     """Each judges every sample."""
@@ -765,10 +762,10 @@ class CompositeEnvironmentConfig(Section):
 
 
 class EnvironmentsConfig(Section):
-    """The environments by the name that `data.env_name` calls them."""
+    """The environments, by the names that `data.env_name` uses."""
 
+    # NeMo RL's files describe several environments, and use those that `env_name` names.
     foreign_keys: ClassVar[frozenset[str]] = foreign("EnvironmentsConfig")
-    """Environments of NeMo RL; its files describe several, and use those that `env_name` names."""
 
     math: MathEnvironmentConfig = MathEnvironmentConfig()
     """See there."""
@@ -788,5 +785,5 @@ class EnvironmentsConfig(Section):
     than any verdict that still helps a step."""
 
     def names(self) -> list[str]:
-        """Every name that a task may ask for."""
+        """Return every name that a task may use."""
         return ["math", "code", "reward_model", *self.composite, *self.custom]
