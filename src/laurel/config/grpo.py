@@ -584,8 +584,8 @@ class GRPOConfig(Section):
             raise ValueError(
                 "num_generations_per_prompt must be at least 2: a lone completion has nothing to "
                 "be compared with, so its advantage is 0 and the policy learns nothing. Sample "
-                "more for fewer prompts (num_prompts_per_step), or compare over the whole batch with "
-                "adv_estimator.name=reinforce_plus_plus adv_estimator.minus_baseline=false"
+                "more for fewer prompts (num_prompts_per_step), or compare over the whole batch "
+                "with adv_estimator.name=reinforce_plus_plus adv_estimator.minus_baseline=false"
             )
         low, high = self.advantage_clip_low, self.advantage_clip_high
         if low is not None and high is not None and not low < high:

@@ -177,7 +177,8 @@ def read_file(path: Path) -> YamlNode:
     """Read the tree of a file, laid over those of the files that its `defaults` name.
 
     Raises:
-        ConfigError: A file is missing or not YAML, a key is given twice, or `defaults` are circular.
+        ConfigError: A file is missing or not YAML, a key is given twice, or `defaults` form a
+            circle.
     """
     return _with_parents(path, ())
 
