@@ -137,7 +137,7 @@ class _Screen(Console):
 def _fitted(shown: Any, width: int) -> Any:
     if isinstance(shown, str):
         return wrapped(shown, width)
-    if isinstance(shown, Text):
+    if isinstance(shown, Text) and not shown.no_wrap:
         return Text(wrapped(shown.plain, width), style=shown.style)
     return shown
 
@@ -203,7 +203,7 @@ def print_command(console: Console, label: str, command: str) -> None:
     # Within quotes a backslash would be a part of the argument.
     if console.file.isatty() and "'" not in command:
         text = wrapped(text, console.width, indent="", end=" \\")
-    Console.print(console, Text(text), soft_wrap=True)
+    console.print(Text(text, no_wrap=True), soft_wrap=True)
 
 
 def make_console(*, stderr: bool = False) -> Console:
