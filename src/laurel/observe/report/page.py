@@ -701,8 +701,7 @@ def compare_runs(records: Sequence[RunRecord]) -> SideBySide:
     marks = [_letter(index) for index in range(len(records))]
     if len(records) < 2:
         return SideBySide(names=[(record, record.title) for record in records], marks=())
-    parts = [record.path.absolute().parts for record in records]
-    places = [_shortest(own, [one for one in parts if one != own]) for own in parts]
+    places = _places(records)
     names = [
         (record, f"{mark}, {record.title}" + (f" {place}" if place != record.title else ""))
         for mark, record, place in zip(marks, records, places, strict=True)
@@ -761,12 +760,16 @@ def _compared_figures(records: Sequence[RunRecord]) -> list[tuple[str, list[str]
     return rows
 
 
-def _shortest(own: Sequence[str], others: Sequence[Sequence[str]]) -> str:
-    # As many of the last names of a directory as distinguish it from the others.
-    for length in range(1, len(own)):
-        if not any(one[-length:] == own[-length:] for one in others):
-            return "/".join(own[-length:])
-    return "/".join(own)
+def _places(records: Sequence[RunRecord]) -> list[str]:
+    """Return the shortest ends of the runs' directories that distinguish them."""
+    parts = [record.path.absolute().parts for record in records]
+    places = []
+    for own in parts:
+        others = [one for one in parts if one != own]
+        lengths = range(1, len(own))
+        shortest = (n for n in lengths if all(one[-n:] != own[-n:] for one in others))
+        places.append("/".join(own[-next(shortest, len(own)) :]))
+    return places
 
 
 def _letter(index: int) -> str:
