@@ -166,7 +166,7 @@ def test_with_a_reward_model_that_laurel_trained(tmp_path, model, reward_model):
         )
     )
     figures = logged(tmp_path, 2)
-    assert "judged by reward_model" in done.text
+    assert "graded by reward_model" in done.text
     for name in ("num_samples", "mean_reward", "std_reward", "min_reward", "max_reward"):
         assert f"env/reward_model/{name}" in figures
         assert f"validation/env/reward_model/{name}" in figures
