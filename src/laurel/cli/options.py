@@ -228,7 +228,45 @@ class PlanOptions:
         typer.Option("--gpus-per-node", min=1, help="Slots of each: cluster.gpus_per_node."),
     ] = None
     device_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of each device, e.g. 80GiB.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Of each device, e.g. 80GiB. Default: that of --device."),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A100, H100 or H200: say how long a step takes."),
+    ] = None
+    efficiency: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            max=1.0,
+            help="Part of the device's peak that products reach. Default: 0.4, as the report on "
+            "Llama 3 has 38 to 43 % on H100s.",
+        ),
+    ] = 0.4
+    memory_efficiency: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            max=1.0,
+            help="Part of its memory's bandwidth that decoding reaches. Default: 0.7, as kernels "
+            "start between the reads; an assumption.",
+        ),
+    ] = 0.7
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Of a typical prompt. Default: what completions leave."
+        ),
+    ] = None
+    completion_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Of a typical completion. Default: half of the longest conversation, or fewer "
+            "where the run allows no more.",
+        ),
     ] = None
     policy_shape: Annotated[
         str | None,
