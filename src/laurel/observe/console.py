@@ -1,4 +1,4 @@
-"""What a person sees: tables of metrics, pairs and scores. Progress is in `progress.py`.
+"""Output on a terminal: consoles, line breaks, and tables of metrics, pairs and scores.
 
 Texts of models and data sets are shown as they are: no markup in them takes effect, and control
 characters appear as escapes, so that no text can colour, clear or reorder the screen.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
@@ -33,7 +34,14 @@ _PROMPT_LENGTH = 240
 _ANSWER_LENGTH = 320
 _MESSAGES_SHOWN = 6
 _REORDERING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Marks that make a terminal show text in another order than it is written in."""
+"""Marks that make a terminal reorder the text around them."""
+_FOLDED_WIDTH = 24
+"""Cells to which a column that may break words can be narrowed."""
+_WORD = re.compile(r"^ *\S+|\S+", re.MULTILINE)
+_ITEM = re.compile(r"\S+(?: \S+)*")
+"""What stands between two spaces or more: a label, or a name with its number."""
+_PIECE = re.compile(r"[^(/=,:;&?]*[(/=,:;&?]+|[^(/=,:;&?]+")
+"""A part of a word that is longer than a line, up to a separator that it may be broken after."""
 _URGENT = re.compile(r"(warning|FAILED)\b")
 _VERDICT_STYLES = {"right": "green", "wrong": "red", "tie": "yellow", "unknown": "yellow"}
 
@@ -50,7 +58,7 @@ class PairRow:
 
     @classmethod
     def of(cls, preference: Preference, scores_G: Sequence[float]) -> PairRow | None:
-        """The best and the worst completion of a judged group; None where all share one rank."""
+        """Make the row of the best and the worst completion; None where all share one rank."""
         ranks_G = preference.ranks_G
         best, worst = ranks_G.index(min(ranks_G)), ranks_G.index(max(ranks_G))
         if ranks_G[best] == ranks_G[worst]:
@@ -66,17 +74,17 @@ class PairRow:
 
     @classmethod
     def columns(cls) -> tuple[str, ...]:
-        """Names of the cells, for `MetricLogger.log_table`."""
+        """Return the names of the cells, for `MetricLogger.log_table`."""
         return tuple(field.name for field in fields(cls))
 
     @property
     def cells(self) -> tuple[object, ...]:
-        """The row of a logged table."""
+        """The values of the row, for `MetricLogger.log_table`."""
         return astuple(self)
 
     @property
     def verdict(self) -> Literal["right", "wrong", "tie", "unknown"]:
-        """Whether the scores agree with the people; unknown where one is NaN or infinite."""
+        """The agreement of the scores with the annotators; unknown where a score is not finite."""
         if not (math.isfinite(self.better_score) and math.isfinite(self.worse_score)):
             return "unknown"
         if self.better_score == self.worse_score:
@@ -89,7 +97,7 @@ _NOTEBOOK_WIDTH = 92
 
 
 class _Screen(Console):
-    """A console that keeps what moves, and the codes that move it, out of files and dumb terminals.
+    """A console that keeps live displays and their control codes out of files and dumb terminals.
 
     FORCE_COLOR makes any file a terminal to rich: it may have colours then, but no display.
     """
@@ -112,10 +120,13 @@ class _Screen(Console):
         self.is_interactive = self.is_interactive and self.file.isatty() and not is_quiet
 
     def print(self, *objects: Any, **options: Any) -> None:
-        if not self._is_quiet or (objects and _URGENT.match(str(objects[0]))):
-            if self._is_notebook:  # which has no end of a line to wrap at, and breaks words
-                options.pop("soft_wrap", None)
-            super().print(*objects, **options)
+        if self._is_quiet and not (objects and _URGENT.match(str(objects[0]))):
+            return
+        # A file's lines stay whole, to be searched. A terminal would break them within words, and
+        # so would a notebook, which has no end of a line to wrap at.
+        if options.get("soft_wrap") and (self._is_notebook or self.file.isatty()):
+            objects = tuple(_fitted(one, self.width) for one in objects)
+        super().print(*objects, **options)
 
     def status(self, status: Any, **options: Any) -> Status:
         if self.is_interactive:
@@ -123,8 +134,80 @@ class _Screen(Console):
         return Status(status, console=silent_console())
 
 
+def _fitted(shown: Any, width: int) -> Any:
+    if isinstance(shown, str):
+        return wrapped(shown, width)
+    if isinstance(shown, Text) and not shown.no_wrap:
+        return Text(wrapped(shown.plain, width), style=shown.style)
+    return shown
+
+
+def wrapped(text: str, width: int, *, indent: str | None = None, end: str = "") -> str:
+    r"""Break lines that are wider than a terminal, between words and never within a number.
+
+    Items between two spaces (`loss 0.25`) stay whole where they fit. A word that is wider than a
+    line, such as a path, is broken after one of its separators.
+
+    Args:
+        text: The lines.
+        width: The cells of a line.
+        indent: Stands before what is continued; None: to the column that follows a short label.
+        end: Stands at the end of what is continued, as ` \` in a command.
+    """
+    return "\n".join(
+        line if cell_len(line) <= width else _broken(line, width, indent, end)
+        for line in text.split("\n")
+    )
+
+
+def _broken(line: str, width: int, indent: str | None, end: str) -> str:
+    if indent is None:
+        columns = re.match(r" {3,}|(?:\S+ )?\S+ {2,}", line)
+        indent = " " * (columns.end() if columns and columns.end() <= min(12, width // 4) else 2)
+    lines = [""]
+
+    def fits(text: str, after: str | None = None) -> bool:
+        return cell_len((lines[-1] if after is None else after) + text + end) <= width
+
+    def begin(mark: str) -> None:
+        lines[-1] += mark
+        lines.append(indent)
+
+    before = 0
+    for place, item in enumerate(_ITEM.finditer(line)):
+        gap, before = line[before : item.start()], item.end()
+        # After a label alone the item begins on the same line.
+        if place > 1 and not fits(gap + item[0]) and fits(item[0], indent):
+            begin(end)
+            gap = ""
+        for word in item[0].split(" "):
+            pieces = [word]
+            if not fits(word, indent):
+                room = width - cell_len(indent + end)
+                pieces = [part for one in _PIECE.findall(word) for part in chop_cells(one, room)]
+            if not fits(gap + pieces[0]):
+                begin(end)
+                gap = ""
+            lines[-1] += gap + pieces[0]
+            for piece in pieces[1:]:
+                if not fits(piece):
+                    begin(end.strip())
+                lines[-1] += piece
+            gap = " "
+    return "\n".join(lines)
+
+
+def print_command(console: Console, label: str, command: str) -> None:
+    r"""Print a command that can be pasted; a terminal shows it in lines that end in ` \`."""
+    text = visible(f"{label}{command}")
+    # Within quotes a backslash would be a part of the argument.
+    if console.file.isatty() and "'" not in command:
+        text = wrapped(text, console.width, indent="", end=" \\")
+    console.print(Text(text, no_wrap=True), soft_wrap=True)
+
+
 def make_console(*, stderr: bool = False) -> Console:
-    """The console of a command's results: no markup, no highlighting; honours NO_COLOR.
+    """Make the console of a command's results: no markup, no highlighting; honours NO_COLOR.
 
     A character that the stream cannot encode is shown as its escape instead of ending the run. In a
     notebook it writes plain text, line by line, as into a file: what is saved with a notebook can
@@ -134,15 +217,15 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def message_console(*, stderr: bool = True) -> Console:
-    """The console of what is said beside the results; `laurel --quiet` leaves of it what is urgent.
+    """Make the console for messages beside the results; `laurel --quiet` keeps the urgent ones.
 
-    Urgent are lines that begin with `warning` or `FAILED`, and what `print_urgent` prints.
+    Urgent are lines that begin with `warning` or `FAILED`, and those of `print_urgent`.
     """
     return _screen(stderr=stderr, is_quiet=verbosity() == "quiet")
 
 
 def print_urgent(console: Console, text: str) -> None:
-    """Print a line, whatever stands in it, though the command is told to be quiet."""
+    """Print a line also where the command was started with `--quiet`."""
     Console.print(console, text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -155,29 +238,32 @@ def _screen(*, stderr: bool, is_quiet: bool) -> Console:
 
 
 def silent_console() -> Console:
-    """A console that nobody reads."""
+    """Make a console whose output is discarded."""
     return Console(file=io.StringIO(), force_jupyter=False, force_terminal=False)
 
 
 def print_metrics(console: Console, title: str, metrics: Mapping[str, float]) -> None:
-    """Two columns: name and value."""
+    """Print metrics in two columns, name and value."""
     table = new_table(title, "metric", "value")
     for name, value in metrics.items():
         shown_name = shorten_middle(name, max(16, console.width - 16))
         table.add_row(Text(shown_name), format_number(value))
-    console.print(table if metrics else Text(f"{visible(title)}: no metrics"))
+    if metrics:
+        print_table(console, table)
+    else:
+        console.print(Text(f"{visible(title)}: no metrics"))
 
 
 def print_pairs(
     console: Console, title: str, rows: Sequence[PairRow], *, is_brief: bool = False
 ) -> None:
-    """A few pairs: the prompt and whether the scores are right, then both answers.
+    """Print pairs: the prompt and whether the scores are right, then both answers.
 
     Args:
-        console: Where they are shown.
-        title: Above them.
+        console: The console to print on.
+        title: The title of the table.
         rows: The pairs.
-        is_brief: A line each, without a title.
+        is_brief: Print one line for each pair, without a title.
     """
     if not rows:
         console.print(Text(f"{visible(title)}: no pairs"))
@@ -199,19 +285,16 @@ def print_pairs(
         table.add_row("better", format_number(row.better_score), _answer(row.better))
         worse = _answer(row.worse)
         table.add_row("worse", format_number(row.worse_score), worse, end_section=True)
-    console.print(table)
+    print_table(console, table)
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print one line that the terminal does not wrap: what does not fit is left out of its middle.
-
-    A narrow terminal gets what there is room for, and a file at least 80 characters.
-    """
+    """Print one line, shortened in its middle to the width of the terminal."""
     console.print(Text(shorten_middle(text, max(16, console.width))), soft_wrap=True)
 
 
 def print_scores(console: Console, rows: Sequence[tuple[Conversation, Score]]) -> None:
-    """Conversations and what a reward model says of each: a score, or why there is none."""
+    """Print conversations with their scores, or the reasons why there is none."""
     if not rows:
         console.print(Text("no conversations"))
         return
@@ -224,11 +307,14 @@ def print_scores(console: Console, rows: Sequence[tuple[Conversation, Score]]) -
         else:
             number = Text(format_number(score.value))
         table.add_row(number, _conversation(conversation, score), end_section=True)
-    console.print(table)
+    print_table(console, table)
 
 
 def format_number(value: float) -> str:
-    """Four significant digits; whole numbers below 1,000 as such, no decimals from 1,000 up."""
+    """Format a number with four significant digits.
+
+    Whole numbers below 1,000 stay whole; from 1,000 up there are no decimals.
+    """
     number = float(value)
     if not math.isfinite(number):
         return "NaN" if math.isnan(number) else "inf" if number > 0 else "-inf"
@@ -240,10 +326,8 @@ def format_number(value: float) -> str:
 
 
 def shorten_middle(text: str, length: int) -> str:
-    """At most `length` visible characters: the start and the end, with ` ... ` between.
-
-    What was asked stands at the end of a long prompt, what it is about at its start.
-    """
+    """Shorten a text to `length` visible characters: start and end, with ` ... ` between."""
+    # The question stands at the end of a long prompt, its subject at the start.
     if length < 16:
         raise ValueError(f"length is {length}; at least 16 are needed to show both ends")
     if len(text) > 2 * length:  # escaping a book to show a line of it would take a while
@@ -261,7 +345,7 @@ def shorten_middle(text: str, length: int) -> str:
 
 
 def say_on(console: Console) -> Callable[[str], None]:
-    """Return what says lines on a console, whatever stands in them."""
+    """Return a function that prints lines on a console, with hidden characters as escapes."""
 
     def say(text: str) -> None:
         console.print(Text("\n".join(map(visible, text.split("\n")))), soft_wrap=True)
@@ -270,14 +354,19 @@ def say_on(console: Console) -> Callable[[str], None]:
 
 
 def visible(text: str) -> str:
-    r"""The text with control, reordering and unpaired characters as escapes: a newline as `\n`."""
+    r"""Show control, reordering and unpaired characters of a text as escapes: a newline as `\n`."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(_escape(character) if _is_hidden(character) else character for character in text)
+    return "".join(
+        character.encode("unicode_escape").decode("ascii")
+        if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in _REORDERING
+        else character
+        for character in text
+    )
 
 
 def conversation_text(conversation: Conversation) -> str:
-    """A conversation as one text: roles are named where there are several messages."""
+    """Return a conversation as one text, with roles where there are several messages."""
     if len(conversation) == 1:
         return conversation[0].content
     return "\n".join(f"{message.role}: {message.content}" for message in conversation)
@@ -287,16 +376,69 @@ def conversation_text(conversation: Conversation) -> str:
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """A table with a column of names, and columns of numbers, which are never cut."""
+    """Make a table with a column of names and columns of numbers, for `print_table`."""
     table = Table(
         title=Text(visible(title)) if title else None,
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
+        show_header=any(columns),
     )
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left", no_wrap=True)
     return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table; no word or number in it is broken, however narrow the terminal is.
+
+    Columns give up width down to their longest word, then the gaps between them. Where that is not
+    enough, each cell gets a line of its own, beside its heading.
+    """
+    if table.title is not None:
+        console.print(Text(wrapped(_plain(table.title), console.width), style="table.title"))
+        table.title = None
+    columns = [[_plain(column.header), *map(_plain, column.cells)] for column in table.columns]
+    whole = [max(map(cell_len, "\n".join(cells).split("\n"))) for cells in columns]
+    least = [max(map(cell_len, _WORD.findall("\n".join(cells))), default=0) for cells in columns]
+    # What a model wrote may be one word of any length.
+    least = [
+        min(width, _FOLDED_WIDTH) if column.overflow == "fold" else width
+        for column, width in zip(table.columns, least, strict=True)
+    ]
+    table.expand = False
+    for padding in (table.padding, (0, 0)):
+        table.padding = padding
+        unlimited = console.options.update(max_width=100_000)
+        gaps = console.measure(table, options=unlimited).maximum - sum(whole)
+        room = console.width - gaps - sum(least)
+        if room >= 0:
+            for column, width in zip(table.columns, _shared(room, least, whole), strict=True):
+                column.width, column.ratio, column.no_wrap = width, None, False
+            console.print(table)
+            return
+    headings = [cells[0] for cells in columns]
+    label = max(map(cell_len, headings[1:]), default=0)
+    for cells in list(zip(*columns, strict=True))[1:]:
+        console.print(Text(wrapped(cells[0].strip(), console.width)))
+        for heading, cell in list(zip(headings, cells, strict=True))[1:]:
+            if cell:
+                console.print(Text(wrapped(f"   {heading:<{label}}  {cell}", console.width)))
+
+
+def _plain(cell: Any) -> str:
+    return cell.plain if isinstance(cell, Text) else str(cell)
+
+
+def _shared(room: int, least: Sequence[int], whole: Sequence[int]) -> list[int]:
+    """Widths from the least to the whole ones; what is too little for all is shared evenly."""
+    widths = list(least)
+    while room > 0 and (open_ones := [i for i, width in enumerate(widths) if width < whole[i]]):
+        for i in open_ones:
+            more = min(whole[i] - widths[i], max(1, room // len(open_ones)), room)
+            widths[i] += more
+            room -= more
+    return widths
 
 
 def _answer(text: str) -> Text:
@@ -304,7 +446,7 @@ def _answer(text: str) -> Text:
 
 
 def _conversation(conversation: Conversation, score: Score) -> Text:
-    """One line a message; of a long conversation the first and the last ones."""
+    # One line a message; of a long conversation the first and the last ones.
     lines = Text()
     hidden = range(1, len(conversation) - _MESSAGES_SHOWN + 1)
     for index, message in enumerate(conversation):
@@ -322,31 +464,22 @@ def _conversation(conversation: Conversation, score: Score) -> Text:
     return lines
 
 
-def _is_hidden(character: str) -> bool:
-    category = unicodedata.category(character)
-    return category in ("Cc", "Cs", "Zl", "Zp") or character in _REORDERING
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
-
-
 # --------------------------------------------------------------------------------------------------
 # Completions with their rewards: a table on screen, a parquet file a step.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRow:
-    """One rollout, as people look at it."""
+    """One rollout as a row of a table."""
 
     step: int
     task: str
-    """The task's id."""
+    """The id of the task."""
     group: str
     environment: str
     prompt: str
     completion: str
-    """Of several turns, with marks between them; see `completion_text`."""
+    """The text of all turns, as `completion_text` joins them."""
     reward: float | None
     advantage: float | None = None
     answer: str | None = None
@@ -360,7 +493,7 @@ class CompletionRow:
 
     @classmethod
     def columns(cls) -> tuple[str, ...]:
-        """Names of the cells."""
+        """Return the names of the cells."""
         return tuple(cls.__dataclass_fields__)
 
     @property
@@ -375,7 +508,7 @@ def completion_rows(
     step: int,
     advantages_BG: Sequence[Sequence[float]] | Sequence[np.ndarray] | None = None,
 ) -> list[CompletionRow]:
-    """The rollouts as people look at them."""
+    """Return the rollouts of groups as rows of a table."""
     rows = []
     for b, group in enumerate(groups):
         expected = group.task.metadata.get("ground_truth")
@@ -403,9 +536,9 @@ def completion_rows(
 
 
 def completion_text(messages: Conversation) -> str:
-    """What followed a prompt as one text; turns that are not the policy's are marked.
+    """Join the turns after a prompt; those of the environment are marked.
 
-    As in `x [environment] wrong [policy] y`; of a single turn its text alone.
+    The result is like `x [environment] wrong [policy] y`; a single turn is its text alone.
     """
     text, speaker = "", "policy"
     for message in messages:
@@ -419,23 +552,23 @@ def completion_text(messages: Conversation) -> str:
 def print_completions(
     console: Console, title: str, rows: Sequence[CompletionRow], *, is_brief: bool = False
 ) -> None:
-    """Show completions with their rewards.
+    """Print completions with their rewards.
 
     Args:
-        console: Where they are shown.
-        title: Above them.
+        console: The console to print on.
+        title: The title of the table.
         rows: The completions.
-        is_brief: A line each, without a title.
+        is_brief: Print one line for each completion, without a title.
     """
     if is_brief:
         for row in rows:
             said = "failed" if row.reward is None else f"reward {format_number(row.reward)}"
             print_line(console, f"  {said}  {row.prompt} | {row.completion}")
         return
-    table = Table(title=title, title_justify="left", show_lines=True, expand=True)
-    table.add_column("prompt", ratio=2)
-    table.add_column("completion", ratio=3)
-    table.add_column("reward", justify="right", no_wrap=True)
+    table = Table(title=title, show_lines=True)
+    table.add_column("prompt", overflow="fold")
+    table.add_column("completion", overflow="fold")
+    table.add_column("reward", justify="right", overflow="fold")
     for row in rows:
         reward = Text("-" if row.reward is None else format_number(row.reward))
         if row.failure is not None:
@@ -444,7 +577,7 @@ def print_completions(
         if row.truncated:
             completion.append(" [cut off]", style="yellow")
         table.add_row(Text(visible(shorten_middle(row.prompt, _PROMPT_LENGTH))), completion, reward)
-    console.print(table)
+    print_table(console, table)
 
 
 ROWS_AT_A_TIME = 512
@@ -473,7 +606,7 @@ def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
                 values = [getattr(row, column.name) for row in rows[first : first + ROWS_AT_A_TIME]]
                 try:
                     array = arrow.array(values, column.type)
-                except UnicodeEncodeError:  # half a character, as broken data may have
+                except UnicodeEncodeError:  # an unpaired surrogate, as broken data may have
                     values = [v and v.encode("utf-8", "backslashreplace").decode() for v in values]
                     array = arrow.array(values, column.type)
                 arrays.append(array)
@@ -481,18 +614,17 @@ def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# How much a command says: `laurel --quiet` and `laurel --verbose`, for the whole process.
+# Verbosity: `laurel --quiet` and `laurel --verbose`, for the whole process.
 
 Verbosity = Literal["quiet", "normal", "verbose"]
 """`quiet`: errors, warnings and results. `verbose`: also the debug messages of Laurel's loggers,
-and the traceback of errors that are otherwise told in a sentence."""
+and the tracebacks of errors."""
 
 _verbosity: Verbosity = "normal"
 
 
 class _ToStderr(logging.Handler):
-    """Writes to what standard error is at the moment: a live display takes its place."""
-
+    # Looks standard error up for each record: a live display replaces it for a while.
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)
 
@@ -502,12 +634,12 @@ _handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
 
 
 def verbosity() -> Verbosity:
-    """How much this process says."""
+    """Return the verbosity of this process."""
     return _verbosity
 
 
 def set_verbosity(wanted: Verbosity) -> None:
-    """From now on; consoles that are there already stay as they are."""
+    """Set the verbosity of this process; consoles made before keep theirs."""
     global _verbosity
     _verbosity = wanted
     logger = logging.getLogger("laurel")
@@ -519,7 +651,7 @@ def set_verbosity(wanted: Verbosity) -> None:
 
 
 def quiet_libraries() -> None:
-    """Keep progress bars and advice of the libraries out of our own display."""
+    """Switch off the progress bars and the advice of libraries."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
