@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laurel.generation.transformers import sampling
-from laurel.generation.transformers.sampling import SamplingRows, sample_tokens, keep_likeliest
+from laurel.generation.transformers.sampling import SamplingRows, keep_likeliest, sample_tokens
 
 HALF = torch.tensor([0.5, 0.25, 0.125, 0.125])
 
