@@ -69,8 +69,8 @@ class Stubborn(Endless):
 
 @pytest.mark.parametrize("holds_up_the_loop", [False, True])
 def test_what_does_not_end_when_it_is_closed_is_left_behind(monkeypatch, caplog, holds_up_the_loop):
-    monkeypatch.setattr(blocking, "_SECONDS_TO_END", 0.05)
-    monkeypatch.setattr(blocking, "_SECONDS_TO_LET_GO", 0.05)
+    monkeypatch.setattr(blocking, "_CANCEL_SECONDS", 0.05)
+    monkeypatch.setattr(blocking, "_CLOSE_SECONDS", 0.05)
     inner = Stubborn(holds_up_the_loop=holds_up_the_loop)
     scorer = BlockingScorer(inner)
     with ThreadPoolExecutor(2) as threads:
@@ -86,7 +86,7 @@ def test_what_does_not_end_when_it_is_closed_is_left_behind(monkeypatch, caplog,
 
 
 def test_a_scorer_that_does_not_end_is_left_behind(monkeypatch, caplog):
-    monkeypatch.setattr(blocking, "_SECONDS_TO_LET_GO", 0.05)
+    monkeypatch.setattr(blocking, "_CLOSE_SECONDS", 0.05)
     may_end = threading.Event()
 
     class Unending(WordScorer):

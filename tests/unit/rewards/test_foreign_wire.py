@@ -31,7 +31,7 @@ def rows_of(request):
 
 
 def scored(*values):
-    return foreign.Scored(
+    return foreign.ScoredRows(
         scores=values, num_tokens=[3] * len(values), model="m", request_id="r", created=1
     )
 

@@ -592,7 +592,7 @@ class Scoring:
             scored = await self._scored(call, body.as_groups)
             scores = [score for scores_G in scored.scores for score in scores_G]
             values = [_value_of(score, index) for index, score in enumerate(scores)]
-            facts = foreign.Scored(
+            facts = foreign.ScoredRows(
                 scores=values,
                 num_tokens=[score.num_tokens for score in scores],
                 model=scored.model.name,
