@@ -87,7 +87,7 @@ def test_a_port_that_is_taken(monkeypatch, capfd):
         port = str(taken.getsockname()[1])
         code, error = run_main(monkeypatch, capfd, "--null", "--port", port)
     assert code == 2
-    assert f"--port {port} of 127.0.0.1 cannot be had: Address already in use" in error
+    assert f"--port {port} of 127.0.0.1 cannot be used: Address already in use" in error
 
 
 @pytest.mark.parametrize("name", ["LAUREL_API_KEY", "LAUREL_ADMIN_KEY"])

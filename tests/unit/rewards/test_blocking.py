@@ -78,9 +78,9 @@ def test_what_does_not_end_when_it_is_closed_is_left_behind(monkeypatch, caplog,
         try:
             assert inner.asked.wait(30)
             threads.submit(scorer.close).result(30)
-            with pytest.raises(EnvironmentFailedError, match="it is left behind"):
+            with pytest.raises(EnvironmentFailedError, match="it is abandoned"):
                 asking.result(30)
-            assert "does not end what it was asked" in caplog.text
+            assert "did not end when it was cancelled" in caplog.text
         finally:
             inner.may_end.set()
 
@@ -99,7 +99,7 @@ def test_a_scorer_that_does_not_end_is_left_behind(monkeypatch, caplog):
     with ThreadPoolExecutor(1) as threads:
         try:
             threads.submit(scorer.close).result(30)
-            assert "has not ended within 0.05 s" in caplog.text
+            assert "did not close within 0.05 s" in caplog.text
         finally:
             may_end.set()
 

@@ -113,8 +113,8 @@ def test_who_sends_a_wrong_key_is_told_that_and_nothing_of_the_right_one(plain, 
     response = plain.client.get("/ready", headers=bearer(key))
     message = response.json()["error"]["message"]
     assert message == (
-        "this key is not one of the server's; what the server printed at its start says where "
-        "its key is"
+        "this key is not one of the server's; the lines that the server "
+        "printed at its start say where its key is"
     )
     assert error(response) == (401, "key")
     assert key not in message

@@ -155,8 +155,8 @@ def failure_reason(failure: str) -> str:
 # --------------------------------------------------------------------------------------------------
 # The health of one replica: its running requests, and whether it is trusted.
 #
-# A replica is trusted once a probe of it has succeeded. Faults in a row, or a single conclusive one,
-# end the trust: it gets nothing for a rest, and is then probed. If the probe succeeds it is on trial
+# A replica is trusted once a probe of it has succeeded. Faults in a row, or a conclusive one, end
+# the trust: it gets nothing for a rest, and is then probed. If the probe succeeds it is on trial
 # and gets one request at a time: the first success ends the trial, a fault means a longer rest.
 
 Clock = Callable[[], float]

@@ -142,7 +142,7 @@ class ServerCheck:
                     f"{about(self.where)}{replica.name} does not follow its protocol: {fault}"
                 ) from fault
             if left <= 0:
-                waited = f" Laurel waited {self.patience:g} s (connect_patience)."
+                waited = f" It was given {self.patience:g} s (connect_patience)."
                 raise ConfigError(
                     f"{about(self.where)}{replica.name} does not answer: {fault}."
                     f"{waited if self.patience else ''} Is the address right, and the server "
