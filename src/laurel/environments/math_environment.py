@@ -22,7 +22,7 @@ from laurel.environments.interface import (
     settings_of,
 )
 from laurel.environments.math.answers import Checked, check_choice
-from laurel.environments.math.pool import AnswerChecker
+from laurel.environments.math.checker import AnswerChecker
 from laurel.errors import EnvironmentFailedError
 from laurel.protocols import MessageLog
 from laurel.types import Task
