@@ -355,16 +355,20 @@ class RewardModelEnvironment(EnvironmentInterface):
         """
         with self._lock:
             if self._noise is None:
-                scorer = self._open()
-                chosen = []
-                if isinstance(scorer, ContractScorer):
-                    chosen = [entry.messages for entry in scorer.contract.rules.golden]
-                chosen = list(dict.fromkeys(chosen if len(chosen) > 1 else self._noise_probe.all()))
-                found = by_prompt(chosen) if len(chosen) > 1 else []
+                found = self.noise_groups()
                 noise = noise_of(self._open(), found or PROBE)
                 self._noise = noise if found else None
                 return noise * self.transform.factor
             return self._noise * self.transform.factor
+
+    def noise_groups(self) -> list[Group]:
+        """Return conversations to measure the noise on, by prompt; empty if there are too few."""
+        scorer = self._open()
+        chosen = []
+        if isinstance(scorer, ContractScorer):
+            chosen = [entry.messages for entry in scorer.contract.rules.golden]
+        chosen = list(dict.fromkeys(chosen if len(chosen) > 1 else self._noise_probe.all()))
+        return by_prompt(chosen) if len(chosen) > 1 else []
 
     def resting(self) -> contextlib.AbstractContextManager[None]:
         """Free the memory of devices within the context, where the run's own processes hold it."""
