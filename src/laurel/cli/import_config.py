@@ -1,9 +1,9 @@
-"""`laurel config import`: the lists that it prints, and the file that it writes."""
+"""Prints the lists of `laurel config import`, and writes its configuration."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,19 @@ from laurel.observe.json_output import write_json
 
 _LISTS = (
     ("carried", "carried"),
-    ("default", "not said there, and unlike Laurel's default: written"),
+    ("default", "written, because its default there differs from Laurel's"),
     ("not needed", "not needed"),
     ("not carried", "not carried"),
 )
 
 
 def run_import(request: ImportRequest, *, output: Path | None, as_json: bool) -> None:
-    """Import, print what became of each key, and write the configuration.
+    """Import a configuration, print the outcome for each key, and write the result.
 
     Without `output` the configuration is printed and the lists go to stderr.
 
     Raises:
-        ConfigError: See `import_configuration`.
+        ConfigError: The source cannot be imported, as `import_configuration` says.
         DataError: The output cannot be written.
     """
     source = str(request.path)
@@ -42,16 +42,16 @@ def run_import(request: ImportRequest, *, output: Path | None, as_json: bool) ->
         check_output(output, read_from=source)
     if source == STDIN:
         request = replace(request, text=sys.stdin.read())
-    told = import_configuration(request)
+    report = import_configuration(request)
     name = "stdin" if source == STDIN else request.path.name
-    text = to_text(told.imported, source=name, output=str(output or "FILE"))
+    text = to_text(report.imported, source=name, output=str(output or "FILE"))
     if output is not None:
         with replace_file(output) as file:
             file.write(text)
     if as_json:
-        write_json(import_facts(told, output))
+        write_json(import_facts(report, output))
         return
-    lists = "".join(f"{line}\n" for line in as_lines(told, output))
+    lists = "".join(f"{line}\n" for line in as_lines(report, output))
     if output is None:
         sys.stderr.write(lists)
         sys.stdout.write(text)
@@ -59,18 +59,20 @@ def run_import(request: ImportRequest, *, output: Path | None, as_json: bool) ->
         sys.stdout.write(lists)
 
 
-def as_lines(told: ImportReport, output: Path | None) -> Iterator[str]:
-    """What became of every key, for people."""
-    imported = told.imported
-    if told.by:
-        yield told.by
-    for fate, heading in _LISTS:
-        entries = imported.with_fate(fate)
-        if not entries and fate != "not carried":
+def as_lines(report: ImportReport, output: Path | None) -> Iterator[str]:
+    """Yield the lines that list the outcome for every key."""
+    imported = report.imported
+    if report.by:
+        yield report.by
+    for status, heading in _LISTS:
+        entries = imported.with_status(status)
+        if not entries and status != "not carried":
             continue
         yield f"{heading} ({len(entries)})"
-        if fate == "not needed":
-            yield from _by_reason(entries)
+        if status == "not needed":
+            for why in dict.fromkeys(one.why for one in entries):
+                keys = ", ".join(said(one) for one in entries if one.why == why)
+                yield f"  {keys}: {why}"
             continue
         for one in entries:
             yield from _entry_lines(one)
@@ -78,15 +80,8 @@ def as_lines(told: ImportReport, output: Path | None) -> Iterator[str]:
         yield f"wrote {output}; run it: laurel {imported.run} --config {output}"
 
 
-def _by_reason(entries: Sequence[KeyOutcome]) -> Iterator[str]:
-    """Keys that are not needed for the same reason, together."""
-    for why in dict.fromkeys(one.why for one in entries):
-        keys = ", ".join(said(one) for one in entries if one.why == why)
-        yield f"  {keys}: {why}"
-
-
 def _entry_lines(one: KeyOutcome) -> Iterator[str]:
-    if one.fate == "not carried":
+    if one.status == "not carried":
         yield f"  {said(one)}: {' '.join(one.why.split())}"
         return
     key = said(one) if one.is_said else one.key
@@ -96,18 +91,18 @@ def _entry_lines(one: KeyOutcome) -> Iterator[str]:
         yield f"      {one.why}"
 
 
-def import_facts(told: ImportReport, output: Path | None) -> dict[str, Any]:
-    """The same for programs."""
-    imported = told.imported
+def import_facts(report: ImportReport, output: Path | None) -> dict[str, Any]:
+    """Return what `--json` prints of an import."""
+    imported = report.imported
 
-    def facts(fate: str) -> list[dict[str, Any]]:
-        return [_fact(one) for one in imported.with_fate(fate)]
+    def facts(status: str) -> list[dict[str, Any]]:
+        return [_fact(one) for one in imported.with_status(status)]
 
     return {
-        "from": told.system,
-        "system": TITLES[told.system],
+        "from": report.system,
+        "system": TITLES[report.system],
         "for": imported.run,
-        "told_by": told.by or None,
+        "recognized_by": report.by or None,
         "carried": facts("carried"),
         "defaults": facts("default"),
         "not_needed": facts("not needed"),
