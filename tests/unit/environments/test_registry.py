@@ -356,7 +356,7 @@ class NoSpec(Constant):
             Silent,
             r"Silent has state_dict, load_state_dict, end_batch, but no state.*has_state=True",
         ),
-        (Older, "Older has judges, noise_floor, which nobody asks for: .* EnvironmentSpec"),
+        (Older, "Older has judges, noise_floor, which would be ignored: .* EnvironmentSpec"),
         (PlainAndMore, "PlainAndMore has validate, spec, which would be ignored: derive it from"),
         (NoSpec, "its spec is {'judges': 'completion'}, and must be an EnvironmentSpec"),
     ],
