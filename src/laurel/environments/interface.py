@@ -2,7 +2,7 @@
 
 ::
 
-from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn
+    from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn
 
 `protocols.Environment` is the protocol that rollouts use; deriving from `EnvironmentInterface` is
 the short way to implement it.
@@ -61,7 +61,7 @@ class EnvironmentInterface(ABC):
 
     Every subclass can also run in a process of its own, as a Ray actor::
 
-    environment = MathEnvironment.remote({"num_workers": 2})
+        environment = MathEnvironment.remote({"num_workers": 2})
         verdicts = ray.get(environment.step.remote(message_logs, metadata))
         ray.get(environment.shutdown.remote())
     """
@@ -134,7 +134,7 @@ class EnvironmentInterface(ABC):
 
         Example::
 
-        MathEnvironment.options(num_cpus=2, name="judge").remote({"num_workers": 2})
+            MathEnvironment.options(num_cpus=2, name="judge").remote({"num_workers": 2})
         """
         from laurel.workers.ray_actor import ActorMaker
 

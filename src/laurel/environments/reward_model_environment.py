@@ -99,7 +99,7 @@ class RewardModelEnvironment(EnvironmentInterface):
 
     Example::
 
-    with RewardModelEnvironment({"model_name": "results/rm"}) as environment:
+        with RewardModelEnvironment({"model_name": "results/rm"}) as environment:
             verdicts = environment.step([[{"role": "user", "content": "Why?"},
                                           {"role": "assistant", "content": "Because."}]], [{}])
     """

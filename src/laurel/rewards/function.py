@@ -41,7 +41,7 @@ class FunctionScorer:
 
     A completion fails where the function raises, times out or returns no finite number. Example::
 
-    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             return {"score": float(solution_str == ground_truth), "length": len(solution_str)}
 
     scorer = FunctionScorer(FunctionConfig(path="my_rewards.py:compute_score"))

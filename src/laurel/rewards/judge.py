@@ -154,7 +154,7 @@ class JudgeScorer(Router):
     The score of a completion is the mean over `num_samples` replies, of which at least
     `min_samples` must have one. Example::
 
-    config = JudgeConfig(urls=["http://127.0.0.1:8000"], model="judge")
+        config = JudgeConfig(urls=["http://127.0.0.1:8000"], model="judge")
         ((score,),) = await JudgeScorer(config).score([group])
     """
 

@@ -2,7 +2,7 @@
 
 ::
 
-SandboxPool --socket--> zygote --fork--> monitor --fork--> the program
+    SandboxPool --socket--> zygote --fork--> monitor --fork--> the program
        pool, grading         inside/zygote    inside/monitor (pid 1 of its namespaces)
 
 runner       the protocol of program runners: zygote_process on this machine

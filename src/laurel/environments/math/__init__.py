@@ -2,6 +2,6 @@
 
 ::
 
-answers    the answer in a response, and comparisons that need no parser
+    answers    the answer in a response, and comparisons that need no parser
     checker    processes that can be killed, in which math-verify decides the rest
 """

@@ -112,7 +112,7 @@ class HttpScorer(Router):
 
     Example::
 
-    scorer = HttpScorer(["http://127.0.0.1:8000"], protocol="laurel", api_key=key)
+        scorer = HttpScorer(["http://127.0.0.1:8000"], protocol="laurel", api_key=key)
         ((score,),) = await scorer.score([group])
     """
 

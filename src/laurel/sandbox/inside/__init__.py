@@ -2,7 +2,7 @@
 
 ::
 
-zygote        the program that is started once, and forks monitors ahead of the jobs
+    zygote        the program that is started once, and forks monitors ahead of the jobs
     jail          namespaces and a root of its own, made once
     monitor       enforces the time and output limits of one job, from outside of it
     confinement   limits, rights, files and layers of the process that runs the program
