@@ -57,7 +57,7 @@ from laurel.rewards.open import (
     read_statistics,
 )
 from laurel.rewards.replicas import ROLE
-from laurel.rewards.scorer import ContractScorer, LocalScorer, conversation_group
+from laurel.rewards.scorer import ContractScorer, LocalScorer, ModelScorer, conversation_group
 from laurel.rewards.spec import Device, MemberSpec, Say, ScorerSpec
 from laurel.types import (
     Completion,
@@ -129,10 +129,10 @@ class RewardModelEnvironment(EnvironmentInterface):
         Raises:
             UserError: A setting or a model cannot be used.
         """
-        self._scorer: ContractScorer | BlockingScorer | None = None
+        self._scorer: ModelScorer | BlockingScorer | None = None
         self.config = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
         stored: tuple[float | None, float | None] = (None, None)
-        if isinstance(scorer, ContractScorer):
+        if isinstance(scorer, ModelScorer):
             stored = scorer.contract.rules.mean, scorer.contract.rules.std
         if scorer is not None:
             self.transform = ScoreTransform(self.config.transform, stored=stored)
@@ -365,7 +365,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         """Return conversations to measure the noise on, by prompt; empty if there are too few."""
         scorer = self._open()
         chosen = []
-        if isinstance(scorer, ContractScorer):
+        if isinstance(scorer, ModelScorer):
             chosen = [entry.messages for entry in scorer.contract.rules.golden]
         chosen = list(dict.fromkeys(chosen if len(chosen) > 1 else self._noise_probe.all()))
         return by_prompt(chosen) if len(chosen) > 1 else []
@@ -406,15 +406,15 @@ class RewardModelEnvironment(EnvironmentInterface):
         except Exception:
             pass
 
-    def _open(self) -> ContractScorer | BlockingScorer:
+    def _open(self) -> ModelScorer | BlockingScorer:
         scorer = self._scorer
         if scorer is None:
             raise EnvironmentFailedError("the reward-model environment was shut down")
         return scorer
 
-    def _with_contract(self) -> ContractScorer:
+    def _with_contract(self) -> ModelScorer:
         scorer = self._open()
-        if not isinstance(scorer, ContractScorer):
+        if not isinstance(scorer, ModelScorer):
             raise ConfigError("the scorer in use renders by itself: its tokens are not seen here")
         return scorer
 
@@ -789,18 +789,17 @@ class NoiseProbe:
             return [self._by_digest[digest] for digest in sorted(self._by_digest)]
 
 
-def noise_of(scorer: ContractScorer | BlockingScorer, groups: Sequence[Group]) -> float:
+def noise_of(scorer: ModelScorer | BlockingScorer, groups: Sequence[Group]) -> float:
     """Measure the noise of a scorer; it is 0 where nothing can be scored."""
     if isinstance(scorer, LoopScorer):  # which would answer repetitions from its cache
         return scorer.directly(lambda model: noise_of(model, groups))
     with contextlib.suppress(ValueError):
         if isinstance(scorer, BlockingScorer):
             return measure_noise(scorer.score_afresh, groups)
-        if not scorer.has_exact_scores:
-            return measure_noise(scorer.score_now, groups)
-        # Not every device and kernel supports float64, or has the memory.
-        with contextlib.suppress(RuntimeError, TypeError):
-            return measure_noise(scorer.score_now, groups, exact=scorer.score_exactly)
+        if isinstance(scorer, ContractScorer) and scorer.has_exact_scores:
+            # Not every device and kernel supports float64, or has the memory.
+            with contextlib.suppress(RuntimeError, TypeError):
+                return measure_noise(scorer.score_now, groups, exact=scorer.score_exactly)
         return measure_noise(scorer.score_now, groups)
     return 0.0
 
@@ -1021,7 +1020,7 @@ def merges(scorer: Scorer) -> bool:
     """Whether completions of a prompt may come one by one without repeated computation."""
     if isinstance(scorer, EnsembleScorer):
         return all(merges(member.scorer) for member in scorer.members)
-    return isinstance(scorer, LoopScorer) or not isinstance(scorer, ContractScorer)
+    return isinstance(scorer, LoopScorer) or not isinstance(scorer, ModelScorer)
 
 
 # --------------------------------------------------------------------------------------------------

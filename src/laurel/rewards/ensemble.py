@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from laurel.protocols import Scorer
 from laurel.rewards.blocking import afresh
 from laurel.rewards.remote.replica import REASONS, close_scorer, failed
-from laurel.rewards.scorer import ContractScorer
+from laurel.rewards.scorer import ModelScorer
 from laurel.types import Group, Score
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class EnsembleScorer:
         """Free the device memory of the members that support it, within the context."""
         with ExitStack() as resting:
             for member in self.members:
-                if isinstance(member.scorer, ContractScorer):
+                if isinstance(member.scorer, ModelScorer):
                     resting.enter_context(member.scorer.resting())
             yield
 

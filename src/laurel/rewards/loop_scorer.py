@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-import numpy as np
-
 from laurel.errors import BusyError, EnvironmentFailedError, LaurelError
 from laurel.models.forest.decoder import Path
 from laurel.rewards.batching import BackendReplicas, BatcherLimits, BatchingScorer
-from laurel.rewards.preparing import Prepared, Rendered
-from laurel.rewards.scorer import ContractScorer, OnBatch
+from laurel.rewards.scorer import ContractScorer, ModelScorer, OnBatch
 from laurel.types import Group, Score, TokenGroup
 
 T = TypeVar("T")
@@ -23,7 +20,7 @@ T = TypeVar("T")
 UNLIMITED = 2**62
 
 
-class LoopScorer(ContractScorer):
+class LoopScorer(ModelScorer):
     """Scores for any number of threads at once.
 
     Requests at the same time are computed together, and equal ones once. Timing decides which
@@ -35,9 +32,7 @@ class LoopScorer(ContractScorer):
         self._models = models
         first = models if isinstance(models, ContractScorer) else models.replicas[0].value
         self._path = first.path
-        super().__init__(
-            first.contract, batch_tokens=first.batch_tokens, batch_size=first.batch_size
-        )
+        super().__init__(first.contract)
         self.batcher = BatchingScorer(
             models,
             model_version="",
@@ -85,48 +80,19 @@ class LoopScorer(ContractScorer):
                 raise
             raise EnvironmentFailedError("the scorer was closed") from error
 
-    def score_exactly(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """Score groups in a higher precision, with a model itself."""
-        return self.directly(lambda scorer: scorer.score_exactly(groups))
-
-    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """Render and tokenise groups with a model itself."""
-        return self.directly(lambda scorer: scorer.prepare(groups))
-
-    def prepare_rendered(self, row: Rendered) -> TokenGroup:
-        """Tokenise one conversation that its client has rendered."""
-        return self.directly(lambda scorer: scorer.prepare_rendered(row))
-
-    def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
-        """Score tokenised groups with a model itself."""
-        return self.directly(lambda scorer: scorer.score_tokens(tokens))
-
     def encode(self, groups: Sequence[Group]) -> list[TokenGroup]:
         """Tokenise groups with a model itself."""
         return self.directly(lambda scorer: scorer.encode(groups))
-
-    def _values(
-        self, tokens: Sequence[TokenGroup], on_batch: OnBatch | None, *, exactly: bool
-    ) -> np.ndarray:
-        raise AssertionError("the models behind the batcher compute")
 
     @contextmanager
     def resting(self) -> Iterator[None]:
         """Let all models sleep within the context."""
         with self._awake:
             try:
-                self.sleep()
+                self.batcher.sleep_now()
                 yield
             finally:
-                self.wake()
-
-    def sleep(self) -> None:
-        """Free the memory of devices; requests wait."""
-        self.batcher.sleep_now()
-
-    def wake(self) -> None:
-        """Undo `sleep`."""
-        self.batcher.wake_now()
+                self.batcher.wake_now()
 
     def close(self) -> None:
         """Close the models; running calls of replicas fail."""

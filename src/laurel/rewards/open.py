@@ -59,8 +59,8 @@ from laurel.rewards.remote.router import CANARY, CanaryGroup, Router, RouterOpti
 from laurel.rewards.remote.server_check import ServerCheck
 from laurel.rewards.replicas import ROLE, GroupScorer, ScoringWorker, scoring_replicas
 from laurel.rewards.scorer import (
-    ContractScorer,
     LocalScorer,
+    ModelScorer,
     check_golden,
     check_paths,
     golden_scores,
@@ -119,7 +119,7 @@ HERE = ScorerPlacement()
 
 def open_scorer(
     spec: ScorerSpec, *, say: Say, placement: ScorerPlacement = HERE
-) -> ContractScorer | BlockingScorer:
+) -> ModelScorer | BlockingScorer:
     """Open the scorer of a spec; leaving its context, or `close`, ends it.
 
     A model must score as it did when it was saved. Servers are asked for a first score, so that a
@@ -138,9 +138,9 @@ def open_scorer(
     return blocking(_open(spec, placement, say))
 
 
-def blocking(scorer: Scorer) -> ContractScorer | BlockingScorer:
+def blocking(scorer: Scorer) -> ModelScorer | BlockingScorer:
     """Wrap any scorer for callers without an event loop; it is closed with the wrapper."""
-    return scorer if isinstance(scorer, ContractScorer | BlockingScorer) else BlockingScorer(scorer)
+    return scorer if isinstance(scorer, ModelScorer | BlockingScorer) else BlockingScorer(scorer)
 
 
 def open_local(model: ScorerSpec | str, *, say: Say) -> LocalScorer:
@@ -312,12 +312,10 @@ def _run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 # ----------------------------------------------------------------- a model, here or in processes
 
-C = TypeVar("C", bound=ContractScorer)
+C = TypeVar("C", bound=ModelScorer)
 
 
-def _open_model(
-    spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str
-) -> ContractScorer:
+def _open_model(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str) -> ModelScorer:
     if placement.make_group is None:
         if (ranks := spec.model.tensor_parallel_size) > 1:
             raise ConfigError(
@@ -376,7 +374,7 @@ def _open_replicas(
     make_group: Callable[[str, range | None], MakeGroup],
     say: Say,
     name: str,
-) -> ContractScorer:
+) -> ModelScorer:
     """Open a model in worker groups: in the loop one for each replica, otherwise one for all."""
     shape = placement.shape
     spec = replace(spec, model=replace(spec.model, tensor_parallel_size=shape.tp))

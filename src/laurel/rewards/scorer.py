@@ -7,7 +7,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Self
@@ -34,7 +34,69 @@ OnBatch = Callable[[int, int], None]
 """Called with the groups and the tokens of each micro-batch that is done."""
 
 
-class ContractScorer(ABC):
+class ModelScorer(ABC):
+    """Scores by the contract of a model, for callers with and without an event loop."""
+
+    def __init__(self, contract: ScoringContract) -> None:
+        """Hold a contract."""
+        self.contract = contract
+        self.preparers: Preparing | None = None
+        """Workers that render and tokenise instead; they end with the scorer's context."""
+
+    @property
+    @abstractmethod
+    def path(self) -> Path:
+        """Form in which batches reach the model."""
+
+    @property
+    def pad_id(self) -> int:
+        """Token that fills up padded rows."""
+        return self.contract.rules.pad_id or 0
+
+    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """Score groups (`protocols.Scorer`); the model computes in a thread."""
+        return await asyncio.to_thread(self.score_now, groups)
+
+    @abstractmethod
+    def score_now(
+        self, groups: Sequence[Group], on_batch: OnBatch | None = None
+    ) -> list[tuple[Score, ...]]:
+        """Score groups from a thread without an event loop.
+
+        Args:
+            groups: Groups to score.
+            on_batch: Called with the progress after each micro-batch.
+        """
+
+    @abstractmethod
+    def encode(self, groups: Sequence[Group]) -> list[TokenGroup]:
+        """Tokenise groups with at least one completion each.
+
+        Raises:
+            DataError: A conversation cannot be rendered.
+        """
+
+    @abstractmethod
+    def resting(self) -> AbstractContextManager[None]:
+        """Free the memory of devices within the context, once running calls are done.
+
+        Calls for scores block until the context ends, so make none in the same thread.
+        """
+
+    def close(self) -> None:  # noqa: B027  a model in this process is freed with the scorer
+        """Free processes and memory. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the scorer and its tokenizer workers."""
+        self.close()
+        if self.preparers is not None:
+            self.preparers.close()
+
+
+class ContractScorer(ModelScorer):
     """Renders groups by a contract and turns outputs of a model, here or elsewhere, into scores."""
 
     has_exact_scores = True
@@ -51,19 +113,12 @@ class ContractScorer(ABC):
             batch_size: Rows of one forward pass on the padded path, instead of the budget. A larger
                 group is computed alone.
         """
-        self.contract = contract
+        super().__init__(contract)
         self.batch_tokens = batch_tokens
         self.batch_size = batch_size
         # Calls run in threads of their own. A tokenizer is not thread-safe, and the first call to
         # end would switch dropout on again under the others.
         self._one_at_a_time = threading.Lock()
-        self.preparers: Preparing | None = None
-        """Workers that render and tokenise instead; they end with the scorer's context."""
-
-    @property
-    @abstractmethod
-    def path(self) -> Path:
-        """Form in which batches reach the model."""
 
     @abstractmethod
     def _values(
@@ -89,10 +144,7 @@ class ContractScorer(ABC):
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Free the memory of devices within the context, once running calls are done.
-
-        Calls for scores block until the context ends, so make none in the same thread.
-        """
+        """Let the model sleep within the context, once running calls are done."""
         with self._one_at_a_time:
             self.sleep()
             try:
@@ -100,34 +152,10 @@ class ContractScorer(ABC):
             finally:
                 self.wake()
 
-    def close(self) -> None:  # noqa: B027  a model in this process is freed with the scorer
-        """Free processes and memory. Idempotent."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the scorer and its tokenizer workers."""
-        self.close()
-        if self.preparers is not None:
-            self.preparers.close()
-
-    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """Score groups (`protocols.Scorer`); the model computes in a thread."""
-        return await asyncio.to_thread(self.score_now, groups)
-
     def score_now(
         self, groups: Sequence[Group], on_batch: OnBatch | None = None
     ) -> list[tuple[Score, ...]]:
-        """Score groups from a thread without an event loop.
-
-        Equal completions of a group are computed once: computed twice, the order of sums would make
-        them differ in the last digit, and a learner would take that for a preference.
-
-        Args:
-            groups: Groups to score.
-            on_batch: Called with the progress after each micro-batch.
-        """
+        """Score groups from a thread without an event loop, each equal completion once."""
         with self._one_at_a_time:
             return self._scored(groups, on_batch)
 
@@ -142,6 +170,8 @@ class ContractScorer(ABC):
     def _scored(
         self, groups: Sequence[Group], on_batch: OnBatch | None, *, exactly: bool = False
     ) -> list[tuple[Score, ...]]:
+        # Computed twice, equal completions would differ in the last digit by the order of sums, and
+        # a learner would take that for a preference.
         distinct = [tuple(dict.fromkeys(group.completions_G)) for group in groups]
         prepared = self._encode(
             [replace(group, completions_G=c) for group, c in zip(groups, distinct, strict=True)]
@@ -177,11 +207,7 @@ class ContractScorer(ABC):
             return [tuple(self._verdicts(group, rows)) for group in tokens]
 
     def encode(self, groups: Sequence[Group]) -> list[TokenGroup]:
-        """Tokenise groups with at least one completion each.
-
-        Raises:
-            DataError: A conversation cannot be rendered.
-        """
+        """Tokenise groups with at least one completion each, one call at a time."""
         with self._one_at_a_time:
             return self.contract.encode(groups)
 
@@ -209,11 +235,6 @@ class ContractScorer(ABC):
                 truncated=truncated,
                 failure=failure,
             )
-
-    @property
-    def pad_id(self) -> int:
-        """Token that fills up padded rows."""
-        return self.contract.rules.pad_id or 0
 
 
 # --------------------------------------------------------------------------------------------------
