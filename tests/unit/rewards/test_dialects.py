@@ -8,7 +8,7 @@ import pytest
 
 import scoring_groups
 from laurel.errors import ConfigError, ProtocolError
-from laurel.rewards.remote.foreign import dialect_of
+from laurel.rewards.remote.dialects import dialect_of
 from laurel.types import Completion, Group, Message, group_of
 from scripted_replicas import question
 

@@ -17,7 +17,7 @@ from laurel.config.environments import UrlProtocol
 from laurel.errors import ConfigError, ProtocolError, key_of
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.preparing import Preparing
-from laurel.rewards.remote.foreign import Dialect, ForeignQuery, dialect_of
+from laurel.rewards.remote.dialects import Dialect, ServerQuery, dialect_of
 from laurel.rewards.remote.replica import Clock, RefusedError, ReplicaFault, ReplicaReply, failed
 from laurel.rewards.remote.router import Router, RouterOptions
 from laurel.rewards.remote.wire import VERSION_HEADER, dump, parse, read_error
@@ -72,7 +72,10 @@ class HttpReplica:
         """Score groups once; completions that are not valid text fail without being sent."""
         sendable = [_sendable(group) for group in groups]
         left = [one for one in sendable if one.completions_G]
-        question = await self._question(left, request_id) if left else None
+        question: ServerQuery | None = None
+        if left:
+            ask = partial(self._dialect.ask, left, request_id=request_id, version=self.version)
+            question = await asyncio.to_thread(ask) if self._dialect.takes_long else ask()
         version, value = "", None
         if question is not None and question.value is not None:
             answer = await self._http.post(question.value, request_id=request_id, timeout=timeout)
@@ -93,10 +96,6 @@ class HttpReplica:
                 )
             )
         return ReplicaReply(scores=scores, version=reply.version or version)
-
-    async def _question(self, groups: Sequence[Group], request_id: str) -> ForeignQuery:
-        ask = partial(self._dialect.ask, groups, request_id=request_id, version=self.version)
-        return await asyncio.to_thread(ask) if self._dialect.takes_long else ask()
 
     async def probe(self, *, timeout: float) -> None:
         """Ask whether the server is healthy; any reply passes but one that says it is not."""
