@@ -262,7 +262,6 @@ class CompositeEnvironment(EnvironmentInterface):
                 self._environments[name].end_batch(theirs)
 
     def _batches_of_parts(self, batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return for each part a batch of the samples that it scored."""
         notes = batch.get("notes") or ()
         batches = {}
         for name in self._environments:

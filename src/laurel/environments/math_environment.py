@@ -162,7 +162,6 @@ class MathEnvironment(EnvironmentInterface):
 
 
 def _known_answer(metadata: Mapping[str, Any] | None) -> str | Checked:
-    """Return the known answer as text, or the failure to find one."""
     gold = (metadata or {}).get("ground_truth")
     if isinstance(gold, str):
         return gold

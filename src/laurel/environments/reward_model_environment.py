@@ -85,8 +85,7 @@ class _ScoreNote(TypedDict):
     """The note of a scored conversation, for the batch that it ends in."""
 
     score: float
-    reference: float
-    """Score of the task's own answer, where it is subtracted; otherwise 0."""
+    reference: float  # score of the task's own answer, where it is subtracted; otherwise 0
     truncated: bool
     parts: dict[str, float]
 
@@ -420,13 +419,12 @@ class RewardModelEnvironment(EnvironmentInterface):
 
 
 def _log(line: str) -> None:
-    """Log a line; waits and warnings, which the user should see, as a warning."""
+    # Waits and warnings are for the user to see, so they are warnings of the log too.
     is_urgent = line.startswith(("warning", "waiting"))
     logging.getLogger(__name__).log(logging.WARNING if is_urgent else logging.INFO, line)
 
 
 def _spread(what: str, values: Sequence[float]) -> dict[str, float]:
-    """Return mean and standard deviation under the names of metrics."""
     figures = mean_of(f"mean_{what}", values)
     if len(values) > 1:
         mean = figures[f"mean_{what}"]
@@ -1067,7 +1065,6 @@ def make_in_actor(
 
 
 def _has_ranks(config: RewardModelEnvironmentConfig) -> bool:
-    """Whether its model is in actors beside this one."""
     return config.loads_model and not config.uses_vllm and ranks_of(config).num_ranks > 1
 
 
@@ -1090,7 +1087,7 @@ def ranks_of(config: RewardModelEnvironmentConfig) -> ParallelShape:
 
 
 def _placement_beside(config: RewardModelEnvironmentConfig, *, device: Device) -> ScorerPlacement:
-    """Place ranks in actors of the same cluster, which end with this process at the latest."""
+    # Actors of the same cluster, which end with this process at the latest.
     from laurel.workers.ray_actor import GroupBeside, has_gpus
     from laurel.workers.reservations import Resources
 

@@ -486,8 +486,8 @@ _log = logging.getLogger(__name__)
 _FAILURES_TO_DOUBT = 16
 _CHARACTERS_PER_TOKEN = 3  # a rough guess, before anything is tokenised
 
+# A group in the backlog: its request, its index there, and its tokens.
 _Waiting = tuple[ScoringJob, int, Unit]
-"""A group in the backlog: its request, its index there, and its tokens."""
 
 
 class BatchingScorer:
@@ -738,7 +738,6 @@ class BatchingScorer:
             return jobs
 
     def _prepare(self, jobs: Sequence[ScoringJob]) -> None:
-        """Tokenise requests and append them to the backlog."""
         units = iter(units_of(self._backend, [group for job in jobs for group in job.groups]))
         with self._changed:
             for job in jobs:
@@ -748,7 +747,6 @@ class BatchingScorer:
             self._changed.notify_all()
 
     def _next_batch(self) -> list[_Waiting]:
-        """Take the oldest of the backlog, as much as the token budget holds."""
         batch: list[_Waiting] = []
         budget = self._limits.batch_tokens
         with self._changed:
@@ -766,7 +764,6 @@ class BatchingScorer:
     def _finished(
         self, batch: Sequence[_Waiting], score_of: Mapping[Key, Score]
     ) -> list[ScoringJob]:
-        """Store scores in their requests; return the requests that are now complete."""
         done = []
         with self._changed:  # parts of a request may be in batches of several threads
             for job, index, unit in batch:
@@ -781,7 +778,6 @@ class BatchingScorer:
         return done
 
     def _compute(self, units: Sequence[Unit]) -> dict[Key, Score]:
-        """Return the score of every unit, cached or computed."""
         with self._changed:
             known = self._cache.known(key for unit in units for key in unit.keys)
         trees = planned(units, known)

@@ -17,10 +17,8 @@ from laurel.types import Group, Score
 
 _log = logging.getLogger(__name__)
 
-_CANCEL_SECONDS = 5.0
-"""Time that a closed scorer has to cancel its running calls."""
-_CLOSE_SECONDS = 60.0
-"""Time that it then has to end processes and connections."""
+_CANCEL_SECONDS = 5.0  # time that a closed scorer has to cancel its running calls
+_CLOSE_SECONDS = 60.0  # time that it then has to end processes and connections
 T = TypeVar("T")
 
 

@@ -101,7 +101,6 @@ class JudgeReplica:
     async def _reply(
         self, messages: list[dict[str, str]], number: int, request_id: str, timeout: float
     ) -> float | NoScoreError:
-        """Ask for one reply; return its score, or why it has none."""
         config = self._config
         request: dict[str, Any] = {
             "model": config.model,
@@ -326,7 +325,7 @@ class JudgePrompt:
 
 
 def _mark(messages: tuple[Message, ...]) -> str:
-    """Return a separator that depends on all it divides, so that no message can contain it."""
+    # The separator depends on all that it divides, so that no message can contain it.
     digest = blake2b(digest_size=8)
     for message in messages:
         for text in (message.role, message.content):
@@ -374,7 +373,6 @@ def _number(text: str | None) -> float | None:
 
 
 def _numbers_at(answer: str, key: str) -> Iterator[float]:
-    """Yield the numbers at a key of the JSON objects in a text, in order."""
     decoder = json.JSONDecoder()
     start = answer.find("{")
     while start >= 0:

@@ -304,7 +304,7 @@ def _checked(
 
 
 def _run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine to its end, whether or not the caller has an event loop."""
+    # In a thread of its own, since the caller may be inside an event loop.
     context = contextvars.copy_context()
     with ThreadPoolExecutor(1) as thread:
         thread.submit(context.run, lambda: asyncio.run(work())).result()
@@ -549,7 +549,7 @@ def _model_of(place: ModelPlace, spec: ScorerSpec, rules: ScoringRules | None) -
 
 
 def _cut(spec: ScorerSpec, rules: ScoringRules | None) -> tuple[int, Literal["left", "right"]]:
-    """Return the length beyond which conversations are truncated, and the side."""
+    # A contract decides on its own; the settings count only for a model without one.
     if rules is not None:
         return rules.max_length, rules.truncation_side
     return spec.max_length or MAX_LENGTH, DataConfig().truncation_side
@@ -563,7 +563,6 @@ def _check(
     has_contract: bool,
     say: Say,
 ) -> None:
-    """Check a loaded model, and log a line on each check."""
     model, rules = loaded.model, loaded.contract.rules
     difference = check_paths(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -74,7 +74,7 @@ def scoring_replicas(
 
 
 def _is_lost(scorer: ContractScorer, error: Exception) -> bool:
-    """Whether the scorer's own processes are gone, and not its tokenizer workers."""
+    # Lost tokenizer workers are not this scorer's own processes.
     if not isinstance(error, WorkerError) or error.role == WORKER:
         return False
     return error.is_lost or scorer.is_ended

@@ -397,7 +397,7 @@ def divide_into_micro_batches(
 
 
 def _pack_rows(lengths: Sequence[tuple[int, ...]], batch_size: int) -> list[list[int]]:
-    """Pack groups of similar lengths into `batch_size` rows; a larger group is computed alone."""
+    # Groups of similar lengths share a batch, as rows are padded to the longest.
     bins: list[list[int]] = []
     rows = 0
     for index in sorted(range(len(lengths)), key=lambda i: (-max(lengths[i]), i)):
@@ -526,7 +526,8 @@ def conversation_group(messages: Conversation) -> Group:
 def _score_alone(
     model: RewardModel, groups: Sequence[TokenGroup], *, pad_id: int | None
 ) -> np.ndarray:
-    """Score each group by itself, in the dtype of the weights, `[N, K]`."""
+    # By themselves and in the dtype of the weights, so that any machine can check the scores
+    # strictly.
     with model.in_full_precision():
         return score_tokens(model, groups, batch_tokens=1, pad_id=pad_id or 0)
 
@@ -579,13 +580,11 @@ def _largest_difference(model: RewardModel, probe: Probe) -> float | None:
 
 
 def _own_scores(model: RewardModel, ids_L: Tensor) -> Tensor:
-    """Score one sequence with the Hugging Face class itself, `[1, K]`."""
     scores_1K: Tensor = model.classifier(**inputs_alone(model, ids_L)).logits
     return scores_1K
 
 
 def _own_hidden(model: RewardModel, ids_L: Tensor) -> Tensor:
-    """Return the hidden state of the last token of one sequence, `[1, D]`."""
     inputs = inputs_alone(model, ids_L)
     hidden_1D: Tensor = model.classifier.base_model(**inputs).last_hidden_state[:, -1]
     return hidden_1D

@@ -93,7 +93,7 @@ class ScorerSpec:
     members: tuple[MemberSpec, ...] = ()
     """Scorers whose scores are combined into one."""
     combine: Combine = "weighted_sum"
-    """How the scores of members are combined."""
+    """Rule by which the scores of members are combined."""
     uncertainty_penalty: float = 1.0
     """Number of standard deviations that `mean_minus_std` subtracts."""
     num_replicas: int = 1
@@ -249,9 +249,7 @@ def headless(name: str) -> str:
 
 
 def _is_language_model(directory: Path) -> bool:
-    """Whether a model's configuration and weights both are a language model's; False if in
-    doubt.
-    """
+    # Both its configuration and its weights have to say so; in doubt it is not refused here.
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

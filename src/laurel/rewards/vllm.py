@@ -151,7 +151,6 @@ class VllmScorer(ContractScorer):
 
 
 def _cause(values_K: Sequence[float], expected_K: Sequence[float], tolerance: float) -> str:
-    """Return the most likely cause of wrong scores."""
     largest = max(expected_K)
     exponentials_K = [math.exp(value - largest) for value in expected_K]
     squashed = {

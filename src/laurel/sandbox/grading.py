@@ -35,8 +35,8 @@ class _Graded:
     status: Status
     tests: tuple[TestResult, ...]
     outcomes: Sequence[ProcessOutcome]
+    # The process whose output is shown: of the first failed test, otherwise of the last one.
     shown: ProcessOutcome
-    """The process whose output is shown: of the first failed test, otherwise of the last one."""
 
 
 def grade(job: SandboxJob, runner: Runner, *, tier: str, attempt: int) -> SandboxResult:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from laurel.sandbox.comparison import Comparison
 
 Mode = Literal["script", "stdio", "call", "tests"]
-"""How a program is graded.
+"""The way in which a program is graded.
 
 `script`: it is only run. `stdio`: each test is a text on stdin and the expected output. `call`: a
 function is called with plain data and its values are compared. `tests`: code of the data set calls

@@ -181,13 +181,12 @@ class _Waiting:
     deadline: float | None
     future: Future[SandboxResult]
     batch: int = 1
-    attempts: int = 0
-    """Number of attempts so far."""
+    attempts: int = 0  # number of attempts so far
     is_begun: bool = False
+    # Seconds after which it was last ended in favour of others; the next share is twice that.
     share: float = 0.0
-    """Seconds after which it was last ended in favour of others; the next share is twice that."""
+    # Whether it may be ended in favour of others; otherwise it may run until the deadline.
     may_be_ended: bool = True
-    """Whether it may be ended in favour of others; otherwise it may run until the deadline."""
 
     def begins(self) -> bool:
         """Mark the future as running; False if it was cancelled."""

@@ -139,7 +139,6 @@ def _defines(code: str, entry: str) -> bool:
 
 
 def _solves(code: str, entry: str) -> bool:
-    """Whether a class Solution has the function as a method."""
     method = rf"^[ \t]+(?:async[ \t]+)?def[ \t]+{re.escape(entry)}\b"
     return (
         re.search(r"^class[ \t]+Solution\b", code, re.MULTILINE) is not None
@@ -265,7 +264,7 @@ class Session:
         return session, BlockReply(text=shown, value=text if kind == "value" else None)
 
     def _mark(self, code: str) -> str:
-        """Return a mark that no output holds by chance; the same each time."""
+        # No output holds it by chance, and a repeated turn has the same one.
         digest = blake2b(json.dumps([self.blocks, code]).encode(), digest_size=16)
         return f"\n\x00{digest.hexdigest()}\x00"
 
@@ -311,7 +310,6 @@ def _dedented(code: str) -> str:
 
 
 def _read(answer: str) -> tuple[str, str] | None:
-    """Parse a reply into its kind and text; None where it is none."""
     try:
         reply, _ = json.JSONDecoder().raw_decode("{" + answer)
         kind, text = reply["kind"], reply["text"]

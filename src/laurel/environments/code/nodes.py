@@ -135,8 +135,7 @@ class _Sent:
     deadline: float | None
     batch: int
     future: Future[SandboxResult]
-    losses: int = 0
-    """Number of lost node processes that may have run it."""
+    losses: int = 0  # number of lost node processes that may have run it
 
 
 class NodePool:
@@ -387,7 +386,6 @@ class _Node:
                 self._nodes.end(sent, replace(result, attempt=result.attempt + sent.losses))
 
     def _hand_over(self, group: WorkerGroup, error: WorkerError) -> None:
-        """Give the jobs of a lost process to other nodes."""
         with self._nodes.changed:
             self.group = None
             had, self.outstanding = list(self.outstanding.values()), {}
@@ -401,7 +399,6 @@ class _Node:
         group.shutdown()
 
     def _restart(self, loss: LaurelError) -> None:
-        """Start another process, unless the restarts or the node are exhausted."""
         nodes = self._nodes
         while not nodes.closed:
             if self._id in {state.id for state in nodes.cluster.alive()}:

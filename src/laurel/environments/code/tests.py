@@ -80,9 +80,7 @@ class TaskTests:
         return replace(job, mode="tests", entry=self.entry, test_setup=setup, tests=parts)
 
     def _roomy(self, limits: Limits) -> Limits:
-        """Raise the limits to the expected output, with room to spare: 1 may be written as
-        1.000000.
-        """
+        # Room for the expected output, and to spare: 1 may be written as 1.000000.
         printed = [len(one.stdout) for one in self.tests if isinstance(one, StdioTest)]
         returned = [len(repr(one.expected)) for one in self.tests if isinstance(one, CallTest)]
         # Output of a function besides its value is ignored.

@@ -151,7 +151,6 @@ def _spaced(text: str) -> str:
 
 
 def _passage(text: str) -> str:
-    """Return the part of a text in which an answer without a box is searched for."""
     text = text.rstrip()
     sentence = "" if text.isascii() else _last_sentence_with_answer(text)
     if sentence:
@@ -247,7 +246,7 @@ def is_unevaluated(text: str) -> bool:
 
 
 def _with_numbers_bare(text: str) -> str:
-    """Replace each number that is written with operators by 1."""
+    # A number that is written with operators counts as a value, so a 1 takes its place.
     text = _SCIENTIFIC.sub("1", text)
     for _ in range(_DEEPEST_FRACTION):
         text, count = _FRACTION.subn("1", text)
@@ -308,7 +307,6 @@ def _interval(text: str) -> str | None:
 
 
 def _is_variable(text: str, bounds: str) -> bool:
-    """Whether a text is a variable alone, and the bounds do not contain it."""
     if not _VARIABLE.fullmatch(text) or not bounds.strip():
         return False
     return text not in (_COMMAND.findall(bounds) if "\\" in text else _COMMAND.sub("", bounds))
@@ -539,7 +537,7 @@ def _pattern_of_all() -> re.Pattern[str]:
 
 
 def _normal(text: str) -> str:
-    """Normalise the spelling of letters: full-width forms and full-width colons become plain."""
+    # Full-width forms and colons, and those of other scripts, become plain.
     return unicodedata.normalize("NFKC", text).replace("ঃ", ":").replace("؛", ":")
 
 

@@ -188,7 +188,7 @@ class AnswerChecker:
 
 
 def _unusable(gold: str) -> Checked | None:
-    """Return the failure of an unusable known answer, whatever the response."""
+    # Such a known answer is a failure whatever the response.
     if not gold:
         return Checked(verdict="error", reason="the known answer is empty")
     if len(gold) > LONGEST_KNOWN_ANSWER:

@@ -128,7 +128,6 @@ _Texts = Annotated[List[str], Field(max_length=MOST_ROWS)]
 
 
 def _rows_of(value: str | list[Any]) -> tuple[list[Rendered], bool]:
-    """Convert a text, ids, or a list of either into rows; the flag says whether it was a list."""
     if isinstance(value, str):
         return [value], False
     if value and isinstance(value[0], int):

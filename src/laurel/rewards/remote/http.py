@@ -393,7 +393,7 @@ def checked_url(url: str) -> httpx2.URL:
 
 
 def _shown(url: str) -> str:
-    """Return an address without what may be a secret: a password, a query."""
+    # Without what may be a secret: a password, a query.
     address = url.partition("?")[0].partition("#")[0]
     return ascii(address.rpartition("@")[2])
 

@@ -169,7 +169,6 @@ class Router:
             self._places += 1
 
     async def _settle(self, job: RouterJob, verdicts: list[list[Score | None]]) -> None:
-        """Ask until every completion of a request has a score."""
         while True:
             try:
                 reply = await self._ask(job)
@@ -190,7 +189,7 @@ class Router:
                 return job.put_all(verdicts, reply.scores)
 
     async def _settle_parts(self, job: RouterJob, verdicts: list[list[Score | None]]) -> None:
-        """Ask in halves, to find the completion that spoils the others."""
+        # Halves find the completion that spoils the others in few requests.
         self.counts["splits"] += 1
         async with asyncio.TaskGroup() as tasks:
             for half in halve_job(job, began=self._clock()):
@@ -230,7 +229,6 @@ class Router:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _until_slow(self, attempt: asyncio.Task[ReplicaReply], began: float) -> None:
-        """Wait until an attempt has ended, or is known to be slow."""
         while (seconds := patience(self._replica_health.values())) is None and not attempt.done():
             await asyncio.wait((attempt,), timeout=POLL_SECONDS)
         if seconds is not None and not attempt.done():
@@ -258,7 +256,6 @@ class Router:
         return task
 
     async def _attempt(self, health: ReplicaHealth, job: RouterJob) -> ReplicaReply:
-        """Make one attempt at one replica."""
         began = self._clock()
         limit = max(0.001, min(self.options.attempt_timeout, job.deadline - began))
         self.counts["attempts"] += 1
@@ -321,7 +318,6 @@ class Router:
         return min(with_room, key=lambda s: (s.tokens, len(s.seconds)), default=None)
 
     def _all_refuse(self, job: RouterJob) -> bool:
-        """Whether there are replicas, and all of them refuse this request for good."""
         return bool(self._replica_health) and all(
             health.refuses_us or name in job.refused_by
             for name, health in self._replica_health.items()
@@ -388,7 +384,6 @@ class _NobodyError(Exception):
 
 
 def _worker_error_in(group: BaseExceptionGroup[BaseException]) -> WorkerError | None:
-    """Return the worker error that ended a group of tasks, if there is one."""
     for error in group.exceptions:
         found = _worker_error_in(error) if isinstance(error, BaseExceptionGroup) else error
         if isinstance(found, WorkerError):

@@ -165,7 +165,6 @@ class ServerCheck:
 
 
 def _compare(name: str, contract: ScoringContract, replies: Sequence[ReplicaReply]) -> float:
-    """Return the largest difference from a golden score, in units of max(1, |score|)."""
     expected = [contract.scalar(entry.values_K) for entry in contract.rules.golden]
     found: list[float] = []
     for reply in replies:
@@ -190,7 +189,6 @@ def _difference(found: float, expected: float) -> float:
 
 
 def _cause(found: Sequence[float], expected: Sequence[float]) -> str:
-    """Return the most likely cause of a server's wrong scores."""
     squashed = [sigmoid(value) for value in expected]
     if all(
         _difference(f, s) <= LOW_PRECISION_TOLERANCE for f, s in zip(found, squashed, strict=True)

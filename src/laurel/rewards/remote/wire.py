@@ -113,7 +113,7 @@ def has_more_values(body: bytes, most: int, most_nested: int) -> bool:
 
 
 def _check_depth(body: bytes) -> None:
-    """Check the depth of a valid JSON text, level by level from the inside."""
+    # Level by level from the inside: an empty pair of brackets is removed in each round.
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKET)

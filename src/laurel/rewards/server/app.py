@@ -222,7 +222,6 @@ class Gate:
             self._note(call)
 
     def _check(self, call: HttpCall) -> None:
-        """Check host, key and address of a request, and set its role."""
         if not self._is_known_host(call.headers.get(b"host", b"")):
             raise RefusedRequestError(403, "host", "this server is not called by that name")
         call.role = self._keys.role_of(call.headers.get(b"authorization", b""))
@@ -251,7 +250,6 @@ class Gate:
         return name in self._options.hosts
 
     async def _body(self, call: HttpCall, receive: Receive) -> bytes:
-        """Receive the body, within the limits of size and time."""
         most = self._options.body_bytes
         too_large = RefusedRequestError(413, "size", f"a request has {most:,} bytes at most")
         length = call.headers.get(b"content-length", b"0")
@@ -398,7 +396,7 @@ def _refusal_of(error: RefusedRequestError | ProtocolError) -> RefusedRequestErr
 
 
 async def _not_served(request: Request, error: Exception) -> Response:
-    """Answer a request for an unknown path or method with the ones there are."""
+    # The message lists the paths that there are.
     assert isinstance(error, HTTPException)
     shown = ascii(request.url.path[:_SHOWN_PATH])[1:-1]
     routes = [one for one in request.app.routes if isinstance(one, APIRoute)]

@@ -51,7 +51,6 @@ def names_a_key(authorization: bytes) -> bool:
 
 
 def _bearer(authorization: bytes) -> tuple[bool, bytes]:
-    """Split a header into whether its scheme is `Bearer`, and the key."""
     scheme, _, key = authorization.partition(b" ")
     return scheme.lower() == b"bearer", key.strip()
 

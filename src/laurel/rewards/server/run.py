@@ -215,7 +215,7 @@ class ServerRun:
 
 
 def _unread(sources: Sequence[socket.socket | asyncio.Transport]) -> list[Any]:
-    """Return the sockets and transports with unread bytes or connections."""
+    # The system resets a connection that is closed with unread bytes, so these are found first.
     poll = select.poll()
     of = {}
     for source in sources:

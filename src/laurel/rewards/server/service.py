@@ -300,7 +300,8 @@ class RewardService:
 
     @contextlib.asynccontextmanager
     async def _one_change(self) -> AsyncIterator[ServedModel]:
-        """Hold the lock for one change of state, and yield the model."""
+        # A second change is refused, not queued: its caller could not know which model it would
+        # meet.
         if self._changing.locked():
             raise RefusedRequestError(409, "changing", "another change is running", retry_after=1)
         served, state = self._served, self.state

@@ -34,7 +34,7 @@ _IN_SOCKETS = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """How a zygote confines.
+    """Describes how a zygote confines its programs.
 
     Args:
         layers: Layers in use.

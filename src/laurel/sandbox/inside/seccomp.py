@@ -181,8 +181,8 @@ def meter_program(column: int) -> list[bytes]:
     return [_instruction(_LOAD, _NUMBER_AT), *_search(_ranges(known, pass_on))]
 
 
+# First number of a range, and the action for it and those up to the next range.
 _Range = tuple[int, list[bytes]]
-"""First number of a range, and the action for it and those up to the next range."""
 
 
 def _ranges(actions: dict[int, list[bytes]], other: list[bytes]) -> list[_Range]:
