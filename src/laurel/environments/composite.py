@@ -357,11 +357,7 @@ PATIENCE_SECONDS = 30.0
 
 
 class PartCalls:
-    """Limits the concurrent calls of one part, in threads that do not keep a process from ending.
-
-    A thread cannot be ended from outside. A caller gives a call up after a time and calls again, so
-    a part that never returns would take one more thread with every call.
-    """
+    """Limits the concurrent calls of one part, in daemon threads."""
 
     def __init__(self, name: str) -> None:
         """Set the limit; no thread is started.
@@ -381,6 +377,8 @@ class PartCalls:
         Raises:
             EnvironmentFailedError: The limit is reached, and no call ended in time.
         """
+        # A thread cannot be ended from outside. A caller gives a call up after a time and calls
+        # again, so a part that never returns would take one more thread with every call.
         if not self._places.acquire(timeout=PATIENCE_SECONDS):
             raise EnvironmentFailedError(
                 f"{self._limit} calls of the part '{self._name}' of a composite environment have "

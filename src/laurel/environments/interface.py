@@ -302,8 +302,6 @@ def invalid_return(
 def checked_return(step: Callable[..., Any], returned: Any, size: int) -> EnvironmentReturn:
     """Validate what `step` returned for `size` conversations.
 
-    Whether each reward is finite is not checked: a reward that is not is the failure of its sample.
-
     Raises:
         EnvironmentFailedError: It is invalid; names the method, the value, and what is expected.
     """
@@ -327,6 +325,8 @@ def checked_return(step: Callable[..., Any], returned: Any, size: int) -> Enviro
                 else (f"{value_kind(given)} as {name}")
             )
             raise invalid_return(step, count, f"a list, {of_each}")
+    # Whether each reward is finite is not checked: a reward that is not is the failure of its
+    # sample.
     for name, values in reward_columns(returned).items():
         column_of(step, values, size, name)
     return returned

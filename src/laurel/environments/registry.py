@@ -89,9 +89,6 @@ def create_environments(
 ) -> dict[str, Environment]:
     """Create the environments of these names, sharing their parts.
 
-    An environment that is named both by itself and as a part of a composite is made once. Each may
-    be shut down, since `shutdown` is idempotent.
-
     Args:
         names: Names of the environments.
         config: Settings of all environments.
@@ -105,6 +102,8 @@ def create_environments(
         ConfigError: A name is unknown or ambiguous, or an environment cannot be made.
     """
     _check_unambiguous(config)
+    # An environment that is named both by itself and as a part of a composite is made once. Each
+    # may be shut down, since `shutdown` is idempotent.
     wanted = list(dict.fromkeys(names))
     making = _Making(config, device, opening, nodes, say)
     try:

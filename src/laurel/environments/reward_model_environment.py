@@ -521,8 +521,6 @@ def score_cases(
 ) -> None:
     """Score cases, and store each score or failure in its case.
 
-    Equal conversations are scored once, or the order of sums would make them differ.
-
     Args:
         cases: Cases without a failure so far.
         score: Scores groups, as `Scorer.score` does.
@@ -531,6 +529,7 @@ def score_cases(
         judges_groups: Whether the scorer compares the completions of a group: then equal ones are
             in it twice, and reference answers are not among them.
     """
+    # Equal conversations are scored once, or the order of sums would make them differ.
     asked = _Grouping(share_prompts, reads_metadata, judges_groups)
     places = [
         (
@@ -654,13 +653,7 @@ class Moments:
 
 
 class ScoreTransform:
-    """Converts scores into rewards as `ScoreTransformConfig` says; thread-safe.
-
-    With `normalize: running` the mean and the deviation change only when a batch ends
-    (`end_batch`), and before the first has ended scores stay as they are. Were they to change with
-    every score, completions of one prompt that are scored at different times would be normalised
-    differently, and the policy would learn from the difference.
-    """
+    """Converts scores into rewards as `ScoreTransformConfig` says; thread-safe."""
 
     def __init__(
         self, config: ScoreTransformConfig, *, stored: tuple[float | None, float | None]
@@ -720,6 +713,10 @@ class ScoreTransform:
             rewards = [min(max(reward, low), high) for reward in rewards]
         return rewards
 
+    # With `normalize: running` the mean and the deviation change only when a batch ends, and before
+    # the first has ended scores stay as they are. Were they to change with every score, completions
+    # of one prompt that are scored at different times would be normalised differently, and the
+    # policy would learn from the difference.
     def end_batch(self, scores: Sequence[float]) -> None:
         """Add a batch's scores, less those of references, to the running statistics."""
         if self.config.normalize == "running":

@@ -143,10 +143,7 @@ class KeyedTree:
 
 
 def planned(units: Iterable[Unit], known: Container[Key]) -> list[KeyedTree]:
-    """Return the trees to compute for units: nothing that is known, and nothing twice.
-
-    A group stays one tree. Conversations that came alone are joined into trees by common prefix.
-    """
+    """Return the trees to compute for units: nothing that is known, and nothing twice."""
     seen: set[Key] = set()
     trees: list[KeyedTree] = []
     loners: list[KeyedTree] = []
@@ -158,6 +155,8 @@ def planned(units: Iterable[Unit], known: Container[Key]) -> list[KeyedTree]:
             if key not in seen and key not in known:
                 seen.add(key)
                 wanted.append(index)
+        # A group stays one tree. Conversations that came alone are joined into trees by common
+        # prefix.
         tree = KeyedTree(unit.tokens, unit.keys)
         if unit.is_loose:
             loners += [tree.part([index]) for index in wanted]
@@ -167,12 +166,7 @@ def planned(units: Iterable[Unit], known: Container[Key]) -> list[KeyedTree]:
 
 
 def join_single_branches(loners: Sequence[KeyedTree]) -> list[KeyedTree]:
-    """Join trees of one branch each where their sequences have a common prefix.
-
-    In sorted order, neighbours are joined where they share at least half of what either shares with
-    its other neighbour. Prompts that only have a system message in common therefore stay apart,
-    while the completions of one prompt find each other.
-    """
+    """Join trees of one branch each where their sequences have a common prefix."""
     if len(loners) < 2:
         return list(loners)
     ids = {id(tree): _whole(tree.tokens) for tree in loners}
@@ -181,6 +175,9 @@ def join_single_branches(loners: Sequence[KeyedTree]) -> list[KeyedTree]:
     shared = [_num_shared(rows[i], rows[i + 1]) for i in range(len(rows) - 1)]
     trees: list[KeyedTree] = []
     first = 0
+    # In sorted order, neighbours are joined where they share at least half of what either shares
+    # with its other neighbour. Prompts that only have a system message in common therefore stay
+    # apart, while the completions of one prompt find each other.
     for i, common in enumerate(shared):
         around = max(shared[max(i - 1, 0) : i + 2])
         if common < _SHORTEST_TRUNK or 2 * common < around:

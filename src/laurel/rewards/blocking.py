@@ -23,11 +23,7 @@ T = TypeVar("T")
 
 
 class BlockingScorer:
-    """Waits for the scores of a scorer; thread-safe.
-
-    All calls run in one event loop in a thread of its own, so a scorer keeps its connections from
-    call to call, and callers may have an event loop of their own or none.
-    """
+    """Waits for the scores of a scorer; thread-safe."""
 
     def __init__(self, scorer: Scorer) -> None:
         """Take over a scorer, and start the thread.
@@ -37,6 +33,8 @@ class BlockingScorer:
         """
         self.scorer = scorer
         self._under_way: set[Future[Any]] = set()
+        # All calls run in one event loop in a thread of its own, so a scorer keeps its connections
+        # from call to call, and callers may have an event loop of their own or none.
         self._background = BackgroundLoop("laurel-scorer")
 
     def score_now(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:

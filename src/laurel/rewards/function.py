@@ -254,10 +254,8 @@ class _RaisedError(Exception):
 
 
 def prepare(settings: dict[str, Any]) -> Callable[[], Callable[[dict[str, Any]], Any]]:
-    """Find the function anew in a worker process, as `ProcessPoolSpec.prepare` asks.
-
-    Threads and other things that its module starts on import do not outlive a fork.
-    """
+    """Find the function anew in a worker process, as `ProcessPoolSpec.prepare` asks."""
+    # Threads and other things that its module starts on import do not outlive a fork.
     return functools.partial(_opened, settings.pop("where"), FunctionConfig(**settings))
 
 

@@ -470,8 +470,6 @@ def load_scorer(
 ) -> LocalScorer:
     """Load a model and check that it scores as it did when it was saved.
 
-    The threads and the random generators of this process stay as they are.
-
     Args:
         place: Where the model is, as `find_reward_model` returns it.
         spec: How the model is loaded and scores.
@@ -484,6 +482,7 @@ def load_scorer(
     rules = read_rules(place)
     max_length, truncation_side = _cut(spec, rules)
     quiet_libraries()
+    # The threads and the random generators of this process stay as they are.
     loaded = load_reward_model(
         _model_of(place, spec, rules),
         seed=0,
@@ -601,9 +600,6 @@ def _say_rules(rules: ScoringRules, say: Say) -> None:
 def load_vllm_scorer(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> VllmScorer:
     """Start vLLM with a reward model, and check that it scores as it did when it was saved.
 
-    A model without golden scores is loaded by Hugging Face's own class first, which computes some;
-    its memory is free again before vLLM starts.
-
     Args:
         place: Where the model is, as `find_reward_model` returns it.
         spec: How the model is loaded and scores. vLLM chooses the device.
@@ -618,6 +614,8 @@ def load_vllm_scorer(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> VllmSc
         tokenizer = find_tokenizer(replace(spec.model, name=place.name))
         contract = ScoringContract.load(Path(place.name), tokenizer)
     else:
+        # A model without golden scores is loaded by Hugging Face's own class first, which computes
+        # some; its memory is free again before vLLM starts.
         own = load_scorer(place, spec, say=say)
         say("note    golden scores for vLLM were computed with Hugging Face's own class")
         golden = golden_scores(own.model, own.contract, [CANARY])

@@ -425,11 +425,9 @@ def model_batch(
 def golden_scores(
     model: RewardModel, contract: ScoringContract, groups: Sequence[Group]
 ) -> tuple[GoldenScore, ...]:
-    """Score conversations for the golden scores of `scoring.json`.
-
-    Each is scored by itself and in the dtype of the weights, so that the check at load can be
-    strict in whatever precision either run computes.
-    """
+    """Score conversations for the golden scores of `scoring.json`."""
+    # Each is scored by itself and in the dtype of the weights, so that the check at load can be
+    # strict in whatever precision either run computes.
     return golden_by(partial(_score_alone, model, pad_id=contract.rules.pad_id), contract, groups)
 
 
@@ -542,15 +540,14 @@ SHAPES = ((11, (5, 1, 8)), (0, (7,)))
 def check_paths(model: RewardModel, *, seed: int = 0) -> float:
     """Compare a small batch on the model's path with the model's own forward pass, one by one.
 
-    Hidden states are compared because a new head makes every score small; scores are then compared
-    with those that Hugging Face's class returns by itself.
-
     Returns:
         The largest relative difference found.
 
     Raises:
         ModelError: They disagree, so batches would give wrong scores.
     """
+    # Hidden states are compared because a new head makes every score small; scores are then
+    # compared with those that Hugging Face's class returns by itself.
     probe = draw_probe(model, SHAPES, seed=seed)
     return check_batches(
         model, lambda: _largest_difference(model, probe), what="score", role="reward model"

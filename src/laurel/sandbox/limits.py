@@ -12,11 +12,9 @@ _NO_LIMIT = 2**60  # so many bytes or more mean no limit in version 1 of control
 
 
 def available_cores() -> int:
-    """Return the cores that this process may use: its affinity, limited by its container's quota.
-
-    Threads beyond the quota would not compute more: the kernel stops all of them in turns.
-    """
+    """Return the cores that this process may use: its affinity, within its container's quota."""
     cores = _affine_cores()
+    # Threads beyond the quota would not compute more: the kernel stops all of them in turns.
     quota = cpu_quota()
     return cores if quota is None else max(1, min(cores, int(quota)))
 

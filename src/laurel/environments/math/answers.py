@@ -128,11 +128,8 @@ def last_box(text: str) -> str | None:
 
 
 def _closing_braces(text: str, start: int) -> dict[int, int]:
-    """Map each brace that is opened from `start` on to where it closes; `\\{` and `\\}` are
-    characters.
-
-    It takes one pass for all of them, as a response may hold a box on every line.
-    """
+    """Map each brace that is opened from `start` on to where it closes, escaped ones apart."""
+    # It takes one pass for all of them, as a response may hold a box on every line.
     opened: list[int] = []
     closing: dict[int, int] = {}
     for mark in _BRACE.finditer(text, start):
@@ -177,12 +174,10 @@ def _last_sentence_with_answer(text: str) -> str:
 
 
 def in_known_characters(text: str) -> str:
-    """Spell look-alikes, full-width forms and typographic mathematics plainly.
-
-    NFKC alone would turn 10² into 102 and 1½ into 11/2, so those are spelled out first.
-    """
+    """Spell look-alikes, full-width forms and typographic mathematics plainly."""
     if text.isascii():
         return text
+    # NFKC alone would turn 10² into 102 and 1½ into 11/2, so those are spelled out first.
     text = _SUPERSCRIPT_RUN.sub(lambda run: f"^{{{run[0].translate(_SUPERSCRIPTS)}}}", text)
     for vulgar, plain in _VULGAR.items():
         numerator, denominator = plain.split("/")

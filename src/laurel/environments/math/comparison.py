@@ -1,8 +1,4 @@
-"""Calls math-verify, in processes that can be killed; no other file imports it.
-
-Its own timeouts are switched off: they are alarms, which cannot interrupt a long computation in C
-and would replace an alarm that the program itself uses. The calling process keeps the time limit.
-"""
+"""Calls math-verify, in processes that can be killed; no other file imports it."""
 
 from __future__ import annotations
 
@@ -69,6 +65,9 @@ def _known_answer(gold: str) -> tuple[Any, ...]:
 
 
 def _parsed(text: str, extraction: tuple[Any, ...]) -> list[Any]:
+    # Its own timeouts are switched off: they are alarms, which cannot interrupt a long computation
+    # in C and would replace an alarm that the program itself uses. The calling process keeps the
+    # time limit.
     return list(parse(text, extraction, parsing_timeout=0))  # 0: none
 
 

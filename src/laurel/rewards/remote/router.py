@@ -600,10 +600,8 @@ class RouterJob:
             self.refused_by |= {name}
 
     def is_to_blame_for(self, fault: ReplicaFault) -> bool:
-        """Whether the request may have caused a fault, as there was a bad answer to it before.
-
-        Such a fault does not count against the replica, or bad items would exclude good replicas.
-        """
+        """Whether the request may have caused a fault, as there was a bad answer to it before."""
+        # Such a fault does not count against the replica, or bad items would exclude good replicas.
         return fault.kind in _BAD_ANSWERS and (self.is_part_of_suspect or self.bad_answers > 0)
 
     def blame(self, fault: ReplicaFault) -> None:
@@ -618,11 +616,9 @@ class RouterJob:
         self.errors += fault.kind == "5xx"
 
     def is_suspect(self, last_success: float) -> bool:
-        """Whether the request is the likely cause of its faults, rather than the replicas.
-
-        If no replica has scored anything since the request began, there is an outage, which says
-        nothing about the request: deaths and server errors do not count then. Wrong answers do.
-        """
+        """Whether the request is the likely cause of its faults, rather than the replicas."""
+        # If no replica has scored anything since the request began, there is an outage, which says
+        # nothing about the request: deaths and server errors do not count then. Wrong answers do.
         is_outage = last_success <= self.began
         if self.num_completions > 1:
             spoiled = self.bad_answers >= FAULTS_TO_SPLIT

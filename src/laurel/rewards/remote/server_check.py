@@ -117,13 +117,11 @@ class ServerCheck:
     async def _patiently(
         self, replica: Replica, ask: Callable[[], Coroutine[Any, Any, T]], end: float
     ) -> T:
-        """Ask a server until it answers, for at most `patience` seconds.
-
-        A refused connection is waited for as long as any other fault: a server that is started
-        together with the run has no open port while it imports and, with vLLM, loads. A wrong port
-        can therefore not be distinguished before `patience` is over; the first note says at once
-        what is waited for.
-        """
+        """Ask a server until it answers, for at most `patience` seconds."""
+        # A refused connection is waited for as long as any other fault: a server that is started
+        # together with the run has no open port while it imports and, with vLLM, loads. A wrong
+        # port can therefore not be distinguished before `patience` is over; the first note says at
+        # once what is waited for.
         pause, notes_at = _FIRST_PAUSE, self.clock()
         while True:
             try:

@@ -58,12 +58,11 @@ VERSION_HEADER = "X-Model-Version"
 def parse(body: bytes) -> Any:
     """Parse a JSON text without NaN, infinities, repeated keys, or bytes that are not UTF-8.
 
-    pydantic's own parser takes the last of two equal keys, NaN, and any depth, so values are parsed
-    here and validated by the models afterwards.
-
     Raises:
         ProtocolError: It is not such a text.
     """
+    # pydantic's own parser takes the last of two equal keys, NaN, and any depth, so values are
+    # parsed here and validated by the models afterwards.
     try:
         found = json.loads(
             body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys

@@ -65,17 +65,16 @@ def _is_same(digest: bytes, other: bytes | None) -> bool:
 
 
 class WrongKeys:
-    """Delays the answers to an address that keeps guessing keys.
-
-    No address is shut out: behind a proxy, and on loopback, all clients have the same address, and
-    one client with an old key must not end the scores of all others. Keys are safe from guessing by
-    their length; the delay keeps a guessing client from filling the log, and the server's time.
-    """
+    """Delays the answers to an address that keeps guessing keys."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._tried: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
+    # No address is shut out: behind a proxy, and on loopback, all clients have the same address,
+    # and one client with an old key must not end the scores of all others. Keys are safe from
+    # guessing by their length; the delay keeps a guessing client from filling the log, and the
+    # server's time.
     def pause(self, client: str) -> float:
         """Count a wrong key; return the seconds to delay its answer."""
         now = self._clock()

@@ -186,11 +186,9 @@ class ServerRun:
         self._ending = asyncio.ensure_future(drain())
 
     async def _answer_all(self, seconds: float) -> None:
-        """Let every connection without an answer get one, which by now is most often a refusal.
-
-        A request that was sent, or is being sent, would be lost without a message if its connection
-        were closed: the system resets connections with unread bytes.
-        """
+        """Let every connection without an answer get one, which by now is most often a refusal."""
+        # A request that was sent, or is being sent, would be lost without a message if its
+        # connection were closed: the system resets connections with unread bytes.
         began = time.monotonic()
         connections = self._server.server_state.connections
         while _unread([self._listener]) and time.monotonic() - began < _ACCEPT_SECONDS:

@@ -113,11 +113,7 @@ OpenModel = Callable[[str], Awaitable[ServedModel]]
 
 
 class RewardService:
-    """Serves a model through the states of a server, in one event loop.
-
-    A change of state runs to its end even if its caller is cancelled: an interrupted one could
-    leave a sleeping model that counts as awake, or a loaded one that is never closed.
-    """
+    """Serves a model through the states of a server, in one event loop."""
 
     def __init__(
         self,
@@ -293,6 +289,8 @@ class RewardService:
             await close_scorer(served.scorer)
 
     async def _run_to_end(self, change: Coroutine[Any, Any, Changed]) -> Changed:
+        # A change of state runs to its end even if its caller is cancelled: an interrupted one
+        # could leave a sleeping model that counts as awake, or a loaded one that is never closed.
         task = asyncio.ensure_future(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
@@ -505,13 +503,12 @@ def open_served(
 
 
 def model_version(name: str) -> str:
-    """Name the version of a directory's weights, tokenizer and contract.
-
-    Equal files have equal versions, whatever their directory. A name on the hub is its own version.
-    """
+    """Name the version of a directory's weights, tokenizer and contract."""
     directory = Path(name)
     if not directory.is_dir():
         return name
+    # Equal files have equal versions, whatever their directory. A name on the hub is its own
+    # version.
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(directory.iterdir()):
         if path.suffix in _OF_THE_MODEL and path.is_file():
