@@ -12,7 +12,7 @@ from laurel.config.policy import NamedCall
 from laurel.config.yaml_tree import nearest
 from laurel.environments.interface import EnvironmentInterface, EnvironmentSpec
 from laurel.errors import ConfigError, LaurelError
-from laurel.observe.hub import told_with_line
+from laurel.observe.hub import error_with_line
 from laurel.protocols import Environment
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def imported(path: str, where: str) -> Callable[..., Any]:
                 "the working directory, or be installed"
             ) from error
         raise ConfigError(
-            f"{where}: module '{module_name}' cannot be imported: {told_with_line(error)}"
+            f"{where}: module '{module_name}' cannot be imported: {error_with_line(error)}"
         ) from error
     found = getattr(module, attribute, None)
     if found is None:
@@ -251,7 +251,7 @@ def _called(where: str, call: NamedCall) -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{where}: {call.name} cannot be made: {told_with_line(error)}"
+            f"{where}: {call.name} cannot be made: {error_with_line(error)}"
         ) from error
 
 

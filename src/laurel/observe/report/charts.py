@@ -66,6 +66,8 @@ class Chart:
     unit_interval: bool = False
     """The left axis goes from 0 to 1 (of shares)."""
     right_unit_interval: bool = False
+    is_lead: bool = False
+    """It stands at the top of the page: the gold metric, the reward, or the accuracy."""
 
     def __bool__(self) -> bool:
         return any(line.series for line in self.lines)
@@ -362,6 +364,7 @@ def _what_it_is_judged_by(record: RunRecord) -> Iterator[Chart]:
             lines=(Line(label=gold, series=series(gold)),),
             left=figure,
             unit_interval=figure == "accuracy",
+            is_lead=True,
         )
     truth = series("validation/accuracy")
     yield Chart(
@@ -378,11 +381,13 @@ def _what_it_is_judged_by(record: RunRecord) -> Iterator[Chart]:
         left="reward",
         right="success rate",
         right_unit_interval=True,
+        is_lead=True,
     )
     yield Chart(
         title="Reward in validation",
         lines=() if truth else (Line(label="reward", series=series("validation/reward_mean")),),
         left="reward",
+        is_lead=True,
     )
     yield Chart(
         title="Accuracy",
@@ -395,6 +400,7 @@ def _what_it_is_judged_by(record: RunRecord) -> Iterator[Chart]:
         ),
         left="share of pairs",
         unit_interval=True,
+        is_lead=True,
     )
     yield Chart(
         title="Loss",
@@ -474,6 +480,7 @@ def overlays(several: Sequence[ChartedRuns]) -> list[Chart]:
             lines=lines,
             left=chart.right if line.on_right else chart.left,
             unit_interval=chart.right_unit_interval if line.on_right else chart.unit_interval,
+            is_lead=chart.is_lead,
         )
         for title, (chart, line, lines) in curves.items()
         if lines

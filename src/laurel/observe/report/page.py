@@ -38,6 +38,7 @@ from laurel.observe.report.samples import (
     visible_lines,
     within,
 )
+from laurel.observe.report.terms import explain, explain_setting
 from laurel.observe.run_record import RunRecord, read_run_record
 
 # --------------------------------------------------------------------------------------------------
@@ -333,6 +334,8 @@ class Fact:
     name: str
     value: str
     note: str = ""
+    term: str = ""
+    """The metric, whose explanation is shown on hover."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,8 +357,12 @@ class RunSection:
     title: str
     line: str
     """Steps, time and place in one line."""
+    kind: str
+    """`rm`, `sft`, `grpo`, or empty where it is unknown."""
+    leads: Sequence[tuple[Chart, str]]
+    """The charts at the top of the page, each with its SVG."""
     charts: Sequence[tuple[Chart, str]]
-    """Each with its SVG."""
+    """The other charts, each with its SVG."""
     is_compared: bool
     """Its curves are drawn among those of others."""
     alarms: Sequence[Alarm]
@@ -427,6 +434,13 @@ def page_of(
     ]
     environment = _environment()
     script = page_script()
+    compared_charts = [
+        (chart, draw_chart(chart, name=f"compared-chart{i}"))
+        for i, chart in enumerate(compared.charts, start=1)
+    ]
+    # Rendering adds each explanation that it shows, with its term; the page lists them at its end.
+    terms: dict[str, str] = {}
+    environment.filters["explained"] = lambda term: _explained(term, terms)
     return str(
         environment.get_template(TEMPLATE).render(
             title=title,
@@ -436,10 +450,9 @@ def page_of(
             findings=_findings(records, compared),
             num_rules=len(RULES),
             compared=compared,
-            compared_charts=[
-                (chart, draw_chart(chart, name=f"compared-chart{i}"))
-                for i, chart in enumerate(compared.charts, start=1)
-            ],
+            compared_leads=compared_charts[: _num_leads(compared.charts)],
+            compared_charts=compared_charts[_num_leads(compared.charts) :],
+            terms=terms,
             comparisons=comparisons,
             sections=sections,
             live=live,
@@ -485,6 +498,7 @@ def _environment() -> Any:
         "seconds": duration,
         "script_json": _script_json,
         "key": _breakable,
+        "about_setting": lambda key, kind: explain_setting(_SCHEMAS.get(kind), key),
         "in_one_row": lambda row: (row[0], *row[1]),
     }
     return environment
@@ -508,31 +522,48 @@ def _source(name: str) -> Any:
 
 
 def _facts_of(records: Sequence[RunRecord], compared: SideBySide) -> list[Fact]:
-    """What the runs tell of themselves: the last value of what they are judged by."""
+    """Return the last values of what the runs are measured by."""
     facts = []
     for record in records:
         title = compared.name_of(record)
         gold = gold_metric(record.settings, record.names())
         if gold is not None:
-            facts += _from_to(record, title, gold, "the gold metric; ")
+            facts += _from_to(record, title, gold, ["the gold metric"])
         for name in ("validation/accuracy", "validation/reward_mean", "train/reward"):
             if name != gold and (found := _from_to(record, title, name)):
                 facts += found
                 break
         for name in record.names():
             if name.startswith("validation-") and name.endswith(("/accuracy", "/perplexity")):
-                last = format_number(record.series(name).values[-1])
-                facts.append(Fact(f"{title}: {name}", last))
+                facts += _from_to(record, title, name)
     return facts
 
 
-def _from_to(record: RunRecord, title: str, name: str, what: str = "") -> list[Fact]:
-    """The last value of a metric beside its first one; nothing where it was never measured."""
+def _from_to(record: RunRecord, title: str, name: str, about: Sequence[str] = ()) -> list[Fact]:
+    """The last value of a metric with its number of rows, its baselines and its first value."""
     series = record.series(name)
     if not series:
         return []
-    first, last = (format_number(series.values[i]) for i in (0, -1))
-    return [Fact(f"{title}: {name}", last, f"{what}{first} at the beginning")]
+    section, _, figure = name.rpartition("/")
+    is_share = figure == "accuracy"
+    notes = list(about)
+    counts = (record.latest(f"{section}/{key}") for key in ("num_valid_samples", "num_samples"))
+    count = next((one for one in counts if one is not None), None)
+    baselines = [
+        (label, value)
+        for key, label in (
+            ("longer_wins_baseline", "longer answer"),
+            ("bag_of_words_baseline", "bag of words"),
+        )
+        if (value := record.latest(f"{section}/{key}")) is not None
+    ]
+    if count is not None:
+        notes.append(counted(round(count), "pair" if baselines else "completion"))
+    notes += [f"{label} {_share(value)}" for label, value in baselines]
+    shown = [_share(v) if is_share else format_number(v) for v in series.values]
+    if len(shown) > 1:
+        notes.append(f"{shown[0]} at step {series.steps[0]:,.0f}")
+    return [Fact(f"{title}: {name}", shown[-1], "; ".join(notes), term=name)]
 
 
 def _sentence(record: RunRecord, name: str) -> str:
@@ -584,15 +615,18 @@ def _section(
     took = "" if record.seconds is None else f", {duration(record.seconds)}"
     is_compared = compared.draws(record)
     charts = [] if is_compared else charts_of(record)
+    pictures = [
+        (chart, draw_chart(chart, name=f"{name}-chart{i}"))
+        for i, chart in enumerate(charts, start=1)
+    ]
     alarms = alarms_of(record.health)
     return RunSection(
         name=name,
+        kind=record.kind,
+        leads=pictures[: _num_leads(charts)],
+        charts=pictures[_num_leads(charts) :],
         title=compared.name_of(record),
         line=f"{counted(record.num_steps, 'step')}{took}; logged in {record.path}",
-        charts=[
-            (chart, draw_chart(chart, name=f"{name}-chart{i}"))
-            for i, chart in enumerate(charts, start=1)
-        ],
         is_compared=is_compared,
         alarms=alarms,
         solved=frozenset(alarm.name for alarm in alarms if is_success(alarm, record)),
@@ -603,6 +637,20 @@ def _section(
         config=record.config,
         data=[(split, list(lines_of(report))) for split, report in record.data.items()],
     )
+
+
+def _num_leads(charts: Sequence[Chart]) -> int:
+    """The number of charts that go to the top of the page: two at most, and one of any run."""
+    found = [chart.is_lead for chart in charts[:2]]
+    return len(found) if all(found) else 1
+
+
+def _explained(term: str, terms: dict[str, str]) -> str:
+    about = explain(term)
+    # Of several names with one explanation the shortest is listed.
+    if about and len(term) < len(terms.get(about, f"{term}.")):
+        terms[about] = term
+    return about
 
 
 def _number(value: float | None) -> str:
