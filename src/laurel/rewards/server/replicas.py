@@ -22,9 +22,8 @@ from laurel.errors import (
 from laurel.rewards.batching import BackendReplicas, BatcherStats, BatchingScorer
 from laurel.rewards.preparing import Prepared, Rendered
 from laurel.rewards.server.service import (
-    ModelSettings,
     ServedModel,
-    batcher_limits,
+    ServingSpec,
     open_backend,
 )
 from laurel.rewards.spec import Say
@@ -43,13 +42,11 @@ _BROKEN_EXIT_CODE = 70
 _SLEEP_SECONDS = 60.0
 
 
-def open_replicas(
-    settings: ModelSettings, num_replicas: int, *, limit: float, say: Say
-) -> ServedModel:
+def open_replicas(spec: ServingSpec, num_replicas: int, *, limit: float, say: Say) -> ServedModel:
     """Start replica processes, and wait until each has loaded and checked its model.
 
     Args:
-        settings: Settings of each replica. Without `cpu_threads` they share the cores.
+        spec: Model of each replica. Without `cpu_threads` they share the cores.
         num_replicas: Number of replicas, at least 1.
         limit: Seconds of a batch after which a replica counts as hung, and is restarted.
         say: Called from any thread, with lines on the first model that is loaded, and on deaths.
@@ -60,11 +57,11 @@ def open_replicas(
     """
     if num_replicas < 1:
         raise ConfigError(f"num_replicas={num_replicas}: at least one is needed")
-    if settings.cpu_threads is None:
-        settings = replace(settings, cpu_threads=max(1, available_cores() // num_replicas))
+    if spec.cpu_threads is None:
+        spec = replace(spec, cpu_threads=max(1, available_cores() // num_replicas))
     terms = terms_in_use()
     replicas = BackendReplicas(
-        lambda index: ReplicaProcess(index, settings, terms, limit=limit),
+        lambda index: ReplicaProcess(index, spec, terms, limit=limit),
         num_replicas,
         name="replica",
         end=lambda process: process.close(),
@@ -75,7 +72,7 @@ def open_replicas(
     first = replicas.replicas[0].value
     for line in first.said:
         say(line)
-    scorer = ServedReplicas(replicas, settings, first.version)
+    scorer = ServedReplicas(replicas, spec, first.version)
     return ServedModel(name=first.model, version=first.version, scorer=scorer)
 
 
@@ -95,13 +92,13 @@ class ServedReplicas(BatchingScorer):
     """Batches requests for replica processes; `close` ends them."""
 
     def __init__(
-        self, replicas: BackendReplicas[ReplicaProcess], settings: ModelSettings, version: str
+        self, replicas: BackendReplicas[ReplicaProcess], spec: ServingSpec, version: str
     ) -> None:
         """Take over processes that hold the same version of a model."""
         super().__init__(
             replicas,
             model_version=version,
-            limits=batcher_limits(settings),
+            limits=spec.batcher_limits,
             num_threads=len(replicas.replicas),
         )
         self.replicas = replicas
@@ -136,13 +133,13 @@ class ReplicaProcess:
     """Runs a model in a process of its own, as the backend of a batcher."""
 
     def __init__(
-        self, index: int, settings: ModelSettings, terms: Sequence[Terms], *, limit: float
+        self, index: int, spec: ServingSpec, terms: Sequence[Terms], *, limit: float
     ) -> None:
         """Start the process, and load the model there.
 
         Args:
             index: Index of the replica.
-            settings: Settings of the model.
+            spec: The model, and how it is served.
             terms: Names of settings in messages.
             limit: Time limit of one call, in seconds.
 
@@ -152,7 +149,7 @@ class ReplicaProcess:
         """
         self._limit = limit
         try:
-            self._group = SpawnedGroup("replica", ModelWorker, settings, terms, local_rank=index)
+            self._group = SpawnedGroup("replica", ModelWorker, spec, terms, local_rank=index)
         except WorkerError as error:
             if isinstance(error.__cause__, LaurelError):
                 raise error.__cause__ from None
@@ -212,22 +209,22 @@ class ReplicaProcess:
 class ModelWorker:
     """Holds the model of one replica process."""
 
-    def __init__(self, place: RankPlace, settings: ModelSettings, terms: Sequence[Terms]) -> None:
+    def __init__(self, place: RankPlace, spec: ServingSpec, terms: Sequence[Terms]) -> None:
         """Load and check the model.
 
         Args:
             place: Rank, which chooses among several GPUs in turn.
-            settings: Settings of the model.
+            spec: The model, and how it is served.
             terms: Names of settings in messages.
         """
-        if settings.model and settings.device != "cpu":
+        if spec.scorer is not None and spec.scorer.device != "cpu":
             import torch
 
             if (count := torch.cuda.device_count()) > 1:
                 torch.cuda.set_device(place.local_rank % count)
         self._said: list[str] = []
         self._model, self._version, self._backend = spoken_in(
-            terms, open_backend, settings, say=self._said.append
+            terms, open_backend, spec, say=self._said.append
         )
         # A conversation that the model could score.
         self._known: list[TokenGroup] = []

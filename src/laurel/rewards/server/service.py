@@ -18,20 +18,17 @@ import re
 import threading
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from laurel.config.policy import Precision
-from laurel.errors import BusyError, ConfigError, DataError, LaurelError
-from laurel.generation.vllm.settings import check_has_vllm
-from laurel.models.spec import ModelSpec
+from laurel.errors import BusyError, DataError, LaurelError
 from laurel.rewards.batching import Backend, BatcherLimits, BatchingScorer
 from laurel.rewards.preparing import Rendered
 from laurel.rewards.remote.replica import close_scorer
-from laurel.rewards.spec import ModelPlace, Say, ScorerSpec, find_reward_model
+from laurel.rewards.spec import Say, ScorerSpec, find_reward_model
 from laurel.types import (
     Conversation,
     Group,
@@ -407,51 +404,29 @@ _OF_THE_MODEL = (".json", ".safetensors", ".jinja", ".model", ".txt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
-    """Describes a model to serve, as JSON that can be sent to other processes."""
+class ServingSpec:
+    """Describes a model to serve, in this process or in others."""
 
-    model: str = ""
-    """Directory or hub name; empty: no model and trivial scores, to measure everything else."""
-    engine: Literal["laurel", "vllm"] = "laurel"
-    precision: Precision = "float32"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    max_length: int | None = None
-    """Length limit in tokens, for a model without a contract."""
-    batch_tokens: int = 8192
-    """Distinct tokens of a batch."""
-    max_delay: float = 0.002
-    """Seconds that an idle model waits for more requests."""
-    max_waiting: int = 2000
-    """Limit of completions in the queue."""
+    scorer: ScorerSpec | None = None
+    """Scorer of the model; None: no model and trivial scores, to measure everything else."""
+    limits: BatcherLimits = field(default_factory=BatcherLimits)
     cpu_threads: int | None = None
     """Threads of a CPU; None: one per core."""
 
-
-def check_settings(settings: ModelSettings) -> ModelPlace | None:
-    """Check settings as far as possible without loading a model.
-
-    Returns:
-        Where the model was found; None: trivial scores need none.
-
-    Raises:
-        UserError: There is no such model, or no such engine.
-    """
-    if settings.engine == "vllm":
-        if not settings.model:
-            raise ConfigError("--engine vllm needs a model; --null computes nothing")
-        check_has_vllm("--engine vllm")
-    return find_reward_model(settings.model) if settings.model else None
+    @property
+    def batcher_limits(self) -> BatcherLimits:
+        """Limits of the batcher: as set, with batches of the scorer's size."""
+        if self.scorer is None:
+            return replace(self.limits, cache_entries=0)  # trivial scores cost less than a look-up
+        return replace(self.limits, batch_tokens=self.scorer.batch_tokens)
 
 
-def open_backend(
-    settings: ModelSettings, *, say: Say, found: ModelPlace | None = None
-) -> tuple[str, str, Backend]:
+def open_backend(spec: ServingSpec, *, say: Say) -> tuple[str, str, Backend]:
     """Load a model, and check it; blocks.
 
     Args:
-        settings: The model, and how it is served.
+        spec: The model, and how it is served.
         say: Called with a line on all that was loaded and found.
-        found: Result of `check_settings`, if it was just called.
 
     Returns:
         Its name, its version, and the backend that computes its scores.
@@ -459,46 +434,24 @@ def open_backend(
     Raises:
         UserError: The model is not a reward model, or has changed since it was saved.
     """
-    if not settings.model:
+    if spec.scorer is None:
         return NULL_NAME, NULL_VERSION, NullScorer()
-    found = found or check_settings(settings)
-    assert found is not None
-    from laurel.generation.vllm.pooling import PoolingOptions
+    name = spec.scorer.model.name or ""
+    place = spec.scorer.found or find_reward_model(name)
     from laurel.rewards.open import open_scorer
     from laurel.rewards.scorer import ContractScorer
     from laurel.workers.process import prepare
 
-    prepare(settings.device, cpu_threads=settings.cpu_threads, seed=0)
-    spec = ScorerSpec(
-        model=ModelSpec(name=settings.model),
-        found=found,
-        max_length=settings.max_length,
-        batch_tokens=settings.batch_tokens,
-        precision=settings.precision,
-        device=settings.device,
-        pooling=PoolingOptions() if settings.engine == "vllm" else None,
-    )
-    scorer = open_scorer(spec, say=say)
+    prepare(spec.scorer.device, cpu_threads=spec.cpu_threads, seed=0)
+    scorer = open_scorer(replace(spec.scorer, found=place), say=say)
     assert isinstance(scorer, ContractScorer)
-    return settings.model, model_version(found.name), scorer
+    return name, model_version(place.name), scorer
 
 
-def batcher_limits(settings: ModelSettings) -> BatcherLimits:
-    """Return the batcher's limits for a served model."""
-    return BatcherLimits(
-        batch_tokens=settings.batch_tokens,
-        max_delay=settings.max_delay,
-        max_waiting=settings.max_waiting,
-        cache_entries=65536 if settings.model else 0,
-    )
-
-
-def open_served(
-    settings: ModelSettings, *, say: Say, found: ModelPlace | None = None
-) -> ServedModel:
+def open_served(spec: ServingSpec, *, say: Say) -> ServedModel:
     """Open a model in this process for a service; `open_backend` describes the arguments."""
-    name, version, backend = open_backend(settings, say=say, found=found)
-    scorer = BatchingScorer(backend, model_version=version, limits=batcher_limits(settings))
+    name, version, backend = open_backend(spec, say=say)
+    scorer = BatchingScorer(backend, model_version=version, limits=spec.batcher_limits)
     return ServedModel(name=name, version=version, scorer=scorer)
 
 
