@@ -73,6 +73,8 @@ class RunningJob:
             raise SandboxLostError("the monitor of the program does not answer") from error
         except OSError as error:
             raise SandboxLostError("the monitor of the program is gone") from error
+        finally:
+            self._link.close()
         # The kernel ends a program whose control group has no memory left.
         lacked_memory = (
             self._group is not None
