@@ -192,13 +192,13 @@ def _open_members(spec: ScorerSpec, placement: ScorerPlacement, say: Say) -> Sco
         mean, std = member.mean, member.std
         if mean is None or std is None:
             mean, std = read_statistics(member.spec)
-        if mean is None or not std:
-            with speaking(*member.spec.terms):
-                raise ConfigError(
-                    f"{setting_of(f'{SECTION}.normalize', 'stored')}: {member.spec.model.name} has "
-                    "no scoring.json with the mean and standard deviation of its scores. Give its "
-                    "mean and std, or normalize=none"
-                )
+            if mean is None or not std:
+                with speaking(*member.spec.terms):
+                    raise ConfigError(
+                        f"{setting_of(f'{SECTION}.normalize', 'stored')}: "
+                        f"{member.spec.model.name} has no scoring.json with the mean and standard "
+                        "deviation of its scores. Give its mean and std, or normalize=none"
+                    )
         statistics[member.name] = mean, std
     scorers: dict[str, Scorer] = {}
     with ExitStack() as opened:

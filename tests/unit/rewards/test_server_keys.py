@@ -104,7 +104,9 @@ def test_no_public_address_may_do_without_a_key(text):
 def test_who_sends_no_key_is_told_that_one_is_needed_and_how(plain, said):
     response = plain.client.get("/ready", headers={"Authorization": said})
     message = response.json()["error"]["message"]
-    assert message.startswith("a key is needed: Authorization: Bearer KEY; what the server printed")
+    assert message.startswith(
+        "a key is needed: Authorization: Bearer KEY; the lines that the server"
+    )
     assert response.status_code == 401
 
 
