@@ -109,9 +109,7 @@ class SandboxPool:
                 self._state.jobs.put(_Waiting(job, deadline, future, batch), timeout=0.5)
             except queue.Full:
                 if deadline is not None and time.monotonic() > deadline:
-                    future.set_result(
-                        _failed(job, self.tier, "its deadline passed before its turn came")
-                    )
+                    future.set_result(_failed(job, self.tier, "its turn did not come in time"))
                     return future
             else:
                 if self._state.closed:
@@ -234,7 +232,7 @@ _LATER = SandboxResult(id="", status=Status.SANDBOX_ERROR, reason="it is tried a
 def _result(state: _State, zygote: ZygoteProcess, item: _Waiting) -> SandboxResult:
     """Return the result of a job, or `_LATER` if its share of time is over and others wait."""
     if item.deadline is not None and time.monotonic() > item.deadline:
-        return _failed(item.job, state.tier, "its deadline passed before its turn came")
+        return _failed(item.job, state.tier, "its turn did not come in time")
     until = item.deadline
     share = _share_of_time(state, item) if item.may_be_ended else None
     if share is not None:

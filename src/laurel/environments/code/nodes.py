@@ -259,7 +259,7 @@ class _Nodes:
                     break
                 left = None if sent.deadline is None else sent.deadline - time.monotonic()
                 if left is not None and left <= 0:
-                    self.fail(sent, "its deadline passed before its turn came")
+                    self.fail(sent, "its turn did not come in time")
                     return sent.future
                 self.changed.wait(left)
         self.place(sent)
