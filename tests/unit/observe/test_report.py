@@ -240,5 +240,5 @@ def test_how_much_of_judging_was_hidden_is_said_where_it_is_known(tmp_path):
     for name, metrics in (("with", shares), ("without", METRICS)):
         write_report(tmp_path / f"{name}.html", [make_run(tmp_path / name, metrics=metrics)])
         _, page = page_of(tmp_path / f"{name}.html")
-        said = "38% of the time of judging was hidden behind drawing" in page.text
+        said = "38% of the time of scoring was hidden behind sampling" in page.text
         assert said == (name == "with")
