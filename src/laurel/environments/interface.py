@@ -84,9 +84,7 @@ class EnvironmentInterface(ABC):
         """Measure a finished batch, as `protocols.Environment` describes."""
 
     def end_batch(self, batch: Mapping[str, Any]) -> None:  # noqa: B027  most have no state
-        """Update the state from a batch that was trained on, as `protocols.Environment`
-        describes.
-        """
+        """Update the state from a batch that was trained on (`protocols.Environment`)."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, if `spec.has_state`."""
@@ -100,9 +98,7 @@ class EnvironmentInterface(ABC):
         return self.spec.noise_floor or 0.0
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """List the tasks whose own reference answer would not earn the reward; by default none is
-        checked.
-        """
+        """List the tasks whose own reference answer would not earn the reward; none by default."""
         return []
 
     def resting(self) -> AbstractContextManager[None]:
@@ -184,9 +180,7 @@ def response_of(message_log: MessageLog) -> str:
 
 
 def batch_figures(batch: Mapping[str, Any]) -> dict[str, float]:
-    """Compute the metrics that every environment can of a finished batch; empty means are
-    absent.
-    """
+    """Compute the common metrics of a finished batch; means of nothing are absent."""
     metrics = {
         "num_samples": float(len(batch["group_ids"])),
         "num_problems_in_batch": float(len(set(batch["group_ids"]))),
@@ -333,9 +327,7 @@ def checked_return(step: Callable[..., Any], returned: Any, size: int) -> Enviro
 
 
 def reward_columns(returned: EnvironmentReturn) -> dict[str, Any]:
-    """Return the numeric columns of a return value by name: the rewards' components, and the
-    ends.
-    """
+    """Return the numeric columns of a return value: the rewards' components, and the ends."""
     rewards = returned.rewards
     if isinstance(rewards, Mapping):
         named = {f"rewards[{name!r}]": values for name, values in rewards.items()}

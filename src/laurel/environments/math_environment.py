@@ -130,9 +130,7 @@ class MathEnvironment(EnvironmentInterface):
         return batch, figures
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """List the tasks whose known answer cannot be read, or is not accepted as its own
-        answer.
-        """
+        """List the tasks whose known answer is unreadable, or not accepted as its own answer."""
         golds = [_known_answer(dict(task.metadata)) for task in tasks]
         readable = [gold for gold in golds if isinstance(gold, str)]
         if self.config.verifier_type == "math":

@@ -761,9 +761,7 @@ PROBE = tuple(
 
 
 class NoiseProbe:
-    """Keeps a few of many conversations, chosen by their hash and not by the order in which they
-    come.
-    """
+    """Keeps a few of many conversations, chosen by their hashes and not by their order."""
 
     def __init__(self) -> None:
         self._by_digest: dict[str, Conversation] = {}
@@ -858,9 +856,7 @@ def _noise_across_batches(
 def _noise_of_rounding(
     rounded: Sequence[tuple[Score, ...]], exact: Sequence[tuple[Score, ...]]
 ) -> float:
-    """Return the deviation of errors within groups, pooled; over all if every group has only
-    one.
-    """
+    """Return the pooled deviation of errors within groups, or over all single ones."""
     errors_BG = [
         [
             a.value - b.value

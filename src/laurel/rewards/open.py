@@ -441,9 +441,7 @@ def _found(spec: ScorerSpec, say: Say) -> tuple[ModelPlace, ScorerSpec]:
 
 
 def _fitted(spec: ScorerSpec, place: ModelPlace, say: Say) -> ScorerSpec:
-    """Return the spec with the tokenizer that belongs to the weights, where its contract allows
-    it.
-    """
+    """Return the spec with the weights' own tokenizer, where the contract allows it."""
     rules = read_rules(place)
     wanted = spec.model.head.attributes
     if rules is not None and wanted and wanted != list(rules.attributes):

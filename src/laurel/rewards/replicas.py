@@ -252,9 +252,7 @@ class ScoringWorker:
         return self._replica
 
     def about(self) -> tuple[ScoringContract, Path, int, list[str]]:
-        """Return the contract, the path of batches, the number of outputs K, and the notes of
-        loading.
-        """
+        """Return the contract, the path of batches, the outputs K, and the notes of loading."""
         scorer = self._open()
         return scorer.contract, scorer.path, scorer.model.num_outputs, self._said
 

@@ -49,9 +49,7 @@ class Hierarchy:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """The directories in which a sandbox can make control groups: one, or one for each
-    controller.
-    """
+    """The directories in which groups can be made: one, or one for each controller."""
 
     hierarchies: tuple[Hierarchy, ...]
 
@@ -99,9 +97,7 @@ class ControlGroup:
             self._parts.append(part)
 
     def take(self, pid: int) -> None:
-        """Move a process into the group, with all that it will start; `OSError` where that
-        fails.
-        """
+        """Move a process, and all that it will start, into the group; may raise `OSError`."""
         for part in self._parts:
             _write(part.folder / "cgroup.procs", pid)
 
@@ -134,9 +130,7 @@ class ControlGroup:
                     _write(part.folder / "pids.max", processes)
 
     def num_killed(self) -> int:
-        """Count the processes that were killed because the group had no memory left; 0 if not
-        counted.
-        """
+        """Count the processes that were killed for want of memory; 0 if not counted."""
         for part in self._parts:
             if "memory" in part.controllers:
                 name = "memory.events" if part.version == 2 else "memory.oom_control"

@@ -1,6 +1,4 @@
-"""Turns the ends of processes into a verdict. Expected values are compared here and go no
-further.
-"""
+"""Turns the ends of processes into a verdict; expected values go no further than here."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from laurel.sandbox.zygote_process import own_interpreter
 
 
 def chosen_place(setting: str) -> tuple[GroupPlace | None, str]:
-    """Find and try a place for control groups; also return why there is none, or not for all
-    limits.
+    """Find and try a place for control groups; also return why it lacks a limit.
 
     Args:
         setting: `auto`, `off` or a directory, as in `SandboxConfig.cgroup`.
@@ -50,9 +49,7 @@ def _tried_place(folder: str | None) -> tuple[GroupPlace, str]:
 
 
 def seen_to_hold(place: GroupPlace, interpreter: str) -> tuple[GroupPlace, str]:
-    """Try the limits of a place with programs of our own; return what holds, and why not the
-    rest.
-    """
+    """Try the limits of a place; return what holds, and why not the rest."""
     held, reasons = set(), []
     for name, code in _TRIALS.items():
         if name not in place.controllers:

@@ -266,9 +266,7 @@ class _TimeIsUpError(Exception):
 
 
 class _Bounded:
-    """Runs programs until a moment, and raises `_TimeIsUpError` then instead of calling them
-    slow.
-    """
+    """Runs programs until a moment, at which it raises `_TimeIsUpError`."""
 
     def __init__(self, runner: Runner, until: float | None) -> None:
         self._runner = runner

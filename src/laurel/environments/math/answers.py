@@ -1,6 +1,4 @@
-"""Finds the answer in a response. Needs only the standard library, as checking processes import
-it.
-"""
+"""Finds the answer in a response; needs only the standard library."""
 
 from __future__ import annotations
 

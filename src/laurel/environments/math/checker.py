@@ -125,9 +125,7 @@ class AnswerChecker:
         return checked
 
     def check_gold(self, golds: Sequence[str]) -> list[Checked]:
-        """Return the parser's verdict on each known answer given as the answer, without
-        shortcuts.
-        """
+        """Return the parser's verdict on each known answer, given as its own answer."""
         texts = [in_known_characters(gold).strip() for gold in golds]
         begun = [_unusable(text) or self._ask(b"", text, Candidate(text=text)) for text in texts]
         return [one if isinstance(one, Checked) else one.checked() for one in begun]

@@ -151,9 +151,7 @@ class RenderedDialect(Dialect):
         return ServerQuery(value=asked, read=read)
 
     def _line(self, group: Group, prepared: Prepared) -> list[tuple[Any, Score]]:
-        """Return for each completion its row to send and a score without its number, or a
-        failure.
-        """
+        """Return each completion's row to send, with a score to fill in, or its failure."""
         tokens, failures = prepared
         line: list[tuple[Any, Score]] = [(None, failed(failure or "")) for failure in failures]
         if tokens is None:

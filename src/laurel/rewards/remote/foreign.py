@@ -329,9 +329,7 @@ class NativeReply(NativeScore):
 
 
 class ClassifyRequest(_OneForm, _Activated):
-    """A request of vLLM's clients with `input` or `messages`, of SGLang's with `text` or
-    `input_ids`.
-    """
+    """A request of vLLM (`input` or `messages`) or of SGLang (`text` or `input_ids`)."""
 
     model_config = _exactly_one(*((key,) for key in _FORMS))
 
@@ -424,9 +422,7 @@ class PairsReply(_VllmAnswer):
 
 
 class PairsRequest(_Activated):
-    """A query of the user with its documents, which are answers; or as many queries as
-    documents.
-    """
+    """Queries of the user, and documents, which are answers: one query, or as many of both."""
 
     model_config = _exactly_one(*PAIR_KEYS)
 
@@ -551,9 +547,7 @@ class GetRewardReply(GetRewardScores):
 
 
 class GetRewardRequest(ForeignRequest):
-    """A request of OpenRLHF: whole conversations that the client has rendered; the rest is not
-    read.
-    """
+    """A request of OpenRLHF: whole rendered conversations; the rest is not read."""
 
     query: _Texts
     prompts: Any = Field(default=None, json_schema_extra={"type": "array"})

@@ -337,9 +337,7 @@ class HttpExchange:
         return self._client[1]
 
     def _error(self, status: int, headers: httpx2.Headers, body: bytes) -> Exception:
-        """Convert a status into an error that says whether the replica or the request is at
-        fault.
-        """
+        """Convert a status into an error of the replica or of the request."""
         message = f"{self.name} answered {status}"
         with suppress(ProtocolError):
             if reason := self._without_key(read_error(parse(body))):

@@ -227,9 +227,7 @@ class ReplicaHealth:
 
     @property
     def joins_until(self) -> float | None:
-        """Until when to wait for its first probe, so that it gets its share of the first
-        requests.
-        """
+        """Time to wait for its first probe, so that it gets its share of the first requests."""
         if self.probing_since is None or self.probed_at > -float("inf"):
             return None
         until = self.probing_since + _TO_JOIN

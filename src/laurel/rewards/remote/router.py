@@ -98,9 +98,7 @@ class Router:
 
     @property
     def version(self) -> str:
-        """Version of the model whose scores are accepted; empty before the first answer that has
-        one.
-        """
+        """Version of the accepted model; empty before the first answer that has one."""
         return self._checks.version
 
     @property
@@ -331,9 +329,7 @@ class Router:
         return f"{kind}: no replica could be asked ({found})"
 
     async def _wait_for_change(self, *attempts: asyncio.Task[ReplicaReply], timeout: float) -> None:
-        """Wait until a replica is free or changes its health, an attempt ends, or the time is
-        over.
-        """
+        """Wait until a replica's state changes, an attempt ends, or the time is over."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         try:

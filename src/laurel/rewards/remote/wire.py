@@ -84,8 +84,7 @@ _NO_BRACKET = bytes(sorted(set(range(256)) - set(b"[]{}")))
 
 
 def has_more_values(body: bytes, most: int, most_nested: int) -> bool:
-    """Whether a JSON text has more than `most` values, or more than `most_nested` lists and
-    objects.
+    """Whether a JSON text exceeds limits of its values, and of its lists and objects.
 
     Commas and opening brackets are counted, of which there is about one for each value. Only if
     they are too many is the text searched for those outside of strings. Other threads can run

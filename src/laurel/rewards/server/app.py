@@ -667,9 +667,7 @@ def _value_of(score: Score, index: int) -> float:
 def _without_too_long(
     groups: Sequence[Group], most: int
 ) -> tuple[list[Group], dict[tuple[int, int], Score]]:
-    """Remove conversations that are too long; return the rest, and the failures by row and
-    index.
-    """
+    """Remove conversations that are too long; return the rest, and their failures."""
     left, found = [], {}
     for row, group in enumerate(groups):
         kept = []

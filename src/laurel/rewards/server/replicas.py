@@ -242,9 +242,7 @@ class ModelWorker:
         return self._backend.prepare_rendered(row)
 
     def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
-        """Score tokenised groups; end the process if the model fails at everything, to be
-        restarted.
-        """
+        """Score tokenised groups; end the process, to be restarted, if all fails."""
         try:
             scores = self._backend.score_tokens(tokens)
         except EngineError:

@@ -292,9 +292,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def is_before_a_head(self) -> bool:
-        """Whether the head of a request is incomplete: the first one of a connection, or a begun
-        one.
-        """
+        """Whether the head of the first or a begun request is incomplete."""
         return self._timer is not None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

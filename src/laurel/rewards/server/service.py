@@ -272,9 +272,7 @@ class RewardService:
             return new
 
     async def drain(self, seconds: float) -> bool:
-        """Refuse new requests and finish accepted ones; return False if some did not end in
-        time.
-        """
+        """Refuse new requests and finish accepted ones; False if some did not end in time."""
         self._is_draining = True
         return self._served is None or await _until_quiet(self._served, seconds)
 

@@ -1,6 +1,4 @@
-"""Makes a directory for each job where there are no namespaces, and removes it with all
-contents.
-"""
+"""Makes and removes the directories of jobs where there are no namespaces."""
 
 from __future__ import annotations
 

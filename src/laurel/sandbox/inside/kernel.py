@@ -134,9 +134,7 @@ class _MountAttributes(ctypes.Structure):
 
 
 def restrict_mounts(target: str, attributes: int) -> None:
-    """Add attributes to a mount and all below it; OSError where it is refused, or before Linux
-    5.12.
-    """
+    """Add attributes to a mount and all below it; OSError if refused, or before Linux 5.12."""
     wanted = _MountAttributes(attributes, 0, 0, 0)
     call(
         "mount_setattr",

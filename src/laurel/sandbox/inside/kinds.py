@@ -87,9 +87,7 @@ def _code_of(end: SystemExit) -> int:
 
 
 def _print_traceback(error: BaseException) -> None:
-    """Print a traceback as Python would, without our own frames, and cut: a line may be any
-    length.
-    """
+    """Print a traceback as Python would, cut, and without our own frames."""
     try:
         shown: BaseException = error
         if isinstance(error, SourceError) and error.__cause__ is not None:

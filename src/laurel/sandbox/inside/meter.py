@@ -102,9 +102,7 @@ class Meter:
         }
 
     def answer(self) -> str:
-        """Answer one call; return why the program has to end: `disk`, a full output, or an empty
-        text.
-        """
+        """Answer one call; return why the program has to end (`disk`, a full output), or ""."""
         notification = bytearray(_NOTIFICATION.size)
         try:
             fcntl.ioctl(self.listener, _RECEIVE, notification)
@@ -171,9 +169,7 @@ class Meter:
     # ------------------------------------------------------------------------------ measuring
 
     def _measure(self) -> str:
-        """Replace the charges by the real size, while the program is stopped; returns what `answer`
-        does.
-        """
+        """Stop the program and replace the charges by the real size; returns what `answer` does."""
         stopped = self._stop()
         if not stopped:
             return "disk" if stopped is None else ""
@@ -189,9 +185,7 @@ class Meter:
         return ""
 
     def _stop(self) -> bool | None:
-        """Stop all threads; running calls end before. False: it has ended; None: it cannot be
-        stopped.
-        """
+        """Stop all threads, after their calls; False if it has ended, None if it does not stop."""
         wanted = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
         deadline = time.monotonic() + _STOP_SECONDS
         while time.monotonic() < deadline:
@@ -203,9 +197,7 @@ class Meter:
         return None
 
     def _below_the_box(self, seen: set[tuple[int, int]]) -> tuple[int, int]:
-        """Return size and number of all files with a name. One directory is open at a time, at any
-        depth.
-        """
+        """Return size and number of all named files, with one directory open at a time."""
         size = files = 0
         folder = os.open(self._box, _FOLDER)
         try:

@@ -190,9 +190,7 @@ class _Watched:
             os.close(channel)  # otherwise its other end would never see it closed
 
     def _take_meter(self, limits: dict[str, Any]) -> None:
-        """Take over the answers to its calls; if it could not be isolated, `said` holds its
-        reason.
-        """
+        """Take over the answers to its calls, or its reason why it could not be isolated."""
         self.work.settimeout(limits["wall_s"])
         with contextlib.suppress(OSError):
             message, descriptors, _, _ = socket.recv_fds(self.work, len(_METERED), 1)

@@ -81,9 +81,7 @@ class _Channel:
         self._remote: dict[int, _Remote] = {}
 
     def ask(self, verb: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the program; apply its changes to the arguments. `calls.serve_program` has the
-        protocol.
-        """
+        """Call the program (`calls.serve_program`), and apply its changes to the arguments."""
         self._count += 1
         try:
             request = plain_data.dumps((self._count, verb, name, args, kwargs), _number_of) + b"\n"
@@ -241,9 +239,7 @@ def _undefined(source: str, namespace: dict[str, Any]) -> set[str]:
 
 
 def _modules(source: str) -> set[str]:
-    """Return the modules that a source uses, imported or not: some tests rely on an import of the
-    program.
-    """
+    """Return the modules that a source uses: some tests rely on the program's imports."""
     names = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)]
     owners = [
         node.value
