@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from laurel.errors import ProtocolError
 from laurel.rewards.preparing import rendered_rows
 from laurel.rewards.remote import foreign
+from laurel.rewards.remote.dialects import dialect_of
 from laurel.rewards.remote.foreign import (
     ClassifyRequest,
     EmbeddingsRequest,
     GetRewardRequest,
     RemoteRmRequest,
-    dialect_of,
     sigmoid,
 )
 from laurel.rewards.remote.wire import validated
