@@ -7,7 +7,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Self
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from laurel.data.forest import bin_pack, pack_padded, to_forest, to_padded
 from laurel.errors import ScoringContractError
+from laurel.models.cpu_matmul import PRECISE_INPUTS, fast_matmul
 from laurel.models.forest.decoder import Path, RewardModel, weights_as
 from laurel.models.loading.policy import (
     Probe,
@@ -332,6 +333,11 @@ def score_tokens(
     return in_order(groups, parts, values, num_outputs=model.num_outputs)
 
 
+CPU_PASS_TOKENS = 1024
+"""Tokens that a CPU computes at a time: the widest activations of more leave its cache, and a pass
+takes 10 to 15 % longer for each token (docs/benchmarks.md)."""
+
+
 def score_batches(
     model: RewardModel,
     batches: Sequence[Sequence[TokenGroup]],
@@ -347,15 +353,38 @@ def score_batches(
     values = []
     was_training = model.training
     model.eval()
+    # The products of a model spread over ranks are made by what spread it. Elsewhere the quicker
+    # library is used where it adds no more than MKL's own error to a score.
+    is_alone = model.mesh is None
+    products = fast_matmul(model, most_inputs=PRECISE_INPUTS) if is_alone else nullcontext()
     try:
-        with model.without_gradients():
+        with model.without_gradients(), products:
             for batch in batches:
-                values.append(model(model_batch(model, batch, pad_id=pad_id)).cpu().numpy())
+                passes = [
+                    model(model_batch(model, part, pad_id=pad_id)).cpu().numpy()
+                    for part in _passes(model, batch)
+                ]
+                values.append(np.concatenate(passes))
                 if on_batch is not None:
                     on_batch(len(batch), sum(group.num_tokens for group in batch))
     finally:
         model.train(was_training)
     return values
+
+
+def _passes(model: RewardModel, batch: Sequence[TokenGroup]) -> list[Sequence[TokenGroup]]:
+    """The groups of a micro-batch that are computed together, in order."""
+    if model.device.type != "cpu" or model.path != "forest" or model.mesh is not None:
+        return [batch]
+    parts: list[list[TokenGroup]] = []
+    num_tokens = CPU_PASS_TOKENS
+    for group in batch:
+        if num_tokens + group.num_tokens > CPU_PASS_TOKENS:
+            parts.append([])
+            num_tokens = 0
+        parts[-1].append(group)
+        num_tokens += group.num_tokens
+    return list(parts)
 
 
 def in_order(

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from laurel.generation.transformers import cpu_matmul
-from laurel.generation.transformers.cpu_matmul import _OneDnnLinear, fast_matmul
+from laurel.models import cpu_matmul
+from laurel.models.cpu_matmul import _OneDnnLinear, fast_matmul
 
 if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
     pytest.skip("this torch has no oneDNN", allow_module_level=True)
@@ -25,6 +25,19 @@ def test_the_product_is_the_same_but_for_rounding(bias):
         found, expected = layer(x), nn.functional.linear(x, layer.weight, layer.bias)
     assert found.shape == (2, 5, 7)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [64, 512, 1024, cpu_matmul.PRECISE_INPUTS])
+def test_the_error_against_float64_is_at_most_twice_that_of_torchs_product(size):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(size, 96), torch.randn(128, size)
+    exact = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+    errors = []
+    for kind in (nn.Linear, _OneDnnLinear):
+        layer.__class__ = kind
+        with torch.inference_mode():
+            errors.append((layer(x) - exact).square().mean().sqrt().item())
+    assert errors[1] <= 2 * errors[0]
 
 
 @pytest.mark.parametrize(("bias", "trained"), [(True, True), (False, True), (True, False)])
@@ -67,3 +80,5 @@ def test_layers_are_what_they_were_afterwards():
     with fast_matmul(model):
         assert [type(module) for module in model] == inside
     assert [type(module) for module in model] == before
+    with fast_matmul(model, most_inputs=3):
+        assert [type(module) for module in model] == before
