@@ -1,9 +1,10 @@
 """The products of linear layers, by the quicker library that torch holds.
 
 torch multiplies float32 matrices with MKL, which keeps the widest vector instructions for Intel's
-processors. On others that have them, oneDNN, which torch holds too, is quicker with the same
-arithmetic (docs/benchmarks.md). Its sums round otherwise, by about 1e-6 of their size. The choice
-depends on the processor and the sizes alone, never on a timing.
+processors. On others that have them, oneDNN, which torch holds too, takes half the time for the
+same arithmetic (docs/benchmarks.md). Its sums round otherwise by about 1e-6 of their size: below
+what a generator and a policy's updates promise, above what a scorer does, so reward models keep
+MKL. The choice depends on the processor and the sizes alone, never on a timing.
 """
 
 from __future__ import annotations
@@ -23,26 +24,13 @@ LARGE = 2**22
 """Multiplications of a product from which one with gradients gains more than a call costs."""
 
 
-PRECISE_INPUTS = 1024
-"""Longest sums of oneDNN whose error against float64 is at most twice that of MKL's (1.0 to 1.7
-times; 2.1 to 2.3 times for longer ones: tests/unit/models/test_cpu_matmul.py)."""
-
-
 @contextmanager
-def fast_matmul(model: nn.Module, *, most_inputs: int | None = None) -> Iterator[None]:
+def fast_matmul(model: nn.Module) -> Iterator[None]:
     """Let a model multiply with the quicker library for a while, where there is a choice.
 
     Only plain linear layers in float32 on the CPU; with their gradients where a product is large.
-
-    Args:
-        model: What multiplies.
-        most_inputs: Leave layers of more inputs alone; see `PRECISE_INPUTS`.
     """
-    layers = [
-        module
-        for module in (model.modules() if prefers_onednn() else ())
-        if type(module) is nn.Linear and (most_inputs is None or module.in_features <= most_inputs)
-    ]
+    layers = [m for m in model.modules() if type(m) is nn.Linear] if prefers_onednn() else []
     for layer in layers:
         layer.__class__ = _OneDnnLinear
     try:

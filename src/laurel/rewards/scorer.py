@@ -7,7 +7,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Self
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from laurel.data.forest import bin_pack, pack_padded, to_forest, to_padded
 from laurel.errors import ScoringContractError
-from laurel.models.cpu_matmul import PRECISE_INPUTS, fast_matmul
 from laurel.models.forest.decoder import Path, RewardModel, weights_as
 from laurel.models.loading.policy import (
     Probe,
@@ -330,12 +329,8 @@ def score_batches(
     values = []
     was_training = model.training
     model.eval()
-    # The products of a model spread over ranks are made by what spread it. Elsewhere the quicker
-    # library is used where it adds no more than MKL's own error to a score.
-    is_alone = model.mesh is None
-    products = fast_matmul(model, most_inputs=PRECISE_INPUTS) if is_alone else nullcontext()
     try:
-        with model.without_gradients(), products:
+        with model.without_gradients():
             for batch in batches:
                 passes = [
                     model(model_batch(model, part, pad_id=pad_id)).cpu().numpy()

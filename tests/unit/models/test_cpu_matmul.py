@@ -27,19 +27,6 @@ def test_the_product_is_the_same_but_for_rounding(bias):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [64, 512, 1024, cpu_matmul.PRECISE_INPUTS])
-def test_the_error_against_float64_is_at_most_twice_that_of_torchs_product(size):
-    torch.manual_seed(0)
-    layer, x = nn.Linear(size, 96), torch.randn(128, size)
-    exact = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
-    errors = []
-    for kind in (nn.Linear, _OneDnnLinear):
-        layer.__class__ = kind
-        with torch.inference_mode():
-            errors.append((layer(x) - exact).square().mean().sqrt().item())
-    assert errors[1] <= 2 * errors[0]
-
-
 @pytest.mark.parametrize(("bias", "trained"), [(True, True), (False, True), (True, False)])
 def test_gradients_are_the_same_but_for_rounding(bias, trained):
     torch.manual_seed(0)
@@ -80,5 +67,3 @@ def test_layers_are_what_they_were_afterwards():
     with fast_matmul(model):
         assert [type(module) for module in model] == inside
     assert [type(module) for module in model] == before
-    with fast_matmul(model, most_inputs=3):
-        assert [type(module) for module in model] == before
