@@ -235,7 +235,7 @@ class Rollouts:
         if (barrier := batch.barriers.get(task.environment)) is not None:
             await self._drawn(context, rollouts)
             await barrier.judged(_pending(context, rollouts), partial(self._judge, context))
-            await together(self._go_on(context, rollout) for rollout in rollouts)
+            await self._go_on(context, rollouts)
         else:
             await self._judge_in_parts(context, judged_parts(environment, rollouts))
         if environment.spec.judges in ("completion", "part"):
@@ -287,11 +287,16 @@ class Rollouts:
         self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
     ) -> None:
         await self._judge(context, _pending(context, rollouts))
-        await together(self._go_on(context, rollout) for rollout in rollouts)
+        await self._go_on(context, rollouts)
 
-    async def _go_on(self, context: _RolloutContext, rollout: RolloutInProgress) -> None:
-        """Turn after turn of one conversation, after the verdict on its first."""
-        self._continue(context, rollout)
+    async def _go_on(self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]) -> None:
+        """Play conversations to their end, side by side, after the verdict on their first turn."""
+        for rollout in rollouts:
+            self._continue(context, rollout)
+        # A task for each costs more than all else that a step does for a short conversation.
+        await together(self._take_turns(context, r) for r in rollouts if not r.is_over)
+
+    async def _take_turns(self, context: _RolloutContext, rollout: RolloutInProgress) -> None:
         while not rollout.is_over:
             await self._drawn(context, [rollout])
             await self._judge(context, _pending(context, [rollout]))

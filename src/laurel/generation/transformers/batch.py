@@ -18,8 +18,8 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from laurel.errors import EngineError
-from laurel.generation.transformers.cpu_matmul import fast_matmul as fast_matmul_of
 from laurel.generation.transformers.sampling import SamplingRows, draw_tokens
+from laurel.models.cpu_matmul import fast_matmul as fast_matmul_of
 from laurel.models.forest.decoding import KeyValueStore
 from laurel.models.forest.policy import PolicyModel
 from laurel.models.tokenizer import plain_text
