@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -14,6 +13,7 @@ from laurel.cli.main import app
 from laurel.planning.step_time import Workload
 from laurel.run.trial import checks
 from laurel.run.trial.checks import ALL_CHECKS, SMALL, Sizes, Trial, run_trial
+from laurel.types import TokenForest
 
 EXACT = {name: check for name, check in ALL_CHECKS.items() if name.startswith("forest")}
 TINY = Sizes(
@@ -35,14 +35,12 @@ def tried(*names, **given):
 
 @pytest.fixture
 def broken_positions(monkeypatch):
-    """Every token of a forest is told to be the first of its conversation."""
-    right = checks.to_forest
+    """Every token of a forest counts as the first of its conversation."""
 
-    def wrong(groups):
-        forest = right(groups)
-        return replace(forest, positions_T=forest.positions_T * 0)
+    def first(forest):
+        return torch.zeros(len(forest.ids_T), dtype=torch.int64)
 
-    monkeypatch.setattr(checks, "to_forest", wrong)
+    monkeypatch.setattr(TokenForest, "positions_T", property(first))
 
 
 def test_a_forest_is_exact_in_every_type():
