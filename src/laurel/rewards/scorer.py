@@ -22,7 +22,7 @@ from laurel.models.forest.decoder import Path, RewardModel, weights_as
 from laurel.models.loading.policy import (
     Probe,
     check_batches,
-    draw_probe,
+    make_probe,
     inputs_alone,
     own_attention,
 )
@@ -511,7 +511,7 @@ def _score_alone(
 # What a loaded reward model must show before it is used: in a batch it scores as it does alone.
 
 SHAPES = ((11, (5, 1, 8)), (0, (7,)))
-"""Of the probe: see `draw_probe`."""
+"""Of the probe: see `make_probe`."""
 
 
 def check_paths(model: RewardModel, *, seed: int = 0) -> float:
@@ -526,7 +526,7 @@ def check_paths(model: RewardModel, *, seed: int = 0) -> float:
     Raises:
         ModelError: They disagree, so batches would give wrong scores.
     """
-    probe = draw_probe(model, SHAPES, seed=seed)
+    probe = make_probe(model, SHAPES, seed=seed)
     return check_batches(
         model, lambda: _largest_difference(model, probe), what="score", role="reward model"
     )
