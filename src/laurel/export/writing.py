@@ -19,7 +19,7 @@ from laurel.models.checkpoint.export import (
     save_policy,
     save_reward_model,
 )
-from laurel.models.loading.policy import SHAPES, check_policy_paths, make_probe, load_policy
+from laurel.models.loading.policy import SHAPES, check_policy_paths, load_policy, make_probe
 from laurel.models.loading.pretrained import DTYPES
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ModelSpec, hub_name

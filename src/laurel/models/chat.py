@@ -270,8 +270,8 @@ class ChatFormat:
                 raise DataError(
                     f"the chat template writes the first {turn + 1} messages differently once more "
                     f"follow ({_where_they_part(said, text)}), so which tokens are the assistant's "
-                    "cannot be determined. Set sft.only_unmask_final=true, which needs only the last "
-                    f"turn to agree, or another template. {_ANOTHER}"
+                    "cannot be determined. Set sft.only_unmask_final=true, which needs only the "
+                    f"last turn to agree, or another template. {_ANOTHER}"
                 )
             spans.append((len(before), len(said)))
         return spans

@@ -280,7 +280,12 @@ class ScoringContract:
             if not self._was_rendered(row):
                 said = group_of((Message("user", row.prompt),), (row.response,), group_id="")
                 return self.encode([said])[0]
-            row = self._with_end_of_turn(self._as_in_a_conversation(row.prompt) + row.response)
+            text = self._as_in_a_conversation(row.prompt) + row.response
+            # Trainers cut the end of a turn off, or keep a part of it, and the reward is read from
+            # the last token.
+            end = self._end_of_turn
+            kept = next((n for n in range(len(end), 0, -1) if text.endswith(end[:n])), 0)
+            row = text + end[kept:]
         if isinstance(row, str):
             ids = self.tokenizer(row, add_special_tokens=self.rules.pooled == "model")["input_ids"]
             bos = self.opening_bos
@@ -324,13 +329,6 @@ class ScoringContract:
             return prompt
         other = next((text for text in others if prompt.endswith(text)), None)
         return prompt if other is None else prompt.removesuffix(other) + in_conversation
-
-    def _with_end_of_turn(self, text: str) -> str:
-        # Trainers cut the end of a turn off, or keep a part of it, and the reward is read from the
-        # last token.
-        end = self._end_of_turn
-        kept = next((n for n in range(len(end), 0, -1) if text.endswith(end[:n])), 0)
-        return text + end[kept:]
 
     @cached_property
     def _asks_for_an_answer(self) -> tuple[str, ...]:

@@ -22,8 +22,8 @@ from laurel.models.forest.decoder import Path, RewardModel, weights_as
 from laurel.models.loading.policy import (
     Probe,
     check_batches,
-    make_probe,
     inputs_alone,
+    make_probe,
     own_attention,
 )
 from laurel.models.scoring import GoldenScore, ScoringContract

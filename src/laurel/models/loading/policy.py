@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.errors import ConfigError, ModelError, key_of, setting_of
@@ -131,7 +131,19 @@ def _fitted(
         causal_lm = make_network(AutoModelForCausalLM, spec, tokenizer, max_length)
     else:
         causal_lm = _load(spec, source, weights_dtype, mesh)
-    _refuse_unsuitable(causal_lm, source or "policy.scratch", max_length)
+    name = source or "policy.scratch"
+    is_causal = [m.is_causal for m in causal_lm.modules() if hasattr(m, "is_causal")]
+    if causal_lm.config.is_encoder_decoder or not all(is_causal):
+        raise ModelError(
+            f"{setting_of('policy.model_name', name)}: {type(causal_lm).__name__} looks at later "
+            "tokens, so it cannot write one after the other. A policy is a causal language model."
+        )
+    positions = num_positions(causal_lm)
+    if positions is not None and max_length > positions:
+        raise ConfigError(
+            f"{setting_of('policy.max_total_sequence_length', max_length)}: {name} has "
+            f"{positions:,} positions; set it no higher"
+        )
     refuse_large_tokenizer(causal_lm, tokenizer)
     agree_on_padding(causal_lm, tokenizer, teaches_padding=True)
     return causal_lm, tokenizer
@@ -148,16 +160,10 @@ def _load(spec: ModelSpec, name: str, dtype: torch.dtype, mesh: DeviceMesh | Non
         AutoModelForCausalLM, spec, name, hf_config, dtype, may_be_empty=mesh is not None
     )
     refuse_other_sizes(name, info["mismatched_keys"])
-    _refuse_headless(name, causal_lm, info)
-    refuse_missing(name, info["missing_keys"])
-    return causal_lm
-
-
-def _refuse_headless(name: str, causal_lm: nn.Module, info: Mapping[str, Any]) -> None:
     foreign = sorted(key for key in info["unexpected_keys"] if key.startswith(REWARD_HEADS))
     if foreign:
         raise ModelError(_is_reward_model(name, f"its weights hold {foreign[0]}"))
-    head = causal_lm.get_output_embeddings()  # type: ignore[operator]
+    head = causal_lm.get_output_embeddings()
     names = {f"{n}.weight" for n, module in causal_lm.named_modules() if module is head}
     lacking = sorted(names & set(info["missing_keys"]))
     if lacking:
@@ -166,6 +172,8 @@ def _refuse_headless(name: str, causal_lm: nn.Module, info: Mapping[str, Any]) -
             "and the configuration does not say that it is the embeddings' (tie_word_embeddings). "
             "It is a decoder without its head: name the language model it was taken from."
         )
+    refuse_missing(name, info["missing_keys"])
+    return causal_lm
 
 
 def _is_reward_model(name: str, evidence: str) -> str:
@@ -174,21 +182,6 @@ def _is_reward_model(name: str, evidence: str) -> str:
         "which gives scores and writes no text. A policy is a causal language model; to train "
         "against this reward model, name it in env.reward_model.model_name."
     )
-
-
-def _refuse_unsuitable(causal_lm: Any, name: str, max_length: int) -> None:
-    is_causal = [m.is_causal for m in causal_lm.modules() if hasattr(m, "is_causal")]
-    if causal_lm.config.is_encoder_decoder or not all(is_causal):
-        raise ModelError(
-            f"{setting_of('policy.model_name', name)}: {type(causal_lm).__name__} looks at later "
-            "tokens, so it cannot write one after the other. A policy is a causal language model."
-        )
-    positions = num_positions(causal_lm)
-    if positions is not None and max_length > positions:
-        raise ConfigError(
-            f"{setting_of('policy.max_total_sequence_length', max_length)}: {name} has "
-            f"{positions:,} positions; set it no higher"
-        )
 
 
 # --------------------------------------------------------------------------------------- before use
@@ -313,7 +306,7 @@ def make_probe(model: Decoder, shapes: Sequence[tuple[int, Sequence[int]]], *, s
 def check_batches(
     model: Decoder, difference: Callable[[], float | None], *, what: str, role: str
 ) -> float:
-    """Run a comparison in full precision, with narrow windows and without dropout; check the result.
+    """Compare in full precision, with narrow windows and without dropout; check the result.
 
     Args:
         model: Restored to its state afterwards.

@@ -372,7 +372,8 @@ def load_reward_model(
         else:
             tokenizer, read = _from_files(spec, resume_from, weights_dtype, mesh, seed, notes)
     _take_head(read, notes, keeps_bias=keeps_bias)
-    _agree(read.classifier, tokenizer)
+    refuse_large_tokenizer(read.classifier, tokenizer)
+    agree_on_padding(read.classifier, tokenizer, teaches_padding=False)
     head_name = _head_name(read.classifier)
     path = take_path(read.classifier, spec, notes, pools_itself=head_name is None)
     name = str(resume_from or spec.name)
@@ -453,17 +454,6 @@ class _Read:
     foreign: ValueHead | None = None
 
 
-def _foreign_head(spec: ModelSpec, source: str, mesh: DeviceMesh | None) -> ValueHead | None:
-    foreign = find_value_head(Path(source), safetensors_only=spec.safetensors_only)
-    if foreign is not None and mesh is not None:
-        raise ConfigError(
-            f"{source} was made by {foreign.program}, and such a model is not spread over ranks. "
-            "Write it as any program reads it, and name that: "
-            f"laurel export --model {source} --output DIR"
-        )
-    return foreign
-
-
 def _from_files(
     spec: ModelSpec,
     resume_from: Path | None,
@@ -473,7 +463,13 @@ def _from_files(
     notes: list[str],
 ) -> tuple[Any, _Read]:
     source = str(spec.weights_from(resume_from))
-    foreign = _foreign_head(spec, source, mesh)
+    foreign = find_value_head(Path(source), safetensors_only=spec.safetensors_only)
+    if foreign is not None and mesh is not None:
+        raise ConfigError(
+            f"{source} was made by {foreign.program}, and such a model is not spread over ranks. "
+            "Write it as any program reads it, and name that: "
+            f"laurel export --model {source} --output DIR"
+        )
     is_theirs = foreign is not None and resume_from is None
     tokenizer = find_tokenizer(spec, resume_from=resume_from, pad_may_end=is_theirs)
     if foreign is not None and resume_from is None:
@@ -544,11 +540,6 @@ def _is_classifier(hf_config: Any) -> bool:
     return any(n.endswith("ForSequenceClassification") for n in hf_config.architectures or [])
 
 
-def _agree(classifier: Any, tokenizer: Any) -> None:
-    refuse_large_tokenizer(classifier, tokenizer)
-    agree_on_padding(classifier, tokenizer, teaches_padding=False)
-
-
 def _check_outputs(name: str, mismatched: Iterable[tuple[str, Any, Any]], wanted: int) -> None:
     for key, found, expected in mismatched:
         if key.startswith(REWARD_HEADS) and found[0] != expected[0]:
@@ -611,7 +602,10 @@ def _contract(
                 f"{rules.truncation_side} to {rules.max_length:,} tokens, as it was trained"
             )
         return contract
-    positions = _num_positions(classifier, tokenizer)
+    positions = num_positions(classifier)
+    if positions is not None and _head_name(classifier) is None:
+        # Encoders like RoBERTa number from an offset, which their tokenizer takes into account.
+        positions = min(positions, tokenizer.model_max_length)
     if positions is not None and max_length > positions:
         notes.append(f"the model has {positions:,} positions: longer conversations are cut to that")
         max_length = positions
@@ -635,11 +629,3 @@ def _contract(
         )
     check_rendering(contract)
     return contract if foreign is None else contract.with_rules(**foreign.statistics())
-
-
-def _num_positions(classifier: Any, tokenizer: Any) -> int | None:
-    positions = num_positions(classifier)
-    if positions is not None and _head_name(classifier) is None:
-        # Encoders like RoBERTa number from an offset, which their tokenizer takes into account.
-        positions = min(positions, tokenizer.model_max_length)
-    return positions
