@@ -1,1 +1,3 @@
-"""What all training has in common, and the training of reward models and SFT."""
+"""The training of reward models and supervised fine-tuning, and the parts that all training
+shares.
+"""
