@@ -39,7 +39,10 @@ BETTER = {
     "unfit": "unsuitable, invalid",
 }
 PHRASES = ("let go", "of no use", "stays away", "has its way", "in its stead", "no more at a time")
-KEPT: dict[str, tuple[str, ...]] = {}
+KEPT: dict[str, tuple[str, ...]] = {
+    # Keys of what `--json` prints.
+    "src/laurel/workers/machine.py": ("misfits",),
+}
 """By path, the words that stay there because files or programs of users hold them."""
 
 _WORDS = {word: better for words, better in BETTER.items() for word in words.split()}

@@ -410,7 +410,7 @@ class GeneratorReplicas:
         """A loss that cannot be made good; a supervisor is told what the loss itself would say."""
         assert self._supervisor is not None
         loss, failure = self._supervisor.last_loss, self._supervisor.last_failure
-        error = EngineError(f"{'' if loss is None else loss.told}{why}")
+        error = EngineError(f"{'' if loss is None else loss.message}{why}")
         error.exit_code = getattr(failure, "exit_code", EngineError.exit_code)
         return error
 

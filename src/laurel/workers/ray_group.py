@@ -35,9 +35,9 @@ from laurel.workers.worker_actor import WorkerActor, package_versions
 _log = logging.getLogger(__name__)
 
 BLAMING = 10.0
-"""Seconds that the others have to end, after one of them raised."""
+"""Seconds for the other workers to end after one of them raised."""
 ENDING = 10.0
-"""Seconds that a process has to end by itself."""
+"""Seconds for a process to end by itself."""
 
 
 class RayGroup(GroupCalls):
@@ -55,7 +55,7 @@ class RayGroup(GroupCalls):
         blaming: float = BLAMING,
         **kwargs: Any,
     ) -> None:
-        """Make the workers: `worker_class(place, *args, **kwargs)` in every slot.
+        """Make a worker `worker_class(place, *args, **kwargs)` in every slot.
 
         Args:
             reservation: The slots, or shares of them; its role is the group's.
@@ -109,7 +109,10 @@ class RayGroup(GroupCalls):
     def _build(self, reservation: Reservation, payload: bytes) -> None:
         about = self._collect(dict(enumerate(s.about.remote() for s in self._actors)), "", None)
         self._pids = [pid for pid, _ in about]
-        self._node_ids = [_node_of(actor) for actor in self._actors]
+        self._node_ids = [
+            str(ray_state.actor_table(actor._actor_id.hex())["Address"]["NodeID"])
+            for actor in self._actors
+        ]
         self._check_versions([found for _, found in about])
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         several = len(set(self._node_ids)) > 1
@@ -161,7 +164,7 @@ class RayGroup(GroupCalls):
         return _RayPending(self, refs, next(iter(calls.values())).method)
 
     def _put(self, value: Any) -> Any:
-        """A value of `Shared` where all workers find it, arrays without another copy of each."""
+        # Shared values are in the object store, arrays without another copy for each worker.
         return ray.put(value)
 
     def _check_open(self) -> None:
@@ -171,7 +174,7 @@ class RayGroup(GroupCalls):
             raise WorkerError(f"{self.role}: the group has been shut down", role=self.role)
 
     def _collect(self, refs: Mapping[int, Any], method: str, timeout: float | None) -> list[Any]:
-        """The results in the order of the ranks, or one error for all that went wrong."""
+        # The results in the order of the ranks, or one error for all failures.
         limit = self._limit if timeout is None else timeout
         deadline = time.monotonic() + limit
         waiting = {ref: rank for rank, ref in refs.items()}
@@ -215,11 +218,11 @@ class RayGroup(GroupCalls):
         return f"{where}node {self._node_ids[rank][:8]} is gone ({detail})"
 
     def alive(self) -> list[bool]:
-        """See `WorkerGroup.alive`."""
+        """Report for each rank whether its process lives."""
         return [self._is_open and _state(actor) not in ("DEAD", "") for actor in self._actors]
 
     def shutdown(self) -> None:
-        """See `WorkerGroup.shutdown`. The slots stay reserved."""
+        """Shut every worker down. The slots stay reserved."""
         if not self._is_open:
             return
         self._is_open = False
@@ -241,7 +244,7 @@ class RayGroup(GroupCalls):
         self._wait_gone(ENDING)
 
     def _wait_gone(self, limit: float) -> bool:
-        """Whether all actors are dead, and their processes where they are on this machine."""
+        # Processes are checked where they are on this machine.
         here = ray.util.get_node_ip_address()
         near = {n["NodeID"] for n in ray.nodes() if n["NodeManagerAddress"] == here}
         pids = [p for p, node in zip(self._pids, self._node_ids, strict=False) if node in near]
@@ -254,8 +257,6 @@ class RayGroup(GroupCalls):
 
 
 class _RayPending:
-    """Work that is under way in actors."""
-
     def __init__(self, group: RayGroup, refs: dict[int, Any], method: str) -> None:
         self._group = group
         self._refs = refs
@@ -284,7 +285,7 @@ class _RayPending:
 
 
 def _devices(reservation: Reservation, rank: int) -> dict[str, str]:
-    """What a process has to be told of the GPUs that are its own: Ray knows those of one slot."""
+    # Ray knows the GPUs of one slot; a process may own those of several.
     if not reservation.each.gpus:
         return {"CUDA_VISIBLE_DEVICES": ""}
     if reservation.slots_each == 1:
@@ -294,13 +295,8 @@ def _devices(reservation: Reservation, rank: int) -> dict[str, str]:
 
 
 def _state(actor: Any) -> str:
-    """The actor's state as the cluster knows it, '' where it has forgotten it."""
+    # '' where the cluster has forgotten the actor.
     return str(ray_state.actor_table(actor._actor_id.hex()).get("State", ""))
-
-
-def _node_of(actor: Any) -> str:
-    """The id of the node of an actor that has answered."""
-    return str(ray_state.actor_table(actor._actor_id.hex())["Address"]["NodeID"])
 
 
 def _runs(pid: int) -> bool:
@@ -324,10 +320,10 @@ except ImportError as error:
 
 
 class NodeGroup(RayGroup):
-    """A group of one without a slot, on one node and on no other.
+    """A group of one worker without a slot, bound to one node.
 
-    Its worker's methods may run side by side, unlike those of other groups, and in any order. Any
-    thread may ask for them; whoever does must have ended before the cluster is left.
+    Its worker's methods may run concurrently, unlike those of other groups, and in any order. Any
+    thread may call them; all calls must have ended before the cluster is left.
     """
 
     def __init__(
@@ -340,11 +336,11 @@ class NodeGroup(RayGroup):
         limit: float,
         **kwargs: Any,
     ) -> None:
-        """Make the worker; see `RayGroup`.
+        """Start the worker, as `RayGroup` does.
 
         Args:
-            role: What it is.
-            node_id: Where.
+            role: Role of the worker.
+            node_id: Id of the node.
             worker_class: A class that the node can import.
             args: For the class.
             at_a_time: Calls that may run at a time; more wait.
@@ -374,17 +370,23 @@ class NodeGroup(RayGroup):
         )
         return options.remote(rank, sys.path)
 
+    def _strategy(self, reservation: Reservation, rank: int) -> Any:
+        return PlacementGroupSchedulingStrategy(
+            placement_group=reservation.group,
+            placement_group_bundle_index=reservation.bundles[rank],
+        )
+
 
 def is_on_the_only_node() -> bool:
-    """Whether there is one node to work on, and this process is on it."""
+    """Report whether there is only one node to work on, and this process is on it."""
     return [state.id for state in nodes_to_work_on()] == [ray.get_runtime_context().get_node_id()]
 
 
 def nodes_to_work_on() -> list[NodeState]:
-    """The nodes that are alive, the head first.
+    """List the nodes that are alive, the head first.
 
-    One that was started without CPUs is to be left alone, as the head of a large cluster is; where
-    that is said of all of them, none is left out.
+    Nodes without CPUs are left out, such as the head of a large cluster; where no node has any,
+    none is left out.
     """
     states = RayCluster().nodes()
     return [state for state in states if state.total.get("CPU")] or states

@@ -274,15 +274,7 @@ class CheckpointStore:
         identity = uuid4().hex
         temporary = self.root / f".tmp-step_{step}-{identity}"
         with self._whole_or_absent(step, temporary):
-            if estimated_bytes is None:
-                estimated_bytes = self._bytes_of_one(self._sound())
-            needed = math.ceil(_FREE_SPACE_FACTOR * estimated_bytes)
-            free = shutil.disk_usage(self.root).free
-            if free < needed:
-                raise CheckpointError(
-                    f"the disk has {free / 1e6:,.1f} MB free and {needed / 1e6:,.1f} MB are needed"
-                    "; free some, or lower checkpointing.keep_top_k"
-                )
+            self._require_space(estimated_bytes)
             temporary.mkdir()
             self._on_phase("begin")
             written = write(temporary)
@@ -328,6 +320,17 @@ class CheckpointStore:
                 save.finish()
 
     # ------------------------------------------------------------------------- stages of a save
+
+    def _require_space(self, estimated_bytes: int | None) -> None:
+        if estimated_bytes is None:
+            estimated_bytes = self._bytes_of_one(self._sound())
+        needed = math.ceil(_FREE_SPACE_FACTOR * estimated_bytes)
+        free = shutil.disk_usage(self.root).free
+        if free < needed:
+            raise CheckpointError(
+                f"the disk has {free / 1e6:,.1f} MB free and {needed / 1e6:,.1f} MB are needed; "
+                "free some, or lower checkpointing.keep_top_k"
+            )
 
     def _finish(
         self, temporary: Path, *, step: int, metric: float | None, info: Mapping[str, Any]
