@@ -1,6 +1,7 @@
 """README.md and docs/ do what they say: their blocks run, their links lead somewhere.
 
-`python tests/test_docs.py [PAGE ...]` runs the pages and writes the outputs that they show anew.
+`python tests/test_docs.py [PAGE ...]` runs the pages and writes anew the outputs that they show and
+the parts that are generated.
 CONTRIBUTING.md ("Pages") says what the comments before blocks mean. The second half of the pages is
 run by `test_docs_guides.py`, so that two processes share the work.
 """
@@ -20,6 +21,7 @@ import yaml
 from pydantic import ValidationError
 
 from doc_pages import PAGES, ROOT, BlockFailed, blocks_of, outputs_of, same, warm_server
+from doc_reference import with_generated
 from laurel.cli.main import app
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section
@@ -110,7 +112,7 @@ def test_every_command_and_variable_has_its_place():
             yield path
 
     commands = list(leaves(typer.main.get_command(app), "laurel"))
-    assert [one for one in commands if f"```bash\n{one} --help\n```" not in page] == []
+    assert [one for one in commands if f"\n### {one}\n" not in page] == []
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(readme.encode()) <= 14_000
     told = re.findall(r"`(?:laurel )?(\w+)`", readme.partition("## Commands")[2])
@@ -118,6 +120,13 @@ def test_every_command_and_variable_has_its_place():
     sources = [path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py")]
     used = {name for text in sources for name in re.findall(r"\bLAUREL_[A-Z_]+", text)}
     assert [name for name in sorted(used) if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("name", ["command_line.md", "configuration.md"])
+def test_generated_parts_are_those_of_today(name):
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    now = with_generated(page)
+    assert page.splitlines() == now.splitlines(), f"run `python tests/test_docs.py docs/{name}`"
 
 
 def test_outputs_are_compared_without_their_figures():
@@ -170,9 +179,18 @@ def refresh(path: Path, said: dict[int, str]) -> None:
         print(f"{path.name}: outputs written")
 
 
+def generate(path: Path) -> None:
+    """Write the generated parts of a page that differ anew."""
+    page = path.read_text(encoding="utf-8")
+    if (now := with_generated(page)) != page:
+        path.write_text(now, encoding="utf-8")
+        print(f"{path.name}: generated parts written")
+
+
 if __name__ == "__main__":
     with warm_server() as one_server:
         for one in [Path(name).resolve() for name in sys.argv[1:]] or PAGES:
+            generate(one)
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as at:
                 try:
                     refresh(one, one_server(one, Path(at) / "page"))

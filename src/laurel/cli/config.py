@@ -75,11 +75,11 @@ def import_config(
     ],
     system: Annotated[
         Literal["trl", "openrlhf", "verl", "nemo-rl"] | None,
-        typer.Option("--from", help="Where it is from; else told from its keys."),
+        typer.Option("--from", help="The system that wrote it; else recognized by its keys."),
     ] = None,
     kind: Annotated[
         Literal["rm", "sft", "grpo"] | None,
-        typer.Option("--for", help="The command it is for; else told from its keys."),
+        typer.Option("--for", help="The command it is for; else recognized by its keys."),
     ] = None,
     output: Annotated[
         Path | None,

@@ -42,16 +42,16 @@ def run_import(request: ImportRequest, *, output: Path | None, as_json: bool) ->
         check_output(output, read_from=source)
     if source == STDIN:
         request = replace(request, text=sys.stdin.read())
-    told = import_configuration(request)
+    report = import_configuration(request)
     name = "stdin" if source == STDIN else request.path.name
-    text = to_text(told.imported, source=name, output=str(output or "FILE"))
+    text = to_text(report.imported, source=name, output=str(output or "FILE"))
     if output is not None:
         with replace_file(output) as file:
             file.write(text)
     if as_json:
-        write_json(import_facts(told, output))
+        write_json(import_facts(report, output))
         return
-    lists = "".join(f"{line}\n" for line in as_lines(told, output))
+    lists = "".join(f"{line}\n" for line in as_lines(report, output))
     if output is None:
         sys.stderr.write(lists)
         sys.stdout.write(text)
@@ -59,17 +59,17 @@ def run_import(request: ImportRequest, *, output: Path | None, as_json: bool) ->
         sys.stdout.write(lists)
 
 
-def as_lines(told: ImportReport, output: Path | None) -> Iterator[str]:
+def as_lines(report: ImportReport, output: Path | None) -> Iterator[str]:
     """What became of every key, for people."""
-    imported = told.imported
-    if told.by:
-        yield told.by
-    for fate, heading in _LISTS:
-        entries = imported.with_fate(fate)
-        if not entries and fate != "not carried":
+    imported = report.imported
+    if report.by:
+        yield report.by
+    for status, heading in _LISTS:
+        entries = imported.with_status(status)
+        if not entries and status != "not carried":
             continue
         yield f"{heading} ({len(entries)})"
-        if fate == "not needed":
+        if status == "not needed":
             yield from _by_reason(entries)
             continue
         for one in entries:
@@ -86,7 +86,7 @@ def _by_reason(entries: Sequence[KeyOutcome]) -> Iterator[str]:
 
 
 def _entry_lines(one: KeyOutcome) -> Iterator[str]:
-    if one.fate == "not carried":
+    if one.status == "not carried":
         yield f"  {said(one)}: {' '.join(one.why.split())}"
         return
     key = said(one) if one.is_said else one.key
@@ -96,18 +96,18 @@ def _entry_lines(one: KeyOutcome) -> Iterator[str]:
         yield f"      {one.why}"
 
 
-def import_facts(told: ImportReport, output: Path | None) -> dict[str, Any]:
+def import_facts(report: ImportReport, output: Path | None) -> dict[str, Any]:
     """The same for programs."""
-    imported = told.imported
+    imported = report.imported
 
-    def facts(fate: str) -> list[dict[str, Any]]:
-        return [_fact(one) for one in imported.with_fate(fate)]
+    def facts(status: str) -> list[dict[str, Any]]:
+        return [_fact(one) for one in imported.with_status(status)]
 
     return {
-        "from": told.system,
-        "system": TITLES[told.system],
+        "from": report.system,
+        "system": TITLES[report.system],
         "for": imported.run,
-        "told_by": told.by or None,
+        "recognized_by": report.by or None,
         "carried": facts("carried"),
         "defaults": facts("default"),
         "not_needed": facts("not needed"),

@@ -32,7 +32,7 @@ from pydantic_core import ErrorDetails
 
 from laurel.config.dump import to_yaml
 from laurel.config.interpolation import Interpolations, UnresolvedError
-from laurel.config.nemo_rl import Move, adapt, fates_of
+from laurel.config.nemo_rl import Move, adapt, unread_keys
 from laurel.config.overrides import Override, apply_overrides, at_their_place
 from laurel.config.schema_info import (
     Kinds,
@@ -189,7 +189,7 @@ class Checker:
 
     def warnings(self) -> Iterator[str]:
         """What the tree says that is lost, ignored, without effect or null."""
-        fates = fates_of(self.tree, self.ignored)
+        fates = unread_keys(self.tree, self.ignored)
         lost = {fate.key: fate.why for fate in fates if fate.is_lost}
         if lost:
             told = "; ".join(f"{key} ({why})" for key, why in lost.items())

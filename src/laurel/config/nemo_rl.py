@@ -3,8 +3,8 @@
 Three things are done with a tree before it is checked. What is another backend's or another
 section's way to say a setting of Laurel is translated (`megatron_cfg`, `async_grpo`). A feature
 that Laurel does not have is refused by its name. All other keys that mean nothing here stay where
-they are: the sections know them (`foreign_keys`), and `fate` says why, and whether anything is
-lost.
+they are: the sections know them (`foreign_keys`), and `unread_keys` says why, and whether anything
+is lost.
 
 Which keys and features these are stands in `nemo_rl.yaml`.
 """
@@ -64,7 +64,7 @@ def reason(key: str) -> tuple[str, bool] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fate:
+class UnreadKey:
     """What becomes of a key that means nothing here."""
 
     key: str
@@ -74,14 +74,14 @@ class Fate:
     """Whether the run is not what the file asks for."""
 
 
-def fates_of(tree: YamlNode, ignored: Sequence[str]) -> list[Fate]:
-    """The fates of keys that the sections of a run know and do not read.
+def unread_keys(tree: YamlNode, ignored: Sequence[str]) -> list[UnreadKey]:
+    """List the keys that the sections of a run know and do not read.
 
     Args:
         tree: What the file says, in Laurel's terms.
-        ignored: The keys, dotted. The parts of some blocks, as Megatron's, have fates of their own.
+        ignored: The keys, dotted. The parts of some blocks, as Megatron's, are listed one by one.
     """
-    found: list[Fate] = []
+    found: list[UnreadKey] = []
     for block in ignored:
         node = find_node(tree, split_key(block))
         if node is None:
@@ -101,7 +101,7 @@ def fates_of(tree: YamlNode, ignored: Sequence[str]) -> list[Fate]:
             )
             if may_be_lost and is_off:
                 why, may_be_lost = "it is off, or says what Laurel does", False
-            found.append(Fate(key=key, value=value, why=why, is_lost=may_be_lost))
+            found.append(UnreadKey(key=key, value=value, why=why, is_lost=may_be_lost))
     return found
 
 
@@ -226,20 +226,20 @@ class _Values:
             return (
                 self.interpolations.value(path, node.value) if is_reference else plain_values(node)
             )
-        except UnresolvedError:  # told where the key is checked, if it is needed
+        except UnresolvedError:  # reported where the key is checked, if it is needed
             return node.value
 
 
 def _missing(schema: type[Section], values: _Values, *, is_megatron: bool) -> Iterator[str]:
     """A line for each feature that the file asks for and Laurel does not have."""
-    told: set[str] = set()
+    reported: set[str] = set()
     for feature in _TABLES["features"] + (_TABLES["megatron_features"] if is_megatron else []):
         for pattern in feature["keys"]:
             is_of_run = _is_of_run(schema, pattern)
             for key, node, value in values.leaves(pattern) if is_of_run else ():
-                if feature["name"] in told or not _asks(feature, value):
+                if feature["name"] in reported or not _asks(feature, value):
                     continue
-                told.add(feature["name"])
+                reported.add(feature["name"])
                 hint = f"; {feature['hint']}" if "hint" in feature else ""
                 shown = "" if isinstance(value, dict | list) else f"={value}"
                 yield f"{node.place}: {key}{shown}: Laurel has no {feature['name']}{hint}"
@@ -269,12 +269,12 @@ def _asked_environments(schema: type[Section], values: _Values) -> Iterator[str]
     if "env" not in schema.model_fields:
         return
     own = {key for kind in ("custom", "composite") for key in values.get(f"env.{kind}") or {}}
-    told: set[str] = set()
+    reported: set[str] = set()
     for pattern in ("data.env_name", "data.*.env_name", "data.*.*.env_name"):
         for key, node, name in values.leaves(pattern):
-            if name in told | own or name not in EnvironmentsConfig.foreign_keys:
+            if name in reported | own or name not in EnvironmentsConfig.foreign_keys:
                 continue
-            told.add(name)
+            reported.add(name)
             what = "NeMo Gym" if name == "nemo_gym" else f"environment {name}"
             what = "multimodal environments" if name in _TABLES["images"] else what
             yield (

@@ -30,7 +30,7 @@ def test_the_lists_go_to_stderr_and_the_configuration_to_stdout(source):
     assert done.stdout.startswith("# From TRL (grpo.yaml)")
     for heading in ("carried (", "not needed (", "not carried (", "unlike Laurel's default"):
         assert heading in done.stderr
-    assert "told to be of TRL by its keys model_name_or_path" in done.stderr
+    assert "read as TRL: its keys model_name_or_path" in done.stderr
     assert "beta=0.04 -> loss_fn.reference_policy_kl_penalty=0.04" in done.stderr
     assert "8 x 4 processes x 4 accumulation" in done.stderr
     assert "hub_token=(not shown)" in done.stderr

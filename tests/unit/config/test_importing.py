@@ -40,7 +40,7 @@ def said_by(directory: Path, name: str) -> Imported:
 
 
 def fates(found: Imported) -> dict[str, str]:
-    return {entry.key: entry.fate for entry in found.entries}
+    return {entry.key: entry.status for entry in found.entries}
 
 
 # ------------------------------------------------------------------------------------------- tables
@@ -66,7 +66,7 @@ def test_every_target_is_a_key_of_ours_and_every_key_has_one_rule(system: Any, r
         assert any(one.rule_of(name) for one in TABLES[system].values()), name
     assert not set(names) & known
     assert set(table.defaults) <= known, sorted(set(table.defaults) - known)
-    assert table.told_by <= known
+    assert table.own_keys <= known
 
 
 def test_trl_knows_every_argument_that_it_inherits_and_has_its_default() -> None:
@@ -108,7 +108,7 @@ def test_what_is_written_is_the_configuration_that_was_checked(tmp_path: Path, n
     loaded = load_config(SCHEMAS[found.run], tmp_path / "ours.yaml")
     assert loaded.config == found.config
     assert loaded.warnings == ()
-    for entry in found.with_fate("not carried"):
+    for entry in found.with_status("not carried"):
         assert entry.key in text.split("\n\n")[0], f"{entry.key} is not told in the file"
 
 
@@ -119,10 +119,10 @@ def test_every_key_is_in_one_list(tmp_path: Path, name: str) -> None:
     assert len(keys) == len(set(keys))
     table = TABLES[next(s for s in TITLES if TITLES[s] == found.system)][found.run]
     for entry in found.entries:
-        assert entry.fate in ("carried", "default", "not needed", "not carried")
-        assert entry.is_said == (entry.fate != "default") or entry.fate == "not carried"
-        assert entry.fate != "carried" or entry.to
-        assert entry.fate in ("carried", "default") or entry.why
+        assert entry.status in ("carried", "default", "not needed", "not carried")
+        assert entry.is_said == (entry.status != "default") or entry.status == "not carried"
+        assert entry.status != "carried" or entry.to
+        assert entry.status in ("carried", "default") or entry.why
         assert entry.why != "it has no effect beside the other keys of this file"
         assert table.rule_of(entry.key) is not None
 
@@ -132,7 +132,7 @@ def test_no_secret_is_shown_or_written(tmp_path: Path) -> None:
         found = said_by(tmp_path, name)
         assert "not_to_be_seen" not in to_text(found, source="s", output="o")
         secret = next(e for e in found.entries if e.key in ("hub_token", "logger.wandb.key"))
-        assert secret.fate != "carried"
+        assert secret.status != "carried"
 
 
 # ------------------------------------------------------------------------------------- TRL, by hand
@@ -467,7 +467,7 @@ def test_openrlhf_with_lone_completions_compares_over_the_batch(
     [
         ("algorithm.adv_estimator=gae", "Laurel learns without a critic, and actor_rollout"),
         ("", "Laurel learns without a critic, and actor_rollout"),
-        ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=1 draws no group"),
+        ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=1 makes no group"),
         (
             "algorithm.adv_estimator=gae actor_rollout_ref.rollout.n=4",
             "Laurel learns without a critic: grpo is written instead",
@@ -485,7 +485,7 @@ def test_verl_without_groups_or_with_a_critic_says_what_is_chosen(
     found = imported(tmp_path, command, "run.sh").imported
     grpo: Any = found.config.grpo  # type: ignore[attr-defined]
     (entry,) = [one for one in found.entries if one.key == "algorithm.adv_estimator"]
-    assert entry.fate == "not carried"
+    assert entry.status == "not carried"
     assert entry.why.startswith(said)
     assert grpo.compares_within_groups == ("n=4" in flags)
 
@@ -647,7 +647,7 @@ def test_verl_fine_tuning_one_key_at_a_time(
         "warmup": scheduler[0].kwargs["total_iters"] if scheduler else None,
     }
     assert {key: there[key] for key in values} == values
-    assert not [e.key for e in found.entries if e.fate == "not carried"]
+    assert not [e.key for e in found.entries if e.status == "not carried"]
 
 
 @pytest.mark.parametrize(
@@ -744,7 +744,7 @@ trainer: {project_name: p, experiment_name: e,
 
 def test_nemo_rl_loads_unchanged_and_says_what_it_ignores(tmp_path: Path) -> None:
     found = said_by(tmp_path, "nemo-rl")
-    told = {entry.key: (entry.fate, entry.why) for entry in found.entries}
+    told = {entry.key: (entry.status, entry.why) for entry in found.entries}
     assert told["grpo.async_grpo.max_trajectory_age_steps"] == ("carried", "translated")
     assert found.values["grpo.max_staleness"] == 2
     assert told["grpo.async_grpo.in_flight_weight_updates"][0] == "not carried"
@@ -759,7 +759,7 @@ def test_nemo_rl_loads_unchanged_and_says_what_it_ignores(tmp_path: Path) -> Non
 
 def test_an_unknown_key_is_not_carried_and_the_one_meant_is_named(tmp_path: Path) -> None:
     found = imported(tmp_path, TRL_GRPO + "num_generationz: 4\nquite_different: 1\n").imported
-    told = {entry.key: entry for entry in found.with_fate("not carried")}
+    told = {entry.key: entry for entry in found.with_status("not carried")}
     assert "not known" in told["num_generationz"].why
     assert "did you mean num_generations?" in told["num_generationz"].why
     assert "not known" in told["quite_different"].why
@@ -792,7 +792,7 @@ def test_an_unknown_key_is_not_carried_and_the_one_meant_is_named(tmp_path: Path
             TRL_GRPO.replace("num_generations: 8", "num_generations: 7"),
             "a.yaml",
             {},
-            r"TRL's num_generations=7: 32 completions are drawn at a time",
+            r"TRL's num_generations=7: 32 completions are sampled at a time",
         ),
         (
             TRL_GRPO + "max_seq_length: 5\nmax_length: 6\n",
@@ -880,7 +880,7 @@ def test_the_launchers_own_file_is_not_dropped_in_silence(tmp_path: Path) -> Non
     line = "accelerate launch {} trl/scripts/reward.py --model_name_or_path m --dataset_name d"
     for said in ("--config_file zero3.yaml", "--config_file=zero3.yaml"):
         found = imported(tmp_path, line.format(said), "a.sh").imported
-        told = {entry.key: entry for entry in found.with_fate("not carried")}
+        told = {entry.key: entry for entry in found.with_status("not carried")}
         entry = told["accelerate launch --config_file"]
         assert "zero3.yaml" in str(entry)
         assert "not read" in entry.why

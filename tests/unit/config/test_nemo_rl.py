@@ -490,7 +490,7 @@ def test_an_import_writes_what_megatrons_settings_become(tmp_path: Path) -> None
     assert told["policy.megatron_cfg.tensor_model_parallel_size"].to == {
         "policy.dtensor_cfg.tensor_parallel_size": 2
     }
-    assert told["policy.megatron_cfg.pipeline_model_parallel_size"].fate == "not carried"
+    assert told["policy.megatron_cfg.pipeline_model_parallel_size"].status == "not carried"
 
 
 # ------------------------------------------------------------------------------------- asynchronous

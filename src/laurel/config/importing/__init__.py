@@ -1,1 +1,1 @@
-"""Configurations of other systems, told apart and translated into Laurel's."""
+"""Configurations of other systems, recognized and translated into Laurel's."""

@@ -58,7 +58,7 @@ _FROM_OUTSIDE = ("HOME", "USER", "PWD")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A training program and what it is told."""
+    """A training program and its arguments."""
 
     system: str
     run: str
@@ -67,7 +67,7 @@ class Command:
     unresolved: Mapping[str, str] = field(default_factory=dict)
     """Keys whose values hold variables that the text does not set."""
     devices: int | None = None
-    """Processes that its launcher is told to start."""
+    """Processes that its launcher starts."""
 
 
 def find_command(text: str, name: str) -> Command | None:
@@ -98,8 +98,8 @@ def find_command(text: str, name: str) -> Command | None:
         place = _program_at(words)
         if place is not None:
             at, system, run, style = place
-            told = list(_expanded(words[at + 1 :], arrays, variables, name))
-            return _command(words[:at], words[at], system, run, style, told)
+            arguments = list(_expanded(words[at + 1 :], arrays, variables, name))
+            return _command(words[:at], words[at], system, run, style, arguments)
     if scripts:
         run = "reward" if scripts[0][1] == "reward_modeling" else scripts[0][1]
         raise ConfigError(
@@ -168,7 +168,7 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _calculated(found: re.Match[str], variables: Mapping[str, str]) -> str:
-    """What `$((...))` comes to; as it stands where that cannot be told."""
+    """The value of `$((...))`; the text itself where it cannot be computed."""
     # Variables need no dollar there.
     inner = re.sub(
         r"\b[A-Za-z_]\w*",
@@ -243,12 +243,17 @@ def _program_at(words: Sequence[str]) -> tuple[int, str, str, str] | None:
 
 
 def _command(
-    launcher: Sequence[str], program: str, system: str, run: str, style: str, told: Sequence[str]
+    launcher: Sequence[str],
+    program: str,
+    system: str,
+    run: str,
+    style: str,
+    arguments: Sequence[str],
 ) -> Command:
     ours = _RUNS.get((system, run))
     if ours is None:
         raise ConfigError(f"{program} is another program of {system}; those imported: {PROGRAMS}")
-    values = _flags(told) if style == "flags" else _overrides(told)
+    values = _flags(arguments) if style == "flags" else _overrides(arguments)
     values |= _launcher_files(launcher)
     # verl's own references to other keys have braces.
     variable = re.compile(r"\$\w" if system == "verl" else r"\$\{?\w")
@@ -268,7 +273,7 @@ def _command(
 
 
 def _launcher_files(launcher: Sequence[str]) -> dict[str, Any]:
-    """The file that accelerate is told to read, by a key that no program has."""
+    """The file that accelerate reads, under a key that no program has."""
     for flag, value in zip(launcher, [*launcher, ""][1:], strict=True):
         name, has_value, inline = flag.partition("=")
         if name == "--config_file":

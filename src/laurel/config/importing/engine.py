@@ -1,4 +1,4 @@
-"""From what a source says to a configuration of ours that is checked, and a fate for every key."""
+"""Converts another system's configuration into a checked one, with a status for every key."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Imported:
     config: Section
     """The same, checked by the schema."""
 
-    def with_fate(self, fate: str) -> list[KeyOutcome]:
+    def with_status(self, status: str) -> list[KeyOutcome]:
         """The entries of one of the lists: carried, default, not needed, not carried."""
-        return [entry for entry in self.entries if entry.fate == fate]
+        return [entry for entry in self.entries if entry.status == status]
 
 
 def import_said(table: MappingTable, work: Work, run: Kind) -> Imported:
-    """Give every key of the source its fate, and check what comes out.
+    """Give every key of the source its status, and check what comes out.
 
     Raises:
         ConfigError: A value, or what the values together would be; the message names the key of
@@ -95,7 +95,7 @@ def _drop_our_defaults(work: Work, schema: type[Section]) -> None:
         if unit not in needed:
             del work.values[to]
     for key, entry in list(work.entries.items()):
-        if entry.fate == "default":
+        if entry.status == "default":
             entry.to = {
                 to: value
                 for to, value in entry.to.items()

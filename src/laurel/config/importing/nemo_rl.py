@@ -9,7 +9,7 @@ from typing import Any
 from laurel.config.importing.engine import Imported
 from laurel.config.importing.rules import KeyOutcome
 from laurel.config.load import load_config
-from laurel.config.nemo_rl import fates_of
+from laurel.config.nemo_rl import unread_keys
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.yaml_tree import DEFAULT, YamlNode, plain_values
 
@@ -28,7 +28,7 @@ def import_file(path: Path, run: Kind) -> Imported:
     entries = [
         KeyOutcome(
             key=move.key,
-            fate="carried",
+            status="carried",
             value=move.value,
             to=dict(move.to),
             why="translated" if list(move.to) != [move.key] else "",
@@ -39,15 +39,15 @@ def import_file(path: Path, run: Kind) -> Imported:
     for key, value in _leaves(loaded.said, loaded.ignored, put):
         values[key] = value
         if key not in put:
-            entries.append(KeyOutcome(key=key, fate="carried", value=value, to={key: value}))
+            entries.append(KeyOutcome(key=key, status="carried", value=value, to={key: value}))
     entries += [
         KeyOutcome(
             key=one.key,
             value=one.value,
             why=one.why,
-            fate="not carried" if one.is_lost else "not needed",
+            status="not carried" if one.is_lost else "not needed",
         )
-        for one in fates_of(loaded.said, loaded.ignored)
+        for one in unread_keys(loaded.said, loaded.ignored)
         if one.key not in moved
     ]
     return Imported(

@@ -68,7 +68,7 @@ def put_schedule(
             length nobody said.
         warmup_by: The keys that decide that.
         min_ratio: Where the decay ends, as a share of the learning rate.
-        total: Optimizer steps of the run; else those that the import was told.
+        total: Optimizer steps of the run; else those that the import was given.
     """
     total = total or work.total_steps
     needs = (
@@ -119,7 +119,7 @@ def share_of(
 
 
 def _refused(work: Work) -> set[str]:
-    return {key for key, entry in work.entries.items() if entry.fate == "not carried"}
+    return {key for key, entry in work.entries.items() if entry.status == "not carried"}
 
 
 LORA = "policy.dtensor_cfg.lora_cfg."
@@ -152,7 +152,7 @@ def put_lora_modules(work: Work, key: str, value: Any) -> None:
 
 
 def put_estimator_of_lone_completions(work: Work, key: str, *, size_key: str) -> None:
-    """Compare over the batch where one completion is drawn per prompt, and say so of `key`.
+    """Compare over the batch where one completion is sampled per prompt, and note it for `key`.
 
     A group's mean would be the completion itself: every advantage would be 0. `key` names the
     source's estimator, `size_key` the number of completions.
@@ -163,7 +163,7 @@ def put_estimator_of_lone_completions(work: Work, key: str, *, size_key: str) ->
     critic = f"{NO_CRITIC}, and " if str(work[key]).lower() == "gae" else ""
     work.refuse(
         key,
-        f"{critic}{size_key}=1 draws no group to compare a completion with: reinforce_plus_plus "
+        f"{critic}{size_key}=1 makes no group to compare a completion with: reinforce_plus_plus "
         "without a baseline is written instead, which compares over the batch; GRPO needs several",
     )
 

@@ -18,7 +18,7 @@ from laurel.errors import ConfigError
 # --------------------------------------------------------------------------------------------------
 # An import while it is made: what the source says, and what has become of each of its keys.
 
-Fate = Literal["carried", "default", "not needed", "not carried"]
+Status = Literal["carried", "default", "not needed", "not carried"]
 
 _SECRETS = re.compile(r"(^|[._])(wandb\.key|use_wandb|hub_token|\w*(api_?key|password|secret)\w*)$")
 
@@ -33,7 +33,7 @@ class KeyOutcome:
     """What became of one key."""
 
     key: str
-    fate: Fate
+    status: Status
     value: Any = None
     to: dict[str, Any] = field(default_factory=dict)
     """Keys of ours, and their values."""
@@ -198,7 +198,7 @@ class Work:
     def refuse(self, key: str, why: str) -> None:
         """A key that cannot be carried; whatever was set by it stays."""
         entry = self._entry(key, "not carried")
-        entry.fate, entry.why = "not carried", why
+        entry.status, entry.why = "not carried", why
 
     def note(self, key: str, text: str) -> None:
         """Something to know about a key that is carried."""
@@ -206,14 +206,14 @@ class Work:
         if entry is not None:
             entry.why = f"{entry.why}; {text}" if entry.why else text
 
-    def _entry(self, key: str, fate: Fate) -> KeyOutcome:
+    def _entry(self, key: str, status: Status) -> KeyOutcome:
         if key not in self.entries:
             self.entries[key] = KeyOutcome(
-                key=key, fate=fate, value=self[key], is_said=key in self.said
+                key=key, status=status, value=self[key], is_said=key in self.said
             )
         entry = self.entries[key]
-        if fate == "carried" and entry.fate == "not needed":
-            entry.fate = fate
+        if status == "carried" and entry.status == "not needed":
+            entry.status = status
         return entry
 
 
@@ -251,7 +251,7 @@ class KeyRule:
     """Every key of ours that it may set. `{run}` is the section of the run: rm, sft or grpo."""
     how: str
     """For people: the conversion, or why there is none."""
-    fate: Literal["carried", "not needed", "not carried"] = "carried"
+    status: Literal["carried", "not needed", "not carried"] = "carried"
     """What becomes of its keys as a rule: of some values it may be another."""
     convert: Convert
     """Reads the keys from the work and says what becomes of each."""
@@ -264,7 +264,7 @@ class MappingTable:
     rules: tuple[KeyRule, ...]
     defaults: Mapping[str, Any]
     """What the other system takes where a file says nothing."""
-    told_by: frozenset[str] = frozenset()
+    own_keys: frozenset[str] = frozenset()
     """Keys that no other kind of run of this system has."""
     other_names: Mapping[str, str] | None = None
     """Keys of older versions, and their names in this table."""
@@ -304,7 +304,7 @@ def unneeded(how: str, *keys: str) -> KeyRule:
         for key in work.said_of(keys):
             work.unneeded(key, how)
 
-    return KeyRule(keys=keys, how=how, convert=convert, fate="not needed")
+    return KeyRule(keys=keys, how=how, convert=convert, status="not needed")
 
 
 def absent(how: str, *keys: str, off: Sequence[Any] = (None, False, 0, "")) -> KeyRule:
@@ -320,4 +320,4 @@ def absent(how: str, *keys: str, off: Sequence[Any] = (None, False, 0, "")) -> K
             else:
                 work.refuse(key, how)
 
-    return KeyRule(keys=keys, how=how, convert=convert, fate="not carried")
+    return KeyRule(keys=keys, how=how, convert=convert, status="not carried")

@@ -89,8 +89,8 @@ def import_configuration(request: ImportRequest) -> ImportReport:
                 "a file of NeMo RL may name others (defaults), and is read by its name"
             )
         kinds: tuple[Kind, ...] = ("grpo", "sft", "rm")
-        told = [kind for kind in kinds if kind in read.values]
-        imported = nemo_rl.import_file(request.path, request.run or [*told, *kinds[-1:]][0])
+        kinds_found = [kind for kind in kinds if kind in read.values]
+        imported = nemo_rl.import_file(request.path, request.run or [*kinds_found, *kinds[-1:]][0])
         return ImportReport(imported=imported, system=system, by=by)
     run, run_by = _run(request, read, system, name)
     table = TABLES[system][run]
@@ -185,12 +185,12 @@ def _system(request: ImportRequest, read: _Read, name: str) -> tuple[System, str
         found: System | None = read.command.system  # type: ignore[assignment]
         by = f"the program {read.command.program}"
     else:
-        found, by = _told_by_keys(read.values)
+        found, by = _system_of_keys(read.values)
     if said is None:
         if found is None:
             known = ", ".join(TITLES.values())
             raise ConfigError(f"{name}: none of its keys tells where it is from ({known}): --from")
-        return found, f"told to be of {TITLES[found]} by {by}"
+        return found, f"read as {TITLES[found]}: {by}"
     is_none = read.command is None and not _known(said, read.values)
     if found is not None and found != said and (read.command is not None or is_none):
         raise ConfigError(
@@ -202,7 +202,7 @@ def _system(request: ImportRequest, read: _Read, name: str) -> tuple[System, str
     return said, ""
 
 
-def _told_by_keys(values: Mapping[str, Any]) -> tuple[System | None, str]:
+def _system_of_keys(values: Mapping[str, Any]) -> tuple[System | None, str]:
     known = {system: _known(system, values) for system in TITLES}
     if known["nemo-rl"]:
         return "nemo-rl", "its sections " + ", ".join(known["nemo-rl"][:3])
@@ -248,21 +248,21 @@ def _run(request: ImportRequest, read: _Read, system: System, name: str) -> tupl
         return request.run, ""
     if len(tables) == 1:
         return next(iter(tables)), ""
-    told: dict[Kind, list[str]] = {}
+    keys_of: dict[Kind, list[str]] = {}
     for kind, table in tables.items():
         names = table.other_names or {}
         keys = _flat(read.values, table)
-        told[kind] = [key for key in keys if names.get(key, key) in table.told_by]
-    found = [kind for kind, keys in told.items() if keys]
+        keys_of[kind] = [key for key in keys if names.get(key, key) in table.own_keys]
+    found = [kind for kind, keys in keys_of.items() if keys]
     if len(found) != 1:
         why = (
             "nothing in it tells"
             if not found
             else "it has keys of several: "
-            + ", ".join(f"{kind} ({told[kind][0]})" for kind in found)
+            + ", ".join(f"{kind} ({keys_of[kind][0]})" for kind in found)
         )
         raise ConfigError(f"{name}: which run is it for? {why}; --for {'|'.join(tables)}")
-    return found[0], f"told to be for laurel {found[0]} by {told[found[0]][0]}"
+    return found[0], f"read as a file for laurel {found[0]}: {keys_of[found[0]][0]}"
 
 
 # ------------------------------------------------------------------------------------- what is said

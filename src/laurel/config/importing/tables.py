@@ -4,7 +4,7 @@ A file holds what the programs of one system share, and one table for each progr
 
 - `short`: names for the beginnings of keys; with `A: actor_rollout_ref.actor` a row says `A.optim`.
 - `blocks`: rows that several programs use, by name.
-- `programs`: by run of ours, `defaults`, `told_by`, `other_names` and `rows`.
+- `programs`: by run of ours, `defaults`, `own_keys`, `other_names` and `rows`.
 
 A row is one of:
 
@@ -180,7 +180,9 @@ class Expression:
             "text": work.text,
             "said": work.is_said,
             "word": lambda key: str(work[key]).lower(),
-            "refused": lambda key: key in work.entries and work.entries[key].fate == "not carried",
+            "refused": lambda key: (
+                key in work.entries and work.entries[key].status == "not carried"
+            ),
             "pair": work.pair,
             "has": work.said.__contains__,
             "share": partial(optimizing.share_of, work),
@@ -304,11 +306,11 @@ class _Reader:
 
         return put
 
-    def deciding(self, told: Any, names: Names) -> Callable[[Work], Sequence[str]]:
+    def deciding(self, by: Any, names: Names) -> Callable[[Work], Sequence[str]]:
         """Keys, or an expression after `=` that says which."""
-        if isinstance(told, str) and told.startswith("="):
-            return Expression(told[1:], names, self.let).of
-        keys = names.all(told)
+        if isinstance(by, str) and by.startswith("="):
+            return Expression(by[1:], names, self.let).of
+        keys = names.all(by)
         return lambda work: keys
 
     def calling(self, spec: Mapping[str, Any], names: Names) -> Step:
@@ -316,13 +318,15 @@ class _Reader:
         function, targets = optimizing.RULES[spec["call"]]
         self.targets += targets
         given: dict[str, Any] = {}
-        for name, told in spec.items():
+        for name, given_as in spec.items():
             if name in ("call", "if", "else"):
                 continue
-            if isinstance(told, str) and told.startswith("="):
-                given[name] = Expression(told[1:], names, self.let)
+            if isinstance(given_as, str) and given_as.startswith("="):
+                given[name] = Expression(given_as[1:], names, self.let)
             else:
-                given[name] = names.whole(told) if isinstance(told, str) else names.all(told)
+                given[name] = (
+                    names.whole(given_as) if isinstance(given_as, str) else names.all(given_as)
+                )
 
         def convert(work: Work) -> None:
             function(
@@ -375,9 +379,9 @@ def _table(spec: Mapping[str, Any], program: Mapping[str, Any]) -> MappingTable:
     names = Names(short=short)
     keys = frozenset(_keys_of(program["rows"], spec, names))
 
-    def whole(told: Any) -> dict[str, Any]:
+    def whole(mappings: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for one in told if isinstance(told, list) else [told]:
+        for one in mappings if isinstance(mappings, list) else [mappings]:
             found |= {names.whole(key): value for key, value in one.items()}
         return found
 
@@ -385,6 +389,6 @@ def _table(spec: Mapping[str, Any], program: Mapping[str, Any]) -> MappingTable:
     return MappingTable(
         rules=tuple(_Reader(spec, keys).rules(program["rows"], short)),
         defaults=whole(program["defaults"]),
-        told_by=frozenset(names.all(program["told_by"])),
+        own_keys=frozenset(names.all(program["own_keys"])),
         other_names={old: names.whole(new) for old, new in others.items()},
     )

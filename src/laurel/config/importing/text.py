@@ -28,7 +28,7 @@ def to_text(imported: Imported, *, source: str, output: str) -> str:
 def _header(imported: Imported, source: str, output: str) -> Iterator[str]:
     yield f"# From {imported.system} ({source}), written by laurel config import.\n"
     yield f"# Run it: laurel {imported.run} --config {output}\n"
-    lost = imported.with_fate("not carried")
+    lost = imported.with_status("not carried")
     if not lost:
         yield "# Everything was carried or is not needed.\n"
         return

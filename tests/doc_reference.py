@@ -1,0 +1,209 @@
+"""Parts of pages that are generated: every option of the commands, every key of a configuration.
+
+A page holds such a part between `<!-- generated: NAME -->` and `<!-- end of NAME -->`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import click
+import typer.main
+from pydantic.fields import FieldInfo
+
+from laurel.cli.main import app
+from laurel.config.dump import entry, literal, meaning
+from laurel.config.schema_info import is_mapping, item_kinds, kinds_of, sections_of
+from laurel.config.schemas import SCHEMAS
+from laurel.config.yaml_tree import Section
+
+COMMON = 3
+"""Commands that must share an option before it stands among the common ones."""
+SHORT = 150
+"""Characters of a meaning after which no further sentence is written, except what null means."""
+FEW = 3
+"""Keys of a section that is written inside the section above it, at most."""
+
+
+# -------------------------------------------------------------------------------------- commands
+
+
+def commands_text() -> str:
+    """Write every command with a line for each option; options of several commands come first."""
+    options = {
+        path: [
+            record
+            for one in command.get_params(context)
+            if (record := one.get_help_record(context))
+        ]
+        for path, command, context in _commands(typer.main.get_command(app), "laurel")
+    }
+    common: dict[str, tuple[str, str]] = {}
+    for record, count in Counter(chain.from_iterable(options.values())).most_common():
+        if count >= COMMON:
+            common.setdefault(_name(record), record)
+    lines = ["### Common options", "", *map(_option, common.values())]
+    for path, command, _ in _commands(typer.main.get_command(app), "laurel"):
+        own = [record for record in options[path] if record not in common.values()]
+        shared = [f"`{_name(one)}`" for one in options[path] if one in common.values()]
+        lines += ["", f"### {path}", ""]
+        for paragraph in re.split(r"\n\s*\n", (command.help or "").strip()):
+            text = " ".join(paragraph.replace("\b", "").split())
+            head, example, call = text.partition("Example: ")
+            lines += [head + (f"Example: `{call}`" if example else ""), ""]
+        lines += [*map(_option, own), f"- Common: {', '.join(shared)}"]
+    return "\n".join(lines)
+
+
+def _commands(command: Any, path: str) -> Iterator[tuple[str, click.Command, click.Context]]:
+    below = getattr(command, "commands", None)
+    for name, one in (below or {}).items():
+        yield from _commands(one, f"{path} {name}")
+    if below is None:
+        yield path, command, click.Context(command, info_name=path)
+
+
+def _name(record: tuple[str, str]) -> str:
+    words = record[0].split()
+    return next((word for word in words if word.startswith("--")), words[0])
+
+
+def _option(record: tuple[str, str]) -> str:
+    return f"- `{record[0]}` {' '.join(record[1].split())}"
+
+
+# --------------------------------------------------------------------------------- configurations
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """A key of a section: its line, its default, and the sections that it may hold."""
+
+    name: str
+    about: str
+    default: str
+    value: Any
+    sections: dict[type[Section], str]
+    """Each with what stands behind the key where a list or a mapping holds the section."""
+
+    def line(self, prefix: str = "") -> str:
+        return f"- `{prefix}{self.name}{self.default}` {self.about}".rstrip()
+
+
+@dataclass(slots=True)
+class _Options:
+    """The text, and the sections that stand in it, each by its first place."""
+
+    lines: list[str] = field(default_factory=list)
+    places: dict[type[Section], str] = field(default_factory=dict)
+    values: dict[type[Section], Section | None] = field(default_factory=dict)
+
+    def keys(self, section: type[Section], values: Section | None) -> list[_Key]:
+        named = {one.__name__: one for one in self.places}
+        return [_key(section, *one, values, named) for one in section.model_fields.items()]
+
+    def add(self, path: str, section: type[Section], about: str, values: Section | None) -> None:
+        """Write a section, then those below it."""
+        keys = self.keys(section, values)
+        like, shared = self.most_alike(section, keys)
+        self.places[section], self.values[section] = path, values
+        self.lines += ["", f"### {path}", "", about or _short(section.__doc__), ""]
+        below: list[tuple[str, type[Section], str, Section | None]] = []
+        for key in keys:
+            if key.name in shared:
+                continue
+            line = key.line()
+            inside: list[str] = []
+            for inner, behind in key.sections.items():
+                value = key.value if isinstance(key.value, inner) else None
+                leaves = self.keys(inner, value)
+                if inner in self.places:
+                    line += f" Keys: `{self.places[inner]}`."
+                elif len(leaves) <= FEW and not behind and not any(one.sections for one in leaves):
+                    self.places[inner], self.values[inner] = f"{path}.{key.name}", value
+                    inside += [one.line(f"{key.name}.") for one in leaves]
+                else:
+                    below.append((f"{path}.{key.name}{behind}", inner, "", value))
+            if not isinstance(key.value, Section) or "Keys: " in line:
+                self.lines.append(line)
+            self.lines += inside
+        if shared:
+            names = ", ".join(f"`{key.name}`" for key in keys if key.name in shared)
+            self.lines.append(f"- As in `{like}`: {names}")
+        for one in below:
+            if one[1] not in self.places:
+                self.add(*one)
+
+    def most_alike(self, section: type[Section], keys: list[_Key]) -> tuple[str, set[str]]:
+        """Find the section that stands already and shares most keys, and those."""
+        best: tuple[str, set[str]] = ("", set())
+        for one, place in self.places.items():
+            lines = {key.line() for key in self.keys(one, self.values[one])}
+            shared = {key.name for key in keys if key.line() in lines}
+            if len(shared) > max(FEW, len(best[1])):
+                best = (place, shared)
+        return best
+
+
+def options_text() -> str:
+    """Write every key with its default and its meaning: a GRPO run, then `sft` and `rm`."""
+    text = _Options()
+    for kind, schema in reversed(SCHEMAS.items()):
+        for key in text.keys(schema, None):
+            if kind == "grpo" or key.name == kind:
+                (section,) = key.sections
+                text.add(key.name, section, key.about, key.value)
+    return "\n".join(text.lines).strip()
+
+
+def _key(
+    section: type[Section],
+    name: str,
+    info: FieldInfo,
+    values: Section | None,
+    named: dict[str, type[Section]],
+) -> _Key:
+    kinds = kinds_of(info.annotation)
+    sections = dict.fromkeys(sections_of(kinds), "")
+    for kind in kinds:
+        for one in sections_of(tuple(item_kinds(kind) or ())):
+            sections.setdefault(one, ".NAME" if is_mapping(kind) else "[]")
+    value = info.get_default(call_default_factory=True) if values is None else getattr(values, name)
+    default = ""
+    if values is None and info.is_required():
+        default = ": ..."
+    elif not isinstance(value, Section) and value is not None:
+        default = entry(name, literal(value)).strip().removeprefix(name)
+    about = meaning(section, name, info.description or "", named)
+    return _Key(name, _short("" if about == "See there." else about), default, value, sections)
+
+
+def _short(text: str | None) -> str:
+    """Keep the first sentences of a docstring, without the reason for the default."""
+    paragraph = " ".join((text or "").strip().split("\n\n")[0].split())
+    whole = re.sub(r" ?\bDefault: .*", "", paragraph)
+    kept = ""
+    for sentence in re.split(r"(?<=[.?)]) (?=[A-Z`0-9])", whole):
+        if not kept or len(kept) + len(sentence) < SHORT or re.match("Null|`?auto", sentence):
+            kept += f" {sentence}"
+    kept = kept.strip()
+    return kept if len(kept) == len(whole) else f"{kept} ..."
+
+
+GENERATED: dict[str, Callable[[], str]] = {"commands": commands_text, "options": options_text}
+
+
+def with_generated(page: str) -> str:
+    """Write the generated parts of a page anew."""
+    for name, text in GENERATED.items():
+        begin, end = f"<!-- generated: {name} -->\n", f"<!-- end of {name} -->"
+        if begin in page:
+            before, _, rest = page.partition(begin)
+            _, _, after = rest.partition(end)
+            page = f"{before}{begin}\n{text()}\n\n{end}{after}"
+    return page
