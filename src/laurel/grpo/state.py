@@ -59,7 +59,13 @@ class GRPORunState(PolicyRunState):
         """Restore the algorithm's own state (`RunState`)."""
         tasks = {task.id: task for task in self._source.tasks}
         if "notes" in more:  # in older checkpoints they are not in the rollouts
-            _distribute_notes(more["ahead"], more["notes"], tasks)
+            # Older checkpoints hold notes apart, by environment.
+            left = {name: iter(_notes_of_rollouts(noted)) for name, noted in more["notes"].items()}
+            for group in (group for batch in more["ahead"] for group in batch["groups"]):
+                name = tasks[group["task"]].environment
+                for rollout in group["rollouts"]:
+                    if name in left and rollout["reward"] is not None:
+                        rollout["note"] = next(left[name], None)
         ahead = [batch_from_dict(batch, tasks) for batch in more["ahead"]]
         self._source.put_back(ahead, consumed=more["consumed"])
         for name, state in more["environments"].items():
@@ -130,18 +136,6 @@ def batch_from_dict(saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> Batc
             for group in saved["groups"]
         ],
     )
-
-
-def _distribute_notes(
-    batches: Sequence[Mapping[str, Any]], notes: Mapping[str, Any], tasks: Mapping[str, Task]
-) -> None:
-    # Older checkpoints hold notes apart, by environment.
-    left = {name: iter(_notes_of_rollouts(noted)) for name, noted in notes.items()}
-    for group in (group for batch in batches for group in batch["groups"]):
-        name = tasks[group["task"]].environment
-        for rollout in group["rollouts"]:
-            if name in left and rollout["reward"] is not None:
-                rollout["note"] = next(left[name], None)
 
 
 def _notes_of_rollouts(noted: Any) -> Sequence[Any]:

@@ -94,7 +94,9 @@ class ChatFormat:
         self._closing, self._end_text = self._probe()
         given = generation_end_ids
         more = [] if given is None else [given] if isinstance(given, int) else list(given)
-        self.end_id = self._end_id()
+        self.end_id: int | None = None
+        if self._end_text:
+            self.end_id = int(tokenizer.convert_tokens_to_ids(self._end_text.strip()))
         ends = dict.fromkeys((self.end_id, tokenizer.eos_token_id, *more))
         self.end_ids: tuple[int, ...] = tuple(end for end in ends if end is not None)
         """Tokens that end the policy's turn; the first is the one that the template writes."""
@@ -312,11 +314,6 @@ class ChatFormat:
         end = next((token for token in known if first.startswith(token)), "")
         blank = closing[: len(closing) - len(first)] if end else ""
         return closing, blank + end
-
-    def _end_id(self) -> int | None:
-        if not self._end_text:
-            return None
-        return int(self.tokenizer.convert_tokens_to_ids(self._end_text.strip()))
 
     @property
     def asks_as_it_answers(self) -> bool:

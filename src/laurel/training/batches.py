@@ -87,16 +87,14 @@ class Batcher:
         """
         parts: list[TokenGroup] = []
         their_labels: list[Label] = []
+        shares_prompt = self._is_forest and self.limits.share_prompts
+        budget = self.limits.forest_tokens if shares_prompt else None
         for group, label in zip(tokens, labels, strict=True):
-            for indices in self._shares(group):
+            for indices in shares(group, budget=budget):
                 parts.append(select_completions(group, indices))
                 whole = len(indices) == len(group.branches_ids_G)
                 their_labels.append(label if whole else subset(label, indices))
         return parts, their_labels
-
-    def _shares(self, group: TokenGroup) -> list[list[int]]:
-        shares_prompt = self._is_forest and self.limits.share_prompts
-        return shares(group, budget=self.limits.forest_tokens if shares_prompt else None)
 
     def _lay_out(self, tokens: Sequence[TokenGroup], labels: Sequence[Label]) -> MicroBatch[Label]:
         if self._is_forest:

@@ -488,11 +488,19 @@ class LearnerWorker(WeightExporter):
         if threads is None and choose_device(cluster.device).type == "cpu":
             threads = max(1, available_cores() // self._place.world_size)
         device = prepare(cluster.device, cpu_threads=threads, seed=seed)
-        if shape.num_ranks > 1 and device.type == "cpu":
-            give_back_freed_memory()
-        mesh = _meet(place, shape, device)
+        mesh = None
+        if shape.num_ranks > 1:
+            if device.type == "cpu":
+                give_back_freed_memory()
+            join(place, device)
+            mesh = shape.mesh(device.type)
         loaded = load(device=device, mesh=mesh)
-        self._facts = ModelFacts.of(loaded, self_check=_checked(loaded))
+        if isinstance(loaded, LoadedPolicy):
+            difference = check_policy_paths(loaded.model)
+        else:
+            difference = check_paths(loaded.model)
+            check_golden(loaded.model, loaded.contract)
+        self._facts = ModelFacts.of(loaded, self_check=difference)
         products = None
         if isinstance(loaded, LoadedPolicy):
             loaded.model.with_entropy = with_entropy
@@ -627,22 +635,6 @@ class LearnerWorker(WeightExporter):
         """Leave the process group."""
         self.stop_exporting()
         leave()
-
-
-def _meet(place: RankPlace, shape: ParallelShape, device: torch.device) -> DeviceMesh | None:
-    # None where there are no other ranks.
-    if shape.num_ranks == 1:
-        return None
-    join(place, device)
-    return shape.mesh(device.type)
-
-
-def _checked(loaded: Loaded) -> float:
-    if isinstance(loaded, LoadedPolicy):
-        return check_policy_paths(loaded.model)
-    difference = check_paths(loaded.model)
-    check_golden(loaded.model, loaded.contract)
-    return difference
 
 
 def _reference(

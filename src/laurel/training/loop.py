@@ -220,7 +220,9 @@ class TrainingLoop(ABC):
                     position = self.step(position)
                 except Interrupted:
                     ended = "signal"
-                    self._save_once_more(position)
+                    self.timers.collect()
+                    if position.step > 0 and not self.saving.is_saved(position.step):
+                        self._save(position, goes_on=False)
                 except NothingLeft as reason:
                     position, ended = self._end_early(position, reason)
                 else:
@@ -337,11 +339,6 @@ class TrainingLoop(ABC):
         before += ["save"] if self._save_due(position.step) else []
         before += ["save"] if self.saving.is_under_way else []  # the next one waits for it
         return "deadline" if self.deadline.is_near(before=before) else "finished"
-
-    def _save_once_more(self, position: Position) -> None:
-        self.timers.collect()
-        if position.step > 0 and not self.saving.is_saved(position.step):
-            self._save(position, goes_on=False)
 
     # ------------------------------------------------------------------------ validating and saving
 

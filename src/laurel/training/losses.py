@@ -255,7 +255,11 @@ class RewardLoss:
             f"{num_completions} completions, but scores of shape {tuple(scores_NK.shape)}"
         )
         scores_NK = _full_precision(scores_NK)
-        rewards_N = self._rewards(scores_NK)
+        if self._reward_weights_K is None:
+            rewards_N = scores_NK.mean(-1)
+        else:
+            # Not a matrix product: autocast would round that to bfloat16.
+            rewards_N = (scores_NK * _like(self._reward_weights_K, scores_NK)).sum(-1)
         ranked = ranked_pairs(ranks_per_group, with_ties=False).to(scores_NK)
         if self._config.type == "regression":
             total = self._attributes(scores_NK, batch)
@@ -282,12 +286,6 @@ class RewardLoss:
             for name in ("accuracy", "rewards_chosen_mean", "rewards_rejected_mean"):
                 metrics[name] = totals[name] / totals["num_valid_samples"]
         return metrics
-
-    def _rewards(self, scores_NK: Tensor) -> Tensor:
-        if self._reward_weights_K is None:
-            return scores_NK.mean(-1)
-        # Not a matrix product: autocast would round that to bfloat16.
-        return (scores_NK * _like(self._reward_weights_K, scores_NK)).sum(-1)
 
     def _comparisons(
         self, rewards_N: Tensor, batch: Sequence[Preference], ranked: PairIndex

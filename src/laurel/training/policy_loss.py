@@ -515,7 +515,8 @@ class PolicyTokens:
             ],
             like,
         )
-        branch_M = np.repeat(*_branches(batch))
+        lengths = np.array([len(m) for labels in batch for m in labels.masks_GL], np.int64)
+        branch_M = np.repeat(np.arange(len(lengths)), lengths)
         branches_N, sample_U, lengths_N = np.unique(
             branch_M[places], return_inverse=True, return_counts=True
         )
@@ -589,8 +590,3 @@ def to_device(values: np.ndarray, like: Tensor) -> Tensor:
 
 def _flat(rows: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([*rows, np.zeros(0, dtype)]).astype(dtype, copy=False)
-
-
-def _branches(batch: Sequence[PolicyLabels]) -> tuple[np.ndarray, np.ndarray]:
-    lengths = np.array([len(m) for labels in batch for m in labels.masks_GL], np.int64)
-    return np.arange(len(lengths)), lengths

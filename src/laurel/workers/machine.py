@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -72,7 +72,8 @@ def libraries() -> ProbeFinding:
             unsuitable.append(f"{requirement.name} {installed or 'is missing'}, {wanted} is needed")
     known = [f"{name} {version}" for name, version in found.items() if version is not None]
     repair = [f"MISMATCH {line}; fix with: pip install {DISTRIBUTION}" for line in unsuitable]
-    return ProbeFinding(facts={**found, "misfits": unsuitable}, lines=(*_in_rows(known), *repair))
+    rows = [", ".join(known[first : first + 5]) for first in range(0, len(known), 5)]
+    return ProbeFinding(facts={**found, "misfits": unsuitable}, lines=(*rows, *repair))
 
 
 def extras() -> ProbeFinding:
@@ -98,7 +99,9 @@ def cpu() -> ProbeFinding:
     """Describe the processor, and how much of it this process may use."""
     from laurel.sandbox.limits import available_cores, cpu_quota
 
-    model, flags = _read_cpuinfo()
+    table = _table(Path("/proc/cpuinfo"), separator=":")
+    model = table.get("model name") or platform.processor() or platform.machine()
+    flags = set((table.get("flags") or table.get("Features") or "").split())
     cores, quota = available_cores(), cpu_quota()
     waiting = {name: os.environ[name] for name in WAITING_OF_THREADS if name in os.environ}
     fast = [flag for flag in FAST_TYPES if flag in flags]
@@ -282,11 +285,6 @@ def _installed(name: str) -> str | None:
     return None
 
 
-def _in_rows(words: list[str], each: int = 5) -> Iterable[str]:
-    for first in range(0, len(words), each):
-        yield ", ".join(words[first : first + each])
-
-
 def _table(path: Path, *, separator: str) -> dict[str, str]:
     # The `key: value` lines of a file of the kernel, the first of each key; empty without it.
     table: dict[str, str] = {}
@@ -295,9 +293,3 @@ def _table(path: Path, *, separator: str) -> dict[str, str]:
             key, _, value = line.partition(separator)
             table.setdefault(key.strip(), value.strip())
     return table
-
-
-def _read_cpuinfo() -> tuple[str, set[str]]:
-    table = _table(Path("/proc/cpuinfo"), separator=":")
-    model = table.get("model name") or platform.processor() or platform.machine()
-    return model, set((table.get("flags") or table.get("Features") or "").split())

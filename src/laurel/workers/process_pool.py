@@ -4,7 +4,7 @@ All processes of a pool are forked from one that has done their imports and noth
 (the zygote), so that a new one takes milliseconds::
 
     this process ==control==> zygote --fork--> process
-          \========= a connection for each =====/
+          \\========= a connection for each =====/
 """
 
 from __future__ import annotations

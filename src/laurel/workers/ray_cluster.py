@@ -188,7 +188,9 @@ class RayCluster:
         deadline = time.monotonic() + limit
         is_logged = False
         while silent := [node for node in ray.nodes() if node["Alive"] and not _answers(node)]:
-            names = ", ".join(sorted(f"{_short(node)}" for node in silent))
+            names = ", ".join(
+                sorted(f"node {n['NodeID'][:8]} ({n['NodeManagerAddress']})" for n in silent)
+            )
             if time.monotonic() > deadline:
                 _log.warning("%s: Ray lists it, and it does not answer", names)
                 return
@@ -384,10 +386,6 @@ def _answers(node: Mapping[str, Any]) -> bool:
     except OSError:
         return False
     return True
-
-
-def _short(node: Mapping[str, Any]) -> str:
-    return f"node {node['NodeID'][:8]} ({node['NodeManagerAddress']})"
 
 
 def is_connected() -> bool:

@@ -113,7 +113,13 @@ class RayGroup(GroupCalls):
             str(ray_state.actor_table(actor._actor_id.hex())["Address"]["NodeID"])
             for actor in self._actors
         ]
-        self._check_versions([found for _, found in about])
+        mine = package_versions()
+        for rank, (_, theirs) in enumerate(about):
+            if theirs != mine:
+                raise ConfigError(
+                    f"{self.role} rank {rank} runs on a node with {theirs}; here it is {mine}. "
+                    "Install the same versions on every node"
+                )
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         several = len(set(self._node_ids)) > 1
         master = addresses[self._node_ids[0]] if several else LOOPBACK
@@ -140,15 +146,6 @@ class RayGroup(GroupCalls):
             making[rank] = actor.build.remote(sent, place, environment)
         self._collect(making, "", None)
 
-    def _check_versions(self, found: list[dict[str, str]]) -> None:
-        mine = package_versions()
-        for rank, theirs in enumerate(found):
-            if theirs != mine:
-                raise ConfigError(
-                    f"{self.role} rank {rank} runs on a node with {theirs}; here it is {mine}. "
-                    "Install the same versions on every node"
-                )
-
     def _submit(self, calls: Mapping[int, WorkerCall]) -> _RayPending:
         self._check_open()
         sent: dict[int, list[Any]] = {}
@@ -159,13 +156,9 @@ class RayGroup(GroupCalls):
             if id(call.args) not in sent:
                 rest, shared = without_shared(call)
                 sent[id(call.args)] = [ray.put(cloudpickle.dumps((None, rest)))]
-                sent[id(call.args)] += [each.carried(self._put) for each in shared]
+                sent[id(call.args)] += [each.carried(ray.put) for each in shared]
             refs[rank] = self._actors[rank].run.remote(*sent[id(call.args)])
         return _RayPending(self, refs, next(iter(calls.values())).method)
-
-    def _put(self, value: Any) -> Any:
-        # Shared values are in the object store, arrays without another copy for each worker.
-        return ray.put(value)
 
     def _check_open(self) -> None:
         if self._failure is not None:

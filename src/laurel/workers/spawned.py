@@ -121,7 +121,11 @@ class SpawnedGroup(GroupCalls):
                 number, answer = self._pipe.recv()
                 with self._lock:
                     future = self._owed.pop(number)
-                future.set_result(_read(answer))
+                try:
+                    outcome: Outcome = pickle.loads(answer)
+                except Exception as error:  # an exception's class may want more than its text
+                    outcome = failure_of(error, rank=0)
+                future.set_result(outcome)
         self._give_up()
 
     def _give_up(self) -> None:
@@ -183,15 +187,6 @@ class SpawnedGroup(GroupCalls):
         self._process.kill()
         self._process.wait()
         self._give_up()
-
-
-def _read(answer: bytes) -> Outcome:
-    # Any answer is accepted: the listening thread must go on.
-    try:
-        outcome: Outcome = pickle.loads(answer)
-    except Exception as error:  # of an exception's own class, say, which wants more than its text
-        return failure_of(error, rank=0)
-    return outcome
 
 
 class _Asked:

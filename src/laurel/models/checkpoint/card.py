@@ -167,7 +167,7 @@ def _render(template: str, **values: Any) -> str:
     )
     environment.filters |= {
         "figure": _figure,
-        "cell": _cell,
+        "cell": lambda value: _line(value).replace("|", "\\|"),
         "line": _line,
         "string_literal": json.dumps,
     }
@@ -246,7 +246,3 @@ def _figure(value: float | None) -> str:
 
 def _line(value: object) -> str:
     return " ".join(str(value).split())
-
-
-def _cell(value: object) -> str:
-    return _line(value).replace("|", "\\|")

@@ -200,11 +200,22 @@ def _read(
         if optimizer is not None:
             check_optimizer_state(file, state["optimizer"], optimizer, groups)
         tensors = _read_tensors(directory, version, groups, mesh)
-        state["random"] = _random_of_rank(directory, state, mesh)
+        if mesh is not None and state.get("num_ranks") == mesh.size():
+            # Each rank goes on with its own generators; the file holds those of rank 0.
+            rank = torch.distributed.get_rank()
+            if rank:
+                state["random"] = json.loads((directory / _random_name(rank)).read_bytes())
         kept = ("scheduler", "random", "extra", *(["optimizer"] if optimizer is not None else []))
         saved = {key: decode(state[key], tensors) for key in kept}
         if optimizer is not None or scheduler is not None:
-            _check_scheduler(file, saved["scheduler"], scheduler)
+            scheduled = saved["scheduler"]
+            was = "no scheduler" if scheduled is None else scheduled["class"]
+            now = "no scheduler" if scheduler is None else _class_names(scheduler)
+            if was != now:
+                raise CheckpointError(
+                    f"'{file}' has the state of {was}, and this run uses {now}. Set "
+                    "policy.scheduler back, or start a new run from the checkpoint's weights."
+                )
     except CheckpointError:
         raise
     except (OSError, SafetensorError) as error:
@@ -229,9 +240,14 @@ def _encode(
     tensors: dict[str, torch.Tensor],
 ) -> dict[str, Json]:
     try:
+        encoded_optimizer = encode_optimizer(optimizer, parameter_names, tensors)
+        encoded_scheduler: Json = None
+        if scheduler is not None:
+            fields = {"class": _class_names(scheduler), "state": scheduler.state_dict()}
+            encoded_scheduler = encode(fields, "scheduler", tensors)
         return {
-            "optimizer": encode_optimizer(optimizer, parameter_names, tensors),
-            "scheduler": _encode_scheduler(scheduler, tensors),
+            "optimizer": encoded_optimizer,
+            "scheduler": encoded_scheduler,
             "random": encode(random_states(), "random", tensors),
             "extra": encode(dict(extra), "extra", tensors),
         }
@@ -251,13 +267,6 @@ def _random_name(rank: int) -> str:
     return f"random-{rank}.json"
 
 
-def _random_of_rank(directory: Path, state: Mapping[str, Json], mesh: DeviceMesh | None) -> Json:
-    if mesh is None or state.get("num_ranks") != mesh.size() or torch.distributed.get_rank() == 0:
-        return state["random"]
-    found: Json = json.loads((directory / _random_name(torch.distributed.get_rank())).read_bytes())
-    return found
-
-
 def _read_tensors(
     directory: Path, version: int, groups: Groups, mesh: DeviceMesh | None
 ) -> dict[str, torch.Tensor]:
@@ -275,23 +284,6 @@ def _read_tensors(
 
 
 # -------------------------------------------------------------------------- scheduler, tensors
-
-
-def _encode_scheduler(scheduler: LRScheduler | None, tensors: dict[str, torch.Tensor]) -> Json:
-    if scheduler is None:
-        return None
-    fields = {"class": _class_names(scheduler), "state": scheduler.state_dict()}
-    return encode(fields, "scheduler", tensors)
-
-
-def _check_scheduler(file: Path, saved: Any, scheduler: LRScheduler | None) -> None:
-    was = "no scheduler" if saved is None else saved["class"]
-    now = "no scheduler" if scheduler is None else _class_names(scheduler)
-    if was != now:
-        raise CheckpointError(
-            f"'{file}' has the state of {was}, and this run uses {now}. Set "
-            "policy.scheduler back, or start a new run from the checkpoint's weights."
-        )
 
 
 def _class_names(scheduler: LRScheduler) -> str:

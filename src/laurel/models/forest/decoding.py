@@ -345,7 +345,10 @@ def _attend(
 ) -> _Half:
     # Attention before its division by the total.
     shape = query.shape[:-1]
-    logits = _logits(query.flatten(2, 3), keys)
+    queries = query.flatten(2, 3)
+    if query.dtype.itemsize < 4:  # half precision has too few digits for exponents
+        queries, keys = queries.float(), keys.float()
+    logits = queries @ keys.transpose(2, 3)
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     if hidden is not None:
@@ -362,13 +365,6 @@ def _attend(
         return by_prompt.reshape(-1, shape[1], shape[3], tensor.shape[-1])
 
     return _Half(by_row(sums), by_row(totals), by_row(tops))
-
-
-def _logits(query: Tensor, keys: Tensor) -> Tensor:
-    # Products in float32 at least: half precision has too few digits for exponents.
-    if query.dtype.itemsize >= 4:
-        return query @ keys.transpose(2, 3)
-    return query.float() @ keys.float().transpose(2, 3)
 
 
 def _stack(halves: Sequence[_Half]) -> _Half:

@@ -373,6 +373,14 @@ def read_shape(spec: ModelSpec, *, has_language_head: bool) -> ModelShape:
     heads = int(text_config.num_attention_heads)
     hidden = int(text_config.hidden_size)
     names = {key.rsplit(".", 1)[-1] for key, _ in network.named_modules()}
+    # A plan for one rank is refused for the same reasons as one for any number of ranks.
+    refusal: str | None = None
+    try:
+        splits = tensor_plan(network, 1, spec.parallel_plan)
+        if spec.sequence_parallel:
+            token_styles(network, splits)
+    except ConfigError as error:
+        refusal = str(error)
     return ModelShape(
         hidden_size=hidden,
         num_layers=len(layers),
@@ -385,20 +393,8 @@ def read_shape(spec: ModelSpec, *, has_language_head: bool) -> ModelShape:
         layer_parameters=max(_count(layer) for layer in layers),
         normalises_heads="q_norm" in names,
         divides_vocabulary=len(vocabulary_layers(network, 1)) == (2 if has_language_head else 1),
-        refuses_tensor_parallel=_refusal(network, spec),
+        refuses_tensor_parallel=refusal,
     )
-
-
-def _refusal(network: Any, spec: ModelSpec) -> str | None:
-    # The tensor-parallel plan is checked on the meta device, so the answer holds for any number of
-    # ranks.
-    try:
-        splits = tensor_plan(network, 1, spec.parallel_plan)
-        if spec.sequence_parallel:
-            token_styles(network, splits)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def count_parameters(spec: ModelSpec) -> int:

@@ -181,8 +181,11 @@ def find_value_head(directory: Path, *, safetensors_only: bool = True) -> ValueH
     Raises:
         ModelError: It is one of these programs', but not a reward model, or not whole.
     """
-    config = _config_of(directory)
-    if config is None or (directory / FILE_NAME).is_file():
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # loading reports it best
+    if not isinstance(config, dict) or (directory / FILE_NAME).is_file():
         return None
     for name in HEAD_FILES:
         if (directory / name).is_file():
@@ -281,14 +284,6 @@ def _end_as_openrlhf(tokenizer: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------- files
-
-
-def _config_of(directory: Path) -> dict[str, Any] | None:
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
 
 
 def _tensors(path: Path, names: Iterable[str | None]) -> dict[str, Tensor]:
@@ -521,7 +516,14 @@ def _load(
     hf_config.num_labels = _num_outputs(spec)
     factory = AutoModelForSequenceClassification
     model, info = read_weights(factory, spec, name, hf_config, dtype, may_be_empty=mesh is not None)
-    _check_outputs(name, info["mismatched_keys"], _num_outputs(spec))
+    for key, found, expected in info["mismatched_keys"]:
+        if key.startswith(REWARD_HEADS) and found[0] != expected[0]:
+            raise ModelError(
+                f"{name}: {key} has {found[0]} outputs and this run needs {_num_outputs(spec)}. "
+                "A reward model has one label; for a model with several ratings set "
+                f"{key_of('policy.reward_model_cfg.reward_model_type')}=regression and list "
+                f"{key_of('policy.reward_model_cfg.attributes')}."
+            )
     refuse_other_sizes(name, info["mismatched_keys"])
     lacks_head = any(key.startswith(REWARD_HEADS) for key in info["missing_keys"])
     may_lack_head = not is_classifier if foreign is None else foreign.is_apart
@@ -538,17 +540,6 @@ def _load(
 
 def _is_classifier(hf_config: Any) -> bool:
     return any(n.endswith("ForSequenceClassification") for n in hf_config.architectures or [])
-
-
-def _check_outputs(name: str, mismatched: Iterable[tuple[str, Any, Any]], wanted: int) -> None:
-    for key, found, expected in mismatched:
-        if key.startswith(REWARD_HEADS) and found[0] != expected[0]:
-            raise ModelError(
-                f"{name}: {key} has {found[0]} outputs and this run needs {wanted}. "
-                "A reward model has one label; for a model with several ratings set "
-                f"{key_of('policy.reward_model_cfg.reward_model_type')}=regression and list "
-                f"{key_of('policy.reward_model_cfg.attributes')}."
-            )
 
 
 def _num_outputs(spec: ModelSpec) -> int:

@@ -173,7 +173,10 @@ def parallelise(
     if shares_tokens:  # outside of the hooks of FSDP, which wants no views from a layer
         share_tokens(model.network, mesh[TENSOR])
     if cp > 1:
-        share_context(model.network, _context_mesh(mesh, cp))
+        sizes = (mesh[REPLICATE].size(), mesh[SHARD].size() // cp, cp, mesh[TENSOR].size())
+        names = (REPLICATE, SHARD, CONTEXT, TENSOR)
+        split = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)
+        share_context(model.network, split[CONTEXT])
     model.mesh, model.gathered_dtype = mesh, precision
 
 
@@ -207,12 +210,6 @@ def _shard(
             module.set_gradient_divide_factor(float(divisor))
             # Without this a factor is applied within the sum, which gloo cannot do.
             module.set_force_sum_reduction_for_comms(enable=True)
-
-
-def _context_mesh(mesh: DeviceMesh, cp: int) -> DeviceMesh:
-    sizes = (mesh[REPLICATE].size(), mesh[SHARD].size() // cp, cp, mesh[TENSOR].size())
-    names = (REPLICATE, SHARD, CONTEXT, TENSOR)
-    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)[CONTEXT]
 
 
 def _split_layers(

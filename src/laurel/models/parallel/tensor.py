@@ -141,7 +141,9 @@ def derived_plan(network: nn.Module) -> dict[str, Split]:
     splits: dict[str, Split] = {}
     for name, module in layers.named_modules(prefix=prefix):
         parent = network.get_submodule(name.rpartition(".")[0])
-        if _is_inside_adapted(name, network):
+        parts = name.split(".")
+        parents = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+        if any(hasattr(network.get_submodule(one), "base_layer") for one in parents):
             continue
         if isinstance(_plain(module), nn.Linear):
             splits[name] = _split_of(name)
@@ -203,19 +205,16 @@ def _written_plan(network: nn.Module, plan: str | Mapping[str, Any]) -> dict[str
             )
         matches = fnmatch.filter(names, pattern)
         if not matches:
-            near = difflib.get_close_matches(pattern, _patterns(names), n=1, cutoff=0.3)
+            # Names as a user would write them: with a star for the number of a layer, each once.
+            starred = (".".join("*" if p.isdigit() else p for p in n.split(".")) for n in names)
+            written = list(dict.fromkeys((*starred, *names)))
+            near = difflib.get_close_matches(pattern, written, n=1, cutoff=0.3)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{key_of(PLAN_KEY)}: the model has no module {pattern}.{hint}")
         for name in matches:
             _refuse_outside(network, name, split)
             splits[name] = split
     return splits
-
-
-def _patterns(names: list[str]) -> list[str]:
-    # Names as a user would write them: with a star for the number of a layer, each once.
-    starred = (".".join("*" if p.isdigit() else p for p in name.split(".")) for name in names)
-    return list(dict.fromkeys((*starred, *names)))
 
 
 def _refuse_outside(network: nn.Module, name: str, split: str) -> None:
@@ -285,12 +284,6 @@ def _plain(module: nn.Module) -> Any:
     return getattr(module, "base_layer", module)
 
 
-def _is_inside_adapted(name: str, network: nn.Module) -> bool:
-    parts = name.split(".")
-    parents = (".".join(parts[:depth]) for depth in range(1, len(parts)))
-    return any(hasattr(network.get_submodule(parent), "base_layer") for parent in parents)
-
-
 # --------------------------------------------------------------------------------------------------
 # Sequence parallelism: between blocks, every tensor-parallel rank has its share of the tokens.
 #
@@ -322,7 +315,12 @@ def token_styles(network: nn.Module, splits: Mapping[str, Split]) -> dict[str, P
         styles[name] = RowwiseParallel(output_layouts=Shard(1))
         if ".lora_A." in name:  # what follows is whole, and has seen the tokens of its rank alone
             styles[name.replace(".lora_A.", ".lora_B.")] = _on_tokens()
-    blocks = {_block_of(name) for name, split in splits.items() if split == "colwise"}
+    # The modules that split linear layers, or their adapters, belong to.
+    blocks = {
+        name.partition(".base_layer")[0].partition(".lora_")[0].rpartition(".")[0]
+        for name, split in splits.items()
+        if split == "colwise"
+    }
     prefix, layers = decoder_layers(network)
     for name, module in layers.named_modules(prefix=prefix):
         if name in blocks and name.removeprefix(f"{prefix}.").isdigit():
@@ -350,12 +348,6 @@ def share_tokens(network: Any, mesh: DeviceMesh) -> None:
 def _on_tokens() -> ParallelStyle:
     # The module is whole on every rank and sees other tokens on each: gradients are summed.
     return SequenceParallel(use_local_output=True)
-
-
-def _block_of(name: str) -> str:
-    # The module that a linear layer, or its adapters, belongs to.
-    layer = name.partition(".base_layer")[0].partition(".lora_")[0]
-    return layer.rpartition(".")[0]
 
 
 def _impossible(what: str) -> ConfigError:
