@@ -138,7 +138,7 @@ class ChatFormat:
         rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         for place, row in zip(where, rows, strict=True):
             if not row:
-                raise DataError(f"{place}the prompt has not a single token")
+                raise DataError(f"{place}the prompt has no token")
         return [np.asarray(row, dtype=np.int32) for row in rows]
 
     def observation_ids(
@@ -264,9 +264,9 @@ class ChatFormat:
             said = through.removesuffix(self._closing)
             if not through.startswith(before):
                 raise DataError(
-                    "the chat template asks the assistant in other words than those its turn then "
-                    f"stands in ({_where_they_part(before, through)}), so the policy would learn "
-                    f"what it is never asked. {_ANOTHER}"
+                    "the chat template prompts the assistant with other text than its finished "
+                    f"turn begins with ({_where_they_part(before, through)}), so the policy would learn "
+                    f"to continue text that it never sees. {_ANOTHER}"
                 )
             if not text.startswith(said) or not through.endswith(self._closing):
                 raise DataError(

@@ -64,7 +64,7 @@ def bind_master(address: str = LOOPBACK) -> tuple[int, int]:
     except OSError as error:
         holder.close()
         raise ConfigError(
-            f"no port can be had at {address} ({error.strerror}): "
+            f"no port can be bound at {address} ({error.strerror}): "
             "give an address of the node that rank 0 runs on"
         ) from error
     port = int(holder.getsockname()[1])

@@ -239,7 +239,7 @@ class Supervisor(Generic[T]):
             for thread in restarting:
                 thread.join(patience)
                 if thread.is_alive():
-                    _log.warning("a replica is still being started; it is left behind")
+                    _log.warning("a replica is still starting and has not been ended")
 
 
 def in_parallel(work: Callable[[R], Any], arguments: Iterable[R]) -> None:

@@ -75,7 +75,7 @@ class CardFacts(BaseModel):
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"{path} cannot be read: {error}. Delete it to go without what it says"
+                f"{path} cannot be read: {error}. Delete it to write the card without it"
             ) from error
 
 
