@@ -234,8 +234,7 @@ def export(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Path:
-    """Export a model as `laurel export` does: a plain Hugging Face directory, tested before it is
-    kept.
+    """Export a model as `laurel export` does: a plain Hugging Face directory, tested first.
 
     Args:
         model: A directory of a model, a checkpoint or a run; a name on the hub.

@@ -133,14 +133,10 @@ class Environment(Protocol):
         """Restore a saved state."""
 
     def noise_floor(self) -> float:
-        """Measure the standard deviation of the rewards' own noise: differences below it mean
-        nothing.
-        """
+        """Measure the standard deviation of the rewards' own noise."""
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """List the tasks that it cannot score fairly: those whose own reference would not be
-        rewarded.
-        """
+        """List the tasks that it cannot score fairly: their own reference gets no reward."""
 
     def resting(self) -> AbstractContextManager[None]:
         """Release device memory for the duration; nothing is scored meanwhile."""

@@ -102,9 +102,7 @@ class Preference:
 
 
 class SentTurn(NamedTuple):
-    """A prompt as text and its response; the text may have been rendered by a chat template or
-    not.
-    """
+    """A prompt as text and its response; the text may have been rendered by a chat template."""
 
     prompt: str
     response: str

@@ -354,9 +354,7 @@ T = TypeVar("T")
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently; the first exception cancels the others, and is raised once they
-    end.
-    """
+    """Run coroutines concurrently; the first exception cancels the others, then is raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

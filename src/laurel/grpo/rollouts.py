@@ -47,9 +47,7 @@ if TYPE_CHECKING:
 
 
 class Chat(Protocol):
-    """A chat format that tokenises conversations for the policy, as `models.chat.ChatFormat`
-    does.
-    """
+    """A chat format that tokenises conversations, as `models.chat.ChatFormat` does."""
 
     def prompt_ids(self, conversation: Conversation, /) -> TokenIds:
         """Tokenise a conversation, up to where the policy begins to write."""

@@ -351,8 +351,7 @@ class RolloutSource:
         batch: tuple[int, ...],
         while_waiting: Waiting = lambda num_groups: None,
     ) -> list[RolloutGroup]:
-        """Run rollouts of other tasks, for validation. Exceptions of `while_waiting` end them (see
-        `take`).
+        """Run rollouts of other tasks, for validation. Exceptions of `while_waiting` end them.
 
         Failures are not checked: call `check_failures`.
         """

@@ -1,6 +1,4 @@
-"""The contents of a GRPO checkpoint besides the policy: position in the tasks, and rollouts
-ahead.
-"""
+"""The contents of a GRPO checkpoint besides the policy: progress in the tasks, rollouts ahead."""
 
 from __future__ import annotations
 

@@ -120,8 +120,7 @@ class ChatFormat:
     def prompts_ids(
         self, conversations: Sequence[Conversation], *, sources: Sequence[str] = ()
     ) -> list[TokenIds]:
-        """Compute `prompt_ids` of many conversations in one faster call; errors name their
-        `sources`.
+        """Compute `prompt_ids` of many conversations at once, which is faster.
 
         Raises:
             DataError: The template cannot render one, or a prompt has no token.
@@ -148,8 +147,7 @@ class ChatFormat:
         history: Conversation = (),
         turn_ids: Sequence[int] | TokenIds = (),
     ) -> TokenIds:
-        """Tokenise what follows the policy's turn: int32 [L]. The turn's own tokens stay as they
-        are.
+        """Tokenise what follows the policy's turn: int32 [L]. The turn's tokens stay as they are.
 
         Args:
             observation: `role` and `content` of what the environment says. The role `environment`
@@ -201,8 +199,7 @@ class ChatFormat:
         max_length: int | None = None,
         only_final: bool = False,
     ) -> Demonstration | None:
-        """Tokenise a conversation and mark the tokens to learn: the assistant's turns and their
-        ends.
+        """Tokenise a conversation and mark the tokens to learn: assistant turns and their ends.
 
         Longer ones lose their end. None where no token to learn is left.
 
@@ -265,8 +262,8 @@ class ChatFormat:
             if not through.startswith(before):
                 raise DataError(
                     "the chat template prompts the assistant with other text than its finished "
-                    f"turn begins with ({_where_they_part(before, through)}), so the policy would learn "
-                    f"to continue text that it never sees. {_ANOTHER}"
+                    f"turn begins with ({_where_they_part(before, through)}), so the policy would "
+                    f"learn to continue text that it never sees. {_ANOTHER}"
                 )
             if not text.startswith(said) or not through.endswith(self._closing):
                 raise DataError(

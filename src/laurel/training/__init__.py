@@ -1,3 +1,1 @@
-"""The training of reward models and supervised fine-tuning, and the parts that all training
-shares.
-"""
+"""The training of reward models and by demonstrations, and the parts that all training shares."""

@@ -131,8 +131,7 @@ def global_batches(
     *,
     size: int,
 ) -> list[tuple[list[TokenGroup], list[Label]]]:
-    """Divide groups into batches of `size` completions each, in order; groups are split if
-    necessary.
+    """Divide groups into batches of `size` completions each, in order, splitting groups.
 
     Args:
         groups: All that is to be learned from.

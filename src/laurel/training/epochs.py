@@ -238,9 +238,7 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
     # --------------------------------------------------------------------------------- validating
 
     def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Validate on all sets: the metrics as they are logged, and by the names of
-        `metric_name`.
-        """
+        """Validate on all sets: metrics as they are logged, and by the names of `metric_name`."""
         logged: dict[str, float] = {}
         keyed: dict[str, float] = {}
         for name, samples in self.validation.items():

@@ -152,9 +152,7 @@ class LearnerGroup:
     # ------------------------------------------------------------------- weights, saving, resting
 
     def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values of the weights on the CPU. While one bucket is read, ranks gather
-        the next.
-        """
+        """Yield names and values on the CPU; ranks gather the next bucket meanwhile."""
         self.group.call("open_weights", changing_only)
         gathering = self.group.start("next_weights", BUCKET_BYTES)
         while bucket := gathering.wait()[0]:
@@ -284,9 +282,7 @@ def num_tokens_of(inputs: Inputs) -> int:
 
 
 class WeightExporter(ABC):
-    """The export of a worker's weights to the driver or directly to engines. All ranks must take
-    part, as all gather every weight.
-    """
+    """The export of weights to the driver or directly to engines, with all ranks taking part."""
 
     def __init__(self, place: RankPlace) -> None:
         """Set up without a connection."""
@@ -306,9 +302,7 @@ class WeightExporter(ABC):
     # ------------------------------------------------------------------- weights, bucket by bucket
 
     def open_weights(self, changing_only: bool) -> None:
-        """Begin `next_weights` at the first weight, of those that `Learner.named_weights`
-        yields.
-        """
+        """Begin `next_weights` at the first weight of `Learner.named_weights`."""
         self._weights = self.named_weights(changing_only)
 
     def next_weights(self, num_bytes: int) -> list[tuple[str, Tensor]]:
@@ -342,9 +336,7 @@ class WeightExporter(ABC):
         return self.link.host
 
     def invite(self, address: str, size: int, patience: float) -> int:
-        """Invite engines to a broadcast group, as `WeightLink.invite`; called on the first rank
-        alone.
-        """
+        """Invite engines to a broadcast group, as `WeightLink.invite`; on the first rank only."""
         return self.link.invite(address, size, patience)
 
     def send_weights(self, meeting: Meeting, changing_only: bool, num_bytes: int) -> str | None:
@@ -444,9 +436,7 @@ class ModelFacts:
 
 
 class LearnerWorker(WeightExporter):
-    """One rank of the learner. All ranks are given the same calls in the same order, each with its
-    share.
-    """
+    """One rank of the learner. All ranks get the same calls in the same order."""
 
     def __init__(
         self,
@@ -578,9 +568,7 @@ class LearnerWorker(WeightExporter):
         in_full_precision: bool,
         temperature: float | None,
     ) -> list[Any]:
-        """Compute outputs, as `Learner.outputs`; empty on all but the first rank of each
-        data-parallel place.
-        """
+        """Compute outputs, as `Learner.outputs`; empty except on the first rank of each place."""
         found = self._learner.outputs(
             batches, of=of, in_full_precision=in_full_precision, temperature=temperature
         )
@@ -615,9 +603,7 @@ class LearnerWorker(WeightExporter):
             return CheckpointError(f"rank {self._place.rank}: {type(error).__name__}: {error}")
 
     def load_state(self, directory: Path) -> tuple[dict[str, Any] | None, float]:
-        """Restore the saved state; return `extra` on the first rank alone, and the learning
-        rate.
-        """
+        """Restore the saved state; return `extra` (first rank only) and the learning rate."""
         extra = self._learner.load_state(directory)
         return (extra if self._place.rank == 0 else None), self._learner.learning_rate
 

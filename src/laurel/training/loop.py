@@ -236,9 +236,7 @@ class TrainingLoop(ABC):
         return position, ended
 
     def check_stop(self) -> None:
-        """Raise `Interrupted` if a signal has arrived; called within phases that can be
-        repeated.
-        """
+        """Raise `Interrupted` if a signal has arrived; called in phases that can be repeated."""
         if self.stop.signal is not None:
             raise Interrupted
 

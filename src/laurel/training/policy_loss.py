@@ -63,9 +63,7 @@ class PolicyLoss:
         return self._config.reference_policy_kl_penalty > 0 and not self._config.use_kl_in_reward
 
     def has_signal(self, labels: PolicyLabels) -> bool:
-        """Report whether the loss changes the likelihood of any completion; the divergence
-        aside.
-        """
+        """Report whether the loss, apart from the divergence, changes any likelihood."""
         imitates = self._config.positive_example_nll_weight > 0.0
         return any(
             used and (advantage != 0.0 or (imitates and reward is not None and reward > 0.0))
@@ -272,9 +270,7 @@ class DemonstrationLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Sequence[DemonstrationLabels], *, num_groups: float
     ) -> LossOutput:
-        """Compute the loss of a micro-batch; `num_groups` is `count` over all micro-batches and
-        ranks.
-        """
+        """Compute the loss of a micro-batch; `num_groups` is the total of `count`."""
         assert num_groups > 0, "nothing to learn from: skip the step"
         logprobs_M = _full_precision(outputs.logprobs_M)
         place_U = kept_places([mask for labels in batch for mask in labels.masks_GL], logprobs_M)

@@ -1,6 +1,4 @@
-"""Run on Ray under a parent process: Ray ends a process that loses its cluster without a
-message.
-"""
+"""Run on Ray under a parent process, as Ray ends a process that loses its cluster silently."""
 
 from __future__ import annotations
 

@@ -205,9 +205,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
     def report(
         self, name: str, samples: Sequence[PreferenceSample], validation: Validation, *, step: int
     ) -> None:
-        """Show the validation of a set; the scores of the first become the checkpoint's
-        reference.
-        """
+        """Show the validation of a set; scores of the first become the checkpoint's reference."""
         figures = "  ".join(
             accuracy_words(validation.metrics) or f"accuracy {value:.4f}"
             if key == "accuracy"
@@ -242,9 +240,7 @@ Rows = list[int]
 
 
 class LearnerScorer(ContractScorer):
-    """A scorer over the model in training, equal to one that loads its checkpoint; tokens are
-    cached.
-    """
+    """A scorer over the model in training, equal to one that loads its checkpoint."""
 
     def __init__(
         self,

@@ -70,9 +70,7 @@ class RunState(ABC):
         """Write the weights as a directory that Hugging Face loads, as `Learner.export`."""
 
     def more(self) -> dict[str, Any]:
-        """Return the algorithm's own state, in types that `models.checkpoint.state.encode`
-        takes.
-        """
+        """Return the algorithm's own state, in types that `encode` of checkpoints takes."""
         return {}
 
     def restore_more(self, more: Mapping[str, Any]) -> None:

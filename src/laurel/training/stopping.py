@@ -54,9 +54,7 @@ class Position:
 
 
 class NothingLeft(Exception):
-    """Raised where there is no further step; the message gives the reason. The weights remain
-    valid.
-    """
+    """Raised where there is no further step; the message gives the reason."""
 
 
 class SignalCount:

@@ -144,8 +144,9 @@ def reserve_roles(
 
 
 def whole_units(part: float) -> float:
-    """Round a part of a slot down: clusters count in ten-thousandths, and parts must not sum to
-    more than the whole.
+    """Round a part of a slot down: clusters count in ten-thousandths.
+
+    Parts must not sum to more than the whole.
     """
     return math.floor(part * 1e4 + 1e-6) / 1e4
 

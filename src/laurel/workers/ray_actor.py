@@ -195,8 +195,7 @@ class GroupBeside(RayGroup):
 
 
 class SpreadGroup(RayGroup):
-    """A group of one worker without a slot. Several are spread over the nodes, as evenly as Ray
-    can.
+    """A group of one worker without a slot; several are spread evenly over the nodes.
 
     The replacement of a lost worker may be on another node.
     """

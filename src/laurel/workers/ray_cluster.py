@@ -279,9 +279,7 @@ class RayCluster:
         return reservation
 
     def shutdown(self) -> None:
-        """Release all slots, with everything that runs in them; end the cluster if it is our
-        own.
-        """
+        """Release all slots and end everything in them; end the cluster if it is our own."""
         if not self._is_open:
             return
         self._is_open = False
@@ -389,9 +387,7 @@ def _answers(node: Mapping[str, Any]) -> bool:
 
 
 def is_connected() -> bool:
-    """Report whether this process uses a cluster already; a new `RayCluster` without address is
-    that.
-    """
+    """Report whether this process uses a cluster, which a new `RayCluster` would then use."""
     return bool(ray.is_initialized())
 
 
@@ -509,8 +505,9 @@ def in_a_thread_that_stays(start: Callable[[], None], *, until: threading.Event)
 
 
 def end_those_of(folder: str) -> None:
-    """Kill processes of a cluster that did not come up: those with its folder in their command
-    line. Ray would keep them to the end.
+    """Kill the processes of a cluster that did not come up; Ray would keep them.
+
+    They have the cluster's folder in their command line.
     """
     psutil: Any = importlib.import_module("psutil")
     for process in psutil.Process().children(recursive=True):

@@ -184,8 +184,9 @@ def plain_scores(
 def plain_logprobs(
     directory: Path, sequences_N: Sequence[Tensor], starts_N: Sequence[int], *, device: torch.device
 ) -> np.ndarray:
-    """Compute log-probabilities of the tokens of sequences from their starts on, concatenated, with
-    `AutoModelForCausalLM` in one padded batch.
+    """Compute log-probabilities with `AutoModelForCausalLM` in one padded batch.
+
+    They are those of the tokens of each sequence from its start on, concatenated.
 
     Raises:
         ScoringContractError: The directory does not load, or differs from its contract.
@@ -205,8 +206,9 @@ def plain_logprobs(
 
 
 def largest_difference(found: np.ndarray, expected: np.ndarray) -> float:
-    """Measure the largest difference in units of max(1, |expected|), as for golden scores; infinite
-    where a value is not a number.
+    """Measure the largest difference in units of max(1, |expected|), as for golden scores.
+
+    It is infinite where a value is not a number.
 
     Raises:
         ScoringContractError: Another number of them.

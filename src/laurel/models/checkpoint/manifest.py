@@ -150,8 +150,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def find_problems(directory: Path, manifest: Manifest, *, hashes: bool) -> list[str]:
-    """List the differences between a directory and its manifest: one line per bad file, worst
-    first.
+    """List the differences between a directory and its manifest, a line per file, worst first.
 
     Sizes are always compared; contents (a full read) only with `hashes`.
     """

@@ -527,8 +527,7 @@ class UnencodableError(TypeError):
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Json:
-    """Encode a value as JSON. Tensors in it are added to `tensors`, under names that begin with
-    `name`.
+    """Encode a value as JSON; tensors in it are added to `tensors`, named after `name`.
 
     Floats come back bit by bit: `json` writes the shortest text that reads as the same number.
 

@@ -201,9 +201,7 @@ class CheckpointStore:
         return find_newest(self.root, self.steps(), hashes=hashes)
 
     def best(self) -> Path | None:
-        """Find the checkpoint with the best metric (ties: the newer); None where none has a
-        metric.
-        """
+        """Find the checkpoint with the best metric (ties: the newer); None without any metric."""
         metrics = {step: value for step, value in self._metrics().items() if value is not None}
         ranked = best_first(metrics, self._higher_is_better)
         return self.path_of(ranked[0]) if ranked else None
@@ -422,9 +420,7 @@ _LEFTOVER_LINK = re.compile(r"\.best-[0-9a-f]{32}")
 
 
 def clear_up(root: Path) -> None:
-    """Finish or undo interrupted saves, and delete the rest. Only the holder of the lock may call
-    it.
-    """
+    """Finish or undo interrupted saves, and delete the rest. The caller must hold the lock."""
     names = os.listdir(root)
     leftovers = [match for name in names if (match := _LEFTOVER.fullmatch(name))]
     for match in leftovers:

@@ -120,7 +120,7 @@ class ForestPlan:
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend as `AttentionPlan.attend`. Tokens after the last tree are filling: their result is
+        """Attend as `AttentionPlan.attend`. The result of filling tokens after the last tree is
         0.
         """
         query, key, value = as_computed(query, key, value)
@@ -182,8 +182,7 @@ class ForestPlan:
     def mask(
         self, num_queries: int, num_keys: int, window: int | None, like: Tensor
     ) -> Tensor | None:
-        """Make the additive mask of queries that are the last of the keys; None where none is
-        needed.
+        """Make the additive mask of queries that are the last of the keys; None if none is needed.
 
         Query `i` sits at position `num_keys - num_queries + i` and sees the keys at positions up
         to its own and, with a window `w`, later than its own minus `w`.

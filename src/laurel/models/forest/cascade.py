@@ -28,7 +28,7 @@ CAUSAL_PIECE = 192
 """Tokens of a causal call of the CPU kernel.
 
 The kernel computes whole blocks on the diagonal, and they grow with the number of queries:
- 2,048 tokens in such pieces took 0.90, 512 tokens 0.73 of the time of one call.
+2,048 tokens in such pieces took 0.90, 512 tokens 0.73 of the time of one call.
 """
 
 Rows = slice | Tensor
@@ -181,9 +181,7 @@ def _add(total: Tensor, rows: Rows, part: Tensor) -> None:
 
 
 class SpanCall:
-    """Attention span by span, with the flash kernel of CPUs. Query heads may share heads of
-    keys.
-    """
+    """Attention span by span, with the flash kernel of CPUs; query heads may share key heads."""
 
     def __init__(self, seen: Sequence[Seen], *, is_causal: bool) -> None:
         """Take the spans; the keys of each are one span."""

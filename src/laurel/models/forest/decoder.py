@@ -61,9 +61,7 @@ class Decoder(nn.Module):
         return self.gathered_dtype or self.weights_dtype
 
     def without_gradients(self) -> contextlib.AbstractContextManager[Any]:
-        """Compute without gradients. A spread model cannot write its gathered weights in inference
-        mode.
-        """
+        """Compute without gradients, and without inference mode where the model is spread."""
         return torch.inference_mode() if self.mesh is None else torch.no_grad()
 
     @contextlib.contextmanager
@@ -82,8 +80,8 @@ class Decoder(nn.Module):
             self.precision = precision
 
     def hidden(self, batch: TokenForest | PaddedRows) -> Tensor:
-        """Compute the hidden state of every token after the last norm: `[T, D]`, of rows `[N, L,
-        D]`.
+        """Compute every token's hidden state after the last norm: `[T, D]`, or `[N, L, D]` of
+        rows.
         """
         with self.autocast():
             if isinstance(batch, TokenForest):
@@ -115,8 +113,8 @@ class Decoder(nn.Module):
         }
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Autocast to lower precision where the weights are float32 masters and less was asked
-        for.
+        """Autocast to lower precision where the weights are float32 masters and less is
+        configured.
         """
         is_master = self.weights_dtype == torch.float32
         if self.precision == torch.float32 or not is_master:

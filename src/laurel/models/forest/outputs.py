@@ -57,9 +57,7 @@ class VocabularyShare:
         return cls(mesh.get_group(), mesh.get_local_rank() * size, size)
 
     def mine(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Locate tokens in this part: a mask, and indices into the part (0 for tokens of
-        others).
-        """
+        """Locate tokens in this part: a mask, and indices into the part (0 for other tokens)."""
         there = ids - self.start
         is_mine = (there >= 0) & (there < self.size)
         return is_mine, there.where(is_mine, 0)
@@ -167,8 +165,7 @@ def all_logits(
     logit_scale: float = 1.0,
     share: VocabularyShare | None = None,
 ) -> Tensor:
-    """Compute the logits that `token_logprobs` reads, at temperature 1, all at once: float32 `[X,
-    V]`.
+    """Compute the logits that `token_logprobs` reads, all at once, at temperature 1: `[X, V]`.
 
     Without gradients: they are for sampling tokens.
     """

@@ -128,13 +128,10 @@ class PolicyModel(Decoder):
             self.temperature = usual
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        """Compute the logits of hidden states, float32 `[X, V]`, at temperature 1, without
-        gradients.
-        """
+        """Compute the logits of hidden states, float32 `[X, V]`, at temperature 1, no gradients."""
         hidden_XD, weight_VD = self._factors(hidden_XD)
-        if (
-            self.softcap is None and self.logit_scale == 1.0
-        ) and hidden_XD.dtype == weight_VD.dtype == torch.float32:
+        is_plain = self.softcap is None and self.logit_scale == 1.0
+        if is_plain and hidden_XD.dtype == weight_VD.dtype == torch.float32:
             # Through the layer itself, whose product a generator may have exchanged for a quicker.
             with torch.no_grad(), torch.autocast(hidden_XD.device.type, enabled=False):
                 return self.head(hidden_XD)  # type: ignore[no-any-return]
@@ -148,8 +145,7 @@ class PolicyModel(Decoder):
         )
 
     def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values as `from_pretrained` knows them, adapters merged: for
-        `types.Weights`.
+        """Yield names and values as `from_pretrained` knows them, adapters merged.
 
         Values are those that the model trains on, in the dtype of its
         weights; copy what you keep. Of a spread model they come whole, one at a time: a collective

@@ -94,9 +94,7 @@ class ValueHead:
 
     @property
     def is_apart(self) -> bool:
-        """Report whether the head is read from a file of its own; else transformers reads it with
-        the weights.
-        """
+        """Report whether the head has a file of its own; else transformers reads it."""
         return self.file.name != PICKLED
 
     def describe(self) -> str:

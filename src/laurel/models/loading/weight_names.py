@@ -1,6 +1,4 @@
-"""Read the names of a model's weights from its safetensors files: no weight is read, no torch
-used.
-"""
+"""Read the names of a model's weights from its safetensors files, without torch."""
 
 from __future__ import annotations
 

@@ -52,8 +52,7 @@ def check_context(model: Decoder, *, cp: int, tp: int) -> None:
     if model.path != "forest":
         raise ConfigError(
             f"{key_of(KEY)}={cp}: only token forests are divided, and this model reads padded rows "
-            "(why "
-            "is in the run's notes). Set it to 1"
+            "(the run's notes say why). Set it to 1"
         )
     heads = int(model.network.config.get_text_config().num_attention_heads) // tp
     if heads % cp:

@@ -352,9 +352,7 @@ class AcrossRanks:
 
     @property
     def place(self) -> int:
-        """Index of the part of the data this rank reads, from 0: the same for ranks that read the
-        same.
-        """
+        """Index of the part of the data that this rank reads, from 0."""
         ranks = self.mesh.get_local_rank(REPLICATE), self.mesh.get_local_rank(SHARD)
         return (ranks[0] * self.mesh[SHARD].size() + ranks[1]) // self._cp
 

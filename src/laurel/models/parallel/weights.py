@@ -305,9 +305,7 @@ def empty_network(
 
 
 def weight_files(spec: ModelSpec, name: str) -> Path | None:
-    """Locate the directory of a model's safetensors; those of a hub are fetched if they are
-    missing.
-    """
+    """Locate the directory of a model's safetensors; missing files of a hub are fetched."""
     directory = Path(name)
     if not directory.is_dir():
         from huggingface_hub import snapshot_download
