@@ -133,7 +133,10 @@ class Environment(Protocol):
         """Restore a saved state."""
 
     def noise_floor(self) -> float:
-        """Measure the standard deviation of the rewards' own noise."""
+        """Measure the standard deviation of the rewards' own noise.
+
+        Differences below it mean nothing.
+        """
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
         """List the tasks that it cannot score fairly: their own reference gets no reward."""

@@ -120,7 +120,7 @@ class ChatFormat:
     def prompts_ids(
         self, conversations: Sequence[Conversation], *, sources: Sequence[str] = ()
     ) -> list[TokenIds]:
-        """Compute `prompt_ids` of many conversations at once, which is faster.
+        """Compute `prompt_ids` of many conversations at once; errors name their `sources`.
 
         Raises:
             DataError: The template cannot render one, or a prompt has no token.

@@ -282,7 +282,10 @@ def num_tokens_of(inputs: Inputs) -> int:
 
 
 class WeightExporter(ABC):
-    """The export of weights to the driver or directly to engines, with all ranks taking part."""
+    """The export of weights to the driver or directly to engines.
+
+    All ranks take part, as each weight is gathered from all of them.
+    """
 
     def __init__(self, place: RankPlace) -> None:
         """Set up without a connection."""

@@ -62,6 +62,7 @@ class Decoder(nn.Module):
 
     def without_gradients(self) -> contextlib.AbstractContextManager[Any]:
         """Compute without gradients, and without inference mode where the model is spread."""
+        # In inference mode a spread model could not write the weights that it gathers.
         return torch.inference_mode() if self.mesh is None else torch.no_grad()
 
     @contextlib.contextmanager

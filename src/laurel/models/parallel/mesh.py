@@ -352,7 +352,10 @@ class AcrossRanks:
 
     @property
     def place(self) -> int:
-        """Index of the part of the data that this rank reads, from 0."""
+        """Index of the part of the data that this rank reads, from 0.
+
+        Ranks that differ in `cp` and `tp` alone read the same part.
+        """
         ranks = self.mesh.get_local_rank(REPLICATE), self.mesh.get_local_rank(SHARD)
         return (ranks[0] * self.mesh[SHARD].size() + ranks[1]) // self._cp
 
