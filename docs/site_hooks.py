@@ -101,11 +101,13 @@ def _rooms() -> list[tuple[str, str]]:
     table = _root_file("ARCHITECTURE.md").split("## Rooms")[1]
     rows = re.findall(r"^\| (`.+?) \| (.+?) \|", table.split("\n## ")[0], re.MULTILINE)
     return [
-        told for names, answers in rows for told in _told(re.findall(r"`([^`]+)`", names), answers)
+        pair
+        for names, answers in rows
+        for pair in _answers(re.findall(r"`([^`]+)`", names), answers)
     ]
 
 
-def _told(rooms: list[str], answers: str) -> list[tuple[str, str]]:
+def _answers(rooms: list[str], answers: str) -> list[tuple[str, str]]:
     """A line for two rooms says two things, divided by a semicolon."""
     parts = answers.split("; ") if len(rooms) > 1 else [answers]
     return list(zip(rooms, parts, strict=True))
@@ -138,14 +140,22 @@ _FENCE_NOTE = re.compile(
     r"(?:(?P<fence> *```)(?P<language>\w*)\n)?",
     re.MULTILINE,
 )
+_PICTURE = re.compile(
+    r"<picture>\s*<source [^>]*srcset=\"(?P<dark>[^\"]+)\">\s*"
+    r"<img alt=\"(?P<alt>[^\"]*)\" src=\"(?P<light>[^\"]+)\">\s*</picture>"
+)
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]\n]*)\]\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Notes to the tests become titles or vanish; links that leave docs/ become names of files."""
+    """Notes to the tests become titles or vanish; links that leave docs/ become names of files.
+
+    A picture follows the theme that the reader chose, not the system's alone.
+    """
     name = page.file.src_uri
     folder = "" if name in INCLUDED.values() else posixpath.dirname(f"docs/{name}")
     markdown = _FENCE_NOTE.sub(_shown_note, markdown)
+    markdown = _PICTURE.sub(_shown_picture, markdown)
     return _LINK.sub(lambda link: _shown_link(link, folder, name), markdown)
 
 
@@ -154,6 +164,11 @@ def _shown_note(note: re.Match[str]) -> str:
     if note["kind"] == "file" and fence:
         fence = f'{note["fence"]}{note["language"] or "text"} title="{note["value"]}"'
     return f"{fence}\n" if fence else ""
+
+
+def _shown_picture(picture: re.Match[str]) -> str:
+    light, dark = (picture[which].removeprefix("docs/") for which in ("light", "dark"))
+    return f"![{picture['alt']}]({light}#only-light) ![{picture['alt']}]({dark}#only-dark)"
 
 
 def _shown_link(link: re.Match[str], folder: str, page: str) -> str:

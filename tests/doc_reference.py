@@ -17,14 +17,14 @@ import typer.main
 from pydantic.fields import FieldInfo
 
 from laurel.cli.main import app
-from laurel.config.dump import entry, literal, meaning
+from laurel.config.dump import entry, literal
 from laurel.config.schema_info import is_mapping, item_kinds, kinds_of, sections_of
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section
 
 COMMON = 3
 """Commands that must share an option before it stands among the common ones."""
-SHORT = 150
+SHORT = 80
 """Characters of a meaning after which no further sentence is written, except what null means."""
 FEW = 3
 """Keys of a section that is written inside the section above it, at most."""
@@ -104,8 +104,7 @@ class _Options:
     values: dict[type[Section], Section | None] = field(default_factory=dict)
 
     def keys(self, section: type[Section], values: Section | None) -> list[_Key]:
-        named = {one.__name__: one for one in self.places}
-        return [_key(section, *one, values, named) for one in section.model_fields.items()]
+        return [_key(*one, values) for one in section.model_fields.items()]
 
     def add(self, path: str, section: type[Section], about: str, values: Section | None) -> None:
         """Write a section, then those below it."""
@@ -161,13 +160,7 @@ def options_text() -> str:
     return "\n".join(text.lines).strip()
 
 
-def _key(
-    section: type[Section],
-    name: str,
-    info: FieldInfo,
-    values: Section | None,
-    named: dict[str, type[Section]],
-) -> _Key:
+def _key(name: str, info: FieldInfo, values: Section | None) -> _Key:
     kinds = kinds_of(info.annotation)
     sections = dict.fromkeys(sections_of(kinds), "")
     for kind in kinds:
@@ -179,8 +172,9 @@ def _key(
         default = ": ..."
     elif not isinstance(value, Section) and value is not None:
         default = entry(name, literal(value)).strip().removeprefix(name)
-    about = meaning(section, name, info.description or "", named)
-    return _Key(name, _short("" if about == "See there." else about), default, value, sections)
+    about = (info.description or "").replace("See there.", "")
+    about = about.replace("See the same key of a set", f"See `data.train.{name}`")
+    return _Key(name, _short(about), default, value, sections)
 
 
 def _short(text: str | None) -> str:

@@ -1,4 +1,4 @@
-"""The clients in docs/reward_loop.md, as they stand there, against `laurel serve`."""
+"""The clients in docs/serve.md, as they stand there, against `laurel serve`."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ httpx2 = pytest.importorskip("httpx2")
 
 from serve_processes import KEY, Serving, null_values  # noqa: E402
 
-PAGE = Path(__file__).parents[2] / "docs" / "reward_loop.md"
+PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
 
 
 @pytest.fixture(scope="module")

@@ -30,14 +30,17 @@ def models(tmp_path_factory):
 
 
 NEEDS = {
-    "no model": ([], "name either a reward model (--model"),
+    "no model": ([], "give either a reward model (--model"),
     "two": (["--null", "--model", "x"], "or --null"),
     "lost model": (["--model", "/nowhere/rm"], "--model /nowhere/rm: there is no such directory"),
     "replicas": (["--null", "--replicas", "0"], "--replicas 0: from 1 to"),
     "port": (["--null", "--port", "70000"], "--port 70000: from 0 to 65535"),
     "host": (["--null", "--host", "no.such.invalid"], "--host no.such.invalid is no address"),
     "other host": (["--null", "--host", "192.0.2.1"], "--host 192.0.2.1 is no address of this"),
-    "open": (["--null", "--no-api-key", "--host", "0.0.0.0"], "--no-api-key is for this machine"),
+    "open": (
+        ["--null", "--no-api-key", "--host", "0.0.0.0"],
+        "--no-api-key is for loopback addresses",
+    ),
     "variable": (["--null", "--api-key-env", "NO_SUCH"], "--api-key-env NO_SUCH: there is no such"),
     "other variable": (
         ["--null", "--admin-key-env", "NO_SUCH"],
@@ -54,11 +57,11 @@ NEEDS = {
     "no range": (["--null", "--allow-from", "10.0.0.1/8"], "a range is written as 10.0.0.0/8"),
     "out of reach": (
         ["--null", "--allow-from", "10.0.0.0/8"],
-        "--allow-from 10.0.0.0/8: nobody from there reaches --host 127.0.0.1",
+        "--allow-from 10.0.0.0/8: no machine there reaches --host 127.0.0.1",
     ),
     "open twice": (
         ["--null", "--no-api-key", "--allow-from", "127.0.0.1"],
-        "under --no-api-key nobody does",
+        "with --no-api-key none does",
     ),
     "log": (["--null", "--access-log", "/nowhere/log"], "--access-log /nowhere/log: No such file"),
 }
@@ -96,7 +99,7 @@ def test_a_key_that_is_none(monkeypatch, capfd, name, key):
     monkeypatch.setenv(name, key)
     code, error = run_main(monkeypatch, capfd, "--null", "--port", "0")
     assert code == 2
-    assert f"the key in {name} has to have at least 32 letters of ASCII" in error
+    assert f"the key in {name} has to have at least 32 printable ASCII characters" in error
     assert "openssl rand -hex 32" in error
     assert key not in error
 
@@ -178,7 +181,7 @@ def test_a_model_its_scores_and_another_one(models, tmp_path):
         assert values_of(reply) == pytest.approx(wanted, abs=1e-6)
         port = int(server.url.rpartition(":")[2])
         assert server.end() == 0
-        assert "everything that was accepted was answered" in server.said()
+        assert "every accepted request was answered" in server.said()
         assert "By the gate" not in server.said()
     with Serving(tmp_path, "--model", str(second), port=port).ready() as server:
         assert server.score("No.")[1]["model_version"] == state["model_version"]
@@ -236,7 +239,7 @@ def test_nothing_that_was_accepted_is_lost_by_sigterm(tmp_path, replicas):
         accepted = sum(record["status"] == 200 for record in noted)
         assert statuses[200] == accepted > 0
         assert set(statuses) <= {200, 503, 0}
-        assert "everything that was accepted was answered" in server.said()
+        assert "every accepted request was answered" in server.said()
 
 
 @pytest.mark.slow
@@ -319,7 +322,7 @@ def test_a_server_whose_replicas_are_lost_for_good_ends_for_its_supervisor(tmp_p
             time.sleep(0.2)
         assert server.process.returncode == 75
         assert server.said().count("times in a row") == 2
-        assert "error: every replica of the model died too often" in server.said()
+        assert "error: every replica of the model crashed too often" in server.said()
         assert "Traceback" not in server.said()
 
 

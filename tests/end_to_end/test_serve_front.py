@@ -201,7 +201,7 @@ def test_the_clock_of_the_server_jumps(tmp_path):  # [28]
 def test_the_admin_key_and_what_other_processes_know_of_keys(tmp_path):
     arguments = ("--null", "--replicas", "2", *QUIET)
     with Serving(tmp_path, *arguments, LAUREL_ADMIN_KEY=ADMIN_KEY).ready() as server:
-        server.wait_for("admin   that of the variable LAUREL_ADMIN_KEY")
+        server.wait_for("admin   the one in the variable LAUREL_ADMIN_KEY")
         for path in ("/admin/sleep", "/admin/wake", "/admin/load"):
             status, reply = server.ask(path, {})
             assert (status, reply["error"]["code"]) == (403, "admin")

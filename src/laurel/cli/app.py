@@ -1,6 +1,6 @@
-"""The class of Laurel's commands: what each of them has, and how mistakes in its options are told.
+"""The class of Laurel's commands, and their help and messages about wrong options.
 
-Each takes `--quiet` and `--verbose`, which may stand anywhere, and dataclasses as parameters.
+Each command takes `--quiet` and `--verbose` at any place, and dataclasses as parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SAID = "laurel.verbosity"
 
 
 def begin(context: typer.Context) -> None:
-    """Of a command line that is about to be carried out: as much is said as it asks for so far."""
+    """Apply the `--quiet` or `--verbose` that stands before the command."""
     set_verbosity(context.meta.get(_SAID, "normal"))
 
 
@@ -45,14 +45,14 @@ def _options(*, is_hidden: bool) -> tuple[Any, Any]:
         "-q",
         callback=_says("quiet"),
         hidden=is_hidden,
-        help="Only errors, warnings and results. May stand anywhere.",
+        help="Print only errors, warnings and results. May stand anywhere.",
     )
     verbose = typer.Option(
         "--verbose",
         "-v",
         callback=_says("verbose"),
         hidden=is_hidden,
-        help="Also debug messages, and where in the code an error is from. May stand anywhere.",
+        help="Also print debug messages and the traceback of an error. May stand anywhere.",
     )
     return Annotated[bool, quiet], Annotated[bool, verbose]
 
@@ -60,13 +60,41 @@ def _options(*, is_hidden: bool) -> tuple[Any, Any]:
 QuietOption, VerboseOption = _options(is_hidden=False)
 
 
-class App(typer.Typer):
-    """Commands, or a group of them, each of which also takes `--quiet` and `--verbose`.
+class _WholeWords(typer.Context.formatter_class):  # type: ignore[misc,valid-type]
+    """Break the lines of a help text at blanks only, never at the hyphens of an option's name."""
 
-    A parameter whose annotation is a dataclass stands for one option per field, each as the field
-    is annotated and with the field's default; the command is called with the dataclass made.
-    Examples in their help stay in one line, which can be copied, and what is wrong with an option
-    is told in our words, and so is a command that is none.
+    def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
+        super().write_usage(prog, _unbreakable(args), prefix)
+
+    def write_text(self, text: str) -> None:
+        super().write_text(_unbreakable(text))
+
+    def write_dl(self, rows: Sequence[tuple[str, str]], *sizes: int, **named: int) -> None:
+        rows = [(term, _unbreakable(text)) for term, text in rows]
+        super().write_dl(rows, *sizes, **named)
+
+    def getvalue(self) -> str:
+        return str(super().getvalue()).replace(_NO_BREAK_HYPHEN, "-")
+
+
+_NO_BREAK_HYPHEN = "\N{NON-BREAKING HYPHEN}"
+
+
+def _unbreakable(text: str) -> str:
+    return text.replace("-", _NO_BREAK_HYPHEN)
+
+
+class _PlainContext(typer.Context):
+    formatter_class = _WholeWords
+
+
+class App(typer.Typer):
+    """A group of commands, each of which also takes `--quiet` and `--verbose`.
+
+    A parameter whose annotation is a dataclass stands for one option per field, annotated and with
+    a default as the field is; the command is called with the dataclass. An example in the help
+    stays on one line, so that it can be copied. Wrong options and commands get messages of
+    Laurel's own.
     """
 
     def __init__(self, *, cls: type[TyperGroup] | None = None, **settings: Any) -> None:
@@ -75,7 +103,7 @@ class App(typer.Typer):
     def command(  # type: ignore[override]
         self, name: str | None = None, **settings: Any
     ) -> Callable[[Command], Command]:
-        """What registers a function as a command, and leaves it as it is."""
+        """Return a decorator that registers a function as a command and returns it unchanged."""
 
         def register(command: Command) -> Command:
             text = inspect.getdoc(command) or ""
@@ -88,7 +116,7 @@ class App(typer.Typer):
 
 
 def _with_options(command: Command) -> Command:
-    """A command with the fields of its dataclasses as options, in their place and order."""
+    """Wrap a command so that the fields of its dataclasses are options, in place and order."""
     quiet, verbose = _options(is_hidden=True)
     options: dict[str, tuple[Any, Any]] = {}
     groups: dict[str, Any] = {}
@@ -105,7 +133,7 @@ def _with_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def called(*, is_quiet: bool, is_verbose: bool, **said: Any) -> Any:
-        # The callbacks of the two have done what they are for.
+        # The callbacks of `is_quiet` and `is_verbose` have already set the verbosity.
         made = {
             name: kind(**{one.name: said.pop(one.name) for one in fields(kind)})
             for name, kind in groups.items()
@@ -133,11 +161,13 @@ _OF_PYDANTIC = {
     "greater_than_equal": "{input} is less than {ge}",
     "less_than_equal": "{input} is more than {le}",
 }
-"""What is wrong with a number, by pydantic's name for it; with the value and its limit."""
+"""Messages about a wrong number, by pydantic's type of the error."""
 
 
 class _PlainCommand(TyperCommand):
-    """typer checks options with pydantic, and shows what that says to programmers."""
+    # typer checks options with pydantic, whose messages are for programmers.
+
+    context_class = _PlainContext
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)  # the parser takes them out of its list
@@ -146,7 +176,7 @@ class _PlainCommand(TyperCommand):
         except typer.BadParameter as error:
             error.message = _in_our_words(error)
             raise
-        except Exception as error:  # typer does not export its error of an unknown option
+        except Exception as error:  # typer does not export the class of this error
             name = getattr(error, "option_name", None)
             takes_overrides = any(one.name == "overrides" for one in self.params)
             if isinstance(name, str) and "." in name and takes_overrides:
@@ -156,12 +186,12 @@ class _PlainCommand(TyperCommand):
 
 
 class _PlainGroup(TyperGroup):
-    """Whoever names no command is told which there are."""
+    context_class = _PlainContext
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         try:
             return super().resolve_command(ctx, args)
-        except Exception as error:  # typer does not export its error of a wrong command line
+        except Exception as error:  # typer does not export the class of this error
             said = getattr(error, "message", "")
             if said.startswith("No such command"):
                 meant = [one for one in args[1:2] if one in self.commands and "mean" not in said]
@@ -172,7 +202,7 @@ class _PlainGroup(TyperGroup):
 
 
 def _not_an_option(name: str, given: Sequence[str]) -> str:
-    """How a key of the configuration is said, to one who wrote it as an option."""
+    """Explain how to write a key of the configuration that was given as an option."""
     at, said = next((at, one) for at, one in enumerate(given) if one.partition("=")[0] == name)
     _, equals, value = said.partition("=")
     if not equals:
@@ -186,7 +216,7 @@ def _not_an_option(name: str, given: Sequence[str]) -> str:
 
 
 def _in_our_words(error: typer.BadParameter) -> str:
-    """What is wrong with the value of an option: a choice with its choices, a number."""
+    """Word an error about the value of an option: a wrong choice with the choices, a number."""
     message = error.message.removeprefix("Value error, ")
     found = _NOT_ONE_OF.fullmatch(message)
     if found:
@@ -194,8 +224,8 @@ def _in_our_words(error: typer.BadParameter) -> str:
         near = nearest(found["said"].strip("'"), choices)
         hint = f" Did you mean {near}?" if near else ""
         return f"{found['said']} is none of its choices.{hint} Choose one of {', '.join(choices)}"
-    told: list[Any] = getattr(error.__cause__, "errors", list)()
-    wording = _OF_PYDANTIC.get(told[0]["type"]) if told else None
+    causes: list[Any] = getattr(error.__cause__, "errors", list)()
+    wording = _OF_PYDANTIC.get(causes[0]["type"]) if causes else None
     if wording is None:
         return message
-    return wording.format(input=told[0]["input"], **told[0].get("ctx", {}))
+    return wording.format(input=causes[0]["input"], **causes[0].get("ctx", {}))

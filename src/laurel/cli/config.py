@@ -1,4 +1,4 @@
-"""`laurel config`: a run's configuration, printed; and those of other systems, turned into ours."""
+"""`laurel config` prints a run's configuration and imports those of other systems."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SHOW = "show"
 
 
 class ShowsByDefault(TyperGroup):
-    """A group whose first command is meant where none is named: `laurel config --describe`."""
+    """Run `show` where no command is named, as in `laurel config --describe`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the name of the command in front where it is left out."""
+        """Insert `show` before arguments that begin with no command."""
         first = args[0] if args else ""
         if first not in self.commands and first not in ("-h", "--help"):
             args = [SHOW, *args]
@@ -34,7 +34,7 @@ config_app = App(cls=ShowsByDefault, no_args_is_help=False)
 def config() -> None:
     """Print a run's configuration, or import another system's.
 
-    `laurel config --for grpo --describe` is `laurel config show --for grpo --describe`.
+    `laurel config --for grpo --describe` means `laurel config show --for grpo --describe`.
     """
 
 
@@ -43,10 +43,11 @@ def show_config(
     config: ConfigOption = None,
     overrides: Overrides = None,
     describe: Annotated[
-        bool, typer.Option("--describe", help="Write what each key means above it.")
+        bool, typer.Option("--describe", help="Print the meaning of each key above it.")
     ] = False,
     kind: Annotated[
-        Literal["rm", "sft", "grpo"], typer.Option("--for", help="The command it is for.")
+        Literal["rm", "sft", "grpo"],
+        typer.Option("--for", help="The command that the configuration is for."),
     ] = "rm",
     as_json: JsonOption = False,
 ) -> None:
@@ -70,36 +71,40 @@ def import_config(
     file: Annotated[
         str,
         typer.Argument(
-            metavar="FILE", help="YAML, JSON, or a script with the command line; - is stdin."
+            metavar="FILE",
+            help="A YAML or JSON file, or a script with the command line; - reads stdin.",
         ),
     ],
     system: Annotated[
         Literal["trl", "openrlhf", "verl", "nemo-rl"] | None,
-        typer.Option("--from", help="The system that wrote it; else recognized by its keys."),
+        typer.Option("--from", help="The system of the file. Default: recognized by its keys."),
     ] = None,
     kind: Annotated[
         Literal["rm", "sft", "grpo"] | None,
-        typer.Option("--for", help="The command it is for; else recognized by its keys."),
+        typer.Option("--for", help="The command to import for. Default: recognized by the keys."),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write YAML here; else to stdout."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write YAML to this file. Default: stdout."
+        ),
     ] = None,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="TRL: processes it was started with."),
+        typer.Option(min=1, metavar="N", help="For TRL: the number of processes of the run."),
     ] = None,
     total_steps: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Optimizer steps of the run, where a schedule needs them."
+            min=1, metavar="N", help="The optimizer steps of the run, if a schedule needs them."
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Turn a configuration of TRL, OpenRLHF, verl or NeMo RL into ours.
+    """Convert a configuration of TRL, OpenRLHF, verl or NeMo RL to Laurel's.
 
-    Also says which keys were carried, which are not needed, and which cannot be carried, and why.
+    It also lists the keys that were carried over, those that are not needed, and those that cannot
+    be carried over, each with the reason.
 
     Example: laurel config import grpo.yaml --from trl --devices 8 -o grpo_laurel.yaml
     """

@@ -10,12 +10,12 @@ from laurel.cli.app import App
 from laurel.cli.options import ModelOption, Overrides
 from laurel.observe.json_output import JsonOption
 
-data_app = App(help="What data files are, and what becomes of them.", no_args_is_help=True)
+data_app = App(help="Examine data files.", no_args_is_help=True)
 
 
 @data_app.callback()
 def data() -> None:
-    """What data files are, and what becomes of them."""
+    """Examine data files."""
 
 
 @data_app.command("check")
@@ -24,23 +24,23 @@ def check(
         str,
         typer.Argument(
             metavar="FILE",
-            help="JSON lines, JSON, CSV, Parquet, Arrow, each also with .gz; a saved directory or "
-            "a hub name.",
+            help="A file of JSON lines, JSON, CSV, Parquet or Arrow, also with .gz; a saved "
+            "directory; or a hub name.",
         ),
     ],
     overrides: Overrides = None,
     trainer: Annotated[
         Literal["rm", "sft", "grpo"] | None,
-        typer.Option("--for", help="The command it is meant for; default: all are tried."),
+        typer.Option("--for", help="The command that the file is for. Default: try all of them."),
     ] = None,
     model: ModelOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a data file is, and which command it fits.
+    """Show what a data file holds, and which command can train on it.
 
-    Also what is left out, and the first row. With a model, in its tokens, with those that count
-    in the loss and the one that the score is read from. The exit code is 2 where no row can be
-    used.
+    It also shows how many rows are left out and why, and the first row. With a model, the row is
+    shown as tokens, with those that count in the loss and the one that the score is read from. The
+    exit code is 2 if no row can be used.
 
     Example: laurel data check pairs.jsonl --model Qwen/Qwen3-0.6B data.prompt_key=question
     """

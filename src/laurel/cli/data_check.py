@@ -1,4 +1,4 @@
-"""`laurel data check`: what a data file is, which command it fits, what its first row becomes."""
+"""Runs `laurel data check`: finds a file's format, the commands it fits, and its first row."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from laurel.errors import ConfigError, DataError, Terms, UserError, counted, spe
 from laurel.observe.console import (
     make_console,
     message_console,
+    print_command,
     quiet_libraries,
     shorten_middle,
     visible,
@@ -52,36 +53,36 @@ if TYPE_CHECKING:
     from laurel.types import Mask, TokenIds
 
 # --------------------------------------------------------------------------------------------------
-# A data file, read as each command would read it: does it fit, and what is lost?
+# Reading a data file as each command would: does it fit, and which rows are lost?
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What one command makes of a file."""
+    """A file as one command reads it."""
 
     trainer: Trainer
     config: Any
-    """The run's configuration, with the file and what the command has to be told."""
+    """The run's configuration, with the file and the settings below."""
     settings: tuple[str, ...] = ()
-    """What it has to be told besides the path."""
+    """The settings that the command needs besides the path."""
     report: DataReport | TextReport | None = None
-    """None where no row is left, and then `problem` says why."""
+    """The report of the rows; None if no row is left, and then `problem` says why."""
     problem: str = ""
     rows: Sequence[Preference | Dialogue | Task] = ()
     """The rows that the command would use."""
     environments: Mapping[str, int] = field(default_factory=dict)
-    """GRPO: environments of Laurel's that could judge, and how many tasks each."""
+    """For GRPO: Laurel's environments that can grade tasks, with the number of tasks."""
 
     @property
     def num_malformed(self) -> int:
-        """Rows at which a run would stop unless it is told to leave them out."""
+        """Count the rows at which a run stops, unless `data.on_bad_row` is `skip`."""
         left_out = self.report.dropped.get("malformed") if self.report is not None else None
         return 0 if left_out is None else left_out.count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All that is known of a file."""
+    """The result of examining a file."""
 
     path: str
     num_rows: int
@@ -91,17 +92,17 @@ class Findings:
     known: KnownFormat | None
     readings: list[Reading]
     evaluation: str | None
-    """The benchmark that `laurel eval` reads it as, where no command that trains is asked about."""
+    """The benchmark that `laurel eval` reads the file as, unless one trainer was asked about."""
     near: list[Suggestion]
 
     @property
     def is_usable(self) -> bool:
-        """Whether any of the commands that were asked about can use a row."""
+        """Report whether any of the commands asked about can use a row."""
         return self.shown is not None or self.evaluation is not None
 
     @property
     def shown(self) -> Reading | None:
-        """The reading whose first row is shown."""
+        """Return the first reading that keeps a row; its first row is shown."""
         return next((one for one in self.readings if one.report is not None), None)
 
 
@@ -109,36 +110,37 @@ def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = 
     """Read a whole file, find its format, and try it with every command or the one named.
 
     Raises:
-        UserError: No file, no rows, or overrides that no command understands.
+        UserError: There is no file or no row, or no command understands the overrides.
     """
-    unreadable, said = LeftOut(), ""
+    unreadable, first_problem = LeftOut(), ""
 
-    def tell(source: str, problem: UnusableRow) -> None:
-        nonlocal said
+    def leave_out(source: str, problem: UnusableRow) -> None:
+        nonlocal first_problem
         unreadable.add(LeftOut(1, [source]))
-        said = said or f"{locate(path, source)}: {problem.message}"
+        first_problem = first_problem or f"{locate(path, source)}: {problem.message}"
 
     first: Row = {}
     num_rows = 0
-    for _, row in read_rows(path, on_bad_row=tell):
+    for _, row in read_rows(path, on_bad_row=leave_out):
         first = first if num_rows else row
         num_rows += 1
     if not num_rows:
         count = counted(unreadable.count, "row")
-        raise DataError(f"{path}: none of its {count} can be read; the first: {said}")
+        raise DataError(f"{path}: none of its {count} can be read; the first: {first_problem}")
     configured, problems = [], []
     for one in TRAINERS if trainer is None else (trainer,):
-        try:  # a command that lacks an overridden key is left out
+        try:
             configured.append(_configured(path, first, one, overrides))
         except ConfigError as problem:
+            # An override may be a key of some commands only; the others are left out.
             problems.append(str(problem) if trainer else f"laurel {one}: {problem}")
     if not configured:
         raise ConfigError("\n".join(problems))
     known = configured[0][1]
     readings = [_read_as(reading, known) for reading, _ in configured]
-    # Rows that are read only as prompts may have been meant for more, unless it is said who judges.
-    is_said = any(one.lstrip("+").startswith("data.env_name=") for one in overrides)
-    is_clear = known is not None and (known.name != "prompts" or is_said)
+    # Rows that only a prompt is read from may hold more, unless the environment is named.
+    has_environment = any(one.lstrip("+").startswith("data.env_name=") for one in overrides)
+    is_clear = known is not None and (known.name != "prompts" or has_environment)
     near = [] if is_clear else suggestions(first)
     return Findings(
         path=path,
@@ -157,20 +159,22 @@ def _configured(
 ) -> tuple[Reading, KnownFormat | None]:
     """Configure a command so that it reads the file; and recognise the first row's format."""
     base = [f"data.train_data_path={json.dumps(path)}"]
-    said: Any = load_config(SCHEMAS[trainer], None, [*base, *overrides]).config
-    # The row with the columns that `data` names under the names that they have by default.
+    data = load_config(SCHEMAS[trainer], None, [*base, *overrides]).config.data  # type: ignore[attr-defined]
+    # Formats are recognised by the default names of columns, so the columns that `data` names get
+    # these.
     renamed = dict(first)
-    for key, field_of_key in type(said.data).model_fields.items():
-        column, default = getattr(said.data, key), field_of_key.default
+    for key, field_of_key in type(data).model_fields.items():
+        column, default = getattr(data, key), field_of_key.default
         if key.endswith("_key") and isinstance(default, str) and column in first:
             renamed[default] = first[column]
     known = recognise(renamed)
     settings = tuple(known.trainers.get(trainer, ())) if known is not None else ()
     if trainer == "grpo" and not any(one.startswith("data.env_name=") for one in settings):
-        settings = (*settings, "data.env_name=reward_model")  # which needs nothing but prompts
+        # The reward model environment needs nothing but prompts.
+        settings = (*settings, "data.env_name=reward_model")
     keys = {setting.partition("=")[0] for setting in overrides}
     settings = tuple(one for one in settings if one.partition("=")[0] not in keys)
-    # All rows are looked at, malformed ones and those of a validation set too.
+    # Every row is read: a run would stop at a malformed one, and hold some out for validation.
     options = ["data.on_bad_row=skip", "data.split_validation_size=0"]
     options = [one for one in options if one.partition("=")[0] not in keys]
     config = load_config(SCHEMAS[trainer], None, [*base, *options, *settings, *overrides]).config
@@ -178,7 +182,7 @@ def _configured(
 
 
 def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
-    """Read the file as its command does. Nothing is raised for rows."""
+    """Read the file as its command does; unusable rows are a `problem`, not an exception."""
     config = reading.config
     try:
         if reading.trainer == "rm":
@@ -191,7 +195,7 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
             config.data,
             default_environment=config.default_environment,
             environments=config.env.names(),
-            # Where nobody has said who judges, what each environment lacks is counted afterwards.
+            # Without an environment, the tasks that each environment can grade are counted below.
             needs=needs_of(config.env) if config.data.env_name is not None else NO_NEEDS,
         )
         check_tests(tasks, config.env.code)
@@ -203,7 +207,7 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
         "reward_model": len(tasks.train),
     }
     if known is not None and "rm" in known.trainers:
-        # What people preferred is an answer to imitate, not one to check others by.
+        # A preferred answer is not the only right one, so it cannot grade other answers.
         del counts["math"]
     environments = {name: count for name, count in counts.items() if count}
     report = tasks.reports["train"]
@@ -218,10 +222,10 @@ def run_data_check(
     overrides: Sequence[str],
     as_json: bool,
 ) -> bool:
-    """Print what a file is, and return whether anything can be read from it.
+    """Print the findings about a file, and return whether any row is usable.
 
     Raises:
-        UserError: No file, no rows, a model or an override that cannot be used.
+        UserError: There is no file or no row, or a model or an override cannot be used.
     """
     if model:
         check_not_missing(model, key="--model")
@@ -237,8 +241,8 @@ def run_data_check(
             try:
                 with speaking(Terms({"policy.model_name": "--model"})):
                     row = first_row(findings.shown, model) if model else row
-            except UserError as error:  # told after what was found
-                problem = error
+            except UserError as error:
+                problem = error  # raised after the findings are printed
     references = None
     grpo = next((one for one in findings.readings if one.trainer == "grpo"), None)
     if grpo is not None:
@@ -285,7 +289,7 @@ def _as_facts(
     }
 
 
-# --------------------------------------------------------------------------------------- to people
+# ----------------------------------------------------------------------------------- printed report
 
 
 def _show(
@@ -305,7 +309,7 @@ def _show(
     _line(console, "rows", rows)
     _line(console, "columns", visible(", ".join(map(str, findings.first))))
     known = findings.known
-    form = "none that is known by default" if known is None else f"{known.name}: {known.says}"
+    form = "none of the known ones" if known is None else f"{known.name}: {known.says}"
     _line(console, "format", form)
     _show_fits(console, findings, overrides)
     if references is not None:
@@ -317,7 +321,7 @@ def _show(
         _line(console, "hint", f"it looks like {near.says}", "bold")
         if near.trainer is not None:
             words = ["laurel", "data", "check", findings.path, "--for", near.trainer]
-            _say(console, f"         {shlex.join([*words, *near.settings])}")
+            print_command(console, " " * 9, shlex.join([*words, *near.settings]))
     if not findings.is_usable:
         _show_formats(console, findings)
     reading = findings.shown
@@ -334,7 +338,6 @@ def _show(
 
 
 def _line(console: Console, label: str, text: str | Text, style: str = "") -> None:
-    """Print a line with its label in a column of its own."""
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True, min_width=8)
     table.add_column(overflow="fold")
@@ -343,7 +346,7 @@ def _line(console: Console, label: str, text: str | Text, style: str = "") -> No
 
 
 def _say(console: Console, text: str, style: str = "") -> None:
-    """Print on one line, so that a command can be copied."""
+    # Soft wrapping keeps a command on one line, so that it can be copied.
     console.print(Text(visible(text), style=style), soft_wrap=True)
 
 
@@ -360,7 +363,7 @@ def _show_fits(console: Console, findings: Findings, overrides: Sequence[str]) -
         words += [*reading.settings, *overrides]
         if "data.env_name=reward_model" in words:
             words += ["env.reward_model.enabled=true", "env.reward_model.model_name=DIR"]
-        _say(console, f"         {shlex.join(words)}")
+        print_command(console, " " * 9, shlex.join(words))
         if NOT_WHAT_IS_RIGHT in reading.report.notes:
             _line(console, "warning", NOT_WHAT_IS_RIGHT, "bold")
 
@@ -371,14 +374,14 @@ def _counts(
     known: KnownFormat | None,
     overrides: Sequence[str],
 ) -> str:
-    """Say how many rows there are, what of them is used, and what stops a run."""
+    """Describe how many rows there are, what the command uses of them, and what stops a run."""
     said = f"{report.num_kept:,} of {counted(report.num_read, 'row')}"
     use = known.uses.get(reading.trainer) if known is not None else None
     if use:
         said += f"; {use}"
     if reading.environments:
         names = ", ".join(f"{name} ({n:,})" for name, n in reading.environments.items())
-        said += f"; could be judged by {names}"
+        said += f"; could be graded by {names}"
     if not reading.num_malformed:
         return said
     first = report.dropped["malformed"].examples[0]
@@ -386,7 +389,7 @@ def _counts(
     if on_bad_row and on_bad_row[-1].endswith("=skip"):  # the last of several counts
         rows = counted(reading.num_malformed, "malformed row")
         return f"{said}. The run leaves out {rows}, the first at {first}"
-    return f"{said}. The run stops at {first} unless you mend the rows or set data.on_bad_row=skip"
+    return f"{said}. The run stops at {first} unless you fix the rows or set data.on_bad_row=skip"
 
 
 def _show_references(console: Console, references: References) -> None:
@@ -400,25 +403,24 @@ def _show_references(console: Console, references: References) -> None:
     if not num_failed:
         _line(console, "note", f"{run}: all pass the tests of their rows")
         return
-    fail = "fails the tests of its row" if num_failed == 1 else "fail the tests of their rows"
-    first = f"The first: {references.failed[0]}"
-    _line(
-        console,
-        "warning",
-        f"{run}: {num_failed:,} {fail}, and a run leaves that out. {first}",
-        "bold",
+    fail = (
+        "fails the tests of its row, and a run leaves that row out"
+        if num_failed == 1
+        else "fail the tests of their rows, and a run leaves these rows out"
     )
+    first = f"The first: {references.failed[0]}"
+    _line(console, "warning", f"{run}: {num_failed:,} {fail}. {first}", "bold")
 
 
 def _show_formats(console: Console, findings: Findings) -> None:
-    """Print what could have been given: what the commands take that were asked about."""
+    """Print the formats that the commands asked about accept."""
     asked = {reading.trainer for reading in findings.readings}
     known = findings.known
     if known is not None and known.trainers and not asked & known.trainers.keys():
         others = " and ".join(f"laurel {trainer}" for trainer in known.trainers)
         _line(console, "hint", f"this format is for {others}: leave --for out", "bold")
-    whom = f" that laurel {next(iter(asked))} takes" if len(asked) == 1 else ""
-    console.print(Text(f"\nFormats{whom}, by their columns", style="bold"))
+    by_command = f" that laurel {next(iter(asked))} reads" if len(asked) == 1 else ""
+    console.print(Text(f"\nFormats{by_command}, by their columns", style="bold"))
     for one in FORMATS:
         if len(asked) > 1 or asked & one.trainers.keys():
             commands = [*one.trainers, *([f"eval {one.evaluation}"] if one.evaluation else [])]
@@ -426,23 +428,23 @@ def _show_formats(console: Console, findings: Findings) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The first row of a data file as a command learns from it: its messages, or its tokens.
+# The first row of a data file as a command trains on it: its messages, or its tokens.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A token; or the tokens, if it takes several to make a character."""
+    """A token, or the tokens that make up one character together."""
 
     ids: tuple[int, ...]
     text: str
     in_loss: bool = False
     pooled: bool = False
-    """Whether the score is read from it."""
+    """True if the score is read from this token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPart:
-    """A stretch of the row: what all answers share, one of them, a whole conversation."""
+    """A part of the row: the shared prompt, one answer, or a whole conversation."""
 
     title: str
     messages: Conversation
@@ -452,7 +454,7 @@ class RowPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstRow:
-    """The first row that a command would use."""
+    """The first row that a command uses, with its place in the file."""
 
     source: str
     parts: Sequence[RowPart]
@@ -462,10 +464,10 @@ class FirstRow:
 def first_row(reading: Reading, model: str) -> FirstRow:
     """Return the row as the command reads it.
 
-    The row has tokens where there is a model: a directory or hub name, whose weights are not read.
+    The row has tokens if `model` names a directory or a hub name; its weights are not read.
 
     Raises:
-        ModelError: No tokenizer or template that could be used.
+        ModelError: The model has no usable tokenizer or template.
         DataError: The template cannot render the row.
     """
     row, config = reading.rows[0], reading.config
@@ -501,7 +503,7 @@ def first_row(reading: Reading, model: str) -> FirstRow:
         tokens = pieces_of(tokenizer, ids_L)
         most = policy.max_total_sequence_length
         note = (
-            f"what the policy writes next counts in the loss: up to {max(most - len(ids_L), 0):,} "
+            f"the policy's completion counts in the loss: up to {max(most - len(ids_L), 0):,} "
             f"tokens of policy.max_total_sequence_length={most}"
         )
         parts, notes = [replace(parts[0], tokens=tokens)], [note, *notes]
@@ -514,7 +516,7 @@ def first_row(reading: Reading, model: str) -> FirstRow:
     )
     if learned is None:
         raise DataError(
-            f"{row.source}: nothing of the answer is within {longest} tokens; raise "
+            f"{row.source}: no token of the answer is within the first {longest} tokens; raise "
             "policy.max_total_sequence_length"
         )
     trunk, (branch,) = learned.tokens.trunk_ids, learned.tokens.branches_ids_G
@@ -528,7 +530,6 @@ def first_row(reading: Reading, model: str) -> FirstRow:
 def _scored(
     row: Preference, parts: list[RowPart], run: Any, model: str, longest: int
 ) -> tuple[list[RowPart], list[str]]:
-    """Return the prompt and the answers in the tokens that a reward model scores, and notes."""
     from laurel.models.loading.reward_model import load_contract
 
     contract, notes = load_contract(
@@ -553,7 +554,7 @@ def _scored(
         cut = bool(tokens.truncated_G[index])
         parts[index + 1] = replace(parts[index + 1], tokens=pieces[shared:], was_cut=cut)
     if not pools_last:
-        notes.append("this model pools by itself: the score is read from no single token")
+        notes.append("this model pools itself: the score is read from no single token")
     return parts if num_trunk else parts[1:], notes
 
 
@@ -574,14 +575,14 @@ def _about_task(row: Task) -> list[str]:
     if tests:
         by = row.metadata.get("comparison")
         compared = f", compared as {by}" if by is not None else ""
-        said.append(f"it brings tests: {', '.join(tests)}{compared}")
+        said.append(f"it has tests: {', '.join(tests)}{compared}")
     return said
 
 
 def pieces_of(
     tokenizer: Any, ids_L: TokenIds, *, learned_L: Mask | None = None, pools_last: bool = False
 ) -> list[Piece]:
-    """Return tokens with their texts, those that count in the loss and the one that is pooled."""
+    """Split tokens into pieces with texts, and mark those in the loss and the pooled one."""
 
     def decoded(tokens: list[int]) -> str:
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
@@ -592,7 +593,8 @@ def pieces_of(
     before: list[int] = []
     for end, token in enumerate(map(int, ids_L), 1):
         pending.append(token)
-        # Decoded alone, a token would lose its leading blank, and a part of a letter its meaning.
+        # Decoded alone, a token would lose its leading blank, and part of a character would become
+        # a replacement character.
         text = decoded([*before, *pending])[len(decoded(before)) :]
         if text.endswith("\ufffd") and len(pending) < 8 and end < len(ids_L):
             continue
@@ -608,7 +610,7 @@ _HEAD, _TAIL = 80, 40  # tokens shown at each end of a long stretch
 
 
 def show_row(console: Console, row: FirstRow) -> None:
-    """Print the messages of a row, or its tokens with what they are for."""
+    """Print the messages of a row, or its tokens with their use."""
     separator = "│" if "utf" in (console.encoding or "").lower() else "|"
     for part in row.parts:
         count = counted(sum(len(piece.ids) for piece in part.tokens), "token")

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from laurel.cli.app import App
-from laurel.cli.options import offer_layers
+from laurel.cli.options import complete_layers
 from laurel.errors import ConfigError
 from laurel.observe.console import make_console, visible
 from laurel.observe.json_output import JsonOption, write_json
@@ -190,7 +190,7 @@ def check_sandbox(
         list[str] | None,
         typer.Option(
             metavar="LAYER",
-            autocompletion=offer_layers,
+            autocompletion=complete_layers,
             help="Try without namespaces, landlock or seccomp. May be repeated.",
         ),
     ] = None,

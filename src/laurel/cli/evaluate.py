@@ -18,10 +18,11 @@ from laurel.cli.options import (
     ModelOption,
     Overrides,
     PrecisionOption,
+    SettingsOption,
     ThreadsOption,
-    offer_environments,
-    offer_preferences,
-    offer_tasks,
+    complete_environments,
+    complete_preferences,
+    complete_tasks,
 )
 from laurel.observe.json_output import JsonOption
 
@@ -30,41 +31,39 @@ if TYPE_CHECKING:
     from laurel.run.evaluation.run import EvaluationRequest
 
 
-# --------------------------------------------------------------------------------------------------
-# Options of the evaluations.
-
-
 ZeroSpreadOption = Annotated[
     Literal["limit", "leave_out"],
     typer.Option(
-        help="Ties: right answers that all score the same: 1, or as in rewardbench 0.1.4 nothing."
+        help="Ties in which all right answers score the same: limit counts 1 for them, leave_out "
+        "nothing, as rewardbench 0.1.4 does."
     ),
 ]
 CompatibilityOption = Annotated[
     Literal["rewardbench"] | None,
     typer.Option(
-        help="Make tokens as rewardbench 0.1.4 does, to reproduce its numbers; --max-length is "
-        "its own then (default: 2048)."
+        help="Tokenize as rewardbench 0.1.4 does, to reproduce its numbers; --max-length is then "
+        "2048 by default."
     ),
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiagnosticOptions:
-    """What else the scores of pairs are to show."""
+    """Options for more than the accuracy of pairs."""
 
     diagnostics: Annotated[
         bool,
         typer.Option(
             "--diagnostics",
-            help="Also by length, margin and subset (a --data each); calibration, scores, repeats.",
+            help="Also report accuracy by length, margin and subset (a --data each), the "
+            "calibration, the scores and repeated rows.",
         ),
     ] = False
     margin_key: Annotated[
         str | None,
         typer.Option(
             metavar="KEY",
-            help="Column of how much better the chosen answer is; a-b: column a less column b. "
+            help="The column with the margin of the chosen answer; a-b is column a minus column b. "
             "Implies --diagnostics.",
         ),
     ] = None
@@ -72,39 +71,39 @@ class DiagnosticOptions:
         list[str] | None,
         typer.Option(
             metavar="DATA",
-            help="What the model was trained on: a bag-of-words baseline, and leaks. May be "
-            "repeated; implies --diagnostics.",
+            help="The model's training data, for a bag-of-words baseline and a check for leaks; "
+            "repeatable. Implies --diagnostics.",
         ),
     ] = None
     sensitivity: Annotated[
         bool,
         typer.Option(
             "--sensitivity",
-            help="Score the answers in other forms, too: white space, markdown, flattery, cut "
-            "off. Implies --diagnostics.",
+            help="Also score changed answers: with other white space, with markdown, with "
+            "flattery, and cut off. Implies --diagnostics.",
         ),
     ] = False
     other_language: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="The same rows translated, in the same order: which verdicts change. Implies "
-            "--diagnostics.",
+            help="The same rows translated, in the same order, to count the verdicts that change. "
+            "Implies --diagnostics.",
         ),
     ] = None
     member: Annotated[
         list[str] | None,
         typer.Option(
             metavar="MODEL",
-            help="Another reward model, such as one of an ensemble: how often two agree. May be "
-            "repeated; implies --diagnostics.",
+            help="Another reward model, such as one of an ensemble, to measure how often two "
+            "agree; repeatable. Implies --diagnostics.",
         ),
     ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOptions:
-    """Which model, and which rows."""
+    """Options that select the model and the rows."""
 
     model: Annotated[
         str,
@@ -112,7 +111,7 @@ class RowOptions:
             "--model",
             "-m",
             metavar="MODEL",
-            help="A directory, a hub name, or the http:// address of a running laurel serve.",
+            help="The model: a directory, a hub name, or the http:// address of a laurel serve.",
         ),
     ] = ""
     data: Annotated[
@@ -121,64 +120,67 @@ class RowOptions:
             "--data",
             "-d",
             metavar="FILE",
-            help="Rows: a file or a hub name; may be repeated. Default: the benchmark on the hub.",
+            help="The rows: a file or a hub name; repeatable. Default: the benchmark on the hub.",
         ),
     ] = None
     split: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Split of a directory or a hub data set.")
+        str | None,
+        typer.Option(metavar="NAME", help="The split of a directory or a hub data set."),
     ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededRowOptions(RowOptions):
-    """The same of what has no place of its own on the hub."""
+    """Options that select the rows where no benchmark on the hub is the default."""
 
     data: Annotated[
         list[str] | None,
         typer.Option(
-            "--data", "-d", metavar="FILE", help="Rows: a file or a hub name; may be repeated."
+            "--data", "-d", metavar="FILE", help="The rows: a file or a hub name; repeatable."
         ),
     ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringOptions:
-    """How rows are scored, and what becomes of the result."""
+    """Options of scoring and of the result."""
 
-    max_samples: Annotated[int | None, typer.Option(min=1, help="Rows at most of each set.")] = None
+    max_samples: Annotated[
+        int | None, typer.Option(min=1, help="The most rows to score of each data set.")
+    ] = None
     max_length: MaxLengthOption = None
     batch_tokens: BatchTokensOption = 8192
     precision: PrecisionOption = "float32"
     device: DeviceOption = "auto"
     cpu_threads: ThreadsOption = None
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A key of the policy section."),
-    ] = None
+    settings: SettingsOption = None
     api_key_env: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Variable with the API key of a server; default: LAUREL_API_KEY where it is set.",
+            help="The environment variable with the API key of a server. Default: LAUREL_API_KEY.",
         ),
     ] = None
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="DIR", help="Write three JSON files into this."),
+        typer.Option(
+            "--output", "-o", metavar="DIR", help="Write three JSON files to this directory."
+        ),
     ] = None
     as_json: JsonOption = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneBenchmarkOptions(ScoringOptions):
-    """The same of a benchmark by itself, of which two results can be compared."""
+    """Options of a single benchmark, of which two results can be compared."""
 
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(
             "--compare",
             metavar="A.json B.json",
-            help="Score nothing: show two results of --output side by side, with significance.",
+            help="Score nothing, but show two results of --output side by side, with the "
+            "significance of their difference.",
         ),
     ] = None
 
@@ -201,47 +203,60 @@ def eval_policy(
         typer.Option(
             "--environment",
             "-e",
-            autocompletion=offer_environments,
-            help="Who judges; default: as the data says.",
+            autocompletion=complete_environments,
+            help="The environment that grades completions. Default: the one that the data names.",
         ),
     ] = "",
     dataset: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            autocompletion=offer_tasks,
-            help="Tasks, such as GSM8K, HumanEval or MBPP.",
+            autocompletion=complete_tasks,
+            help="The tasks, such as GSM8K, HumanEval or MBPP.",
         ),
     ] = None,
     data_path: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Where they lie, if not on the hub.")
+        str | None,
+        typer.Option(metavar="FILE", help="The file of the tasks, if they are not on the hub."),
     ] = None,
     num_generations: Annotated[
-        int, typer.Option("-n", "--num-generations", min=1, help="Completions of each task.")
+        int,
+        typer.Option(
+            "-n", "--num-generations", min=1, help="The number of completions of each task."
+        ),
     ] = 1,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0, help="Default: 0 for one completion, else as the configuration says."),
+        typer.Option(
+            min=0,
+            help="The sampling temperature. Default: 0 for one completion, otherwise that of the "
+            "configuration.",
+        ),
     ] = None,
-    max_samples: Annotated[int | None, typer.Option(min=1, help="Tasks at most.")] = None,
+    max_samples: Annotated[
+        int | None, typer.Option(min=1, help="The most tasks to evaluate.")
+    ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Longest completion of one turn; default: what there is room for."
+            min=1,
+            help="The longest completion of one turn. Default: as long as the context allows.",
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write JSON here.", metavar="FILE")
+        Path | None,
+        typer.Option("--output", "-o", help="Write JSON to this file.", metavar="FILE"),
     ] = None,
     samples: Annotated[
-        Path | None, typer.Option(help="Write the completions here, as parquet.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Write the completions to this Parquet file.", metavar="FILE"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """A policy on tasks: mean reward, pass@k, failures.
+    """Evaluate a policy on tasks: mean reward, pass@k, failures.
 
     The tasks are those of --dataset, or the validation tasks of a GRPO configuration. The exit code
-    is 1 where a completion could not be judged.
+    is 1 if a completion could not be graded.
 
     Example: laurel eval policy -m results/grpo/best -e code --dataset HumanEval -n 4
     """
@@ -268,15 +283,15 @@ def eval_policy(
 def eval_reward_bench(
     rows: RowOptions,
     prior: Annotated[
-        bool, typer.Option("--prior", help="Score the four prior sets, too, from the hub.")
+        bool, typer.Option("--prior", help="Also score the four prior sets, from the hub.")
     ] = False,
     compatibility: CompatibilityOption = None,
     *,
     how: OneBenchmarkOptions,
 ) -> None:
-    """RewardBench: subsets, four sections, the final score.
+    """Run RewardBench: subsets, four sections, the final score.
 
-    The exit code is 1 where a completion could not be scored.
+    The exit code is 1 if a completion could not be scored.
 
     Example: laurel eval reward-bench -m Skywork/Skywork-Reward-V2-Qwen3-8B -o results
     """
@@ -291,7 +306,7 @@ def eval_reward_bench_2(
     *,
     how: OneBenchmarkOptions,
 ) -> None:
-    """RewardBench 2: best of four in five domains, and Ties.
+    """Run RewardBench 2: best of four in five domains, and Ties.
 
     Example: laurel eval reward-bench-2 -m results/rm/best -d best_of_4.jsonl.gz
     """
@@ -300,16 +315,16 @@ def eval_reward_bench_2(
 
 @eval_app.command("rm-bench")
 def eval_rm_bench(rows: RowOptions, how: OneBenchmarkOptions) -> None:
-    """RM-Bench: three styles each against each.
+    """Run RM-Bench: each of three styles against each.
 
-    Accuracy where style helps (easy), is even (normal) or misleads (hard).
+    It reports the accuracy where style helps (easy), is equal (normal) or misleads (hard).
     """
     _run("rm-bench", rows, how)
 
 
 @eval_app.command("judge-bench")
 def eval_judge_bench(rows: RowOptions, how: OneBenchmarkOptions) -> None:
-    """JudgeBench: pairs with one answer known to be right."""
+    """Run JudgeBench: pairs of a right and a wrong answer."""
     _run("judge-bench", rows, how)
 
 
@@ -321,17 +336,17 @@ def eval_pairs(
         str | None,
         typer.Option(
             metavar="NAME",
-            autocompletion=offer_preferences,
-            help="The class that reads them; default: told.",
+            autocompletion=complete_preferences,
+            help="The data set class that reads the rows. Default: recognized by their columns.",
         ),
     ] = None,
     *,
     also: DiagnosticOptions,
     how: OneBenchmarkOptions,
 ) -> None:
-    """Any preferences: how often the model agrees.
+    """Measure how often a model agrees with any preferences.
 
-    Columns of other names are named as for laurel rm, and hold for all rows of the command.
+    The names of columns are set as for laurel rm, and apply to every --data.
 
     Example: laurel eval pairs -m results/rm/best -d rows.jsonl data.prompt_key=question
     """
@@ -354,7 +369,7 @@ def eval_pairs(
 
 @eval_app.command("best-of-n")
 def eval_best_of_n(rows: NeededRowOptions, how: OneBenchmarkOptions) -> None:
-    """Lists with verdicts: how often the best-scored is right.
+    """Measure how often the best-scored of several answers is right.
 
     Example: laurel eval best-of-n -m results/rm/best -d groups.jsonl.gz
     """
@@ -366,15 +381,15 @@ def eval_all(
     rows: NeededRowOptions,
     hub: Annotated[
         bool,
-        typer.Option("--hub", help="Read benchmarks without rows from their places on the hub."),
+        typer.Option("--hub", help="Read the benchmarks that no --data gives from the hub."),
     ] = False,
     zero_spread: ZeroSpreadOption = "limit",
     *,
     how: ScoringOptions,
 ) -> None:
-    """Every benchmark whose rows are at hand, and a summary.
+    """Run every benchmark whose rows are given, with a summary.
 
-    Which benchmark a file belongs to is told from its columns. The model is loaded once.
+    The columns of a file decide which benchmark it belongs to. The model is loaded once.
 
     Example: laurel eval all -m results/rm/best -d llmbar.jsonl.gz -d best_of_4.jsonl.gz
     """
@@ -408,7 +423,7 @@ def _run(
 def _request(
     rows: RowOptions, how: ScoringOptions, *, reproduces: BenchmarkName | None = None, **said: Any
 ) -> EvaluationRequest:
-    """What the options say; `reproduces` is the benchmark of a program whose tokens are wanted."""
+    """Make the request of the options; `reproduces` names a benchmark whose tokens are copied."""
     from laurel.evaluation.rewardbench_tokens import FORMATS, MAX_LENGTH
     from laurel.rewards.spec import ScorerSpec
     from laurel.run.evaluation.run import EvalScorer, EvaluationRequest

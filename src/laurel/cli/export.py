@@ -19,35 +19,40 @@ from laurel.observe.json_output import JsonOption
 
 def export_command(
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The directory to write.", metavar="DIR")
+        Path, typer.Option("--output", "-o", help="The directory to write to.", metavar="DIR")
     ],
     model: ModelOption = "",
     step: Annotated[
-        int | None, typer.Option(min=0, help="Of a run: this checkpoint, not the best.")
+        int | None,
+        typer.Option(min=0, help="The checkpoint of a run to export. Default: the best one."),
     ] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Of the weights that are written.")
+        Literal["float32", "bfloat16"], typer.Option(help="The data type of the written weights.")
     ] = "float32",
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a model that is there.")
+        bool, typer.Option("--overwrite", help="Replace a model in the output directory.")
     ] = False,
     evaluations: Annotated[
         list[Path] | None,
         typer.Option(
-            "--eval", metavar="DIR", help="What laurel eval ... -o wrote, for the model card."
+            "--eval",
+            metavar="DIR",
+            help="Results of laurel eval ... -o DIR for the model card; repeatable.",
         ),
     ] = None,
     without_conversations: Annotated[
         bool,
         typer.Option(
-            "--without-conversations", help="Leave no conversation of the data in scoring.json."
+            "--without-conversations",
+            help="Remove the conversations of the training data from scoring.json.",
         ),
     ] = False,
     push_to_hub: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Then bring it to the hub: USER/MODEL.")
+        str | None,
+        typer.Option(metavar="NAME", help="Upload the model to the hub as NAME, a USER/MODEL."),
     ] = None,
     private: Annotated[
-        bool, typer.Option("--private", help="A repository that is made there is private.")
+        bool, typer.Option("--private", help="Make a new repository on the hub private.")
     ] = False,
     max_length: MaxLengthOption = None,
     device: DeviceOption = "auto",
@@ -57,8 +62,8 @@ def export_command(
 ) -> None:
     """Write a model as a plain Hugging Face directory, and test it.
 
-    What is written needs nothing of Laurel. Reward models of OpenRLHF and
-    LLaMA-Factory are understood, too.
+    The directory loads without Laurel. Reward models of OpenRLHF and LLaMA-Factory can be exported
+    as well.
 
     Example: laurel export --model results/rm --output exported --eval results/last
     """

@@ -1,9 +1,9 @@
-"""`laurel config import`: the lists that it prints, and the file that it writes."""
+"""Prints the lists of `laurel config import`, and writes its configuration."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,19 @@ from laurel.observe.json_output import write_json
 
 _LISTS = (
     ("carried", "carried"),
-    ("default", "not said there, and unlike Laurel's default: written"),
+    ("default", "written, because its default there differs from Laurel's"),
     ("not needed", "not needed"),
     ("not carried", "not carried"),
 )
 
 
 def run_import(request: ImportRequest, *, output: Path | None, as_json: bool) -> None:
-    """Import, print what became of each key, and write the configuration.
+    """Import a configuration, print the outcome for each key, and write the result.
 
     Without `output` the configuration is printed and the lists go to stderr.
 
     Raises:
-        ConfigError: See `import_configuration`.
+        ConfigError: The source cannot be imported, as `import_configuration` says.
         DataError: The output cannot be written.
     """
     source = str(request.path)
@@ -60,7 +60,7 @@ def run_import(request: ImportRequest, *, output: Path | None, as_json: bool) ->
 
 
 def as_lines(report: ImportReport, output: Path | None) -> Iterator[str]:
-    """What became of every key, for people."""
+    """Yield the lines that list the outcome for every key."""
     imported = report.imported
     if report.by:
         yield report.by
@@ -70,19 +70,14 @@ def as_lines(report: ImportReport, output: Path | None) -> Iterator[str]:
             continue
         yield f"{heading} ({len(entries)})"
         if status == "not needed":
-            yield from _by_reason(entries)
+            for why in dict.fromkeys(one.why for one in entries):
+                keys = ", ".join(said(one) for one in entries if one.why == why)
+                yield f"  {keys}: {why}"
             continue
         for one in entries:
             yield from _entry_lines(one)
     if output is not None:
         yield f"wrote {output}; run it: laurel {imported.run} --config {output}"
-
-
-def _by_reason(entries: Sequence[KeyOutcome]) -> Iterator[str]:
-    """Keys that are not needed for the same reason, together."""
-    for why in dict.fromkeys(one.why for one in entries):
-        keys = ", ".join(said(one) for one in entries if one.why == why)
-        yield f"  {keys}: {why}"
 
 
 def _entry_lines(one: KeyOutcome) -> Iterator[str]:
@@ -97,7 +92,7 @@ def _entry_lines(one: KeyOutcome) -> Iterator[str]:
 
 
 def import_facts(report: ImportReport, output: Path | None) -> dict[str, Any]:
-    """The same for programs."""
+    """Return what `--json` prints of an import."""
     imported = report.imported
 
     def facts(status: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The command line. Heavy packages are imported by the commands that need them, when they run."""
+"""The command line: each command imports the heavy packages that it needs when it runs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def rm_command(
 def sft_command(
     config: ConfigOption = None, overrides: Overrides = None, as_json: JsonOption = False
 ) -> None:
-    """Fine-tune a model on what the assistant says in conversations.
+    """Fine-tune a model on the assistant's messages in conversations.
 
     Example: laurel sft --config examples/configs/sft.yaml data.train_data_path=chats.jsonl
     """
@@ -98,7 +98,7 @@ def grpo_command(
 ) -> None:
     """Train a policy against environments with GRPO.
 
-    Environments check mathematics, run programs, ask reward models, or are your own.
+    An environment checks mathematics, runs programs, asks reward models, or is one of your own.
 
     Example: laurel grpo --config examples/configs/grpo_rm_1B.yaml grpo.max_num_steps=100
     """
@@ -109,10 +109,10 @@ def grpo_command(
 
 @app.command("plan")
 def plan(config: ConfigOption = None, overrides: Overrides = None, *, options: PlanOptions) -> None:
-    """Say where everything of a run would go, and whether it fits.
+    """Show where each part of a run would be placed, and whether it fits.
 
-    Nothing is loaded or started. The exit code is 2 where it does not fit; every conflict
-    is told, with the nearest setting that fits.
+    Nothing is loaded or started. For every setting that does not fit, the plan names the nearest
+    one that does, and the exit code is 2.
 
     Example: laurel plan -c examples/configs/grpo_rm_1B.yaml --nodes 4 --gpus-per-node 8
     """
@@ -125,12 +125,16 @@ def plan(config: ConfigOption = None, overrides: Overrides = None, *, options: P
 @app.command("score")
 def score_command(
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help="JSON lines of conversations; - is stdin.")
+        str,
+        typer.Argument(
+            metavar="FILE", help="A file of JSON lines with conversations; - reads stdin."
+        ),
     ] = "-",
     overrides: ColumnKeys = None,
     model: ModelOption = "",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write JSON lines here.", metavar="FILE")
+        Path | None,
+        typer.Option("--output", "-o", help="Write JSON lines to this file.", metavar="FILE"),
     ] = None,
     as_json: JsonOption = False,
     max_length: MaxLengthOption = None,
@@ -142,9 +146,9 @@ def score_command(
 ) -> None:
     """Score conversations with a reward model.
 
-    A line is {"messages": [...]}, {"prompt": ..., "completions": [...]}, or a row of a preference
-    data set, whose columns may be named as for laurel rm. A prompt is a text or a list of messages.
-    The exit code is 1 where a completion got no score.
+    Each line is {"messages": [...]}, {"prompt": ..., "completions": [...]}, or a row of a
+    preference data set, whose columns are set as for laurel rm. A prompt is a string or a list of
+    messages. The exit code is 1 if a completion gets no score.
 
     Example: laurel score rows.jsonl -m results/rm/best data.prompt_key=question
     """
@@ -176,7 +180,9 @@ app.command("export")(export_command)
 def init(
     task: Annotated[
         Literal["rm", "grpo-math", "grpo-rm", "grpo-code"] | None,
-        typer.Option("--task", "-t", help="What is to be trained; asked for if not said."),
+        typer.Option(
+            "--task", "-t", help="What to train. Without it, laurel init asks on a terminal."
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -184,13 +190,14 @@ def init(
             "--model",
             "-m",
             metavar="MODEL",
-            help="The model to begin with: a directory or a hub name; asked for if not said.",
+            help="The model to start from: a directory or a hub name. Without it, laurel init asks "
+            "on a terminal.",
         ),
     ] = None,
     scratch: Annotated[
         bool,
         typer.Option(
-            "--scratch", help="Begin with a small new model, made here; no hub is needed for it."
+            "--scratch", help="Start from a small, newly initialized model; this needs no hub."
         ),
     ] = False,
     data: Annotated[
@@ -199,29 +206,34 @@ def init(
             "--data",
             "-d",
             metavar="DATA",
-            help="Training rows: a file, a data set's name, or a hub name; asked for if not said.",
+            help="The training rows: a file, a data set's name or a hub name. Without it, laurel "
+            "init asks on a terminal.",
         ),
     ] = None,
     reward_model: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="Of grpo-rm: who judges; default: results/rm, never asked for."
+            metavar="MODEL",
+            help="For --task grpo-rm: the reward model that scores completions. Default: "
+            "results/rm.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Default: the task's name, .yaml."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="The file to write. Default: TASK.yaml."
+        ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Write over a file that is there.")
+        bool, typer.Option("--force", help="Overwrite the file if it exists.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a commented configuration to start from.
 
-    It asks three questions: task, model, data. On a terminal what no option says is asked;
-    elsewhere it is an error. The machine is looked at, and so is the data, as laurel data check
-    does.
+    It needs three things: a task, a model and data. On a terminal it asks for those that no option
+    gives; without a terminal a missing one is an error. The configuration is fitted to this
+    machine and to the data, which are examined as laurel data check does.
 
     Example: laurel init --task rm --model Qwen/Qwen3-0.6B --data pairs.jsonl
     """
@@ -239,8 +251,8 @@ def init(
 def serve_command(options: ServeOptions) -> None:
     """Serve a reward model over HTTP.
 
-    Clients of Laurel, vLLM, SGLang, OpenRLHF and slime understand it. With --json one line of JSON
-    says where it is when it is ready.
+    The server answers clients of Laurel, vLLM, SGLang, OpenRLHF and slime. With --json it prints
+    one line of JSON with its address when it is ready.
 
     Example: laurel serve --model results/rm --replicas 2 --port 8000
     """
@@ -253,7 +265,7 @@ def serve_command(options: ServeOptions) -> None:
 def doctor(
     as_json: JsonOption = False,
 ) -> None:
-    """Say what this machine has and what Laurel will use."""
+    """Show what this machine has and what Laurel will use."""
     from laurel.cli.doctor import run_doctor
 
     run_doctor(as_json=as_json)
@@ -262,21 +274,24 @@ def doctor(
 @app.command("demo")
 def demo(
     directory: Annotated[
-        Path, typer.Option("--directory", "-d", help="Where everything goes.")
+        Path, typer.Option("--directory", "-d", help="The directory that everything is written to.")
     ] = Path("demo"),
-    seed: Annotated[int, typer.Option(min=0, help="Of the data, the model and the draws.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="The seed of the data, the model and the sampling.")
+    ] = 0,
     data_only: Annotated[
         bool,
         typer.Option(
             "--data-only",
-            help="Write the data sets and the configurations, and train nothing.",
+            help="Write the data sets and the configurations, but train nothing.",
         ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Try it all on data made here: offline, in minutes.
+    """Run every stage of training on generated data: offline, in minutes.
 
-    Makes data and a model, fine-tunes it, trains a reward model, and learns from that with GRPO.
+    The demo generates data, fine-tunes a small model on it, trains a reward model, and trains a
+    policy against that reward model with GRPO.
     """
     from laurel.demo.demo import run_demo, write_demo_data
 
@@ -294,27 +309,26 @@ app.add_typer(data_app, name="data")
 
 
 def main() -> None:
-    """Entry point: errors of users are one message and exit code 2, never a traceback."""
-    with suppress(OSError):  # a working directory that is gone
-        # As with `python -m`, modules beside the user can be named; last, so that they hide none.
+    """Run the command line; an error of the user is one message and exit code 2, no traceback."""
+    with suppress(OSError):  # the working directory may have been deleted
+        # Modules in the working directory can be named, as with `python -m`. They come last, so
+        # that they shadow no installed module.
         sys.path.append(os.getcwd())
     try:
         app()
     except LaurelError as error:
         if verbosity() == "verbose":
             traceback.print_exc()
-        _complain(error)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
+        # The reader of the output, such as `head`, is gone. Python flushes stdout at its exit and
+        # would print a traceback there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-
-
-def _complain(error: LaurelError) -> None:
-    print(f"error: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

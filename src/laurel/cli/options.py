@@ -1,4 +1,4 @@
-"""Options of the commands, and what the shell offers for them at a Tab."""
+"""Options that several commands share, and their completion in the shell."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the shell offers at a Tab: keys of the configuration, data sets, environments.
+# Completion at a Tab: keys of the configuration, data sets, environments.
 #
-# A shell puts a blank behind the only thing that is offered, and takes whatever all that is offered
-# begins with. So a section is never offered alone, but with what is in it; and beside a key that
-# may hold anything stands the same with its default. No model, data set or network is touched.
+# A shell appends a blank to a single completion, and inserts the prefix that all completions share.
+# A blank would end the word, so a section is offered together with its keys, and a key that may
+# hold anything also with its default. Completion touches no model, data set or network.
 
-Offer = tuple[str, str]
-"""What is offered, and a word about it, which zsh and fish show."""
+Completion = tuple[str, str]
+"""A completion and its description, which zsh and fish show."""
 
 _COMMANDS: dict[str, Kind] = {"rm": "rm", "sft": "sft", "grpo": "grpo", "policy": "grpo"}
-"""The schema of the overrides of a command."""
+"""The schema of each command's overrides."""
 
 
-def offer_overrides(context: typer.Context, incomplete: str) -> list[Offer]:
-    """Keys of the configuration, and the values of those that can hold only a few."""
+def complete_overrides(context: typer.Context, incomplete: str) -> list[Completion]:
+    """Return completions of a `KEY=VALUE` argument for the command's own schema."""
     from laurel.config.schemas import SCHEMAS
 
     schema = SCHEMAS[_kind(context)]
     before = [text for text in context.params.get("overrides") or () if isinstance(text, str)]
-    # bash takes `key=value` for three words, and wants the last of them.
+    # bash splits `key=value` into three words, and expects completions of the last one.
     if before and before[-1] == "=":
         before.pop()
     elif incomplete or not before or "=" in before[-1]:
@@ -50,11 +50,11 @@ def offer_overrides(context: typer.Context, incomplete: str) -> list[Offer]:
     ]
 
 
-def overrides(schema: type[Section], incomplete: str) -> Iterator[Offer]:
-    """What `incomplete` may become: `sec` becomes `section.key=`, and that `section.key=value`.
+def overrides(schema: type[Section], incomplete: str) -> Iterator[Completion]:
+    """Yield the completions of an override: `sec` to `section.key=`, that to `section.key=value`.
 
     Args:
-        schema: Of the whole configuration.
+        schema: The section of the whole configuration.
         incomplete: The beginning of an override, with its sign.
     """
     key = incomplete.lstrip("+~")
@@ -88,17 +88,17 @@ def _inside(kinds: tuple[Any, ...], name: str) -> tuple[Any, ...]:
     return step_into(kinds, name).kinds if kinds else ()
 
 
-def _keys(kinds: tuple[Any, ...]) -> Iterator[Offer]:
-    """The keys of the sections among these kinds, each with its first sentence."""
+def _keys(kinds: tuple[Any, ...]) -> Iterator[Completion]:
     from laurel.config.schema_info import sections_of
 
     for section in sections_of(kinds):
         for name, field in section.model_fields.items():
-            yield name, " ".join((field.description or "").split()).partition(". ")[0]
+            first_sentence = " ".join((field.description or "").split()).partition(". ")[0]
+            yield name, first_sentence
 
 
 def _values(kinds: tuple[Any, ...], name: str) -> list[str]:
-    """The values that a key can hold, where these are few; else none of them, and its default."""
+    """List the values that a key can hold; of an open range only nothing and the default."""
     from laurel.config.schema_info import choices_of, step_into
 
     step = step_into(kinds, name)
@@ -116,7 +116,7 @@ def _values(kinds: tuple[Any, ...], name: str) -> list[str]:
 
 
 def _kind(context: typer.Context) -> Kind:
-    """Which schema the command has: others are told it, or have it in their file."""
+    """Find the schema by the command's name, its options, or its configuration file."""
     from laurel.config.schemas import command_of_file
 
     command = context.info_name or ""
@@ -128,36 +128,36 @@ def _kind(context: typer.Context) -> Kind:
         return _COMMANDS[said]
     try:
         return command_of_file(Path(file) if file else None)
-    except LaurelError:  # told when the command is carried out
+    except LaurelError:  # the command itself reports it
         return "rm"
 
 
 # ----------------------------------------------------------------------------- values of options
 
 
-def offer_tasks() -> list[str]:
-    """Data sets of tasks that have a name."""
+def complete_tasks() -> list[str]:
+    """List the named data sets of tasks."""
     from laurel.data.task_formats import TASK_SETS
 
     return list(TASK_SETS)
 
 
-def offer_preferences() -> list[str]:
-    """Classes that read preferences."""
+def complete_preferences() -> list[str]:
+    """List the data set classes that read preferences."""
     from laurel.data.preferences import DATASET_CLASSES
 
     return list(DATASET_CLASSES)
 
 
-def offer_environments() -> list[str]:
-    """Environments that are there without a configuration."""
+def complete_environments() -> list[str]:
+    """List the environments that need no configuration."""
     from laurel.environments.registry import BUILT_IN
 
     return list(BUILT_IN)
 
 
-def offer_layers() -> list[str]:
-    """Layers of the sandbox that can be left out."""
+def complete_layers() -> list[str]:
+    """List the sandbox layers that can be left out."""
     from laurel.sandbox.tiers import LAYERS
 
     return [*LAYERS, "cgroup"]
@@ -165,14 +165,20 @@ def offer_layers() -> list[str]:
 
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", "-c", help="YAML file; without it, the defaults.", metavar="FILE"),
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="FILE",
+        help="The YAML configuration. Default: the default of every key.",
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        autocompletion=offer_overrides,
-        help="Changes to the configuration: a.b=c sets, +a.b=c adds, ++a.b=c either, ~a.b deletes.",
+        autocompletion=complete_overrides,
+        help="Changes of the configuration: a.b=c sets a key, +a.b=c adds one, ++a.b=c sets or "
+        "adds one, and ~a.b deletes one.",
     ),
 ]
 
@@ -180,111 +186,130 @@ ColumnKeys = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=COLUMN",
-        help="Columns of other names, as laurel rm is told them: data.prompt_key=, "
-        "data.chosen_key=, data.rejected_key=.",
+        help="The names of columns, set as for laurel rm: data.prompt_key=, data.chosen_key=, "
+        "data.rejected_key=.",
     ),
 ]
 
 ModelOption = Annotated[
-    str, typer.Option("--model", "-m", metavar="MODEL", help="A directory or a hub name.")
+    str,
+    typer.Option("--model", "-m", metavar="MODEL", help="The model: a directory or a hub name."),
 ]
 MaxLengthOption = Annotated[
-    int | None, typer.Option(min=2, help="Longest conversation, for a model without scoring.json.")
+    int | None,
+    typer.Option(
+        min=2, help="The longest conversation in tokens, for a model without scoring.json."
+    ),
 ]
-BatchTokensOption = Annotated[int, typer.Option(min=1, help="Tokens of one forward pass.")]
+BatchTokensOption = Annotated[int, typer.Option(min=1, help="The most tokens of one forward pass.")]
 PrecisionOption = Annotated[
-    Literal["float32", "bfloat16"], typer.Option(help="Of the weights and the arithmetic.")
+    Literal["float32", "bfloat16"],
+    typer.Option(help="The precision of the weights and the arithmetic."),
 ]
 DeviceOption = Annotated[
-    Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")
+    Literal["auto", "cpu", "cuda"],
+    typer.Option(help="The device; auto uses a GPU if there is one."),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option(min=1, help="Threads on a CPU; default: one per core.")
+    int | None, typer.Option(min=1, help="The number of CPU threads. Default: one per core.")
 ]
 SettingsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A key of the policy section, e.g. tokenizer.pad_token=auto.",
+        help="Set a key of the policy section, such as tokenizer.pad_token=auto; repeatable.",
     ),
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What is planned, besides the configuration."""
+    """The options of `laurel plan` beside the configuration."""
 
     kind: Annotated[
         Literal["rm", "sft", "grpo"] | None,
-        typer.Option("--for", help="The command it is for; else told from the file's sections."),
+        typer.Option(
+            "--for", help="The command to plan for. Default: recognized by the file's sections."
+        ),
     ] = None
     num_nodes: Annotated[
         int | None,
-        typer.Option("--nodes", min=1, help="Plan for so many nodes: cluster.num_nodes."),
+        typer.Option("--nodes", min=1, help="Plan for N nodes, as cluster.num_nodes sets them."),
     ] = None
     slots_per_node: Annotated[
         int | None,
-        typer.Option("--gpus-per-node", min=1, help="Slots of each: cluster.gpus_per_node."),
+        typer.Option(
+            "--gpus-per-node",
+            min=1,
+            help="Plan for N slots on each node, as cluster.gpus_per_node sets them.",
+        ),
     ] = None
     device_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of each device, e.g. 80GiB.")
+        str | None, typer.Option(metavar="SIZE", help="The memory of each device, such as 80GiB.")
     ] = None
     policy_shape: Annotated[
         str | None,
         typer.Option(
             metavar="KEY=VALUE,...",
-            help="The policy, where its configuration cannot be read: num_parameters=70B,"
-            "hidden_size=8192,num_layers=80,intermediate_size=28672,num_heads=64,num_kv_heads=8,"
-            "vocab_size=128256.",
+            help="The shape of a policy whose configuration cannot be read, comma-separated, such "
+            "as num_parameters=70B. Keys: num_parameters, hidden_size, num_layers, "
+            "intermediate_size, num_heads, num_kv_heads, vocab_size.",
         ),
     ] = None
     reward_shape: Annotated[
         str | None,
-        typer.Option(metavar="KEY=VALUE,...", help="The same of the reward model that judges."),
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help="The shape of a reward model whose configuration cannot be read.",
+        ),
     ] = None
     as_json: JsonOption = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What is served, and how."""
+    """The options of `laurel serve`."""
 
     model: ModelOption = ""
     null: Annotated[
-        bool, typer.Option("--null", help="Serve no model but trivial scores, for load tests.")
+        bool, typer.Option("--null", help="Serve trivial scores without a model, for load tests.")
     ] = False
     replicas: Annotated[
-        int, typer.Option(metavar="N", help="Processes with the model; 1: this one.")
+        int,
+        typer.Option(metavar="N", help="The number of model replicas; 1 runs in this process."),
     ] = 1
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8000
-    engine: Annotated[Literal["laurel", "vllm"], typer.Option(help="What computes the scores.")] = (
-        "laurel"
-    )
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option(help="The port to listen on; 0 chooses one that is free.")
+    ] = 8000
+    engine: Annotated[
+        Literal["laurel", "vllm"], typer.Option(help="The engine that computes the scores.")
+    ] = "laurel"
     api_key_env: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Variable with the API key; default: LAUREL_API_KEY, or else a file that is made.",
+            help="The environment variable with the API key. Default: LAUREL_API_KEY; without "
+            "that, a generated key in a file.",
         ),
     ] = None
     admin_key_env: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Variable with the key for /admin; default: LAUREL_ADMIN_KEY, or else the API "
-            "key.",
+            help="The environment variable with the key for /admin. Default: LAUREL_ADMIN_KEY; "
+            "without that, the API key.",
         ),
     ] = None
     no_api_key: Annotated[
-        bool, typer.Option("--no-api-key", help="Need no key; on loopback only.")
+        bool, typer.Option("--no-api-key", help="Require no key; only on a loopback address.")
     ] = False
     allow_from: Annotated[
         list[str] | None,
         typer.Option(
             metavar="CIDR",
-            help="Private addresses, such as 10.0.0.0/8, that need no key for scores; repeatable.",
+            help="A private network, such as 10.0.0.0/8, that needs no key for scores; repeatable.",
         ),
     ] = None
     precision: PrecisionOption = "float32"
@@ -293,19 +318,25 @@ class ServeOptions:
     max_length: MaxLengthOption = None
     batch_tokens: BatchTokensOption = 8192
     max_waiting: Annotated[
-        int, typer.Option(min=1, help="Completions that may wait; further requests get 429.")
+        int,
+        typer.Option(min=1, help="The most completions that wait; further requests get 429."),
     ] = 2000
     request_seconds: Annotated[
-        float, typer.Option(min=0.1, help="Of one request; then it gets 503.")
+        float,
+        typer.Option(min=0.1, help="The time limit of a request; after it the answer is 503."),
     ] = 120.0
     drain_seconds: Annotated[
-        float, typer.Option(min=0, help="What was accepted may take when the server is ended.")
+        float,
+        typer.Option(min=0, help="The time that accepted requests get when the server stops."),
     ] = 30.0
     access_log: Annotated[
         str,
-        typer.Option(metavar="FILE", help="JSON lines of requests; - is stderr, none is none."),
+        typer.Option(
+            metavar="FILE",
+            help="Log requests to this file as JSON lines; - is stderr, and none logs nothing.",
+        ),
     ] = "-"
     log_texts: Annotated[
-        bool, typer.Option("--log-texts", help="Put what is asked into the access log.")
+        bool, typer.Option("--log-texts", help="Add the texts of requests to the access log.")
     ] = False
     as_json: JsonOption = False

@@ -13,28 +13,35 @@ from laurel.observe.json_output import JsonOption, write_json
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Directories that runs logged to.")
+        list[Path], typer.Argument(metavar="RUN...", help="The log directories of runs.")
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The page to write.", metavar="FILE")
     ] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="Its heading.")] = "Laurel report",
+    title: Annotated[str, typer.Option(help="The heading of the page.")] = "Laurel report",
     is_followed: Annotated[
-        bool, typer.Option("--follow", help="Write no file: serve the page while the run goes on.")
+        bool,
+        typer.Option(
+            "--follow", help="Serve the page while the run continues, instead of writing a file."
+        ),
     ] = False,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Of --follow, on loopback; 0: any that is free.")
+        int,
+        typer.Option(
+            min=0, max=65535, help="The loopback port of --follow; 0 chooses one that is free."
+        ),
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Write one HTML page about runs.
 
-    It begins with what to look at first; then curves, samples, and the configuration.
+    The page begins with the findings to look at first, and goes on with curves, samples and the
+    configuration.
 
     Example: laurel report logs/exp_001 logs/exp_002 --output report.html
     """
     if is_followed and as_json:
-        raise typer.BadParameter("--follow serves a page, and writes no JSON")
+        raise typer.BadParameter("--follow serves a page and writes no JSON")
     if is_followed:
         from laurel.observe.report.live import follow
 

@@ -1,4 +1,4 @@
-"""`laurel score`: conversations in, what a reward model says of each out."""
+"""Runs `laurel score`: reads conversations and writes a reward model's scores of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows
-from laurel.errors import counted
+from laurel.errors import counted, counted_that
 from laurel.observe.console import make_console, message_console, print_scores, say_on
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import json_stream, json_text
@@ -21,13 +21,11 @@ from laurel.rewards.spec import Say, ScorerSpec
 from laurel.run.specs import asked_scorer, open_asked
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from laurel.rewards.scorer import LocalScorer
     from laurel.types import Score
 
 CHUNK = 256
-"""Rows that are read, scored and written at a time; more are never held."""
+"""The rows that are read, scored and written at a time; memory never holds more."""
 
 ScoredRows = Sequence[tuple[ScoringRow, tuple["Score", ...]]]
 Write = Callable[[ScoredRows], None]
@@ -47,25 +45,25 @@ def run_score(
 ) -> int:
     """Score every row of a file or of standard input, in order.
 
-    Scores go to standard output, as a table or JSON lines, or to a file that is whole or not there;
-    all else to standard error. What needs no model is checked first.
+    Scores go to standard output, as a table or JSON lines, or to a file, which is written whole or
+    not at all; messages go to standard error. Everything that needs no model is checked first.
 
     Args:
-        file: Rows; `-` is standard input. See `data.conversations`.
-        model: A directory or a hub name. See `rewards.spec.find_model`.
-        columns: See `data.conversations.read_scoring_rows`.
-        output: Write JSON lines here.
+        file: The rows, as `data.conversations` reads them; `-` is standard input.
+        model: A directory or a hub name, as `rewards.spec.find_model` reads it.
+        columns: Keys of `data` and the names of their columns.
+        output: The file that JSON lines are written to.
         as_json: Print JSON lines.
         options: How the model is loaded and scores.
-        settings: What `--set` says; see `policy_of_settings`.
-        cpu_threads: On CPU; None is one per core.
-        stdin: Stands in for the standard input of this process.
+        settings: The settings of `--set`, as `policy_of_settings` reads them.
+        cpu_threads: The number of threads on a CPU; None is one per core.
+        stdin: A stream that is read in place of this process's standard input.
 
     Returns:
-        The exit code: 1 where a completion has no score, else 0.
+        The exit code: 1 if a completion has no score, otherwise 0.
 
     Raises:
-        UserError: A row, a model, a file or a setting that cannot be used.
+        UserError: A row, a model, a file or a setting cannot be used.
     """
     messages = message_console()
     say = say_on(messages)
@@ -86,7 +84,7 @@ def run_score(
             write(scored)
     tally.report(say)
     if output is not None:
-        say(f"written to {output}")
+        say(f"wrote the scores to {output}")
     return 1 if tally.num_failed else 0
 
 
@@ -96,32 +94,23 @@ def run_score(
 def _open_rows(
     file: str, columns: Mapping[str, str], stdin: IO[bytes] | None, say: Say
 ) -> tuple[Iterator[ScoringRow], int | None]:
-    """The rows, and how many there are where that can be known.
-
-    A file is read once before anything is scored: a bad row at its end is told at once, not after
-    hours. Of standard input only the first row can be looked at.
-    """
+    """Open the rows, and count them where that is possible."""
     if file != STDIN and Path(file).expanduser().is_file():
+        # One pass before anything is scored: a bad row at the end is reported now, not in hours.
         num_rows = sum(1 for _ in read_scoring_rows(file, columns=columns))
         return read_scoring_rows(file, columns=columns), num_rows
     if file == STDIN and stdin is None and sys.stdin.isatty():
-        say("reading conversations from the terminal, one JSON object a line; Ctrl-D ends them")
+        say("reading conversations from the terminal, one JSON object per line; Ctrl-D ends them")
     rows = read_scoring_rows(file, columns=columns, stdin=stdin)
-    first = next(rows)  # no rows at all is a DataError
+    first = next(rows)  # raises a DataError if there are no rows
     return chain([first], rows), None
-
-
-def _chunks(rows: Iterable[ScoringRow], size: int) -> Iterator[list[ScoringRow]]:
-    iterator = iter(rows)
-    while chunk := list(islice(iterator, size)):
-        yield chunk
 
 
 def _scored(
     rows: Iterable[ScoringRow], scorer: LocalScorer, progress: RowProgress
 ) -> Iterator[ScoredRows]:
-    """The rows with their scores, a chunk at a time."""
-    for chunk in _chunks(rows, CHUNK):
+    iterator = iter(rows)
+    while chunk := list(islice(iterator, CHUNK)):
         progress.show()
         scores = scorer.score_now([row.group for row in chunk], on_batch=progress.advance)
         progress.hide(done=len(chunk))
@@ -132,14 +121,21 @@ def _scored(
 
 
 def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_attributes: bool) -> Write:
-    """What takes the scores of each chunk to where they are wanted."""
     streams: list[TextIO] = []
     if output is not None:
         streams.append(stack.enter_context(replace_file(output)))
     if as_json:
         streams.append(json_stream())
     if not streams:
-        return _table_writer(make_console())
+        console = make_console()
+        return lambda scored: print_scores(
+            console,
+            [
+                (row.group.conversation(index), score)
+                for row, scores in scored
+                for index, score in enumerate(scores)
+            ],
+        )
 
     def write_lines(scored: ScoredRows) -> None:
         lines = "".join(
@@ -153,22 +149,8 @@ def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_attribu
     return write_lines
 
 
-def _table_writer(console: Console) -> Write:
-    def write_table(scored: ScoredRows) -> None:
-        print_scores(
-            console,
-            [
-                (row.group.conversation(index), score)
-                for row, scores in scored
-                for index, score in enumerate(scores)
-            ],
-        )
-
-    return write_table
-
-
 def json_line(row: ScoringRow, scores: Sequence[Score], *, has_attributes: bool) -> dict[str, Any]:
-    """What is written of a row: lists with one entry per completion, in the order of the row."""
+    """Return a row's line of output: lists with one entry per completion, in the row's order."""
     line: dict[str, Any] = {} if row.id is None else {"id": row.id}
     line["source"] = row.source
     line["scores"] = [score.value for score in scores]
@@ -182,7 +164,7 @@ def json_line(row: ScoringRow, scores: Sequence[Score], *, has_attributes: bool)
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """What has to be said at the end: how many, how fast, and what went wrong."""
+    """Counts for the report at the end: how many, how fast, and what went wrong."""
 
     max_length: int
     num_rows: int = 0
@@ -204,7 +186,7 @@ class Tally:
                     self.first_failure = self.first_failure or f"{row.group.id}: {score.failure}"
 
     def report(self, say: Say) -> None:
-        """Say it."""
+        """Print the counts, and what was cut or failed."""
         seconds = time.monotonic() - self.started
         say(
             f"scored  {counted(self.num_completions, 'completion')} in "
@@ -213,11 +195,11 @@ class Tally:
         )
         if self.num_truncated:
             say(
-                f"note    {counted(self.num_truncated, 'conversation')} cut to {self.max_length:,} "
-                "tokens"
+                f"note    {counted_that(self.num_truncated, 'conversation', 'were')} cut to "
+                f"{self.max_length:,} tokens"
             )
         if self.num_failed:
             say(
-                f"FAILED  {counted(self.num_failed, 'completion')} without a score; the first: "
+                f"FAILED  {counted(self.num_failed, 'completion')} got no score; the first: "
                 f"{self.first_failure}"
             )

@@ -1,10 +1,11 @@
-"""`laurel serve`: a reward model for whoever may ask, until somebody ends it."""
+"""Runs `laurel serve`: serves a reward model over HTTP until it is stopped."""
 
 from __future__ import annotations
 
 import gc
 import importlib.util
 import os
+import resource
 import secrets
 import stat
 from collections.abc import Sequence
@@ -41,62 +42,68 @@ if TYPE_CHECKING:
 
 DEFAULT_KEY_ENV = "LAUREL_API_KEY"
 DEFAULT_ADMIN_KEY_ENV = "LAUREL_ADMIN_KEY"
+# 32 random characters cannot be guessed, however many tries there are.
 _SHORTEST_KEY = 32
-"""Letters: nobody guesses 32 that were drawn at random, however often they may try."""
 _MOST_REPLICAS = 256
+# A replica that takes longer for one batch hangs.
 _REPLICA_SECONDS = 30.0
-"""Of one batch at most: a replica that takes longer hangs."""
-_OTHER_MODELS = "Give the path of a model, a checkpoint or a run, as the server's machine sees it"
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key, and where it is from."""
+    """An API or admin key, with its source."""
 
     value: str | None
     source: str
     header: str = ""
-    """How a shell writes it, for curl."""
+    """The shell expression for the key, for curl."""
     place: dict[str, str] | None = None
-    """Where a program finds it: `{"variable": NAME}` or `{"file": PATH}`."""
-
-
-def _model_settings(options: ServeOptions) -> ModelSettings:
-    return ModelSettings(
-        model=options.model,
-        engine=options.engine,
-        precision=options.precision,
-        device=options.device,
-        max_length=options.max_length,
-        batch_tokens=options.batch_tokens,
-        max_waiting=options.max_waiting,
-        cpu_threads=options.cpu_threads,
-    )
+    """The place for programs: `{"variable": NAME}` or `{"file": PATH}`."""
 
 
 def run_serve(options: ServeOptions) -> None:
-    """Serve until SIGTERM or SIGINT. What needs no model is checked first.
+    """Serve until SIGTERM or SIGINT. Everything that needs no model is checked first.
 
     Raises:
-        UserError: An option, a port, a model or a key that cannot be used.
-        WorkerError: All replicas were lost for good; exit code 75 asks for another start.
+        UserError: An option, a port, a model or a key cannot be used.
+        WorkerError: All replicas crashed too often; exit code 75 asks for a restart.
     """
     _check(options)
     from laurel.rewards.server.run import ServerRun, listen
 
-    key, admin_key = _api_key(options), _admin_key(options)
+    # Without either, the key of a file is used, whose name holds the port.
+    key = (
+        Key(value=None, source="none is needed")
+        if options.no_api_key
+        else _key_of_environment(DEFAULT_KEY_ENV, options.api_key_env, option="--api-key-env")
+    )
+    # An admin key without a value stands for the API key.
+    admin_key = _key_of_environment(
+        DEFAULT_ADMIN_KEY_ENV, options.admin_key_env, option="--admin-key-env"
+    ) or Key(value=None, source="")
     if key is not None and key.value is not None and key.value == admin_key.value:
         raise ConfigError(
-            f"the admin key is the API key: {admin_key.header[1:]} has to hold another one, or none"
+            f"the admin key is the API key: set {admin_key.header[1:]} to another one, or unset it"
         )
     with speaking(OPTIONS):
         found = check_settings(_model_settings(options))
-    access_log = _open_log(options.access_log)
+    try:
+        access_log = (
+            None if options.access_log == "none" else AccessLog(options.access_log, say=say)
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"--access-log {options.access_log}: {error.strerror}. Name a file that can be "
+            "written, - for stderr, or none"
+        ) from error
     listener = listen(options.host, options.port)
     port = listener.getsockname()[1]
     key = key or _key_of_file(port)
-    _raise_file_limit()
+    # Each connection takes a file, and the shell's limit is often 1,024.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
 
     async def open_model(model: str = "") -> ServedModel:
         if not model:
@@ -105,7 +112,10 @@ def run_serve(options: ServeOptions) -> None:
 
     async def load(model: str) -> ServedModel:
         if not Path(model).is_dir():
-            raise ModelError(f"{model!r} is no directory of this machine. {_OTHER_MODELS}")
+            raise ModelError(
+                f"{model!r} is no directory of this machine. Give the path of a model, a "
+                "checkpoint or a run, as the server's machine sees it"
+            )
         with speaking(Terms({"policy.model_name": ""})):
             served = await open_model(model)
         say(f"serving {model} from now on, version {served.version}")
@@ -116,10 +126,10 @@ def run_serve(options: ServeOptions) -> None:
     )
     app = _app(service, options, key, admin_key, access_log)
     url = f"http://{_in_url(options.host)}:{port}"
-    _chat(f"serving {options.model or 'trivial scores (--null)'} on {url}; it is being loaded")
+    _chat(f"loading {options.model or 'trivial scores (--null)'}, to serve it on {url}")
 
-    def greet(served: ServedModel) -> None:
-        _greet(served, url, key, admin_key, options.allow_from or ())
+    def report_ready(served: ServedModel) -> None:
+        _print_address(served, url, key, admin_key, options.allow_from or ())
         if options.as_json:
             ready = {
                 "url": url,
@@ -133,35 +143,35 @@ def run_serve(options: ServeOptions) -> None:
     run = ServerRun(app, service, listener, drain_seconds=options.drain_seconds)
     try:
         with speaking(OPTIONS):
-            run.run(open_model, on_ready=greet)
+            run.run(open_model, on_ready=report_ready)
     finally:
         if access_log is not None:
             access_log.close()
     if run.lost_all:
         raise WorkerError(
-            "every replica of the model died too often and stays away; what was waiting was "
-            "refused. The warnings above say how they died",
+            "every replica of the model crashed too often and is not restarted; waiting requests "
+            "were refused. The warnings above say how the replicas crashed",
             exit_code=WorkerError.LOST_EXIT_CODE,
         )
     silent = f"; {run.silent} connections had sent nothing and were closed" if run.silent else ""
     if run.unanswered:
         say(
-            f"ended; after {options.drain_seconds:g} s {run.unanswered} requests were left without "
-            f"an answer{silent}"
+            f"stopped; after {options.drain_seconds:g} s {run.unanswered} requests were left "
+            f"without an answer{silent}"
         )
     else:
-        _chat(f"ended; everything that was accepted was answered{silent}")
-    gc.freeze()  # all is done: looking through what is left for garbage would take a second
+        _chat(f"stopped; every accepted request was answered{silent}")
+    # The process ends now, and a last garbage collection of all objects would take a second.
+    gc.freeze()
 
 
 def _chat(text: str) -> None:
-    """Say what nobody misses under `laurel --quiet`."""
     if verbosity() != "quiet":
         say(text)
 
 
 def say(text: str) -> None:
-    """Write a line to standard error; nothing happens where that is full or closed."""
+    """Write a line to standard error, unless that is full or closed."""
     with suppress(OSError):
         os.write(2, (text + "\n").encode())
 
@@ -176,22 +186,18 @@ def _check(options: ServeOptions) -> None:
         raise ConfigError(f"--port {options.port}: from 0 to 65535")
     if bool(options.model) == options.null:
         raise ConfigError(
-            "name either a reward model (--model with a directory or a name on the Hugging Face "
+            "give either a reward model (--model with a directory or a name on the Hugging Face "
             "hub) or --null, which serves trivial scores"
         )
     if options.no_api_key and not _is_loopback(options.host):
         raise ConfigError(
-            f"--no-api-key is for this machine alone, and --host {options.host} is for others; "
-            "leave one of them out"
+            f"--no-api-key is for loopback addresses only, and --host {options.host} is reached "
+            "from other machines; leave one of them out"
         )
-    _check_allowed(options)
-
-
-def _check_allowed(options: ServeOptions) -> None:
     if options.allow_from and options.no_api_key:
         raise ConfigError(
-            "--allow-from says who needs no key, and under --no-api-key nobody does; leave one of "
-            "them out"
+            "--allow-from names addresses that need no key, and with --no-api-key none does; leave "
+            "one of them out"
         )
     for text in options.allow_from or ():
         try:
@@ -200,8 +206,8 @@ def _check_allowed(options: ServeOptions) -> None:
             raise ConfigError(f"--allow-from {text}: {error}") from error
         if _is_loopback(options.host) and not network.is_loopback:
             raise ConfigError(
-                f"--allow-from {text}: nobody from there reaches --host {options.host}; let the "
-                "server listen on its address in that network, or on 0.0.0.0"
+                f"--allow-from {text}: no machine there reaches --host {options.host}; set --host "
+                "to the server's address in that network, or to 0.0.0.0"
             )
 
 
@@ -213,42 +219,28 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _api_key(options: ServeOptions) -> Key | None:
-    """The API key, if the command line or the environment settles it."""
-    if options.no_api_key:
-        return Key(value=None, source="none is needed")
-    return _key_of_environment(DEFAULT_KEY_ENV, options.api_key_env, option="--api-key-env")
-
-
-def _admin_key(options: ServeOptions) -> Key:
-    """That of `/admin`; without a value it is the API key."""
-    name = options.admin_key_env
-    found = _key_of_environment(DEFAULT_ADMIN_KEY_ENV, name, option="--admin-key-env")
-    return found or Key(value=None, source="")
-
-
 def _key_of_environment(default: str, chosen: str | None, *, option: str) -> Key | None:
     name = chosen or default
-    value = os.environ.pop(name, "")  # processes that are started from here need not know
+    value = os.environ.pop(name, "")  # child processes do not inherit the key
     if not value:
         if chosen is not None:
             raise ConfigError(f"{option} {name}: there is no such variable, or it is empty")
         return None
     if len(value) < _SHORTEST_KEY or not value.isascii() or any(not "!" <= c <= "~" for c in value):
         raise ConfigError(
-            f"the key in {name} has to have at least {_SHORTEST_KEY} letters of ASCII, without "
-            "blanks. `openssl rand -hex 32` makes one"
+            f"the key in {name} has to have at least {_SHORTEST_KEY} printable ASCII characters, "
+            "without blanks. `openssl rand -hex 32` makes one"
         )
     return Key(
         value=value,
-        source=f"that of the variable {name}",
+        source=f"the one in the variable {name}",
         header=f"${name}",
         place={"variable": name},
     )
 
 
 def _key_of_file(port: int) -> Key:
-    """A key that is made, and kept for the next time, in a file that only its owner reads."""
+    """Read the key from a file that only its owner can read, or generate it there."""
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     directory = Path(state) / "laurel"
     path = directory / f"serve-{port}.key"
@@ -263,14 +255,14 @@ def _key_of_file(port: int) -> Key:
                 file.write(value)
     except OSError as error:
         raise ConfigError(
-            f"the API key cannot be kept in {path} ({error.strerror}); put one into the variable "
-            f"{DEFAULT_KEY_ENV}"
+            f"the API key cannot be kept in {path} ({error.strerror}); set the variable "
+            f"{DEFAULT_KEY_ENV} to one"
         ) from error
     return Key(value=value, source=f"in {path}", header=f"$(cat {path})", place={"file": str(path)})
 
 
 def _kept_key(path: Path) -> str | None:
-    """A key that was made before, if nobody else can have read or written it."""
+    """Read a key that was generated before, if no other user can have read or written it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -280,27 +272,6 @@ def _kept_key(path: Path) -> str | None:
         is_ours = about.st_uid == os.getuid() and stat.S_IMODE(about.st_mode) == 0o600
         value = file.read(256) if is_ours and stat.S_ISREG(about.st_mode) else ""
     return value if len(value) >= 32 and value.isascii() and value.isprintable() else None
-
-
-def _open_log(target: str) -> AccessLog | None:
-    if target == "none":
-        return None
-    try:
-        return AccessLog(target, say=say)
-    except OSError as error:
-        raise ConfigError(
-            f"--access-log {target}: {error.strerror}. Name a file that can be written, - for "
-            "stderr, or none"
-        ) from error
-
-
-def _raise_file_limit() -> None:
-    """As many connections as the machine allows; the shell's limit is often 1,024."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
 
 
 def _app(
@@ -323,8 +294,20 @@ def _app(
     return make_app(service, gate, access_log=log)
 
 
+def _model_settings(options: ServeOptions) -> ModelSettings:
+    return ModelSettings(
+        model=options.model,
+        engine=options.engine,
+        precision=options.precision,
+        device=options.device,
+        max_length=options.max_length,
+        batch_tokens=options.batch_tokens,
+        max_waiting=options.max_waiting,
+        cpu_threads=options.cpu_threads,
+    )
+
+
 async def _open(options: ServeOptions, found: ModelPlace | None) -> ServedModel:
-    """The model, in this process or in others."""
     from laurel.rewards.server.run import in_thread
 
     settings = _model_settings(options)
@@ -338,29 +321,25 @@ async def _open(options: ServeOptions, found: ModelPlace | None) -> ServedModel:
     )
 
 
-def _greet(
+def _print_address(
     served: ServedModel, url: str, key: Key, admin_key: Key, allow_from: Sequence[str]
 ) -> None:
-    """What whoever started the server wants to know."""
     header = f' -H "Authorization: Bearer {key.header}"' if key.value else ""
     of_admin = f"\nadmin   {admin_key.source}" if admin_key.value else ""
-    said = '{"groups": [{"id": "1", "prompt": "2 + 2?", "completions": ["4", "5"]}]}'
+    body = '{"groups": [{"id": "1", "prompt": "2 + 2?", "completions": ["4", "5"]}]}'
+    without_key = (
+        f"open    {', '.join(allow_from)}: programs on these addresses get scores without a key.\n"
+        "        Other addresses need it, and so do admin requests, web pages, and requests that\n"
+        "        a proxy marks as forwarded. A proxy there that adds no X-Forwarded-For opens\n"
+        "        this server to everyone who reaches the proxy.\n"
+        if allow_from
+        else ""
+    )
     say(
         f"ready   {url}\n"
         f"model   {served.name}\n"
         f"version {served.version}\n"
         f"key     {key.source}{of_admin}\n"
-        f"{_who_needs_none(allow_from)}"
-        f"try     curl {url}/v1/score{header} -H 'Content-Type: application/json' -d '{said}'"
-    )
-
-
-def _who_needs_none(allow_from: Sequence[str]) -> str:
-    if not allow_from:
-        return ""
-    return (
-        f"open    {', '.join(allow_from)}: programs on these addresses get scores without a key.\n"
-        "        Others need it, and so do admin requests, web pages, and what a proxy has marked\n"
-        "        as forwarded. A proxy there that adds no X-Forwarded-For opens this server to\n"
-        "        whoever reaches the proxy.\n"
+        f"{without_key}"
+        f"try     curl {url}/v1/score{header} -H 'Content-Type: application/json' -d '{body}'"
     )

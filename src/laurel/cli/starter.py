@@ -1,4 +1,4 @@
-"""`laurel init`: three questions in, a commented configuration out that runs as it is."""
+"""Runs `laurel init`: asks three questions and writes a commented configuration that runs."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ TASKS: Mapping[str, Any] = _TABLE["tasks"]
 _HELD_OUT = "data.split_validation_size"
 _BEFORE_SECTION = re.compile(r"^([^#\n].*\n)(?=# )", re.MULTILINE)
 Ask = Callable[[str, str], str]
-"""Given a question and its default answer; returns the answer."""
+"""A function of a question and its default answer that returns the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """A model or rows, looked at so that the configuration fits them."""
+    """A chosen model or chosen rows, with the settings that fit them."""
 
     settings: Mapping[str, str]
     """Keys of the configuration, and their values as overrides write them."""
     notes: Sequence[str]
-    misfit: str = ""
-    """Why rows do not fit the task."""
+    problem: str = ""
+    """The reason why rows do not fit the task."""
     longest: float = math.inf
-    """Positions that the model has, in tokens; infinite where that is not known."""
+    """The number of positions of the model; infinite if it is unknown."""
 
 
 def run_init(
@@ -77,10 +77,10 @@ def run_init(
 ) -> None:
     """Ask for what is None, write the configuration, check it, and print the next commands.
 
-    `ask` stands in for the terminal, and `num_gpus` for the number of GPUs found here.
+    `ask` replaces the terminal, and `num_gpus` the number of GPUs of this machine.
 
     Raises:
-        UserError: An answer that cannot be used, or none where nobody can be asked.
+        UserError: An answer cannot be used, or one is missing and there is no terminal.
     """
     say = say_on(message_console())
     ask = ask or (_ask_on_terminal if sys.stdin.isatty() else None)
@@ -90,8 +90,8 @@ def run_init(
             return take(said)
         if ask is None:
             raise ConfigError(
-                f"{option} is missing, and there is no terminal to ask on; for example {option} "
-                f"{default}"
+                f"{option} is missing, and there is no terminal to ask on; give, for example, "
+                f"{option} {default}"
             )
         while True:
             try:
@@ -109,46 +109,51 @@ def run_init(
     check_output(output, read_from="")
     if output.exists() and not force:
         raise ConfigError(
-            f"{output} is there already; name another file with --output, or add --force to write "
-            "over it"
+            f"{output} exists already; name another file with --output, or add --force to "
+            "overwrite it"
         )
-    question = "Model to begin with: a directory, a hub name, or scratch for a small new one"
+    question = "Which model to start from? A directory, a hub name, or scratch for a small new one"
     take = partial(_model, trainer=table["trainer"])
     chosen: Chosen = answer("--model", model, question, "Qwen/Qwen3-0.6B", take)
-    question = "Training rows: a file, a data set's name or a hub name"
+    question = "Which training rows? A file, a data set's name or a hub name"
     rows: Chosen = answer("--data", data, question, table["data"], partial(_rows, task=table))
-    num_gpus = _num_gpus() if num_gpus is None else num_gpus
+    if num_gpus is None:
+        import torch
+
+        # More than one GPU needs the extra `ray`.
+        num_gpus = min(torch.cuda.device_count(), 1 if find_spec("ray") is None else 1024)
     device = counted(num_gpus, "GPU") if num_gpus else "a CPU"
     judge = reward_model or "results/rm"
     _write(output, task, chosen, rows, judge, num_gpus)
     notes = [*chosen.notes, *rows.notes]
     if task == "grpo-rm" and not Path(judge).expanduser().exists():
         notes.append(
-            f"the reward model is to be {judge}, which is not there yet: laurel init --task rm and "
-            "laurel rm make it; or name another with --reward-model"
+            f"the reward model {judge} does not exist yet: laurel init --task rm and laurel rm "
+            "train it; or name another one with --reward-model"
             if judge == "results/rm"
-            else f"the reward model {judge} is taken for a name on the Hugging Face hub"
+            else f"the reward model {judge} is no directory here, so it is read from the Hugging "
+            "Face hub"
         )
-    warnings = [f"the data does not fit: {rows.misfit}"] if rows.misfit else []
-    say(f"wrote    {output}, made for {device}; it fits the schema")
+    warnings = [f"the data does not fit: {rows.problem}"] if rows.problem else []
+    say(f"wrote    {output}, for {device}; it is valid")
     for line in (*(f"note     {n}" for n in notes), *(f"warning  {w}" for w in warnings)):
         say(line)
     name = json.loads(chosen.settings["policy.model_name"])
     if as_json:
         settings = [f"{key}={value}" for key, value in rows.settings.items() if key != _HELD_OUT]
         facts = {"output": output, "task": task, "model": name, "data": settings, "device": device}
-        write_json({**facts, "notes": notes, "misfit": rows.misfit or None})
+        write_json({**facts, "notes": notes, "misfit": rows.problem or None})
         return
     config = shlex.join(["--config", str(output)])
     if "data.train_data_path" in rows.settings:
         check = [json.loads(rows.settings["data.train_data_path"]), "--for", table["trainer"]]
         check += ["--model", name] if name else []
-        told = [*rows.settings.items(), *chosen.settings.items()]
+        settings_of_rows = [*rows.settings.items(), *chosen.settings.items()]
         is_read = re.compile(r"data\..*_key|policy\.tokenizer\..*").fullmatch
-        check += [f"{key}={value}" for key, value in told if is_read(key)]
-        shown = "the first row, in tokens" if name else "the first row"
+        check += [f"{key}={value}" for key, value in settings_of_rows if is_read(key)]
+        shown = "show the first row, in tokens" if name else "show the first row"
         print(f"laurel data check {shlex.join(check)}   # {shown}")
-    print(f"laurel plan {config}   # does it fit the machine?")
+    print(f"laurel plan {config}   # check that it fits the machine")
     print(f"laurel {table['trainer']} {config}   # train")
 
 
@@ -168,24 +173,16 @@ def _task_called(said: str) -> str:
     raise ConfigError(f"{said!r} is no task.{hint} Choose one of {', '.join(TASKS)}")
 
 
-def _num_gpus() -> int:
-    import torch
-
-    # More than one takes the extra `ray`.
-    return min(torch.cuda.device_count(), 1 if find_spec("ray") is None else 1024)
-
-
 def _model(said: str, *, trainer: str) -> Chosen:
-    """A model by its name, or a new one; what can be read of a directory is read."""
     if said == "scratch":
-        note = "the model is made here, small and random; its tokenizer is learned from the data"
+        note = "the model is small and randomly initialized; its tokenizer is trained on the data"
         if trainer == "grpo":
-            note += ": it writes noise; warm it up first, with laurel sft on examples"
+            note += ". It writes noise at first: warm it up with laurel sft on examples"
         return Chosen(settings={"policy.model_name": "null"}, notes=[note])
     is_path = said.endswith("/") and not said.startswith(("/", "~", "."))
     check_not_missing(f"./{said}" if is_path else said, key="--model")
     if not Path(said).expanduser().is_dir():
-        note = f"{said} is taken for a name on the Hugging Face hub, and was not looked at"
+        note = f"{said} is no directory here, so it is read from the Hugging Face hub; unchecked"
         return Chosen(settings={"policy.model_name": json.dumps(said)}, notes=[note])
     with speaking(Terms({"policy.model_name": "--model"})):
         return _model_in(said, trainer)
@@ -209,18 +206,19 @@ def _model_in(directory: str, trainer: str) -> Chosen:
         tokenizer(TokenizerConfig())
     except ModelError:
         settings["policy.tokenizer.chat_template"] = "chatml"
-        notes.append(f"{name} has no chat template: chatml is chosen for it")
+        notes.append(f"{name} has no chat template: the configuration chooses chatml")
     bare = tokenizer(TokenizerConfig(chat_template=None))
     if trainer == "rm" and bare.pad_token == bare.eos_token:
         settings["policy.tokenizer.pad_token"] = "auto"
-        notes.append(f"{name} pads with its end token: another is chosen (pad_token: auto)")
+        notes.append(
+            f"{name} pads with its end token: the configuration chooses another (pad_token: auto)"
+        )
     network = read_config(ModelSpec(), name).get_text_config()
     longest = getattr(network, "max_position_embeddings", None) or math.inf
     return Chosen(settings=settings, notes=notes, longest=longest)
 
 
 def _rows(said: str, *, task: Mapping[str, Any]) -> Chosen:
-    """Rows by their name; a file is looked at as `laurel data check` does."""
     is_set = not (said.startswith((".", "/", "~")) or Path(said).exists())
     if not is_set or said.lower().removesuffix(".gz").endswith(tuple(READERS)):
         return _rows_in(said, task)
@@ -228,7 +226,7 @@ def _rows(said: str, *, task: Mapping[str, Any]) -> Chosen:
     if task["trainer"] == "grpo":
         sets = [name for name, one in TASK_SETS.items() if one.hub.name]
     if said in sets:
-        note = f"{said} is fetched from the Hugging Face hub when the run begins"
+        note = f"{said} is downloaded from the Hugging Face hub when the run starts"
         settings = {"data.dataset_name": said}
         if task["trainer"] == "rm" and DATASET_CLASSES[said].has_validation:
             settings[_HELD_OUT] = "0.0"
@@ -237,57 +235,56 @@ def _rows(said: str, *, task: Mapping[str, Any]) -> Chosen:
         near = nearest(said, sets)
         hint = f" Did you mean {near}?" if near else ""
         raise DataError(
-            f"--data {said}: there is no such file here, and no data set of that name.{hint} "
-            f"Known are {', '.join(sets)}; or give a file, or a hub name (owner/name)"
+            f"--data {said}: there is no file and no data set of this name.{hint} "
+            f"The data sets are {', '.join(sets)}; or give a file, or a hub name (owner/name)"
         )
-    note = f"{said} is taken for a name on the hub; laurel data check {said} looks at it"
+    note = f"{said} is no file here, so it is read from the hub; laurel data check {said} checks it"
     return Chosen(settings={"data.train_data_path": json.dumps(said)}, notes=[note])
 
 
 def _rows_in(path: str, task: Mapping[str, Any]) -> Chosen:
     judge = task["settings"].get("data.env_name")
-    said = [f"data.env_name={judge}"] if judge else []
-    findings, told = examine_data(path, task["trainer"], said), []
+    environment = [f"data.env_name={judge}"] if judge else []
+    findings, columns = examine_data(path, task["trainer"], environment), []
     if not findings.is_usable:
         near = next((one for one in findings.near if one.trainer == task["trainer"]), None)
-        columns = near.settings if near is not None else ()
-        told = [one for one in columns if not one.startswith("data.env_name=")]
-        findings = examine_data(path, task["trainer"], [*told, *said])
+        suggested = near.settings if near is not None else ()
+        columns = [one for one in suggested if not one.startswith("data.env_name=")]
+        findings = examine_data(path, task["trainer"], [*columns, *environment])
     reading = findings.readings[0]
     settings = {"data.train_data_path": json.dumps(path)}
-    settings |= dict(one.split("=", 1) for one in (*told, *reading.settings))
+    settings |= dict(one.split("=", 1) for one in (*columns, *reading.settings))
     settings.pop("data.env_name", None)
     report = reading.report
     if report is None:
-        why = f"{shorten_middle(reading.problem, 300)}; ask laurel data check {shlex.quote(path)}"
-        return Chosen(settings=settings, notes=[], misfit=why)
+        why = f"{shorten_middle(reading.problem, 300)}; run laurel data check {shlex.quote(path)}"
+        return Chosen(settings=settings, notes=[], problem=why)
     what = findings.known.name if findings.known is not None else report.dataset_class
     num_rows = counted(report.num_read, "row")
     notes = [f"{path}: {what}, {report.num_kept:,} of {num_rows} can be used"]
-    if told:
-        notes.append(f"its columns are read by {', '.join(told)}")
+    if columns:
+        notes.append(f"its columns are set by {', '.join(columns)}")
     if NOT_WHAT_IS_RIGHT in report.notes:
         notes.append(f"{path} holds preferences: {NOT_WHAT_IS_RIGHT}")
     if reading.num_malformed:
         first = report.dropped["malformed"].examples[0]
         notes.append(
             f"{counted_that(reading.num_malformed, 'row', 'are')} malformed, and the run stops at "
-            f"{first}: mend it, or set data.on_bad_row: skip"
+            f"{first}: fix it, or set data.on_bad_row: skip"
         )
-    # Of few rows more are held out to validate on, up to a fifth.
+    # About 20 rows for validation, but at least 5 % and at most 20 % of all.
     share = min(0.2, max(0.05, math.ceil(2000 / report.num_kept) / 100))
     share = share if report.num_prompts > 1 else 0.0
     settings[_HELD_OUT] = f"{share}"
     if round(share * report.num_kept) < 20:
         notes.append(
-            f"of so few rows about {share * report.num_kept:.0f} are held out to validate on, "
-            "which tells little: name more under data.val_data_path where you have them"
+            f"only about {share * report.num_kept:.0f} rows are held out for validation, too few "
+            "for a precise result: name more in data.val_data_path if you have them"
         )
     return Chosen(settings=settings, notes=notes)
 
 
 def _write(output: Path, task: str, model: Chosen, rows: Chosen, judge: str, num_gpus: int) -> None:
-    """Write the file, once what is read back from it is what was meant."""
     table, device = TASKS[task], "gpu" if num_gpus else "cpu"
     own: dict[str, Any] = {
         "policy.precision": "bfloat16" if num_gpus else "float32",
@@ -316,7 +313,7 @@ def _write(output: Path, task: str, model: Chosen, rows: Chosen, judge: str, num
     with replace_file(output) as stream:
         stream.write(
             f"# {table['about'].capitalize()}: {command}\n#\n"
-            "# Here is what people change. Everything else, with its meaning:\n"
+            "# These are the keys that are changed most often. All keys, with their meaning:\n"
             f"#   laurel config --for {table['trainer']} --config {output} --describe\n"
             "# Any key can be changed on the command line: policy.model_name=...\n\n"
             + _BEFORE_SECTION.sub(r"\1\n", text)

@@ -164,9 +164,9 @@ class BenchmarkSetConfig(Section):
     benchmark: BenchmarkName
     """Which one."""
     data_path: str | list[str] | None = None
-    """Files (.jsonl, .json, .csv, .parquet, .arrow; also .gz), directories written by
-    `datasets.save_to_disk`, or names on the hub. Null: the benchmark's own place on the hub, which
-    `pairs` and `best-of-n` have not."""
+    """Files (.jsonl, .json, .csv, .parquet, .arrow; also .gz), directories of
+    `datasets.save_to_disk`, or names on the hub. Null: the benchmark's own place on the hub;
+    `pairs` and `best-of-n` have none."""
     split: str | None = None
     """Of a directory or a hub data set; null: the benchmark's own, or `train`."""
     dataset_name: str | None = None
@@ -364,16 +364,15 @@ class TaskSetConfig(TextSetConfig):
 
     dataset_name: str | None = None
     """OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K, DAPOMathAIME2024,
-    GSM8K, NuminaMath-1.5, OpenR1-Math-220k, HumanEval, MBPP, CodeTasks (rows that bring tests in
-    any other form), ResponseDataset, a class of preferences (their prompts are asked), or the
-    import path of your own class. Null with a path is told from the rows."""
+    GSM8K, NuminaMath-1.5, OpenR1-Math-220k, HumanEval, MBPP, CodeTasks (rows with tests),
+    ResponseDataset, a class of preferences (for their prompts), or the import path of your own
+    class. Null with a path: the columns decide."""
     repeat: int | None = Field(default=None, ge=1)
     """Times that each task occurs; AIME's default is 16, others' 1."""
     processor: str | None = None
-    """How a row becomes a task: math_hf_data_processor (as the set has it), math_data_processor
-    (columns problem and expected_answer), multichoice_qa_processor, code_data_processor (rows that
-    bring tests), or the import path of your own function (row, configuration of the set) ->
-    TaskParts. Null: as the set has it."""
+    """How a row becomes a task: math_hf_data_processor, math_data_processor (columns problem and
+    expected_answer), multichoice_qa_processor, code_data_processor (rows with tests), or the import
+    path of your own function (row, configuration of the set) -> TaskParts. Null: the set's own."""
     env_name: str | None = None
     """Which environment judges the answers."""
     task_name: str | None = None

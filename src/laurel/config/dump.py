@@ -84,7 +84,7 @@ def to_yaml(
                 continue
             value = getattr(section, name)
             if describe:
-                about = meaning(type(section), name, field.description or "", named)
+                about = _about(type(section), name, field.description or "", named)
                 if isinstance(value, Section) and about in ("", "See there."):
                     about = type(value).__doc__ or ""
                 for text in (about, (more or {}).get(here, "")):
@@ -103,7 +103,7 @@ def to_yaml(
     return "".join(lines(config, "", keys))
 
 
-def meaning(owner: type[Section], key: str, about: str, named: Mapping[str, type[Section]]) -> str:
+def _about(owner: type[Section], key: str, about: str, named: Mapping[str, type[Section]]) -> str:
     """The meaning of a key; where its docstring points to another, that one's words."""
     found = _POINTER.match(about)
     if found is None:

@@ -44,22 +44,21 @@ class SandboxConfig(Section):
     gives. A: namespaces, Landlock and seccomp; B: no namespaces; C: no Landlock; D: neither, so
     that a program can read and write what this account can."""
     allow_unsafe: bool = False
-    """Run with nothing but limits of time and memory where nothing better can be had: any program
-    that a model writes can then do whatever this account can. Never where there are secrets."""
+    """Accept limits of time and memory alone if this machine has nothing better: any program of a
+    model can then do what this account can. Never where there are secrets."""
     cgroup: str = "auto"
-    """A control group around each worker's programs, in which the kernel counts the memory and the
-    processes of all of them together. auto: where this account was given one (version 1 or 2) and
-    it was seen to hold; off; or a directory of version 2 that was delegated for this, with memory
-    and pids in its cgroup.subtree_control: a run does not start without it then."""
+    """A control group that limits memory and processes of each worker's programs together. `auto`:
+    if this account has a working one (version 1 or 2); `off`; or a delegated directory of version 2
+    with memory and pids in its cgroup.subtree_control, which the run then requires."""
     cpu_seconds: float = Field(default=5.0, gt=0)
     """Computing time of one process of a program: the limit that is meant to be met."""
     wall_seconds: float = Field(default=10.0, gt=0)
     """Time by the clock; generous, since it passes faster where the machine is busy."""
     total_wall_seconds: float | None = Field(default=None, gt=0)
-    """Time by the clock of all tests of a program together that are processes of their own (on
-    stdin; asserts whose share is the reward); those that are left then have timed out. Null: three
-    times `wall_seconds`. Default: tests of a right program take a fraction of a second each, and a
-    sleeping one must not take a limit for each of its tests."""
+    """Wall-clock limit for all tests of a program that run as processes of their own (stdin, and
+    asserts with a share of the reward); later ones time out. Null: three times `wall_seconds`.
+    Default: tests of a right program take a fraction of a second each, and a sleeping one must not
+    take a limit for each of its tests."""
     memory_mb: int = Field(default=512, ge=64)
     """Address space of one process."""
     disk_mb: int = Field(default=32, ge=1)
@@ -105,8 +104,8 @@ class CodeEnvironmentConfig(Section):
     """Where code is a tool: whether a conversation is over once code whose last statement is an
     expression has run. false: this environment never ends it."""
     terminate_without_code: bool = False
-    """Where code is a tool: whether a message without any is the last one, the answer. For a
-    composite that this conducts, in which another environment judges the answer."""
+    """With code as a tool: a message without code is the last one, the answer. For a composite that
+    this conducts, in which another environment scores the answer."""
     stop_strings: list[str] | None = Field(default_factory=lambda: ["</code>"])
     """Where a turn of the policy ends besides its end; null where all tasks have tests."""
     reward: Literal["all_or_nothing", "fraction", "weighted"] = "all_or_nothing"
@@ -117,16 +116,15 @@ class CodeEnvironmentConfig(Section):
     without expected values; the reward is that of its last one. A run is refused where
     `grpo.max_rollout_turns` is lower."""
     strict_types: bool = True
-    """Of tests that call a function and are compared as `laurel`: True is not 1, 1 is not 1.0, a
-    list is not a tuple. A task's metadata may say otherwise."""
+    """In tests that call a function and that `laurel` compares: True is not 1, 1 is not 1.0, a list
+    is not a tuple. A task's metadata may override it."""
     float_tolerance: float = Field(default=0.0, ge=0)
-    """Largest relative or absolute difference between numbers of which one is a float; of values
-    and of printed numbers that are compared as `laurel`. A task's metadata may say otherwise."""
+    """Largest relative or absolute difference between numbers of which one is a float, where
+    `laurel` compares. A task's metadata may override it."""
     comparison: Comparison | None = None
-    """How printed text and values are compared with what is expected: as the grader of that
-    benchmark does, oddities included, or `laurel`: exactly, but for `strict_types` and
-    `float_tolerance`. Null: as the task's metadata says, which is the benchmark's own grader for
-    rows of one (`CodeTasks`), and else `laurel`."""
+    """How output and values are compared with the expected ones: like the grader of the named
+    benchmark, or `laurel`: exactly, except `strict_types` and `float_tolerance`. Null: by the
+    task's metadata (for `CodeTasks` the benchmark's own grader), otherwise `laurel`."""
     max_observation_chars: int = Field(default=4096, ge=64)
     """Longest result that the policy is shown; of a longer one the middle is left out."""
     deadline_seconds: float = Field(default=540.0, gt=0)
@@ -338,11 +336,11 @@ class FunctionConfig(Section):
     data_source: str = ""
     """Told to the function where a task has none of its own."""
     router: str | None = None
-    """`HOST:PORT` of a server of a model that the function asks itself (`laurel serve`, vLLM,
-    SGLang), given to a function that takes `reward_router_address`, as verl gives it."""
+    """`HOST:PORT` of a model server (`laurel serve`, vLLM, SGLang) that the function calls itself,
+    passed to a parameter `reward_router_address`, as verl does."""
     tokenizer: str | None = None
-    """Hub name or directory of a model whose tokenizer is given to a function that takes
-    `reward_model_tokenizer`, as verl gives it."""
+    """Hub name or directory of a model whose tokenizer is passed to a parameter
+    `reward_model_tokenizer`, as verl does."""
     max_concurrent: int | None = Field(default=None, ge=1)
     """Calls at a time; null: 16 in threads, 256 of an async function, or the number of
     processes."""
@@ -392,8 +390,8 @@ class ScorerSource(AskingConfig):
     """Conversations of one forward pass where neither packing nor dynamic batching is on; with
     them the token budget counts."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Longest conversation in tokens, for a model that brings no contract of its own; null is 8192,
-    or fewer where the model has fewer positions. Longer ones are truncated and counted."""
+    """Longest conversation in tokens, for a model without a scoring contract; null is 8192, or the
+    model's positions if fewer. Longer ones are truncated and counted."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     safetensors_only: bool = True
@@ -545,8 +543,8 @@ class MathEnvironmentConfig(Section):
     (the policy wrote what cannot be checked in time), worth 0 and counted. Default: real answers
     are checked in milliseconds."""
     forbid_unevaluated: bool = True
-    """Do not take an integral, a sum, a product or arithmetic with plain numbers (`(16-3-4)*2`) for
-    its value where the known answer has none: the policy would only restate the problem."""
+    """Reject an unevaluated integral, sum, product or arithmetic with plain numbers (`(16-3-4)*2`)
+    unless the known answer has one: the policy would only restate the problem."""
 
 
 class ScoreTransformConfig(Section):
@@ -555,9 +553,9 @@ class ScoreTransformConfig(Section):
     subtract_reference: bool = False
     """Subtract the score of the task's own reference answer (`ground_truth`)."""
     normalize: Literal["none", "stored", "running"] = "none"
-    """Subtract a mean and divide by a standard deviation: `stored` are those that the model was
-    saved with (scoring.json), `running` those of all scores so far in training. Default: what is
-    compared within a group is changed by no mean, and normalised by no scale."""
+    """Subtract a mean and divide by a standard deviation: `stored` uses those in the model's
+    scoring.json, `running` those of all training scores so far. Default: what is compared within a
+    group is changed by no mean, and normalised by no scale."""
     scale: float = 1.0
     """Multiplied."""
     shift: float = 0.0
@@ -602,8 +600,8 @@ class ScoringGenerationConfig(Section):
 
     backend: Literal["transformers", "vllm"] = "transformers"
     """`transformers`: the model itself, in token forests; `vllm`: an engine of its own (extra
-    `vllm`), whose scores are checked against the model's golden ones. Default: it needs no second
-    engine, and its noise can be measured exactly."""
+    `vllm`), checked against the golden scores. Default: it needs no second engine, and its noise
+    can be measured exactly."""
     vllm_cfg: ScoringVllmConfig = ScoringVllmConfig()
     """See there."""
 
@@ -621,22 +619,20 @@ class RewardModelEnvironmentConfig(ScorerSource):
     """See there."""
     generation: ScoringGenerationConfig | None = None
     """What computes the scores of a model that this run loads: `backend` is `transformers` (also
-    null), or `vllm`, an engine of its own on one machine, with `vllm_cfg.tensor_parallel_size` and
-    `vllm_cfg.gpu_memory_utilization`. Default: no second engine, and its noise can be measured
-    exactly."""
+    null), or `vllm`, an engine of its own on one machine. Default: no second engine, and its noise
+    can be measured exactly."""
     transform: ScoreTransformConfig = ScoreTransformConfig()
     """See there."""
     use_reward_loop: bool = True
-    """Judge completions while others are still being drawn; false: the whole batch of a step at
-    once, when its last completion has been drawn. The scores are the same but for rounding.
-    Default: a step is shorter with it (docs/benchmarks.md)."""
+    """Score completions while others are still generated; false: the whole batch of a step at its
+    end. The scores are equal except for rounding. Default: a step is shorter with it
+    (docs/benchmarks.md)."""
     num_replicas: int = Field(default=1, ge=1)
     """Replicas of the model with the loop, in processes of their own where there are several. On
     Ray it is the slots of `resources`, or of the placement, that say how many."""
     num_workers: int = Field(default=0, ge=0)
-    """Processes that render and tokenise conversations, for models that are loaded and for servers
-    that are sent tokens or text, or that run `function`; of several models each has so many. 0:
-    threads of this one do. On Ray those that render are actors, spread over the nodes. Default:
+    """Processes that render and tokenise conversations or run `function`; each of several models
+    has its own. 0: threads of this process. On Ray they are actors, spread over the nodes. Default:
     threads do where prompts are short."""
     benchmarks: dict[str, BenchmarkSetConfig] = Field(default_factory=dict)
     """What `laurel grpo` measures the reward model on once, before the first step, by names of your
@@ -764,8 +760,8 @@ class CompositeEnvironmentConfig(Section):
     as_components: bool = False
     """Keep the parts apart, for GDPO; their sum is the reward that is logged."""
     conducted_by: str | None = None
-    """The part that answers the policy and says when the conversation is over; the others judge
-    once, what it ends with. Null: all judge every turn, and any of them ends it."""
+    """The part that answers the policy and ends the conversation; the others score its end once.
+    Null: all score every turn, and any of them ends it."""
 
 
 class EnvironmentsConfig(Section):

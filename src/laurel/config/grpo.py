@@ -71,7 +71,7 @@ class GenerationConfig(Section):
 
     backend: Literal["auto", "transformers", "vllm"] = "auto"
     """`transformers`: in this process, with the learner's own weights; `vllm`: an engine of its own
-    (extra `vllm`). `auto`: vllm where it is installed and a GPU is there, else transformers.
+    (extra `vllm`). `auto`: vllm if it is installed and there is a GPU, otherwise transformers.
     Default: the in-process engine needs no second copy of the weights."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest completion of one turn; null: up to `policy.max_total_sequence_length`."""
@@ -106,13 +106,13 @@ class GenerationConfig(Section):
     colocated: ColocatedConfig = ColocatedConfig()
     """See there."""
     weight_transfer: Literal["auto", "object_store", "broadcast"] = "auto"
-    """How weights come to engines in other processes: through Ray's object store, or told to all at
-    once by the learner's first rank (gloo; NCCL between GPUs). The run says which `auto` is, and
-    why. In one process nothing travels. Default: the broadcast, which was the quicker one wherever
-    it was measured (docs/benchmarks.md)."""
+    """How weights reach engines in other processes: through Ray's object store, or by a broadcast
+    of the learner's first rank (gloo; NCCL between GPUs). The run logs the choice of `auto` and its
+    reason. One process transfers nothing. Default: the broadcast, which was the quicker one
+    wherever it was measured (docs/benchmarks.md)."""
     weight_probe_tolerance: float | None = Field(default=None, gt=0)
-    """Largest difference between the engine's and the learner's log-probabilities of a probe after
-    each transfer of weights, beyond which the run stops. Null: 1e-3 in float32, 0.2 in bfloat16."""
+    """Largest difference between the log-probabilities of engine and learner in the probe after
+    each weight transfer; beyond it the run stops. Null: 1e-3 in float32, 0.2 in bfloat16."""
 
     @field_validator("stop_strings")
     @classmethod
@@ -175,9 +175,8 @@ class PolicyLossConfig(Section):
     truncated_importance_sampling_type: (
         Literal["tis", "icepop", "seq-mask-tis", "seq-tis"] | None
     ) = None
-    """`tis`: weights cut to the range; `icepop`: 0 outside it; `seq-mask-tis`: whole completions
-    left out by the geometric mean of their weights; `seq-tis`: the product of a completion's
-    weights, cut."""
+    """`tis`: clip weights to the range; `icepop`: 0 outside it; `seq-mask-tis`: drop completions by
+    the geometric mean of their weights; `seq-tis`: clip the product of a completion's weights."""
     truncated_importance_sampling_ratio: float | None = Field(default=None, gt=0)
     """Upper end of the range."""
     truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0)
@@ -307,8 +306,8 @@ class AdvantageConfig(Section):
 
     name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = "grpo"
     """`grpo`: against the group; `gdpo`: each component against its group, then weighted and
-    normalised over the batch; `reinforce_plus_plus`: normalised over the batch. Default: the method
-    the command is named after."""
+    normalised over the batch; `reinforce_plus_plus`: over the batch. Default: the method the
+    command is named after."""
     normalize_rewards: bool | None = None
     """Null is `grpo.normalize_rewards`."""
     use_leave_one_out_baseline: bool | None = None
@@ -321,9 +320,8 @@ class AdvantageConfig(Section):
     Null: `group` where rewards are normalised, else `none`."""
     leave_one_out_std: bool = False
     """With a leave-one-out baseline: each sample's standard deviation is that of the others, as in
-    NeMo RL. There the only right answer of a group is not normalised, as the others are all alike,
-    and weighs less than each of several right ones; so one deviation for the group is the
-    default."""
+    NeMo RL. There the only right answer of a group is not normalised, and weighs less than each of
+    several right ones; so one deviation for the group is the default."""
     std_ddof: Literal[0, 1] = 1
     """1 divides squares by n - 1; 0 by n. Default: the deviation of a sample."""
     std_eps: float = Field(default=1e-6, ge=0)
@@ -378,17 +376,15 @@ class HealthConfig(Section):
     enabled: bool = True
     """Watch the run: warnings on the console, `health.jsonl`, metrics `health/<alarm>`."""
     stop_on: list[Alarm] = Field(default_factory=list)
-    """Alarms that end the run, saved, as soon as they rise: `overoptimisation`, `kl_jump`,
-    `length`, `length_bias`, `repetition`, `truncation`, `format`, `zero_spread_groups`,
-    `ensemble`, `failures`."""
+    """Alarms that end the run, saved: `overoptimisation`, `kl_jump`, `length`, `length_bias`,
+    `repetition`, `truncation`, `format`, `zero_spread_groups`, `ensemble`, `failures`."""
     ignore: list[Alarm] = Field(default_factory=list)
     """Alarms that are not wanted: completions of a reasoning model, say, are meant to get longer
     (`length`)."""
     gold_metric: str | None = None
-    """What is really wanted, as a metric by its full name that grows with quality and that the
-    policy is not rewarded by: that of a part of a composite environment with weight 0, as in
-    `env/both/math/accuracy`, or of a validation, as in `validation/reward_mean`. Null:
-    the figure of a part of a composite environment with weight 0, if there is one."""
+    """The full name of a metric of true quality (higher is better) that is not part of the reward:
+    of a composite's part with weight 0 (`env/both/math/accuracy`) or of a validation
+    (`validation/reward_mean`). Null: a composite's part with weight 0, if there is one."""
     format_metric: str | None = None
     """A metric by its full name, higher is better, that says which share of the completions has
     the form that was asked for. Null: `format` is not watched."""
@@ -398,11 +394,11 @@ class HealthConfig(Section):
     """Latest steps whose median is judged, so that a single odd batch raises nothing. An alarm is
     over after so many good steps in a row."""
     num_spreads: float = Field(default=4.0, ge=0)
-    """How many (robust) standard deviations of the first steps a figure must be away from their
-    median, besides what its own threshold asks: what is usual at the beginning is no drift."""
+    """Robust standard deviations of the first steps by which a metric must differ from their
+    median, besides its own threshold: the usual spread at the start is no drift."""
     jump_spreads: float = Field(default=6.0, ge=0)
-    """The same for a single step against the window before it, which is judged besides, at once and
-    from the second step on: `overoptimisation`, `kl_jump`, `length`, `repetition`, `truncation`."""
+    """The same for a single step against the window before it, from the second step on:
+    `overoptimisation`, `kl_jump`, `length`, `repetition`, `truncation`."""
     gold_jump: float = Field(default=0.5, gt=0, lt=1)
     """`overoptimisation`: share of `gold_metric` that is lost in a single step, whatever the reward
     does."""
@@ -504,9 +500,9 @@ class GRPOConfig(Section):
     """Completions of each: G. Default: the mean and deviation of fewer say little, and the prompt
     is computed once for all."""
     min_valid_per_group: int = Field(default=2, ge=1)
-    """Completions of a group that must have a reward: with fewer the group is left out, and another
-    task drawn in its place. Never more than there are completions. Default: one alone has nothing
-    to be compared with."""
+    """Completions of a group that must have a reward; a group with fewer is left out, and another
+    task replaces it. Never more than there are completions. Default: one alone has nothing to be
+    compared with."""
     max_rollout_turns: int = Field(default=1, ge=1)
     """Turns of the policy in one conversation, at most. Default: a question and its answer."""
     max_num_epochs: int = Field(default=1, ge=1)
@@ -522,10 +518,9 @@ class GRPOConfig(Section):
     """Steps that generation may run ahead of training: 0 is synchronous. Default: what is learned
     from was drawn by these very weights."""
     stop_patience_seconds: float = Field(default=5.0, ge=0)
-    """A run that is told to end by a signal lets the rollouts that are ahead finish for so long
-    after it. Those that do not are given up, so as to save in time, and drawn again when the run
-    goes on: with newer weights than a run that was never stopped would have used. Default: a
-    scheduler's grace period has to hold the save, too."""
+    """After a stop signal, rollouts that run ahead have this time to finish. Unfinished ones are
+    dropped and sampled again when the run resumes, with newer weights than an uninterrupted run
+    would have used. Default: a scheduler's grace period has to hold the save, too."""
     normalize_rewards: bool = True
     """Divide advantages by a standard deviation. Default: GRPO as published (arXiv 2402.03300)."""
     use_leave_one_out_baseline: bool = True
@@ -544,9 +539,9 @@ class GRPOConfig(Section):
     """DAPO: keep only groups whose rewards differ, and generate until the step is full. Default: it
     costs generation, and pays where most groups are all right or all wrong."""
     dynamic_sampling_max_gen_batches: int = Field(default=10, ge=1)
-    """Batches of generation for one step at most: before the run stops, with dynamic sampling, and
-    without it before the step goes on with groups that have too few rewards. Default: where ten do
-    not do, the tasks are the wrong ones."""
+    """Batches of generation for one step, at most. With dynamic sampling the run then stops;
+    without it the step continues with groups that have too few rewards. Default: where ten do not
+    do, the tasks are the wrong ones."""
     batch_multiplier: float = Field(default=1.0, ge=1)
     """Tasks drawn per batch of generation, in steps' worth, with dynamic sampling."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
@@ -573,8 +568,8 @@ class GRPOConfig(Section):
     """Completions of each validation task; above 1, pass@k is measured. Default: the cheapest
     unbiased figure."""
     stop_at_validation_metric: str | None = None
-    """End the run, saved, as soon as this figure of a validation is at least the threshold:
-    `reward_mean` (or `accuracy`), `pass_k` or `env/<name>/accuracy`."""
+    """End the run, saved, when this validation metric reaches the threshold: `reward_mean` (or
+    `accuracy`), `pass_k` or `env/<name>/accuracy`."""
     stop_at_validation_threshold: float | None = None
     """What `stop_at_validation_metric` has to reach."""
     health: HealthConfig = HealthConfig()

@@ -124,13 +124,13 @@ class TokenizerConfig(Section):
     name: str | None = None
     """Hub name or path; null means `policy.model_name`."""
     chat_template: str | None = "default"
-    """`default`: the tokenizer's own; null: contents are joined as they are; `chatml` or `plain`: a
+    """`default`: the tokenizer's own; null: contents joined as they are; `chatml` or `plain`: a
     template of Laurel's; a path ending in .jinja; or the template itself."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables given to the template at every rendering, e.g. `{enable_thinking: false}`."""
     pad_token: str | None = None
     """The padding token; `auto` picks one that never ends a sequence. Null keeps the tokenizer's
-    own, picks one where there is none, and is an error where it is the end-of-sequence token."""
+    own or picks one if there is none, and refuses the end-of-sequence token."""
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
@@ -357,9 +357,9 @@ class CheckpointingConfig(Section):
     checkpoint_dir: str = "results/rm"
     """Directory that holds `step_<N>` directories."""
     metric_name: str | None = "auto"
-    """What makes a checkpoint the best: `validation-<set>_<metric>` or `train_<metric>`, also
-    written `val:...` / `train:...`. `auto`: the loss of the first validation set. Null keeps the
-    most recent. A name this run cannot produce is an error at the start."""
+    """The metric of the best checkpoint: `validation-<set>_<metric>` or `train_<metric>`, also
+    `val:...` or `train:...`. `auto`: the loss of the first validation set. Null keeps the most
+    recent. A name this run cannot produce is an error at the start."""
     higher_is_better: bool | None = None
     """Null: told from the metric's name (lower for losses and calibration errors)."""
     keep_top_k: int | None = Field(default=3, ge=1)
@@ -373,10 +373,9 @@ class CheckpointingConfig(Section):
     save_optimizer: bool = True
     """Without it a checkpoint cannot be resumed exactly. Default: runs are killed."""
     in_background: bool | None = None
-    """Train on while a checkpoint is written: the loop waits only until weights and optimizer have
-    been copied to host memory, which needs that much of it on each node for the time of the save.
-    Null: on GPUs; not on CPUs, whose memory the run is in and whose cores the writing would take.
-    The last save of a run never is: nothing goes on meanwhile."""
+    """Train on while a checkpoint is written: the loop waits only for a copy of weights and
+    optimizer to host memory, which is needed on each node until the save ends. Null: on GPUs, not
+    on CPUs, whose memory and cores training needs. The last save of a run never is."""
     resume: Literal["auto", "never", "required"] = "auto"
     """`auto`: go on from the newest whole checkpoint, if any; `never`: refuse a directory that has
     one; `required`: refuse to start without one."""
@@ -439,8 +438,8 @@ class LoggerConfig(Section):
     mlflow: MlflowConfig = MlflowConfig()
     """See there."""
     num_val_samples_to_print: int = Field(default=3, ge=0)
-    """Pairs, or completions, shown with their scores at each validation: a line each, or whole
-    where this is set or `laurel --verbose` is asked for."""
+    """Pairs or completions shown with their scores at each validation: one line each, whole if this
+    key is set or with `laurel --verbose`."""
     write_completions: bool = True
     """GRPO: write the completions of each step with their rewards, `completions/step_N.parquet`."""
 
@@ -460,7 +459,7 @@ class ClusterConfig(Section):
     """Threads of the arithmetic on CPU; null means one per core this process may use."""
     backend: Literal["auto", "local", "ray"] = "auto"
     """`local`: everything in this process; `ray`: a process for each rank of each role. `auto`:
-    local where the roles are of one rank each and share one slot. Default: no Ray where one process
+    local if every role has one rank and all share one slot. Default: no Ray where one process
     does."""
     address: str | None = None
     """Of a Ray cluster that runs: `host:port`, or `auto` for that of this machine. Null: one is

@@ -26,7 +26,7 @@ from laurel.demo.data import (
     prompts,
 )
 from laurel.errors import CheckpointError, TrainingError
-from laurel.observe.console import make_console, message_console, visible
+from laurel.observe.console import make_console, message_console, print_command, visible
 from laurel.observe.json_output import write_json
 from laurel.observe.report.last_words import accuracy_words, first_findings
 from laurel.observe.report.samples import Comparison, ScoredAnswer, print_comparisons
@@ -188,11 +188,12 @@ def write_demo_data(directory: Path, *, seed: int = 0, as_json: bool = False) ->
     data = {name: files.data(name) for name in _DATA_SETS}
     configs = {stage: files.config(stage) for stage in ("sft", "rm", "grpo")}
     console = message_console(stderr=False)
+    width = max(len(str(path)) for path in (*data.values(), *configs.values()))
     for path, what in (
         *((path, _DATA_SETS[name]) for name, path in data.items()),
         *((path, f"laurel {stage} --config {path}") for stage, path in configs.items()),
     ):
-        console.print(f"  {path!s:40} {what}", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"  {path!s:{width}}  {what}", soft_wrap=True)
     if as_json:
         write_json({"data": data, "configs": configs})
 
@@ -342,15 +343,10 @@ def _conclude(
 ) -> None:
     """The last words, `MAX_LINES` at most: what came out, what to look at, what to do next."""
     scored = (reward_model, files.data("held-out-preferences"))
-    last = (
-        f"policy  {policy}",
-        f"next    {shlex.join(['laurel', 'score', '--model', *map(str, scored)])}",
-        f"report  {files.report}: open it in a browser",
-    )
-    room = MAX_LINES - len(last) - 4
+    room = MAX_LINES - 4 - 3  # what stands before and after the findings
     console.print(f"everything took {seconds:.0f} s", highlight=False)
     _say_rewards(console, rewarding)
-    for when, measured in zip(("before GRPO", "after GRPO "), rates, strict=True):
+    for when, measured in zip(("before GRPO", "after GRPO"), rates, strict=True):
         _say_rate(console, when, measured)
     if learning.run_dir is not None:
         for finding in first_findings(read_run_record(learning.run_dir)):
@@ -359,8 +355,10 @@ def _conclude(
             if room < 0:
                 break
             console.print(text)
-    for line in last:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    console.print(f"policy  {policy}", soft_wrap=True)
+    next_command = shlex.join(["laurel", "score", "--model", *map(str, scored)])
+    print_command(console, "next    ", next_command)
+    console.print(f"report  {files.report}: open it in a browser", soft_wrap=True)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""How good a model is, told from what it was given: figures, and how sure they are."""
+"""Evaluations: figures of a model's scores or rewards, with their confidence intervals."""

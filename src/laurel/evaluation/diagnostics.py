@@ -1,7 +1,6 @@
-"""What the scores of a reward model look like: length, spread, saturation, and its siblings.
+"""Diagnostics of a reward model's scores: length, distribution, calibration, leaks, sensitivity.
 
-Accuracies and their intervals are in `intervals`, what to hold them against in `baselines`, the
-probabilities behind them in `calibration`, and what data sets share in `leakage`.
+Accuracies, their intervals and their baselines are in `statistics`.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ import numpy as np
 from laurel.errors import ConfigError, DataError, ProtocolError
 from laurel.evaluation.statistics import (
     CONFIDENCE,
-    NUM_DRAWS,
+    NUM_RESAMPLES,
     Accuracy,
     Credits,
     ScoredPair,
     accuracy,
     check_confidence,
     difference,
-    draw_shares,
     length_difference,
+    resample_shares,
     scored,
 )
 from laurel.observe.metrics import spearman
@@ -47,7 +46,7 @@ _EDGE = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthControlled:
-    """The accuracy where length is of no use, and the two halves that it is the mean of."""
+    """The accuracy with length balanced out, and the two halves that it is the mean of."""
 
     value: float
     low: float
@@ -55,7 +54,7 @@ class LengthControlled:
     longer_chosen: Accuracy
     shorter_chosen: Accuracy
     baselines: Mapping[str, float]
-    """The same of each baseline."""
+    """The length-controlled accuracy of each baseline."""
 
 
 def length_controlled_accuracy(
@@ -63,25 +62,25 @@ def length_controlled_accuracy(
     *,
     baselines: Mapping[str, Credits] | None = None,
     seed: int = 0,
-    num_draws: int = NUM_DRAWS,
+    num_resamples: int = NUM_RESAMPLES,
     confidence: float = CONFIDENCE,
 ) -> LengthControlled | None:
-    """`(accuracy where the longer answer is chosen + accuracy where the shorter one is) / 2`.
+    """Return the mean of the accuracies where the longer and where the shorter answer is chosen.
 
     It is the balanced accuracy (Brodersen et al., 2010) of the question whether the longer answer
-    is the better one: whoever goes by length alone gets 0.5. Pairs of one length take no part. Its
-    interval is the percentile bootstrap's, with both halves drawn apart.
+    is the better one: a scorer by length alone gets 0.5. Pairs of one length take no part. The
+    interval is the percentile bootstrap's, with both halves resampled apart.
 
     Returns:
         None where one of the halves has no scored pair.
     """
-    judged = scored(pairs)
+    usable = scored(pairs)
     halves = [
         accuracy(
-            [pair for pair in judged if sign * length_difference(pair) > 0],
+            [pair for pair in usable if sign * length_difference(pair) > 0],
             baselines=baselines,
             seed=seed,
-            num_draws=num_draws,
+            num_resamples=num_resamples,
             confidence=confidence,
         )
         for sign in (1, -1)
@@ -89,18 +88,18 @@ def length_controlled_accuracy(
     longer, shorter = halves
     if longer is None or shorter is None:
         return None
-    # Other seeds for the halves: with one, both would be high in the same draws.
-    draws = [
-        draw_shares(
+    # Other seeds for the halves: with one, both would be high in the same resamples.
+    resamples = [
+        resample_shares(
             round(half.value * half.num_pairs),
             half.num_pairs,
             seed=2 * seed + place,
-            num_draws=num_draws,
+            num_resamples=num_resamples,
         )
         for place, half in enumerate((longer, shorter))
     ]
     outside = (1 - check_confidence(confidence)) / 2
-    low, high = np.quantile((draws[0] + draws[1]) / 2, [outside, 1 - outside])
+    low, high = np.quantile((resamples[0] + resamples[1]) / 2, [outside, 1 - outside])
     return LengthControlled(
         value=(longer.value + shorter.value) / 2,
         low=float(low),
@@ -114,10 +113,10 @@ def length_controlled_accuracy(
 
 
 def longer_scored_higher(pairs: Iterable[ScoredPair]) -> float | None:
-    """The share of pairs, of those of different length, whose longer answer has the higher score.
+    """Return the share of pairs of different length whose longer answer has the higher score.
 
-    Beside the share of those whose longer answer is chosen it says whether the scores follow
-    length more than the people did. A tied score counts half. None where there are no such pairs.
+    Beside the share whose longer answer is chosen it shows whether the scores follow length more
+    than the annotators did. A tied score counts half. It is None where there are no such pairs.
     """
     signs = [
         np.sign(gap) * np.sign(length_difference(pair))
@@ -128,16 +127,16 @@ def longer_scored_higher(pairs: Iterable[ScoredPair]) -> float | None:
 
 
 def score_length_correlation(pairs: Iterable[ScoredPair]) -> float | None:
-    """Spearman's correlation of score and length in characters, over all answers that have a score.
+    """Return Spearman's correlation of score and length in characters over all scored answers.
 
-    An answer in several pairs counts in each. None where all lengths or all scores are the same.
+    An answer in several pairs counts in each. It is None where all lengths or scores are equal.
     """
     answers = [(score, len(text)) for _, text, score in _answers(pairs)]
     return spearman([score for score, _ in answers], [float(length) for _, length in answers])
 
 
 def _answers(pairs: Iterable[ScoredPair]) -> list[tuple[Conversation, str, float]]:
-    """Every answer with a finite score, also of pairs whose other answer has none."""
+    """Return every answer with a finite score, also of pairs whose other answer has none."""
     return [
         (pair.prompt, text, score)
         for pair in pairs
@@ -154,27 +153,27 @@ def _answers(pairs: Iterable[ScoredPair]) -> list[tuple[Conversation, str, float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreDistribution:
-    """Where scores lie."""
+    """The distribution of scores over answers."""
 
     num_answers: int
     mean: float
     standard_deviation: float
-    """Of all of them around their mean (divided by their number)."""
+    """Population standard deviation (divided by n)."""
     quantiles: Mapping[float, float]
-    """Score at each of `QUANTILES`, interpolated."""
+    """The score at each of `QUANTILES`, interpolated."""
     identical_share: float
-    """Share of the different answers (prompt and text) whose score another one has, too."""
+    """The share of different answers (prompt and text) whose score another answer has as well."""
     saturated_low: float | None
-    """Share of the scores within 1 % of their range from the least; None where all are equal."""
+    """The share of scores within 1 % of their range from the least; None where all are equal."""
     saturated_high: float | None
-    """As much from the greatest."""
+    """The share of scores within 1 % of their range from the greatest."""
     largest_repeat_difference: float | None
-    """The most that scores of one answer to one prompt differ by; None where none was scored
-    twice. Other than 0, scores depend on what they are computed beside."""
+    """The largest difference of two scores of one answer to one prompt; None where none was scored
+    twice. Above 0, scores depend on the other rows of their batch."""
 
 
 def score_distribution(pairs: Iterable[ScoredPair]) -> ScoreDistribution | None:
-    """The distribution over all answers that have a finite score; None where none has."""
+    """Return the distribution over all answers with a finite score; None where none has one."""
     answers = _answers(pairs)
     if not answers:
         return None
@@ -203,25 +202,25 @@ def score_distribution(pairs: Iterable[ScoredPair]) -> ScoreDistribution | None:
 
 
 Column = Sequence[tuple[float | None, float | None]]
-"""What one scorer says of the chosen and the rejected answer of each pair, in the pairs' order."""
+"""One scorer's scores of the chosen and the rejected answer of each pair, in the pairs' order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How far two scorers say the same of the same pairs."""
+    """The agreement of two scorers on the same pairs."""
 
     first: str
     second: str
     num_pairs: int
-    """Those that both have scored."""
+    """Pairs that both have scored."""
     same_verdict_share: float
-    """Share of them whose better answer is the same for both; a tie agrees with a tie only."""
+    """The share of pairs whose better answer is the same for both; a tie agrees with a tie only."""
     kendall: float | None
-    """Tau-b over the scores of all answers of these pairs; see `kendall`."""
+    """Kendall's tau-b over the scores of all answers of these pairs."""
 
 
 def agreements(columns: Mapping[str, Column]) -> list[Agreement]:
-    """The agreement of every two members; two that have no pair in common are left out.
+    """Return the agreement of every two scorers; two without a common pair are left out.
 
     Raises:
         DataError: The columns differ in length.
@@ -262,9 +261,9 @@ def agreements(columns: Mapping[str, Column]) -> list[Agreement]:
 
 
 def kendall(values: Sequence[float], others: Sequence[float]) -> float | None:
-    """Kendall's tau-b: (concordant - discordant) / sqrt(untied in one * untied in the other).
+    """Return Kendall's tau-b: (concordant - discordant) / sqrt(untied in one * untied in other).
 
-    All counted over pairs of positions. None where either side has fewer than two different values.
+    Counts are over pairs of positions. It is None where a side has fewer than two values.
     """
     both = sorted(zip(values, others, strict=True))
     discordant = 0
@@ -285,7 +284,7 @@ def kendall(values: Sequence[float], others: Sequence[float]) -> float | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether differences of scores mean the probabilities that a Bradley-Terry model says they do.
+# Calibration: are differences of scores the log-odds that a Bradley-Terry model takes them for?
 
 _RELATIVE_PRECISION = 1e-12
 
@@ -296,36 +295,35 @@ class ReliabilityRow:
 
     start: float
     end: float
-    """The last row holds a confidence of 1, too."""
+    """The upper edge, which only the last row contains."""
     num_pairs: int
     confidence: float
-    """Mean of the confidence."""
+    """The mean confidence of these pairs."""
     accuracy: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """How far confidence and accuracy are apart."""
+    """The distance of confidence and accuracy."""
 
     num_pairs: int
     error: float
     """Expected calibration error: |confidence - accuracy| of the rows, weighted by their pairs."""
     rows: tuple[ReliabilityRow, ...]
-    """Only those that hold a pair."""
+    """The rows that hold a pair."""
     negative_log_likelihood: float
-    """Mean of -log sigmoid(chosen - rejected)."""
+    """The mean of -log sigmoid(chosen - rejected)."""
     temperature: float | None
-    """See `best_temperature`."""
+    """The temperature that fits best, by `best_temperature`."""
     error_at_temperature: float | None
     negative_log_likelihood_at_temperature: float | None
 
 
 def calibration(pairs: Iterable[ScoredPair], *, num_rows: int = 10) -> Calibration | None:
-    """The calibration of sigmoid(score difference) as the probability that an answer is better.
+    """Measure sigmoid(score difference) as the probability that an answer is better.
 
-    The confidence of a pair is sigmoid(|score(chosen) - score(rejected)|), from 0.5 to 1; it is
-    right where the chosen answer has more, and half right where both have the same, for then its
-    confidence is 0.5 whichever answer is called the better.
+    The confidence of a pair is sigmoid(|score(chosen) - score(rejected)|), from 0.5 to 1. A pair is
+    right where the chosen answer scores higher, and half right where both scores are equal.
 
     Returns:
         None where no pair has both scores.
@@ -350,11 +348,11 @@ def calibration(pairs: Iterable[ScoredPair], *, num_rows: int = 10) -> Calibrati
 
 
 def best_temperature(differences: list[float]) -> float | None:
-    """The T > 0 that minimises the mean of -log sigmoid(difference / T), which has one minimum.
+    """Return the T > 0 that minimises the mean of -log sigmoid(difference / T).
 
-    More than 1: the scores are too sure of themselves. None where no temperature does: no pair is
-    wrong, so that ever smaller ones fit ever better, or right ones do not outweigh wrong ones, so
-    that ever greater ones do.
+    Above 1, the scores are overconfident. It is None where there is no minimum: no pair is wrong,
+    so that ever smaller T fit ever better, or right pairs do not outweigh wrong ones, so that ever
+    greater T do.
     """
     if min(differences, default=0.0) >= 0 or math.fsum(differences) <= 0:
         return None
@@ -411,18 +409,18 @@ def _sigmoid(value: float) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# What data sets share that they should not: prompts, pairs, and preferences that contradict.
+# Leakage: prompts and pairs of an evaluation set in a training set, and contradictions in a set.
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     Grams = npt.NDArray[np.uint64]
-    """Numbers of different runs of words, in rising order."""
+    """The hashes of different n-grams of words, in rising order."""
 
 GRAM_WORDS = 8
 THRESHOLD = 0.6
 _TEMPLATE_PROMPTS, _TEMPLATE_SHARE = 20, 0.02
-"""A run of words in more different prompts than either allows is a template, and no leak."""
+"""An n-gram in more different prompts than either allows is a template, and no leak."""
 
 # Scripts without spaces are taken character by character; signs count, as 2+3 is not 2*3.
 _WITHOUT_SPACES = "\u3040-\u30ff\u3400-\u9fff"
@@ -434,13 +432,13 @@ _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses no bit 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leak:
-    """A pair of the evaluation set and the pair of the training set whose prompt is most like."""
+    """A pair of the evaluation set and the training pair with the most similar prompt."""
 
     evaluated: str
-    """The pair's id."""
+    """The id of the pair in the evaluation set."""
     trained: str
     similarity: float
-    """Of the two prompts: 1 where their normalised texts are the same, else see `find_leaks`."""
+    """The Jaccard similarity of the two prompts; 1 where their normalised texts are the same."""
     is_exact: bool
     """The normalised texts of the prompts are the same."""
     has_same_answers: bool
@@ -450,13 +448,12 @@ class Leak:
 def find_leaks(
     evaluated: Sequence[ScoredPair], trained: Sequence[ScoredPair], *, threshold: float = THRESHOLD
 ) -> list[Leak]:
-    """The pairs of the evaluation set whose prompt, or almost, is in the training set, too.
+    """Find the pairs of the evaluation set whose prompt, or a near copy, is in the training set.
 
-    Prompts are the same where they are so without regard to case, white space and Unicode's
-    compatible forms. They are nearly so where the Jaccard similarity of the sets of their runs of
-    8 words (all words, of a shorter prompt) is at least the threshold. Runs that stand in more
-    than 20 different prompts and more than 2 % of them, such as a system prompt, are a template
-    and not looked at.
+    Prompts are compared without regard to case, white space and Unicode's compatible forms. They
+    are near copies where the Jaccard similarity of the sets of their 8-grams of words (all words,
+    of a shorter prompt) is at least the threshold. N-grams in more than 20 different prompts and
+    more than 2 % of them, such as a system prompt, are a template and do not count.
 
     Returns:
         At most one for each pair, in their order: the same pair if there is one, else the same
@@ -499,24 +496,24 @@ def find_leaks(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """What one set says more than once."""
+    """The duplicates and contradictions in one set of pairs."""
 
     num_pairs: int
     num_prompts: int
-    """Different prompts."""
+    """The number of different prompts."""
     duplicates: tuple[tuple[str, ...], ...]
-    """Ids of pairs with the same prompt, chosen and rejected answer, together."""
+    """Groups of ids of pairs with the same prompt, chosen and rejected answer."""
     contradictions: tuple[tuple[str, ...], ...]
-    """Ids of pairs with the same prompt and answers, together, that do not all prefer the same."""
+    """Groups of ids of pairs with the same prompt and answers but different preferences."""
 
     @property
     def num_redundant(self) -> int:
-        """Pairs that say what another has said already."""
+        """The number of pairs that repeat an earlier one."""
         return sum(len(ids) - 1 for ids in self.duplicates)
 
 
 def find_repeats(pairs: Iterable[ScoredPair]) -> Repeats:
-    """Duplicates and contradictions in one set; texts are compared as `find_leaks` compares them.
+    """Find duplicates and contradictions in one set; texts are compared as in `find_leaks`.
 
     Answers keep their case, which may be what is preferred. Identical answers contradict nothing.
     """
@@ -543,7 +540,7 @@ def find_repeats(pairs: Iterable[ScoredPair]) -> Repeats:
 
 
 def normalised(prompt: Conversation) -> str:
-    """The words of a prompt without regard to who says them, case and white space."""
+    """Return the words of a prompt without roles, case-folded, with single spaces."""
     return _collapsed("\n".join(message.content for message in prompt)).casefold()
 
 
@@ -552,7 +549,7 @@ def _collapsed(text: str) -> str:
 
 
 def _pair_key(pair: ScoredPair) -> tuple[str, frozenset[str]]:
-    """Equal for pairs of the same answers to the same prompt, whichever is preferred."""
+    # The same for both orders of the answers: a contradiction differs in nothing but the order.
     return normalised(pair.prompt), frozenset((_collapsed(pair.chosen), _collapsed(pair.rejected)))
 
 
@@ -570,7 +567,7 @@ def _grams(text: str) -> Grams:
 
 @functools.lru_cache(maxsize=2**16)
 def _number_of(word: str) -> int:
-    """A number of 64 bits that is the same in every process, unlike Python's own hash."""
+    # Python's own hash of a text differs from process to process.
     return int.from_bytes(
         hashlib.blake2b(word.encode("utf-8", "replace"), digest_size=8).digest(), "little"
     )
@@ -579,11 +576,9 @@ def _number_of(word: str) -> int:
 def _most_similar(
     prompts: Sequence[str], others: Sequence[str], threshold: float
 ) -> dict[str, tuple[float, str]]:
-    """For each prompt that is like one of the others: how much, and which.
-
-    The others' runs of words stand in one sorted row, each with the prompt that it is from. A
-    prompt looks its own up there and counts how often it meets each of the others.
-    """
+    """Map each prompt with a near copy among the others to the similarity and the copy."""
+    # An inverted index: the others' n-grams in one sorted row, each with the prompt it is from. A
+    # prompt looks up its own n-grams and counts how often it meets each of the others.
     grams = _without_templates([_grams(text) for text in [*prompts, *others]])
     mine, theirs = grams[: len(prompts)], grams[len(prompts) :]
     sizes = np.array([len(part) for part in theirs])
@@ -615,17 +610,16 @@ def _without_templates(grams: Sequence[Grams]) -> list[Grams]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What moves a score though it should not, and what should: the same answers, written otherwise.
+# Sensitivity: how far rewriting an answer moves its score.
 #
-# There is no variant in another language that could be made here: without a translator nothing
-# could
-# tell that it means the same. Whoever has translated rows compares them with `in_other_words`.
+# A variant in another language cannot be made here. Translated rows are compared by
+# `in_other_words`.
 
 Scoring = Callable[[Sequence[Group]], list[tuple[Score, ...]]]
-"""One score per completion of each group, in order; see `Scorer.score`."""
+"""A function that returns one score per completion of each group, in order."""
 
 Variant = Callable[[str], str | None]
-"""Another form of an answer; None where it has no such form."""
+"""A function that rewrites an answer; None where the answer has no such form."""
 
 FLATTERY = (
     "What a thoughtful question to ask! You clearly have a sharp mind and excellent judgement, and "
@@ -637,17 +631,17 @@ _PARAGRAPHS = re.compile(r"\n\s*\n")
 
 
 def other_white_space(text: str) -> str | None:
-    """The same words: two spaces after sentences, a second empty line between paragraphs and one
-    at the end. Indentation stays, as it may mean something."""
+    """Put two spaces after sentences and a second empty line between paragraphs and at the end."""
+    # Indentation stays: in code and lists it has a meaning.
     if not text.strip():
         return None
     return _SENTENCE_END.sub("  ", _PARAGRAPHS.sub("\n\n\n", text.rstrip())) + "\n\n"
 
 
 def with_markdown(text: str) -> str | None:
-    """The same words as a list: each paragraph a bullet, its first sentence bold.
+    """Turn the paragraphs into a list, the first sentence of each bold.
 
-    None for what already has a list, a heading, bold text or code, and for what is empty.
+    The result is None for a text with a list, a heading, bold text or code, and for an empty one.
     """
     if not text.strip() or re.search(r"```|\*\*|^\s*([-*+#>]|\d+[.)]|    )", text, re.MULTILINE):
         return None
@@ -659,12 +653,12 @@ def with_markdown(text: str) -> str | None:
 
 
 def with_flattery(text: str) -> str | None:
-    """The answer, and after it praise for whoever asked. It answers nothing."""
+    """Append praise of the user to the answer."""
     return f"{text.rstrip()}\n\n{FLATTERY}"
 
 
 def truncated(text: str) -> str | None:
-    """The first four fifths of the words, so that the end is missing; None of a single word."""
+    """Keep the first four fifths of the words; None for a single word."""
     ends = [match.end() for match in re.finditer(r"\S+", text)]
     if len(ends) < 2:
         return None
@@ -681,7 +675,7 @@ VARIANTS: Mapping[str, Variant] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """What one kind of variant does to scores. A figure of nothing is None."""
+    """The effect of one kind of variant on scores; a figure over no rows is None."""
 
     name: str
     num_answers: int
@@ -693,20 +687,20 @@ class Sensitivity:
     mean_shift: float | None
     """Mean of score(variant) - score(original), in standard deviations of the originals' scores."""
     raised_share: float | None
-    """Share of the answers whose score is higher in the other form."""
+    """The share of answers whose variant scores higher."""
     num_pairs: int
     """Pairs both of whose answers were scored in both forms."""
     flip_share: float | None
-    """Share of these pairs whose verdict is another when both answers have the other form."""
+    """The share of these pairs whose verdict changes when both answers are rewritten."""
     flip_share_chosen: float | None
-    """As much when only the chosen answer has it."""
+    """The share whose verdict changes when only the chosen answer is rewritten."""
     flip_share_rejected: float | None
-    """As much when only the rejected answer has it."""
+    """The share whose verdict changes when only the rejected answer is rewritten."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """An answer, its score, and for each variant that it has, that one's score."""
+    """The score of an answer, and those of its variants by name."""
 
     score: float | None
     variants: Mapping[str, float | None]
@@ -715,15 +709,15 @@ class _Answer:
 def sensitivity(
     pairs: Sequence[ScoredPair], score: Scoring, *, variants: Mapping[str, Variant] = VARIANTS
 ) -> list[Sensitivity]:
-    """Score all answers afresh, as they are and in other forms, and compare.
+    """Score all answers afresh, as they are and rewritten, and compare.
 
-    The verdict is whether the chosen answer has strictly more. Each prompt goes with all forms of
-    both of its answers into one group, so that a scorer reads it once.
+    The verdict is whether the chosen answer scores strictly higher. Each prompt and all forms of
+    both answers make one group, so that a scorer reads the prompt once.
 
     Args:
-        pairs: Their own scores are not looked at, which may come from another model.
+        pairs: The pairs; their own scores, which may come from another model, are not used.
         score: Scores groups.
-        variants: What is tried, by name.
+        variants: The variants to try, by name.
 
     Raises:
         ProtocolError: The scorer returned another number of scores than it was given answers.
@@ -760,15 +754,15 @@ def sensitivity(
 def in_other_words(
     name: str, pairs: Sequence[ScoredPair], others: Sequence[ScoredPair]
 ) -> Sensitivity:
-    """Compare scores with those of the same pairs said otherwise, prompts and all.
+    """Compare scores with those of the same pairs rewritten, prompts included.
 
     Args:
-        name: Of the other form, such as `other language`.
-        pairs: As they are, scored.
+        name: The name of the other form, such as `other language`.
+        pairs: The scored pairs.
         others: The other form of each, scored, in the same order.
 
     Raises:
-        DataError: There are not as many.
+        DataError: The numbers of pairs differ.
     """
     if len(pairs) != len(others):
         raise DataError(
@@ -801,7 +795,7 @@ def _answer(scores: Mapping[str, Score]) -> _Answer:
 
 
 def _usable(score: float | None) -> float | None:
-    """The score; a number that is not finite is a failure, too."""
+    # A score that is not finite is a failure.
     return score if score is not None and math.isfinite(score) else None
 
 

@@ -1,8 +1,8 @@
-"""RM-Bench: three right and three wrong answers to a prompt, in three styles, each against each.
+"""RM-Bench, JudgeBench and best of n: their figures from scored pairs and lists.
 
-As in Liu et al. (2024, arXiv:2410.16184). The styles are concise, detailed, and detailed with
-markdown. A right answer in a plainer style than the wrong one is hard to prefer, in the same style
-normal, in a richer style easy.
+RM-Bench (Liu et al. 2024, arXiv:2410.16184) has three right and three wrong answers to a prompt,
+in the styles concise, detailed, and detailed with markdown. A right answer in a plainer style than
+the wrong one is hard to prefer, in the same style normal, in a richer style easy.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ DOMAINS: dict[str, tuple[str, ...]] = {
     "Code": ("code",),
     "Safety": ("safety-refuse", "safety-response"),
 }
-"""Domains, and what rows call their parts. As in the benchmark's own program (THU-KEG/RM-Bench,
-scripts/utils.py), the rows of one domain are taken together, whichever part they are of."""
+"""Domains, and the names of their parts in the rows. As in the benchmark's own program
+(THU-KEG/RM-Bench, scripts/utils.py), the rows of all parts of a domain are pooled."""
 LEVELS = ("easy", "normal", "hard")
 RM_BENCH_FINAL = "mean of domains"
 
 Matrix = tuple[tuple[float, ...], ...]
-"""Row: the style of the right answer; column: that of the wrong one."""
+"""A matrix by the style of the right answer (row) and of the wrong one (column)."""
 
 
 def wins(row: ScoredList) -> Matrix | None:
-    """Where the right answer has strictly more, 1; else 0. None where a score is missing.
+    """Return 1 where the right answer scores strictly higher, else 0; None without all scores.
 
     Raises:
-        ValueError: Not three right answers before three wrong ones.
+        ValueError: The answers are not three right ones before three wrong ones.
     """
     n = len(STYLES)
     if row.is_right_G != (True,) * n + (False,) * n:
@@ -53,7 +53,7 @@ def wins(row: ScoredList) -> Matrix | None:
 
 
 def matrix_of(rows: Sequence[ScoredList]) -> Matrix | None:
-    """The share of rows in which each right style beats each wrong one; None without any row."""
+    """Return the share of rows in which each right style beats each wrong one, None for no rows."""
     found = [one for one in map(wins, rows) if one is not None]
     if not found:
         return None
@@ -62,7 +62,7 @@ def matrix_of(rows: Sequence[ScoredList]) -> Matrix | None:
 
 
 def levels_of(matrix: Matrix) -> dict[str, float]:
-    """The means below, on and above the diagonal."""
+    """Return the means below, on and above the diagonal: easy, normal, hard."""
     cells: dict[str, list[float]] = {level: [] for level in LEVELS}
     for i, row in enumerate(matrix):
         for j, value in enumerate(row):
@@ -71,13 +71,13 @@ def levels_of(matrix: Matrix) -> dict[str, float]:
 
 
 def measure_rm_bench(rows: Sequence[ScoredList]) -> Measured:
-    """Easy, normal, hard and their mean, of each domain and over the domains.
+    """Measure easy, normal, hard and their mean, of each domain and over the domains.
 
     Rows of a subset that is no domain are a domain of their own, and take no part in the mean over
     domains, which is absent where one of the four is.
 
     Raises:
-        ValueError: See `wins`; two rows share an id.
+        ValueError: A row is not of RM-Bench, or two rows share an id.
     """
     by_part: dict[str, list[ScoredList]] = {}
     credits: dict[str, float | None] = {}
@@ -110,7 +110,7 @@ def measure_rm_bench(rows: Sequence[ScoredList]) -> Measured:
 
 
 def _levels(name: str, rows: Sequence[ScoredList]) -> list[Figure]:
-    """The three figures of the rows of one part."""
+
     matrix = matrix_of(rows)
     values = levels_of(matrix) if matrix is not None else {}
     num_failures = sum(row.whole_scores_G is None for row in rows)
@@ -126,7 +126,7 @@ def _levels(name: str, rows: Sequence[ScoredList]) -> list[Figure]:
 
 
 def _mean_of_levels(name: str, figures: Sequence[Figure]) -> Figure:
-    """Their mean; they stand on the same rows."""
+    # The levels use the same rows, so that counts are not summed.
     return Figure(
         name=name,
         value=mean_figure(name, figures).value,
@@ -147,10 +147,10 @@ def _notes(missing: Sequence[str], by_part: Mapping[str, Sequence[ScoredList]]) 
 
 
 # --------------------------------------------------------------------------------------------------
-# JudgeBench: pairs of which one answer is known to be right, by what they are about.
+# JudgeBench: pairs of which one answer is known to be right, by subject.
 #
 # As in Tan et al. (2024, arXiv:2410.12784). Judges that read both answers are asked in both orders;
-# a model that scores each answer alone says the same in either, so it is asked once.
+# a model that scores each answer alone gives the same in either order, so it is asked once.
 
 CATEGORIES: dict[str, str] = {
     "mmlu-pro": "Knowledge",
@@ -158,12 +158,12 @@ CATEGORIES: dict[str, str] = {
     "livebench-math": "Math",
     "livecodebench": "Coding",
 }
-"""What the names of sources begin with, and the category of each."""
+"""The prefixes of the names of sources, and the category of each."""
 JUDGE_BENCH_FINAL = "all pairs"
 
 
 def category_of(source: str) -> str:
-    """The category of a source, such as `Knowledge` of `mmlu-pro-law`; itself where unknown."""
+    """Return the category of a source: `Knowledge` for `mmlu-pro-law`; the source where unknown."""
     for start, category in CATEGORIES.items():
         if source.startswith(start):
             return category
@@ -171,10 +171,10 @@ def category_of(source: str) -> str:
 
 
 def measure_judge_bench(pairs: Sequence[ScoredPair]) -> Measured:
-    """The accuracy of each category and over all pairs.
+    """Measure the accuracy of each category and over all pairs.
 
     Args:
-        pairs: Their subset is the source of the question.
+        pairs: The pairs; their subset is the source of the question.
     """
     credits = pair_credits(pairs)
     found = shares_by_subset(
@@ -194,21 +194,21 @@ def measure_judge_bench(pairs: Sequence[ScoredPair]) -> Measured:
 
 
 # --------------------------------------------------------------------------------------------------
-# Best of n: how often the answer that a reward model likes best is right.
+# Best of n: how often the answer with the highest score is right.
 #
-# Between drawing at random and knowing what is right, a model is worth what it picks.
+# Sampling an answer at random is the floor, picking any right one the ceiling.
 
 BEST_OF_N_FINAL = "best-scored answer is right"
-RANDOM = "an answer drawn at random is right"
+RANDOM = "an answer sampled at random is right"
 ORACLE = "any answer is right"
 
 
 def measure_best_of_n(lists: Sequence[ScoredList]) -> Measured:
-    """The share of prompts whose best-scored answer is right, against random and oracle.
+    """Measure the share of prompts whose best-scored answer is right, beside random and oracle.
 
-    Of answers that share the highest score one is drawn. A prompt with an answer that could not be
+    Ties at the highest score are broken by sampling. A prompt with an answer that could not be
     scored has no best one: it is counted as failed, also in random and oracle, so that all three
-    stand on the same prompts.
+    use the same prompts.
 
     Raises:
         ValueError: Two lists share an id.

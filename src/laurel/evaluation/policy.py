@@ -1,4 +1,4 @@
-"""How good a policy is at tasks that were judged: mean reward, pass@k, and how sure they are."""
+"""Figures of a policy on scored tasks: mean reward with its standard error, and pass@k."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 
 RewardsBG = Sequence[Sequence[float | None]]
-"""Of each completion G of each task B; None: it could not be judged."""
+"""The reward of each completion G of each task B; None where it could not be scored."""
 
 
 def reward_figures(rewards_BG: RewardsBG) -> dict[str, float]:
-    """The mean reward over tasks, how sure it is, and what could not be judged.
+    """Return the mean reward over tasks, its standard error, and the counts of failures.
 
     Completions of a task are alike, so that the standard error is taken over tasks: each counts by
     the mean of its completions. It is left out of one task alone.
@@ -21,8 +21,8 @@ def reward_figures(rewards_BG: RewardsBG) -> dict[str, float]:
         without a reward), `num_tasks` and `num_tasks_unjudged` (tasks without any reward). Without
         any reward at all there is no mean.
     """
-    judged_B = [[reward for reward in row if reward is not None] for row in rewards_BG]
-    means = [fmean(row) for row in judged_B if row]
+    scored_B = [[reward for reward in row if reward is not None] for row in rewards_BG]
+    means = [fmean(row) for row in scored_B if row]
     figures: dict[str, float] = {}
     if means:
         figures["reward_mean"] = fmean(means)
@@ -37,23 +37,23 @@ def reward_figures(rewards_BG: RewardsBG) -> dict[str, float]:
 
 
 def pass_figures(rewards_BG: RewardsBG, *, passing: float = 1.0) -> dict[str, float]:
-    """`pass@k` for k = 1, 2, 4, ... and the number of completions of a task.
+    """Return `pass@k` for k = 1, 2, 4, ... and the number of completions of a task.
 
     Args:
         rewards_BG: A completion passes where its reward is at least `passing`.
-        passing: See there.
+        passing: The least reward that passes.
 
     Returns:
-        Each is the mean over the tasks that have at least k judged completions; a k that no task
+        Each is the mean over the tasks that have at least k scored completions; a k that no task
         has is left out.
     """
-    judged_B = [[reward for reward in row if reward is not None] for row in rewards_BG]
-    most = max((len(row) for row in judged_B), default=0)
+    scored_B = [[reward for reward in row if reward is not None] for row in rewards_BG]
+    most = max((len(row) for row in scored_B), default=0)
     figures: dict[str, float] = {}
     for k in sorted({2**i for i in range(most.bit_length())} | {most}):
         chances = [
-            pass_at(k, num_drawn=len(row), num_passed=sum(reward >= passing for reward in row))
-            for row in judged_B
+            pass_at(k, num_sampled=len(row), num_passed=sum(reward >= passing for reward in row))
+            for row in scored_B
             if 0 < k <= len(row)
         ]
         if chances:
@@ -61,15 +61,15 @@ def pass_figures(rewards_BG: RewardsBG, *, passing: float = 1.0) -> dict[str, fl
     return figures
 
 
-def pass_at(k: int, *, num_drawn: int, num_passed: int) -> float:
-    """Chance that one of k completions passes, from n that were drawn, c of which passed.
+def pass_at(k: int, *, num_sampled: int, num_passed: int) -> float:
+    """Return the chance that one of k completions passes, from n samples of which c passed.
 
     `1 - C(n - c, k) / C(n, k)`: the estimate without bias of Chen et al. (2021,
     arXiv:2107.03374, section 2.1).
 
     Raises:
-        ValueError: More are asked for than were drawn.
+        ValueError: k is more than the number of samples.
     """
-    if not 1 <= k <= num_drawn or not 0 <= num_passed <= num_drawn:
-        raise ValueError(f"pass@{k} of {num_passed} that passed among {num_drawn}")
-    return 1.0 - math.comb(num_drawn - num_passed, k) / math.comb(num_drawn, k)
+    if not 1 <= k <= num_sampled or not 0 <= num_passed <= num_sampled:
+        raise ValueError(f"pass@{k} of {num_passed} that passed among {num_sampled}")
+    return 1.0 - math.comb(num_sampled - num_passed, k) / math.comb(num_sampled, k)

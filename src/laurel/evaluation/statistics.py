@@ -18,25 +18,25 @@ from laurel.observe.console import conversation_text
 from laurel.observe.metrics import longer_credit
 from laurel.types import Message, Preference
 
-NUM_DRAWS = 2000
+NUM_RESAMPLES = 2000
 CONFIDENCE = 0.95
 
 Credits = Mapping[str, float]
-"""What a baseline gets of each pair, by the pair's id: 1 right, 0 wrong, 0.5 cannot say."""
+"""A baseline's credit for each pair, by the pair's id: 1 right, 0 wrong, 0.5 cannot say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """A share of pairs that are right, its confidence interval, and what it is to be held against.
+    """A share of pairs that are right, its confidence interval, and its baselines.
 
-    As RewardBench counts: a tie is wrong.
+    A tie is wrong, as in RewardBench.
     """
 
     value: float
     low: float
     high: float
     num_pairs: int
-    """Pairs that both scores are known of. No others take part."""
+    """Pairs with both scores; no others take part."""
     num_ties: int
     baselines: Mapping[str, float]
     """The accuracy of each baseline on the same pairs."""
@@ -48,15 +48,15 @@ class Slice:
 
     name: str
     lowest: float | None
-    """Least value among its pairs of what they were sorted by; None for slices by name."""
+    """Least value by which the pairs were sorted; None for slices by name."""
     highest: float | None
     accuracy: Accuracy
 
 
 def difference(pair: ScoredPair) -> float | None:
-    """The score of the chosen answer less that of the rejected one.
+    """Return the score of the chosen answer less that of the rejected one.
 
-    None where a score is missing or not finite: no number can be made of it.
+    It is None where a score is missing or not finite.
     """
     if pair.score_chosen is None or pair.score_rejected is None:
         return None
@@ -66,12 +66,12 @@ def difference(pair: ScoredPair) -> float | None:
 
 
 def scored(pairs: Iterable[ScoredPair]) -> list[ScoredPair]:
-    """The pairs that both scores are known of."""
+    """Return the pairs that have both scores."""
     return [pair for pair in pairs if difference(pair) is not None]
 
 
 def failure_reasons(pairs: Iterable[ScoredPair]) -> dict[str, int]:
-    """How many pairs have no verdict, by the reason, the most frequent first."""
+    """Count the pairs without a verdict by reason, the most frequent first."""
     return dict(
         Counter(
             pair.failure or "no finite score" for pair in pairs if difference(pair) is None
@@ -84,33 +84,33 @@ def accuracy(
     *,
     baselines: Mapping[str, Credits] | None = None,
     seed: int = 0,
-    num_draws: int = NUM_DRAWS,
+    num_resamples: int = NUM_RESAMPLES,
     confidence: float = CONFIDENCE,
 ) -> Accuracy | None:
-    """The share of the pairs whose chosen answer has strictly more.
+    """Return the share of the pairs whose chosen answer scores strictly higher.
 
-    Its interval is that of the percentile bootstrap over pairs: quantiles of the accuracy of
-    `num_draws` sets of as many pairs, drawn with replacement. See `draw_shares`. Pairs count as
-    independent; where many have one prompt, the truth is wider.
+    The interval is that of the percentile bootstrap over pairs: quantiles of the accuracy of
+    `num_resamples` sets of as many pairs, sampled with replacement (`resample_shares`). Pairs count
+    as independent; where many share a prompt, the true interval is wider.
 
     Returns:
         None where no pair has both scores.
     """
-    judged = scored(pairs)
-    if not judged:
+    usable = scored(pairs)
+    if not usable:
         return None
-    num_right = sum(bool(pair.is_right) for pair in judged)
+    num_right = sum(bool(pair.is_right) for pair in usable)
     low, high = interval_of_share(
-        num_right, len(judged), seed=seed, num_draws=num_draws, confidence=confidence
+        num_right, len(usable), seed=seed, num_resamples=num_resamples, confidence=confidence
     )
     return Accuracy(
-        value=num_right / len(judged),
+        value=num_right / len(usable),
         low=low,
         high=high,
-        num_pairs=len(judged),
-        num_ties=sum(difference(pair) == 0 for pair in judged),
+        num_pairs=len(usable),
+        num_ties=sum(difference(pair) == 0 for pair in usable),
         baselines={
-            name: fmean(credits[pair.id] for pair in judged)
+            name: fmean(credits[pair.id] for pair in usable)
             for name, credits in (baselines or {}).items()
         },
     )
@@ -121,36 +121,34 @@ def interval_of_share(
     num_pairs: int,
     *,
     seed: int = 0,
-    num_draws: int = NUM_DRAWS,
+    num_resamples: int = NUM_RESAMPLES,
     confidence: float = CONFIDENCE,
 ) -> tuple[float, float]:
-    """The bootstrap's interval of a share; see `accuracy`.
+    """Return the bootstrap's interval of a share, as `accuracy` defines it.
 
-    Where all are right, or none is, every draw is the same and the bootstrap claims to be certain.
-    There the interval of Clopper and Pearson (1934), which has a closed form at these ends, takes
-    its place.
+    Where all are right, or none is, it is the interval of Clopper and Pearson (1934).
     """
     outside = (1 - check_confidence(confidence)) / 2
+    # At these ends every resample is the same and the bootstrap would claim to be certain. The
+    # exact interval has a closed form there.
     if num_right in (0, num_pairs):
         slack = outside ** (1 / num_pairs)
         return (slack, 1.0) if num_right else (0.0, 1.0 - slack)
-    shares = draw_shares(num_right, num_pairs, seed=seed, num_draws=num_draws)
+    shares = resample_shares(num_right, num_pairs, seed=seed, num_resamples=num_resamples)
     low, high = np.quantile(shares, [outside, 1 - outside])
     return float(low), float(high)
 
 
-def draw_shares(num_right: int, num_pairs: int, *, seed: int, num_draws: int) -> np.ndarray:
-    """Shares of right ones in sets of pairs drawn with replacement.
-
-    How many of n pairs drawn from n are right, when k of those are, is binomial of n and k/n. So
-    that is drawn, not the pairs one by one; and their order cannot matter.
-    """
+def resample_shares(num_right: int, num_pairs: int, *, seed: int, num_resamples: int) -> np.ndarray:
+    """Return the shares of right pairs in `num_resamples` sets sampled with replacement."""
+    # How many of n pairs sampled from n are right, when k of those are, is binomial of n and k/n.
+    # Sampling that number needs no loop over pairs, and their order cannot matter.
     generator = np.random.default_rng(seed)
-    return generator.binomial(num_pairs, num_right / num_pairs, size=num_draws) / num_pairs
+    return generator.binomial(num_pairs, num_right / num_pairs, size=num_resamples) / num_pairs
 
 
 def check_confidence(confidence: float) -> float:
-    """The confidence as it is, or an error that says what it may be."""
+    """Return the confidence, or raise ConfigError where it is not between 0 and 1."""
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence={confidence}: must lie between 0 and 1, e.g. 0.95")
     return confidence
@@ -164,7 +162,7 @@ def accuracy_by_name(
     seed: int = 0,
     confidence: float = CONFIDENCE,
 ) -> list[Slice]:
-    """The accuracy of each kind of pairs, in the order of the kinds' names.
+    """Return the accuracy of each kind of pairs, in the order of the kinds' names.
 
     Args:
         pairs: Those without both scores take no part.
@@ -194,15 +192,15 @@ def accuracy_by_value(
     seed: int = 0,
     confidence: float = CONFIDENCE,
 ) -> list[Slice]:
-    """The accuracy in bins of about as many pairs each, from the lowest values to the highest.
+    """Return the accuracy in bins of about as many pairs each, from the lowest values up.
 
-    Pairs of one value are never parted; where there are no more than `num_bins` values, each has
-    a bin of its own.
+    Pairs of one value stay together; where there are no more than `num_bins` values, each has a
+    bin of its own.
 
     Args:
         pairs: Those without both scores take no part.
-        values: Of each pair by its id; pairs without an entry are in no bin.
-        num_bins: The most there can be.
+        values: The value of each pair by its id; pairs without an entry are in no bin.
+        num_bins: The largest number of bins.
         baselines: See `Credits`.
         seed: Of the bootstrap.
         confidence: Of the intervals.
@@ -221,7 +219,7 @@ def accuracy_by_value(
 
 
 def bins_of(values: Sequence[float], num_bins: int) -> list[tuple[float, float]]:
-    """The least and the greatest value of each bin; see `accuracy_by_value`."""
+    """Return the least and the greatest value of each bin of `accuracy_by_value`."""
     ordered = sorted(values)
     distinct = sorted(set(ordered))
     if len(distinct) <= num_bins:
@@ -234,32 +232,32 @@ def bins_of(values: Sequence[float], num_bins: int) -> list[tuple[float, float]]
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether two results on the same rows differ by more than chance.
+# Does the difference of two results on the same rows exceed chance?
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedTest:
-    """Two results, row by row."""
+    """The comparison of two results row by row."""
 
     num_rows: int
-    """Rows that both have a verdict on."""
+    """Rows with a verdict in both results."""
     num_first_better: int
     num_second_better: int
     p_value: float
-    """The chance of a difference as large or larger if neither were better."""
+    """The probability of a difference as large or larger if neither were better."""
 
 
 def paired_test(
     first: MeasuredCredits, second: MeasuredCredits, *, ids: Iterable[str] | None = None
 ) -> PairedTest:
-    """The exact test of McNemar on the rows that both results have a verdict on.
+    """Run McNemar's exact test on the rows that have a verdict in both results.
 
-    Where a row can be worth more than 0 and less than 1, what counts is on which side it is worth
-    more, which makes it the sign test; of rows that are right or wrong the two are the same.
+    Rows with fractional credit count for the result that gives more, which makes it the sign test;
+    for rows that are right or wrong the two tests are the same.
 
     Args:
-        first: What each row is worth.
-        second: Likewise.
+        first: The credit of each row in one result.
+        second: The credit of each row in the other.
         ids: The rows to compare; None: all.
     """
     wanted = first.keys() if ids is None else ids
@@ -280,7 +278,7 @@ def paired_test(
 
 
 def sign_test(num_first: int, num_second: int) -> float:
-    """Two-sided chance that a fair coin divides so many throws so unevenly, exactly.
+    """Return the exact two-sided probability that a fair coin divides the throws so unevenly.
 
     Raises:
         ValueError: A count below 0.
@@ -293,24 +291,24 @@ def sign_test(num_first: int, num_second: int) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# What an evaluation found: figures, each with the rows that it stands on and those that failed.
+# The result of an evaluation: figures, each with the number of its rows and of failed rows.
 
 MeasuredCredits = Mapping[str, float | None]
-"""What each row is worth, 0 to 1, by its id; None: it could not be scored."""
+"""The credit of each row, 0 to 1, by its id; None where it could not be scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A number, or that there is nothing to take it over."""
+    """A named number; its value is None where no row contributes."""
 
     name: str
     value: float | None
     num_rows: int = 0
-    """Rows that it is taken over; those that failed are not among them."""
+    """Rows that contribute; failed rows do not."""
     num_failures: int = 0
-    """Rows that it lacks because they could not be scored."""
+    """Rows that could not be scored."""
     is_aside: bool = False
-    """It says something about the rows, and is no score that others are made of."""
+    """The figure describes the rows; no other score is computed from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,15 +317,15 @@ class Measured:
 
     subsets: tuple[Figure, ...]
     sections: tuple[Figure, ...] = ()
-    """What is made of subsets."""
+    """Figures computed from subsets."""
     final: Figure
     notes: tuple[str, ...] = ()
-    """What a reader must know to believe the figures."""
+    """Caveats that a reader needs beside the figures."""
     credits: MeasuredCredits = field(default_factory=dict)
 
 
 def share(name: str, credits: Iterable[float | None]) -> Figure:
-    """The mean of what rows are worth; those that failed are counted and take no part."""
+    """Return the mean credit of rows; failed rows are counted and take no part."""
     every = list(credits)
     known = [credit for credit in every if credit is not None]
     return Figure(
@@ -339,10 +337,10 @@ def share(name: str, credits: Iterable[float | None]) -> Figure:
 
 
 def shares_by_subset(rows: Iterable[tuple[str | None, float | None]]) -> dict[str, Figure]:
-    """The share of each subset, in the order in which they first appear.
+    """Return the mean credit of each subset, in the order in which subsets first appear.
 
     Args:
-        rows: The subset of each row, and what it is worth. Rows without a subset are passed over.
+        rows: The subset and the credit of each row. Rows without a subset are skipped.
     """
     by_subset: dict[str, list[float | None]] = {}
     for subset, credit in rows:
@@ -352,7 +350,7 @@ def shares_by_subset(rows: Iterable[tuple[str | None, float | None]]) -> dict[st
 
 
 def mean_figure(name: str, figures: Sequence[Figure]) -> Figure:
-    """The plain mean of figures; it has no value where one of them has none, or there is none."""
+    """Return the plain mean of figures; its value is None where one of them, or all, are absent."""
     values = [figure.value for figure in figures if figure.value is not None]
     return Figure(
         name=name,
@@ -363,7 +361,7 @@ def mean_figure(name: str, figures: Sequence[Figure]) -> Figure:
 
 
 def pair_credits(pairs: Sequence[ScoredPair]) -> dict[str, float | None]:
-    """1 for each pair that is right, 0 for each other, None where there is no verdict.
+    """Return 1 for each pair that is right, 0 for each other, None where there is no verdict.
 
     Raises:
         ValueError: Two pairs share an id.
@@ -378,10 +376,9 @@ def pair_credits(pairs: Sequence[ScoredPair]) -> dict[str, float | None]:
 
 
 def pairs_by_length(pairs: Iterable[ScoredPair]) -> list[ScoredPair]:
-    """The same pairs as somebody scores them who likes long answers, and nothing else.
+    """Return the pairs with the number of characters of each answer as its score.
 
-    Scores are numbers of characters. A pair that failed stays failed, so that a figure and its
-    baseline stand on the same rows.
+    A pair that failed stays failed, so that a figure and its baseline use the same rows.
     """
     return [
         pair
@@ -394,7 +391,7 @@ def pairs_by_length(pairs: Iterable[ScoredPair]) -> list[ScoredPair]:
 
 
 def lists_by_length(lists: Iterable[ScoredList]) -> list[ScoredList]:
-    """The same for lists; see `pairs_by_length`."""
+    """Return the lists with the number of characters of each completion as its score."""
     return [
         one
         if one.whole_scores_G is None
@@ -404,37 +401,39 @@ def lists_by_length(lists: Iterable[ScoredList]) -> list[ScoredList]:
 
 
 # --------------------------------------------------------------------------------------------------
-# A preference pair and what a reward model said of both of its answers.
+# A preference pair with the scores of both of its answers.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredPair:
-    """What every evaluation on pairs is computed from."""
+    """A preference pair with its scores: the input of every evaluation on pairs."""
 
     id: str
     prompt: tuple[Message, ...]
     chosen: str
     rejected: str
     score_chosen: float | None
-    """None: it could not be scored."""
+    """None where the answer could not be scored."""
     score_rejected: float | None
     subset: str | None = None
     margin: float | None = None
-    """By how much people, or whoever labelled it, preferred the chosen one."""
+    """How strongly the annotators preferred the chosen answer."""
     failure: str | None = None
-    """Why there is no score."""
+    """The reason why a score is missing."""
 
     @property
     def is_right(self) -> bool | None:
-        """Whether the chosen answer has strictly more, as RewardBench counts: a tie is wrong. None
-        where a score is missing: a failure is not a verdict."""
+        """Tell whether the chosen answer scores strictly higher; a tie is wrong, as in RewardBench.
+
+        It is None where a score is missing: a failure is not a verdict.
+        """
         if self.score_chosen is None or self.score_rejected is None:
             return None
         return self.score_chosen > self.score_rejected
 
 
 # --------------------------------------------------------------------------------------------------
-# What knows nothing of quality, to be printed beside every accuracy: length, and single words.
+# Baselines that know nothing of quality, printed beside every accuracy: length, and single words.
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -445,19 +444,19 @@ if TYPE_CHECKING:
 _WORD = re.compile(r"\w+|[^\w\s]")
 _MOST_STEPS = 300
 _SMALL_GRADIENT = 1e-4
-"""Training ends where the gradient is this small beside the one it began with."""
+"""Training ends when the gradient's norm falls to this share of the first one."""
 
 
 def longer_wins(pairs: Iterable[ScoredPair]) -> dict[str, float]:
-    """What whoever prefers the longer answer, in characters, would get of each pair.
+    """Return the credit of each pair for a scorer that prefers the longer answer, in characters.
 
-    Half of a pair of answers of one length, as the data report counts them.
+    Answers of one length count half, as in the data report.
     """
     return {pair.id: longer_credit(len(pair.chosen), len(pair.rejected)) for pair in pairs}
 
 
 def unscored_pairs(preference: Preference) -> list[ScoredPair]:
-    """Every two answers of a judged group of which one is better, for what looks at texts alone."""
+    """Return every two answers of a ranked group of which one is better, without scores."""
     group, ranks_G = preference.group, preference.ranks_G
     texts = [conversation_text(one.messages) for one in group.completions_G]
     return [
@@ -475,12 +474,8 @@ def unscored_pairs(preference: Preference) -> list[ScoredPair]:
 
 
 def length_difference(pair: ScoredPair) -> int:
-    """By how many characters the chosen answer is longer; negative where it is shorter."""
+    """Return the characters that the chosen answer is longer by; negative where it is shorter."""
     return len(pair.chosen) - len(pair.rejected)
-
-
-def _credit(advantage: float) -> float:
-    return 0.5 if advantage == 0 else float(advantage > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -492,19 +487,19 @@ class BagOfWords:
     """
 
     weights: dict[str, float]
-    """Of every word, in lower case, and every punctuation mark that it has learned."""
+    """The weight of every known word, in lower case, and punctuation mark."""
 
     @classmethod
     def train(cls, pairs: Sequence[ScoredPair], *, decay: float = 0.01, least: int = 2) -> Self:
-        """Learn from preferences; their scores are not looked at.
+        """Fit the weights to preferences; the pairs' own scores are not used.
 
-        Minimises `mean(softplus(score(rejected) - score(chosen))) + decay / 2 * |weights|^2`, which
-        has one minimum, so that no seed is needed.
+        It minimises `mean(softplus(score(rejected) - score(chosen))) + decay / 2 * |weights|^2`,
+        which has one minimum, so that no seed is needed.
 
         Args:
-            pairs: At least one.
-            decay: See above.
-            least: Answers that a word must occur in to get a weight.
+            pairs: The preferences, at least one.
+            decay: The strength of the weight decay.
+            least: The number of answers that a word must occur in to get a weight.
 
         Raises:
             DataError: There are no pairs.
@@ -519,8 +514,8 @@ class BagOfWords:
         entries = [
             (row, index[word], value)
             for row, (chosen, rejected) in enumerate(bags)
-            for word, value in _less(chosen, rejected).items()
-            if word in index
+            for word in chosen | rejected
+            if word in index and (value := chosen.get(word, 0.0) - rejected.get(word, 0.0))
         ]
         if not entries:  # the sides of every pair have the same words
             return cls(weights={})
@@ -529,13 +524,14 @@ class BagOfWords:
         return cls(weights=dict(zip(words, found.tolist(), strict=True)))
 
     def score(self, answer: str) -> float:
-        """The sum over the words of an answer; 0 of unknown words."""
+        """Return the sum over the words of an answer; unknown words count 0."""
         return sum(self.weights.get(word, 0.0) * value for word, value in _bag(answer).items())
 
     def credits(self, pairs: Iterable[ScoredPair]) -> dict[str, float]:
-        """What it gets of each pair; half where it sees no difference."""
+        """Return the credit of each pair; half where both scores are equal."""
         return {
-            pair.id: _credit(self.score(pair.chosen) - self.score(pair.rejected)) for pair in pairs
+            pair.id: float(np.heaviside(self.score(pair.chosen) - self.score(pair.rejected), 0.5))
+            for pair in pairs
         }
 
 
@@ -545,15 +541,10 @@ def _bag(text: str) -> dict[str, float]:
     return {word: math.log1p(counts[word]) for word in sorted(counts)}
 
 
-def _less(bag: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    parts = {word: bag.get(word, 0.0) - other.get(word, 0.0) for word in bag | other}
-    return {word: value for word, value in parts.items() if value}
-
-
 def _minimise(
     rows: Indices, columns: Indices, values: Floats, shape: tuple[int, int], decay: float
 ) -> Floats:
-    """Nesterov's accelerated gradient, on a sparse matrix of features given by its entries."""
+    """Minimise by Nesterov's accelerated gradient, on a sparse matrix given by its entries."""
     num_rows, num_columns = shape
 
     def times(vector: Floats) -> Floats:
@@ -587,25 +578,25 @@ def _minimise(
 
 
 # --------------------------------------------------------------------------------------------------
-# A prompt with any number of answers, right ones and wrong ones, and what was said of each.
+# A prompt with any number of answers, right ones and wrong ones, and the score of each.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredList:
-    """What every evaluation on lists is computed from; the sibling of `ScoredPair`."""
+    """Scored right and wrong answers to a prompt: the input of every evaluation on lists."""
 
     id: str
     prompt: tuple[Message, ...]
     completions_G: tuple[str, ...]
     is_right_G: tuple[bool, ...]
     scores_G: tuple[float | None, ...]
-    """None: it could not be scored."""
+    """None where a completion could not be scored."""
     subset: str | None = None
     failure: str | None = None
-    """Why a score is missing; the first reason."""
+    """The first reason why a score is missing."""
 
     def __post_init__(self) -> None:
-        """Refuse lists of different lengths, from which any figure would be nonsense."""
+        """Raise ValueError where the lists differ in length."""
         if not len(self.completions_G) == len(self.is_right_G) == len(self.scores_G) > 0:
             raise ValueError(
                 f"{self.id}: {len(self.completions_G)} completions, {len(self.is_right_G)} "
@@ -614,14 +605,16 @@ class ScoredList:
 
     @property
     def whole_scores_G(self) -> tuple[float, ...] | None:
-        """Every score; None where one is missing, since then nobody knows which is the best."""
+        """The scores; None where one is missing, since the best is then unknown."""
         scores = tuple(score for score in self.scores_G if score is not None)
         return scores if len(scores) == len(self.scores_G) else None
 
     @property
     def first_credit(self) -> float | None:
-        """What the list is worth where its first completion is the right one: 1 if it alone has the
-        most, 1/k if k share the most and it is among them, else 0. None where a score is missing.
+        """The credit where the first completion is the right one.
+
+        It is 1 if that one alone scores highest, 1/k if it is among k that do, else 0; None where
+        a score is missing.
         """
         scores_G = self.whole_scores_G
         if scores_G is None:
@@ -631,14 +624,14 @@ class ScoredList:
 
     @property
     def best_credit(self) -> float | None:
-        """The chance that the best is right, where those that share the most are drawn from."""
+        """The probability that the best-scored is right, with ties broken by sampling."""
         scores_G = self.whole_scores_G
         if scores_G is None:
             return None
         best = max(scores_G)
-        drawn = [
+        tied = [
             is_right
             for score, is_right in zip(scores_G, self.is_right_G, strict=True)
             if score == best
         ]
-        return sum(drawn) / len(drawn)
+        return sum(tied) / len(tied)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
@@ -34,6 +35,13 @@ _ANSWER_LENGTH = 320
 _MESSAGES_SHOWN = 6
 _REORDERING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Marks that make a terminal show text in another order than it is written in."""
+_FOLDED_WIDTH = 24
+"""Cells to which a column that may break words can be narrowed."""
+_WORD = re.compile(r"^ *\S+|\S+", re.MULTILINE)
+_ITEM = re.compile(r"\S+(?: \S+)*")
+"""What stands between two spaces or more: a label, or a name with its number."""
+_PIECE = re.compile(r"[^(/=,:;&?]*[(/=,:;&?]+|[^(/=,:;&?]+")
+"""A part of a word that is longer than a line, up to a separator that it may be broken after."""
 _URGENT = re.compile(r"(warning|FAILED)\b")
 _VERDICT_STYLES = {"right": "green", "wrong": "red", "tie": "yellow", "unknown": "yellow"}
 
@@ -89,7 +97,7 @@ _NOTEBOOK_WIDTH = 92
 
 
 class _Screen(Console):
-    """A console that keeps what moves, and the codes that move it, out of files and dumb terminals.
+    """A console that keeps live displays and their control codes out of files and dumb terminals.
 
     FORCE_COLOR makes any file a terminal to rich: it may have colours then, but no display.
     """
@@ -112,10 +120,13 @@ class _Screen(Console):
         self.is_interactive = self.is_interactive and self.file.isatty() and not is_quiet
 
     def print(self, *objects: Any, **options: Any) -> None:
-        if not self._is_quiet or (objects and _URGENT.match(str(objects[0]))):
-            if self._is_notebook:  # which has no end of a line to wrap at, and breaks words
-                options.pop("soft_wrap", None)
-            super().print(*objects, **options)
+        if self._is_quiet and not (objects and _URGENT.match(str(objects[0]))):
+            return
+        # A file's lines stay whole, to be searched. A terminal would break them within words, and
+        # so would a notebook, which has no end of a line to wrap at.
+        if options.get("soft_wrap") and (self._is_notebook or self.file.isatty()):
+            objects = tuple(_fitted(one, self.width) for one in objects)
+        super().print(*objects, **options)
 
     def status(self, status: Any, **options: Any) -> Status:
         if self.is_interactive:
@@ -123,8 +134,80 @@ class _Screen(Console):
         return Status(status, console=silent_console())
 
 
+def _fitted(shown: Any, width: int) -> Any:
+    if isinstance(shown, str):
+        return wrapped(shown, width)
+    if isinstance(shown, Text):
+        return Text(wrapped(shown.plain, width), style=shown.style)
+    return shown
+
+
+def wrapped(text: str, width: int, *, indent: str | None = None, end: str = "") -> str:
+    r"""Break lines that are wider than a terminal, between words and never within a number.
+
+    Items between two spaces (`loss 0.25`) stay whole where they fit. A word that is wider than a
+    line, such as a path, is broken after one of its separators.
+
+    Args:
+        text: The lines.
+        width: The cells of a line.
+        indent: Stands before what is continued; None: to the column that follows a short label.
+        end: Stands at the end of what is continued, as ` \` in a command.
+    """
+    return "\n".join(
+        line if cell_len(line) <= width else _broken(line, width, indent, end)
+        for line in text.split("\n")
+    )
+
+
+def _broken(line: str, width: int, indent: str | None, end: str) -> str:
+    if indent is None:
+        columns = re.match(r" {3,}|(?:\S+ )?\S+ {2,}", line)
+        indent = " " * (columns.end() if columns and columns.end() <= min(12, width // 4) else 2)
+    lines = [""]
+
+    def fits(text: str, after: str | None = None) -> bool:
+        return cell_len((lines[-1] if after is None else after) + text + end) <= width
+
+    def begin(mark: str) -> None:
+        lines[-1] += mark
+        lines.append(indent)
+
+    before = 0
+    for place, item in enumerate(_ITEM.finditer(line)):
+        gap, before = line[before : item.start()], item.end()
+        # After a label alone the item begins on the same line.
+        if place > 1 and not fits(gap + item[0]) and fits(item[0], indent):
+            begin(end)
+            gap = ""
+        for word in item[0].split(" "):
+            pieces = [word]
+            if not fits(word, indent):
+                room = width - cell_len(indent + end)
+                pieces = [part for one in _PIECE.findall(word) for part in chop_cells(one, room)]
+            if not fits(gap + pieces[0]):
+                begin(end)
+                gap = ""
+            lines[-1] += gap + pieces[0]
+            for piece in pieces[1:]:
+                if not fits(piece):
+                    begin(end.strip())
+                lines[-1] += piece
+            gap = " "
+    return "\n".join(lines)
+
+
+def print_command(console: Console, label: str, command: str) -> None:
+    r"""Print a command that can be pasted; a terminal shows it in lines that end in ` \`."""
+    text = visible(f"{label}{command}")
+    # Within quotes a backslash would be a part of the argument.
+    if console.file.isatty() and "'" not in command:
+        text = wrapped(text, console.width, indent="", end=" \\")
+    Console.print(console, Text(text), soft_wrap=True)
+
+
 def make_console(*, stderr: bool = False) -> Console:
-    """The console of a command's results: no markup, no highlighting; honours NO_COLOR.
+    """Make the console of a command's results: no markup, no highlighting; honours NO_COLOR.
 
     A character that the stream cannot encode is shown as its escape instead of ending the run. In a
     notebook it writes plain text, line by line, as into a file: what is saved with a notebook can
@@ -165,7 +248,10 @@ def print_metrics(console: Console, title: str, metrics: Mapping[str, float]) ->
     for name, value in metrics.items():
         shown_name = shorten_middle(name, max(16, console.width - 16))
         table.add_row(Text(shown_name), format_number(value))
-    console.print(table if metrics else Text(f"{visible(title)}: no metrics"))
+    if metrics:
+        print_table(console, table)
+    else:
+        console.print(Text(f"{visible(title)}: no metrics"))
 
 
 def print_pairs(
@@ -199,7 +285,7 @@ def print_pairs(
         table.add_row("better", format_number(row.better_score), _answer(row.better))
         worse = _answer(row.worse)
         table.add_row("worse", format_number(row.worse_score), worse, end_section=True)
-    console.print(table)
+    print_table(console, table)
 
 
 def print_line(console: Console, text: str) -> None:
@@ -224,7 +310,7 @@ def print_scores(console: Console, rows: Sequence[tuple[Conversation, Score]]) -
         else:
             number = Text(format_number(score.value))
         table.add_row(number, _conversation(conversation, score), end_section=True)
-    console.print(table)
+    print_table(console, table)
 
 
 def format_number(value: float) -> str:
@@ -287,16 +373,69 @@ def conversation_text(conversation: Conversation) -> str:
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """A table with a column of names, and columns of numbers, which are never cut."""
+    """Make a table with a column of names and columns of numbers, for `print_table`."""
     table = Table(
         title=Text(visible(title)) if title else None,
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
+        show_header=any(columns),
     )
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left", no_wrap=True)
     return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table; no word or number in it is broken, however narrow the terminal is.
+
+    Columns give up width down to their longest word, then the gaps between them. Where that is not
+    enough, each cell gets a line of its own, beside its heading.
+    """
+    if table.title is not None:
+        console.print(Text(wrapped(_plain(table.title), console.width), style="table.title"))
+        table.title = None
+    columns = [[_plain(column.header), *map(_plain, column.cells)] for column in table.columns]
+    whole = [max(map(cell_len, "\n".join(cells).split("\n"))) for cells in columns]
+    least = [max(map(cell_len, _WORD.findall("\n".join(cells))), default=0) for cells in columns]
+    # What a model wrote may be one word of any length.
+    least = [
+        min(width, _FOLDED_WIDTH) if column.overflow == "fold" else width
+        for column, width in zip(table.columns, least, strict=True)
+    ]
+    table.expand = False
+    for padding in (table.padding, (0, 0)):
+        table.padding = padding
+        unlimited = console.options.update(max_width=100_000)
+        gaps = console.measure(table, options=unlimited).maximum - sum(whole)
+        room = console.width - gaps - sum(least)
+        if room >= 0:
+            for column, width in zip(table.columns, _shared(room, least, whole), strict=True):
+                column.width, column.ratio, column.no_wrap = width, None, False
+            console.print(table)
+            return
+    headings = [cells[0] for cells in columns]
+    label = max(map(cell_len, headings[1:]), default=0)
+    for cells in list(zip(*columns, strict=True))[1:]:
+        console.print(Text(wrapped(cells[0].strip(), console.width)))
+        for heading, cell in list(zip(headings, cells, strict=True))[1:]:
+            if cell:
+                console.print(Text(wrapped(f"   {heading:<{label}}  {cell}", console.width)))
+
+
+def _plain(cell: Any) -> str:
+    return cell.plain if isinstance(cell, Text) else str(cell)
+
+
+def _shared(room: int, least: Sequence[int], whole: Sequence[int]) -> list[int]:
+    """Widths from the least to the whole ones; what is too little for all is shared evenly."""
+    widths = list(least)
+    while room > 0 and (open_ones := [i for i, width in enumerate(widths) if width < whole[i]]):
+        for i in open_ones:
+            more = min(whole[i] - widths[i], max(1, room // len(open_ones)), room)
+            widths[i] += more
+            room -= more
+    return widths
 
 
 def _answer(text: str) -> Text:
@@ -432,10 +571,10 @@ def print_completions(
             said = "failed" if row.reward is None else f"reward {format_number(row.reward)}"
             print_line(console, f"  {said}  {row.prompt} | {row.completion}")
         return
-    table = Table(title=title, title_justify="left", show_lines=True, expand=True)
-    table.add_column("prompt", ratio=2)
-    table.add_column("completion", ratio=3)
-    table.add_column("reward", justify="right", no_wrap=True)
+    table = Table(title=title, show_lines=True)
+    table.add_column("prompt", overflow="fold")
+    table.add_column("completion", overflow="fold")
+    table.add_column("reward", justify="right", overflow="fold")
     for row in rows:
         reward = Text("-" if row.reward is None else format_number(row.reward))
         if row.failure is not None:
@@ -444,7 +583,7 @@ def print_completions(
         if row.truncated:
             completion.append(" [cut off]", style="yellow")
         table.add_row(Text(visible(shorten_middle(row.prompt, _PROMPT_LENGTH))), completion, reward)
-    console.print(table)
+    print_table(console, table)
 
 
 def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:

@@ -107,6 +107,8 @@ def _keep(context: typer.Context, is_wanted: bool) -> bool:
 JsonOption = Annotated[
     bool,
     typer.Option(
-        "--json", callback=_keep, help="Print JSON and nothing else; all that is said is on stderr."
+        "--json",
+        callback=_keep,
+        help="Print JSON and nothing else on stdout; messages go to stderr.",
     ),
 ]

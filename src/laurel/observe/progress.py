@@ -25,7 +25,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from laurel.observe.console import format_number, print_urgent, visible
+from laurel.observe.console import format_number, print_urgent, visible, wrapped
 
 _SHOWN = {
     "loss": "loss",
@@ -189,8 +189,10 @@ class TrainingProgress:
             bars.add_row(
                 Text(visible(phase.name)), _bar(phase.done, phase.total), Text(_count(phase))
             )
-        rates_and_times = "  ".join([*self._rates(), self._times()])
-        return Group(bars, Text("  ".join(self._numbers())), Text(rates_and_times, style="dim"))
+        width = self._console.width
+        rates_and_times = wrapped("  ".join([*self._rates(), self._times()]), width)
+        numbers = wrapped("  ".join(self._numbers()), width)
+        return Group(bars, Text(numbers), Text(rates_and_times, style="dim"))
 
     def _phase_changed(self, phase: ProgressPhase) -> None:
         if self._live is None and self._is_line_due():
@@ -204,10 +206,11 @@ class TrainingProgress:
         self._print(line)
 
     def _print(self, line: str) -> None:
-        # In a file one line stays one line: it is searched, not looked at. A terminal would break
-        # it within words. FORCE_COLOR makes any file a "terminal".
-        is_file = not self._console.file.isatty()
-        self._console.print(line, markup=False, highlight=False, soft_wrap=is_file)
+        # In a file one line stays one line: it is searched, not looked at. FORCE_COLOR makes any
+        # file a "terminal".
+        if self._console.file.isatty():
+            line = wrapped(line, self._console.width)
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _step_line(self) -> str:
         head = f"{self._counted} {self._step}/{self._total_steps} ({self._percentage()})"

@@ -18,7 +18,7 @@ from laurel.config.overrides import COLUMN_KEYS, Override
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.errors import ConfigError, DataError, UnsavedError, UserError
-from laurel.observe.console import make_console, message_console, visible
+from laurel.observe.console import make_console, message_console, print_command, visible
 from laurel.observe.json_output import write_json
 from laurel.run.allocation import plan_allocation
 from laurel.sandbox.limits import has_no_gpu
@@ -203,16 +203,19 @@ def conclude(
     model = outcome.best or outcome.latest
     last = []
     if outcome.latest is not None and outcome.latest != outcome.best:
-        last.append(f"latest  {outcome.latest}")
+        last.append(("latest", str(outcome.latest)))
     if outcome.best is not None:
-        last.append(f"best    {outcome.best}")
+        last.append(("best", str(outcome.best)))
     if model is not None:
-        last.append(f"use it  {use.format(model)}")
+        last.append(("use it", use.format(model)))
     if outcome.run_dir is not None:
-        last.append(f"report  laurel report {outcome.run_dir}")
+        last.append(("report", f"laurel report {outcome.run_dir}"))
         _say_what_came_out(outcome.run_dir, console, room=room - 1 - len(last))
-    for line in last:
-        console.print(line, soft_wrap=True)
+    for label, text in last:
+        if text.startswith("laurel "):
+            print_command(console, f"{label:<8}", text)
+        else:
+            console.print(f"{label:<8}{text}", soft_wrap=True)
 
 
 def _say_what_came_out(run_dir: Path, console: Console, *, room: int) -> None:

@@ -45,7 +45,7 @@ def test_pairs_fit_three_commands_and_lost_rows_are_named(tmp_path):
     assert "identical sides 1 (line 2)" in said
     assert "malformed 1 (line 3)" in said
     assert "duplicate 1 (line 4)" in said
-    assert "stops at rows.jsonl:3 unless you mend the rows or set data.on_bad_row=skip" in said
+    assert "stops at rows.jsonl:3 unless you fix the rows or set data.on_bad_row=skip" in said
     assert "sft yes" in said
     assert "grpo yes" in said
     assert "laurel eval pairs" in said
@@ -215,7 +215,7 @@ def test_a_reference_that_fails_its_tests_is_named(tmp_path):
         pytest.skip("nothing can be locked in here")
     assert "2 reference solutions run: 1 fails the tests of its row" in said
     assert "The first: rows.jsonl:2: " in said
-    assert "it brings tests: stdio_tests, compared as apps" in said
+    assert "it has tests: stdio_tests, compared as apps" in said
     code, said, _ = check(write(tmp_path / "right.jsonl", right), "--json")
     facts = json.loads(said)["references"]
     assert facts == {"found": 1, "run": 1, "failed": [], "problem": None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import typer
@@ -182,3 +183,23 @@ def test_who_names_no_command_is_told_which_there_are(arguments: list[str], told
 def test_the_help_says_what_a_subset_of_pairs_is():
     shown = CliRunner().invoke(laurel, ["eval", "pairs", "--help"], terminal_width=80).output
     assert "subset (a --data each)" in " ".join(shown.split())
+
+
+def commands(command: Any, *above: str) -> Iterator[list[str]]:
+    """Those that are no groups: a group shortens the first sentences of its commands."""
+    if not hasattr(command, "commands"):
+        yield list(above)
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, *above, name)
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_no_line_of_a_help_text_breaks_inside_a_word(width: int):
+    for names in commands(typer.main.get_command(laurel)):
+        narrow, wide = (
+            CliRunner().invoke(
+                laurel, [*names, "--help"], terminal_width=columns, max_content_width=columns
+            )
+            for columns in (width, 2000)
+        )
+        assert narrow.output.split() == wide.output.split(), names

@@ -28,7 +28,7 @@ def source(tmp_path):
 def test_the_lists_go_to_stderr_and_the_configuration_to_stdout(source):
     done = run("import", str(source), "--devices", "4")
     assert done.stdout.startswith("# From TRL (grpo.yaml)")
-    for heading in ("carried (", "not needed (", "not carried (", "unlike Laurel's default"):
+    for heading in ("carried (", "not needed (", "not carried (", "differs from Laurel's"):
         assert heading in done.stderr
     assert "read as TRL: its keys model_name_or_path" in done.stderr
     assert "beta=0.04 -> loss_fn.reference_policy_kl_penalty=0.04" in done.stderr

@@ -144,8 +144,8 @@ def test_a_model_from_scratch_has_a_learning_rate_of_its_own(task, here):
         assert kwargs["lr"] >= 50 * pretrained.policy.optimizer.kwargs["lr"]
         assert config.policy.scratch.hidden_size == (512 if num_gpus else 128)
     text = " ".join((here / f"{task}.yaml").read_text(encoding="utf-8").replace("#", "").split())
-    assert "The model is made here, by policy.scratch." in text
-    assert "This learning rate (lr) is one for a small model that knows nothing yet." in text
+    assert "The model is new, and policy.scratch describes it." in text
+    assert "This learning rate (lr) suits a small, newly initialized model." in text
 
 
 def test_scratch_is_an_answer_and_still_there_are_three_questions(here):
@@ -173,7 +173,7 @@ def test_one_malformed_row_is_one(here, model, capsys):
     write(here / "own.jsonl", [*PAIRS, {"prompt": "Why?", "chosen": None, "rejected": "?"}])
     init("rm", model, data="own.jsonl")
     said = " ".join(capsys.readouterr().err.split())
-    assert "1 row is malformed, and the run stops at own.jsonl:5: mend it, or" in said
+    assert "1 row is malformed, and the run stops at own.jsonl:5: fix it, or" in said
 
 
 def test_questions_are_asked_once_each_and_again_after_a_wrong_answer(here, model, capsys):
@@ -263,7 +263,7 @@ def test_columns_that_tell_nothing_are_said(here, model, capsys):
     init("rm", model, data="own.jsonl")
     said = capsys.readouterr().err
     assert "the data does not fit" in said
-    assert "ask laurel data check own.jsonl" in said
+    assert "run laurel data check own.jsonl" in said
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_what_a_tokenizer_lacks_is_settled_in_the_file(here, capsys):
     assert config.policy.tokenizer.chat_template == "chatml"
     assert config.policy.tokenizer.pad_token == "auto"
     given = "policy.tokenizer.chat_template=chatml policy.tokenizer.pad_token=auto"
-    assert f"--model bare {given}   # the first row, in tokens" in capsys.readouterr().out
+    assert f"--model bare {given}   # show the first row, in tokens" in capsys.readouterr().out
 
 
 def test_data_sets_of_the_table_are_named_and_not_looked_at(here, model):
@@ -309,5 +309,5 @@ def test_of_few_rows_more_are_held_out(rows, share, here, model, capsys):
     init("rm", model, data="own.jsonl")
     config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
     assert config.data.split_validation_size == share
-    few = f"of so few rows about {rows * share:.0f} are held out to validate on"
+    few = f"only about {rows * share:.0f} rows are held out for validation"
     assert (few in capsys.readouterr().err) == (rows * share < 20)

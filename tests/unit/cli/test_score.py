@@ -123,7 +123,7 @@ def test_what_is_too_long_is_flagged_and_counted(score, checkpoint):
     result = score(checkpoint, [LONG])
     assert result.lines[0]["truncated"] == [True, False]
     assert result.lines[0]["num_tokens"][0] == 64
-    assert "1 conversation cut to 64 tokens" in result.err
+    assert "1 conversation was cut to 64 tokens" in result.err
     assert result.code == 0
 
 
@@ -131,7 +131,7 @@ def test_an_output_file_holds_the_lines_and_nothing_is_printed(score, checkpoint
     output = tmp_path / "scores.jsonl"
     to_file = score(checkpoint, as_json=False, output=output)
     assert to_file.out == ""
-    assert f"written to {output}" in to_file.err
+    assert f"wrote the scores to {output}" in to_file.err
     read = [json.loads(line) for line in output.read_text().splitlines()]
     assert read == score(checkpoint).lines
     assert score(checkpoint, output=output).lines == read, "with --json, both"
@@ -187,7 +187,7 @@ def test_a_score_that_is_not_finite_is_null_and_counted(score, tmp_path):
     assert bad["scores"][0] is not None
     assert bad["scores"][1] is None
     assert bad["failures"] == [None, "not finite"]
-    assert "1 completion without a score; the first: stdin:3: not finite" in result.err
+    assert "1 completion got no score; the first: stdin:3: not finite" in result.err
 
 
 def test_a_model_of_nan_is_refused(score, tmp_path):

@@ -81,7 +81,7 @@ def test_the_interval_is_that_of_pairs_drawn_with_replacement():
     drawn = random.Random(5)
     verdicts = [True] * 70 + [False] * 30
     shares = sorted(sum(drawn.choices(verdicts, k=100)) / 100 for _ in range(4000))
-    low, high = interval_of_share(70, 100, num_draws=20_000)
+    low, high = interval_of_share(70, 100, num_resamples=20_000)
     assert low == pytest.approx(shares[100], abs=0.011)
     assert high == pytest.approx(shares[3900], abs=0.011)
     assert low == pytest.approx(0.7 - 1.96 * math.sqrt(0.21 / 100), abs=0.011)
@@ -101,11 +101,11 @@ def test_a_confidence_that_is_none(confidence):
 
 @given(some_pairs, st.randoms())
 def test_accuracy_lies_in_its_interval_whatever_the_order(pairs, order):
-    found = accuracy(pairs, num_draws=200)
+    found = accuracy(pairs, num_resamples=200)
     assert found is not None
     assert 0 <= found.low <= found.value <= found.high <= 1
     mixed = order.sample(pairs, len(pairs))
-    assert accuracy(mixed, num_draws=200) == found
+    assert accuracy(mixed, num_resamples=200) == found
     assert length_controlled_accuracy(mixed) == length_controlled_accuracy(pairs)
     assert accuracy_by_value(mixed, {p.id: len(p.chosen) for p in pairs}) == accuracy_by_value(
         pairs, {p.id: len(p.chosen) for p in pairs}

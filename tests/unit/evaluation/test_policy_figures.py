@@ -12,10 +12,10 @@ from laurel.evaluation.policy import pass_at, pass_figures, reward_figures
 
 def test_pass_at_k_by_hand():
     # Of 5, 2 passed: a pair has none of them in 3 of 10 cases.
-    assert pass_at(2, num_drawn=5, num_passed=2) == pytest.approx(0.7)
-    assert pass_at(1, num_drawn=4, num_passed=1) == 0.25
-    assert pass_at(4, num_drawn=4, num_passed=1) == 1.0
-    assert pass_at(3, num_drawn=4, num_passed=0) == 0.0
+    assert pass_at(2, num_sampled=5, num_passed=2) == pytest.approx(0.7)
+    assert pass_at(1, num_sampled=4, num_passed=1) == 0.25
+    assert pass_at(4, num_sampled=4, num_passed=1) == 1.0
+    assert pass_at(3, num_sampled=4, num_passed=0) == 0.0
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
@@ -23,13 +23,13 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k(passed, data):
     k = data.draw(st.integers(1, len(passed)))
     choices = list(itertools.combinations(passed, k))
     share = sum(any(choice) for choice in choices) / len(choices)
-    assert pass_at(k, num_drawn=len(passed), num_passed=sum(passed)) == pytest.approx(share)
+    assert pass_at(k, num_sampled=len(passed), num_passed=sum(passed)) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(("k", "drawn", "passed"), [(0, 2, 1), (3, 2, 1), (1, 2, 3), (1, 2, -1)])
 def test_what_cannot_be_asked(k, drawn, passed):
     with pytest.raises(ValueError, match=f"pass@{k}"):
-        pass_at(k, num_drawn=drawn, num_passed=passed)
+        pass_at(k, num_sampled=drawn, num_passed=passed)
 
 
 def test_pass_figures_leave_out_tasks_with_too_few_completions():

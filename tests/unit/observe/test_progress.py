@@ -3,11 +3,17 @@ import io
 import math
 import os
 import re
+from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
+from laurel.observe.console import make_console
 from laurel.observe.progress import TrainingProgress
+from laurel.run.train import conclude
+from laurel.training.loop import RunOutcome
+from report_runs import reward_model_run
 
 METRICS = {
     "train/loss": 0.6512,
@@ -215,3 +221,62 @@ def test_a_display_only_on_a_real_terminal():
     assert "\x1b[?25l" in shown  # the cursor was hidden: a display
     assert "loss 0.5000" in shown
     assert not re.search(r"\x1b\[3[0-7]m", shown)  # NO_COLOR
+
+
+RUN_LINES = (
+    "model   Qwen3ForSequenceClassification from /runs/demo/checkpoints/sft/step_250: 0.2M "
+    "parameters, float32 on cpu",
+    "step 100  validation-held-out  loss 0.1670  accuracy 0.9260 of 392 pairs (longer answer "
+    "0.5332, bag of words 0.2742)  margin_mean 5.127  score_length_correlation 0.2249  ece 0.02700",
+)
+
+
+@pytest.mark.parametrize("width", [60, 100, 200])
+def test_no_word_or_number_is_broken_and_no_line_is_too_long(width, tmp_path, monkeypatch):
+    """The progress, a validation and the end of a run, as terminals of these widths show them."""
+    file = TerminalFile()
+    monkeypatch.setattr("sys.stdout", file)
+    monkeypatch.setenv("COLUMNS", str(width))
+    console = make_console()
+    run_dir = reward_model_run(tmp_path / "exp_001")
+    model = Path("/runs/of-somebody/reward-models-2026/checkpoints/rm/step_400")
+    outcome = RunOutcome(
+        step=100,
+        ended="finished",
+        metrics={},
+        best=model,
+        latest=model.with_name("step_500"),
+        run_dir=run_dir,
+        seconds=61.0,
+    )
+    clock = FakeClock()
+    progress = TrainingProgress(200, 0, console, clock=clock, live=False)
+    with progress:
+        clock.now += 2.0
+        progress.step(1, METRICS, pairs=128, tokens=40_000)
+        for line in RUN_LINES:
+            progress.message(line, is_routine=True)
+    use = "laurel score --model {} /data/preferences/held-out-preferences.jsonl"
+    conclude(outcome, console, use=use)
+    with progress.phase("validating held-out", total=12):
+        console.print(progress)
+    shown = re.sub(r"\x1b\[\d*m", "", file.getvalue())
+    assert max(map(cell_len, shown.splitlines())) <= width
+    # A command goes on behind the sign with which shells continue lines.
+    words = shown.replace("\\\n", "").split()
+    for whole in (
+        "Qwen3ForSequenceClassification",
+        "/runs/demo/checkpoints/sft/step_250:",
+        "score_length_correlation",
+        "2.000e-06",
+        "0.02700",
+        "0:06:38",
+        f"{model}",
+        "/data/preferences/held-out-preferences.jsonl",
+        "1/200",
+        "0/12",
+    ):
+        assert whole in words, shown
+    said = " ".join(words)
+    for item in ("grad norm 1.500", "20k tokens/s", "left 0:06:38", "ece 0.02700", "in 61 s"):
+        assert item in said, shown

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from laurel.errors import counted, counted_that
-from laurel.observe.console import PairRow, format_number, shorten_middle, visible
+from laurel.observe.console import PairRow, format_number, print_table, shorten_middle, visible
 from laurel.observe.loggers import SAMPLES_FILE
 from laurel.observe.run_record import COMPLETIONS_DIRECTORY, RunRecord, completion_files
 
@@ -593,10 +593,10 @@ class Comparison:
 
 def print_comparisons(console: Console, comparisons: Sequence[Comparison]) -> None:
     """Show answers before and after, each with its score and the verdict."""
-    table = Table(title="the same prompts, before and after", title_justify="left", expand=True)
-    table.add_column("prompt", ratio=3)
+    table = Table(title="the same prompts, before and after")
+    table.add_column("prompt", overflow="fold")
     for when in ("before", "after"):
-        table.add_column(when, ratio=2)
+        table.add_column(when, overflow="fold")
         table.add_column("score", justify="right", no_wrap=True)
     for row in comparisons:
         cells = [Text(visible(shorten_middle(row.prompt, _PROMPT_LENGTH)))]
@@ -606,4 +606,4 @@ def print_comparisons(console: Console, comparisons: Sequence[Comparison]) -> No
             cells.append(Text(f"{text} {answer.verdict}".rstrip(), style=style))
             cells.append(Text("-" if answer.score is None else format_number(answer.score)))
         table.add_row(*cells)
-    console.print(table)
+    print_table(console, table)

@@ -24,7 +24,14 @@ from laurel.evaluation.benchmarks import (
 )
 from laurel.evaluation.reward_bench import ZeroSpread
 from laurel.evaluation.statistics import Measured
-from laurel.observe.console import make_console, message_console, new_table, say_on, visible
+from laurel.observe.console import (
+    make_console,
+    message_console,
+    new_table,
+    print_table,
+    say_on,
+    visible,
+)
 from laurel.observe.files import replace_file
 from laurel.observe.json_output import write_json
 from laurel.observe.progress import RowProgress
@@ -587,7 +594,7 @@ def _print_summary(evaluations: Sequence[Evaluation], absent: Sequence[Benchmark
             f"{final.num_rows:,}",
             f"{final.num_failures:,}" if final.num_failures else "",
         )
-    console.print(table)
+    print_table(console, table)
     if absent:
         titles = ", ".join(f"{BENCHMARKS[name].title} ({name})" for name in absent)
         console.print(f"absent  {visible(titles)}: no rows of these", soft_wrap=True)

@@ -48,6 +48,7 @@ from laurel.observe.console import (
     format_number,
     make_console,
     new_table,
+    print_table,
     shorten_middle,
     visible,
 )
@@ -75,7 +76,7 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
     for figures in (measured.subsets, sections, (measured.final,), asides):
         for place, figure in enumerate(figures, start=1):
             _add(table, evaluation, figure, ends=place == len(figures))
-    console.print(table)
+    print_table(console, table)
     for note in measured.notes:
         console.print(Text(f"note    {visible(note)}"), soft_wrap=True)
     if evaluation.num_truncated:
@@ -115,7 +116,7 @@ def print_matrix(
     table = new_table("right answer (line) against wrong answer (column), by style", "", *styles)
     for style, row in zip(styles, matrix, strict=True):
         table.add_row(style, *(share_text(value) for value in row))
-    console.print(table)
+    print_table(console, table)
 
 
 def name_text(name: str) -> Text:
@@ -234,7 +235,7 @@ def print_diagnostics(console: Console, report: Mapping[str, Any]) -> None:
     )
     for table in tables:
         if table.row_count:
-            console.print(table)
+            print_table(console, table)
 
 
 # ----------------------------------------------------------------------------------------- report
@@ -337,18 +338,11 @@ def _plain(value: Any) -> Any:
 # ----------------------------------------------------------------------------------------- tables
 
 
-def _table(title: str, *columns: str) -> Table:
-    """The same with names that may be long."""
-    table = new_table(title, *columns)
-    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
-    return table
-
-
 def _accuracies(report: Mapping[str, Any]) -> Table:
     whole = report.get("accuracy", {})
     names = list(whole.get("baselines", {}))
     level = f"{report['confidence']:.0%} interval"
-    table = _table("accuracy", "", "pairs", "accuracy", level, *names)
+    table = new_table("accuracy", "", "pairs", "accuracy", level, *names)
 
     def add(label: str, found: Mapping[str, Any], num_pairs: int) -> None:
         table.add_row(
@@ -375,7 +369,7 @@ def _accuracies(report: Mapping[str, Any]) -> Table:
 
 
 def _figures(report: Mapping[str, Any]) -> Table:
-    table = _table("scores", "", "")
+    table = new_table("scores", "", "")
     for label, text in (*_length_lines(report), *_calibration_lines(report), *_score_lines(report)):
         table.add_row(label, text)
     return table
@@ -430,7 +424,7 @@ def _score_lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _reliability(found: Mapping[str, Any]) -> Table:
-    table = _table("reliability", "confidence", "pairs", "mean confidence", "accuracy")
+    table = new_table("reliability", "confidence", "pairs", "mean confidence", "accuracy")
     for row in found.get("rows", []):
         table.add_row(
             f"{_share(row['start'])} to {_share(row['end'])}",
@@ -442,7 +436,7 @@ def _reliability(found: Mapping[str, Any]) -> Table:
 
 
 def _agreement(found: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("agreement", "members", "pairs", "same verdict", "Kendall's tau-b")
+    table = new_table("agreement", "members", "pairs", "same verdict", "Kendall's tau-b")
     for row in found:
         table.add_row(
             Text(visible(f"{row['first']} and {row['second']}")),
@@ -454,7 +448,7 @@ def _agreement(found: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _sensitivity(found: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table(
+    table = new_table(
         "other forms of the answers; verdicts that flip when both, one or the other has the form",
         "form",
         "answers",
@@ -475,7 +469,7 @@ def _sensitivity(found: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _sets(report: Mapping[str, Any]) -> Table:
-    table = _table("data sets", "", "")
+    table = new_table("data sets", "", "")
     for key, label in (("evaluation_set", "evaluation"), ("training_set", "training")):
         if found := report.get(key):
             table.add_row(f"{label}: different prompts", f"{found['num_prompts']:,}")
@@ -588,7 +582,7 @@ def _print(first: StoredResult, second: StoredResult, compared: Mapping[str, Any
     test = compared["all_rows"]
     if test is not None:
         table.add_row(ALL, "", "", "", *_test_cells(test))
-    console.print(table)
+    print_table(console, table)
     if test is None:
         without = [result for result in (first, second) if result.credits is None]
         console.print(
