@@ -56,7 +56,7 @@ class GRPORunState(PolicyRunState):
     def restore_more(self, more: Mapping[str, Any]) -> None:
         """Restore the algorithm's own state (`RunState`)."""
         tasks = {task.id: task for task in self._source.tasks}
-        if "notes" in more:  # in older checkpoints they are not in the rollouts
+        if "notes" in more:
             # Older checkpoints hold notes apart, by environment.
             left = {name: iter(_notes_of_rollouts(noted)) for name, noted in more["notes"].items()}
             for group in (group for batch in more["ahead"] for group in batch["groups"]):

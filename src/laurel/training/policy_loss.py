@@ -207,7 +207,7 @@ class PolicyLoss:
         is_low_U = (ratio_U < clamped_U) & (tokens.advantages_U < 0)
         is_high_U = (ratio_U > clamped_U) & (tokens.advantages_U > 0)
         extreme_U = torch.maximum(log_ratio_U.abs(), (old_U - tokens.behaviour_U).abs())
-        ratio_U = ratio_of(current_U - tokens.behaviour_U)
+        sampling_ratio_U = ratio_of(current_U - tokens.behaviour_U)
         sums = {
             "global_valid_toks": count,
             "global_valid_seqs": count.new_full((), tokens.num_samples),
@@ -217,7 +217,7 @@ class PolicyLoss:
             "clip_ratio/low_mean": is_low_U.sum().to(count.dtype),
             "clip_ratio/high_mean": is_high_U.sum().to(count.dtype),
             "clip_ratio/region_mean": (is_low_U | is_high_U).sum().to(count.dtype),
-            "approx_entropy": -(ratio_U * current_U).sum(),
+            "approx_entropy": -(sampling_ratio_U * current_U).sum(),
             **mismatch(old_U, tokens.behaviour_U),
         }
         if len(ratio_U):
