@@ -3,7 +3,7 @@
 ::
 
     LaurelError
-    |-- UserError                     something you gave us cannot be used; exit code 2
+    |-- UserError                     an input that cannot be used; exit code 2
     |   |-- ConfigError (ValueError)          a key, a value or an override
     |   |-- DataError (ValueError)            a file or a row
     |   |-- ModelError (ValueError)           a model, tokenizer or chat template

@@ -96,7 +96,7 @@ class Preference:
     target: float = 1.0
     """Probability that the lower rank is really preferred (soft label; 1: certain)."""
     attributes_GK: tuple[tuple[float, ...], ...] | None = None
-    """Ratings of each completion for attribute regression; NaN where nobody rated."""
+    """Ratings of each completion for attribute regression; NaN where it was not rated."""
     source: str = ""
     """Origin of the row, as `file:line` or `name[index]`."""
 

@@ -1,6 +1,6 @@
 """Conversations as the tokens of a policy, for sampling and for imitation.
 
-What is sampled and what is imitated are cut into the same pieces. A prompt is the template's text
+Samples and demonstrations are divided into the same pieces. A prompt is the template's text
 up to where the assistant begins; then come the policy's own tokens, up to and with the token that
 ends its turn; then what the template writes between that and the assistant's next turn. Each piece
 is tokenised by itself, so no token ever straddles a border, and the policy's tokens stay as it

@@ -1,8 +1,8 @@
 """How a conversation becomes a number: the scoring contract.
 
 It is defined here once, saved with every checkpoint as `scoring.json`, and used by training,
-evaluation, serving and environments alike. Everybody hands over raw messages; nobody else renders
-a template, adds a special token or chooses the position of the score.
+evaluation, serving and environments alike. Callers pass raw messages; no other code renders a
+template, adds a special token or chooses the position of the score.
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ class ScoringRules(BaseModel):
 
 
 _PROBE, _ANSWER = "What a user says here", "What an assistant says here"
+# Marks that the templates of common models write, and that users rarely type.
 _FOREIGN_MARK = re.compile(
     r"<\|[a-z_]{2,30}\|>|<(?:start|end)_of_turn>|\[/?INST\]|<\uff5c[^<>]{2,30}\uff5c>"
 )
-"""Marks that the templates of common models write, and hardly anybody says."""
 
 
 class ScoringContract:

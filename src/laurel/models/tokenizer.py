@@ -223,7 +223,7 @@ def pin_date(template: str, today: date) -> tuple[str, str | None]:
 
 
 def bind_variables(template: str, kwargs: Mapping[str, Any]) -> str:
-    """Write the values of a template's variables into it, where nobody gives others.
+    """Write the values of a template's variables into it, as defaults.
 
     Raises:
         ConfigError: A name that Hugging Face keeps for itself.

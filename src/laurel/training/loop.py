@@ -382,7 +382,7 @@ class TrainingLoop(ABC):
 # The checkpoints of a run, as its loop sees them: begun, and then whole or missed.
 
 ALARM_AFTER_MISSES = 2
-"""Consecutive failed saves before the run says so at every step."""
+"""Consecutive failed saves after which the run warns at every step."""
 
 WAITED = "timing/train/checkpointing"
 BEHIND = "timing/train/checkpointing_in_background"

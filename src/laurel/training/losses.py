@@ -1,6 +1,6 @@
 """Losses of reward-model training: pure functions of scores, and the loss of a configuration.
 
-The functions return one loss per pair, list or completion; nobody here takes a mean over a batch.
+The functions return one loss per pair, list or completion; none takes a mean over a batch.
 `RewardLoss` weighs every group 1 and divides by a denominator that the caller counted over all
 micro-batches and ranks before the first of them, so splitting a batch changes nothing.
 
@@ -142,7 +142,7 @@ def centering(better_P: Tensor, worse_P: Tensor) -> Tensor:
 
 
 def regression(predictions_NK: Tensor, targets_NK: Tensor) -> Tensor:
-    """Compute the squared error [N], the mean over the attributes that somebody rated.
+    """Compute the squared error [N], the mean over the attributes that were rated.
 
     NaN in `targets_NK` is "not rated" and teaches nothing; without any rating the loss is 0.
     """

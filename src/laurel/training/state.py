@@ -78,7 +78,7 @@ class RunState(ABC):
         assert not more, f"nothing here remembers {', '.join(more)}"
 
     def write(self, directory: Path, position: Position, *, in_background: bool = False) -> Written:
-        """Fill a checkpoint directory: a Hugging Face model, and the state to go on.
+        """Fill a checkpoint directory: a Hugging Face model, and the state for resuming.
 
         Args:
             directory: Exists and is empty.

@@ -1,7 +1,6 @@
 """The README of a checkpoint or export: the model, its training data, its quality and its use.
 
-A card says the same of the same weights whenever it is written: there is no time in it. What is
-not known is left out.
+Equal weights get equal cards: a card holds no time. Unknown facts are left out.
 """
 
 from __future__ import annotations

@@ -249,8 +249,8 @@ class CheckpointStore:
     ) -> SaveUnderWay:
         """Begin to write the checkpoint of a step; one at a time may go on in the background.
 
-        What is left when the store is exited is waited for; where an exception passes, it is
-        dropped, unless all of it has been written.
+        Leaving the store waits for it; on an exception it is dropped, unless all of it has been
+        written.
 
         Args:
             step: Step of the run.

@@ -193,8 +193,8 @@ class Reference:
     def of(cls, model: PolicyModel) -> Reference:
         """Make the reference of a policy whose training begins now.
 
-        With adapters it is the same model with them switched off, in no memory of its own, also
-        when a run goes on; otherwise a copy of the weights as they are now.
+        With adapters it is the same model with them switched off, without memory of its own, also
+        in a resumed run; otherwise a copy of the weights as they are now.
         """
         if adapted_layers(model.causal_lm):
             return cls(model, leaves_adapters_out=True)

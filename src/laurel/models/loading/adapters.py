@@ -138,8 +138,8 @@ def merged_weights(network: Any, *, changing_only: bool = False) -> Iterator[tup
     """Yield the weights under their names without adapters, adapters merged in.
 
     One after the other, so that no second copy of the model is made. A weight that is tied to
-    another comes once, under the name of the other, as in a saved model. What is not adapted comes
-    as it is in the model: copy it before it is trained further.
+    another comes once, under the name of the other, as in a saved model. Weights without adapters
+    are those of the model itself: copy them before training goes on.
 
     Of a spread model they come whole, gathered one at a time: all ranks go through all of them.
 

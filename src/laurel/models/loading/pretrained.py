@@ -336,8 +336,8 @@ def num_positions(network: Any) -> int | None:
     """Find the longest conversation that the network can number; None where there is no limit.
 
     Rotary embeddings of type `longrope` (Phi-3) turn all texts of a batch differently as soon as
-    one is longer than they were first trained for. What a model says of a text must not depend on
-    what else is in the batch, so there that length is the limit.
+    one is longer than they were first trained for. The output for a text must not depend on the
+    rest of its batch, so there that length is the limit.
     """
     hf_config = network.config.get_text_config()
     positions: int | None = getattr(hf_config, "max_position_embeddings", None)
