@@ -30,6 +30,10 @@ FEW = 3
 """Keys of a section that is written inside the section above it, at most."""
 
 
+_OF_A_SET = r"See (?:the same key of a set|`(?:data\.train|DemonstrationSetConfig)\.\w+`)"
+"""How the docstring of a key of `data` points to that of a data set."""
+
+
 # -------------------------------------------------------------------------------------- commands
 
 
@@ -104,7 +108,7 @@ class _Options:
     values: dict[type[Section], Section | None] = field(default_factory=dict)
 
     def keys(self, section: type[Section], values: Section | None) -> list[_Key]:
-        return [_key(*one, values) for one in section.model_fields.items()]
+        return [_key(section, *one, values) for one in section.model_fields.items()]
 
     def add(self, path: str, section: type[Section], about: str, values: Section | None) -> None:
         """Write a section, then those below it."""
@@ -132,11 +136,15 @@ class _Options:
                 self.lines.append(line)
             self.lines += inside
         if shared:
-            names = ", ".join(f"`{key.name}`" for key in keys if key.name in shared)
-            self.lines.append(f"- As in `{like}`: {names}")
+            self.lines.append(_others(shared, like, keys, self.keys(*self.section_at(like))))
         for one in below:
             if one[1] not in self.places:
                 self.add(*one)
+
+    def section_at(self, place: str) -> tuple[type[Section], Section | None]:
+        """Find what stands at a place."""
+        section = next(one for one, where in self.places.items() if where == place)
+        return section, self.values[section]
 
     def most_alike(self, section: type[Section], keys: list[_Key]) -> tuple[str, set[str]]:
         """Find the section that stands already and shares most keys, and those."""
@@ -149,18 +157,29 @@ class _Options:
         return best
 
 
+def _others(shared: set[str], like: str, keys: list[_Key], of_like: list[_Key]) -> str:
+    """Name the keys that stand elsewhere, or those of that section that are not there."""
+    here = {key.name for key in keys}
+    left_out = [key.name for key in of_like if key.name not in here]
+    if len(left_out) < len(shared):
+        without = ", ".join(f"`{name}`" for name in left_out)
+        return f"- Otherwise as in `{like}`" + (f", without {without}" if without else "")
+    return f"- As in `{like}`: " + ", ".join(f"`{k.name}`" for k in keys if k.name in shared)
+
+
 def options_text() -> str:
-    """Write every key with its default and its meaning: a GRPO run, then `sft` and `rm`."""
+    """Write every key with its default and its meaning: a GRPO run, then what else others have."""
     text = _Options()
     for kind, schema in reversed(SCHEMAS.items()):
         for key in text.keys(schema, None):
-            if kind == "grpo" or key.name == kind:
-                (section,) = key.sections
-                text.add(key.name, section, key.about, key.value)
+            (section,) = key.sections
+            if section not in text.places:
+                path = key.name if kind in ("grpo", key.name) else f"{kind}: {key.name}"
+                text.add(path, section, key.about, key.value)
     return "\n".join(text.lines).strip()
 
 
-def _key(name: str, info: FieldInfo, values: Section | None) -> _Key:
+def _key(owner: type[Section], name: str, info: FieldInfo, values: Section | None) -> _Key:
     kinds = kinds_of(info.annotation)
     sections = dict.fromkeys(sections_of(kinds), "")
     for kind in kinds:
@@ -173,7 +192,10 @@ def _key(name: str, info: FieldInfo, values: Section | None) -> _Key:
     elif not isinstance(value, Section) and value is not None:
         default = entry(name, literal(value)).strip().removeprefix(name)
     about = (info.description or "").replace("See there.", "")
-    about = about.replace("See the same key of a set", f"See `data.train.{name}`")
+    if re.fullmatch(_OF_A_SET + r"\.", about):
+        (block, *_) = sections_of(kinds_of(owner.model_fields["train"].annotation))
+        about = block.model_fields[name].description or ""
+    about = re.sub(_OF_A_SET, f"See `data.train.{name}`", about)
     return _Key(name, _short(about), default, value, sections)
 
 

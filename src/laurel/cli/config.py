@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from laurel.cli.app import App
 from laurel.cli.options import ConfigOption, Overrides
-from laurel.observe.json_output import JsonOption, write_json
+from laurel.observe.json_output import JsonOption, json_stream, write_json
 
 SHOW = "show"
 
@@ -49,12 +49,29 @@ def show_config(
         Literal["rm", "sft", "grpo"],
         typer.Option("--for", help="The command that the configuration is for."),
     ] = "rm",
+    json_schema: Annotated[
+        bool,
+        typer.Option(
+            "--json-schema",
+            help="Print a JSON schema of configuration files, for an editor's completion.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print the configuration of a run with every default, as YAML."""
     from laurel.config.load import load_config, to_yaml
     from laurel.config.schemas import SCHEMAS
 
+    if json_schema:
+        from laurel.config.json_schema import schema_text
+
+        if config is not None or overrides or describe:
+            raise typer.BadParameter(
+                "--json-schema describes every configuration of a command; leave out --config, "
+                "--describe and overrides"
+            )
+        json_stream().write(schema_text(kind))
+        return
     if as_json and describe:
         raise typer.BadParameter("--describe writes comments, and JSON has none")
     loaded = load_config(SCHEMAS[kind], config, overrides or [])

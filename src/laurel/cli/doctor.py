@@ -120,7 +120,7 @@ def run_check(*, without: frozenset[str], as_json: bool) -> bool:
         as_json: Print one JSON object instead of lines.
 
     Returns:
-        Whether a run would start here without being told to accept less.
+        Whether a run would start here without an option to accept less.
 
     Raises:
         ConfigError: There is no layer of such a name.
@@ -199,7 +199,7 @@ def check_sandbox(
     """Lock hostile programs in and say what holds on this machine.
 
     Also what is lost where something does not, and the remedy. The exit code is 1 where a run would
-    be refused unless it is told to accept less.
+    be refused unless an option accepts less.
     """
 
     if not run_check(without=frozenset(without or ()), as_json=as_json):

@@ -246,7 +246,53 @@ class PlanOptions:
         ),
     ] = None
     device_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The memory of each device, such as 80GiB.")
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="The memory of each device, such as 80GiB. Default: that of --device.",
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Estimate the seconds of a step on an A100, H100 or H200."
+        ),
+    ] = None
+    efficiency: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            max=1.0,
+            help="The part of the device's peak that products reach. Default: the report on "
+            "Llama 3 has 38 to 43 % on H100s.",
+        ),
+    ] = 0.4
+    memory_efficiency: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            max=1.0,
+            help="The part of the memory's bandwidth that generation reaches. Default: an "
+            "assumption.",
+        ),
+    ] = 0.7
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="The length of a typical prompt. Default: what a completion leaves of the "
+            "longest conversation.",
+        ),
+    ] = None
+    completion_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="The length of a typical completion. Default: half of the longest "
+            "conversation, or fewer where the run allows no more.",
+        ),
     ] = None
     policy_shape: Annotated[
         str | None,

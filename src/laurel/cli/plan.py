@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -31,7 +33,8 @@ from laurel.planning.memory import (
 from laurel.planning.plan import BatchPlan, Plan
 from laurel.planning.request import ClusterRequest, RoleName
 from laurel.planning.roles import Conflict, RolePlan, Slot, as_ranges, title, where
-from laurel.run.request import request_of, uses_reward_model
+from laurel.planning.step_time import Efficiency, StepTime, device_named, step_time
+from laurel.run.request import request_of, uses_reward_model, workload_of
 from laurel.run.specs import model_spec
 
 
@@ -43,7 +46,10 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
     """
     sizes = {"num_nodes": options.num_nodes, "gpus_per_node": options.slots_per_node}
     cluster = [f"cluster.{key}={size}" for key, size in sizes.items() if size is not None]
-    device_memory = parse_bytes(options.device_memory) if options.device_memory else None
+    device = device_named(options.device) if options.device else None
+    device_memory = device.memory if device else None
+    if options.device_memory:
+        device_memory = parse_bytes(options.device_memory)
     loaded = load_config(
         SCHEMAS[options.kind or command_of_file(path)], path, [*overrides, *cluster]
     )
@@ -53,10 +59,24 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
     read = read_shapes(config, options)
     request = request_of(config)
     fitted = fit(request, read.shapes, device_memory=device_memory)
+    time = None
+    if device is not None:
+        time = step_time(
+            request,
+            fitted.plan,
+            read.shapes,
+            workload=workload_of(
+                config,
+                prompt_tokens=options.prompt_tokens,
+                completion_tokens=options.completion_tokens,
+            ),
+            device=device,
+            efficiency=Efficiency(products=options.efficiency, memory=options.memory_efficiency),
+        )
     if options.as_json:
-        write_json(plan_facts(fitted, read, device_memory=device_memory))
+        write_json(plan_facts(fitted, read, device_memory=device_memory, time=time))
     else:
-        print(plan_text(request, fitted, read, device_memory=device_memory))
+        print(plan_text(request, fitted, read, device_memory=device_memory, time=time))
     return fitted.fits
 
 
@@ -143,7 +163,7 @@ LETTERS: Mapping[RoleName, str] = {"policy": "P", "generation": "G", "reward_mod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadShapes:
-    """What could be told of the models' shapes."""
+    """What is known of the models' shapes."""
 
     shapes: Shapes
     unknown: Mapping[RoleName, str]
@@ -153,11 +173,16 @@ class ReadShapes:
 
 
 def plan_facts(
-    fitted: FittedPlan, read: ReadShapes, *, device_memory: int | None
+    fitted: FittedPlan,
+    read: ReadShapes,
+    *,
+    device_memory: int | None,
+    time: StepTime | None = None,
 ) -> dict[str, Any]:
     """All of it, in values that JSON knows. Memory is in bytes, of one device."""
     plan = fitted.plan
-    return {
+    timed = {} if time is None else {"time": _time_facts(time)}
+    return timed | {
         "fits": fitted.fits,
         "cluster": {
             "num_nodes": plan.num_nodes,
@@ -200,6 +225,7 @@ def plan_text(
     read: ReadShapes,
     *,
     device_memory: int | None,
+    time: StepTime | None = None,
 ) -> str:
     """A page for people."""
     plan = fitted.plan
@@ -213,6 +239,8 @@ def plan_text(
             lines += ["", name, *(f"  {_batch(batch)}" for batch in batches)] if batches else []
     if fitted.phases:
         lines += ["", *_memory(fitted, device_memory), "", *_arithmetic(request, plan, read.shapes)]
+    if time is not None and time.phases:
+        lines += ["", *time_lines(time, width=shutil.get_terminal_size().columns)]
     lines += ["", *(f"note    {note}" for note in read.notes)] if read.notes else []
     for conflict in fitted.conflicts:
         lines += ["", *_conflict(conflict)]
@@ -272,10 +300,10 @@ def _picture(plan: Plan) -> Iterator[str]:
             for s in slots
         )
 
-    for drawn, alike in groupby(range(plan.num_nodes), key=picture):
+    for row, alike in groupby(range(plan.num_nodes), key=picture):
         nodes = list(alike)
         name = f"node{'s' if len(nodes) > 1 else ''} {as_ranges(nodes)}"
-        yield f"{name:<16}{drawn}".rstrip()
+        yield f"{name:<16}{row}".rstrip()
     used = "  ".join(f"{LETTERS[role.name]} {title(role.name)}" for role in plan.roles)
     yield f"{'':<16}{used}{'  . idle' if plan.num_idle else ''}"
 
@@ -297,7 +325,9 @@ def _batch(batch: BatchPlan) -> str:
 
 def _memory(fitted: FittedPlan, device_memory: int | None) -> Iterator[str]:
     room = f" of {device_memory / GIB:.1f}" if device_memory else ""
-    rows = [("memory, GiB of each device", "on the slots of", f"total{room}", "made up of")]
+    rows: list[tuple[str, ...]] = [
+        ("memory, GiB of each device", "on the slots of", f"total{room}", "made up of")
+    ]
     rows += [_phase(phase) for phase in fitted.phases]
     yield from _columns(rows)
 
@@ -342,8 +372,61 @@ def _arithmetic(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator
 
 
 def _conflict(conflict: Conflict) -> Iterator[str]:
-    yield f"{'MISFIT' if conflict.is_fatal else 'WASTE':<8}{conflict.problem}"
-    yield f"  mend  {conflict.fix}"
+    yield f"{'CONFLICT' if conflict.is_fatal else 'WASTE':<10}{conflict.problem}"
+    yield f"  fix     {conflict.fix}"
+
+
+# ------------------------------------------------------------------------------------------- time
+
+NARROW = 80
+"""Columns below which the table of times leaves out the counts and shows the seconds alone."""
+
+
+def time_lines(time: StepTime, *, width: int) -> Iterator[str]:
+    """The table of phases, with the lengths and the efficiency that its times are of."""
+    device, work = time.device, time.workload
+    said = (
+        f"seconds of a step on {device.name}, at {time.efficiency.products:.0%} of the peak of its "
+        f"products and {time.efficiency.memory:.0%} of its memory's bandwidth: {work.num_prompts} "
+        f"prompts of {work.prompt_tokens} tokens, each with {work.per_prompt} of "
+        f"{work.completion_tokens}; padded: a prompt for every completion"
+    )
+    yield from textwrap.wrap(said, width)
+    rows: list[tuple[str, ...]] = [
+        ("phase", "on the slots of", "PFLOP a device", "limit", "seconds", "padded", "ratio")
+    ]
+    for phase in time.phases:
+        shared, padded = phase.shared, phase.padded
+        rows.append(
+            (
+                phase.name,
+                title(phase.slots_of),
+                f"{shared.flops / 1e15:.3g}",
+                shared.limit,
+                f"{shared.seconds:.3g}",
+                f"{padded.seconds:.3g}",
+                f"{padded.seconds / shared.seconds:.2f}" if shared.seconds else "",
+            )
+        )
+    whole, padded_whole = time.seconds(), time.seconds(is_padded=True)
+    name = "step, overlapping" if time.overlaps else "step"
+    ratio = f"{padded_whole / whole:.2f}"
+    rows.append((name, "", "", "", f"{whole:.3g}", f"{padded_whole:.3g}", ratio))
+    if width < NARROW:
+        rows = [(row[0], *row[3:]) for row in rows]
+    yield from _columns(rows)
+
+
+def _time_facts(time: StepTime) -> dict[str, Any]:
+    return {
+        "device": asdict(time.device),
+        "efficiency": asdict(time.efficiency),
+        "workload": asdict(time.workload),
+        "overlaps": time.overlaps,
+        "phases": [asdict(phase) for phase in time.phases],
+        "seconds": time.seconds(),
+        "padded_seconds": time.seconds(is_padded=True),
+    }
 
 
 # ------------------------------------------------------------------------------------------- text

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from laurel.cli.data_check import examine_data
+from laurel.config.json_schema import schema_text
 from laurel.config.load import load_config, to_yaml
 from laurel.config.policy import TokenizerConfig
 from laurel.config.schemas import SCHEMAS
@@ -124,8 +125,9 @@ def run_init(
         num_gpus = min(torch.cuda.device_count(), 1 if find_spec("ray") is None else 1024)
     device = counted(num_gpus, "GPU") if num_gpus else "a CPU"
     judge = reward_model or "results/rm"
-    _write(output, task, chosen, rows, judge, num_gpus)
-    notes = [*chosen.notes, *rows.notes]
+    schema = output.with_name(f"laurel-{table['trainer']}.schema.json")
+    _write(output, schema, task, chosen, rows, judge, num_gpus)
+    notes = [f"editors complete and check its keys by {schema}", *chosen.notes, *rows.notes]
     if task == "grpo-rm" and not Path(judge).expanduser().exists():
         notes.append(
             f"the reward model {judge} does not exist yet: laurel init --task rm and laurel rm "
@@ -284,7 +286,9 @@ def _rows_in(path: str, task: Mapping[str, Any]) -> Chosen:
     return Chosen(settings=settings, notes=notes)
 
 
-def _write(output: Path, task: str, model: Chosen, rows: Chosen, judge: str, num_gpus: int) -> None:
+def _write(
+    output: Path, schema: Path, task: str, model: Chosen, rows: Chosen, judge: str, num_gpus: int
+) -> None:
     table, device = TASKS[task], "gpu" if num_gpus else "cpu"
     own: dict[str, Any] = {
         "policy.precision": "bfloat16" if num_gpus else "float32",
@@ -310,8 +314,11 @@ def _write(output: Path, task: str, model: Chosen, rows: Chosen, judge: str, num
         config, describe=True, keys=keys, more=_TABLE["scratch"]["about"] if is_new else {}
     )
     command = f"laurel {table['trainer']} --config {output}"
+    with replace_file(schema) as stream:
+        stream.write(schema_text(table["trainer"]))
     with replace_file(output) as stream:
         stream.write(
+            f"# yaml-language-server: $schema={schema.name}\n"
             f"# {table['about'].capitalize()}: {command}\n#\n"
             "# These are the keys that are changed most often. All keys, with their meaning:\n"
             f"#   laurel config --for {table['trainer']} --config {output} --describe\n"

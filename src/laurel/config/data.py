@@ -17,9 +17,9 @@ class SetConfig(Section):
     """One data set: which class reads it, from where."""
 
     dataset_name: str | None = None
-    """The class that reads it, or the import path of your own; null is told from the rows."""
+    """The class that reads it, or the import path of your own; null: the columns decide."""
     data_path: str | None = None
-    """A local file (.json, .jsonl, .csv, .parquet, .arrow; also .gz), a directory written by
+    """A file (.json, .jsonl, .csv, .parquet, .arrow; also .gz), a directory of
     `datasets.save_to_disk`, or a name on the Hugging Face hub."""
     subset: str | None = None
     """Configuration of a hub data set."""
@@ -37,14 +37,14 @@ class TextSetConfig(SetConfig):
     """A set of questions and answers, or of conversations."""
 
     input_key: str = "input"
-    """Column of the question (ResponseDataset); where there is none of this name and no other is
-    set, it is looked for."""
+    """Column of the question (ResponseDataset); without it, and without a setting, Laurel looks for
+    one."""
     output_key: str = "output"
     """Column of the answer (ResponseDataset); likewise."""
     split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share held out for validation where no validation set is named."""
     seed: int = 42
-    """Draws the held-out share."""
+    """Seed of the held-out share."""
 
 
 class SetsConfig(Section):
@@ -54,7 +54,7 @@ class SetsConfig(Section):
     """Flat keys that fill blocks, too, behind `default`."""
 
     dataset_name: str | None = None
-    """See the same key of a set; for training and, where no other is said, validation."""
+    """See the same key of a set; for training, and for validation without its own."""
     train_data_path: str | None = None
     """Training rows: a path or a hub name."""
     val_data_path: str | None = None
@@ -70,11 +70,12 @@ class SetsConfig(Section):
     system_prompt_file: str | None = None
     """See the same key of a set."""
     shuffle: bool = True
-    """Draw a new order of the training rows each epoch, from the seed of the run."""
+    """Shuffle the training rows each epoch, from the seed of the run."""
     max_samples: int | None = Field(default=None, ge=1)
     """Use only the first training rows, after filtering."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A malformed row stops the run with its file and line, or is left out and counted."""
+    """`error` stops the run with file and line of a malformed row; `skip` leaves it out and counts
+    it."""
 
 
 class TextDataConfig(SetsConfig):
@@ -87,10 +88,10 @@ class TextDataConfig(SetsConfig):
     output_key: str = "output"
     """See the same key of a set."""
     split_validation_size: float = Field(default=0.05, ge=0.0, lt=1.0)
-    """Share of the training rows held out where no validation set is named. Rows with the same
-    prompt stay on one side."""
+    """Share of the training rows held out if there is no validation set. Rows with the same prompt
+    stay on one side."""
     seed: int = 42
-    """Draws the held-out share."""
+    """Seed of the held-out share."""
 
     @field_validator("train", "validation", mode="before", check_fields=False)
     @classmethod
@@ -170,15 +171,15 @@ class BenchmarkSetConfig(Section):
     split: str | None = None
     """Of a directory or a hub data set; null: the benchmark's own, or `train`."""
     dataset_name: str | None = None
-    """The class that reads them (`pairs`); null is told from the rows."""
+    """The class that reads them (`pairs`); null: the columns decide."""
     prior: bool = False
     """The prior sets too, from the hub (`reward-bench`)."""
     zero_spread: Literal["limit", "leave_out"] = "limit"
-    """Prompts of Ties whose right answers all score the same (`reward-bench-2`); see
+    """Prompts of Ties whose right answers all have one score (`reward-bench-2`); see
     `evaluation.reward_bench`."""
     max_samples: int | None = Field(default=None, ge=1)
-    """Rows at most, of each subset its share, the same ones each time. A benchmark that is cut has
-    no final score."""
+    """Rows at most, a share of each subset, always the same ones. A shortened benchmark has no
+    final score."""
 
     @model_validator(mode="after")
     def _fits(self) -> BenchmarkSetConfig:
@@ -221,9 +222,9 @@ class DatasetConfig(SetConfig):
     rejected_key: str = "rejected"
     """Column of the other answer (BinaryPreferenceDataset)."""
     margin_key: str | None = None
-    """Column holding how much better `chosen` is (a number), for `rm.loss.use_margin`."""
+    """Column of the margin of `chosen` (a number), for `rm.loss.use_margin`."""
     target_key: str | None = None
-    """Column holding the probability, 0 to 1, that `chosen` really is better (soft label)."""
+    """Column of the probability, 0 to 1, that `chosen` is better (soft label)."""
 
 
 class DataConfig(SetsConfig):
@@ -232,8 +233,8 @@ class DataConfig(SetsConfig):
     foreign_keys: ClassVar[frozenset[str]] = foreign("DataConfig")
 
     dataset_name: str | None = None
-    """See `data.train.dataset_name`; for training and, where no other is said, validation. Null
-    is told from the rows, and is HelpSteer3 where no path is given either."""
+    """See `data.train.dataset_name`; for training, and for validation without its own. Null: the
+    columns decide; without a path HelpSteer3."""
     val_data_path: str | None = None
     """Validation rows; the set is called `default`."""
     val_data_paths: dict[str, str | DatasetConfig | BenchmarkSetConfig] = Field(
@@ -265,16 +266,16 @@ class DataConfig(SetsConfig):
     max_input_seq_length: int | None = Field(default=None, ge=2)
     """Longest conversation in tokens; null means `policy.max_total_sequence_length`."""
     split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the training rows held out for validation where no validation set of preferences is
-    named. Rows with the same prompt stay on one side."""
+    """Share of the training rows held out if there is no validation set of preferences. Rows with
+    the same prompt stay on one side."""
     overlong: Literal["truncate", "drop"] = "truncate"
     """What happens to a conversation longer than `max_input_seq_length`. Truncation is the default
     because a scorer must give every conversation a score, and training should see what scoring
     sees. Either way the rows are counted in the data report."""
     truncation_side: Literal["left", "right"] = "left"
-    """Which end is cut. Left keeps the answer, which is what is judged."""
+    """The end that is cut. `left` keeps the answer, which gets the score."""
     ties: Literal["drop", "error"] = "drop"
-    """Rows whose completions all share one rank, where the loss cannot use them."""
+    """Rows whose completions all share one rank, if the loss cannot use them."""
     duplicates: Literal["drop", "keep"] = "drop"
     """Rows that say exactly what an earlier row said."""
 

@@ -70,7 +70,7 @@ def to_yaml(
         keys: Dotted names of the only keys to write, each with all that is below it.
         more: By dotted name, what is to stand behind the meaning of a key.
     """
-    below = list(_sections(type(config)))
+    below = list(sections_below(type(config)))
     repeatable = {section for section, may_be_several in below if may_be_several}
     named = {section.__name__: section for section, _ in below}
 
@@ -84,7 +84,7 @@ def to_yaml(
                 continue
             value = getattr(section, name)
             if describe:
-                about = _about(type(section), name, field.description or "", named)
+                about = meaning(type(section), name, field.description or "", named)
                 if isinstance(value, Section) and about in ("", "See there."):
                     about = type(value).__doc__ or ""
                 for text in (about, (more or {}).get(here, "")):
@@ -103,7 +103,7 @@ def to_yaml(
     return "".join(lines(config, "", keys))
 
 
-def _about(owner: type[Section], key: str, about: str, named: Mapping[str, type[Section]]) -> str:
+def meaning(owner: type[Section], key: str, about: str, named: Mapping[str, type[Section]]) -> str:
     """The meaning of a key; where its docstring points to another, that one's words."""
     found = _POINTER.match(about)
     if found is None:
@@ -152,14 +152,14 @@ def _as_plain(value: Any, repeatable: set[type[Section]]) -> Any:
     return escaped(value) if isinstance(value, str) else value
 
 
-def _sections(schema: type[Section]) -> Iterator[tuple[type[Section], bool]]:
+def sections_below(schema: type[Section]) -> Iterator[tuple[type[Section], bool]]:
     """The schema and every section below it, and whether a run may have several of one."""
     yield schema, False
     for field in schema.model_fields.values():
         kinds = kinds_of(field.annotation)
         for section in sections_of(kinds):
-            yield from _sections(section)
+            yield from sections_below(section)
         inside = (one for kind in kinds for one in item_kinds(kind) or ())
         for section in sections_of(tuple(inside)):
             yield section, True
-            yield from ((below, False) for below, _ in _sections(section))
+            yield from ((below, False) for below, _ in sections_below(section))

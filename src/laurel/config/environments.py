@@ -40,9 +40,9 @@ class SandboxConfig(Section):
     num_workers: int = Field(default=8, ge=1)
     """Programs at a time; at most one per core, and as many as fit into memory."""
     min_tier: Literal["A", "B", "C", "D"] = "C"
-    """Worst isolation that a run may start with; `laurel sandbox check` says which one this machine
-    gives. A: namespaces, Landlock and seccomp; B: no namespaces; C: no Landlock; D: neither, so
-    that a program can read and write what this account can."""
+    """Worst isolation for a run to start; `laurel sandbox check` shows this machine's. A:
+    namespaces, Landlock and seccomp; B: no namespaces; C: no Landlock; D: neither, so that a
+    program can read and write what this account can."""
     allow_unsafe: bool = False
     """Accept limits of time and memory alone if this machine has nothing better: any program of a
     model can then do what this account can. Never where there are secrets."""
@@ -51,9 +51,9 @@ class SandboxConfig(Section):
     if this account has a working one (version 1 or 2); `off`; or a delegated directory of version 2
     with memory and pids in its cgroup.subtree_control, which the run then requires."""
     cpu_seconds: float = Field(default=5.0, gt=0)
-    """Computing time of one process of a program: the limit that is meant to be met."""
+    """CPU time of one process of a program: the limit that programs usually meet."""
     wall_seconds: float = Field(default=10.0, gt=0)
-    """Time by the clock; generous, since it passes faster where the machine is busy."""
+    """Wall-clock time; generous, for a busy machine."""
     total_wall_seconds: float | None = Field(default=None, gt=0)
     """Wall-clock limit for all tests of a program that run as processes of their own (stdin, and
     asserts with a share of the reward); later ones time out. Null: three times `wall_seconds`.
@@ -64,8 +64,8 @@ class SandboxConfig(Section):
     disk_mb: int = Field(default=32, ge=1)
     """All files of a program together."""
     stdout_kb: int = Field(default=64, ge=1)
-    """What it may print; more ends it. Where a test expects text, at least four times that; where
-    it expects a value, at least 1024."""
+    """Output, at most; more ends the program. At least four times an expected text, and 1024 for an
+    expected value."""
     stderr_kb: int = Field(default=16, ge=1)
     """The same of stderr."""
     result_kb: int = Field(default=256, ge=1)
@@ -95,25 +95,25 @@ _SANDBOX = SandboxConfig()
 
 
 class CodeEnvironmentConfig(Section):
-    """Programs of the policy, run in a sandbox: judged by a task's tests, or as its tool."""
+    """Programs of the policy, run in a sandbox: scored by tests, or used as a tool."""
 
     num_workers: int = Field(default=8, ge=1)
-    """Programs at a time on each machine: in a run on Ray on every node of the cluster, else here.
-    At most one per core, and as many as fit into memory."""
+    """Programs at a time on each machine (on Ray: on every node). At most one per core, and as many
+    as fit into memory."""
     terminate_on_evaluation: bool = True
-    """Where code is a tool: whether a conversation is over once code whose last statement is an
-    expression has run. false: this environment never ends it."""
+    """With code as a tool: end a conversation once code whose last statement is an expression has
+    run. false: this environment never ends it."""
     terminate_without_code: bool = False
     """With code as a tool: a message without code is the last one, the answer. For a composite that
     this conducts, in which another environment scores the answer."""
     stop_strings: list[str] | None = Field(default_factory=lambda: ["</code>"])
-    """Where a turn of the policy ends besides its end; null where all tasks have tests."""
+    """Strings that end a turn of the policy; null if all tasks have tests."""
     reward: Literal["all_or_nothing", "fraction", "weighted"] = "all_or_nothing"
-    """Of a task with tests: 1 where all pass and else 0; the share that pass; or the share of their
-    `test_weights` in the task's metadata."""
+    """Of a task with tests: 1 if all pass, otherwise 0; the share that pass; or the share of their
+    `test_weights`."""
     max_attempts: int = Field(default=1, ge=1)
-    """Answers to a task with tests. After each that fails, but the last, the policy is told how,
-    without expected values; the reward is that of its last one. A run is refused where
+    """Answers to a task with tests. After a failed one, except the last, the policy sees how it
+    failed, without expected values; the last one gets the reward. A run is refused where
     `grpo.max_rollout_turns` is lower."""
     strict_types: bool = True
     """In tests that call a function and that `laurel` compares: True is not 1, 1 is not 1.0, a list
@@ -126,10 +126,10 @@ class CodeEnvironmentConfig(Section):
     benchmark, or `laurel`: exactly, except `strict_types` and `float_tolerance`. Null: by the
     task's metadata (for `CodeTasks` the benchmark's own grader), otherwise `laurel`."""
     max_observation_chars: int = Field(default=4096, ge=64)
-    """Longest result that the policy is shown; of a longer one the middle is left out."""
+    """Longest result that the policy sees; a longer one loses its middle."""
     deadline_seconds: float = Field(default=540.0, gt=0)
-    """After so long in one call, programs that have not begun are failures. Less than
-    `env.timeout_seconds`, after which all that were asked with them would be."""
+    """Programs that have not begun after this time in one call are failures. Less than
+    `env.timeout_seconds`, after which the whole call would be."""
     sandbox: SandboxConfig = _SANDBOX
     """How programs are locked in, and what each may use."""
 
@@ -201,16 +201,16 @@ class AskingConfig(Section):
     """How servers are asked that others have started."""
 
     api_key_env: str | None = None
-    """Name of the environment variable that holds the API key; never the key itself."""
+    """Name of the environment variable with the API key; never the key itself."""
     request_timeout: float = Field(default=120.0, gt=0)
-    """Seconds for a score, all tries together; a completion without one then has failed."""
+    """Seconds for a score, all tries together; then the completion has failed."""
     attempt_timeout: float = Field(default=30.0, gt=0)
     """Seconds of one try."""
     hedge: bool = False
     """Ask a second server as well where an answer takes unusually long. Default: it doubles some of
     the work."""
     connect_patience: float = Field(default=60.0, ge=0)
-    """Seconds to wait for a server that does not answer yet when the run begins."""
+    """Seconds to wait at the start for a server that does not answer yet."""
 
     @field_validator("api_key_env")
     @classmethod
@@ -242,7 +242,7 @@ class JudgeConfig(AskingConfig):
     """
 
     urls: list[str] = Field(min_length=1)
-    """Servers of the same judge; `/v1/chat/completions` is added where it is not there."""
+    """Servers of the same judge; `/v1/chat/completions` is added if it is missing."""
     model: str
     """What the servers call it."""
     template: str | None = None
@@ -253,12 +253,12 @@ class JudgeConfig(AskingConfig):
     system: str | None = None
     """A system message, as it is."""
     score_pattern: str = SCORE_PATTERN
-    """Regular expression with one group, the number; not used where `score_key` is set."""
+    """Regular expression with one group, the number; unused with `score_key`."""
     score_key: str | None = None
     """Key of the number in a JSON object of the reply."""
     which: Literal["last", "first"] = "last"
-    """The match or object that counts where there are several. A judge that quotes what it judges
-    does so before its verdict."""
+    """The match or object that counts among several. A judge that quotes does so before its
+    verdict."""
     lowest: float | None = 0.0
     """A lower number is no score; null: any is one."""
     highest: float | None = 10.0
@@ -266,7 +266,7 @@ class JudgeConfig(AskingConfig):
     num_samples: int = Field(default=1, ge=1)
     """Replies of which the score is the mean."""
     min_samples: int = Field(default=1, ge=1)
-    """Replies with a score that there must be; with fewer the completion has failed."""
+    """Replies that must have a score; with fewer the completion has failed."""
     temperature: float = Field(default=0.0, ge=0)
     """Of the replies."""
     seed: int | None = 0
@@ -276,7 +276,7 @@ class JudgeConfig(AskingConfig):
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """More keys of the request, as they are, e.g. `chat_template_kwargs`."""
     request_timeout: float = Field(default=600.0, gt=0)
-    """Seconds for a score, all tries together; a completion without one then has failed."""
+    """Seconds for a score, all tries together; then the completion has failed."""
     attempt_timeout: float = Field(default=120.0, gt=0)
     """Seconds of one try."""
 
@@ -322,19 +322,19 @@ class FunctionConfig(Section):
     """A Python function that scores."""
 
     path: str
-    """`module:function`, or `path/to/file.py:function`. It is called as verl calls it, with
-    `data_source`, `solution_str`, `ground_truth` and `extra_info`, and returns a number, or a
-    dictionary with a `score` and other numbers, which are logged. It may be async."""
+    """`module:function`, or `path/to/file.py:function`. Its arguments are verl's: `data_source`,
+    `solution_str`, `ground_truth` and `extra_info`. It returns a number, or a dictionary with a
+    `score` and other numbers, which are logged. It may be async."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments, passed as they are."""
     group: bool = False
-    """Call it once for all completions of a prompt, with the lists `data_sources`, `solution_strs`,
-    `ground_truths` and `extra_infos`, for a list of results."""
+    """Call it once for all completions of a prompt, with lists (`data_sources`, `solution_strs`,
+    `ground_truths`, `extra_infos`), for a list of results."""
     timeout: float = Field(default=30.0, gt=0)
-    """Seconds of one call. With `num_workers` of the environment above 0 its process is killed
-    then; a thread cannot be, and is left behind."""
+    """Seconds of one call. With `num_workers` above 0 its process is then killed; a thread cannot
+    be, and is left behind."""
     data_source: str = ""
-    """Told to the function where a task has none of its own."""
+    """Passed to the function for a task without one."""
     router: str | None = None
     """`HOST:PORT` of a model server (`laurel serve`, vLLM, SGLang) that the function calls itself,
     passed to a parameter `reward_router_address`, as verl does."""
@@ -345,8 +345,8 @@ class FunctionConfig(Section):
     """Calls at a time; null: 16 in threads, 256 of an async function, or the number of
     processes."""
     max_rpm: float | None = Field(default=None, gt=0)
-    """Calls a minute, evenly, as an API allows them; null: any number. The time until its turn does
-    not count in `timeout`."""
+    """Calls a minute, evenly; null: no limit. The time until its turn does not count in
+    `timeout`."""
     max_tpm: float | None = Field(default=None, gt=0)
     """Tokens a minute, where a call stands for `estimated_tokens_per_request`."""
     estimated_tokens_per_request: float = Field(default=2000, gt=0)
@@ -387,8 +387,7 @@ class ScorerSource(AskingConfig):
     """Dtype of the weights and of the decoder's arithmetic; the head is float32 either way.
     Default: half the memory; groups are kept from its noise by `noise_floor_factor`."""
     batch_size: int = Field(default=32, ge=1)
-    """Conversations of one forward pass where neither packing nor dynamic batching is on; with
-    them the token budget counts."""
+    """Conversations of one forward pass without packing and dynamic batching."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest conversation in tokens, for a model without a scoring contract; null is 8192, or the
     model's positions if fewer. Longer ones are truncated and counted."""
@@ -405,20 +404,20 @@ class ScorerSource(AskingConfig):
     batch_tokens: int = Field(default=8192, ge=1)
     """Token budget of one forward pass."""
     batch_timeout: float = Field(default=300.0, gt=0)
-    """Seconds of one forward pass in a process of its own. A replica that takes longer hangs: it is
-    started again, and others score what it had."""
+    """Seconds of one forward pass in a process of its own. A slower replica is restarted, and
+    others score its completions."""
     urls: list[str] | None = None
-    """Addresses of servers of one reward model, which this run does not start; any may fail."""
+    """Servers of one reward model, which this run does not start; any may fail."""
     url_protocol: UrlProtocol = "laurel"
-    """What they speak: `laurel serve`, vLLM's `/classify`, SGLang's `/classify` or
+    """The protocol of `urls`: `laurel serve`, vLLM's `/classify`, SGLang's `/classify` or
     `/v1/embeddings`, OpenRLHF's `/get_reward`, or slime's remote_rm. Where a server takes rendered
-    conversations, `model_name` must say by whose template."""
+    conversations, `model_name` names the model of their template."""
     url_model: str = ""
     """What they call the model, where they ask for it."""
     reward_key: str = ""
-    """Key of the score in the answer of slime's servers; empty: the answer is the score."""
+    """Key of the score in the reply of slime's servers; empty: the reply is the score."""
     model_version: str = ""
-    """Version of the model; scores of another are refused. Empty: that of the first answer."""
+    """Version of the model; other versions are refused. Empty: that of the first reply."""
     judge: JudgeConfig | None = None
     """A language model that is asked for a score."""
     function: FunctionConfig | None = None
@@ -500,10 +499,10 @@ class EnsemblePart(ScorerSource):
     weight: float = 1.0
     """Factor in the weighted sum."""
     normalize: Literal["stored", "none"] = "stored"
-    """`stored`: subtract the mean and divide by the standard deviation that the model was saved
-    with, or those that stand here; `none`: take its scores as they are."""
+    """`stored`: subtract the mean and divide by the standard deviation of the saved model, or the
+    ones given here; `none`: use its scores as they are."""
     mean: float | None = None
-    """Instead of the stored one, and for what has none stored: a judge, a function, servers."""
+    """Replaces the stored one, or stands for it with a judge, a function or servers."""
     std: float | None = Field(default=None, gt=0)
     """Likewise."""
 
@@ -607,12 +606,12 @@ class ScoringGenerationConfig(Section):
 
 
 class RewardModelEnvironmentConfig(ScorerSource):
-    """Conversations judged by a reward model, by several, or by what stands in for one."""
+    """Conversations scored by reward models, servers, a judge or a function."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("RewardModelEnvironmentConfig")
 
     enabled: bool = False
-    """Judge with this environment where `data.env_name` names none."""
+    """Score with this environment if `data.env_name` names none."""
     resources: ResourcesConfig = ResourcesConfig()
     """See there."""
     dtensor_cfg: DTensorConfig = DTensorConfig()
@@ -628,21 +627,21 @@ class RewardModelEnvironmentConfig(ScorerSource):
     end. The scores are equal except for rounding. Default: a step is shorter with it
     (docs/benchmarks.md)."""
     num_replicas: int = Field(default=1, ge=1)
-    """Replicas of the model with the loop, in processes of their own where there are several. On
-    Ray it is the slots of `resources`, or of the placement, that say how many."""
+    """Replicas of the model with the loop; several are processes of their own. On Ray the slots of
+    `resources`, or of the placement, decide."""
     num_workers: int = Field(default=0, ge=0)
     """Processes that render and tokenise conversations or run `function`; each of several models
     has its own. 0: threads of this process. On Ray they are actors, spread over the nodes. Default:
     threads do where prompts are short."""
     benchmarks: dict[str, BenchmarkSetConfig] = Field(default_factory=dict)
-    """What `laurel grpo` measures the reward model on once, before the first step, by names of your
-    own: how good is the judge? Logged as `reward_model/<Name>_...`."""
+    """Benchmarks of the reward model before the first step of `laurel grpo`, by names of your own.
+    Logged as `reward_model/<Name>_...`."""
     models: list[EnsemblePart] | None = Field(default=None, min_length=2)
-    """Several reward models, or whatever gives scores, instead of one. On Ray each that is loaded
-    has replicas on all slots of `resources`, beside those of the others."""
+    """Several sources of scores instead of one. On Ray each loaded model has replicas on all slots
+    of `resources`."""
     combine: Literal["weighted_sum", "min", "mean_minus_std"] = "weighted_sum"
-    """How the scores of several models become one. `mean_minus_std` is wary of what they disagree
-    about. A failure of any of them is a failure of the completion."""
+    """How several scores become one. `mean_minus_std` penalises disagreement. A failure of any of
+    them is a failure of the completion."""
     uncertainty_penalty: float = Field(default=1.0, ge=0)
     """Standard deviations that `mean_minus_std` subtracts from the mean."""
 
@@ -746,15 +745,15 @@ class CompositePart(Section):
     weight: float = 1.0
     """Factor of its reward in the sum."""
     gate: float | None = None
-    """Instead of adding: where this part's reward is below the gate, the whole reward is that of
-    `CompositeEnvironmentConfig.gated_reward`."""
+    """Instead of adding: a reward of this part below the gate makes the whole reward
+    `gated_reward`."""
 
 
 class CompositeEnvironmentConfig(Section):
     """Several environments on one sample."""
 
     parts: list[CompositePart] = Field(min_length=1)
-    """Each judges every sample."""
+    """Each scores every sample."""
     gated_reward: float = 0.0
     """The reward of a sample that a gate shut out."""
     as_components: bool = False
@@ -779,13 +778,13 @@ class EnvironmentsConfig(Section):
     composite: dict[str, CompositeEnvironmentConfig] = Field(default_factory=dict)
     """Combinations of the others, by names of your own."""
     custom: dict[str, NamedCall] = Field(default_factory=dict)
-    """Your own environments, by names of your own: an import path, and keyword arguments."""
+    """Your own environments by name: an import path, and keyword arguments."""
     max_failed_share: float = Field(default=0.5, ge=0.0, le=1.0)
-    """The run stops where an environment fails to judge more than this share of a batch. Default:
-    the rest would be no fair sample."""
+    """The run stops if an environment fails on more than this share of a batch. Default: the rest
+    would be no fair sample."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """Limit of one step of an environment; what it was to judge is then a failure. Default: longer
-    than any verdict that still helps a step."""
+    """Limit of one step of an environment; its samples then fail. Default: longer than any verdict
+    that still helps a step."""
 
     def names(self) -> list[str]:
         """Every name that a task may ask for."""

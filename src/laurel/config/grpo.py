@@ -62,7 +62,7 @@ class ColocatedConfig(Section):
 
 
 class GenerationConfig(Section):
-    """How completions are drawn."""
+    """How completions are generated."""
 
     removed: ClassVar[Mapping[str, str]] = {
         "ipc": "use auto or broadcast, which is quicker, or object_store"
@@ -76,13 +76,13 @@ class GenerationConfig(Section):
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest completion of one turn; null: up to `policy.max_total_sequence_length`."""
     temperature: float = Field(default=1.0, ge=0)
-    """Of sampling. The learner's log-probabilities are taken at the same temperature. Default: the
-    distribution that is trained, as it is."""
+    """Of sampling, and of the learner's log-probabilities. Default: the distribution that is
+    trained, as it is."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Draw only from the likeliest tokens that make up this share. Default: no tail is cut: what is
-    never drawn is never learned from."""
+    """Sample only from the likeliest tokens with this share of the probability. Default: no tail is
+    cut: what is never drawn is never learned from."""
     top_k: int | None = Field(default=None, ge=1)
-    """Draw only from so many likeliest tokens. Default: likewise."""
+    """Sample only from this many likeliest tokens. Default: likewise."""
     stop_token_ids: list[int] | None = None
     """End a completion, besides the model's own end-of-turn tokens."""
     stop_strings: list[str] | None = None
@@ -94,10 +94,10 @@ class GenerationConfig(Section):
     val_top_k: int | None = Field(default=None, ge=1)
     """In validation."""
     max_concurrent: int = Field(default=256, ge=1)
-    """Completions that are drawn side by side, at most (transformers). Default: a bound on the
-    memory of keys and values."""
+    """Completions generated side by side, at most (transformers). Default: a bound on the memory of
+    keys and values."""
     timeout_seconds: float = Field(default=1800.0, gt=0)
-    """Seconds without any finished completion after which the engine is given up. Default: half an
+    """Seconds without a finished completion after which the engine counts as dead. Default: half an
     hour without one completion is a hang."""
     vllm_cfg: VllmConfig = VllmConfig()
     """See there."""
@@ -106,13 +106,13 @@ class GenerationConfig(Section):
     colocated: ColocatedConfig = ColocatedConfig()
     """See there."""
     weight_transfer: Literal["auto", "object_store", "broadcast"] = "auto"
-    """How weights reach engines in other processes: through Ray's object store, or by a broadcast
-    of the learner's first rank (gloo; NCCL between GPUs). The run logs the choice of `auto` and its
+    """How weights reach engines in other processes: Ray's object store, or a broadcast of the
+    learner's first rank (gloo; NCCL between GPUs). The run logs the choice of `auto` and its
     reason. One process transfers nothing. Default: the broadcast, which was the quicker one
     wherever it was measured (docs/benchmarks.md)."""
     weight_probe_tolerance: float | None = Field(default=None, gt=0)
-    """Largest difference between the log-probabilities of engine and learner in the probe after
-    each weight transfer; beyond it the run stops. Null: 1e-3 in float32, 0.2 in bfloat16."""
+    """Largest difference between log-probabilities of engine and learner in the probe after a
+    weight transfer; beyond it the run stops. Null: 1e-3 in float32, 0.2 in bfloat16."""
 
     @field_validator("stop_strings")
     @classmethod
@@ -145,8 +145,8 @@ class PolicyLossConfig(Section):
     use_on_policy_kl_approximation: bool = False
     """Correct the divergence by the ratio of learner to generator."""
     ratio_clip_min: float = Field(default=0.2, ge=0)
-    """Ratios below 1 minus this give no gradient where that would push them further. Default: PPO's
-    (arXiv 1707.06347)."""
+    """Ratios below 1 minus this give no gradient that lowers them further. Default: PPO's (arXiv
+    1707.06347)."""
     ratio_clip_max: float = Field(default=0.2, ge=0)
     """Ratios above 1 plus this, likewise (DAPO: 0.28). Default: the same on both sides."""
     ratio_clip_c: float | None = Field(default=None, gt=1)
@@ -154,20 +154,20 @@ class PolicyLossConfig(Section):
     ratios of 1."""
     loss_type: Literal["ppo", "cispo", "reinforce"] = "ppo"
     """`ppo`: the clipped ratio; `cispo`: its detached value times the log-probability; `reinforce`:
-    the log-probability alone. Default: GRPO's own."""
+    the log-probability. Default: GRPO's own."""
     use_cispo: bool = False
     """Same as `loss_type: cispo`."""
     disable_ppo_ratio: bool = False
     """Same as `loss_type: reinforce`."""
     sequence_level_importance_ratios: bool = False
-    """GSPO: one ratio per completion, the geometric mean of its tokens'. Needs `token_level_loss:
+    """GSPO: one ratio per completion, the geometric mean over its tokens. Needs `token_level_loss:
     false`. Default: GRPO's ratios are those of tokens."""
     token_level_loss: bool = True
     """True: the mean over all tokens (DAPO). False: the mean over completions of their means.
     Default: long answers weigh by what they say, so bad tokens are not cheaper in them."""
     normalizer: Literal["auto", "tokens", "sequences", "max_length"] = "auto"
-    """What the loss is divided by. `max_length` is Dr. GRPO: completions times their longest
-    length. `auto` follows `token_level_loss`."""
+    """The divisor of the loss. `max_length` is Dr. GRPO: completions times their longest length.
+    `auto` follows `token_level_loss`."""
     use_importance_sampling_correction: bool = False
     """Weight tokens by the ratio of the learner's to the generator's probability. Default: the
     engine in process computes what the learner does; turn it on with vLLM, bfloat16 engines or
@@ -184,11 +184,11 @@ class PolicyLossConfig(Section):
     force_on_policy_ratio: bool = False
     """Take the ratio to be 1 (its gradient remains)."""
     positive_example_nll_weight: float = Field(default=0.0, ge=0)
-    """VAPO: weight of the negative log-likelihood of completions with a positive reward. Default:
-    no part of GRPO."""
+    """VAPO: weight of the negative log-likelihood of completions with positive rewards. Default: no
+    part of GRPO."""
     entropy: bool = True
-    """Measure the entropy of the policy's distribution over the tokens it wrote. Default: a
-    collapse is first seen in it."""
+    """Measure the policy's entropy over the tokens it wrote. Default: a collapse is first seen in
+    it."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> PolicyLossConfig:
@@ -296,7 +296,7 @@ class RewardShapingConfig(Section):
     """Longest completion; null is `policy.max_total_sequence_length`."""
     stop_properly_penalty_coef: float | None = Field(default=None, ge=0, le=1)
     """Cut-off completions keep this share of a positive reward; a negative one is divided by it
-    (or doubled where it is below 0.5). Replaces the penalty for length."""
+    (below 0.5: doubled). Replaces the penalty for length."""
 
 
 class AdvantageConfig(Section):
@@ -316,8 +316,8 @@ class AdvantageConfig(Section):
     """REINFORCE++: subtract the group's mean first. Default: without it easy prompts push every
     answer up."""
     scale: Literal["group", "batch", "none"] | None = None
-    """What advantages are divided by: the group's standard deviation, the batch's, or nothing.
-    Null: `group` where rewards are normalised, else `none`."""
+    """The divisor of advantages: the standard deviation of the group, of the batch, or none. Null:
+    `group` with normalised rewards, otherwise `none`."""
     leave_one_out_std: bool = False
     """With a leave-one-out baseline: each sample's standard deviation is that of the others, as in
     NeMo RL. There the only right answer of a group is not normalised, and weighs less than each of
@@ -328,9 +328,9 @@ class AdvantageConfig(Section):
     """Added to the standard deviation. Default: far below any difference of rewards that means
     something."""
     noise_floor_factor: float = Field(default=10.0, ge=0)
-    """Groups are divided by no less than this many times the scorer's measured noise: differences
-    that are only noise stay small. 0 turns it off. Default: advantages that are rounding stay below
-    about a tenth (docs/benchmarks.md)."""
+    """The divisor of a group is at least this many times the scorer's measured noise, so that noise
+    stays small. 0 turns it off. Default: advantages that are rounding stay below about a tenth
+    (docs/benchmarks.md)."""
     reward_weights: list[float] | None = None
     """GDPO: one for each component, in alphabetical order of their names. Default: all components
     weigh alike."""
@@ -379,52 +379,49 @@ class HealthConfig(Section):
     """Alarms that end the run, saved: `overoptimisation`, `kl_jump`, `length`, `length_bias`,
     `repetition`, `truncation`, `format`, `zero_spread_groups`, `ensemble`, `failures`."""
     ignore: list[Alarm] = Field(default_factory=list)
-    """Alarms that are not wanted: completions of a reasoning model, say, are meant to get longer
-    (`length`)."""
+    """Alarms to leave out, such as `length` for a reasoning model."""
     gold_metric: str | None = None
     """The full name of a metric of true quality (higher is better) that is not part of the reward:
     of a composite's part with weight 0 (`env/both/math/accuracy`) or of a validation
     (`validation/reward_mean`). Null: a composite's part with weight 0, if there is one."""
     format_metric: str | None = None
-    """A metric by its full name, higher is better, that says which share of the completions has
-    the form that was asked for. Null: `format` is not watched."""
+    """The full name of a metric (higher is better) for the share of completions in the requested
+    form. Null: no alarm `format`."""
     baseline_steps: int = Field(default=10, ge=3)
-    """First steps of the run that later ones are compared with, by their median and spread."""
+    """First steps of the run, whose median and spread are the baseline."""
     window: int = Field(default=5, ge=1)
-    """Latest steps whose median is judged, so that a single odd batch raises nothing. An alarm is
-    over after so many good steps in a row."""
+    """Latest steps whose median is compared. An alarm ends after this many good steps in a row."""
     num_spreads: float = Field(default=4.0, ge=0)
     """Robust standard deviations of the first steps by which a metric must differ from their
-    median, besides its own threshold: the usual spread at the start is no drift."""
+    median, besides its own threshold."""
     jump_spreads: float = Field(default=6.0, ge=0)
-    """The same for a single step against the window before it, from the second step on:
-    `overoptimisation`, `kl_jump`, `length`, `repetition`, `truncation`."""
+    """The same for a single step against the window before it, from step 2: `overoptimisation`,
+    `kl_jump`, `length`, `repetition`, `truncation`."""
     gold_jump: float = Field(default=0.5, gt=0, lt=1)
-    """`overoptimisation`: share of `gold_metric` that is lost in a single step, whatever the reward
-    does."""
+    """`overoptimisation`: share of `gold_metric` lost in a single step."""
     gold_drop: float = Field(default=0.1, gt=0, lt=1)
-    """`overoptimisation`: share of its peak that `gold_metric` has lost while the reward has lost
+    """`overoptimisation`: share of its peak that `gold_metric` lost while the reward lost
     nothing."""
     kl_jump: float = Field(default=3.0, gt=1)
-    """`kl_jump`: factor by which the divergence from the reference grows in a single step."""
+    """`kl_jump`: growth factor of the divergence from the reference in a single step."""
     kl_least: float = Field(default=0.1, ge=0)
-    """`kl_jump`: divergence below which its growth says nothing; nats a token (a
-    completion with `loss_fn.use_kl_in_reward`)."""
+    """`kl_jump`: smallest divergence that counts; nats a token (a completion with
+    `loss_fn.use_kl_in_reward`)."""
     length_factor: float = Field(default=1.5, gt=1)
-    """`length`: completions are so many times as long as in the first steps, or as short."""
+    """`length`: factor by which completions are longer or shorter than in the first steps."""
     length_correlation: float = Field(default=0.5, gt=0, lt=1)
-    """`length_bias`: correlation of reward and length within groups, where lengths grow as well."""
+    """`length_bias`: correlation of reward and length within groups, while lengths grow."""
     repetition_rise: float = Field(default=0.1, gt=0, lt=1)
     """`repetition`: by how much the share of repeated 4-grams has risen."""
     truncation_rise: float = Field(default=0.2, gt=0, lt=1)
-    """`truncation`: by how much the share of completions without an end has risen."""
+    """`truncation`: rise of the share of completions without an end."""
     format_drop: float = Field(default=0.1, gt=0)
     """`format`: by how much `format_metric` has fallen."""
     zero_spread_share: float = Field(default=0.9, gt=0, le=1)
     """`zero_spread_groups`: share of groups whose rewards are all equal."""
     disagreement: float = Field(default=1.0, gt=0)
-    """`ensemble`: how far apart several reward models are about the gain since the first steps, in
-    standard deviations of their scores then."""
+    """`ensemble`: disagreement of several reward models about the gain since the first steps, in
+    standard deviations of their first scores."""
     failure_share: float = Field(default=0.1, gt=0, le=1)
     """`failures`: share of completions without a reward."""
 
@@ -444,7 +441,7 @@ class HealthConfig(Section):
 
 
 class GRPOPolicyConfig(PolicyConfig):
-    """The policy: the model that is trained and draws the completions."""
+    """The policy: the trained model, which also generates completions."""
 
     foreign_keys: ClassVar[frozenset[str]] = PolicyConfig.foreign_keys - {
         "generation",
@@ -461,14 +458,14 @@ class GRPOPolicyConfig(PolicyConfig):
     """Completions of one optimizer step. Default: the 32 x 16 completions of a step, so one update
     of each batch."""
     train_micro_batch_size: int = Field(default=4, ge=1)
-    """Completions of one forward pass where packing is off; with packing on it scales the budget.
-    Default: 2,048 tokens a pass at the default length."""
+    """Completions of one forward pass without packing; with packing it scales the budget. Default:
+    2,048 tokens a pass at the default length."""
     logprob_batch_size: int = Field(default=4, ge=1)
-    """Sequences of full length that make up the token budget of a pass without gradients (old and
-    reference log-probabilities)."""
+    """Sequences of full length in the token budget of a pass without gradients (old and reference
+    log-probabilities)."""
     logprob_chunk_size: int | None = Field(default=None, ge=1)
-    """Tokens whose logits are in memory at a time; null chooses about 16M logits. Default: logits
-    of a large vocabulary would else outweigh the model."""
+    """Tokens whose logits are in memory at a time; null: about 16M logits. Default: logits of a
+    large vocabulary would else outweigh the model."""
     max_total_sequence_length: int = Field(default=512, ge=2)
     """Longest prompt with its completion, in tokens. Default: short answers, on one GPU; reasoning
     needs thousands."""
@@ -476,12 +473,12 @@ class GRPOPolicyConfig(PolicyConfig):
         name="torch.optim.AdamW",
         kwargs={"lr": 5e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8},
     )
-    """Any class of `torch.optim`, with its arguments. Kwargs that you give replace all of these.
-    Default: AdamW at a rate that policies of 1B to 2B bear; larger ones take less."""
+    """A class of `torch.optim` with its arguments. Your kwargs replace all of these. Default: AdamW
+    at a rate that policies of 1B to 2B bear; larger ones take less."""
     scheduler: NamedCall | list[NamedCall | Milestones] | None = None
-    """A class of `torch.optim.lr_scheduler`; or a list of them with a `milestones` entry; null
-    keeps the learning rate constant. Default: constant, so a run can be prolonged as if it had
-    always been longer."""
+    """A class of `torch.optim.lr_scheduler`, or a list of them with a `milestones` entry; null: a
+    constant learning rate. Default: constant, so a run can be prolonged as if it had always been
+    longer."""
     generation: GenerationConfig = GenerationConfig()
     """See there."""
 
@@ -490,7 +487,7 @@ class GRPOPolicyConfig(PolicyConfig):
 
 
 class GRPOConfig(Section):
-    """What is drawn and learned from in a step, how rewards are compared, when it is validated."""
+    """The size of a step, how rewards are compared, when the run validates."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("GRPOConfig")
 
@@ -533,26 +530,26 @@ class GRPOConfig(Section):
     advantage_clip_high: float | None = None
     """Highest advantage."""
     overlong_filtering: bool = False
-    """Leave cut-off completions out of the loss and of every statistic of their group. Default: an
-    answer without an end has its reward like any other."""
+    """Leave cut-off completions out of the loss and of their group's statistics. Default: an answer
+    without an end has its reward like any other."""
     use_dynamic_sampling: bool = False
     """DAPO: keep only groups whose rewards differ, and generate until the step is full. Default: it
     costs generation, and pays where most groups are all right or all wrong."""
     dynamic_sampling_max_gen_batches: int = Field(default=10, ge=1)
-    """Batches of generation for one step, at most. With dynamic sampling the run then stops;
-    without it the step continues with groups that have too few rewards. Default: where ten do not
-    do, the tasks are the wrong ones."""
+    """Batches of generation for one step, at most. Then the run stops (dynamic sampling), or the
+    step continues with groups that have too few rewards. Default: where ten do not do, the tasks
+    are the wrong ones."""
     batch_multiplier: float = Field(default=1.0, ge=1)
-    """Tasks drawn per batch of generation, in steps' worth, with dynamic sampling."""
+    """Tasks per batch of generation, in steps' worth, with dynamic sampling."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     """See there."""
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
     """See there."""
     max_bad_steps: int = Field(default=3, ge=1)
-    """Steps in a row whose loss or gradient is not finite before the run stops. Default: one bad
-    batch is an accident, three in a row are a fault."""
+    """Successive steps with a loss or gradient that is not finite before the run stops. Default:
+    one bad batch is an accident, three in a row are a fault."""
     val_period: OffPeriod = Field(default=10, ge=0)
-    """Steps between validations; 0: at the start, the end and for ranking checkpoints alone.
+    """Steps between validations; 0: only at the start, at the end and for ranking checkpoints.
     Default: as often as it is saved, so every checkpoint has its figure."""
     val_at_start: bool = False
     """Validate before the first step (logged at step 0). Default: it costs a validation; worth it

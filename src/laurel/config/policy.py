@@ -72,7 +72,7 @@ class PlacementConfig(Section):
     policy: RolePlacement | None = None
     """The model that is trained."""
     generation: RolePlacement | None = None
-    """Where completions are drawn; instead of `policy.generation.colocated`."""
+    """Slots of generation, instead of `policy.generation.colocated`."""
     reward_model: RolePlacement | None = None
     """The reward model that judges; instead of `env.reward_model.resources`."""
 
@@ -361,15 +361,15 @@ class CheckpointingConfig(Section):
     `val:...` or `train:...`. `auto`: the loss of the first validation set. Null keeps the most
     recent. A name this run cannot produce is an error at the start."""
     higher_is_better: bool | None = None
-    """Null: told from the metric's name (lower for losses and calibration errors)."""
+    """Null: the metric's name decides (lower for losses and calibration errors)."""
     keep_top_k: int | None = Field(default=3, ge=1)
     """How many best checkpoints stay, besides the latest; null keeps all. Default: disks fill
     up."""
     save_period: int = Field(default=16, ge=1)
     """Steps between saves; the last step is always saved."""
     checkpoint_must_save_by: str | None = None
-    """Time budget `DD:HH:MM:SS` from the start of the run: a last save is made so that it is
-    finished by then, and the run ends."""
+    """Time budget `DD:HH:MM:SS` from the start of the run, which ends with its last save finished
+    by then."""
     save_optimizer: bool = True
     """Without it a checkpoint cannot be resumed exactly. Default: runs are killed."""
     in_background: bool | None = None
@@ -377,7 +377,7 @@ class CheckpointingConfig(Section):
     optimizer to host memory, which is needed on each node until the save ends. Null: on GPUs, not
     on CPUs, whose memory and cores training needs. The last save of a run never is."""
     resume: Literal["auto", "never", "required"] = "auto"
-    """`auto`: go on from the newest whole checkpoint, if any; `never`: refuse a directory that has
+    """`auto`: resume from the newest whole checkpoint, if any; `never`: refuse a directory with
     one; `required`: refuse to start without one."""
 
     def saves_in_background(self, device: str) -> bool:
@@ -438,8 +438,8 @@ class LoggerConfig(Section):
     mlflow: MlflowConfig = MlflowConfig()
     """See there."""
     num_val_samples_to_print: int = Field(default=3, ge=0)
-    """Pairs or completions shown with their scores at each validation: one line each, whole if this
-    key is set or with `laurel --verbose`."""
+    """Pairs or completions shown at each validation: one line each, whole if this key is set or
+    with `laurel --verbose`."""
     write_completions: bool = True
     """GRPO: write the completions of each step with their rewards, `completions/step_N.parquet`."""
 
@@ -456,22 +456,22 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU where there is one."""
     cpu_threads: int | None = Field(default=None, ge=1)
-    """Threads of the arithmetic on CPU; null means one per core this process may use."""
+    """Threads on a CPU; null: one per core of this process."""
     backend: Literal["auto", "local", "ray"] = "auto"
     """`local`: everything in this process; `ray`: a process for each rank of each role. `auto`:
     local if every role has one rank and all share one slot. Default: no Ray where one process
     does."""
     address: str | None = None
-    """Of a Ray cluster that runs: `host:port`, or `auto` for that of this machine. Null: one is
-    started here, and ends with the run; it has one node."""
+    """A running Ray cluster: `host:port`, or `auto` for that of this machine. Null: the run starts
+    and ends one here, with one node."""
     patience_seconds: float | None = Field(default=None, gt=0)
-    """How long to wait for nodes that are still joining and for slots that others hold; null: not
-    at all, and what is missing is told at once."""
+    """The wait for nodes that join and for slots that other runs hold; null: none, and the run
+    reports at once what is missing."""
     placement: PlacementConfig | None = None
-    """Slots of each role, where the rules for `num_nodes` and `gpus_per_node` do not do."""
+    """Slots of each role, instead of the rules for `num_nodes` and `gpus_per_node`."""
     labels: dict[str, list[int]] = Field(default_factory=dict)
-    """Labels that placements may ask for, and the nodes that have them, counted from 0, e.g.
-    `{"pool=train": [0, 1]}`. On Ray they are those of `ray start --labels`."""
+    """Labels of nodes (counted from 0) for placements, e.g. `{"pool=train": [0, 1]}`. On Ray those
+    of `ray start --labels`."""
 
     @field_validator("labels")
     @classmethod

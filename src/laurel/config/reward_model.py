@@ -23,8 +23,8 @@ class LossConfig(Section):
     type: Literal["bradley_terry", "plackett_luce", "davidson", "rao_kupper", "regression"] = (
         "bradley_terry"
     )
-    """`bradley_terry`: every pair of different ranks; `plackett_luce`: whole ranked lists;
-    `davidson`, `rao_kupper`: pairs of which some are ties; `regression`: attribute ratings."""
+    """`bradley_terry`: pairs of different ranks; `plackett_luce`: whole ranked lists; `davidson`,
+    `rao_kupper`: pairs with ties; `regression`: attribute ratings."""
     use_margin: bool = False
     """Ask that the better score leads by the row's margin (Llama 2)."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
@@ -64,7 +64,7 @@ class RewardTrainingConfig(Section):
     max_num_steps: int = Field(default=-1, ge=-1)
     """Optimizer steps at most; -1 is no limit."""
     val_period: OffPeriod = Field(default=16, ge=0)
-    """Steps between validations; 0: at the start, the end and for ranking checkpoints alone."""
+    """Steps between validations; 0: only at the start, at the end and for ranking checkpoints."""
     val_batches: int = -1
     """Batches of each validation set that are used; 0 or less is all."""
     val_global_batch_size: int = Field(default=32, ge=1)
@@ -74,11 +74,11 @@ class RewardTrainingConfig(Section):
     val_at_start: bool = False
     """Validate before the first step (logged at step 0)."""
     val_at_end: bool = True
-    """Validate after the last step, which is always saved and so needs its metric."""
+    """Validate after the last step, which is always saved."""
     seed: int = Field(default=42, ge=0)
     """Seeds the head, the order of the data and dropout."""
     max_bad_steps: int = Field(default=3, ge=1)
-    """Steps in a row whose loss or gradient is not finite before the run stops."""
+    """Successive steps with a loss or gradient that is not finite before the run stops."""
     loss: LossConfig = LossConfig()
     """See there."""
 

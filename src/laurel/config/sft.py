@@ -28,8 +28,8 @@ class DemonstrationSetConfig(TextSetConfig):
 
     dataset_name: str | None = None
     """squad, tulu3_sft_mixture, OpenMathInstruct-2, GSM8K, openai_format, ResponseDataset, a class
-    of preferences (their best answer is imitated), or the import path of your own class. Null is
-    told from the rows."""
+    of preferences (for their best answer), or the import path of your own class. Null: the columns
+    decide."""
     chat_key: str = "messages"
     """Column of whole conversations."""
     system_key: str | None = None
@@ -59,7 +59,7 @@ class DemonstrationDataConfig(TextDataConfig):
     """Fills the keys that `train` and `validation` leave out."""
 
     max_input_seq_length: int | None = Field(default=None, ge=2)
-    """Longest conversation in tokens; of longer ones the end is cut off and counted. Null is
+    """Longest conversation in tokens; the end of longer ones is cut off and counted. Null is
     `policy.max_total_sequence_length`."""
 
     def train_sets(self) -> list[DemonstrationSetConfig]:
@@ -84,17 +84,16 @@ class SFTPolicyConfig(PolicyConfig):
     train_global_batch_size: int = Field(default=32, ge=1)
     """Conversations of one optimizer step."""
     train_micro_batch_size: int = Field(default=1, ge=1)
-    """Conversations of one forward pass where packing is off; with packing on it scales the
-    budget."""
+    """Conversations of one forward pass without packing; with packing it scales the budget."""
     max_total_sequence_length: int = Field(default=1024, ge=2)
     """Longest conversation in tokens."""
     logprob_chunk_size: int | None = Field(default=None, ge=1)
-    """Tokens whose logits are in memory at a time; null chooses about 16M logits."""
+    """Tokens whose logits are in memory at a time; null: about 16M logits."""
     optimizer: OptimizerCall = NamedCall(
         name="torch.optim.AdamW",
         kwargs={"lr": 5e-6, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5},
     )
-    """Any class of `torch.optim`, with its arguments. Kwargs that you give replace all of these."""
+    """A class of `torch.optim` with its arguments. Your kwargs replace all of these."""
 
 
 class SFTConfig(Section):
@@ -105,7 +104,7 @@ class SFTConfig(Section):
     max_num_steps: int = Field(default=-1, ge=-1)
     """Optimizer steps at most; -1 is no limit."""
     val_period: OffPeriod = Field(default=10, ge=0)
-    """Steps between validations; 0: at the start, the end and for ranking checkpoints alone."""
+    """Steps between validations; 0: only at the start, at the end and for ranking checkpoints."""
     val_batches: int = -1
     """Batches of the validation set that are used; 0 or less is all."""
     val_global_batch_size: int = Field(default=32, ge=1)
@@ -115,13 +114,13 @@ class SFTConfig(Section):
     val_at_start: bool = True
     """Validate before the first step (logged at step 0)."""
     val_at_end: bool = True
-    """Validate after the last step, which is always saved and so needs its metric."""
+    """Validate after the last step, which is always saved."""
     only_unmask_final: bool = False
     """Learn only the last turn of the assistant in each conversation, not all of them."""
     seed: int = Field(default=42, ge=0)
     """Seeds the order of the data and dropout."""
     max_bad_steps: int = Field(default=3, ge=1)
-    """Steps in a row whose loss or gradient is not finite before the run stops."""
+    """Successive steps with a loss or gradient that is not finite before the run stops."""
 
 
 class SFTRun(Section):

@@ -345,8 +345,9 @@ def _off_is_0(value: Any) -> Any:
     return 0 if value == -1 else value
 
 
-OffPeriod = Annotated[int, BeforeValidator(_off_is_0)]
-"""Steps between two things; 0, or -1 as other systems write it, switches them off."""
+MINUS_1_IS_OFF = BeforeValidator(_off_is_0)
+OffPeriod = Annotated[int, MINUS_1_IS_OFF]
+"""Steps between two events; 0, or -1 as other systems write it, switches them off."""
 
 
 @cache

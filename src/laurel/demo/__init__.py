@@ -1,1 +1,1 @@
-"""The demo, and the data that it makes."""
+"""The demo, with generators of its data."""

@@ -1,8 +1,8 @@
-"""Preference data made here, for demos and tests: errands done well or badly.
+"""Generated data for demos and tests: preferences, code tasks, and numbers in words.
 
-The prompt asks for a thing from a place; a good answer brings that thing from that place, a bad
-one brings something else, goes somewhere else, or is rude. Whether an answer is good cannot be
-told without the prompt, so a model has to compare the two.
+The prompt of a preference asks for a thing from a place; a good answer brings that thing from that
+place, a bad one brings something else, goes somewhere else, or is rude. An answer cannot be rated
+without the prompt, so a model has to compare the two.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ RUDE = ("Get the {thing} yourself.", "I do not feel like going to the {place}.")
 
 
 def errands(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """Rows `{"prompt", "chosen", "rejected"}`.
+    """Yield rows `{"prompt", "chosen", "rejected"}`.
 
     Args:
-        count: How many.
-        seed: Draws them.
+        count: The number of rows.
+        seed: The seed of the sampling.
         held_out: Whether the prompts are those that never occur otherwise: a sixth of them, each
             asking for a thing from a place in one of three ways.
     """
@@ -76,20 +76,20 @@ def _bad_answer(generator: random.Random, names: dict[str, str]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# A task made here, for recipes and tests: functions of one line, judged by calling them.
+# A generated task for recipes and tests: functions of one line, tested by calling them.
 #
-# A sentence says what a function is to do with a number, and what it is to be called. Whoever shows
-# how it is done is often careless, and takes another operation or number: a model that is warmed up
-# on that knows how a function is written, and is left to find out from the tests which one.
+# A sentence names a function and its operation on a number. Demonstrations are often careless, and
+# use another operation or number: a model that is warmed up on them knows how a function is
+# written, and has to find out from the tests which one.
 
 OPERATIONS = {"plus": "+", "minus": "-", "times": "*"}
 NUMBERS = range(2, 22)
 NAMES = ("f", "g", "h")
 CODE_REQUESTS = ("Write {name}(x): x {word} {number}.", "{name}(x) should give x {word} {number}.")
 ARGUMENTS = (0, 1, 7, -3)
-"""What the tests call it with. No two functions agree on all of them."""
+"""The arguments of the tests; no two functions agree on all of them."""
 NUM_HELD_OUT = 60
-"""Requests of the 360 that are in no training row."""
+"""The number of the 360 requests that are in no training row."""
 
 _Request = tuple[str, str, str, int]
 
@@ -97,18 +97,18 @@ _Request = tuple[str, str, str, int]
 class FunctionTasks:
     """Rows for `data.dataset_name=laurel.demo.data.FunctionTasks`.
 
-    Each has `messages` with the answer that was shown, for fine-tuning; and `entry`, `call_tests`
-    and `reference_solution`, for `data.processor=code_data_processor`. `formatted_ds` has them by
+    Each row has `messages` with the demonstrated answer, for fine-tuning; and `entry`, `call_tests`
+    and `reference_solution`, for `data.processor=code_data_processor`. `formatted_ds` holds them by
     split: `train`, and `validation` with the held-out requests and right answers.
     """
 
     def __init__(self, seed: int = 0, count: int = 6000, share_wrong: float = 0.6) -> None:
-        """Draw the rows.
+        """Sample the rows.
 
         Args:
-            seed: Draws them.
-            count: Rows of the split `train`.
-            share_wrong: Probability that one of those shows a wrong answer.
+            seed: The seed of the sampling.
+            count: The number of rows of the split `train`.
+            share_wrong: The probability that such a row has a wrong answer.
         """
         self.formatted_ds = {
             "train": list(function_tasks(count, seed=seed, share_wrong=share_wrong)),
@@ -117,7 +117,7 @@ class FunctionTasks:
 
 
 def function_tasks(count: int, *, seed: int, share_wrong: float) -> Iterator[dict[str, Any]]:
-    """Training rows; see `FunctionTasks`."""
+    """Yield training rows of `FunctionTasks`."""
     generator = random.Random(f"{seed}-functions")
     requests = _split(False)
     for _ in range(count):
@@ -150,13 +150,15 @@ def _row(request: _Request, shown: tuple[str, int]) -> dict[str, Any]:
             {"role": "assistant", "content": _function(name, *shown)},
         ],
         "entry": name,
-        "call_tests": [{"args": [x], "expected": _value(x, word, number)} for x in ARGUMENTS],
+        "call_tests": [
+            {
+                "args": [x],
+                "expected": {"plus": x + number, "minus": x - number, "times": x * number}[word],
+            }
+            for x in ARGUMENTS
+        ],
         "reference_solution": right,
     }
-
-
-def _value(x: int, word: str, number: int) -> int:
-    return {"plus": x + number, "minus": x - number, "times": x * number}[word]
 
 
 def _function(name: str, word: str, number: int) -> str:
@@ -164,12 +166,11 @@ def _function(name: str, word: str, number: int) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# A task made here, for demos and tests: numbers in words, to be written in digits.
+# A generated task for demos and tests: numbers in words, to be written in digits.
 #
-# An answer is right when its box holds the number, which the math environment checks. Who shows how
-# it is done is often careless and gets a digit wrong; the answers that a reward model is to tell
-# from
-# right ones are wrong in more ways, since a policy that learns from it will try them.
+# An answer is right when its box holds the number, which the math environment checks.
+# Demonstrations are often careless and get a digit wrong; the rejected answers of preferences are
+# wrong in more ways, since a policy that learns from a reward model will try them.
 
 FIRST, LAST = 100, 999
 UNITS = (
@@ -197,11 +198,11 @@ UNITS = (
 TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 NUMBER_REQUESTS = ("Write {} in digits.", "What is {} in digits?", "{} as a number, please.")
 NUM_HELD_OUT_NUMBERS = 90
-"""Numbers that no training row contains."""
+"""The number of numbers that no training row contains."""
 
 
 def in_words(number: int) -> str:
-    """A number from 0 to 999 in words, e.g. `three hundred forty-two`."""
+    """Write a number from 0 to 999 in words, e.g. `three hundred forty-two`."""
     if number < 20:
         return UNITS[number]
     if number < 100:
@@ -212,39 +213,39 @@ def in_words(number: int) -> str:
 
 
 def boxed(content: object) -> str:
-    """An answer in the form that is asked for, e.g. `\\boxed{342}`."""
+    """Write an answer in the required form, e.g. `\\boxed{342}`."""
     return f"\\boxed{{{content}}}"
 
 
 def numbers(*, held_out: bool) -> Sequence[int]:
-    """The numbers that training rows are about, or those that none of them is about."""
+    """Return the numbers of training rows, or the held-out ones."""
     everything = range(FIRST, LAST + 1)
     kept_back = set(random.Random(0).sample(everything, NUM_HELD_OUT_NUMBERS))
     return [number for number in everything if (number in kept_back) == held_out]
 
 
 def held_out_tasks() -> Iterator[dict[str, Any]]:
-    """Rows `{"input", "output"}`: every request for every held-out number."""
+    """Yield rows `{"input", "output"}`: every request for every held-out number."""
     for number in numbers(held_out=True):
         for request in NUMBER_REQUESTS:
             yield {"input": request.format(in_words(number)), "output": str(number)}
 
 
 def prompts(count: int, *, seed: int) -> Iterator[dict[str, Any]]:
-    """Rows `{"input", "output"}` for training."""
-    for _, prompt, number in _drawn(count, seed, "prompts", held_out=False):
+    """Yield rows `{"input", "output"}` for training."""
+    for _, prompt, number in _sampled(count, seed, "prompts", held_out=False):
         yield {"input": prompt, "output": str(number)}
 
 
 def demonstrations(count: int, *, seed: int, share_wrong: float) -> Iterator[dict[str, Any]]:
-    """Rows `{"messages"}` for fine-tuning, some of which show a wrong digit.
+    """Yield rows `{"messages"}` for fine-tuning, some of which have a wrong digit.
 
     Args:
-        count: How many.
-        seed: Draws them.
-        share_wrong: Probability that a row is wrong.
+        count: The number of rows.
+        seed: The seed of the sampling.
+        share_wrong: The probability that a row is wrong.
     """
-    for generator, prompt, number in _drawn(count, seed, "demonstrations", held_out=False):
+    for generator, prompt, number in _sampled(count, seed, "demonstrations", held_out=False):
         is_wrong = generator.random() < share_wrong
         answer = boxed(_one_digit_off(generator, number) if is_wrong else number)
         yield {
@@ -256,14 +257,14 @@ def demonstrations(count: int, *, seed: int, share_wrong: float) -> Iterator[dic
 
 
 def preferences(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """Rows `{"prompt", "chosen", "rejected"}`: the right answer against a wrong one.
+    """Yield rows `{"prompt", "chosen", "rejected"}`: the right answer against a wrong one.
 
     Args:
-        count: How many.
-        seed: Draws them.
-        held_out: Whether they are about held-out numbers.
+        count: The number of rows.
+        seed: The seed of the sampling.
+        held_out: Whether the rows are about held-out numbers.
     """
-    for generator, prompt, number in _drawn(count, seed, "preferences", held_out=held_out):
+    for generator, prompt, number in _sampled(count, seed, "preferences", held_out=held_out):
         yield {
             "prompt": prompt,
             "chosen": boxed(number),
@@ -271,7 +272,7 @@ def preferences(count: int, *, seed: int, held_out: bool = False) -> Iterator[di
         }
 
 
-def _drawn(
+def _sampled(
     count: int, seed: int, purpose: str, *, held_out: bool
 ) -> Iterator[tuple[random.Random, str, int]]:
     generator = random.Random(f"{seed}-{purpose}-{held_out}")
@@ -282,7 +283,6 @@ def _drawn(
 
 
 def _one_digit_off(generator: random.Random, number: int) -> int:
-    """A three-digit number that differs in one place."""
     digits = list(str(number))
     place = generator.randrange(len(digits))
     digits[place] = generator.choice(

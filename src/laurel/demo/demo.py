@@ -1,4 +1,4 @@
-"""`laurel demo`: the whole method on data made here, from nothing to a better policy."""
+"""`laurel demo`: the whole method on generated data, from a new model to a better policy."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ _DATA_SETS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """What a demo came to."""
+    """The results of a demo."""
 
     rate_before: float
     rate_after: float
     reward_accuracy: float
 
     def missed(self) -> list[str]:
-        """What is not as it should be, in words."""
+        """Return the missed aims in words."""
         return [
             text
             for text, is_missed in (
@@ -97,13 +97,13 @@ def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> DemoRe
     """Make data and a model, warm it up, train a reward model, learn from it, and report.
 
     Args:
-        directory: Where everything goes.
-        seed: Of the data, the model and the draws.
-        as_json: Write what it came to as JSON, too; see `json_output.stdout_for_json`.
+        directory: The directory of all files of the demo.
+        seed: The seed of the data, the model and the sampling.
+        as_json: Write the results also as JSON, within `json_output.stdout_for_json`.
 
     Raises:
-        CheckpointError: The directory holds something that is not a demo.
-        TrainingError: A model did not learn what it should.
+        CheckpointError: The directory holds something else than a demo.
+        TrainingError: A model missed its aim.
     """
     started = time.monotonic()
     console = message_console(stderr=False)
@@ -170,12 +170,12 @@ def write_demo_data(directory: Path, *, seed: int = 0, as_json: bool = False) ->
     one before it saves its last checkpoint.
 
     Args:
-        directory: Where everything goes. What runs have left there stays.
-        seed: Of the data, and of the runs that the configurations describe.
-        as_json: Write the paths as JSON, too.
+        directory: The directory of all files of the demo. Files of runs in it stay.
+        seed: The seed of the data, and of the configured runs.
+        as_json: Write the paths also as JSON.
 
     Raises:
-        CheckpointError: The directory holds something that is not a demo.
+        CheckpointError: The directory holds something else than a demo.
     """
     _claim(directory)
     files = Files(directory)
@@ -202,7 +202,6 @@ def write_demo_data(directory: Path, *, seed: int = 0, as_json: bool = False) ->
 
 
 def _claim(directory: Path) -> None:
-    """Take an empty directory, or one that a demo made."""
     marker = directory / MARKER
     if directory.exists() and not marker.exists() and any(directory.iterdir()):
         raise CheckpointError(
@@ -213,7 +212,6 @@ def _claim(directory: Path) -> None:
 
 
 def _prepare(directory: Path) -> None:
-    """An empty directory; what an earlier demo left is deleted."""
     if (directory / MARKER).exists():
         shutil.rmtree(directory)
     _claim(directory)
@@ -234,7 +232,7 @@ def _write_data(files: Files, seed: int) -> None:
 
 
 def _finished(outcome: RunOutcome, console: Console) -> Path:
-    """The model of a run, or the end of the demo where the run was stopped."""
+    """Return the model of a run, or exit where the run was stopped."""
     if outcome.ended != "finished" or outcome.latest is None:
         console.print("stopped before the end; run `laurel demo` again to start over")
         raise SystemExit(130)
@@ -244,7 +242,7 @@ def _finished(outcome: RunOutcome, console: Console) -> Path:
 def _compare(
     before: Measurement, after: Measurement, reward_model: Path, console: Console
 ) -> list[Comparison]:
-    """The first answer to every held-out task, before and after, with its score and the truth."""
+    """Return the first answers to all held-out tasks, before and after, with score and verdict."""
     from laurel.rewards.open import open_local
 
     scorer = open_local(str(reward_model), say=lambda text: console.print(text, soft_wrap=True))
@@ -271,7 +269,7 @@ def _compare(
 
 
 def _some(comparisons: Sequence[Comparison], count: int) -> list[Comparison]:
-    """So many of them, from all over; the data is in the order of the numbers."""
+    # Evenly spaced: the data is in the order of the numbers.
     return [comparisons[i * len(comparisons) // count + i % 3] for i in range(count)]
 
 
@@ -291,7 +289,7 @@ def _report(files: Files, result: DemoResult, comparisons: list[Comparison]) -> 
             Fact(
                 "True success before GRPO",
                 f"{result.rate_before:.1%}",
-                "held-out numbers, sampled at temperature 1, judged by the math environment",
+                "held-out numbers, sampled at temperature 1, checked by the math environment",
             ),
             Fact(
                 "True success after GRPO",
@@ -321,7 +319,6 @@ def _say_rate(console: Console, when: str, measured: Measurement) -> None:
 
 
 def _say_rewards(console: Console, rewarding: RunOutcome) -> None:
-    """How good the reward model is, beside what needs no model to be as good."""
     figures = {
         name.rpartition("/")[2]: value
         for name, value in rewarding.metrics.items()
@@ -341,7 +338,7 @@ def _conclude(
     rates: tuple[Measurement, Measurement],
     seconds: float,
 ) -> None:
-    """The last words, `MAX_LINES` at most: what came out, what to look at, what to do next."""
+    """Print the end of the demo in `MAX_LINES` lines: results, findings, and the next command."""
     scored = (reward_model, files.data("held-out-preferences"))
     room = MAX_LINES - 4 - 3  # what stands before and after the findings
     console.print(f"everything took {seconds:.0f} s", highlight=False)
@@ -362,12 +359,12 @@ def _conclude(
 
 
 # --------------------------------------------------------------------------------------------------
-# The runs of the demo, as the configurations that the commands would be given.
+# The configurations of the demo's runs.
 
 S = TypeVar("S", bound=Section)
 
 UPDATES = 4
-"""Optimizer steps that learn from each batch of 256 completions."""
+"""The number of optimizer steps on each batch of 256 completions."""
 SFT_STEPS, RM_STEPS, GRPO_STEPS = 250, 400, 150
 
 _SHARED = (
@@ -425,38 +422,38 @@ _SAVED_ONCE = "checkpointing.save_period=1000000"
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Where everything of a demo lies."""
+    """The paths of a demo's files."""
 
     directory: Path
 
     def data(self, name: str) -> Path:
-        """A data set."""
+        """Return the file of a data set."""
         return self.directory / "data" / f"{name}.jsonl"
 
     def logs(self, stage: str) -> Path:
-        """Directory of a stage's runs."""
+        """Return the directory of a stage's runs."""
         return self.directory / "logs" / stage
 
     def checkpoints(self, stage: str) -> Path:
-        """Directory of a stage's checkpoints."""
+        """Return the directory of a stage's checkpoints."""
         return self.directory / "checkpoints" / stage
 
     def last_checkpoint(self, stage: str, steps: int) -> Path:
-        """Where a stage of so many steps saves its model in the end."""
+        """Return the directory of the last checkpoint of a stage with this number of steps."""
         return self.checkpoints(stage) / f"step_{steps}"
 
     def config(self, stage: str) -> Path:
-        """The whole configuration of a stage."""
+        """Return the file of a stage's whole configuration."""
         return self.directory / "configs" / f"{stage}.yaml"
 
     @property
     def report(self) -> Path:
-        """The HTML report."""
+        """The file of the HTML report."""
         return self.directory / "report.html"
 
 
 def sft_run(files: Files, seed: int) -> SFTRun:
-    """Fine-tuning a model from nothing on noisy demonstrations."""
+    """Configure fine-tuning of a new model on noisy demonstrations."""
     return _load(
         SFTRun,
         files,
@@ -469,7 +466,7 @@ def sft_run(files: Files, seed: int) -> SFTRun:
 
 
 def rm_run(files: Files, seed: int, policy: Path) -> RewardTrainingRun:
-    """A reward model, begun from the fine-tuned policy."""
+    """Configure training of a reward model from the fine-tuned policy."""
     return _load(
         RewardTrainingRun,
         files,
@@ -484,7 +481,7 @@ def rm_run(files: Files, seed: int, policy: Path) -> RewardTrainingRun:
 
 
 def grpo_run(files: Files, seed: int, policy: Path, reward_model: Path) -> GRPORun:
-    """GRPO against the reward model; the truth is only measured, on held-out tasks."""
+    """Configure GRPO against the reward model; held-out tasks only measure the truth."""
     return _load(
         GRPORun,
         files,
@@ -500,7 +497,7 @@ def grpo_run(files: Files, seed: int, policy: Path, reward_model: Path) -> GRPOR
 
 
 def measuring_run(files: Files, seed: int, policy: Path) -> GRPORun:
-    """The held-out tasks, answered twice each at temperature 1 and judged by the truth."""
+    """Configure the measurement on held-out tasks: two answers each at temperature 1."""
     return _load(
         GRPORun,
         files,
@@ -545,5 +542,5 @@ def _tasks(key: str, path: Path, environment: str) -> str:
 
 
 def _text(path: Path) -> str:
-    """A path as a value of the command line, whatever characters it has."""
+    # JSON's escapes are valid in a value of the command line, whatever the path's characters.
     return json.dumps(str(path))

@@ -13,7 +13,7 @@ from laurel.config.policy import NamedCall
 from laurel.config.yaml_tree import nearest
 from laurel.environments.interface import EnvironmentInterface, EnvironmentSpec
 from laurel.errors import ConfigError, LaurelError
-from laurel.observe.hub import told_with_line
+from laurel.observe.hub import error_with_line
 from laurel.protocols import Environment
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def _module(name: str, path: str, where: str) -> ModuleType:
                 "the working directory, or be installed"
             ) from error
         raise ConfigError(
-            f"{where}: module '{name}' cannot be imported: {told_with_line(error)}"
+            f"{where}: module '{name}' cannot be imported: {error_with_line(error)}"
         ) from error
 
 
@@ -259,7 +259,7 @@ def _called(where: str, call: NamedCall) -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{where}: {call.name} cannot be made: {told_with_line(error)}"
+            f"{where}: {call.name} cannot be made: {error_with_line(error)}"
         ) from error
 
 

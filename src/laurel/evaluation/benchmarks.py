@@ -1,4 +1,4 @@
-"""The benchmarks of reward models by name: which rows they read, and what is made of the scores.
+"""The benchmarks of reward models by name: the rows that they read, and their figures.
 
 `laurel eval`, validation during training and the check of a judge before GRPO all come here.
 """
@@ -34,13 +34,13 @@ from laurel.observe.console import conversation_text
 from laurel.types import Group, Preference, Score
 
 MOST_MALFORMED = 0.5
-"""Share of the rows of a training set that may be malformed where it is only compared with."""
-Tell = Callable[[str], object]
+"""The share of malformed rows that a training set may have where it is only compared with."""
+Say = Callable[[str], object]
 _UNSCORED = Score(value=None, failure="it is only read")
 
 
 class BenchmarkOptions(Protocol):
-    """What a benchmark is asked for."""
+    """The options of a benchmark."""
 
     @property
     def data(self) -> Sequence[str]:
@@ -48,7 +48,7 @@ class BenchmarkOptions(Protocol):
 
     @property
     def split(self) -> str | None:
-        """Of a directory or a hub data set."""
+        """The split of a directory or a hub data set."""
 
     @property
     def dataset(self) -> str | None:
@@ -56,23 +56,23 @@ class BenchmarkOptions(Protocol):
 
     @property
     def column_keys(self) -> Mapping[str, str]:
-        """Keys of `DatasetConfig` that name columns, and what they say (`pairs`)."""
+        """Keys of `DatasetConfig` that name columns, with the columns (`pairs`)."""
 
     @property
     def margin_key(self) -> str | None:
-        """The column that says by how much the chosen answer is better (`pairs`)."""
+        """The column with the margin of the chosen answer (`pairs`)."""
 
     @property
     def prior(self) -> bool:
-        """The prior sets too (`reward-bench`)."""
+        """Whether the prior sets are read as well (`reward-bench`)."""
 
     @property
     def zero_spread(self) -> ZeroSpread:
-        """See `evaluation.reward_bench`."""
+        """The rule for right answers with equal scores (`reward-bench-2`)."""
 
     @property
     def max_samples(self) -> int | None:
-        """The first rows of each file, at most."""
+        """The number of rows that are read of each file, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +80,8 @@ class Benchmark:
     """One evaluation, of scored pairs or of scored lists."""
 
     title: str
-    read: Callable[[BenchmarkOptions, Tell], list[BenchmarkRow]]
-    """Tells what a person should know of rows that it leaves out, or keeps."""
+    read: Callable[[BenchmarkOptions, Say], list[BenchmarkRow]]
+    """Reads the rows, and says which of them it leaves out."""
     scored: Callable[[BenchmarkRow, Sequence[Score]], list[Any]]
     measure: Callable[[Sequence[Any], BenchmarkOptions], Measured]
     by_length: Callable[[Sequence[Any]], list[Any]]
@@ -90,12 +90,12 @@ class Benchmark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
-    """What became of the scores of a benchmark."""
+    """The figures of a benchmark, and those of its baseline."""
 
     rows: Sequence[ScoredPair | ScoredList]
     measured: Measured
     baseline: Measured
-    """The same of somebody who scores answers by their length, on the rows that were scored."""
+    """The figures of a scorer by length, on the rows that were scored."""
 
 
 def reduce_scores(
@@ -104,13 +104,13 @@ def reduce_scores(
     scores: Sequence[Sequence[Score]],
     asked: BenchmarkOptions,
 ) -> Reduced:
-    """The figures of a benchmark from the scores of its rows.
+    """Compute the figures of a benchmark from the scores of its rows.
 
     Args:
         benchmark: One of `BENCHMARKS`.
-        rows: As it reads them.
-        scores: Of the completions of each.
-        asked: What else decides the figures.
+        rows: The rows as the benchmark reads them.
+        scores: The scores of the completions of each row.
+        asked: The options of the benchmark.
 
     Raises:
         DataError: Nothing can be compared, or the rows are not those of the benchmark.
@@ -135,27 +135,27 @@ def reduce_scores(
 # --------------------------------------------------------------------------------------- reading
 
 
-def _read(form: BenchmarkForm) -> Callable[[BenchmarkOptions, Tell], list[BenchmarkRow]]:
-    return lambda asked, tell: rows_of.read_benchmark(
+def _read(form: BenchmarkForm) -> Callable[[BenchmarkOptions, Say], list[BenchmarkRow]]:
+    return lambda asked, say: rows_of.read_benchmark(
         form, asked.data, split=asked.split, limit=asked.max_samples
     )
 
 
-def _reward_bench_rows(asked: BenchmarkOptions, tell: Tell) -> list[BenchmarkRow]:
-    rows = _read(rows_of.REWARD_BENCH)(asked, tell)
+def _reward_bench_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
+    rows = _read(rows_of.REWARD_BENCH)(asked, say)
     if asked.prior:
         rows += rows_of.read_benchmark(rows_of.PRIOR_SETS, (), limit=asked.max_samples)
     return rows
 
 
-def _judge_bench_rows(asked: BenchmarkOptions, tell: Tell) -> list[BenchmarkRow]:
-    """By category, so that two results can be compared by it as well."""
-    rows = _read(rows_of.JUDGE_BENCH)(asked, tell)
+def _judge_bench_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
+    rows = _read(rows_of.JUDGE_BENCH)(asked, say)
+    # The category becomes the subset, so that two results can be compared by it as well.
     return [replace(row, subset=other_benchmarks.category_of(row.subset or "")) for row in rows]
 
 
-def preference_rows(asked: BenchmarkOptions, tell: Tell) -> list[BenchmarkRow]:
-    """Preferences of every set that is named; each is a subset of its own where there are more."""
+def preference_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
+    """Read the preferences of every named set; of several, each is a subset of its own."""
     if not asked.data and asked.dataset is None:
         raise DataError(
             f"which pairs? Name them with {key_of('--data')} (a file, or a name on the hub), or "
@@ -165,8 +165,13 @@ def preference_rows(asked: BenchmarkOptions, tell: Tell) -> list[BenchmarkRow]:
     rows: list[BenchmarkRow] = []
     for path in asked.data or (None,):
         preferences, report = _preferences(asked, path, on_bad_row="error")
-        for said in (*_left_out(report), *report.notes):
-            tell(said if len(asked.data) < 2 else f"{path}: {said}")
+        left_out = [
+            f"{counted(one.count, 'row')} of {report.num_read:,} left out: {reason} "
+            f"(e.g. {one.examples[0]})"
+            for reason, one in report.dropped.items()
+        ]
+        for said in (*left_out, *report.notes):
+            say(said if len(asked.data) < 2 else f"{path}: {said}")
         rows += rows_of.rows_of_preferences(
             preferences, subset=path if len(asked.data) > 1 else None
         )
@@ -194,36 +199,28 @@ def _preferences(
     )
 
 
-def _left_out(report: DataReport) -> list[str]:
-    return [
-        f"{counted(left_out.count, 'row')} of {report.num_read:,} left out: {reason} "
-        f"(e.g. {left_out.examples[0]})"
-        for reason, left_out in report.dropped.items()
-    ]
-
-
 def _remedy(problem: UnusableRow) -> str:
-    """What an evaluation, which has no configuration, can be told about a malformed row."""
+    # An evaluation has no configuration: a run's advice about a malformed row would mislead.
     if problem.lacks_columns:
         return (
             "Name the columns as for laurel rm (data.prompt_key=COLUMN, data.chosen_key=COLUMN, "
-            "data.rejected_key=COLUMN), or mend the row. Where the class that reads the rows is "
-            f"told wrongly, name it with {key_of('--dataset')}."
+            "data.rejected_key=COLUMN), or fix the row. Where the class that reads the rows was "
+            f"guessed wrongly, name it with {key_of('--dataset')}."
         )
-    return "Mend the row, or take it out of the file: what is evaluated is evaluated whole."
+    return "Fix the row, or take it out of the file: what is evaluated is evaluated whole."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPairs:
-    """What a model was trained on, of which nobody asks the scores."""
+    """The pairs that a model was trained on, without scores."""
 
     pairs: list[ScoredPair]
     notes: tuple[str, ...] = ()
-    """Of each set with malformed rows, how many were left out."""
+    """For each set with malformed rows, the number that was left out."""
 
 
 def training_pairs(asked: BenchmarkOptions) -> TrainingPairs:
-    """Every pair of the preferences that are named; malformed rows are left out and counted.
+    """Read every pair of the named preferences; malformed rows are left out and counted.
 
     Raises:
         DataError: A set cannot be read, or more than `MOST_MALFORMED` of its rows are malformed.
@@ -239,7 +236,7 @@ def training_pairs(asked: BenchmarkOptions) -> TrainingPairs:
             if left_out.count > MOST_MALFORMED * report.num_read:
                 raise DataError(
                     f"{path}: {said}, more than {MOST_MALFORMED:.0%}: the others are no fair "
-                    f"sample. Mend the file; laurel data check {path} shows what is wrong with it"
+                    f"sample. Fix the file; laurel data check {path} shows what is wrong with it"
                 )
             notes.append(f"{path}: {said} and left out")
         for row in rows_of.rows_of_preferences(
@@ -253,7 +250,7 @@ def training_pairs(asked: BenchmarkOptions) -> TrainingPairs:
 
 
 def ordered_pairs(row: BenchmarkRow, scores_G: Sequence[Score]) -> list[ScoredPair]:
-    """Every two answers of which one is better."""
+    """Return every two answers of a row of which one is better, with their scores."""
     texts = [conversation_text(one.messages) for one in row.group.completions_G]
     places = [
         (i, j) if row.ranks_G[i] < row.ranks_G[j] else (j, i)
@@ -277,7 +274,7 @@ def ordered_pairs(row: BenchmarkRow, scores_G: Sequence[Score]) -> list[ScoredPa
 
 
 def list_of(row: BenchmarkRow, scores_G: Sequence[Score]) -> list[ScoredList]:
-    """The row as it is: right answers have rank 0."""
+    """Return the row as one list, in which the answers of rank 0 are right."""
     failures = [score.failure for score in scores_G if score.failure is not None]
     return [
         ScoredList(
@@ -342,15 +339,15 @@ BENCHMARKS: dict[BenchmarkName, Benchmark] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# How often a reward model prefers what people preferred, on any set of pairs.
+# Accuracy on any set of pairs: how often the preferred answer has the higher score.
 
 PAIRS_FINAL = "all pairs"
 TIES = "share of equal scores"
-"""A share of the pairs, not a subset of them whose accuracy it would be."""
+"""The name of a share of all pairs; it is no subset with an accuracy."""
 
 
 def measure(pairs: Sequence[ScoredPair]) -> Measured:
-    """The accuracy of each subset and over all pairs, and the share of ties among what is wrong."""
+    """Measure the accuracy of each subset and over all pairs, and the share of ties."""
     credits = pair_credits(pairs)
     found = shares_by_subset((pair.subset, credits[pair.id]) for pair in pairs)
     return Measured(
@@ -362,7 +359,7 @@ def measure(pairs: Sequence[ScoredPair]) -> Measured:
 
 
 def tie_share(pairs: Sequence[ScoredPair]) -> Figure:
-    """The share of pairs whose answers have the same score, which counts as wrong."""
+    """Return the share of pairs whose answers have equal scores, which count as wrong."""
     equal = [
         None if pair.is_right is None else float(pair.score_chosen == pair.score_rejected)
         for pair in pairs
@@ -371,10 +368,9 @@ def tie_share(pairs: Sequence[ScoredPair]) -> Figure:
 
 
 # --------------------------------------------------------------------------------------------------
-# A benchmark that is measured again and again: its rows, chosen once, and its figures by short
-# names.
+# A benchmark in the validations of a run: its rows, selected once, and the names of its metrics.
 #
-# The arithmetic is that of `laurel eval`; what is added is what a run logs.
+# The arithmetic is that of `laurel eval`.
 
 
 def _short(names: Sequence[str]) -> dict[str, str]:
@@ -389,22 +385,22 @@ PARTS: Mapping[BenchmarkName, Mapping[str, str]] = {
     "pairs": {TIES: "tie_share"},
     "best-of-n": {other_benchmarks.RANDOM: "random", other_benchmarks.ORACLE: "oracle"},
 }
-"""What a final score is made of, or stands beside, by the names that it is logged by."""
+"""The parts of a final score, and what stands beside it, with the names in the log."""
 FINAL, ALL_ROWS = "final_score", "accuracy"
 _SAME_FOR_ALL = ("random", "oracle")
-"""Figures of the rows, whatever the model says."""
+"""Figures of the rows alone, which do not depend on the model."""
 _EVEN = Score(value=0.0)
 
 
 def selectable(benchmark: BenchmarkName) -> list[str]:
-    """The figures that one checkpoint may be better by than another."""
+    """Return the figures by which a checkpoint may be selected."""
     parts = [key for key in PARTS[benchmark].values() if key not in _SAME_FOR_ALL]
     return [FINAL, ALL_ROWS, *parts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkChoice:
-    """What a benchmark is asked for: see `benchmarks.BenchmarkOptions`."""
+    """The options of a benchmark of a run; implements `BenchmarkOptions`."""
 
     data: tuple[str, ...]
     split: str | None
@@ -421,18 +417,18 @@ class BenchmarkSet:
     """The rows of a benchmark that a run is measured on."""
 
     name: str
-    """That the run gives it."""
+    """The name in the run's configuration."""
     benchmark: BenchmarkName
     asked: BenchmarkChoice
     rows: Sequence[BenchmarkRow]
     num_read: int
-    """Rows that there were before some of them were chosen."""
-    told: tuple[str, ...] = ()
-    """What reading them told; see `Benchmark.read`."""
+    """The number of rows before the selection."""
+    reading_notes: tuple[str, ...] = ()
+    """What `Benchmark.read` said of rows that it left out."""
 
     @classmethod
     def load(cls, name: str, config: BenchmarkSetConfig) -> BenchmarkSet:
-        """Read a benchmark, and choose its rows.
+        """Read a benchmark, and select its rows.
 
         Raises:
             DataError: A file or a row that cannot be used, or nothing that could be compared.
@@ -445,8 +441,8 @@ class BenchmarkSet:
             zero_spread=config.zero_spread,
         )
         try:
-            told: list[str] = []
-            read = BENCHMARKS[config.benchmark].read(asked, told.append)
+            notes: list[str] = []
+            read = BENCHMARKS[config.benchmark].read(asked, notes.append)
             if not read:
                 where = ", ".join(config.paths) or "its own place on the hub"
                 raise DataError(f"there is no row in {where}")
@@ -455,7 +451,7 @@ class BenchmarkSet:
                 benchmark=config.benchmark,
                 asked=asked,
                 num_read=len(read),
-                told=tuple(told),
+                reading_notes=tuple(notes),
                 rows=read if config.max_samples is None else limit_rows(read, config.max_samples),
             )
             if not chosen.rows:
@@ -469,30 +465,30 @@ class BenchmarkSet:
 
     @property
     def title(self) -> str:
-        """What the benchmark is called."""
+        """The title of the benchmark."""
         return BENCHMARKS[self.benchmark].title
 
     @property
     def is_cut(self) -> bool:
-        """Whether it has fewer rows than there are."""
+        """Whether rows were left out by `max_samples`."""
         return len(self.rows) < self.num_read
 
     @property
     def groups(self) -> list[Group]:
-        """What is to be scored."""
+        """The groups to score."""
         return [row.group for row in self.rows]
 
     def reduced(self, scores: Sequence[Sequence[Score]]) -> Reduced:
-        """What `laurel eval` makes of scores of these rows."""
+        """Compute the figures of `laurel eval` from scores of these rows."""
         return reduce_scores(BENCHMARKS[self.benchmark], self.rows, scores, self.asked)
 
     def figures(self, scores: Sequence[Sequence[Score]]) -> dict[str, float]:
-        """What is logged of scores, by bare name; what is undefined is absent.
+        """Compute the metrics of scores, by bare name; an undefined metric is absent.
 
         - `final_score` and, beside it, `longer_wins_final_score`: absent where a part of the
           benchmark is, and where it was cut.
-        - `accuracy`, `longer_wins_baseline`: what rows are worth, over all rows.
-        - The parts: see `PARTS`.
+        - `accuracy`, `longer_wins_baseline`: the mean credit over all rows.
+        - The parts in `PARTS`.
         - `num_rows` that have a verdict, and `num_failures` that have none.
         """
         found = self.reduced(scores)
@@ -517,27 +513,27 @@ class BenchmarkSet:
         }
 
     def possible(self) -> list[str]:
-        """The figures that these rows give a model, and that a checkpoint may be the best by."""
+        """Return the figures that these rows define, by which a checkpoint may be selected."""
         known = self.figures([[_EVEN] * len(row.group.completions_G) for row in self.rows])
         return [key for key in selectable(self.benchmark) if key in known]
 
     def notes(self) -> list[str]:
-        """What a reader must know to believe the figures."""
+        """Return the caveats that a reader needs beside the figures."""
         even = [[_EVEN] * len(row.group.completions_G) for row in self.rows]
         notes = list(self.reduced(even).measured.notes)
         if self.is_cut:
             cut = f"cut to {len(self.rows):,} of {self.num_read:,} rows (max_samples): "
             absent = [note for note in notes if note.startswith("absent")]
             notes = [f"{cut}the figures are of a sample, and there is no final score", *absent]
-        return [*self.told, *notes]
+        return [*self.reading_notes, *notes]
 
     def described(self) -> str:
-        """How much of what it is, in a line."""
+        """Describe the benchmark and the number of its rows in a line."""
         where = ", ".join(self.asked.data) or "its own place on the hub"
         return f"{self.title}, {where}: {len(self.rows):,} of {self.num_read:,} rows"
 
     def to_dict(self) -> dict[str, Any]:
-        """What the data report of a run says of it."""
+        """Return the entry of the run's data report."""
         return {
             "benchmark": self.benchmark,
             "data": list(self.asked.data),
@@ -548,10 +544,10 @@ class BenchmarkSet:
 
 
 def limit_rows(rows: Sequence[BenchmarkRow], limit: int) -> list[BenchmarkRow]:
-    """At most so many rows, of each subset its share, in their order; the same ones each time.
+    """Select at most `limit` rows, a share of each subset, evenly spaced, in their order.
 
-    They lie evenly in their subset. The two rows of a prompt of Ties stay together: neither counts
-    without the other.
+    The selection is the same each time. The two rows of a prompt of Ties stay together: neither
+    counts without the other.
     """
     subsets = list(dict.fromkeys(row.subset for row in rows))
     units: dict[str, list[BenchmarkRow]] = {}

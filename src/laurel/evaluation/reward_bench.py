@@ -1,7 +1,7 @@
-"""RewardBench 1: accuracies of subsets, weighted into four sections and a final score.
+"""RewardBench 1 and 2: subsets, sections and final scores from scored pairs and lists.
 
-Weights and formulas are those of Lambert et al. (2024, arXiv:2403.13787). `math-prm` weighs as much
-as the six code subsets together, not as its 447 rows. A tie is wrong.
+The weights and formulas of RewardBench 1 are those of Lambert et al. (2024, arXiv:2403.13787).
+`math-prm` weighs as much as the six code subsets together, not as its 447 rows. A tie is wrong.
 """
 
 from __future__ import annotations
@@ -58,30 +58,30 @@ SECTIONS: dict[str, dict[str, int]] = {
         "hep-rust": 164,
     },
 }
-"""The subsets of each section and what each weighs."""
+"""The subsets of each section, and the weight of each."""
 
 WEIGHTS: dict[str, int] = {
     subset: weight for subsets in SECTIONS.values() for subset, weight in subsets.items()
 }
 NUM_ROWS: dict[str, int] = WEIGHTS | {"math-prm": 447}
-"""Rows of each subset as published."""
+"""The published number of rows of each subset."""
 PRIOR_SETS: dict[str, int] = {
     "anthropic_helpful": 6192,
     "anthropic_hhh": 221,
     "shp": 1741,
     "summarize": 9000,
 }
-"""Older test sets, and the rows of each."""
+"""Older test sets, and the number of rows of each."""
 PRIOR = "Prior"
 FINAL = "final score"
 PLAIN = "all rows, unweighted"
 
 
 def section_scores(accuracies: Mapping[str, float]) -> dict[str, float | None]:
-    """The score of each section: of its subsets that are there, by weight.
+    """Return the score of each section: the weighted mean of its subsets that are present.
 
     Args:
-        accuracies: By subset. Names that are no subset of RewardBench are passed over.
+        accuracies: The accuracy of each subset. Names that RewardBench lacks are skipped.
 
     Returns:
         None for a section without any of its subsets: it is absent, not 0.
@@ -91,16 +91,16 @@ def section_scores(accuracies: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def prior_score(accuracies: Mapping[str, float]) -> float | None:
-    """The plain mean over those of the prior sets that are there; None without any."""
+    """Return the plain mean over the prior sets that are present; None without any."""
     present = [accuracies[name] for name in PRIOR_SETS if name in accuracies]
     return fmean(present) if present else None
 
 
 def final_score(accuracies: Mapping[str, float]) -> float | None:
-    """The mean of the four sections, and of the prior sets at half their weight if they are there.
+    """Return the mean of the four sections, and of the prior sets at half weight where present.
 
     Args:
-        accuracies: By subset and prior set; others are passed over.
+        accuracies: The accuracy of each subset and prior set; other names are skipped.
 
     Returns:
         None where a section is absent: a mean of fewer is not RewardBench's.
@@ -115,7 +115,7 @@ def final_score(accuracies: Mapping[str, float]) -> float | None:
 
 
 def _exact_sections(accuracies: Mapping[str, float]) -> dict[str, Fraction]:
-    """Those that are there, to be rounded once: else the order of sums shows in the last digit."""
+    # Fractions, to be rounded once: else the order of sums shows in the last digit.
     exact = {}
     for section, weights in SECTIONS.items():
         present = {name: weight for name, weight in weights.items() if name in accuracies}
@@ -126,7 +126,7 @@ def _exact_sections(accuracies: Mapping[str, float]) -> dict[str, Fraction]:
 
 
 def measure_reward_bench(pairs: Sequence[ScoredPair]) -> Measured:
-    """Every subset, section and the final score of scored pairs.
+    """Measure every subset, section and the final score of scored pairs.
 
     Subsets that RewardBench does not know are shown, and are in no section.
     """
@@ -134,8 +134,10 @@ def measure_reward_bench(pairs: Sequence[ScoredPair]) -> Measured:
     found = shares_by_subset((pair.subset, credits[pair.id]) for pair in pairs)
     sections, final = aggregate(found)
     plain = share(PLAIN, credits.values())
+    # RewardBench's own order, then unknown subsets as they came.
+    known = [name for name in (*WEIGHTS, *PRIOR_SETS) if name in found]
     return Measured(
-        subsets=tuple(found[name] for name in _in_order(found)),
+        subsets=tuple(found[name] for name in dict.fromkeys([*known, *found])),
         sections=(*sections, plain),
         final=final,
         notes=tuple(_notes(found)),
@@ -144,7 +146,7 @@ def measure_reward_bench(pairs: Sequence[ScoredPair]) -> Measured:
 
 
 def aggregate(found: Mapping[str, Figure]) -> tuple[tuple[Figure, ...], Figure]:
-    """Sections (with the prior sets as a fifth where there are any) and the final score."""
+    """Return the sections, with the prior sets as a fifth where present, and the final score."""
     accuracies = {name: one.value for name, one in found.items() if one.value is not None}
     scores = section_scores(accuracies)
     members: dict[str, Sequence[str]] = {name: list(SECTIONS[name]) for name in SECTIONS}
@@ -167,14 +169,7 @@ def _over(name: str, value: float | None, parts: Sequence[Figure]) -> Figure:
     )
 
 
-def _in_order(found: Mapping[str, Figure]) -> list[str]:
-    """RewardBench's own order, then the others as they came."""
-    known = [name for name in (*WEIGHTS, *PRIOR_SETS) if name in found]
-    return known + [name for name in found if name not in known]
-
-
 def _notes(found: Mapping[str, Figure]) -> list[str]:
-    """What is not there, and what is there in part."""
     absent = [section for section, names in SECTIONS.items() if not found.keys() & names.keys()]
     notes = [f"absent section: {section}" for section in absent]
     for section, names in SECTIONS.items():
@@ -209,23 +204,23 @@ NUM_PROMPTS: dict[str, int] = {
     "Focus": 495,
     "Ties": 102,
 }
-"""Domains, and the rows of each as published."""
+"""Domains, and the published number of rows of each."""
 TIES = "Ties"
 
 ZeroSpread = Literal["limit", "leave_out"]
-"""What becomes of a prompt whose right answers all have the same score, where the margin is divided
-by their spread: `limit` takes the limit, 1 for a positive margin, as the reference's development
-version does; `leave_out` takes no account of it in that one term, as its release 0.1.4 does."""
+"""The rule for a prompt whose right answers have equal scores, where the margin is divided by their
+spread: `limit` takes the limit, 1 for a positive margin, as the reference's development version
+does; `leave_out` leaves the prompt out of that one term, as its release 0.1.4 does."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Margins:
-    """Of one row of Ties."""
+    """The margins of one row of Ties."""
 
     gap: float
-    """The worst right answer over the best wrong one."""
+    """The score of the worst right answer less that of the best wrong one."""
     spread: float
-    """The best right answer over the worst right one."""
+    """The score of the best right answer less that of the worst right one."""
 
     @property
     def is_accurate(self) -> bool:
@@ -233,21 +228,28 @@ class _Margins:
 
 
 def is_ties(subset: str | None) -> bool:
-    """Whether rows of this subset are scored by `ties_score`."""
+    """Tell whether rows of this subset are scored by `ties_score`."""
     return subset is not None and subset.lower() == TIES.lower()
 
 
 def ties_score(rows: Sequence[ScoredList], *, zero_spread: ZeroSpread = "limit") -> Figure:
-    """The score of the Ties rows, at most 1.01.
+    """Return the score of the Ties rows, at most 1.01.
 
-    It is taken over the prompts that have both rows, both with every score. Where one of the two
-    failed, both count as failed.
+    It covers the prompts that have both rows, both with every score. Where one of the two failed,
+    both count as failed.
 
     Raises:
         ValueError: An id that is neither `ref:<n>` nor `tied:<n>`, that comes twice, or a row
             without a right or without a wrong answer.
     """
-    both, num_failures = _both_rows(rows)
+    both: list[tuple[_Margins, _Margins]] = []
+    num_failures = 0
+    for ref_row, tied_row in _prompts(rows)[0]:
+        one, other = _margins(ref_row), _margins(tied_row)
+        if one is None or other is None:
+            num_failures += 2
+        else:
+            both.append((one, other))
     if not both:
         return Figure(name=TIES, value=None, num_failures=num_failures)
     ref_gaps, tied_gaps, spreads = (
@@ -273,12 +275,12 @@ def ties_score(rows: Sequence[ScoredList], *, zero_spread: ZeroSpread = "limit")
 def measure_reward_bench_2(
     rows: Sequence[ScoredList], *, zero_spread: ZeroSpread = "limit"
 ) -> Measured:
-    """Every domain and their mean.
+    """Measure every domain and their mean.
 
-    Where a domain is absent there is no mean of them: it would be that of another benchmark.
+    Where a domain is absent there is no mean: it would be that of another benchmark.
 
     Raises:
-        ValueError: See `ties_score`; two rows share an id.
+        ValueError: A row of Ties is malformed, or two rows share an id.
     """
     ties = [row for row in rows if is_ties(row.subset)]
     credits = {row.id: _credit(row) for row in rows}
@@ -304,7 +306,6 @@ def measure_reward_bench_2(
 
 
 def _credit(row: ScoredList) -> float | None:
-    """What a row is worth where rows are compared one by one."""
     if not is_ties(row.subset):
         return row.first_credit
     margins = _margins(row)
@@ -312,7 +313,6 @@ def _credit(row: ScoredList) -> float | None:
 
 
 def _margins(row: ScoredList) -> _Margins | None:
-    """None where a score is missing."""
     if len(set(row.is_right_G)) < 2:
         raise ValueError(f"{row.id}: a row of Ties needs a right and a wrong answer")
     scores_G = row.whole_scores_G
@@ -326,7 +326,7 @@ def _margins(row: ScoredList) -> _Margins | None:
 
 
 def _prompts(rows: Sequence[ScoredList]) -> tuple[list[tuple[ScoredList, ScoredList]], list[str]]:
-    """The rows `ref` and `tied` of each prompt that has both, and the prompts that have one."""
+    """Return the rows `ref` and `tied` of each prompt that has both, and the prompts with one."""
     kinds: dict[str, dict[str, ScoredList]] = {"ref": {}, "tied": {}}
     for row in rows:
         kind, _, number = row.id.partition(":")
@@ -338,19 +338,6 @@ def _prompts(rows: Sequence[ScoredList]) -> tuple[list[tuple[ScoredList, ScoredL
     ref, tied = kinds["ref"], kinds["tied"]
     both = [(ref[number], tied[number]) for number in ref if number in tied]
     return both, sorted(ref.keys() ^ tied.keys())
-
-
-def _both_rows(rows: Sequence[ScoredList]) -> tuple[list[tuple[_Margins, _Margins]], int]:
-    """Margins of the prompts that have both rows and all scores, and the rows that they lack."""
-    found: list[tuple[_Margins, _Margins]] = []
-    num_failures = 0
-    for ref_row, tied_row in _prompts(rows)[0]:
-        ref, tied = _margins(ref_row), _margins(tied_row)
-        if ref is None or tied is None:
-            num_failures += 2
-        else:
-            found.append((ref, tied))
-    return found, num_failures
 
 
 def _reward_bench_2_notes(

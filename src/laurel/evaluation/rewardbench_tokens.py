@@ -1,11 +1,11 @@
-"""Conversations as rewardbench 0.1.4 makes tokens of them, for models that score by their contract.
+"""Tokenization of conversations as in rewardbench 0.1.4, to reproduce its published scores.
 
-What its `RewardBenchPipeline` does with a sequence classifier, and the contract does not: roles
-are given by position; special tokens are added to a text whose template has written some already,
-so that BOS may stand twice, the first one hidden from attention; long texts lose their left end,
-BOS included, before special tokens are added; the score is read at the last token that is not the
+Its `RewardBenchPipeline` differs from the scoring contract for sequence classifiers: roles are
+given by position; special tokens are added to a text whose template has written some already, so
+that BOS may stand twice, the first one hidden from attention; long texts lose their left end, BOS
+included, before special tokens are added; the score is read at the last token that is not the
 padding token, wherever a conversation ends. A hidden first token changes nothing but the positions
-of all others, which is nothing to models with rotary positions: it is left out here.
+of all others, which does not matter to models with rotary positions: it is left out here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from laurel.types import Conversation, Group, Message, TokenGroup
 
 VERSION = "rewardbench 0.1.4"
 MAX_LENGTH = 2048
-"""Of its scripts; its command line does not cut unless it is told to."""
+"""The length at which its scripts cut; its command line cuts on request only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class ReferenceFormat:
 
     program: str
     truncation_side: Literal["left", "right"] | None
-    """Which end is cut; None: as the tokenizer says."""
+    """The end that is cut; None: the tokenizer's setting."""
     max_length: int = MAX_LENGTH
 
 
@@ -46,30 +46,30 @@ FORMATS = {
         program=f"{VERSION}, scripts/run_v2.py", truncation_side=None
     ),
 }
-"""By the benchmark that the program is for."""
+"""The program of each benchmark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceRow:
-    """One conversation as the reference hands it to a model."""
+    """One conversation as the reference passes it to a model."""
 
     text: str
     ids: TrainedIds
-    """All that its tokenizer makes of it."""
+    """All tokens of the reference's tokenizer."""
     start: int
     """1 where BOS stands twice: the first is hidden from attention."""
     end: int
-    """The score is read from the token before it."""
+    """The index after the token from which the score is read."""
     truncated: bool
 
     @property
     def read_ids(self) -> TrainedIds:
-        """The tokens that decide the score."""
+        """The tokens that the model reads up to the score."""
         return self.ids[self.start : self.end]
 
 
 class RewardBenchContract(ScoringContract):
-    """A scoring contract with the reference's way to tokens; the rest is that of the model."""
+    """A model's scoring contract with the reference's tokenization."""
 
     def __init__(
         self,
@@ -79,20 +79,20 @@ class RewardBenchContract(ScoringContract):
         pad_id: int | None,
         form: ReferenceFormat,
     ) -> None:
-        """Take the place of a model's contract.
+        """Replace a model's contract.
 
         Args:
-            contract: The model's own.
-            tokenizer: As it lies beside the model, with nothing settled or closed; its truncation
-                side and padding are changed.
-            pad_id: What the model's configuration names as padding; None where it names none.
-            form: Which program.
+            contract: The model's own contract.
+            tokenizer: The tokenizer as saved beside the model, without the contract's fixes; its
+                truncation side and padding are changed.
+            pad_id: The padding token in the model's configuration; None where it names none.
+            form: The settings of the reference program.
 
         Raises:
             ModelError: The reference has no score for such a model, or none that depends on the
                 conversation alone.
         """
-        _refuse(contract, tokenizer)
+        _check_supported(contract, tokenizer)
         side = form.truncation_side or tokenizer.truncation_side
         tokenizer.truncation_side = side
         rules = contract.rules.model_copy(
@@ -100,24 +100,24 @@ class RewardBenchContract(ScoringContract):
         )
         super().__init__(tokenizer, rules)
         self.own = contract
-        """The model's."""
+        """The contract of the model."""
         self.form = replace(form, truncation_side=side)
         self.ignored_id = _settle_padding(tokenizer, pad_id)
-        """The token that the score is never read from."""
+        """The padding token, from which no score is read."""
 
     @classmethod
     def beside(
         cls, contract: ScoringContract, spec: ModelSpec, *, form: ReferenceFormat
     ) -> RewardBenchContract:
-        """The contract of a model whose files are read as the reference program reads them.
+        """Make the contract from a model's files, read as the reference program reads them.
 
         Args:
-            contract: The model's own.
-            spec: Where the model and its tokenizer lie, and whether their code may run.
-            form: How the reference program makes tokens of a conversation.
+            contract: The model's own contract.
+            spec: The place of the model and its tokenizer, and whether their code may run.
+            form: The settings of the reference program.
 
         Raises:
-            ModelError: See above.
+            ModelError: The reference cannot score such a model.
         """
         from transformers import AutoTokenizer
 
@@ -130,7 +130,7 @@ class RewardBenchContract(ScoringContract):
         return cls(contract, tokenizer, pad_id=pad_id, form=form)
 
     def render(self, conversation: Conversation) -> str:
-        """The text of a conversation whose roles are settled, by the template alone.
+        """Render a conversation whose roles are final, by the template alone.
 
         Raises:
             DataError: The template cannot render it.
@@ -138,10 +138,10 @@ class RewardBenchContract(ScoringContract):
         return render(self.tokenizer, conversation, {})
 
     def encode(self, groups: Sequence[Group], *, sources: Sequence[str] = ()) -> list[TokenGroup]:
-        """See `ScoringContract.encode`.
+        """Tokenize groups as `ScoringContract.encode` does, with the reference's tokens.
 
         Raises:
-            DataError: A conversation that the reference stops at, or the template.
+            DataError: The reference, or the template, refuses a conversation.
         """
         texts: list[str] = []
         for source, group in zip(sources or [g.id for g in groups], groups, strict=True):
@@ -159,10 +159,10 @@ class RewardBenchContract(ScoringContract):
         ]
 
     def rows(self, group: Group) -> list[ReferenceRow]:
-        """Each conversation of a group as the reference hands it to the model.
+        """Return each conversation of a group as the reference passes it to the model.
 
         Raises:
-            DataError: One that it stops at, or the template.
+            DataError: The reference, or the template, refuses a conversation.
         """
         return self._rows(self._texts(group))
 
@@ -195,10 +195,10 @@ class RewardBenchContract(ScoringContract):
 
 
 def by_position(prompt: Conversation, answer: Conversation) -> Conversation:
-    """A conversation with the roles that the reference gives: user and assistant by turns.
+    """Give a conversation the reference's roles: user and assistant by turns.
 
     Raises:
-        DataError: The reference stops at such a prompt, or knows no such answer.
+        DataError: The reference refuses such a prompt or answer.
     """
     if len(answer) != 1:
         raise DataError(f"an answer of {len(answer)} messages, and {VERSION} knows those of one")
@@ -214,7 +214,7 @@ def by_position(prompt: Conversation, answer: Conversation) -> Conversation:
     )
 
 
-def _refuse(contract: ScoringContract, tokenizer: Any) -> None:
+def _check_supported(contract: ScoringContract, tokenizer: Any) -> None:
     if tokenizer.chat_template is None:
         raise ModelError(
             f"the tokenizer has no chat template, and what {VERSION} takes instead, a conversation "
@@ -229,7 +229,7 @@ def _refuse(contract: ScoringContract, tokenizer: Any) -> None:
 
 
 def _settle_padding(tokenizer: Any, pad_id: int | None) -> int:
-    """The token that the reference takes for padding, and its tokenizer pads with.
+    """Return the reference's padding token, after setting it in the tokenizer.
 
     Raises:
         ModelError: There is none, or the model and its tokenizer have different ones.
@@ -252,7 +252,7 @@ def _settle_padding(tokenizer: Any, pad_id: int | None) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where the reference's tokens are not those of the scoring contract, and why.
+# Differences between the reference's tokens and those of the scoring contract, with the reasons.
 
 BOS = "BOS doubled, the first hidden"
 ROLES = "roles by position"
@@ -265,17 +265,17 @@ FAILS = "one of the two cannot read it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Of the tokens of one conversation."""
+    """The difference of the tokens of one conversation."""
 
     reasons: tuple[str, ...]
     is_read: bool
-    """Whether the model reads other tokens; a BOS that is hidden again is none."""
+    """Whether the model reads other tokens; a hidden BOS is none."""
 
 
 def differences(
     reference: RewardBenchContract, groups: Sequence[Group]
 ) -> list[tuple[Difference | None, ...]]:
-    """For each completion of each group how its tokens differ; None where they are the same."""
+    """Return the difference of each completion of each group; None where tokens are the same."""
     own = prepared_by(reference.own, groups)
     theirs = prepared_by(reference, groups)
     return [
@@ -290,7 +290,6 @@ def differences(
 
 
 def _ids_of(prepared: Prepared) -> list[tuple[list[int], bool] | None]:
-    """Tokens of each completion and whether they were cut; None where it cannot be read."""
     tokens, failures = prepared
     if tokens is None:
         return [None] * len(failures)
@@ -313,7 +312,8 @@ def _difference(
 ) -> Difference | None:
     if ours is None or theirs is None:
         return None if ours is theirs else Difference(reasons=(FAILS,), is_read=True)
-    (row,) = reference.rows(_alone(group, index))
+    alone = Group(id=group.id, prompt=group.prompt, completions_G=(group.completions_G[index],))
+    (row,) = reference.rows(alone)
     is_read = row.read_ids != ours[0]
     if not is_read and row.ids == ours[0]:
         return None
@@ -343,12 +343,8 @@ def _reasons(
     return tuple(reason for reason, holds in found.items() if holds) or (SPECIAL,)
 
 
-def _alone(group: Group, index: int) -> Group:
-    return Group(id=group.id, prompt=group.prompt, completions_G=(group.completions_G[index],))
-
-
 def summary(found: Sequence[Sequence[Difference | None]]) -> dict[str, Any]:
-    """How many rows and conversations differ, and for which reasons, in values that JSON knows."""
+    """Count the rows and conversations that differ by reason, in JSON's types."""
     rows = [[one for one in row if one is not None] for row in found]
     every = [one for row in rows for one in row]
     reasons = Counter(reason for one in every for reason in one.reasons)

@@ -1,1 +1,1 @@
-"""Plain Hugging Face directories of trained models, with a card, here or on the hub."""
+"""Export of trained models as plain Hugging Face directories with a card, also to the hub."""

@@ -1,4 +1,4 @@
-"""`laurel export`: a model as a plain Hugging Face directory that proved to give its scores."""
+"""`laurel export`: write a model as a plain Hugging Face directory, and verify it."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ if TYPE_CHECKING:
 
 
 _MARK = "config.json"
-"""The file of a directory that may be overwritten: that of a model has it."""
+"""A file of every model; a directory without it is not overwritten."""
 
 
 def run_export(
     options: ExportOptions, *, hub: HfApi | None = None, messages: Console | None = None
 ) -> None:
-    """Write a model as a directory that needs nothing of Laurel.
+    """Write a model as a directory that can be used without Laurel.
 
-    What needs no model is checked first. What fails the test of what was written is not kept.
+    Everything that needs no model is checked first. A directory that fails the test of its scores
+    is not kept.
 
     Args:
-        options: See there.
-        hub: Stands in for the Hugging Face hub.
-        messages: Told what is done and found; None is standard error.
+        options: The options of the command line.
+        hub: A replacement of the Hugging Face hub.
+        messages: Gets progress and results; None is standard error.
 
     Raises:
-        UserError: A model, a directory, a setting or a login that cannot be used; or a directory
-            that would give other scores.
+        UserError: A model, a directory, a setting or a login cannot be used, or the directory
+            would give other scores.
     """
     messages = messages or message_console()
 
@@ -79,16 +80,16 @@ def check_target(path: Path, *, overwrite: bool, read_from: str) -> Path:
     """Refuse a directory that could not be written, before any work is done.
 
     Args:
-        path: What was asked for.
-        overwrite: Whether a model that is there may be replaced.
-        read_from: The directory or name that is read.
+        path: The directory to write.
+        overwrite: Whether an existing model may be replaced.
+        read_from: The directory or name of the model that is read.
 
     Returns:
         The path, links followed.
 
     Raises:
-        ConfigError: Something is there, or it would take the place of what is read.
-        DataError: It cannot be made there.
+        ConfigError: The directory is not empty, or would replace the model that is read.
+        DataError: The directory cannot be made.
     """
     asked = setting_of("--output", path)
     target = Path(os.path.realpath(path.expanduser()))
@@ -143,7 +144,7 @@ def _find(options: ExportOptions) -> ModelPlace:
 
 
 def _tables(options: ExportOptions, place: ModelPlace, say: Say) -> Sequence[EvaluationTable]:
-    """The evaluations for the card; of other models they would be a lie, so that is said."""
+    """Read the evaluations for the card, and warn where one is of another model."""
     if not options.evaluations:
         return ()
     from laurel.run.cards import read_evaluations
@@ -187,7 +188,7 @@ def _write(
 
 
 def _kind(place: ModelPlace, *, safetensors_only: bool) -> Literal["reward model", "policy"]:
-    """What lies there, told by its files."""
+    """Find out the kind of a model from its files."""
     from laurel.models.loading.reward_model import find_value_head
     from laurel.models.scoring import FILE_NAME
 
@@ -213,18 +214,18 @@ def _kind(place: ModelPlace, *, safetensors_only: bool) -> Literal["reward model
 
 
 # --------------------------------------------------------------------------------------------------
-# Bringing a directory to the Hugging Face hub.
+# Upload of a directory to the Hugging Face hub.
 
 
 def check_hub(api: HfApi, name: str) -> None:
-    """Refuse to go on to the hub where nobody could be let in, before any work is done.
+    """Check the name of a repository and the login, before any work is done.
 
     Args:
         api: The hub.
-        name: Of the repository.
+        name: The name of the repository.
 
     Raises:
-        ConfigError: A name that the hub does not take, or no login.
+        ConfigError: The hub does not accept the name, or there is no login.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -245,13 +246,13 @@ def check_hub(api: HfApi, name: str) -> None:
 
 
 def push(api: HfApi, name: str, directory: Path, *, private: bool) -> None:
-    """Make the repository where it is missing, and add the files of a directory.
+    """Create the repository where it is missing, and upload the files of a directory.
 
     Raises:
         DataError: The hub refuses; the directory stays as it is.
     """
     try:
-        # One that is there stays as public as it is.
+        # An existing repository keeps its visibility.
         api.create_repo(name, private=private or None, exist_ok=True)
         api.upload_folder(
             repo_id=name, folder_path=str(directory), commit_message="Written by laurel export"

@@ -1,4 +1,4 @@
-"""What `laurel export` is asked for."""
+"""The options of `laurel export`."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What the command line says."""
+    """The options of the command line."""
 
     model: str
     output: Path
     step: int | None = None
-    """Of a run: this checkpoint, not its best."""
+    """The step of a run's checkpoint; None takes its best."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     overwrite: bool = False
     evaluations: Sequence[Path] = ()
-    """What `laurel eval ... --output` wrote."""
+    """Reports of `laurel eval ... --output`, for the card."""
     without_conversations: bool = False
-    """Leave no conversation of the data in `scoring.json`."""
+    """Keep the conversations of the data out of `scoring.json`."""
     push_to_hub: str | None = None
     private: bool = False
     max_length: int | None = None
-    """For a model without `scoring.json`."""
+    """The longest conversation, for a model without `scoring.json`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cpu_threads: int | None = None
     settings: Sequence[str] = field(default_factory=tuple)
-    """What `--set` says."""
+    """The settings of `--set`."""
     as_json: bool = False

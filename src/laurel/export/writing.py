@@ -1,4 +1,4 @@
-"""A model as a plain Hugging Face directory: written, loaded anew without Laurel, and compared."""
+"""Write a model as a plain Hugging Face directory, load it without Laurel, and compare."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# A policy as a plain Hugging Face directory, and the test of what was written.
+# A policy.
 
 
 def write_policy(directory: Path, spec: ModelSpec, options: ExportOptions, say: Say) -> None:
-    """Write it, load it anew without Laurel, and compare log-probabilities.
+    """Write a policy, load it anew without Laurel, and compare log-probabilities.
 
     Args:
-        directory: Exists and is empty.
+        directory: An empty directory.
         spec: The policy that is loaded and written.
-        options: What the command line says.
-        say: Told what was found.
+        options: The options of the command line.
+        say: Gets the results.
 
     Raises:
-        UserError: It writes no text, or what was written says other words.
+        UserError: The model is no policy, or the directory gives other log-probabilities.
     """
     device = choose_device(options.device)
     loaded = load_policy(
@@ -99,10 +99,10 @@ def write_policy(directory: Path, spec: ModelSpec, options: ExportOptions, say: 
 
 
 # --------------------------------------------------------------------------------------------------
-# A reward model as a plain Hugging Face directory, and the test of what was written.
+# A reward model.
 
 LONGEST_PROBE = 1024
-"""Where conversations of more tokens are cut, no probe is made longer than that."""
+"""The longest cut, in tokens, that a probe exceeds: a longer probe would be slow."""
 
 
 def write_reward_model(
@@ -113,22 +113,29 @@ def write_reward_model(
     tables: Sequence[EvaluationTable],
     say: Say,
 ) -> None:
-    """Write it, load it anew without Laurel and with it, and compare.
+    """Write a reward model, load it anew without Laurel and with it, and compare scores.
 
     Args:
-        directory: Exists and is empty.
-        place: What is written.
-        spec: How it is loaded.
-        options: What the command line says.
+        directory: An empty directory.
+        place: The model that is written.
+        spec: The settings with which it is loaded.
+        options: The options of the command line.
         tables: Evaluations for its card.
-        say: Told what was found.
+        say: Gets the results.
 
     Raises:
-        UserError: It is no reward model, or what was written gives other scores.
+        UserError: The model is no reward model, or the directory gives other scores.
     """
     scorer = load_scorer(place, spec, say=say)
-    bias = _leave_out_bias(scorer)
-    facts = _facts(place, scorer, bias, say)
+    facts = facts_beside(place.name)
+    bias = _remove_bias(scorer)
+    if bias:
+        note = (
+            f"The program that trained it adds {bias:.6g} to every score, the bias of its head. "
+            "Hugging Face's classes have no place for that, and no comparison needs it."
+        )
+        say(f"note    {note}")
+        facts = facts.model_copy(update={"notes": (*facts.notes, note)})
     contract = _contract(scorer, options, say)
     probes = [golden.messages for golden in contract.rules.golden]
     probes += [probe for probe in probes_for(contract) if probe not in probes]
@@ -156,7 +163,7 @@ def write_reward_model(
 
 
 def probes_for(contract: ScoringContract) -> list[Conversation]:
-    """Conversations of several lengths, nobody's data, and one too long where that is cheap."""
+    """Make conversations of several lengths, and one that is cut where that is cheap."""
     asked = Message("user", "Where does the laurel grow?")
     probes: list[Conversation] = [
         (asked, Message("assistant", "No.")),
@@ -179,7 +186,7 @@ def probes_for(contract: ScoringContract) -> list[Conversation]:
 
 
 def facts_beside(name: str) -> CardFacts:
-    """What a model's directory, or its name on the hub, tells for a model card."""
+    """Read the facts for a model card from a model's directory, or from its name on the hub."""
     facts = CardFacts.load(Path(name)) if Path(name).is_dir() else None
     if facts is not None:
         return facts
@@ -187,8 +194,8 @@ def facts_beside(name: str) -> CardFacts:
     return CardFacts(base_model=on_hub or "", hub_base=on_hub)
 
 
-def _leave_out_bias(scorer: LocalScorer) -> float:
-    """Take the bias from a head; what it added to every score."""
+def _remove_bias(scorer: LocalScorer) -> float:
+    """Remove the bias of the head, and return what it added to every score."""
     name = scorer.model.head_name
     head = None if name is None else getattr(scorer.model.classifier, name)
     if head is None or head.bias is None:
@@ -198,21 +205,8 @@ def _leave_out_bias(scorer: LocalScorer) -> float:
     return bias
 
 
-def _facts(place: ModelPlace, scorer: LocalScorer, bias: float, say: Say) -> CardFacts:
-    """What is known of the model, and what was changed."""
-    facts = facts_beside(place.name)
-    if not bias:
-        return facts
-    note = (
-        f"The program that trained it adds {bias:.6g} to every score, the bias of its head. "
-        "Hugging Face's classes have no place for that, and no comparison needs it."
-    )
-    say(f"note    {note}")
-    return facts.model_copy(update={"notes": (*facts.notes, note)})
-
-
 def _contract(scorer: LocalScorer, options: ExportOptions, say: Say) -> ScoringContract:
-    """The contract with golden scores of the weights as they are written."""
+    """Return the contract with golden scores of the weights as they are written."""
     contract = scorer.contract
     kept = [golden.messages for golden in contract.rules.golden]
     if options.without_conversations:
@@ -232,10 +226,10 @@ def _contract(scorer: LocalScorer, options: ExportOptions, say: Say) -> ScoringC
 
 
 def _scores(scorer: LocalScorer, conversations: Sequence[Conversation]) -> np.ndarray:
-    """Scores `[N, K]`, each conversation by itself.
+    """Return the scores `[N, K]` of conversations, each scored by itself.
 
     Raises:
-        ScoringContractError: One has no score.
+        ScoringContractError: A conversation has no score.
     """
     groups = [conversation_group(messages) for messages in conversations]
     scores = [score for (score,) in scorer.score_now(groups)]
@@ -246,10 +240,10 @@ def _scores(scorer: LocalScorer, conversations: Sequence[Conversation]) -> np.nd
 
 
 def _compare(who: str, found: np.ndarray, expected: np.ndarray, tolerance: float) -> float:
-    """The largest difference.
+    """Return the largest difference of scores.
 
     Raises:
-        ScoringContractError: It is beyond the tolerance.
+        ScoringContractError: The difference is beyond the tolerance.
     """
     worst = largest_difference(found, expected)
     if not worst <= tolerance:

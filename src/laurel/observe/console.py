@@ -1,4 +1,4 @@
-"""What a person sees: tables of metrics, pairs and scores. Progress is in `progress.py`.
+"""Output on a terminal: consoles, line breaks, and tables of metrics, pairs and scores.
 
 Texts of models and data sets are shown as they are: no markup in them takes effect, and control
 characters appear as escapes, so that no text can colour, clear or reorder the screen.
@@ -34,7 +34,7 @@ _PROMPT_LENGTH = 240
 _ANSWER_LENGTH = 320
 _MESSAGES_SHOWN = 6
 _REORDERING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Marks that make a terminal show text in another order than it is written in."""
+"""Marks that make a terminal reorder the text around them."""
 _FOLDED_WIDTH = 24
 """Cells to which a column that may break words can be narrowed."""
 _WORD = re.compile(r"^ *\S+|\S+", re.MULTILINE)
@@ -58,7 +58,7 @@ class PairRow:
 
     @classmethod
     def of(cls, preference: Preference, scores_G: Sequence[float]) -> PairRow | None:
-        """The best and the worst completion of a judged group; None where all share one rank."""
+        """Make the row of the best and the worst completion; None where all share one rank."""
         ranks_G = preference.ranks_G
         best, worst = ranks_G.index(min(ranks_G)), ranks_G.index(max(ranks_G))
         if ranks_G[best] == ranks_G[worst]:
@@ -74,17 +74,17 @@ class PairRow:
 
     @classmethod
     def columns(cls) -> tuple[str, ...]:
-        """Names of the cells, for `MetricLogger.log_table`."""
+        """Return the names of the cells, for `MetricLogger.log_table`."""
         return tuple(field.name for field in fields(cls))
 
     @property
     def cells(self) -> tuple[object, ...]:
-        """The row of a logged table."""
+        """The values of the row, for `MetricLogger.log_table`."""
         return astuple(self)
 
     @property
     def verdict(self) -> Literal["right", "wrong", "tie", "unknown"]:
-        """Whether the scores agree with the people; unknown where one is NaN or infinite."""
+        """The agreement of the scores with the annotators; unknown where a score is not finite."""
         if not (math.isfinite(self.better_score) and math.isfinite(self.worse_score)):
             return "unknown"
         if self.better_score == self.worse_score:
@@ -137,7 +137,7 @@ class _Screen(Console):
 def _fitted(shown: Any, width: int) -> Any:
     if isinstance(shown, str):
         return wrapped(shown, width)
-    if isinstance(shown, Text):
+    if isinstance(shown, Text) and not shown.no_wrap:
         return Text(wrapped(shown.plain, width), style=shown.style)
     return shown
 
@@ -203,7 +203,7 @@ def print_command(console: Console, label: str, command: str) -> None:
     # Within quotes a backslash would be a part of the argument.
     if console.file.isatty() and "'" not in command:
         text = wrapped(text, console.width, indent="", end=" \\")
-    Console.print(console, Text(text), soft_wrap=True)
+    console.print(Text(text, no_wrap=True), soft_wrap=True)
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -217,15 +217,15 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def message_console(*, stderr: bool = True) -> Console:
-    """The console of what is said beside the results; `laurel --quiet` leaves of it what is urgent.
+    """Make the console for messages beside the results; `laurel --quiet` keeps the urgent ones.
 
-    Urgent are lines that begin with `warning` or `FAILED`, and what `print_urgent` prints.
+    Urgent are lines that begin with `warning` or `FAILED`, and those of `print_urgent`.
     """
     return _screen(stderr=stderr, is_quiet=verbosity() == "quiet")
 
 
 def print_urgent(console: Console, text: str) -> None:
-    """Print a line, whatever stands in it, though the command is told to be quiet."""
+    """Print a line also where the command was started with `--quiet`."""
     Console.print(console, text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -238,12 +238,12 @@ def _screen(*, stderr: bool, is_quiet: bool) -> Console:
 
 
 def silent_console() -> Console:
-    """A console that nobody reads."""
+    """Make a console whose output is discarded."""
     return Console(file=io.StringIO(), force_jupyter=False, force_terminal=False)
 
 
 def print_metrics(console: Console, title: str, metrics: Mapping[str, float]) -> None:
-    """Two columns: name and value."""
+    """Print metrics in two columns, name and value."""
     table = new_table(title, "metric", "value")
     for name, value in metrics.items():
         shown_name = shorten_middle(name, max(16, console.width - 16))
@@ -257,13 +257,13 @@ def print_metrics(console: Console, title: str, metrics: Mapping[str, float]) ->
 def print_pairs(
     console: Console, title: str, rows: Sequence[PairRow], *, is_brief: bool = False
 ) -> None:
-    """A few pairs: the prompt and whether the scores are right, then both answers.
+    """Print pairs: the prompt and whether the scores are right, then both answers.
 
     Args:
-        console: Where they are shown.
-        title: Above them.
+        console: The console to print on.
+        title: The title of the table.
         rows: The pairs.
-        is_brief: A line each, without a title.
+        is_brief: Print one line for each pair, without a title.
     """
     if not rows:
         console.print(Text(f"{visible(title)}: no pairs"))
@@ -289,15 +289,12 @@ def print_pairs(
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print one line that the terminal does not wrap: what does not fit is left out of its middle.
-
-    A narrow terminal gets what there is room for, and a file at least 80 characters.
-    """
+    """Print one line, shortened in its middle to the width of the terminal."""
     console.print(Text(shorten_middle(text, max(16, console.width))), soft_wrap=True)
 
 
 def print_scores(console: Console, rows: Sequence[tuple[Conversation, Score]]) -> None:
-    """Conversations and what a reward model says of each: a score, or why there is none."""
+    """Print conversations with their scores, or the reasons why there is none."""
     if not rows:
         console.print(Text("no conversations"))
         return
@@ -314,7 +311,10 @@ def print_scores(console: Console, rows: Sequence[tuple[Conversation, Score]]) -
 
 
 def format_number(value: float) -> str:
-    """Four significant digits; whole numbers below 1,000 as such, no decimals from 1,000 up."""
+    """Format a number with four significant digits.
+
+    Whole numbers below 1,000 stay whole; from 1,000 up there are no decimals.
+    """
     number = float(value)
     if not math.isfinite(number):
         return "NaN" if math.isnan(number) else "inf" if number > 0 else "-inf"
@@ -326,10 +326,8 @@ def format_number(value: float) -> str:
 
 
 def shorten_middle(text: str, length: int) -> str:
-    """At most `length` visible characters: the start and the end, with ` ... ` between.
-
-    What was asked stands at the end of a long prompt, what it is about at its start.
-    """
+    """Shorten a text to `length` visible characters: start and end, with ` ... ` between."""
+    # The question stands at the end of a long prompt, its subject at the start.
     if length < 16:
         raise ValueError(f"length is {length}; at least 16 are needed to show both ends")
     if len(text) > 2 * length:  # escaping a book to show a line of it would take a while
@@ -347,7 +345,7 @@ def shorten_middle(text: str, length: int) -> str:
 
 
 def say_on(console: Console) -> Callable[[str], None]:
-    """Return what says lines on a console, whatever stands in them."""
+    """Return a function that prints lines on a console, with hidden characters as escapes."""
 
     def say(text: str) -> None:
         console.print(Text("\n".join(map(visible, text.split("\n")))), soft_wrap=True)
@@ -356,14 +354,19 @@ def say_on(console: Console) -> Callable[[str], None]:
 
 
 def visible(text: str) -> str:
-    r"""The text with control, reordering and unpaired characters as escapes: a newline as `\n`."""
+    r"""Show control, reordering and unpaired characters of a text as escapes: a newline as `\n`."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(_escape(character) if _is_hidden(character) else character for character in text)
+    return "".join(
+        character.encode("unicode_escape").decode("ascii")
+        if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in _REORDERING
+        else character
+        for character in text
+    )
 
 
 def conversation_text(conversation: Conversation) -> str:
-    """A conversation as one text: roles are named where there are several messages."""
+    """Return a conversation as one text, with roles where there are several messages."""
     if len(conversation) == 1:
         return conversation[0].content
     return "\n".join(f"{message.role}: {message.content}" for message in conversation)
@@ -443,7 +446,7 @@ def _answer(text: str) -> Text:
 
 
 def _conversation(conversation: Conversation, score: Score) -> Text:
-    """One line a message; of a long conversation the first and the last ones."""
+    # One line a message; of a long conversation the first and the last ones.
     lines = Text()
     hidden = range(1, len(conversation) - _MESSAGES_SHOWN + 1)
     for index, message in enumerate(conversation):
@@ -461,31 +464,22 @@ def _conversation(conversation: Conversation, score: Score) -> Text:
     return lines
 
 
-def _is_hidden(character: str) -> bool:
-    category = unicodedata.category(character)
-    return category in ("Cc", "Cs", "Zl", "Zp") or character in _REORDERING
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
-
-
 # --------------------------------------------------------------------------------------------------
 # Completions with their rewards: a table on screen, a parquet file a step.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRow:
-    """One rollout, as people look at it."""
+    """One rollout as a row of a table."""
 
     step: int
     task: str
-    """The task's id."""
+    """The id of the task."""
     group: str
     environment: str
     prompt: str
     completion: str
-    """Of several turns, with marks between them; see `completion_text`."""
+    """The text of all turns, as `completion_text` joins them."""
     reward: float | None
     advantage: float | None = None
     answer: str | None = None
@@ -499,7 +493,7 @@ class CompletionRow:
 
     @classmethod
     def columns(cls) -> tuple[str, ...]:
-        """Names of the cells."""
+        """Return the names of the cells."""
         return tuple(cls.__dataclass_fields__)
 
     @property
@@ -514,7 +508,7 @@ def completion_rows(
     step: int,
     advantages_BG: Sequence[Sequence[float]] | Sequence[np.ndarray] | None = None,
 ) -> list[CompletionRow]:
-    """The rollouts as people look at them."""
+    """Return the rollouts of groups as rows of a table."""
     rows = []
     for b, group in enumerate(groups):
         expected = group.task.metadata.get("ground_truth")
@@ -542,9 +536,9 @@ def completion_rows(
 
 
 def completion_text(messages: Conversation) -> str:
-    """What followed a prompt as one text; turns that are not the policy's are marked.
+    """Join the turns after a prompt; those of the environment are marked.
 
-    As in `x [environment] wrong [policy] y`; of a single turn its text alone.
+    The result is like `x [environment] wrong [policy] y`; a single turn is its text alone.
     """
     text, speaker = "", "policy"
     for message in messages:
@@ -558,13 +552,13 @@ def completion_text(messages: Conversation) -> str:
 def print_completions(
     console: Console, title: str, rows: Sequence[CompletionRow], *, is_brief: bool = False
 ) -> None:
-    """Show completions with their rewards.
+    """Print completions with their rewards.
 
     Args:
-        console: Where they are shown.
-        title: Above them.
+        console: The console to print on.
+        title: The title of the table.
         rows: The completions.
-        is_brief: A line each, without a title.
+        is_brief: Print one line for each completion, without a title.
     """
     if is_brief:
         for row in rows:
@@ -601,30 +595,31 @@ def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
         ]
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    cells = [{name: _storable(value) for name, value in asdict(row).items()} for row in rows]
+    # An unpaired surrogate, as broken data may have, cannot be encoded in UTF-8.
+    cells = [
+        {
+            name: value.encode("utf-8", "backslashreplace").decode("utf-8")
+            if isinstance(value, str)
+            else value
+            for name, value in asdict(row).items()
+        }
+        for row in rows
+    ]
     write(arrow.Table.from_pylist(cells, schema=schema), path)
 
 
-def _storable(value: object) -> object:
-    """Half a character, as broken data may have, has no place in UTF-8."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
-    return value
-
-
 # --------------------------------------------------------------------------------------------------
-# How much a command says: `laurel --quiet` and `laurel --verbose`, for the whole process.
+# Verbosity: `laurel --quiet` and `laurel --verbose`, for the whole process.
 
 Verbosity = Literal["quiet", "normal", "verbose"]
 """`quiet`: errors, warnings and results. `verbose`: also the debug messages of Laurel's loggers,
-and the traceback of errors that are otherwise told in a sentence."""
+and the tracebacks of errors."""
 
 _verbosity: Verbosity = "normal"
 
 
 class _ToStderr(logging.Handler):
-    """Writes to what standard error is at the moment: a live display takes its place."""
-
+    # Looks standard error up for each record: a live display replaces it for a while.
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)
 
@@ -634,12 +629,12 @@ _handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
 
 
 def verbosity() -> Verbosity:
-    """How much this process says."""
+    """Return the verbosity of this process."""
     return _verbosity
 
 
 def set_verbosity(wanted: Verbosity) -> None:
-    """From now on; consoles that are there already stay as they are."""
+    """Set the verbosity of this process; consoles made before keep theirs."""
     global _verbosity
     _verbosity = wanted
     logger = logging.getLogger("laurel")
@@ -651,7 +646,7 @@ def set_verbosity(wanted: Verbosity) -> None:
 
 
 def quiet_libraries() -> None:
-    """Keep progress bars and advice of the libraries out of our own display."""
+    """Switch off the progress bars and the advice of libraries."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]

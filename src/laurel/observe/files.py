@@ -1,4 +1,4 @@
-"""Files and directories that are there whole or not at all, whenever a process or machine dies.
+"""Atomic writes of files and directories: complete or absent, whenever a process or machine dies.
 
 Each is written under a name that begins with a dot, forced to the disk, and only then renamed.
 """
@@ -47,7 +47,7 @@ def check_output(path: Path, *, read_from: str) -> None:
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[TextIO]:
-    """Write a text file that takes its place, or that of an older one, only when all is written.
+    """Write a text file that replaces an older one only when it is complete.
 
     A name that ends in `.gz` is compressed. A device or pipe is written as it comes.
 
@@ -58,8 +58,11 @@ def replace_file(path: Path) -> Iterator[TextIO]:
     is_special = _is_special(target)
     written = target if is_special else target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with written.open("wb") as raw, _text(raw, compress=target.suffix == ".gz") as text:
-            yield text
+        with written.open("wb") as raw:
+            is_gzip = target.suffix == ".gz"
+            stream = cast("IO[bytes]", gzip.GzipFile(fileobj=raw, mode="wb")) if is_gzip else raw
+            with io.TextIOWrapper(stream, encoding="utf-8", newline="\n") as text:
+                yield text
         if not is_special:
             with written.open("rb") as whole:
                 os.fsync(whole.fileno())
@@ -73,13 +76,8 @@ def replace_file(path: Path) -> Iterator[TextIO]:
             written.unlink(missing_ok=True)
 
 
-def _text(raw: IO[bytes], *, compress: bool) -> TextIO:
-    stream = cast("IO[bytes]", gzip.GzipFile(fileobj=raw, mode="wb")) if compress else raw
-    return io.TextIOWrapper(stream, encoding="utf-8", newline="\n")
-
-
 def _is_special(path: Path) -> bool:
-    """Whether the path is there and is no plain file: renaming over a device would replace it."""
+    # Renaming over a device or a pipe would replace it.
     return path.exists() and not path.is_file()
 
 
@@ -88,7 +86,7 @@ def _is_special(path: Path) -> bool:
 
 @contextlib.contextmanager
 def replace_directory(path: Path) -> Iterator[Path]:
-    """Fill a directory that takes its place, or that of an older one, only when all is written.
+    """Fill a directory that replaces an older one only when it is complete.
 
     Raises:
         DataError: The disk is full or refuses; what was there before is as it was.
@@ -133,7 +131,7 @@ def put_in_place(
 
 
 def sync_tree(directory: Path) -> None:
-    """Force all that lies in a directory to the disk: the files, then their names, inner first."""
+    """Force the contents of a directory to the disk: the files, then their names, inner first."""
     for folder, subfolders, names in os.walk(directory):
         subfolders.sort()
         for name in sorted(names):
@@ -157,7 +155,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def delete_directory(directory: Path) -> None:
-    """Remove a directory with a name of ours; what cannot be removed is logged, and stays."""
+    """Remove a directory; what cannot be removed is logged, and stays."""
     try:
         shutil.rmtree(directory)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Alarms of a run: from its metrics, step by step, to what rises and what is over.
+"""Alarms of a run, raised and ended step by step from its metrics.
 
-Pure arithmetic: no clock, no chance, no files. The same figures in the same order give the same
-events, also where a run was saved and resumed in between.
+They are pure arithmetic: no clock, no randomness, no files. The same metrics in the same order give
+the same events, also where a run was saved and resumed in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from laurel.config.grpo import Alarm, HealthConfig
 from laurel.observe.console import format_number
 
 # --------------------------------------------------------------------------------------------------
-# What the alarms remember of a run: the first values of a metric, its latest, and one peak.
+# The history that alarms keep of a run: the first values of a metric, the latest, and one peak.
 
 REWARD = "train/reward"
 DIVERGENCES = ("train/kl_penalty", "train/kl_in_reward")
@@ -41,22 +41,22 @@ READ = frozenset(
         FAILURES,
     }
 )
-"""Metrics that the rules read, besides those that the configuration names."""
+"""The metrics that the rules read, besides those that the configuration names."""
 
 WINDOWS_KEPT = 5
-"""Latest windows that are remembered."""
+"""The number of latest windows that are kept."""
 LEAST_STEPS = 3
-"""First steps that a baseline is made of at least."""
+"""The least number of first steps for a baseline."""
 BEFORE_A_JUMP = 4
-"""Values before the latest from which it can be told how far chance goes in one step."""
+"""The values before the latest that are needed to estimate the noise of one step."""
 VALIDATIONS = 3
-"""Validations whose median is judged: they are rarer than steps, of the same tasks each time."""
+"""Validations whose median is checked: they are rarer than steps, of the same tasks each time."""
 _OF_MEMBER = re.compile(r"(env/.+/part/)(.+)/(?:mean|std)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """How a metric was in the first steps."""
+    """A metric in the first steps."""
 
     median: float
     spread: float
@@ -69,28 +69,28 @@ class RecentValues:
 
     value: float
     before: float
-    """Median of the window before the value, or of what there is of it."""
+    """Median of the window before the value, which may still be shorter."""
     spread: float | None
-    """Robust standard deviation of a single value; None with fewer than `BEFORE_A_JUMP` of them."""
+    """Robust standard deviation of a single value; None with fewer than `BEFORE_A_JUMP` values."""
     is_share: bool
-    """All of them lie between 0 and 1."""
+    """Whether all values lie between 0 and 1."""
 
 
 @dataclass(slots=True, kw_only=True)
 class MetricWindow:
-    """One metric, as far as it is remembered."""
+    """The kept values of one metric."""
 
     first: list[float] = field(default_factory=list)
     latest: list[float] = field(default_factory=list)
     count: int = 0
-    """Finite values so far."""
+    """The number of finite values so far."""
     is_fresh: bool = False
-    """Measured in what was seen last."""
+    """Whether the last step, or validation, measured the metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """Where what is really wanted was best."""
+    """The best value of the gold metric, with reward and divergence at that point."""
 
     gold: float
     reward: float
@@ -98,7 +98,7 @@ class Peak:
 
 
 class History:
-    """The metrics of a run as the rules read them; as large after a million steps as after fifty.
+    """The metrics of a run as the rules read them, in constant memory.
 
     Values that are not finite count as not measured.
     """
@@ -110,10 +110,10 @@ class History:
         members: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Remember nothing yet.
+        """Start an empty history.
 
         Args:
-            config: See there.
+            config: The settings of the alarms.
             members: Names of the reward models where there are several.
             settings: The whole configuration as plain values, in which a gold metric is looked for
                 where `config` names none.
@@ -121,21 +121,27 @@ class History:
         self.config = config
         self.members = tuple(members)
         self.gold_name: str | None = config.gold_metric
-        """The gold metric, as soon as one has been measured; see `gold_metric`."""
+        """The name of the gold metric, by `gold_metric`; None until one has been measured."""
         self._settings = settings or {}
         self.peak: Peak | None = None
         self._series: dict[str, MetricWindow] = {}
 
     def add(self, figures: Mapping[str, float]) -> None:
-        """What was measured at one step, or in one validation, by full name."""
+        """Add the metrics of one step, or of one validation, by full name."""
         for series in self._series.values():
             series.is_fresh = False
         if self.gold_name is None:
             self.gold_name = gold_metric(self._settings, figures)
         for name, value in figures.items():
             if math.isfinite(value) and self._is_read(name):
-                self._add(self._series.setdefault(name, MetricWindow()), float(value))
-        self._look_for_peak()
+                series = self._series.setdefault(name, MetricWindow())
+                if len(series.first) < self.config.baseline_steps:
+                    series.first.append(float(value))
+                series.latest.append(float(value))
+                del series.latest[: -WINDOWS_KEPT * max(self.config.window, VALIDATIONS)]
+                series.count += 1
+                series.is_fresh = True
+        self._update_peak()
 
     def _is_read(self, name: str) -> bool:
         if name in READ or name in (self.gold_name, self.config.format_metric):
@@ -143,16 +149,7 @@ class History:
         found = _OF_MEMBER.fullmatch(name)
         return found is not None and found[2] in self.members
 
-    def _add(self, series: MetricWindow, value: float) -> None:
-        if len(series.first) < self.config.baseline_steps:
-            series.first.append(value)
-        series.latest.append(value)
-        del series.latest[: -WINDOWS_KEPT * max(self.config.window, VALIDATIONS)]
-        series.count += 1
-        series.is_fresh = True
-
-    def _look_for_peak(self) -> None:
-        """Remember the best that the gold metric has been."""
+    def _update_peak(self) -> None:
         name = self.gold_name
         if name is None or not self.is_fresh(name):
             return
@@ -166,16 +163,16 @@ class History:
     # ---------------------------------------------------------------------------- what rules read
 
     def is_fresh(self, name: str) -> bool:
-        """Whether a metric was measured in what was seen last."""
+        """Tell whether the last step, or validation, measured a metric."""
         series = self._series.get(name)
         return series is not None and series.is_fresh
 
     def now(self, name: str) -> float | None:
-        """The median of the latest window; None before there is a whole one."""
+        """Return the median of the latest window; None before a window is full."""
         return self._median(name, self.config.window)
 
     def gold(self) -> float | None:
-        """The same of the gold metric; of a few validations where it is measured in these."""
+        """Return the median of the gold metric, over a few values where validations measure it."""
         name = self.gold_name or ""
         window = self.config.window
         return self._median(name, min(window, VALIDATIONS) if is_of_validation(name) else window)
@@ -187,8 +184,10 @@ class History:
         return statistics.median(series.latest[-window:])
 
     def baseline(self, name: str) -> Baseline | None:
-        """How a metric was in the first steps, or in those of them that lie before the latest
-        window; None where these are fewer than `LEAST_STEPS`."""
+        """Return a metric's baseline from the first steps that lie before the latest window.
+
+        It is None with fewer than `LEAST_STEPS` of them.
+        """
         series, wanted = self._series.get(name), self.config.baseline_steps
         first = series.first[: max(0, series.count - self.config.window)] if series else []
         if len(first) < min(LEAST_STEPS, wanted):
@@ -200,7 +199,7 @@ class History:
         return Baseline(median=statistics.median(first), spread=spread)
 
     def step(self, name: str) -> RecentValues | None:
-        """The latest value and those before it; None where it is the first one."""
+        """Return the latest value and those before it; None where it is the first one."""
         series = self._series.get(name)
         if series is None or not series.is_fresh or len(series.latest) < 2:
             return None
@@ -216,8 +215,10 @@ class History:
         )
 
     def noise(self, name: str) -> float | None:
-        """Standard deviation of a single value, from the steps between neighbours, which a slow
-        course hardly widens; None with fewer than `BEFORE_A_JUMP` of them."""
+        """Return the standard deviation of a single value; None with too few values.
+
+        It is estimated from differences of neighbours, which a slow drift hardly widens.
+        """
         latest = self._series[name].latest if name in self._series else []
         changes = [abs(after - before) for before, after in pairwise(latest)]
         if len(changes) < BEFORE_A_JUMP:
@@ -226,11 +227,11 @@ class History:
         return math.sqrt(math.pi) / 2 * statistics.fmean(changes) * few
 
     def divergence(self) -> str | None:
-        """The metric that says how far the policy is from its reference, if there is one."""
+        """Return the name of the divergence from the reference policy, if one is measured."""
         return next((name for name in DIVERGENCES if name in self._series), None)
 
     def ensembles(self) -> Iterator[list[str]]:
-        """The stems of the metrics of several reward models that judge the same completions."""
+        """Yield the stems of the metrics of several reward models for the same completions."""
         by_place: dict[str, set[str]] = {}
         for name in self._series:
             found = _OF_MEMBER.fullmatch(name)
@@ -241,7 +242,7 @@ class History:
     # ------------------------------------------------------------------------------------ resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as JSON knows it."""
+        """Return the whole history in JSON's types."""
         peak = self.peak
         return {
             "series": {
@@ -253,7 +254,7 @@ class History:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore the history from a saved state."""
         saved = state.get("gold")  # older states have none
         if self.gold_name is None and saved is not None:
             self.gold_name = gold_metric(self._settings, [saved])
@@ -268,88 +269,80 @@ class History:
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Robust standard deviation: 1.4826 times the median absolute deviation."""
     middle = statistics.median(values)
     return 1.4826 * statistics.median([abs(value - middle) for value in values])
 
 
 def is_of_validation(name: str) -> bool:
-    """Whether a metric is measured in validations, not at every step."""
+    """Tell whether a metric is measured in validations, not at every step."""
     return name.startswith("validation")
 
 
 # --------------------------------------------------------------------------------------------------
 # The rules of the alarms: from the history of a run's metrics to a finding, or to nothing.
 #
-# Drifts are told from the median of the latest window against the first steps, and leaps from the
-# latest step alone against the window before it: these are told at once, and from the second step
-# on.
+# Drifts compare the median of the latest window with the first steps. Leaps compare the latest step
+# alone with the window before it, at once and from the second step on.
 #
-# A rule is silent (None) where a metric that it reads is not measured, or not yet long enough. So
-# is
-# every rule about a metric that the latest figures do not hold. What each alarm is for, its
-# threshold
-# and what people do about it is told at length in `docs/reward_hacking.md`.
+# A rule is silent (None) where a metric that it reads is not measured, or not yet long enough, and
+# where the last step did not measure it. `docs/reward_hacking.md` describes each alarm, its
+# threshold, and remedies.
 
 GOLD_LEAP = 0.4
-"""How much of a gold metric between 0 and 1 is lost at once where its noise is not known yet."""
+"""The fall of a gold metric between 0 and 1 that counts as a leap before its noise is known."""
 
 Evidence = Literal[
     "best", "worst", "longest", "shortest", "repetitive", "cut_off", "equal", "failed"
 ]
-"""Which completions show what an alarm is about."""
+"""The completions that illustrate an alarm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmFinding:
-    """What a rule says of a run at one step."""
+    """The result of a rule at one step."""
 
     is_bad: bool
     metric: str
     value: float
-    """Of the metric, over the latest window."""
+    """The metric over the latest window."""
     threshold: float
-    """Where the value becomes bad."""
+    """The value from which the finding is bad."""
     text: str
-    """The figures in words."""
+    """The finding in words, with its numbers."""
     baseline: float | None = None
-    """What the value is compared with."""
+    """The value to compare with."""
     evidence: Evidence = "best"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmRule:
-    """How an alarm is found, and what people usually do about it."""
+    """The check of an alarm, and the usual remedies."""
 
     judge: Callable[[History], AlarmFinding | None]
     advice: str
 
 
 def _beyond(history: History, step: RecentValues, least: float) -> float:
-    """How far a single value must be from those before it: `least`, and beyond chance.
-
-    While there are too few values to tell chance it is twice `least`.
-    """
-    return (
-        2 * least if step.spread is None else max(least, history.config.jump_spreads * step.spread)
-    )
+    """Return the distance from the values before at which a value is a leap beyond chance."""
+    if step.spread is None:
+        return 2 * least  # too few values to estimate their noise
+    return max(least, history.config.jump_spreads * step.spread)
 
 
 def _first_bad(*found: AlarmFinding | None) -> AlarmFinding | None:
-    """The first that is bad; else the first that says anything."""
     said = [one for one in found if one is not None]
     return next((one for one in said if one.is_bad), said[0] if said else None)
 
 
 def overoptimisation(history: History) -> AlarmFinding | None:
-    """What is really wanted falls: slowly while the reward does not, or in a single step."""
+    """Check whether the gold metric falls: slowly while the reward does not, or in one step."""
     return _first_bad(_gold_leaps(history), _gold_drifts(history))
 
 
 def _gold_leaps(history: History) -> AlarmFinding | None:
-    """The gold metric has lost half of what it was, in one step, whatever the reward did.
+    """Check for a fall of the gold metric by half in one step, whatever the reward did.
 
-    Before chance can be told, only a share that has lost `GOLD_LEAP` of all is believed.
+    Before its noise is known, only a share that fell by `GOLD_LEAP` counts.
     """
     name = history.gold_name
     step = None if name is None else history.step(name)
@@ -374,13 +367,13 @@ def _gold_leaps(history: History) -> AlarmFinding | None:
 
 
 def _gold_drifts(history: History) -> AlarmFinding | None:
-    """What is really wanted has fallen below its peak, and the reward has not fallen with it.
+    """Check for a gold metric below its peak while the reward has not fallen with it.
 
-    A policy that is trained against a proxy gains by what is really wanted at first and loses it
-    afterwards, as a function of the root of its divergence from where it began (Gao, Schulman and
-    Hilton, arXiv 2210.10760). Where a divergence is measured it must have grown since: a policy
-    that falls back towards its reference has another illness. Of what is measured at every step,
-    the fall must be beyond chance, too: `num_spreads` of what the median of a window has.
+    A policy that is trained against a proxy first gains in the gold metric and later loses, as a
+    function of the root of its divergence from its start (Gao, Schulman and Hilton, arXiv
+    2210.10760). Where a divergence is measured it must have grown since: a policy that falls back
+    towards its reference has another problem. A gold metric of every step must also fall beyond
+    chance: by `num_spreads` standard deviations of the median of a window.
     """
     config, peak, name = history.config, history.peak, history.gold_name
     if name is None or peak is None or not history.is_fresh(name):
@@ -411,10 +404,7 @@ def _gold_drifts(history: History) -> AlarmFinding | None:
 
 
 def kl_jump(history: History) -> AlarmFinding | None:
-    """The divergence from the reference grows by a large factor in a single step.
-
-    The policy has leapt, where it should walk: what it says now was hardly ever said before.
-    """
+    """Check whether the divergence from the reference grew by a large factor in one step."""
     config, name = history.config, history.divergence()
     step = None if name is None else history.step(name)
     if name is None or step is None:
@@ -433,7 +423,7 @@ def kl_jump(history: History) -> AlarmFinding | None:
 
 
 def length(history: History) -> AlarmFinding | None:
-    """Completions are much longer, or much shorter, than they were."""
+    """Check whether completions are much longer, or much shorter, than before."""
     return _first_bad(_length_leaps(history), _length_drifts(history))
 
 
@@ -443,7 +433,7 @@ def _length_leaps(history: History) -> AlarmFinding | None:
         return None
     is_longer = step.value >= step.before
     least = step.before * (factor - 1 if is_longer else 1 - 1 / factor)
-    if step.spread is None and not is_longer:  # twice of it may be more than there is
+    if step.spread is None and not is_longer:  # twice the fall may exceed the whole length
         far = step.before * (1 - 1 / factor**2)
     else:
         far = _beyond(history, step, least)
@@ -462,11 +452,8 @@ def _length_leaps(history: History) -> AlarmFinding | None:
 
 
 def _length_drifts(history: History) -> AlarmFinding | None:
-    """Completions are much longer, or much shorter, than in the first steps.
-
-    The commonest way to please a reward model without being better (Singhal et al.,
-    arXiv 2310.03716). It is no illness where thinking longer is what is being learned.
-    """
+    # Length is the commonest way to a higher score without better answers (Singhal et al., arXiv
+    # 2310.03716). It is no problem where longer reasoning is being learned.
     config, baseline, now = history.config, history.baseline(LENGTH), history.now(LENGTH)
     if baseline is None or now is None or not history.is_fresh(LENGTH):
         return None
@@ -488,10 +475,10 @@ def _length_drifts(history: History) -> AlarmFinding | None:
 
 
 def length_bias(history: History) -> AlarmFinding | None:
-    """Within groups the longer completion gets the better reward, and completions grow.
+    """Check whether longer completions get better rewards within groups while lengths grow.
 
-    Correlation alone says little: answers that are cut short are wrong in any task. With growing
-    lengths it says what the policy is learning.
+    Correlation alone means little: answers that are cut short are wrong in any task. With growing
+    lengths it shows what the policy is learning.
     """
     name, config = LENGTH_CORRELATION, history.config
     baseline, length_now, now = history.baseline(LENGTH), history.now(LENGTH), history.now(name)
@@ -513,7 +500,6 @@ def length_bias(history: History) -> AlarmFinding | None:
 def _risen(
     history: History, name: str, rise: float, what: str, evidence: Evidence
 ) -> AlarmFinding | None:
-    """A share that was lower in the first steps, or in the steps before."""
     return _first_bad(
         _leaps(history, name, rise, what, evidence), _drifts(history, name, rise, what, evidence)
     )
@@ -556,19 +542,19 @@ def _drifts(
 
 
 def repetition(history: History) -> AlarmFinding | None:
-    """Completions say again what they have said."""
+    """Check whether completions repeat themselves."""
     what = "share of 4-grams that a completion has already said"
     return _risen(history, REPETITION, history.config.repetition_rise, what, "repetitive")
 
 
 def truncation(history: History) -> AlarmFinding | None:
-    """Completions do not come to an end any more."""
+    """Check whether more completions are cut at the length limit."""
     what = "share of completions without an end"
     return _risen(history, TRUNCATION, history.config.truncation_rise, what, "cut_off")
 
 
 def keeps_format(history: History) -> AlarmFinding | None:
-    """Fewer completions have the form that was asked for."""
+    """Check whether fewer completions have the required format."""
     config, name = history.config, history.config.format_metric
     if name is None or not history.is_fresh(name):
         return None
@@ -590,7 +576,7 @@ def keeps_format(history: History) -> AlarmFinding | None:
 def _too_large(
     history: History, name: str, share: float, what: str, evidence: Evidence
 ) -> AlarmFinding | None:
-    """A share that is bad whatever it was in the first steps."""
+    # Such a share is bad whatever it was in the first steps.
     now = history.now(name)
     if now is None or not history.is_fresh(name):
         return None
@@ -605,28 +591,28 @@ def _too_large(
 
 
 def zero_spread_groups(history: History) -> AlarmFinding | None:
-    """Groups whose rewards are all equal teach nothing."""
+    """Check whether most groups have equal rewards, from which nothing is learned."""
     what = "share of groups whose rewards are all equal"
     found = _too_large(history, ZERO_SPREAD, history.config.zero_spread_share, what, "equal")
     reward = history.now(REWARD)
     if found is None or reward is None:
         return found
-    # Whether that is the end that was wished for, the reward says.
+    # The reward tells whether the tasks are solved or hopeless.
     return replace(found, text=f"{found.text}; the mean reward is {_of(reward)}")
 
 
 def missing_rewards(history: History) -> AlarmFinding | None:
-    """Completions without a reward are left out, and those that remain may be others."""
+    """Check whether many completions have no reward: they are masked, which biases the rest."""
     what = "share of completions without a reward"
     return _too_large(history, FAILURES, history.config.failure_share, what, "failed")
 
 
 def ensemble(history: History) -> AlarmFinding | None:
-    """Several reward models no longer agree how much better the completions have become.
+    """Check whether reward models disagree on how much better the completions have become.
 
-    Models that were trained apart agree where there is something to know and go apart where the
-    policy has found what only one of them likes (Coste et al., arXiv 2310.02743). The gain of each
-    is measured in standard deviations of its own scores in the first steps.
+    Models that were trained apart agree on real progress and diverge where the policy exploits one
+    of them (Coste et al., arXiv 2310.02743). The gain of each is measured in standard deviations of
+    its own scores in the first steps.
     """
     found: list[AlarmFinding] = []
     for stems in history.ensembles():
@@ -707,14 +693,14 @@ RULES: Mapping[Alarm, AlarmRule] = MappingProxyType(
         ),
         "zero_spread_groups": AlarmRule(
             judge=zero_spread_groups,
-            advice="if all are right, use harder tasks; if none is, easier ones or a warm-up; draw "
-            "more completions of each; grpo.use_dynamic_sampling leaves such groups out",
+            advice="if all are right, use harder tasks; if none is, easier ones or a warm-up; "
+            "sample more completions of each; grpo.use_dynamic_sampling leaves such groups out",
         ),
         "ensemble": AlarmRule(
             judge=ensemble,
             advice="combine warily (env.reward_model.combine=mean_minus_std or min); read what "
             "the one "
-            "likes and the other does not, and have pairs of it judged",
+            "likes and the other does not, and have pairs of it annotated",
         ),
         "failures": AlarmRule(
             judge=missing_rewards,
@@ -724,12 +710,12 @@ RULES: Mapping[Alarm, AlarmRule] = MappingProxyType(
         ),
     }
 )
-"""Every alarm, in the order in which they are told."""
+"""Every alarm, in the order in which they are reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmEvent:
-    """An alarm that rises, or is over."""
+    """The rise or the end of an alarm."""
 
     step: int
     alarm: Alarm
@@ -738,12 +724,12 @@ class AlarmEvent:
 
     @property
     def advice(self) -> str:
-        """What people usually do about it."""
+        """The usual remedies."""
         return RULES[self.alarm].advice
 
 
 class Alarms:
-    """What is wrong with a run at the moment.
+    """The alarms of a run, updated step by step.
 
     An alarm rises as soon as its rule finds something bad, and is over when the rule has found
     nothing bad `window` times in a row. A silent rule changes nothing.
@@ -762,10 +748,10 @@ class Alarms:
         members: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Nothing has been seen yet.
+        """Start without alarms.
 
         Args:
-            config: See there.
+            config: The settings of the alarms.
             members: Names of the reward models where there are several.
             settings: The whole configuration as plain values, in which a gold metric is looked for
                 where `config` names none.
@@ -773,30 +759,30 @@ class Alarms:
         self.config = config
         self._history = History(config, members=members, settings=settings)
         self._good_in_a_row: dict[Alarm, int] = {}
-        """By the alarms that are raised."""
+        """For each raised alarm, the number of good steps since the last bad one."""
         self._known: set[Alarm] = set()
 
     @property
     def raised(self) -> tuple[Alarm, ...]:
-        """The alarms that have risen and are not over."""
+        """The alarms that are raised now."""
         return tuple(name for name in RULES if name in self._good_in_a_row)
 
     @property
     def known(self) -> tuple[Alarm, ...]:
-        """The alarms of which this run has measured enough to judge."""
+        """The alarms whose metrics this run has measured long enough."""
         return tuple(name for name in RULES if name in self._known)
 
     @property
     def stopping(self) -> tuple[Alarm, ...]:
-        """The alarms that are raised and are to end the run."""
+        """The raised alarms that are configured to end the run."""
         return tuple(name for name in self.raised if name in self.config.stop_on)
 
     def see(self, step: int, figures: Mapping[str, float]) -> list[AlarmEvent]:
-        """Judge what was measured at a step, or in a validation after it.
+        """Check the metrics of a step, or of a validation after it.
 
         Args:
-            step: Its number.
-            figures: By the full names that they are logged under.
+            step: The number of the step.
+            figures: The metrics by their full names.
         """
         self._history.add(figures)
         events = []
@@ -824,7 +810,7 @@ class Alarms:
         return "over"
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that was seen, as far as it is remembered; as JSON knows it."""
+        """Return the history and the raised alarms in JSON's types."""
         return {
             "history": self._history.state_dict(),
             "raised": dict(self._good_in_a_row),
@@ -832,7 +818,7 @@ class Alarms:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore the alarms from a saved state."""
         self._history.load_state_dict(state["history"])
         wanted = [name for name in RULES if name not in self.config.ignore]
         self._good_in_a_row = {n: state["raised"][n] for n in wanted if n in state["raised"]}
@@ -840,19 +826,19 @@ class Alarms:
 
 
 # --------------------------------------------------------------------------------------------------
-# The gold metric of a run: what is really wanted, measured beside the reward it learns from.
+# The gold metric of a run: the real goal, measured beside the reward that the run learns from.
 #
-# Reports and alarms ask here, so that both speak of the same metric.
+# Reports and alarms both use this definition.
 
 _GOLD_FIGURES = ("accuracy", "reward_mean")
-"""Figures of an environment that say how good completions are, the clearest first."""
+"""The metrics of an environment that measure quality, the clearest first."""
 
 
 def gold_metric(settings: Mapping[str, Any], measured: Collection[str]) -> str | None:
-    """The full name of a run's gold metric; None where the run has none.
+    """Return the full name of a run's gold metric; None where the run has none.
 
-    It is `grpo.health.gold_metric` where that is set. Otherwise it is a figure of a part with
-    weight 0 of a `composite` environment: the part judges completions and is no part of the reward.
+    It is `grpo.health.gold_metric` where that is set. Otherwise it is a metric of a part with
+    weight 0 of a `composite` environment, which scores completions and is no part of the reward.
 
     Args:
         settings: The whole configuration of the run, as plain values (`model_dump()`, or
@@ -863,20 +849,20 @@ def gold_metric(settings: Mapping[str, Any], measured: Collection[str]) -> str |
     named = _inside(settings, "grpo", "health").get("gold_metric")
     if named is not None:
         return str(named)
-    return next((name for name in _of_composites(settings) if name in measured), None)
-
-
-def _of_composites(settings: Mapping[str, Any]) -> Iterator[str]:
     for environment, composite in _inside(settings, "env", "composite").items():
         parts = composite.get("parts") if isinstance(composite, Mapping) else None
         for part in parts or ():
             # A gate decides about the reward, whatever its weight.
             if part.get("gate") is None and part.get("weight", 1.0) == 0.0:
-                yield from (f"env/{environment}/{part.get('env')}/{one}" for one in _GOLD_FIGURES)
+                for figure in _GOLD_FIGURES:
+                    name = f"env/{environment}/{part.get('env')}/{figure}"
+                    if name in measured:
+                        return name
+    return None
 
 
 def _inside(settings: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """A section within sections; empty where the settings lack it, as those of old runs may."""
+    # The settings of older runs may lack a section.
     found: Any = settings
     for key in keys:
         found = found.get(key) if isinstance(found, Mapping) else None

@@ -1,7 +1,7 @@
-"""Whether the Hugging Face hub answers, found out in seconds.
+"""A quick check whether the Hugging Face hub answers, and lines of code for error messages.
 
-Its libraries ask again and again, for half a minute and for every file, before they say that it
-does not. So it is asked once before they are.
+The hub's libraries retry for half a minute, and for every file, before they give up. So the hub is
+asked once before they are.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ WITHOUT_ASKING = (
     "HF_HOME"
 )
 CONNECT_SECONDS = 5.0
-"""Longest wait for a connection; `HF_HUB_ETAG_TIMEOUT` changes it, as it does for the library."""
+"""The longest wait for a connection; `HF_HUB_ETAG_TIMEOUT` changes it, as for the library."""
 _AT_ONCE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.5
 _NOT_CONNECTED = ("ConnectError", "ConnectTimeout", "ProxyError", "ConnectionError", "SSLError")
-"""How HTTP libraries call it that there is no connection; which of them huggingface_hub uses is a
-matter of its version. A connected hub that is slow to answer is none of these."""
+"""The names of connection errors of the HTTP libraries that huggingface_hub uses, depending on its
+version. A connected hub that is slow to answer raises none of these."""
 
 Kind = Literal["model", "dataset"]
 
 
 def check_fetchable(name: str, *, key: str, instead: str = "") -> None:
-    """Refuse the name of a model on the hub where it is not here and the hub does not answer.
+    """Refuse a model of the hub that is not in the cache where the hub does not answer.
 
     Args:
-        name: Of the model. It is no local directory.
-        key: What named it.
-        instead: What else could be done, with a comma before it.
+        name: The name of the model, which is no local directory.
+        key: The setting that names it.
+        instead: An alternative for the error message, with a comma before it.
 
     Raises:
-        ModelError: It cannot be fetched now.
+        ModelError: The model cannot be fetched now.
     """
     why = why_not_fetched(name)
     if why is not None:
@@ -53,12 +53,12 @@ def check_fetchable(name: str, *, key: str, instead: str = "") -> None:
 
 
 def why_not_fetched(name: str, kind: Kind = "model") -> str | None:
-    """Why a repository of the hub cannot be had here; None where it is worth trying.
+    """Return the reason why a repository of the hub cannot be fetched; None where it may be.
 
     Args:
-        name: Of the repository. What cannot be one is left to those who load it, and so is what is
-            in the cache.
-        kind: Of the repository.
+        name: The name of the repository. An invalid name, or one in the cache, gives None: the
+            loader decides about it.
+        kind: The kind of the repository.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
@@ -80,15 +80,15 @@ def why_not_fetched(name: str, kind: Kind = "model") -> str | None:
 
 
 def why_no_answer(url: str, *, seconds: float = CONNECT_SECONDS) -> str | None:
-    """Why there is no connection to a server; None where it answers, whatever it says.
+    """Return the reason why there is no connection to a server; None where it answers anything.
 
-    A server that lets itself be connected to and is slow to answer counts as one that answers. What
-    fails at once is tried a second time: a lost packet is no lost network.
+    A server that accepts the connection and is slow to answer counts as answering. An attempt that
+    fails at once is repeated: a lost packet is no lost network.
 
     Args:
-        url: Of the server.
-        seconds: Longest wait for a connection, and for an answer. With several addresses, of which
-            none can be reached, it is twice that.
+        url: The address of the server.
+        seconds: The longest wait for a connection, and for an answer. With several addresses, none
+            of which can be reached, it is twice that.
     """
     for is_last in (False, True):
         started = time.monotonic()
@@ -100,7 +100,7 @@ def why_no_answer(url: str, *, seconds: float = CONNECT_SECONDS) -> str | None:
 
 
 def _asked(url: str, seconds: float) -> str | None:
-    """What one question comes to; in a thread, since a name with many addresses has no limit."""
+    # In a thread: for a name with many addresses the library's own limit does not hold.
     said: list[str | None] = []
     thread = threading.Thread(target=lambda: said.append(_ask(url, seconds)), daemon=True)
     thread.start()
@@ -115,7 +115,7 @@ def _ask(url: str, seconds: float) -> str | None:
     try:
         get_session().head(url, timeout=seconds)
     except Exception as error:
-        # The classes differ by version, and any other failure is the library's to tell.
+        # The classes differ by version, and any other failure is the library's to report.
         names = {kind.__name__ for kind in type(error).__mro__}
         if names.isdisjoint(_NOT_CONNECTED):
             return None
@@ -124,36 +124,36 @@ def _ask(url: str, seconds: float) -> str | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Lines of code as messages name them: whose they are, and where they lie.
+# Lines of code for error messages: the user's own line that raised an error.
 
 _LAUREL = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 
 
 def line_of(file: str, line: int | None) -> str:
-    """A line of a file, from the working directory where the file is below it."""
+    """Name a line of a file, relative to the working directory where the file is below it."""
     near = os.path.relpath(file)
     return f"{file if near.startswith(os.pardir) else near}:{line}"
 
 
 def is_ours(file: str) -> bool:
-    """Whether a file is one of Laurel's."""
+    """Tell whether a file belongs to Laurel."""
     return file.startswith(_LAUREL)
 
 
 def is_installed(file: str) -> bool:
-    """Whether a file is Laurel's, Python's or of a package: nobody's who writes for a run."""
+    """Tell whether a file belongs to Laurel, Python or a package, and not to the user."""
     return is_ours(file) or file.startswith(_PYTHON) or "site-packages" in file
 
 
 def own_line_of(error: BaseException) -> str | None:
-    """The innermost line of what is the user's own that an exception came through, if any."""
+    """Return the innermost line of the user's own code in an exception's traceback, if any."""
     own = [f for f in traceback.extract_tb(error.__traceback__) if not is_installed(f.filename)]
     return line_of(own[-1].filename, own[-1].lineno) if own else None
 
 
-def told_with_line(error: Exception) -> str:
-    """An error in anybody's program: what it is, and the line that raised it, or cannot be read."""
+def error_with_line(error: Exception) -> str:
+    """Describe an error with the line that raised it, or that could not be parsed."""
     place: tuple[str, int | None] | None = None
     if isinstance(error, SyntaxError) and error.filename is not None:
         place, said = (error.filename, error.lineno), error.msg

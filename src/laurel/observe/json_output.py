@@ -1,4 +1,4 @@
-"""JSON as Laurel writes it for others: no NaN, no infinity, for which JSON has no word."""
+"""JSON output for other programs: without NaN and infinity, which JSON cannot express."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import typer
 
 
 def json_text(value: Any, *, indent: int | None = 2) -> str:
-    """The value as ASCII text without a newline at its end; what is not finite is null.
+    """Return the value as ASCII JSON without a newline at its end; numbers not finite are null.
 
     Args:
         value: Mappings, lists, tuples, texts, numbers, paths, None.
-        indent: Of each level; None writes one line.
+        indent: Spaces of each level; None writes one line.
     """
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
@@ -37,23 +37,23 @@ def _finite(value: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# `--json`: standard output holds JSON and nothing else, whoever else writes to it meanwhile.
+# `--json`: standard output holds JSON and nothing else, also where libraries write to it meanwhile.
 
 _kept: TextIO | None = None
-"""Standard output, while everything else that is written there goes to standard error."""
+"""Standard output, while other writes to it are redirected to standard error."""
 
 
 def json_stream() -> TextIO:
-    """Where JSON goes: the standard output that this process was given."""
+    """Return the stream for JSON: the standard output that this process was given."""
     return sys.stdout if _kept is None else _kept
 
 
 def write_json(value: Any, *, indent: int | None = 2) -> None:
-    """Write one value and a newline; what is not finite is null.
+    """Write one value and a newline; numbers not finite are null.
 
     Args:
-        value: See `json_text`.
-        indent: Of each level; None writes one line.
+        value: A value that `json_text` takes.
+        indent: Spaces of each level; None writes one line.
     """
     stream = json_stream()
     stream.write(json_text(value, indent=indent) + "\n")
@@ -64,8 +64,8 @@ def write_json(value: Any, *, indent: int | None = 2) -> None:
 def stdout_for_json() -> Iterator[None]:
     """Keep standard output for `write_json`.
 
-    What others print there (libraries, processes that are started, code of the user) goes to
-    standard error, and so do the tables for people.
+    Everything else that is printed there (by libraries, child processes, the user's code, as
+    tables) goes to standard error.
     """
     global _kept
     before = _kept
@@ -79,10 +79,8 @@ def stdout_for_json() -> Iterator[None]:
 
 
 def _own_stdout(stack: contextlib.ExitStack) -> TextIO:
-    """A stream of its own to where descriptor 1 leads, which from then on is standard error.
-
-    A stream that stands in for standard output, as in a test, has no descriptor and stays.
-    """
+    # Duplicates descriptor 1 for JSON, and points descriptor 1 at standard error. A stream that
+    # replaces standard output, as in a test, has no descriptor and stays.
     stream = sys.stdout
     try:
         is_descriptor = stream.fileno() == 1

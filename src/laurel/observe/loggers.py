@@ -1,11 +1,12 @@
-"""Where the numbers of a run go, and the directory they go to.
+"""Loggers of a run: JSON lines in its directory, and trackers such as TensorBoard.
 
 A run leaves in its directory `config.json`, `metrics.jsonl` and `samples.jsonl`, which people and
-scripts can read without Laurel, and whatever the trackers (`trackers.py`) write.
+scripts can read without Laurel, and the files of the trackers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -30,32 +31,32 @@ Row = Sequence[object]
 
 
 class MetricLogger(Protocol):
-    """One place that keeps what a run reports."""
+    """A destination of a run's metrics, tables and configuration."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Keep numbers by full name, e.g. `train/loss` or `validation-default/accuracy`."""
+        """Log numbers by full name, e.g. `train/loss` or `validation-default/accuracy`."""
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Row], *, step: int
     ) -> None:
-        """Keep a table, e.g. a few pairs with their scores."""
+        """Log a table, e.g. a few pairs with their scores."""
 
     def log_config(self, config: Mapping[str, object]) -> None:
-        """Keep the resolved configuration."""
+        """Log the resolved configuration."""
 
     def close(self) -> None:
-        """Write out what is pending. Nothing may be logged afterwards."""
+        """Write pending data. Nothing may be logged afterwards."""
 
 
 class JsonlLogger:
-    """One JSON object a line, written through at once, so a killed run loses nothing.
+    """Writes one JSON object a line, flushed at once, so that a killed run loses nothing.
 
     `metrics.jsonl` holds `{"step", "time", <metric>: <number>, ...}`, `samples.jsonl` one line for
     each row of a table: `{"step", "time", "table", "row": {<column>: <value>}}`. Numbers that JSON
-    cannot say are the strings "NaN", "Infinity" and "-Infinity".
+    cannot express are the strings "NaN", "Infinity" and "-Infinity".
 
-    A resumed run removes the lines beyond the step it goes on from, which it computes again: both
-    files hold each step once. The line `{"event": "resumed", "step": N}` marks the place.
+    A resumed run removes the lines beyond the step from which it resumes, which it computes again:
+    both files hold each step once. The line `{"event": "resumed", "step": N}` marks the place.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class JsonlLogger:
         self._metrics = self._open(METRICS_FILE)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """See `MetricLogger`."""
+        """Append the metrics as one line of `metrics.jsonl`."""
         record: dict[str, object] = {"step": step, "time": self._clock()}
         for name, value in metrics.items():
             record.setdefault(name, float(value))
@@ -81,7 +82,7 @@ class JsonlLogger:
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Row], *, step: int
     ) -> None:
-        """See `MetricLogger`."""
+        """Append each row as one line of `samples.jsonl`."""
         if self._samples is None:
             self._samples = self._open(SAMPLES_FILE)
         now = self._clock()
@@ -90,12 +91,12 @@ class JsonlLogger:
             _write_line(self._samples, {"step": step, "time": now, "table": name, "row": named})
 
     def log_config(self, config: Mapping[str, object]) -> None:
-        """See `MetricLogger`."""
+        """Write the configuration to `config.json`."""
         text = json.dumps(_plain(config), indent=2, allow_nan=False) + "\n"
         (self._run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
 
     def close(self) -> None:
-        """See `MetricLogger`."""
+        """Close the files of the logger."""
         self._metrics.close()
         if self._samples is not None:
             self._samples.close()
@@ -113,9 +114,9 @@ class JsonlLogger:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a `metrics.jsonl` that count, oldest first.
+    """Read the valid lines of a `metrics.jsonl`, oldest first.
 
-    Leaves out lines that a later resume superseded, and a last line that a kill cut short.
+    Lines that a later resume superseded, and a last line that a kill cut short, are left out.
     """
     records: list[dict[str, float]] = []
     with path.open(encoding="utf-8", newline="\n") as lines:
@@ -136,7 +137,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 class Loggers:
-    """Hands everything to several loggers; one that fails is switched off and the run goes on.
+    """Passes everything to several loggers; one that fails is switched off and the run goes on.
 
     `warn` gets one line about each logger that failed; the default is the standard logging.
     """
@@ -153,21 +154,21 @@ class Loggers:
         return tuple(self._loggers)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """See `MetricLogger`."""
+        """Log the metrics with every logger that still works."""
         self._each(lambda logger: logger.log(metrics, step=step))
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Row], *, step: int
     ) -> None:
-        """See `MetricLogger`."""
+        """Log the table with every logger that still works."""
         self._each(lambda logger: logger.log_table(name, columns, rows, step=step))
 
     def log_config(self, config: Mapping[str, object]) -> None:
-        """See `MetricLogger`."""
+        """Log the configuration with every logger that still works."""
         self._each(lambda logger: logger.log_config(config))
 
     def close(self) -> None:
-        """See `MetricLogger`. A second call does nothing."""
+        """Close all loggers; a second call does nothing."""
         self._each(lambda logger: logger.close())
         self._loggers.clear()
 
@@ -187,7 +188,9 @@ class Loggers:
             except Exception as error:  # a tracker may raise anything: network, login, disk
                 del self._loggers[name]
                 self._warn(_switched_off(name, error))
-                _close_quietly(logger)
+                # It has failed already, and the user was warned.
+                with contextlib.suppress(Exception):
+                    logger.close()
 
 
 def check_available(
@@ -217,10 +220,10 @@ def open_loggers(
     resumed_step: int | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> Loggers:
-    """The loggers that the configuration names, with the run's configuration already logged.
+    """Open the loggers that are switched on, and log the run's configuration.
 
-    `resumed_step` is the step of the checkpoint that the run goes on from: what was logged in the
-    same directory beyond it no longer counts, and trackers go on with the same run.
+    `resumed_step` is the step of the checkpoint from which the run resumes: what was logged in the
+    same directory beyond it no longer counts, and trackers continue the same run.
     """
     check_available(config)
 
@@ -243,11 +246,8 @@ def open_loggers(
 
 
 def shows_whole_samples(config: LoggerConfig) -> bool:
-    """Whether a validation shows its samples whole, and not in a line each.
-
-    With `laurel --verbose`, or where `num_val_samples_to_print` is set: whoever names the number
-    wants to read them.
-    """
+    """Tell whether a validation prints its samples whole, and not in a line each."""
+    # A user who sets the number of samples wants to read them.
     return verbosity() == "verbose" or "num_val_samples_to_print" in config.model_fields_set
 
 
@@ -286,15 +286,8 @@ def _switched_off(name: str, error: Exception) -> str:
     return f"logger '{name}' failed and is switched off for the rest of the run ({reason})"
 
 
-def _close_quietly(logger: MetricLogger) -> None:
-    try:
-        logger.close()
-    except Exception as error:  # it has failed already, and somebody was told
-        logging.getLogger(__name__).debug("closing a failed logger: %s", error)
-
-
 def _drop_torn_line(path: Path) -> None:
-    """Cut a last line that has no end: a kill came in the middle of it."""
+    # A kill may have cut the last line short.
     if not path.is_file():
         return
     with path.open("rb+") as file:
@@ -305,7 +298,7 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def _drop_superseded(path: Path, resumed_step: int) -> None:
-    """Take out the lines beyond a step, and those that earlier resumes superseded."""
+    # Removes the lines beyond the step, and those that earlier resumes superseded.
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -325,7 +318,7 @@ def _drop_superseded(path: Path, resumed_step: int) -> None:
 
 
 def _step_of(line: bytes) -> tuple[float, bool]:
-    """The step of a line, and whether it marks a resume. A line that is not ours has no step."""
+    # The step, and whether the line marks a resume. A line in another format has no step.
     try:
         record = json.loads(line)
         return float(record.get("step", -math.inf)), record.get("event") == "resumed"
@@ -339,7 +332,6 @@ def _write_line(file: TextIO, record: Mapping[str, object]) -> None:
 
 
 def _plain(value: object) -> object:
-    """The value in the types that JSON has."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -357,7 +349,7 @@ def _plain(value: object) -> object:
 
 
 def _number(value: object) -> float:
-    """The inverse of `_plain` for numbers."""
+    # The inverse of `_plain` for numbers.
     if isinstance(value, str):
         return float(value)
     if isinstance(value, int | float):
@@ -366,18 +358,17 @@ def _number(value: object) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# Loggers that are other people's programs: TensorBoard, Weights & Biases, MLflow.
+# Trackers: TensorBoard, Weights & Biases, MLflow.
 #
-# Each imports its library when it is made, and takes a stand-in for it in tests. Which of them run
-# is decided in `loggers.py`.
+# Each imports its library when it is made, and takes a replacement for it in tests.
 
 _MLFLOW_BATCH = 100
-"""Parameters that MLflow takes in one request."""
+"""The number of parameters that MLflow takes in one request."""
 _MLFLOW_PARAMETER_LENGTH = 6000
 
 
 class TensorboardLogger:
-    """Event files for TensorBoard. Events beyond `resumed_step` are hidden."""
+    """Writes event files for TensorBoard. Events beyond `resumed_step` are hidden."""
 
     def __init__(self, events_dir: Path, *, resumed_step: int | None = None) -> None:
         try:
@@ -391,32 +382,33 @@ class TensorboardLogger:
         self._writer: Any = SummaryWriter(str(events_dir), purge_step=purge_step, flush_secs=10)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """See `MetricLogger`."""
+        """Write each metric as a scalar."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), step)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, step: int
     ) -> None:
-        """See `MetricLogger`."""
+        """Write the table as Markdown text."""
         lines = [columns, ["---"] * len(columns), *rows]
-        text = "\n".join("| " + " | ".join(map(_markdown_cell, line)) + " |" for line in lines)
+        cells = [[str(v).replace("|", "\\|").replace("\n", "<br>") for v in line] for line in lines]
+        text = "\n".join("| " + " | ".join(line) + " |" for line in cells)
         self._writer.add_text(name, text, step)
 
     def log_config(self, config: Mapping[str, object]) -> None:
-        """See `MetricLogger`."""
+        """Write the configuration as preformatted text."""
         text = json.dumps(config, indent=2, default=str)
         self._writer.add_text("config", "\n".join("    " + line for line in text.splitlines()))
 
     def close(self) -> None:
-        """See `MetricLogger`."""
+        """Close the event files."""
         self._writer.close()
 
 
 class WandbLogger:
-    """A run at Weights & Biases. A resumed run goes on under the same id.
+    """Logs to Weights & Biases. A resumed run continues under the same id.
 
-    Charts use our own step: W&B's would refuse the steps that a resumed run does again.
+    Charts use Laurel's step: W&B's own would refuse the steps that a resumed run repeats.
     """
 
     def __init__(
@@ -436,27 +428,27 @@ class WandbLogger:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """See `MetricLogger`."""
+        """Log the metrics with their step."""
         self._run.log({**{name: float(value) for name, value in metrics.items()}, "step": step})
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, step: int
     ) -> None:
-        """See `MetricLogger`."""
+        """Log the rows as a W&B table."""
         table = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])
         self._run.log({name: table, "step": step})
 
     def log_config(self, config: Mapping[str, object]) -> None:
-        """See `MetricLogger`."""
+        """Set the configuration of the W&B run."""
         self._run.config.update(dict(config), allow_val_change=True)
 
     def close(self) -> None:
-        """See `MetricLogger`."""
+        """Finish the W&B run."""
         self._run.finish()
 
 
 class MlflowLogger:
-    """A run in an MLflow experiment. A resumed run goes on under the same id."""
+    """Logs to an MLflow experiment. A resumed run continues under the same id."""
 
     def __init__(
         self, config: MlflowConfig, *, run_dir: Path, resumed: bool = False, library: Any = None
@@ -479,7 +471,7 @@ class MlflowLogger:
             self._client.update_run(self._run_id, status="RUNNING")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """See `MetricLogger`."""
+        """Log the metrics in one batch."""
         now = int(time.time() * 1000)
         entity = self._mlflow.entities.Metric
         records = [entity(name, float(value), now, step) for name, value in metrics.items()]
@@ -488,13 +480,16 @@ class MlflowLogger:
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, step: int
     ) -> None:
-        """See `MetricLogger`."""
+        """Log the rows as a JSON artifact."""
         records = [dict(zip(columns, row, strict=True)) for row in rows]
         text = json.dumps(records, indent=2, default=str)
         self._client.log_text(self._run_id, text, f"{name}/step_{step}.json")
 
     def log_config(self, config: Mapping[str, object]) -> None:
-        """See `MetricLogger`. MLflow lets nobody change a parameter: a resumed run logs none."""
+        """Log the configuration as an artifact, and its leaves as parameters.
+
+        A resumed run logs no parameters, which MLflow does not allow to change.
+        """
         self._client.log_dict(self._run_id, dict(config), "config.json")
         if self._has_parameters:
             return
@@ -508,7 +503,7 @@ class MlflowLogger:
             self._client.log_batch(self._run_id, params=batch)
 
     def close(self) -> None:
-        """See `MetricLogger`."""
+        """Mark the MLflow run as finished."""
         self._client.set_terminated(self._run_id)
 
 
@@ -537,12 +532,7 @@ def _stored_id(path: Path) -> str | None:
     return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
 
 
-def _markdown_cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", "<br>")
-
-
 def _flat(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
-    """Leaves of nested mappings under dotted keys."""
     leaves: list[tuple[str, object]] = []
     for key, value in config.items():
         if isinstance(value, Mapping) and value:

@@ -1,7 +1,7 @@
-"""What a list of scores says about a reward model: pure arithmetic for training and validation.
+"""Metrics of a reward model from its scores: pure arithmetic for training and validation.
 
-Everything is computed once over all pairs or completions that are handed in, never averaged over
-averages, so hand in a whole step or a whole validation set. Sums are `math.fsum` in float64: the
+Each metric is computed once over all pairs or completions that are passed in, never averaged over
+averages, so pass a whole step or a whole validation set. Sums are `math.fsum` in float64: the
 result does not depend on the order in which batches came back. Standard deviations are those of
 the population (divided by n, not n - 1), in two passes.
 
@@ -40,12 +40,12 @@ PREFERENCE_METRICS = (
     "num_valid_samples",
     "num_nonfinite",
 )
-"""Every name that `preference_metrics` can give."""
+"""Every name that `preference_metrics` can return."""
 
 NUM_CALIBRATION_BINS = 10
 
 _LARGEST_SCORE = float(np.finfo(np.float32).max)
-"""Scores are float32 by the scoring contract; what lies beyond overflowed on its way here."""
+"""The largest float32, which scores are by the scoring contract; a larger value overflowed."""
 
 _LOWER_IS_BETTER = re.compile(
     r"(^|[/_:])(loss|ece|mse|mse/[^/]+|score_ties|tie_share|num_nonfinite|grad_norm|time)$"
@@ -54,7 +54,7 @@ _ATTRIBUTE_CORRELATION = re.compile(r"(^|[/_:])pearson/[^/]+$")
 
 
 class _Pairs(NamedTuple):
-    """Every pair of different rank whose two scores are finite."""
+    """The pairs of different rank with two finite scores."""
 
     better_P: FloatArray
     worse_P: FloatArray
@@ -68,7 +68,7 @@ def preference_metrics(
     lengths_BG: Sequence[Sequence[int]] | None = None,
     losses: Iterable[float] | None = None,
 ) -> dict[str, float]:
-    """How well scores agree with people's ranks (lower is better), over all groups together.
+    """Compare scores with the annotators' ranks (lower is better), over all groups together.
 
     `lengths_BG` are the lengths of the answers, in any unit. `losses` are the terms whose mean the
     loss is, one per pair or per group as the loss counts them.
@@ -77,12 +77,12 @@ def preference_metrics(
       Equal scores count as wrong, and `score_ties` is their share.
     - `rewards_chosen_mean`, `rewards_rejected_mean`: over the better and the worse side of pairs.
     - `rewards_mean`, `rewards_std`: over completions. `margin_mean`, `margin_std`: over pairs.
-    - `ece`: see `calibration_error`.
+    - `ece`: expected calibration error, as `calibration_error` defines it.
     - `top1`: share of groups of more than two whose best completion scores strictly highest.
-    - `score_length_correlation`: Spearman, over completions. `longer_wins_baseline`: see
-      `longer_credit`; equal lengths count half.
-    - `num_valid_samples`: pairs. `num_nonfinite`: scores that are NaN or infinite, which nothing
-      else counts; present where there are any.
+    - `score_length_correlation`: Spearman, over completions. `longer_wins_baseline`: mean
+      `longer_credit` over pairs; equal lengths count half.
+    - `num_valid_samples`: pairs. `num_nonfinite`: scores that are NaN or infinite, which no other
+      metric counts; present where there are any.
 
     Without a valid pair there is only `num_valid_samples` = 0, and `loss` where it has terms.
     """
@@ -96,7 +96,16 @@ def preference_metrics(
 
     pairs = _pairs(scores_BG, ranks_BG, lengths_BG)
     if len(pairs.better_P):
-        metrics |= _pair_metrics(pairs)
+        margins_P = pairs.better_P - pairs.worse_P
+        metrics |= {
+            "accuracy": _mean(margins_P > 0),
+            "rewards_chosen_mean": _mean(pairs.better_P),
+            "rewards_rejected_mean": _mean(pairs.worse_P),
+            "margin_mean": _mean(margins_P),
+            "margin_std": _std(margins_P),
+            "score_ties": _mean(margins_P == 0),
+            "ece": calibration_error(margins_P),
+        }
         metrics |= _completion_metrics(scores_BG, lengths_BG)
         if lengths_BG is not None:
             lengths = zip(pairs.better_lengths_P, pairs.worse_lengths_P, strict=True)
@@ -112,7 +121,7 @@ def preference_metrics(
 
 
 def calibration_error(margins_P: npt.ArrayLike) -> float:
-    """Expected calibration error of sigmoid(margin) as the probability of being right, in [0, 1].
+    """Return the expected calibration error of sigmoid(margin) as a probability, in [0, 1].
 
     A margin is the score of the better side minus that of the worse. The model's confidence is
     p = sigmoid(|margin|), in [0.5, 1]; it is right where the margin is above 0. Confidences fall
@@ -131,9 +140,9 @@ def calibration_error(margins_P: npt.ArrayLike) -> float:
 def attribute_metrics(
     predictions_NK: npt.ArrayLike, targets_NK: npt.ArrayLike, names: Sequence[str]
 ) -> dict[str, float]:
-    """Mean squared error `mse/<name>` and correlation `pearson/<name>` of each rated attribute.
+    """Return mean squared error `mse/<name>` and correlation `pearson/<name>` of each attribute.
 
-    A target of NaN means that nobody rated it; an attribute without targets has no metrics, and
+    A target of NaN means that it was not rated; an attribute without targets has no metrics, and
     one whose targets or predictions are all equal no correlation. Predictions that are NaN or
     infinite are left out and counted in `num_nonfinite`.
     """
@@ -157,10 +166,10 @@ def attribute_metrics(
 
 
 def is_lower_better(metric_name: str) -> bool:
-    """Whether a smaller value of this metric is the better one.
+    """Tell whether a smaller value of this metric is the better one.
 
-    True of losses, errors, score ties, non-finite counts, gradient norms and times, however the
-    name is written: `loss`, `train/loss`, `validation-default_ece`, `val:validation-default_loss`.
+    That is so for losses, errors, score ties, non-finite counts, gradient norms and times, in every
+    form of the name: `loss`, `train/loss`, `validation-default_ece`, `val:validation-default_loss`.
     """
     if _ATTRIBUTE_CORRELATION.search(metric_name):
         return False
@@ -197,19 +206,6 @@ def _pairs(
     )
 
 
-def _pair_metrics(pairs: _Pairs) -> dict[str, float]:
-    margins_P = pairs.better_P - pairs.worse_P
-    return {
-        "accuracy": _mean(margins_P > 0),
-        "rewards_chosen_mean": _mean(pairs.better_P),
-        "rewards_rejected_mean": _mean(pairs.worse_P),
-        "margin_mean": _mean(margins_P),
-        "margin_std": _std(margins_P),
-        "score_ties": _mean(margins_P == 0),
-        "ece": calibration_error(margins_P),
-    }
-
-
 def _completion_metrics(
     scores_BG: Sequence[Sequence[float]], lengths_BG: Sequence[Sequence[int]] | None
 ) -> dict[str, float]:
@@ -227,7 +223,7 @@ def _completion_metrics(
 def _top1_hits(
     scores_BG: Sequence[Sequence[float]], ranks_BG: Sequence[Sequence[int]]
 ) -> list[bool]:
-    """One entry for each group of more than two that has a best, and only usable scores."""
+    # One entry for each group of more than two that has a best, and only usable scores.
     hits: list[bool] = []
     for scores_G, ranks_G in zip(scores_BG, ranks_BG, strict=True):
         if len(scores_G) <= 2 or len(set(ranks_G)) < 2 or not all(map(_is_usable, scores_G)):
@@ -261,13 +257,12 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _std(values: FloatArray) -> float:
-    """Population standard deviation; equal values give exactly 0."""
     shifted = values - values.min()  # exact for equal values, which a rounded mean is not
     return math.sqrt(_mean((shifted - _mean(shifted)) ** 2))
 
 
 def _pearson(left: FloatArray, right: FloatArray) -> float | None:
-    """Correlation; None where a side does not vary, for there it is undefined."""
+    # Undefined where a side does not vary.
     if len(left) < 2 or left.min() == left.max() or right.min() == right.max():
         return None
     left_deviation, right_deviation = _unit_deviation(left), _unit_deviation(right)
@@ -275,7 +270,6 @@ def _pearson(left: FloatArray, right: FloatArray) -> float | None:
 
 
 def _unit_deviation(values: FloatArray) -> FloatArray:
-    """Deviations from the mean, scaled to length 1."""
     shifted = values - values.min()
     shifted /= shifted.max()  # squares of tiny differences must not vanish
     deviation = shifted - _mean(shifted)
@@ -283,32 +277,28 @@ def _unit_deviation(values: FloatArray) -> FloatArray:
 
 
 def spearman(values: npt.ArrayLike, others: npt.ArrayLike) -> float | None:
-    """Pearson's correlation of the ranks; None where a side does not vary."""
+    """Return Pearson's correlation of the ranks; None where a side does not vary."""
     return _pearson(_average_ranks(values), _average_ranks(others))
 
 
 def _average_ranks(values: npt.ArrayLike) -> FloatArray:
-    """Ranks from 1; equal values share the mean of theirs."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = np.cumsum(counts) - (counts - 1) / 2
     return np.asarray(ranks[inverse], dtype=np.float64)
 
 
 # --------------------------------------------------------------------------------------------------
-# The one definition of how long an answer is, and of what preferring the longer one would get.
+# The one definition of the length of an answer, and of the baseline that prefers the longer one.
 #
-# Data reports, validations, evaluations and model cards count alike, so that their figures on the
-# same pairs are equal.
+# Data reports, validations, evaluations and model cards use it, so that their figures on the same
+# pairs are equal.
 
 
 def answer_length(messages: Conversation) -> int:
-    """The characters of the contents of its messages: what a person sees, whatever the tokenizer.
-
-    An answer that a model reads only in part, cut to fit, has its whole length.
-    """
+    """Count the characters of the contents of messages, also of an answer that is cut to fit."""
     return sum(len(message.content) for message in messages)
 
 
 def longer_credit(better_length: float, worse_length: float) -> float:
-    """What whoever prefers the longer answer gets of a pair: 1, 0, or half for equal lengths."""
+    """Return the credit of a scorer by length for a pair: 1, 0, or half for equal lengths."""
     return 0.5 if better_length == worse_length else float(better_length > worse_length)

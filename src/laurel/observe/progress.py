@@ -1,4 +1,4 @@
-"""How far a run is: a live display on a terminal, plain lines now and then anywhere else."""
+"""The progress of a run: a live display on a terminal, plain lines now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _SHOWN = {
     "lr": "lr",
     "grad_norm": "grad norm",
 }
-"""Metrics on display, by the last part of their name, with what they are called there."""
+"""Metrics on display, by the last part of their name, with their labels."""
 _RATE_STEPS = 20
-"""Steps that the rate is the average of."""
+"""The number of steps over which the rate is averaged."""
 _SECONDS_BETWEEN_LINES = 5.0
 
 
 class _Work(NamedTuple):
-    """What the run had done at one moment, in training only."""
+    """The work of a run up to one moment, phases left out."""
 
     seconds: float
     pairs: int
@@ -49,7 +49,7 @@ class _Work(NamedTuple):
 
 
 class ProgressPhase:
-    """Something the run does between steps, such as validating."""
+    """A part of a run beside training steps, such as a validation."""
 
     def __init__(
         self, name: str, total: int | None, on_change: Callable[[ProgressPhase], None]
@@ -60,7 +60,7 @@ class ProgressPhase:
         self._on_change = on_change
 
     def advance(self, count: int = 1) -> None:
-        """`count` more of `total` are done."""
+        """Add `count` to the number that is done."""
         self.done += count
         self._on_change(self)
 
@@ -68,10 +68,10 @@ class ProgressPhase:
 class TrainingProgress:
     """Shows step, time left, rate and the latest metrics of a training run.
 
-    On a terminal a display that renews itself; otherwise (file, pipe, CI) a line at most every 5
-    seconds, besides the first step and the last. `live` overrides which. Rates are those of
-    training alone: phases that are no part of it do not slow them. Time left counts everything.
-    `unit` is what a step takes in; `counted` is what a step is called, and `doing` what is done.
+    A terminal gets a live display; a file, a pipe or CI a line at most every 5 seconds, besides the
+    first step and the last. `live` overrides the choice. Rates are those of training alone, without
+    phases; the time left counts everything. `unit` names the rows of a step, `counted` the step,
+    and `doing` the activity.
     Example::
 
         with TrainingProgress(total_steps=100, start_step=0, console=make_console()) as progress:
@@ -114,7 +114,7 @@ class TrainingProgress:
 
     @property
     def console(self) -> Console:
-        """Where it is shown; what is printed there appears above the display."""
+        """The console of the display; what is printed there appears above it."""
         return self._console
 
     def __enter__(self) -> TrainingProgress:
@@ -136,9 +136,9 @@ class TrainingProgress:
             self._print_line(self._step_line())
 
     def step(self, step: int, metrics: Mapping[str, float], pairs: int, tokens: int) -> None:
-        """Step number `step` is done; `pairs` (of the unit) and `tokens` are what it took in."""
+        """Report that a step is done, with its metrics and the rows and tokens of its batch."""
         self._step = step
-        # Older figures are not shown: they would be taken for those of this step.
+        # Metrics of earlier steps are not shown: they would be taken for those of this step.
         short_names = {name.rpartition("/")[2]: value for name, value in metrics.items()}
         self._metrics = {k: float(v) for k, v in short_names.items() if k in _SHOWN}
         before = self._history[-1] if self._history else _Work(0.0, 0, 0)
@@ -149,7 +149,7 @@ class TrainingProgress:
             self._printed_step = step
 
     def message(self, text: str, *, is_routine: bool = False) -> None:
-        """Print a line above the display; `laurel --quiet` leaves out what is routine."""
+        """Print a line above the display; `laurel --quiet` leaves out routine lines."""
         shown = "\n".join(map(visible, text.split("\n")))
         if is_routine:
             self._print(shown)
@@ -160,15 +160,20 @@ class TrainingProgress:
     def phase(
         self, name: str, total: int | None = None, *, timed: bool = False
     ) -> Iterator[ProgressPhase]:
-        """Show progress of its own for a part of a step, or for something else than training.
+        """Show a second bar for a part of a step, or for work beside training.
 
         Args:
-            name: Shown.
-            total: How much there is to do, where that is known.
-            timed: It is part of a step, so its time counts in the rates.
+            name: The label of the bar.
+            total: The number of units of work; None where it is unknown.
+            timed: Whether the phase is part of a step, so that its time counts in the rates.
         """
         outer, started = self._phase, self._clock()
-        self._phase = ProgressPhase(name, total, self._phase_changed)
+
+        def changed(phase: ProgressPhase) -> None:
+            if self._live is None and self._is_line_due():
+                self._print_line(f"{visible(phase.name)} {_count(phase)}")
+
+        self._phase = ProgressPhase(name, total, changed)
         try:
             yield self._phase
         finally:
@@ -177,7 +182,7 @@ class TrainingProgress:
                 self._phase_seconds += self._clock() - started
 
     def __rich__(self) -> RenderableType:
-        """What the live display shows now."""
+        """Render the live display."""
         bars = Table.grid(padding=(0, 1), expand=True)
         bars.add_column(no_wrap=True)
         bars.add_column(ratio=1)
@@ -193,10 +198,6 @@ class TrainingProgress:
         rates_and_times = wrapped("  ".join([*self._rates(), self._times()]), width)
         numbers = wrapped("  ".join(self._numbers()), width)
         return Group(bars, Text(numbers), Text(rates_and_times, style="dim"))
-
-    def _phase_changed(self, phase: ProgressPhase) -> None:
-        if self._live is None and self._is_line_due():
-            self._print_line(f"{visible(phase.name)} {_count(phase)}")
 
     def _is_line_due(self) -> bool:
         return self._last_line is None or self._clock() - self._last_line >= _SECONDS_BETWEEN_LINES
@@ -234,20 +235,14 @@ class TrainingProgress:
         ]
 
     def _times(self) -> str:
-        return f"elapsed {self._elapsed()}  left {self._remaining()}"
+        elapsed = self._clock() - self._started
+        done = self._step - self._start_step
+        to_do = max(0, self._total_steps - self._step)
+        left = _duration(elapsed / done * to_do) if done > 0 else "?"
+        return f"elapsed {_duration(elapsed)}  left {left}"
 
     def _percentage(self) -> str:
         return f"{100 * min(1.0, self._step / max(1, self._total_steps)):.0f}%"
-
-    def _elapsed(self) -> str:
-        return _duration(self._clock() - self._started)
-
-    def _remaining(self) -> str:
-        done = self._step - self._start_step
-        if done <= 0:
-            return "?"
-        seconds_per_step = (self._clock() - self._started) / done
-        return _duration(seconds_per_step * max(0, self._total_steps - self._step))
 
 
 def _bar(done: int, total: int | None) -> ProgressBar:
@@ -261,12 +256,10 @@ def _count(phase: ProgressPhase) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Hours, minutes, seconds: `0:01:23`."""
     return str(timedelta(seconds=round(seconds)))
 
 
 def _rate(value: float) -> str:
-    """Three digits are enough for a rate."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             return f"{value / size:.3g}{letter}"
@@ -279,7 +272,7 @@ class _RowRate(ProgressColumn):
 
 
 class RowProgress:
-    """A bar with rate and time left, on a terminal and where there is more than one chunk.
+    """Shows a bar with rate and time left, on a terminal and where there are several chunks.
 
     It is hidden while scores are printed on the same screen.
     """
@@ -287,13 +280,13 @@ class RowProgress:
     def __init__(
         self, console: Console, num_rows: int | None, *, chunk: int, shares_screen: bool
     ) -> None:
-        """Nothing is shown yet.
+        """Make the bar without showing it.
 
         Args:
-            console: Where it appears.
-            num_rows: All there are; None where nobody knows.
-            chunk: Rows that are scored at a time.
-            shares_screen: Whether the scores are printed on the screen it is on.
+            console: The console of the bar.
+            num_rows: The number of all rows; None where it is unknown.
+            chunk: The number of rows that are scored at a time.
+            shares_screen: Whether the scores are printed on the same screen.
         """
         self._progress = Progress(
             TextColumn("scoring"),
@@ -324,16 +317,16 @@ class RowProgress:
         self._progress.stop()
 
     def show(self) -> None:
-        """A chunk begins."""
+        """Show the bar as a chunk begins."""
         if self._is_wanted:
             self._progress.start()
 
     def advance(self, num_rows: int, num_tokens: int) -> None:
-        """Some rows of the chunk are scored."""
+        """Count rows of the chunk as scored."""
         self._progress.advance(self._task, num_rows)
 
     def hide(self, *, done: int) -> None:
-        """A chunk of `done` rows has ended."""
+        """Count a chunk of `done` rows as ended, and hide the bar where it shares the screen."""
         self._done += done
         self._is_wanted = True
         self._progress.update(self._task, completed=self._done)
@@ -342,13 +335,13 @@ class RowProgress:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where the time of a step goes.
+# Timers of the parts of a step.
 
 
 class Timers:
-    """Named stopwatches of one thread, summed until they are collected.
+    """Sums the seconds of named parts of one thread's work until they are collected.
 
-    They nest: time inside an inner timer also counts for the outer one, and a name that is timed
+    Timers nest: time inside an inner timer also counts for the outer one, and a name that is timed
     inside itself counts once. Example::
 
         with timers.time("total_step_time"):
@@ -364,7 +357,7 @@ class Timers:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Add the time spent inside, also when it ends in an exception."""
+        """Add the time spent inside the block, also when it ends in an exception."""
         if name in self._running:
             yield
             return
@@ -377,7 +370,7 @@ class Timers:
             self._running.remove(name)
 
     def collect(self) -> dict[str, float]:
-        """Seconds per name since the last call. A timer still running counts when it has ended."""
+        """Return the seconds by name since the last call; a running timer counts when it ends."""
         seconds = dict(self._seconds)
         self._seconds.clear()
         return seconds

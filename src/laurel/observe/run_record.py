@@ -1,4 +1,4 @@
-"""What a run left in its directory, read back."""
+"""The record of a run, read back from its directory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ HEALTH_FILE = "health.jsonl"
 DATA_REPORT = "data_report.json"
 COMPLETIONS_DIRECTORY = "completions"
 EVALUATIONS = "*-report.json"
-"""What `laurel eval ... --output` leaves; it may lie in the run's directory or in one inside."""
+"""The reports of `laurel eval ... --output`, in the run's directory or in a folder inside."""
 
 KINDS = {"rm": "Reward model", "sft": "Fine-tuning", "grpo": "GRPO"}
-"""Sections of a configuration that tell what a run was, with what it is called."""
+"""The sections of a configuration by which a run is recognised, with the title of each kind."""
 
 TIMED = (
     "timing/train/total_step_time",
     "timing/validation/total_validation_time",
     "timing/train/checkpointing",
 )
-"""What a run's time is made of, without what it waited between a stop and a resume."""
+"""The timers that add up to a run's time, without the wait between a stop and a resume."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,28 +43,28 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One run. What its directory does not hold is empty."""
+    """The data of one run; a file that its directory lacks is an empty field."""
 
     path: Path
     kind: str = ""
-    """`rm`, `sft`, `grpo`, or nothing where the configuration does not tell."""
+    """`rm`, `sft`, `grpo`, or empty where the configuration names none."""
     metrics: Sequence[Mapping[str, float]] = ()
     samples: Sequence[Mapping[str, Any]] = ()
     """Rows of `samples.jsonl`: `{"step", "table", "row"}`."""
     config: str = ""
-    """YAML."""
+    """The configuration as YAML."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The same as values."""
+    """The configuration as plain values."""
     health: Sequence[Mapping[str, Any]] = ()
-    """Lines of `health.jsonl`: alarms that were raised, and those that were over."""
+    """Lines of `health.jsonl`: alarms that were raised or ended."""
     evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Reports of `laurel eval` by where they lie in the directory."""
+    """Reports of `laurel eval` by their path in the directory."""
     data: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Data reports by name of the set."""
 
     @property
     def title(self) -> str:
-        """What the run is called."""
+        """The title of the run: its kind, or the name of its directory."""
         return KINDS.get(self.kind, self.path.name)
 
     @property
@@ -74,33 +74,33 @@ class RunRecord:
 
     @property
     def seconds(self) -> float | None:
-        """Spent on steps, validations and checkpoints; None where nothing was timed."""
+        """Seconds spent on steps, validations and checkpoints; None where nothing was timed."""
         return math.fsum(map(self.total, TIMED)) or None
 
     def series(self, name: str) -> Series:
-        """A metric by its full name."""
+        """Return a metric over the steps, by its full name."""
         points = [(r["step"], r[name]) for r in self.metrics if name in r and "step" in r]
         finite = [(step, value) for step, value in points if math.isfinite(value)]
         return Series(steps=tuple(s for s, _ in finite), values=tuple(v for _, v in finite))
 
     def not_finite(self, name: str) -> list[float]:
-        """The steps at which a metric was NaN or infinite."""
+        """Return the steps at which a metric was NaN or infinite."""
         return [r["step"] for r in self.metrics if not math.isfinite(r.get(name, 0.0))]
 
     def names(self) -> list[str]:
-        """Every metric there is, in the order of its first appearance."""
+        """Return the names of all metrics, in the order of their first appearance."""
         return list(dict.fromkeys(name for record in self.metrics for name in record))
 
     def latest(self, name: str) -> float | None:
-        """The last finite value of a metric."""
+        """Return the last finite value of a metric."""
         series = self.series(name)
         return series.values[-1] if series else None
 
     def completion_file(self, step: int) -> Path:
-        """The completions of a training step with their rewards: parquet, a row each.
+        """Return the parquet file of a training step's completions with their rewards.
 
         Raises:
-            DataError: There are none of this step.
+            DataError: The step has no such file.
         """
         path = self.path / COMPLETIONS_DIRECTORY / f"step_{step:06d}.parquet"
         if not path.is_file():
@@ -110,15 +110,15 @@ class RunRecord:
         return path
 
     def total(self, name: str) -> float:
-        """Sum of a metric over the run: of timers, the seconds spent."""
+        """Return the sum of a metric over the run; for a timer, the seconds spent."""
         return math.fsum(self.series(name).values)
 
 
 def read_run_record(path: Path) -> RunRecord:
-    """The run of a directory.
+    """Read the run of a directory.
 
     Raises:
-        DataError: There is no such directory, nothing of a run in it, or a file that is broken.
+        DataError: There is no such directory, it holds no run, or one of its files is broken.
     """
     if not path.is_dir():
         raise DataError(f"{path}: there is no such directory; name one that a run logged to")
@@ -140,27 +140,23 @@ def read_run_record(path: Path) -> RunRecord:
         settings=sections,
         data=_json(path / DATA_REPORT),
         health=_lines(path / HEALTH_FILE),
-        evaluations=_evaluations(path),
+        evaluations={
+            file.relative_to(path).as_posix(): report
+            for file in sorted([*path.glob(EVALUATIONS), *path.glob(f"*/{EVALUATIONS}")])
+            if "benchmark" in (report := _json(file))
+        },
     )
 
 
 def completion_files(path: Path, num_steps: int) -> list[Path]:
-    """The files of completions of a run that count, in the order of their steps.
-
-    A run that was resumed from an earlier step may have left files beyond its last one.
-    """
+    """Return the files of completions up to the run's last step, in the order of their steps."""
+    # A run that was resumed from an earlier step may have left files beyond its last one.
     found = {
         int(match[1]): file
         for file in (path / COMPLETIONS_DIRECTORY).glob("step_*.parquet")
         if (match := re.fullmatch(r"step_(\d+)", file.stem))
     }
     return [found[step] for step in sorted(found) if step <= num_steps]
-
-
-def _evaluations(path: Path) -> dict[str, dict[str, Any]]:
-    files = sorted([*path.glob(EVALUATIONS), *path.glob(f"*/{EVALUATIONS}")])
-    found = {file.relative_to(path).as_posix(): _json(file) for file in files}
-    return {name: report for name, report in found.items() if "benchmark" in report}
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -176,7 +172,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:
-    """The objects of a file of lines that count; a last line that a kill cut short is left out."""
+    # A last line that a kill cut short is left out, and so are lines that a resume superseded.
     if not path.is_file():
         return []
     rows: list[Mapping[str, Any]] = []

@@ -64,17 +64,17 @@ def _indivisible(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterato
 
 def _indivisible_model(key: str, role: RolePlan, shape: ModelShape) -> Iterator[Conflict]:
     tp, cp, pp = role.mesh.tp, role.mesh.cp, role.mesh.pp
-    # vLLM, which alone draws on groups of ranks, splits models in its own way.
-    draws = role.name == "generation"
-    if tp > 1 and shape.refuses_tensor_parallel and not draws:
+    # vLLM, which alone generates on groups of ranks, splits models in its own way.
+    generates = role.name == "generation"
+    if tp > 1 and shape.refuses_tensor_parallel and not generates:
         yield Conflict(
             problem=f"{key}.tensor_parallel_size={tp} is refused when the model of {role.name} is "
             f"loaded: {shape.refuses_tensor_parallel}",
             fix=f"{key}.tensor_parallel_size=1",
         )
-    if bad := _undivided(shape, tp, repeats_heads=draws):
+    if bad := _undivided(shape, tp, repeats_heads=generates):
         sizes = [size for size in divisors(len(role.slots) // (pp * cp)) if size < tp]
-        good = [size for size in sizes if not _undivided(shape, size, repeats_heads=draws)]
+        good = [size for size in sizes if not _undivided(shape, size, repeats_heads=generates)]
         yield Conflict(
             problem=f"{key}.tensor_parallel_size={tp} does not divide the {' nor the '.join(bad)} "
             f"of the model of {role.name}",
@@ -218,12 +218,12 @@ def _larger_groups(
     if role is None or asked is None:
         return
     counts = Counter(slot.node for slot in role.slots).values()
-    draws = name == "generation"
+    generates = name == "generation"
     for times in divisors(role.mesh.dp)[1:]:
         mesh = replace(role.mesh, dp=role.mesh.dp // times, tp=role.mesh.tp * times)
         is_refused = any(count % mesh.group_size for count in counts) or any(
-            _undivided(shape, mesh.tp, repeats_heads=draws)
-            or (shape.refuses_tensor_parallel and not draws)
+            _undivided(shape, mesh.tp, repeats_heads=generates)
+            or (shape.refuses_tensor_parallel and not generates)
             for shape in _models(shapes, name)
         )
         if not is_refused:

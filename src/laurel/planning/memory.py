@@ -20,7 +20,7 @@ from laurel.planning.request import (
 from laurel.planning.roles import Mesh
 
 # --------------------------------------------------------------------------------------------------
-# The measures of a decoder, from which its memory is told.
+# The measures of a decoder, from which its memory is estimated.
 
 UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
@@ -283,7 +283,7 @@ def _on_policy(
         if drawing.uses_vllm:
             # Optimizer and reference go to the host meanwhile; the weights stay to be handed over.
             stays_now = {n: size for n, size in stays.items() if n == "weights"} | copy
-        else:  # the engine draws from the policy's own weights, unless it runs ahead of them
+        else:  # the engine samples from the policy's own weights, unless it runs ahead of them
             stays_now = stays | (copy if drawing.runs_ahead else {})
         parts = {**stays_now, **taken, **guest}
         yield MemoryPhase(name="generation", slots_of="policy", parts=parts)
@@ -408,7 +408,7 @@ def _drawing(
     *,
     shares_with: RoleName | None,
 ) -> dict[str, int]:
-    """Bytes of one rank that draws on such slots: weights, keys and values. Empty: there is none.
+    """Bytes of one rank that generates on such slots: weights, keys and values. Empty: none does.
 
     vLLM fills its share of the device with keys and values, whatever is needed of them.
     """

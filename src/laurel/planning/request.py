@@ -42,6 +42,8 @@ class StepRequest:
 
     num_prompts: int
     per_prompt: int
+    logprob_passes: int = 0
+    """Times that a model reads all completions for their log-probabilities before training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +116,10 @@ class TrainingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawingRequest:
-    """What the memory of a rank that draws completions depends on."""
+    """What the memory of a rank that generates completions depends on."""
 
     uses_vllm: bool
-    """Whether vLLM draws, with weights of its own, and not the model that is trained."""
+    """Whether vLLM generates, with weights of its own, and not the model that is trained."""
     precision: Precision
     """Type of the cached keys and values, and of the weights of vLLM."""
     longest: int
@@ -138,7 +140,7 @@ class ClusterRequest:
     """All roles; the policy is the first."""
     training: TrainingRequest
     drawing: DrawingRequest | None = None
-    """How completions are drawn; None if the run draws none."""
+    """How completions are generated; None if the run generates none."""
     judging: tuple[Precision, ...] = ()
     """Type of the weights of each reward model that is loaded."""
     step: StepRequest | None = None

@@ -10,6 +10,7 @@ from laurel.config.policy import PlacementConfig, RolePlacement
 from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
 from laurel.config.schemas import Run
 from laurel.config.sft import SFTConfig, SFTRun
+from laurel.errors import ConfigError
 from laurel.planning.request import (
     AdapterRequest,
     BatchRequest,
@@ -22,6 +23,7 @@ from laurel.planning.request import (
     TrainingRequest,
     optimizer_states,
 )
+from laurel.planning.step_time import Workload
 
 DEFAULT_JUDGED_LENGTH = 8192
 """Tokens of the longest conversation, for a reward model without `max_model_len`."""
@@ -55,7 +57,50 @@ def request_of(config: Run) -> ClusterRequest:
         step=StepRequest(
             num_prompts=config.grpo.num_prompts_per_step,
             per_prompt=config.grpo.num_generations_per_prompt,
+            # The reference's, and the old policy's where several updates move away from it.
+            logprob_passes=(config.loss_fn.reference_policy_kl_penalty > 0)
+            + (config.updates_per_rollout > 1 and not config.loss_fn.force_on_policy_ratio),
         ),
+    )
+
+
+def workload_of(
+    config: Run, *, prompt_tokens: int | None = None, completion_tokens: int | None = None
+) -> Workload:
+    """The conversations of a training step, of the lengths that are given.
+
+    Args:
+        config: The run.
+        prompt_tokens: Of each prompt; None: what a completion leaves of the longest conversation.
+        completion_tokens: Of each completion; None: half of the longest conversation, or fewer
+            where the run allows no more.
+
+    Raises:
+        ConfigError: A conversation would be longer than the run allows.
+    """
+    longest = config.policy.max_total_sequence_length
+    most = config.policy.generation.max_new_tokens if isinstance(config, GRPORun) else None
+    if completion_tokens is None:
+        room = longest // 2 if prompt_tokens is None else longest - prompt_tokens
+        completion_tokens = max(1, min(room, most or room))
+    if prompt_tokens is None:
+        prompt_tokens = longest - completion_tokens
+    if prompt_tokens + completion_tokens > longest or prompt_tokens < 1:
+        raise ConfigError(
+            f"a prompt of {prompt_tokens} tokens and a completion of {completion_tokens} do not "
+            f"fit into policy.max_total_sequence_length={longest}"
+        )
+    if isinstance(config, GRPORun):
+        num_prompts = config.grpo.num_prompts_per_step
+        per_prompt = config.grpo.num_generations_per_prompt
+    else:
+        num_prompts = config.policy.train_global_batch_size
+        per_prompt = 2 if isinstance(config, RewardTrainingRun) else 1
+    return Workload(
+        num_prompts=num_prompts,
+        per_prompt=per_prompt,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
     )
 
 

@@ -3,6 +3,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
 import tiny_tokenizers
@@ -69,6 +71,10 @@ def test_each_starter_is_read_by_its_command(task, num_gpus, here, model, capsys
     assert config.cluster.gpus_per_node == max(1, num_gpus)
     assert config.data.train_data_path == f"{task}.jsonl"
     assert config.checkpointing.checkpoint_dir == f"results/{task}"
+    text = path.read_text(encoding="utf-8")
+    schema = here / text.partition("\n")[0].removeprefix("# yaml-language-server: $schema=")
+    checked = Draft202012Validator(json.loads(schema.read_text(encoding="utf-8")))
+    assert list(checked.iter_errors(yaml.safe_load(text))) == []
     if task != "rm":
         assert config.default_environment == TASKS[task]["settings"]["data.env_name"]
     said = capsys.readouterr()

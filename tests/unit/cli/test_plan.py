@@ -60,12 +60,49 @@ def test_the_page_of_the_seeds_colocated_run(capsys):
     assert page.endswith("it fits\n")
 
 
+LENGTHS = {"prompt_tokens": 512, "completion_tokens": 1024}
+
+
+@pytest.mark.parametrize("width", [100, 60])
+def test_the_seconds_of_a_step_are_one_table(monkeypatch, capsys, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert run_plan(EXAMPLES / "grpo_rm_1B.yaml", SEED, options(device="H100", **LENGTHS))
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("seconds of a step on H100"))
+    table = lines[start:-2]
+    assert max(map(len, table)) <= width
+    said = " ".join(table)
+    assert (
+        "at 40% of the peak of its products and 70% of its memory's bandwidth: 32 prompts" in said
+    )
+    rows = [line.split() for line in table]
+    (head,) = [row for row in rows if row[0] == "phase"]
+    assert ("PFLOP" in head) == (width == 100)
+    names = [row[0] for row in rows[rows.index(head) + 1 :]]
+    assert names == ["generation", "scoring", "log-probs", "training", "weight", "step"]
+    assert float(rows[-1][-1]) > 1  # padded rows take longer
+
+
+def test_a_device_has_its_own_memory_and_its_seconds_are_facts(capsys):
+    given = options(device="h200", efficiency=0.5, as_json=True, **LENGTHS)
+    assert run_plan(EXAMPLES / "grpo_rm_1B.yaml", SEED, given)
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["cluster"]["device_memory"] == 141_000_000_000
+    time = facts["time"]
+    assert time["device"]["name"] == "H200"
+    assert time["efficiency"] == {"products": 0.5, "memory": 0.7}
+    assert time["seconds"] < time["padded_seconds"]
+    assert time["phases"][0]["name"] == "generation"
+    run_plan(EXAMPLES / "grpo_rm_1B.yaml", SEED, options(as_json=True))
+    assert "time" not in json.loads(capsys.readouterr().out)
+
+
 def test_what_does_not_fit_is_a_page_too(capsys):
     changes = [*SEED, "env.reward_model.resources.gpus_per_node=8"]
     assert not run_plan(EXAMPLES / "grpo_rm_1B.yaml", changes, options())
     page = capsys.readouterr().out
-    assert "MISFIT  the roles of a node need reward model 8 + policy at least 2 = 10" in page
-    assert "  mend  env.reward_model.resources.gpus_per_node=4" in page
+    assert "CONFLICT  the roles of a node need reward model 8 + policy at least 2 = 10" in page
+    assert "  fix     env.reward_model.resources.gpus_per_node=4" in page
     assert page.endswith("it does not fit\n")
 
 
@@ -136,9 +173,9 @@ def test_what_an_explicit_placement_gets_wrong(capsys):
     ]
     assert not run_plan(EXAMPLES / "grpo_rm_1B.yaml", changes, options(slots_per_node=2))
     page = capsys.readouterr().out
-    assert "MISFIT  cluster.placement.policy.slots=[0,4]: a node has no slot 4" in page
-    assert "MISFIT  policy (1) and generation (1) together have 2 of each slot of node 0" in page
-    assert "  mend  cluster.placement.generation.slots=[1]" in page
+    assert "CONFLICT  cluster.placement.policy.slots=[0,4]: a node has no slot 4" in page
+    assert "CONFLICT  policy (1) and generation (1) together have 2 of each slot of node 0" in page
+    assert "  fix     cluster.placement.generation.slots=[1]" in page
 
 
 def test_a_model_in_a_directory_tells_its_own_shape(tmp_path, capsys):
@@ -213,6 +250,8 @@ def test_bad_options_are_told():
         run_plan(EXAMPLES / "rm.yaml", [], PlanOptions(device_memory="lots"))
     with pytest.raises(ConfigError, match="lacks num_layers"):
         run_plan(EXAMPLES / "rm.yaml", [], PlanOptions(policy_shape="hidden_size=8"))
+    with pytest.raises(ConfigError, match="--device V100: the peaks of"):
+        run_plan(EXAMPLES / "rm.yaml", [], PlanOptions(device="V100"))
 
 
 def test_the_exit_code_is_2_where_it_does_not_fit_and_torch_is_not_loaded():
@@ -262,9 +301,9 @@ def test_what_loading_would_not_split_is_a_conflict_and_never_proposed(
     given = PlanOptions(kind="sft", slots_per_node=4)
     assert not run_plan(None, [*changes, f"{key}=2"], given)
     page = capsys.readouterr().out
-    assert f"MISFIT  {key}=2 is refused when the model of policy is loaded: " in page
+    assert f"CONFLICT  {key}=2 is refused when the model of policy is loaded: " in page
     assert str(refused.value) in page
-    assert f"  mend  {key}=1" in page
+    assert f"  fix     {key}=1" in page
     assert run_plan(None, changes, given)
     capsys.readouterr()
     # Where memory is short, two tensor-parallel ranks would do, if loading took them.

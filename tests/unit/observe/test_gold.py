@@ -99,8 +99,8 @@ def test_gold_is_the_first_figure_and_the_first_curve_of_the_page():
     one = run(FALLEN_AT_ONCE)
     assert charts_of(one)[0].lines[0].label == "env/both/math/accuracy"
     page = page_of([one], [RunSamples()], title="t")
-    figures = re.findall(r'<dt>(.*?)</dt><dd class="value">(.*?)</dd>', page)
-    assert [(name.split(": ")[1], value) for name, value in figures] == [
-        ("env/both/math/accuracy", "0.08000"),
-        ("train/reward", "1.490"),
-    ]
+    summary = page[page.index('id="summary"') : page.index('id="findings"')]
+    figures = re.findall(r'<dt>(.*?)</dt><dd class="value">(.*?)</dd>', summary)
+    named = [(re.sub("<.*?>", "", name).split(": ")[1], value) for name, value in figures]
+    assert named == [("env/both/math/accuracy", "8.0%"), ("train/reward", "1.490")]
+    assert re.findall(r'hidden="true"><abbr.*?>(.*?)<', summary) == ["Gold metric", "Reward"]

@@ -11,6 +11,7 @@ import pytest
 from laurel.errors import DataError
 from laurel.observe.report.page import Fact, duration, write_report
 from laurel.observe.report.samples import Comparison, ScoredAnswer
+from report_runs import reward_model_run
 
 EVIL = '<script>alert("x")</script> & \x1b[31m'
 METRICS = [
@@ -142,6 +143,30 @@ def test_a_whole_run_is_shown_and_nothing_is_fetched_or_run(tmp_path):
     assert "<pre>grpo:\n  name: &#39;&lt;script" in html
 
 
+def test_terms_are_explained_settings_are_folded_and_numbers_have_their_rows(tmp_path):
+    run = reward_model_run(tmp_path / "exp_001")
+    path = run / "metrics.jsonl"
+    validated = {
+        "validation-default/accuracy": 0.75,
+        "validation-default/num_valid_samples": 60.0,
+        "validation-default/longer_wins_baseline": 0.55,
+    }
+    with path.open("a") as file:
+        for step, accuracy in ((50, 0.625), (100, 0.75)):
+            line = {"step": step, "time": 1.0, **validated, "validation-default/accuracy": accuracy}
+            file.write(json.dumps(line) + "\n")
+    write_report(tmp_path / "report.html", [run])
+    html, page = page_of(tmp_path / "report.html")
+    assert {"#summary", "#findings", "#run1", "#run1-configuration", "#terms"} <= {*page.references}
+    assert ">75.0%</dd>" in html
+    assert "60 pairs; longer answer 55.0%; 62.5% at step 50" in page.text
+    assert html.index("<svg") < html.index('id="findings"')
+    assert '<abbr title="The share of rows that are right.' in html
+    assert '<abbr title="Seeds the head, the order of the data' in html  # the setting rm.seed
+    assert not re.search(r"<details[^>]*\bopen\b", html)
+    assert page.text.count("The share of rows that are right.") == 1  # where it is not hovered over
+
+
 def test_where_the_time_went(tmp_path):
     """Of 3 s of steps 2.25 s are generation and 0.75 s have no name; 1 s validates."""
     run = make_run(tmp_path / "run", metrics=METRICS)
@@ -215,5 +240,5 @@ def test_how_much_of_judging_was_hidden_is_said_where_it_is_known(tmp_path):
     for name, metrics in (("with", shares), ("without", METRICS)):
         write_report(tmp_path / f"{name}.html", [make_run(tmp_path / name, metrics=metrics)])
         _, page = page_of(tmp_path / f"{name}.html")
-        said = "38% of the time of judging was hidden behind drawing" in page.text
+        said = "38% of the time of scoring was hidden behind sampling" in page.text
         assert said == (name == "with")

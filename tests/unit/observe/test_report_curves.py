@@ -11,7 +11,7 @@ from laurel.observe.report.charts import (
     Line,
     _edges,
     charts_of,
-    draw_chart,
+    plot_chart,
     extremes,
     over_seeds,
     smooth,
@@ -77,11 +77,11 @@ def test_several_seeds_are_a_mean_in_a_band():
 
 def test_the_parts_of_a_chart_have_names_and_marks():
     line = Line(label="loss", series=series([float(i % 5) for i in range(200)]), mark="B")
-    svg = draw_chart(Chart(title="Loss", lines=(line,)), name="c1")
+    svg = plot_chart(Chart(title="Loss", lines=(line,)), name="c1")
     for part in ("raw", "band", "line"):
         assert f'id="c1-{part}-0"' in svg
     assert re.search(r"<text[^>]*>B</text>", svg)
-    short = draw_chart(
+    short = plot_chart(
         Chart(title="Loss", lines=(Line(label="loss", series=series([1.0, 2.0])),)), name="c2"
     )
     assert "c2-raw" not in short
@@ -99,7 +99,7 @@ def test_many_lines_differ_without_colour(num_lines):
         Line(label=f"a run with a long name {i}", series=series([1.0, float(i)]), mark=chr(65 + i))
         for i in range(num_lines)
     ]
-    svg = draw_chart(Chart(title="Loss", lines=lines), name="c")
+    svg = plot_chart(Chart(title="Loss", lines=lines), name="c")
     for line in lines:
         assert re.search(rf"<text[^>]*>{line.mark}</text>", svg)
 

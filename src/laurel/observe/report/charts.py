@@ -25,33 +25,33 @@ WIDTH, HEIGHT = 4.6, 2.5
 _INKS = {"#010101": "currentColor", "#020202": "var(--faint)"} | {
     f"#0{i}0{i}0{i}": f"var(--series-{i})" for i in range(3, 9)
 }
-"""Stand-ins that are drawn with, and what the page's style sheet is asked for instead."""
+"""Placeholder colours of the plots, and the colours of the page's style sheet that replace them."""
 _TEXT, _FAINT = "#010101", "#020202"
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)), "-", (0, (5, 2)))
 _LEGEND_ROW = 0.2
-"""Inches of one more row of names."""
+"""Inches of one more row in the legend."""
 _LEGEND_LETTERS = 58
 """Letters that fit side by side in the legend."""
 MANY_POINTS = 40
-"""Above so many, points are not marked one by one."""
+"""The largest number of points that are marked one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One curve."""
+    """One curve of a chart."""
 
     label: str
     series: Series
     band: Series | None = None
-    """Half the height of a band around it, at the same steps (a standard deviation)."""
+    """The half height of a band around the curve, at the same steps (a standard deviation)."""
     limits: tuple[Series, Series] | None = None
     """The lower and the upper edge of a band, at the same steps."""
     within: tuple[float, float] | None = None
-    """No band goes beyond these: what was seen."""
+    """The observed range, beyond which no band goes."""
     mark: str = ""
-    """Written at its end, for whoever cannot tell colours or dashes apart."""
+    """A letter at the end of the curve, for readers who cannot distinguish colours or dashes."""
     on_right: bool = False
-    """Measured on the axis to the right."""
+    """Whether the curve belongs to the right axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +61,20 @@ class Chart:
     title: str
     lines: Sequence[Line]
     left: str = ""
-    """What the axis to the left measures."""
+    """The label of the left axis."""
     right: str = ""
     unit_interval: bool = False
-    """The left axis goes from 0 to 1 (of shares)."""
+    """Whether the left axis goes from 0 to 1, as for shares."""
     right_unit_interval: bool = False
+    is_lead: bool = False
+    """It stands at the top of the page: the gold metric, the reward, or the accuracy."""
 
     def __bool__(self) -> bool:
         return any(line.series for line in self.lines)
 
     @property
     def description(self) -> str:
-        """What it shows, for whoever cannot see it."""
+        """The chart in words, for screen readers."""
         parts = [
             f"{line.label} from {line.series.values[0]:.4g} to {line.series.values[-1]:.4g}"
             f"{_range(line.series)}"
@@ -82,19 +84,21 @@ class Chart:
         return f"{self.title}: {'; '.join(parts)}"
 
 
-def draw_chart(chart: Chart, *, name: str) -> str:
-    """The chart as an `<svg>` element.
+def plot_chart(chart: Chart, *, name: str) -> str:
+    """Plot a chart as an `<svg>` element.
 
     Args:
-        chart: At least one of its lines has points.
-        name: Unique in the page: it starts every id.
+        chart: A chart with points in one of its lines.
+        name: A prefix of all ids, unique in the page.
     """
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9}):
-        columns = _legend_columns(chart)
+        labels = [line.label for line in chart.lines if line.series]
+        longest = max(map(len, labels), default=1)
+        columns = max(1, min(len(labels), _LEGEND_LETTERS // (longest + 5)))
         rows = math.ceil(sum(bool(line.series) for line in chart.lines) / columns)
         height = HEIGHT + _LEGEND_ROW * max(0, rows - 1)
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -104,13 +108,13 @@ def draw_chart(chart: Chart, *, name: str) -> str:
         right: Axes | None = left.twinx() if any(line.on_right for line in chart.lines) else None
         for index, line in enumerate(line for line in chart.lines if line.series):
             axes = right if line.on_right and right is not None else left
-            _draw_line(axes, line, index)
+            _plot_line(axes, line, index)
         _dress(left, chart.left, chart.unit_interval, grid=True)
         left.set_xlabel("step", color=_TEXT)
         if right is not None:
             _dress(right, chart.right, chart.right_unit_interval, grid=False)
-        drawn = [handle for axes in (left, right) if axes for handle in axes.get_lines()]
-        handles = [handle for handle in drawn if not str(handle.get_label()).startswith("_")]
+        plotted = [handle for axes in (left, right) if axes for handle in axes.get_lines()]
+        handles = [handle for handle in plotted if not str(handle.get_label()).startswith("_")]
         if len(handles) > 1:
             figure.legend(
                 handles=handles,
@@ -128,25 +132,16 @@ def draw_chart(chart: Chart, *, name: str) -> str:
 
 
 def _range(series: Series) -> str:
-    """What lies beyond both ends of a curve."""
+    # Only where a curve goes beyond both of its ends.
     low, high = min(series.values), max(series.values)
     if {low, high} <= {series.values[0], series.values[-1]}:
         return ""
     return f", between {low:.4g} and {high:.4g}"
 
 
-def _legend_columns(chart: Chart) -> int:
-    """As many names side by side as the width holds."""
-    labels = [line.label for line in chart.lines if line.series]
-    longest = max((len(label) for label in labels), default=1)
-    return max(1, min(len(labels), _LEGEND_LETTERS // (longest + 5)))
-
-
-def _draw_line(axes: Axes, line: Line, index: int) -> None:
-    """The curve in its band; one of many points smoothed, with its extremes beneath it.
-
-    The names of the parts begin with `raw`, `band` and `line`, for the page to show and hide.
-    """
+def _plot_line(axes: Axes, line: Line, index: int) -> None:
+    """Plot a curve in its band; one of many points is smoothed, with its extremes beneath it."""
+    # The page shows and hides the parts by their ids, which begin with `raw`, `band` and `line`.
     colour = f"#0{3 + index % 6}0{3 + index % 6}0{3 + index % 6}"
     smoothed = smooth(line.series)
     shown = line.series if smoothed is None else smoothed.mean
@@ -198,10 +193,9 @@ def _draw_line(axes: Axes, line: Line, index: int) -> None:
 
 
 def _edges(line: Line, smoothed: Smoothed | None) -> tuple[Sequence[float], Sequence[float]] | None:
-    """The lower and the upper edge of a curve's band, at the steps at which it is drawn."""
     if line.band is not None and line.band.steps == line.series.steps:
         centre = line.series if smoothed is None else smoothed.mean
-        # Of equal steps, smoothing takes equal places.
+        # Smoothing takes equal places of equal steps.
         half = smooth(line.band)
         halves = line.band.values if half is None else half.mean.values
         pairs = list(zip(centre.values, halves, strict=True))
@@ -231,7 +225,7 @@ def _dress(axes: Axes, label: str, unit_interval: bool, *, grid: bool) -> None:
 
 
 def _inline(svg: str, name: str) -> str:
-    """Only the element, with ids of its own, the page's colours and the page's letters."""
+    """Reduce an SVG file to its element, with ids of its own and the page's colours and fonts."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
@@ -248,20 +242,20 @@ def _inline(svg: str, name: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Long curves made short enough to draw, and honest about it.
+# Long curves, shortened without losing peaks.
 #
-# A curve of many points is drawn twice: as a line of rolling means in a band of rolling quantiles,
-# and beneath it as the lowest and the highest value of each stretch of steps, so that no peak is
-# lost, however short it was.
+# A curve of many points is plotted twice: as a line of rolling means in a band of rolling
+# quantiles, and beneath it as the lowest and the highest value of each stretch of steps, so that
+# the shortest peak is seen.
 
 FEW_POINTS = 60
-"""Up to so many, a curve is drawn as it was logged."""
+"""The largest number of points that are plotted as logged."""
 NUM_PLACES = 300
-"""Points of a smoothed curve, and stretches of one drawn by its extremes: what fits a screen."""
+"""The points of a smoothed curve, and the stretches of its extremes: as many as fit a screen."""
 SMOOTHED_SHARE = 25
-"""A rolling window holds one in so many of a curve's points."""
+"""A rolling window holds one in 25 of a curve's points."""
 LOW, HIGH = 0.1, 0.9
-"""The band holds what lies between these quantiles of a window."""
+"""The quantiles of a window between which the band lies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,11 +266,11 @@ class Smoothed:
     low: Series
     high: Series
     window: int
-    """Points that each mean is of."""
+    """The number of points in a window."""
 
 
 def extremes(series: Series, num_stretches: int = NUM_PLACES) -> Series:
-    """The lowest and the highest point of each stretch, in the order in which they were logged.
+    """Return the lowest and the highest point of each stretch, in the order of the log.
 
     A curve of up to two points a stretch is returned as it is.
     """
@@ -297,10 +291,10 @@ def extremes(series: Series, num_stretches: int = NUM_PLACES) -> Series:
 
 
 def smooth(series: Series, num_places: int = NUM_PLACES) -> Smoothed | None:
-    """The curve without its noise; None where it has few points.
+    """Smooth a curve; None where it has few points.
 
-    Windows are centred. At the ends they are one-sided as far as they must, never filled up with
-    values that nobody logged.
+    Windows are centred. At the ends they are one-sided as far as needed, never padded with values
+    that were not logged.
     """
     count = len(series.steps)
     if count <= FEW_POINTS:
@@ -320,9 +314,9 @@ def smooth(series: Series, num_places: int = NUM_PLACES) -> Smoothed | None:
 
 
 def over_seeds(several: Sequence[Series]) -> Smoothed | None:
-    """Means over runs, with the lowest and the highest of them, at the steps that all logged.
+    """Return means over runs, with the lowest and the highest of them, at their common steps.
 
-    None where they share no step.
+    The result is None where they have no common step.
     """
     tables = [dict(zip(series.steps, series.values, strict=True)) for series in several]
     shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
@@ -339,15 +333,15 @@ def over_seeds(several: Sequence[Series]) -> Smoothed | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which curves a page draws: of one run, and of several over one another.
+# The charts of a page: of one run, and of several over one another.
 
 
 def charts_of(record: RunRecord) -> list[Chart]:
-    """The charts of a run that have something to show, the most telling first."""
-    return [chart for chart in (*_what_it_is_judged_by(record), *_how_it_went(record)) if chart]
+    """Return the charts of a run that have points, the most important first."""
+    return [chart for chart in (*_quality_charts(record), *_process_charts(record)) if chart]
 
 
-def _what_it_is_judged_by(record: RunRecord) -> Iterator[Chart]:
+def _quality_charts(record: RunRecord) -> Iterator[Chart]:
     series = record.series
     sets = [
         name.removesuffix("/loss")
@@ -362,6 +356,7 @@ def _what_it_is_judged_by(record: RunRecord) -> Iterator[Chart]:
             lines=(Line(label=gold, series=series(gold)),),
             left=figure,
             unit_interval=figure == "accuracy",
+            is_lead=True,
         )
     truth = series("validation/accuracy")
     yield Chart(
@@ -378,11 +373,13 @@ def _what_it_is_judged_by(record: RunRecord) -> Iterator[Chart]:
         left="reward",
         right="success rate",
         right_unit_interval=True,
+        is_lead=True,
     )
     yield Chart(
         title="Reward in validation",
         lines=() if truth else (Line(label="reward", series=series("validation/reward_mean")),),
         left="reward",
+        is_lead=True,
     )
     yield Chart(
         title="Accuracy",
@@ -395,6 +392,7 @@ def _what_it_is_judged_by(record: RunRecord) -> Iterator[Chart]:
         ),
         left="share of pairs",
         unit_interval=True,
+        is_lead=True,
     )
     yield Chart(
         title="Loss",
@@ -415,7 +413,7 @@ def _what_it_is_judged_by(record: RunRecord) -> Iterator[Chart]:
     yield Chart(title="Scores in validation", lines=scores, left="mean score")
 
 
-def _how_it_went(record: RunRecord) -> Iterator[Chart]:
+def _process_charts(record: RunRecord) -> Iterator[Chart]:
     series = record.series
     for title, label, name in (
         ("Divergence from the policy before", "KL per token", "train/kl_penalty"),
@@ -451,29 +449,30 @@ def _how_it_went(record: RunRecord) -> Iterator[Chart]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartedRuns:
-    """Runs in one chart: a run, or several that differ in nothing but their seeds."""
+    """Runs that are one curve: a run, or several that differ in nothing but their seeds."""
 
     mark: str
-    """A letter for each run of them."""
+    """The letters of the runs."""
     label: str
     records: Sequence[RunRecord]
 
 
 def overlays(several: Sequence[ChartedRuns]) -> list[Chart]:
-    """The same curve of every run over one another, a chart for each curve that several have."""
+    """Plot the same curve of several runs over one another, a chart for each curve."""
     curves: dict[str, tuple[Chart, Line, list[Line]]] = {}
     for compared in several:
         for title, chart, line in _curves(compared.records[0]):
             found = curves.setdefault(title, (chart, line, []))
-            drawn = _one_line(compared, title, line)
-            if drawn is not None:
-                found[2].append(drawn)
+            combined = _combined(compared, title, line)
+            if combined is not None:
+                found[2].append(combined)
     return [
         Chart(
             title=title,
             lines=lines,
             left=chart.right if line.on_right else chart.left,
             unit_interval=chart.right_unit_interval if line.on_right else chart.unit_interval,
+            is_lead=chart.is_lead,
         )
         for title, (chart, line, lines) in curves.items()
         if lines
@@ -481,7 +480,7 @@ def overlays(several: Sequence[ChartedRuns]) -> list[Chart]:
 
 
 def _curves(record: RunRecord) -> Iterator[tuple[str, Chart, Line]]:
-    """Every curve of a run, with a name that is the same in every run."""
+    # The names of curves are the same in every run.
     for chart in charts_of(record):
         for line in chart.lines:
             if line.series:
@@ -489,7 +488,7 @@ def _curves(record: RunRecord) -> Iterator[tuple[str, Chart, Line]]:
                 yield chart.title if is_alone else f"{chart.title}: {line.label}", chart, line
 
 
-def _one_line(compared: ChartedRuns, title: str, line: Line) -> Line | None:
+def _combined(compared: ChartedRuns, title: str, line: Line) -> Line | None:
     if len(compared.records) == 1:
         return Line(
             label=compared.label,

@@ -1,4 +1,4 @@
-"""A sentence about a run, and the arithmetic that several rules share."""
+"""Rules over the metrics of a run that find what to look at first, in words and numbers."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from laurel.observe.metrics import is_lower_better
 from laurel.observe.run_record import RunRecord, Series
 
 Weight = Literal["bad", "look", "good", "note"]
-"""A problem, what may be one, what is well, and what is only to be known."""
+"""A problem, a possible problem, a good sign, and a plain fact."""
 
 MIN_STEPS = 20
-"""With fewer, the beginning and the end of a curve are not compared."""
+"""The least number of steps for a comparison of the beginning and the end of a curve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinding:
-    """One sentence or two about a run."""
+    """A result of a rule in one or two sentences."""
 
     weight: Weight
     text: str
 
 
 def beginning(series: Series) -> Sequence[float]:
-    """The values of the first tenth of a curve."""
+    """Return the values of the first tenth of a curve."""
     return series.values[: max(1, len(series.values) // 10)]
 
 
 def ending(series: Series) -> Sequence[float]:
-    """The values of its last tenth."""
+    """Return the values of the last tenth of a curve."""
     return series.values[-max(1, len(series.values) // 10) :]
 
 
 def variance(values: Sequence[float]) -> float:
-    """Of the values as they are (divided by n)."""
+    """Return the population variance of values (divided by n)."""
     mean = fmean(values)
     return fmean((value - mean) ** 2 for value in values)
 
 
 def steps(count: int) -> str:
-    """E.g. `1 step`, `2,000 steps`."""
+    """Return the number of steps in words, e.g. `1 step`, `2,000 steps`."""
     return counted(count, "step")
 
 
@@ -56,11 +56,11 @@ def steps(count: int) -> str:
 # Rules for policies that learn from rewards: failures, spread, entropy, lengths, and hacking.
 
 _IN_WORDS = {"other": "for reasons of the environment's own, which stand in completions/"}
-"""Reasons that do not say themselves what they are."""
+"""Names of reasons that need more words."""
 
 
 def failed_rewards(record: RunRecord) -> Iterator[RunFinding]:
-    """Completions that nobody could judge."""
+    """Report completions that could not be scored."""
     left_out = record.total("train/num_failures_left_out")
     num_failures = record.total("train/num_failures") + left_out
     turns = record.series("train/total_turns")
@@ -90,7 +90,7 @@ def failed_rewards(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def groups_without_spread(record: RunRecord) -> Iterator[RunFinding]:
-    """Groups whose completions all got the same reward teach nothing."""
+    """Report groups whose completions all got the same reward, from which nothing is learned."""
     share = record.series("train/frac_reward_zero_std")
     if not share:
         return
@@ -98,7 +98,7 @@ def groups_without_spread(record: RunRecord) -> Iterator[RunFinding]:
     if last > 0.5 and any(
         a.until is None and is_success(a, record) for a in alarms_of(record.health)
     ):
-        return  # which is told there
+        return  # `alarms_going_on` reports it
     if last > 0.5:
         gold = gold_course(record)
         is_solved = standing(record) == "top" and not (gold and gold.is_lower)
@@ -119,7 +119,7 @@ def groups_without_spread(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def cut_off(record: RunRecord) -> Iterator[RunFinding]:
-    """Completions that hit the limit."""
+    """Report completions that were cut at the length limit."""
     share = record.series("train/truncation_rate")
     if share and (last := fmean(ending(share))) > 0.2:
         yield RunFinding(
@@ -130,7 +130,7 @@ def cut_off(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def entropy_collapse(record: RunRecord) -> Iterator[RunFinding]:
-    """A policy that says the same over and over."""
+    """Report a policy whose entropy collapsed."""
     for name in ("train/entropy", "train/approx_entropy"):
         entropy = record.series(name)
         if len(entropy.values) < MIN_STEPS:
@@ -147,7 +147,7 @@ def entropy_collapse(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def gold_fell(record: RunRecord) -> Iterator[RunFinding]:
-    """What is really wanted, which the policy is not rewarded by: the first thing to know."""
+    """Report the course of the gold metric, on which the policy is not trained."""
     gold = gold_course(record)
     if gold is None:
         return
@@ -182,7 +182,7 @@ def gold_fell(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def reward_without_success(record: RunRecord) -> Iterator[RunFinding]:
-    """Reward that rises while the truth falls, and reward that does not rise at all."""
+    """Report a reward that rises while success falls, and one that does not rise at all."""
     reward = record.series("train/reward")
     if record.kind != "grpo" or len(reward.values) < MIN_STEPS:
         return
@@ -199,7 +199,7 @@ def reward_without_success(record: RunRecord) -> Iterator[RunFinding]:
             "the reward, not to be right. Read the samples with the highest reward.",
         )
     elif (gold := gold_course(record)) is not None and gold.is_lower:
-        return  # which `gold_fell` has told, with the reward beside it
+        return  # `gold_fell` reports it, with the reward beside it
     elif change > noise:
         yield RunFinding(
             weight="good",
@@ -221,7 +221,7 @@ def reward_without_success(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def lengths_grew(record: RunRecord) -> Iterator[RunFinding]:
-    """Answers that get longer and longer."""
+    """Report completions whose length doubled or halved."""
     lengths = record.series("train/mean_gen_tokens_per_sample")
     if len(lengths.values) < MIN_STEPS:
         return
@@ -235,7 +235,7 @@ def lengths_grew(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def sampler_mismatch(record: RunRecord) -> Iterator[RunFinding]:
-    """The generator's probabilities beside the learner's."""
+    """Report a divergence of the generator's probabilities from the learner's."""
     error = record.series("train/gen_kl_error")
     if error and (last := fmean(ending(error))) > 0.01:
         yield RunFinding(
@@ -251,7 +251,7 @@ def sampler_mismatch(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def against_length(record: RunRecord) -> Iterator[RunFinding]:
-    """Whether a reward model knows more than which answer is longer."""
+    """Compare a reward model's accuracy with that of a scorer by length."""
     for name in record.names():
         if not name.startswith("validation") or not name.endswith("/longer_wins_baseline"):
             continue
@@ -259,7 +259,7 @@ def against_length(record: RunRecord) -> Iterator[RunFinding]:
         accuracy, baseline = record.latest(f"{section}/accuracy"), record.latest(name)
         if accuracy is None or baseline is None:
             continue
-        # Whoever takes what is shorter knows nothing more either.
+        # A scorer that takes the shorter answer knows nothing more either.
         rival = max(baseline, 1 - baseline)
         rule = (
             "always taking the longer answer gives"
@@ -285,7 +285,7 @@ def against_length(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def scores_follow_length(record: RunRecord) -> Iterator[RunFinding]:
-    """Scores that go with length, ties, and confidence that is not earned."""
+    """Report scores that follow length, ties, and bad calibration."""
     for name in record.names():
         section, _, figure = name.rpartition("/")
         value = record.latest(name) if section.startswith("validation") else None
@@ -313,18 +313,18 @@ def scores_follow_length(record: RunRecord) -> Iterator[RunFinding]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Rules for any training: alarms, numbers that are none, gradients, validation, data.
+# Rules for any training: alarms, values that are not finite, gradients, validation, data.
 
 ZERO_SPREAD = "zero_spread_groups"
-"""The alarm that success raises, too."""
+"""The alarm that success raises as well."""
 _OF_ROWS = re.compile(r"(^|: )([\d,]+ rows? (?!of )|no row )")
-"""How a note begins that says something of the rows; others say where they come from."""
+"""The beginning of a note about rows; other notes are about the source of the data."""
 JUMP = 10.0
-"""A gradient norm so many times the median is a jump."""
+"""A jump is a gradient norm of this many times the median."""
 
 
 def alarms_going_on(record: RunRecord) -> Iterator[RunFinding]:
-    """Alarms of the run itself come before anything computed afterwards."""
+    """Report the alarms that were raised while the run went on."""
     alarms = alarms_of(record.health)
     for alarm in alarms:
         if alarm.until is None and is_success(alarm, record):
@@ -352,7 +352,7 @@ def alarms_going_on(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def is_success(alarm: Alarm, record: RunRecord) -> bool:
-    """Whether an alarm says no more than that everything is right."""
+    """Tell whether an alarm means no more than that the tasks are solved."""
     if alarm.name != ZERO_SPREAD or standing(record) != "top":
         return False
     gold = gold_course(record)  # a reward at its top is no success where what is wanted falls
@@ -360,7 +360,7 @@ def is_success(alarm: Alarm, record: RunRecord) -> bool:
 
 
 def not_finite(record: RunRecord) -> Iterator[RunFinding]:
-    """NaN and infinity, which no curve can show."""
+    """Report NaN and infinity, which no curve can show."""
     lost = {
         name: found
         for name in record.names()
@@ -378,10 +378,8 @@ def not_finite(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def gradient_jumps(record: RunRecord) -> Iterator[RunFinding]:
-    """Steps at which the gradient was many times as large as usual.
-
-    Those of the first tenth do not count: what begins from nothing begins with large ones.
-    """
+    """Report steps at which the gradient was many times as large as usual."""
+    # The first tenth does not count: a new model begins with large gradients.
     norms = record.series("train/grad_norm")
     if len(norms.values) < MIN_STEPS:
         return
@@ -403,7 +401,7 @@ def gradient_jumps(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def steps_lost(record: RunRecord) -> Iterator[RunFinding]:
-    """Optimizer steps that were not taken."""
+    """Report optimizer steps that were not taken."""
     lost = [
         (
             "bad steps, of which nothing was applied",
@@ -425,12 +423,10 @@ def steps_lost(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def validation_got_worse(record: RunRecord) -> Iterator[RunFinding]:
-    """A best validation that is not the last one, by more than chance explains.
-
-    A figure that equals another at every step, as the mean of rewards of 0 and 1 equals the
-    accuracy, is told once.
-    """
-    told: list[Series] = []
+    """Report a best validation that is not the last one, by more than chance explains."""
+    # A metric that equals another at every step, as the mean of rewards of 0 and 1 equals the
+    # accuracy, is reported once.
+    reported: list[Series] = []
     for name in sorted(record.names(), key=lambda name: not name.endswith("/accuracy")):
         figure = name.rpartition("/")[2]
         if not name.startswith("validation") or figure not in (
@@ -441,9 +437,9 @@ def validation_got_worse(record: RunRecord) -> Iterator[RunFinding]:
         ):
             continue
         series = record.series(name)
-        if len(series.values) < 2 or series in told:
+        if len(series.values) < 2 or series in reported:
             continue
-        told.append(series)
+        reported.append(series)
         sign = -1.0 if is_lower_better(name) else 1.0
         best = max(range(len(series.values)), key=lambda i: sign * series.values[i])
         step = f"step {series.steps[best]:,.0f}"
@@ -459,13 +455,13 @@ def validation_got_worse(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def _chance(record: RunRecord, name: str, value: float) -> float:
-    """How far a figure may fall by chance: two standard errors where they are known."""
+    """Return the fall of a metric that chance explains: two standard errors where known."""
     section, _, figure = name.rpartition("/")
     if figure in ("accuracy", "top1"):
         counts = record.series(f"{section}/num_valid_samples").values
         if not counts:
             return 0.05
-        # Two measurements of the same rows differ by less than two of different ones would.
+        # Two measurements of the same rows differ by less than those of different rows would.
         return max(0.01, 2 * math.sqrt(max(value * (1 - value), 0.01) / counts[-1]))
     if figure == "loss":
         return 0.03 * abs(value)
@@ -474,7 +470,7 @@ def _chance(record: RunRecord, name: str, value: float) -> float:
 
 
 def overfitting(record: RunRecord) -> Iterator[RunFinding]:
-    """Training much better than validation."""
+    """Report an accuracy in training far above that in validation."""
     training = record.series("train/accuracy")
     held = record.series("validation-default/accuracy")
     if len(training.values) < MIN_STEPS or not held:
@@ -490,7 +486,8 @@ def overfitting(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def loss_did_not_fall(record: RunRecord) -> Iterator[RunFinding]:
-    """Of training by gradient on a fixed loss; GRPO's loss says nothing of the kind."""
+    """Report a loss that did not fall."""
+    # GRPO's loss says nothing about progress.
     loss = record.series("train/loss")
     if record.kind not in ("rm", "sft") or len(loss.values) < MIN_STEPS:
         return
@@ -505,14 +502,15 @@ def loss_did_not_fall(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def data_left_out(record: RunRecord) -> Iterator[RunFinding]:
-    """Rows that were read and not used, and what the data report noted."""
+    """Report rows that were read and not used, and the notes of the data report."""
     for name, report in record.data.items():
         read, kept = report.get("rows_read"), report.get("rows_kept")
-        # What is held out is used in validation.
-        reasons = {
-            reason.replace("_", " "): _count(found)
+        counts = {
+            reason.replace("_", " "): found.get("count", 0) if isinstance(found, dict) else found
             for reason, found in (report.get("rows_left_out") or {}).items()
         }
+        reasons = {name: count if isinstance(count, int) else 0 for name, count in counts.items()}
+        # Held-out rows are used in validation.
         held_out = reasons.pop("held out", 0)
         if isinstance(read, int) and isinstance(kept, int) and read:
             lost = read - kept - held_out
@@ -529,16 +527,11 @@ def data_left_out(record: RunRecord) -> Iterator[RunFinding]:
             yield RunFinding(weight=weight, text=f"Data '{name}': {note}.")
 
 
-def _count(found: Any) -> int:
-    value = found.get("count", 0) if isinstance(found, dict) else found
-    return value if isinstance(value, int) else 0
-
-
 # --------------------------------------------------------------------------------------------------
-# What to look at first: rules over the figures of a run, in plain words with their numbers.
+# All rules over the metrics of a run.
 #
-# A rule says nothing where its figures are missing, and never more than its figures show: it points
-# to where a person should look, and what usually helps.
+# A rule reports nothing where its metrics are missing. It points to where a person should look, and
+# to what usually helps.
 
 Rule = Callable[[RunRecord], Iterator[RunFinding]]
 
@@ -562,34 +555,34 @@ RULES: tuple[Rule, ...] = (
     sampler_mismatch,
     data_left_out,
 )
-"""Every rule, the most telling first."""
+"""Every rule, the most important first."""
 
 _WEIGHTS: tuple[Weight, ...] = ("bad", "look", "good", "note")
 
 
 def findings(record: RunRecord) -> list[RunFinding]:
-    """What the figures of a run say, the worst first and what is only to be known last."""
+    """Apply all rules to a run; problems come first and plain facts last."""
     found = [finding for rule in RULES for finding in rule(record)]
     return sorted(found, key=lambda finding: _WEIGHTS.index(finding.weight))
 
 
 # --------------------------------------------------------------------------------------------------
-# The alarms of a run, from `health.jsonl`: since when, until when, what was seen, what to do.
+# The alarms of a run, read from `health.jsonl`.
 
 MAX_SAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """One alarm, from the step it was raised at to the one it was over at."""
+    """One alarm, from the step at which it was raised to that at which it ended."""
 
     name: str
     since: int
     until: int | None = None
-    """None: it has not ended."""
+    """None where the alarm has not ended."""
     metric: str = ""
     value: float | None = None
-    """What the metric was when it was raised."""
+    """The metric when the alarm was raised."""
     threshold: float | None = None
     baseline: float | None = None
     text: str = ""
@@ -598,9 +591,9 @@ class Alarm:
 
 
 def alarms_of(lines: Iterable[Mapping[str, Any]]) -> list[Alarm]:
-    """The alarms of the lines, those that go on first, then the latest.
+    """Read the alarms from lines of `health.jsonl`: those still on first, then the latest.
 
-    A line that repeats what is so already changes nothing: the alarm began when it was first told.
+    A line that raises a raised alarm again changes nothing: the alarm began with the first one.
     """
     ended: list[Alarm] = []
     going_on: dict[str, Alarm] = {}
@@ -638,7 +631,7 @@ def _alarm(name: str, step: int, line: Mapping[str, Any]) -> Alarm:
 
 
 def _number(value: object) -> float | None:
-    """JSON has no NaN: loggers write it as text, and `float` reads that."""
+    # JSON has no NaN: loggers write it as text, and `float` reads that.
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -648,28 +641,28 @@ def _number(value: object) -> float | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where the reward of a run stands among the rewards that were seen: solved, hopeless, or between.
+# The reward of a run among the rewards that were seen: solved, hopeless, or between.
 #
-# Groups whose rewards are all equal are an end that was wished for where all are right, and an
-# illness where none is.
+# Groups with equal rewards are a good end where all completions are right, and a problem where none
+# is.
 
 Standing = Literal["top", "between", "bottom"]
 
 CLOSE = 0.1
-"""Share of the range of rewards, or of the groups, that may be missing to its end."""
+"""The distance from an end of the range of rewards, as its share, that counts as at the end."""
 
 
 def seen_rewards(record: RunRecord) -> tuple[float, float] | None:
-    """The lowest and the highest reward of any completion of training; None where nobody knows."""
+    """Return the lowest and the highest reward of all training completions; None where unknown."""
     low, high = record.series("train/reward_min"), record.series("train/reward_max")
     return (min(low.values), max(high.values)) if low and high else None
 
 
 def standing(record: RunRecord) -> Standing | None:
-    """Where the mean reward of the last steps stands; None where that cannot be told.
+    """Place the mean reward of the last steps in the range of rewards; None where unknown.
 
-    Where only one reward was ever seen it is told from the share of groups that are all right, or
-    all wrong, of rewards from 0 to 1.
+    Where only one reward was ever seen, the share of groups that are all right, or all wrong, of
+    rewards from 0 to 1 decides.
     """
     reward, seen = record.series("train/reward"), seen_rewards(record)
     if not reward or seen is None:
@@ -687,18 +680,19 @@ def standing(record: RunRecord) -> Standing | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# How the gold metric of a run went: whether it fell, and by more than chance.
+# The course of the gold metric of a run: did it fall by more than chance?
 
 LEAST_FALL = 0.02
-"""Share of the peak that a fall is at least."""
+"""The least fall, as a share of the peak."""
 FALL_OF_FEW = 0.1
-"""The same where there are too few values to tell chance: `grpo.health.gold_drop` by default."""
+"""The least fall where there are too few values to estimate noise; `grpo.health.gold_drop`'s
+default."""
 
 
 class GoldCourse(NamedTuple):
-    """The gold metric at the beginning, at its best and at the end: means of a tenth of its values.
+    """The gold metric at the beginning, at its best and at the end.
 
-    With fewer than twenty values each is a single one.
+    Each is the mean of a tenth of the values; with fewer than twenty values a single one.
     """
 
     name: str
@@ -707,7 +701,7 @@ class GoldCourse(NamedTuple):
     peak_step: float
     last: float
     fell: bool
-    """The end lies below the best by more than chance explains."""
+    """Whether the end lies below the best by more than chance explains."""
 
     @property
     def is_lower(self) -> bool:
@@ -716,7 +710,7 @@ class GoldCourse(NamedTuple):
 
 
 def gold_course(record: RunRecord) -> GoldCourse | None:
-    """The course of the gold metric; None where the run has none, or it was measured once."""
+    """Return the course of the gold metric; None where the run has none, or measured it once."""
     name = gold_metric(record.settings, record.names())
     series = record.series(name) if name is not None else None
     if name is None or series is None or len(series.values) < 2:
@@ -725,7 +719,7 @@ def gold_course(record: RunRecord) -> GoldCourse | None:
     means = [
         fmean(series.values[end - window : end]) for end in range(window, len(series.values) + 1)
     ]
-    # Of equal ones the latest: its checkpoint has learned the most.
+    # The latest of equal ones: its checkpoint has learned the most.
     best = max(range(len(means)), key=lambda index: (means[index], index))
     least = max(
         LEAST_FALL * abs(means[best]), _gold_by_chance(record, name, series, window, means[best])
@@ -743,19 +737,13 @@ def gold_course(record: RunRecord) -> GoldCourse | None:
 def _gold_by_chance(
     record: RunRecord, name: str, series: Series, window: int, peak: float
 ) -> float:
-    """How far the difference of two means of a window may be from 0 by chance.
-
-    Three standard errors, as the peak is the best of many windows. The spread of single values is
-    that of the differences between neighbours, which a slow drift hardly widens.
-    """
+    """Return the difference of two means of a window that chance explains."""
+    # Three standard errors, as the peak is the best of many windows.
     if len(series.values) >= MIN_STEPS:
-        return 3 * math.sqrt(2 / window) * _spread(series.values)
+        # Differences between neighbours, which a slow drift hardly widens, give the noise.
+        steps = [abs(after - before) for before, after in pairwise(series.values)]
+        return 3 * math.sqrt(2 / window) * 1.4826 * median(steps) / math.sqrt(2)
     counts = record.series(f"{name.rpartition('/')[0]}/num_samples").values
     if name.endswith("/accuracy") and counts and counts[-1] > 0:
         return 3 * math.sqrt(2 * max(peak * (1 - peak), 0.01) / counts[-1])
     return FALL_OF_FEW * abs(peak)
-
-
-def _spread(values: Sequence[float]) -> float:
-    steps = [abs(after - before) for before, after in pairwise(values)]
-    return 1.4826 * median(steps) / math.sqrt(2)

@@ -1,4 +1,4 @@
-"""The end of a run in a few lines: what came out, and what its report would say first."""
+"""The end of a run in a few lines: its results, and the first findings of its report."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from itertools import islice
 from laurel.errors import counted
 from laurel.observe.console import format_number
 from laurel.observe.health import gold_metric
-from laurel.observe.report.findings import RunFinding, findings
+from laurel.observe.report.findings import findings
 from laurel.observe.run_record import RunRecord
 
 MAX_RESULTS = 3
 MAX_FINDINGS = 3
 _SIGNS = {"bad": "problem", "look": "look", "good": "fine"}
-"""The words of the report's page."""
+"""The words of the report's page for each weight."""
 
 
 def accuracy_words(figures: Mapping[str, float]) -> str | None:
-    """An accuracy beside its baselines and the number of pairs; None where there is none.
+    """Describe an accuracy with its baselines and number of pairs; None where there is none.
 
     Args:
-        figures: Of one validation set, by bare name.
+        figures: The metrics of one validation set, by bare name.
     """
     accuracy, count = figures.get("accuracy"), figures.get("num_valid_samples")
-    rows = figures.get("num_rows")  # of a benchmark
+    rows = figures.get("num_rows")  # benchmarks log this one
     if accuracy is None:
         return None
     has_pairs = "longer_wins_baseline" in figures or "margin_mean" in figures
@@ -45,7 +45,7 @@ def accuracy_words(figures: Mapping[str, float]) -> str | None:
 
 
 def results(record: RunRecord) -> list[str]:
-    """What came out, a line each: the gold metric, the reward, each validation set, or the loss."""
+    """Return the results, a line each: gold metric, reward, each validation set, or loss."""
     return list(islice(_results(record), MAX_RESULTS))
 
 
@@ -91,13 +91,12 @@ def _course(record: RunRecord, name: str, label: str) -> Iterator[str]:
 
 
 def first_findings(record: RunRecord) -> list[str]:
-    """What the report would put first, a sentence each; problems before everything else."""
-    found = [one for one in findings(record) if one.weight != "note"]
-    return [_sentence(one) for one in found[:MAX_FINDINGS]]
-
-
-def _sentence(finding: RunFinding) -> str:
-    text = finding.text
-    for end in (". ", ": look", " (means of"):  # what to do about it is in the report
-        text = text.split(end)[0]
-    return f"{_SIGNS[finding.weight]}: {text.rstrip('.')}"
+    """Return the first findings of the report, a sentence each, problems first."""
+    sentences = []
+    for finding in findings(record):
+        if finding.weight != "note":
+            text = finding.text
+            for end in (". ", ": look", " (means of"):  # the remedies are in the report
+                text = text.split(end)[0]
+            sentences.append(f"{_SIGNS[finding.weight]}: {text.rstrip('.')}")
+    return sentences[:MAX_FINDINGS]

@@ -1,7 +1,7 @@
-"""`laurel report --follow`: the page of a run that goes on, served on this machine only.
+"""`laurel report --follow`: the page of a run in progress, served on this machine only.
 
-One thread writes the page anew when the run has written something; requests are answered with the
-last page there is. The browser asks for its number and takes a newer one over in place.
+One thread renders the page anew when the run has written something; requests are answered with the
+last page. The browser polls the version and replaces the page in place.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from laurel.observe.run_record import COMPLETIONS_DIRECTORY, EVALUATIONS, RunRec
 
 HOST = "127.0.0.1"
 MIN_SECONDS = 2.0
-"""Between two pages, at least."""
+"""The least time between two pages."""
 SHARE_OF_TIME = 0.05
-"""Of a core that writing pages may take: the run needs the rest."""
+"""The share of a core that rendering may take: the run needs the rest."""
 MAX_SECONDS = 30.0
-"""Between two pages, at most: who follows a run wants to see it move."""
+"""The longest time between two pages: a reader wants to see the run move."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A page, and what is said of the runs in it."""
+    """A page with the state of its runs."""
 
     page: bytes
     version: int
@@ -44,12 +44,12 @@ class Served:
 
 
 class FollowedRuns:
-    """The runs of a page, and the page as it is now.
+    """The runs of a page, and its current version.
 
     Args:
         runs: Directories that runs log to.
         title: Heading of the page.
-        say: Gets what a person should know: that the runs have ended, that a file is broken.
+        say: Gets messages: that the runs have ended, that a file is broken.
         clock: Seconds since the epoch, as files have them.
     """
 
@@ -73,9 +73,9 @@ class FollowedRuns:
         self.served = Served(b"", 0, False, "")
 
     def refresh(self) -> None:
-        """Look at the files, and write the page anew if one of them has changed.
+        """Check the files, and render the page anew if one of them has changed.
 
-        What is broken for the moment (a file that is being written) leaves the page as it was.
+        A file that is broken for the moment, as one being written, leaves the page as it was.
 
         Raises:
             DataError: There is no page yet, and a directory holds no run, or a broken file.
@@ -101,9 +101,13 @@ class FollowedRuns:
         self._describe(seen)
 
     def _describe(self, seen: Sequence[dict[str, tuple[int, int]]]) -> None:
-        """Say how the runs stand, on the page and, once they have ended, to the terminal."""
+        # On the page, and once the runs have ended on the terminal.
         states = [
-            state_of(record, seconds_quiet=self._clock() - _last_write(stamps))
+            state_of(
+                record,
+                seconds_quiet=self._clock()
+                - max((time_ns for time_ns, _ in stamps.values()), default=0) / 1e9,
+            )
             for record, stamps in zip(self._records, seen, strict=True)
         ]
         ended = all(state.ended for state in states)
@@ -134,12 +138,12 @@ def follow(
     Args:
         runs: Directories that runs log to.
         title: Heading of the page.
-        port: Of this machine's loopback; 0 takes one that is free.
-        say: Gets the address, and what a person should know.
-        stop: Set from elsewhere to end.
+        port: A port of this machine's loopback; 0 takes a free one.
+        say: Gets the address and messages.
+        stop: An event that ends the server.
 
     Raises:
-        ConfigError: The port cannot be had.
+        ConfigError: The port cannot be used.
         DataError: A directory holds no run, or a broken file.
     """
     stop = stop or threading.Event()
@@ -171,15 +175,14 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Two addresses: the page, and how things stand."""
-
+    # Serves `/`, the page, and `/state`, its version and the state of the runs.
     server_version = "laurel"
     sys_version = ""
     timeout = 30
     server: _Server
 
     def do_GET(self) -> None:
-        """See `BaseHTTPRequestHandler`."""
+        """Answer a request for the page or its state."""
         served = self.server.followed.served
         if not self._is_for_us():
             self._answer(HTTPStatus.FORBIDDEN, b"This server answers only under its own address.\n")
@@ -194,14 +197,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, b"Only / and /state are here.\n")
 
     def do_HEAD(self) -> None:
-        """See `BaseHTTPRequestHandler`."""
+        """Answer with the headers alone."""
         self.do_GET()
 
     def _is_for_us(self) -> bool:
-        """Whether the browser asked for this machine by its own name.
-
-        A foreign name that was made to point here would let its pages read what is served here.
-        """
+        # Against DNS rebinding: pages of a foreign name that points here could read the answers.
         port = self.server.server_address[1]
         names = (HOST, "localhost")
         ours = {f"{name}:{port}" for name in names} | ({*names} if port == 80 else set())
@@ -222,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the terminal is for what a person should know."""
+        """Log nothing: the terminal is for messages to the user."""
 
 
 def _said(record: RunRecord, state: RunActivity) -> str:
@@ -233,10 +233,9 @@ def _said(record: RunRecord, state: RunActivity) -> str:
 
 
 def _stamps(run: Path) -> dict[str, tuple[int, int]]:
-    """What tells one state of a run's files from another."""
     files = [*run.glob("*.json*"), *run.glob("*.yaml"), *run.glob(f"*/{EVALUATIONS}")]
     stamps = {}
-    # Of the completions the directory tells: it changes with each new file.
+    # The directory of completions changes with each new file.
     for file in (*files, run / COMPLETIONS_DIRECTORY):
         try:
             status = file.stat()
@@ -246,37 +245,33 @@ def _stamps(run: Path) -> dict[str, tuple[int, int]]:
     return stamps
 
 
-def _last_write(stamps: dict[str, tuple[int, int]]) -> float:
-    return max((time_ns for time_ns, _ in stamps.values()), default=0) / 1e9
-
-
 # --------------------------------------------------------------------------------------------------
-# Whether a run still goes on, told from outside, without disturbing it.
+# Does a run still go on? Found out from outside, without disturbing it.
 
 LOCK_FILE = ".lock"
-"""What a run holds in its checkpoint directory while it runs (`models/checkpoint/store.py`)."""
+"""The lock in a run's checkpoint directory (`models/checkpoint/store.py`)."""
 QUIET_AFTER_LAST_STEP = 20.0
 """Seconds without a write after which a run that reached its last step has ended."""
 QUIET = 900.0
-"""Seconds without a write after which a run of which nothing else is known counts as ended."""
+"""Seconds without a write after which a run counts as ended where nothing else is known."""
 
 
 class RunActivity(NamedTuple):
-    """Whether a run goes on, and how that is known."""
+    """The state of a run, with the reason where it has ended."""
 
     ended: bool
     reason: str = ""
 
 
 def state_of(record: RunRecord, *, seconds_quiet: float) -> RunActivity:
-    """Whether the run goes on.
+    """Find out whether a run goes on.
 
-    The process that holds its checkpoint directory tells for certain, where it runs on this
-    machine; then its last step, if the configuration names one; then its silence.
+    The process in its checkpoint's lock decides, where it runs on this machine; then its last step,
+    if the configuration names one; then the time without a write.
 
     Args:
         record: The run, as it was last read.
-        seconds_quiet: How long it has written nothing.
+        seconds_quiet: The seconds since the last write.
     """
     process = _process(record.settings)
     if process == "runs":
@@ -302,16 +297,15 @@ def _planned_steps(record: RunRecord) -> int | None:
 
 
 def _process(settings: Mapping[str, Any]) -> Literal["runs", "gone", "unknown"]:
-    """What is known of the process that wrote its name into the lock file."""
     saving = settings.get("checkpointing") or {}
     place = saving.get("checkpoint_dir") if isinstance(saving, Mapping) else None
     if not isinstance(place, str) or not saving.get("enabled", True):
         return "unknown"
     try:
-        told = (Path(place).expanduser() / LOCK_FILE).read_text(encoding="utf-8")
+        lock = (Path(place).expanduser() / LOCK_FILE).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return "unknown"
-    match = re.fullmatch(r"process (\d+) on (\S+)\n?", told)
+    match = re.fullmatch(r"process (\d+) on (\S+)\n?", lock)
     if match is None or match[2] != socket.gethostname():
         return "unknown"
     try:

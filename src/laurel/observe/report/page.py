@@ -1,4 +1,4 @@
-"""One HTML page about one or several runs: what was trained, how it went, what came of it.
+"""The report: one HTML page about one or several runs.
 
 The page is one file, needs nothing from elsewhere and forbids itself to ask for it. Without
 scripts it shows everything but the sample tables, of which it then shows the first rows.
@@ -27,7 +27,7 @@ from laurel.errors import counted
 from laurel.observe.console import format_number
 from laurel.observe.health import gold_metric
 from laurel.observe.report import charts as curves
-from laurel.observe.report.charts import Chart, ChartedRuns, charts_of, draw_chart, overlays
+from laurel.observe.report.charts import Chart, ChartedRuns, charts_of, overlays, plot_chart
 from laurel.observe.report.findings import RULES, Alarm, RunFinding, alarms_of, findings, is_success
 from laurel.observe.report.samples import (
     Comparison,
@@ -38,23 +38,24 @@ from laurel.observe.report.samples import (
     visible_lines,
     within,
 )
+from laurel.observe.report.terms import explain, explain_setting
 from laurel.observe.run_record import RunRecord, read_run_record
 
 # --------------------------------------------------------------------------------------------------
-# What a run was told: its settings beside the defaults, and beside those of other runs.
+# The settings of a run beside the defaults, and beside those of other runs.
 
 _SCHEMAS: Mapping[str, type[ConfigSection]] = {
     "rm": RewardTrainingRun,
     "sft": SFTRun,
     "grpo": GRPORun,
 }
-_SAYS_NOTHING = re.compile(r"(^|\.)seed$|^logger\.|^checkpointing\.checkpoint_dir$", re.ASCII)
-"""Keys in which runs may differ and still be the same experiment: seeds, and where things lie."""
+_SEEDS_AND_PLACES = re.compile(r"(^|\.)seed$|^logger\.|^checkpointing\.checkpoint_dir$", re.ASCII)
+"""Keys in which runs of one experiment may differ: seeds and directories."""
 MISSING = "–"
 
 
 class ChangedSetting(NamedTuple):
-    """A key whose value is not the default."""
+    """A setting that differs from its default."""
 
     key: str
     value: str
@@ -62,7 +63,7 @@ class ChangedSetting(NamedTuple):
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys with dots, and their values; lists and empty blocks are values."""
+    """Yield dotted keys with their values; lists and empty blocks are values."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -71,9 +72,9 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def changed_settings(kind: str, config: Mapping[str, Any]) -> list[ChangedSetting] | None:
-    """The settings that differ from the defaults of this version of Laurel, in their order.
+    """Return the settings that differ from this version's defaults, in their order.
 
-    None where it is not known what they are the settings of.
+    The result is None where the kind of the run is unknown.
     """
     schema = _SCHEMAS.get(kind)
     if schema is None or not config:
@@ -95,7 +96,7 @@ def changed_settings(kind: str, config: Mapping[str, Any]) -> list[ChangedSettin
 def differing_settings(
     configs: Sequence[Mapping[str, Any]],
 ) -> list[tuple[str, list[str]]]:
-    """Keys in which the runs differ, each with its value in every run."""
+    """Return the keys in which runs differ, each with its value in every run."""
     tables = [dict(flat(config)) for config in configs]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = []
@@ -107,19 +108,19 @@ def differing_settings(
 
 
 def same_but_for_seeds(configs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """The runs in groups whose settings differ in nothing but seeds and places.
+    """Group the runs whose settings differ in nothing but seeds and directories.
 
-    Runs without a configuration are groups of one: nobody knows what they share.
+    A run without a configuration is a group of its own.
     """
     groups: dict[str, list[int]] = {}
     for index, config in enumerate(configs):
-        told = {key: yaml_text(v) for key, v in flat(config) if not _SAYS_NOTHING.search(key)}
-        groups.setdefault(repr(sorted(told.items())) if told else f"run {index}", []).append(index)
+        kept = {key: yaml_text(v) for key, v in flat(config) if not _SEEDS_AND_PLACES.search(key)}
+        groups.setdefault(repr(sorted(kept.items())) if kept else f"run {index}", []).append(index)
     return list(groups.values())
 
 
 def yaml_text(value: object) -> str:
-    """A value as it is written in YAML, in short."""
+    """Write a value as YAML in one line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -132,10 +133,10 @@ def yaml_text(value: object) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Reports of `laurel eval` as tables: what was measured, beside baselines, and the diagnostics.
+# Reports of `laurel eval` as tables: figures beside baselines, and the diagnostics.
 
 _MAX_LIST = 20
-"""Entries of a list that are shown; the file has all."""
+"""The number of entries of a list that are shown; the file has all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +150,7 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationShown:
-    """One report."""
+    """One evaluation as the page shows it."""
 
     title: str
     line: str
@@ -158,11 +159,11 @@ class EvaluationShown:
 
 
 def evaluation_of(name: str, report: Mapping[str, Any]) -> EvaluationShown:
-    """A report as a page shows it.
+    """Prepare a report of `laurel eval` for the page.
 
     Args:
-        name: The file.
-        report: What it holds.
+        name: The name of the file.
+        report: The content of the file.
     """
     final = report.get("final") or {}
     parts = [
@@ -233,7 +234,7 @@ _SLICES = {
 
 
 def diagnostic_tables(report: Mapping[str, Any]) -> list[PageTable]:
-    """The diagnostics: accuracies in slices, calibration, and everything else by its name."""
+    """Return the diagnostics as tables: accuracies in slices, calibration, and all else by name."""
     whole = report.get("accuracy") or {}
     names = list(whole.get("baselines") or {})
     controlled = report.get("length_controlled_accuracy") or {}
@@ -288,7 +289,7 @@ def diagnostic_tables(report: Mapping[str, Any]) -> list[PageTable]:
 
 
 def lines_of(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """A tree of values as names and values, without what is empty."""
+    """Flatten a tree of values into names and values, without empty ones."""
     for name, value in report.items():
         label = f"{prefix}{name}".replace("_", " ")
         if isinstance(value, Mapping):
@@ -298,7 +299,7 @@ def lines_of(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def readable_value(value: object) -> str:
-    """A value as people read it."""
+    """Format a value for a reader."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {readable_value(inner)}" for key, inner in value.items())
     if isinstance(value, list | tuple):
@@ -312,7 +313,7 @@ def readable_value(value: object) -> str:
 
 
 def _share(value: object) -> str:
-    """A share in percent; what is none as a number."""
+    # A value outside of 0 to 1 is no share.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "–"
     return f"{100 * value:.1f}%" if 0 <= value <= 1 else format_number(value)
@@ -320,53 +321,59 @@ def _share(value: object) -> str:
 
 TEMPLATE = "report.html.j2"
 MAX_SAMPLE_BYTES = 6_000_000
-"""Of the texts of all samples of a page: it has to open at once, on a phone too."""
+"""The size of the texts of all samples of a page, which has to open at once, also on a phone."""
 NUM_WITHOUT_SCRIPT = 10
-"""Rows of a sample table that are there without a script, and on paper."""
+"""The rows of a sample table that are shown without a script, and on paper."""
 _TEXT_LENGTH = 600
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One figure of the summary."""
+    """One number of the summary, with a note."""
 
     name: str
     value: str
     note: str = ""
+    term: str = ""
+    """The metric, whose explanation is shown on hover."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Live:
-    """A page that follows a run."""
+    """The settings of a page that follows a run."""
 
     version: int
-    """Of the page; the server tells the newest."""
+    """The version of the page; the server knows the newest."""
     seconds: float
-    """Between two questions whether there is a newer one."""
+    """The time between two requests for a newer version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
-    """What the page says of one run."""
+    """The section of one run."""
 
     name: str
-    """Unique in the page."""
+    """The prefix of its ids, unique in the page."""
     title: str
     line: str
-    """Steps, time and place in one line."""
+    """Steps, time and directory in one line."""
+    kind: str
+    """`rm`, `sft`, `grpo`, or empty where it is unknown."""
+    leads: Sequence[tuple[Chart, str]]
+    """The charts at the top of the page, each with its SVG."""
     charts: Sequence[tuple[Chart, str]]
-    """Each with its SVG."""
+    """The other charts, each with its SVG."""
     is_compared: bool
-    """Its curves are drawn among those of others."""
+    """Whether its curves are plotted among those of other runs."""
     alarms: Sequence[Alarm]
     solved: frozenset[str]
-    """Alarms that say no more than that everything is right."""
+    """The alarms that mean no more than that the tasks are solved."""
     timing: Sequence[tuple[str, float, float]]
-    """Part of a step, seconds, share of the whole."""
+    """For each part of a step its seconds and its share of the whole."""
     samples: Sequence[SampleTable]
     evaluations: Sequence[EvaluationShown]
     changed: Sequence[ChangedSetting] | None
-    """Settings that are not the defaults; None where nobody knows the defaults."""
+    """The settings that are not the defaults; None where the defaults are unknown."""
     config: str
     data: Sequence[tuple[str, Sequence[tuple[str, str]]]]
 
@@ -379,13 +386,13 @@ def write_report(
     facts: Sequence[Fact] = (),
     comparisons: Sequence[Comparison] = (),
 ) -> None:
-    """Write the page.
+    """Write the page about runs.
 
     Args:
         path: The file to write.
         runs: Directories that runs logged to, in the order of the page.
         title: Heading of the page.
-        facts: Figures to begin with; without any, what the runs themselves tell.
+        facts: Numbers of the summary; without any, the last values of the runs' metrics.
         comparisons: Answers before and after training.
 
     Raises:
@@ -408,15 +415,15 @@ def page_of(
     comparisons: Sequence[Comparison] = (),
     live: Live | None = None,
 ) -> str:
-    """The page as text.
+    """Render the page.
 
     Args:
         records: The runs, in the order of the page.
-        samples: What reads the samples of each.
+        samples: A reader of the samples of each run.
         title: Heading of the page.
-        facts: Figures to begin with; without any, what the runs themselves tell.
+        facts: Numbers of the summary; without any, the last values of the runs' metrics.
         comparisons: Answers before and after training.
-        live: The page asks its server for newer ones.
+        live: Settings of a page that asks its server for newer versions.
     """
     compared = compare_runs(records)
     tables = [reader.tables(record) for reader, record in zip(samples, records, strict=True)]
@@ -427,6 +434,13 @@ def page_of(
     ]
     environment = _environment()
     script = page_script()
+    compared_charts = [
+        (chart, plot_chart(chart, name=f"compared-chart{i}"))
+        for i, chart in enumerate(compared.charts, start=1)
+    ]
+    # Rendering adds each explanation that it shows, with its term; the page lists them at its end.
+    terms: dict[str, str] = {}
+    environment.filters["explained"] = lambda term: _explained(term, terms)
     return str(
         environment.get_template(TEMPLATE).render(
             title=title,
@@ -436,10 +450,9 @@ def page_of(
             findings=_findings(records, compared),
             num_rules=len(RULES),
             compared=compared,
-            compared_charts=[
-                (chart, draw_chart(chart, name=f"compared-chart{i}"))
-                for i, chart in enumerate(compared.charts, start=1)
-            ],
+            compared_leads=compared_charts[: _num_leads(compared.charts)],
+            compared_charts=compared_charts[_num_leads(compared.charts) :],
+            terms=terms,
             comparisons=comparisons,
             sections=sections,
             live=live,
@@ -458,7 +471,7 @@ def page_of(
 
 
 def content_policy(script: str, live: Live | None) -> str:
-    """What a browser may do with the page: run this script, ask this server, and nothing else."""
+    """Return the Content-Security-Policy: this script, requests to this server, nothing else."""
     digest = base64.b64encode(hashlib.sha256(str(script).encode()).digest()).decode()
     asks = "connect-src 'self'; " if live else ""
     return (
@@ -476,28 +489,28 @@ def _environment() -> Any:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        # What is drawn here is Markup and stays as it is.
+        # Charts are Markup and stay as they are.
         finalize=lambda value: visible_lines(value) if type(value) is str else value,
     )
     environment.filters |= {
-        "number": _number,
-        "shown": _shown,
+        "number": lambda value: MISSING if value is None else format_number(value),
+        "shown": lambda text: one_line(text, _TEXT_LENGTH),
         "seconds": duration,
         "script_json": _script_json,
         "key": _breakable,
+        "about_setting": lambda key, kind: explain_setting(_SCHEMAS.get(kind), key),
         "in_one_row": lambda row: (row[0], *row[1]),
     }
     return environment
 
 
 def page_script() -> Any:
-    """The script of every page."""
+    """Return the script of every page."""
     return _source("report.js")
 
 
 @cache
 def _source(name: str) -> Any:
-    """A file that becomes part of the page as it is."""
     from markupsafe import Markup
 
     folder = resources.files("laurel.observe") / "templates"
@@ -508,35 +521,51 @@ def _source(name: str) -> Any:
 
 
 def _facts_of(records: Sequence[RunRecord], compared: SideBySide) -> list[Fact]:
-    """What the runs tell of themselves: the last value of what they are judged by."""
+    """Return the last values of what the runs are measured by."""
     facts = []
     for record in records:
         title = compared.name_of(record)
         gold = gold_metric(record.settings, record.names())
         if gold is not None:
-            facts += _from_to(record, title, gold, "the gold metric; ")
+            facts += _from_to(record, title, gold, ["the gold metric"])
         for name in ("validation/accuracy", "validation/reward_mean", "train/reward"):
             if name != gold and (found := _from_to(record, title, name)):
                 facts += found
                 break
         for name in record.names():
             if name.startswith("validation-") and name.endswith(("/accuracy", "/perplexity")):
-                last = format_number(record.series(name).values[-1])
-                facts.append(Fact(f"{title}: {name}", last))
+                facts += _from_to(record, title, name)
     return facts
 
 
-def _from_to(record: RunRecord, title: str, name: str, what: str = "") -> list[Fact]:
-    """The last value of a metric beside its first one; nothing where it was never measured."""
+def _from_to(record: RunRecord, title: str, name: str, about: Sequence[str] = ()) -> list[Fact]:
+    """Return the last value of a metric with its number of rows, baselines and first value."""
     series = record.series(name)
     if not series:
         return []
-    first, last = (format_number(series.values[i]) for i in (0, -1))
-    return [Fact(f"{title}: {name}", last, f"{what}{first} at the beginning")]
+    section, _, figure = name.rpartition("/")
+    is_share = figure == "accuracy"
+    notes = list(about)
+    counts = (record.latest(f"{section}/{key}") for key in ("num_valid_samples", "num_samples"))
+    count = next((one for one in counts if one is not None), None)
+    baselines = [
+        (label, value)
+        for key, label in (
+            ("longer_wins_baseline", "longer answer"),
+            ("bag_of_words_baseline", "bag of words"),
+        )
+        if (value := record.latest(f"{section}/{key}")) is not None
+    ]
+    if count is not None:
+        notes.append(counted(round(count), "pair" if baselines else "completion"))
+    notes += [f"{label} {_share(value)}" for label, value in baselines]
+    shown = [_share(v) if is_share else format_number(v) for v in series.values]
+    if len(shown) > 1:
+        notes.append(f"{shown[0]} at step {series.steps[0]:,.0f}")
+    return [Fact(f"{title}: {name}", shown[-1], "; ".join(notes), term=name)]
 
 
 def _sentence(record: RunRecord, name: str) -> str:
-    """A run in plain words."""
     what = {
         "sft": "learned to imitate demonstrations",
         "rm": "learned which of two answers people prefer",
@@ -547,12 +576,12 @@ def _sentence(record: RunRecord, name: str) -> str:
     shares = record.series("performance/reward_hidden_share")
     if shares:
         mean = math.fsum(shares.values) / len(shares.values)
-        said += f" {mean:.0%} of the time of judging was hidden behind drawing."
+        said += f" {mean:.0%} of the time of scoring was hidden behind sampling."
     return said
 
 
 def findings_of(runs: Sequence[Path]) -> list[dict[str, Any]]:
-    """What to look at first, of each run: `name`, `directory` and `findings`, for programs.
+    """Return what to look at first in each run: `name`, `directory` and `findings`.
 
     Args:
         runs: Directories that runs logged to.
@@ -571,7 +600,6 @@ def findings_of(runs: Sequence[Path]) -> list[dict[str, Any]]:
 def _findings(
     records: Sequence[RunRecord], compared: SideBySide
 ) -> list[tuple[str, Sequence[RunFinding]]]:
-    """Of each run, what to look at first."""
     return [(compared.name_of(record), findings(record)) for record in records]
 
 
@@ -582,17 +610,20 @@ def _section(
     record: RunRecord, name: str, compared: SideBySide, samples: Sequence[SampleTable]
 ) -> RunSection:
     took = "" if record.seconds is None else f", {duration(record.seconds)}"
-    is_compared = compared.draws(record)
+    is_compared = compared.has_curves_of(record)
     charts = [] if is_compared else charts_of(record)
+    pictures = [
+        (chart, plot_chart(chart, name=f"{name}-chart{i}"))
+        for i, chart in enumerate(charts, start=1)
+    ]
     alarms = alarms_of(record.health)
     return RunSection(
         name=name,
+        kind=record.kind,
+        leads=pictures[: _num_leads(charts)],
+        charts=pictures[_num_leads(charts) :],
         title=compared.name_of(record),
         line=f"{counted(record.num_steps, 'step')}{took}; logged in {record.path}",
-        charts=[
-            (chart, draw_chart(chart, name=f"{name}-chart{i}"))
-            for i, chart in enumerate(charts, start=1)
-        ],
         is_compared=is_compared,
         alarms=alarms,
         solved=frozenset(alarm.name for alarm in alarms if is_success(alarm, record)),
@@ -605,17 +636,22 @@ def _section(
     )
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else format_number(value)
+def _num_leads(charts: Sequence[Chart]) -> int:
+    """The number of charts that go to the top of the page: two at most, and one of any run."""
+    found = [chart.is_lead for chart in charts[:2]]
+    return len(found) if all(found) else 1
 
 
-def _shown(text: str) -> str:
-    """A text of a model or a data set in one line, not too long."""
-    return one_line(text, _TEXT_LENGTH)
+def _explained(term: str, terms: dict[str, str]) -> str:
+    about = explain(term)
+    # Of several names with one explanation the shortest is listed.
+    if about and len(term) < len(terms.get(about, f"{term}.")):
+        terms[about] = term
+    return about
 
 
 def _breakable(name: str) -> Any:
-    """A dotted or slashed name that a narrow page breaks between its words, not within."""
+    """Let a narrow page break a dotted or slashed name between its words."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"(?<=[./_])(?=\w)", "<wbr>", str(escape(visible_lines(name)))))
@@ -628,46 +664,46 @@ def _script_json(table: SampleTable) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Several runs beside one another: curves over each other, figures, and settings that differ.
+# Several runs compared: curves over each other, last values, and settings that differ.
 
 _FIGURES = ("accuracy", "loss", "reward_mean", "perplexity", "reward", "truncation_rate")
-"""Figures whose last values are compared, of training and of every validation."""
+"""The metrics whose last values are compared, of training and of every validation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideBySide:
-    """What a page says of runs of one kind together. With one run of each kind, nothing."""
+    """The comparison of runs of one kind; empty with one run of each kind."""
 
     names: Sequence[tuple[RunRecord, str]]
-    """What each run is called on the page."""
+    """The name of each run on the page."""
     marks: Sequence[str]
     """The letters of the runs that are compared, in the order of the columns."""
     compared: Sequence[RunRecord] = ()
     charts: Sequence[Chart] = ()
     figures: Sequence[tuple[str, Sequence[str]]] = ()
-    """Name, and the last value in every run."""
+    """The name of each metric, and its last value in every run."""
     settings: Sequence[tuple[str, Sequence[str]]] = ()
-    """Key, and its value in every run."""
+    """Each key, and its value in every run."""
     seeds: Sequence[str] = ()
     """A sentence for each group of runs that differ in nothing but their seeds."""
 
     def name_of(self, record: RunRecord) -> str:
-        """What the page calls a run."""
+        """Return the name of a run on the page."""
         return next(name for one, name in self.names if one is record)
 
-    def draws(self, record: RunRecord) -> bool:
-        """Whether the curves of the run are among those drawn over each other."""
+    def has_curves_of(self, record: RunRecord) -> bool:
+        """Tell whether the curves of a run are among those plotted over each other."""
         return any(one is record for one in self.compared)
 
 
 def compare_runs(records: Sequence[RunRecord]) -> SideBySide:
-    """The comparison of the runs that are of the kind that most of them are."""
+    """Compare the runs of the most frequent kind."""
     marks = [_letter(index) for index in range(len(records))]
     if len(records) < 2:
         return SideBySide(names=[(record, record.title) for record in records], marks=())
     places = _places(records)
     names = [
-        (record, _name(mark, record, place))
+        (record, f"{mark}, {record.title}" + (f" {place}" if place != record.title else ""))
         for mark, record, place in zip(marks, records, places, strict=True)
     ]
     kinds = [record.kind for record in records]
@@ -724,25 +760,20 @@ def _compared_figures(records: Sequence[RunRecord]) -> list[tuple[str, list[str]
     return rows
 
 
-def _name(mark: str, record: RunRecord, place: str) -> str:
-    return f"{mark}, {record.title}" if place == record.title else f"{mark}, {record.title} {place}"
-
-
 def _places(records: Sequence[RunRecord]) -> list[str]:
-    """The last names of each directory: as many as tell it from others that end alike."""
+    """Return the shortest ends of the runs' directories that distinguish them."""
     parts = [record.path.absolute().parts for record in records]
-    return [_shortest(own, [one for one in parts if one != own]) for own in parts]
-
-
-def _shortest(own: Sequence[str], others: Sequence[Sequence[str]]) -> str:
-    for length in range(1, len(own)):
-        if not any(one[-length:] == own[-length:] for one in others):
-            return "/".join(own[-length:])
-    return "/".join(own)
+    places = []
+    for own in parts:
+        others = [one for one in parts if one != own]
+        lengths = range(1, len(own))
+        shortest = (n for n in lengths if all(one[-n:] != own[-n:] for one in others))
+        places.append("/".join(own[-next(shortest, len(own)) :]))
+    return places
 
 
 def _letter(index: int) -> str:
-    """A to Z, then A2 and on."""
+    # A to Z, then A2 and on.
     rounds, place = divmod(index, len(ascii_uppercase))
     return ascii_uppercase[place] + (str(rounds + 1) if rounds else "")
 
@@ -752,7 +783,7 @@ def _joined(letters: Sequence[str]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where the time of a run went.
+# The time of a run by its parts.
 
 _PARTS = {
     "timing/train/generation": "generation, with its rewards",
@@ -765,7 +796,7 @@ _PARTS = {
 
 
 def timing_of(record: RunRecord) -> list[tuple[str, float, float]]:
-    """Where the time of the steps went. Parts that lie within others are not listed twice."""
+    """Return the parts of the run's time with their seconds and shares, without overlaps."""
     parts = {label: record.total(name) for name, label in _PARTS.items()}
     steps = record.total("timing/train/total_step_time")
     validation = record.total("timing/validation/total_validation_time")
@@ -780,7 +811,7 @@ def timing_of(record: RunRecord) -> list[tuple[str, float, float]]:
 
 
 def duration(seconds: float) -> str:
-    """E.g. `42 s`, `3 min 5 s`, `2 h 10 min`."""
+    """Format seconds, e.g. `42 s`, `3 min 5 s`, `2 h 10 min`."""
     if seconds < 59.5:
         return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,7 +1,7 @@
-"""Which samples of a run a page shows, out of many more than it can hold.
+"""The sample tables of a report: a selection of a run's rows, and comparisons before and after.
 
 A page of all texts of a long run would take minutes to open. So a table holds the rows that a
-person would look for, a random part of the rest, and says how many of how many it holds.
+reader would look for, a random part of the rest, and the numbers of both.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from laurel.observe.loggers import SAMPLES_FILE
 from laurel.observe.run_record import COMPLETIONS_DIRECTORY, RunRecord, completion_files
 
 NUM_OF_A_KIND = 200
-"""Rows that are the first, the last, the best, ... each."""
+"""The number of rows of each kind: the first, the last, the best, ..."""
 NUM_RANDOM = 2_000
 _TEXT_LENGTH = 1_500
-"""Characters of a text that are shown; of a longer one its start and its end."""
+"""The characters of a text that are shown; of a longer one its start and its end."""
 
 Row = Mapping[str, Any]
 
@@ -53,7 +53,7 @@ _ORDER = (
     "truncated",
     "num_tokens",
 )
-"""Columns that come first, in this order; others follow."""
+"""The columns that come first, in this order; others follow."""
 _LEFT_OUT = frozenset({"task", "group", "weight_version", "num_turns", "environment"})
 _HEADINGS = {
     "better": "chosen",
@@ -82,26 +82,26 @@ NUMBERS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTable:
-    """Rows that can be sorted and searched."""
+    """A table of rows that can be sorted and searched."""
 
     title: str
     columns: Sequence[str]
-    """Headings."""
+    """The headings of the columns."""
     kinds: Sequence[str]
-    """Of each column: `number`, `text`."""
+    """`number` or `text` for each column."""
     rows: Sequence[Sequence[str | float | None]]
-    """Numbers as numbers, texts with nothing hidden."""
+    """Cells: numbers as numbers, texts with hidden characters as escapes."""
     num_rows: int
-    """How many there were to choose from."""
+    """The number of rows before the selection."""
     note: str = ""
 
 
 @dataclass(slots=True)
 class Chooser:
-    """Takes rows one by one, in the order of a run, and keeps few of them.
+    """Selects few of the rows of a run, which it gets one by one.
 
-    Those with the highest and the lowest value, those where value and truth are furthest apart,
-    the first, the last, and a random part of all, each row as likely as any other.
+    It keeps the rows with the highest and the lowest value, those where value and truth are
+    furthest apart, the first, the last, and a random sample of all, each row equally likely.
     """
 
     num_of_a_kind: int = NUM_OF_A_KIND
@@ -111,16 +111,16 @@ class Chooser:
     _last: deque[tuple[int, Row]] = field(default_factory=deque)
     _heaps: dict[str, list[tuple[float, int, Row]]] = field(default_factory=dict)
     _random: list[tuple[int, Row]] = field(default_factory=list)
-    _draws: random.Random = field(default_factory=lambda: random.Random(0))
+    _generator: random.Random = field(default_factory=lambda: random.Random(0))
     _numbers: count[int] = field(default_factory=count)
 
     @property
-    def num_drawn(self) -> int:
-        """How many rows are here by chance."""
+    def num_sampled(self) -> int:
+        """The number of rows in the random sample."""
         return len(self._random)
 
     def add(self, row: Row) -> None:
-        """The next row."""
+        """Take the next row."""
         number = next(self._numbers)
         self.num_rows += 1
         if len(self._first) < self.num_of_a_kind:
@@ -130,19 +130,19 @@ class Chooser:
             self._last.popleft()
         for kind, value in _values(row):
             heap = self._heaps.setdefault(kind, [])
-            # Of equal ones the earlier stays.
+            # Among equal ones the earlier stays.
             heapq.heappush(heap, (value, -number, row))
             if len(heap) > self.num_of_a_kind:
                 heapq.heappop(heap)
         if len(self._random) < self.num_random:
             self._random.append((number, row))
         else:
-            place = self._draws.randrange(self.num_rows)
+            place = self._generator.randrange(self.num_rows)
             if place < self.num_random:
                 self._random[place] = (number, row)
 
     def chosen(self) -> list[tuple[Row, tuple[str, ...]]]:
-        """The rows in their order, each with why it is here; all of them where there are few."""
+        """Return the kept rows in their order, each with the reasons for keeping it."""
         kinds: dict[int, tuple[Row, list[str]]] = {}
         for kind, rows in (
             ("first", self._first),
@@ -156,7 +156,7 @@ class Chooser:
 
 
 def _values(row: Row) -> Iterable[tuple[str, float]]:
-    """What a row is kept for, each with how much it is that."""
+    """Yield the kinds by which a row may be kept, each with its rank value."""
     reward = _finite(row.get("reward"))
     if reward is not None:
         yield "highest reward", reward
@@ -182,11 +182,11 @@ def _finite(value: object) -> float | None:
 
 
 def sample_table(title: str, chooser: Chooser, *, where: str) -> SampleTable:
-    """The chosen rows as a page shows them.
+    """Make the table of the selected rows.
 
     Args:
-        title: Of the table.
-        chooser: Has been given every row.
+        title: The title of the table.
+        chooser: A chooser that has got every row.
         where: The files that hold all rows.
     """
     chosen = chooser.chosen()
@@ -204,7 +204,7 @@ def sample_table(title: str, chooser: Chooser, *, where: str) -> SampleTable:
             row.append(", ".join(why))
         note = (
             f"{len(chosen):,} of {chooser.num_rows:,} samples: up to {chooser.num_of_a_kind} of "
-            f"each kind named in the last column, and {chooser.num_drawn:,} at random. "
+            f"each kind named in the last column, and {chooser.num_sampled:,} at random. "
             f"All are in {where}."
         )
     return SampleTable(
@@ -213,9 +213,9 @@ def sample_table(title: str, chooser: Chooser, *, where: str) -> SampleTable:
 
 
 def before_and_after(title: str, rows: Sequence[Row]) -> SampleTable | None:
-    """The answers to the same prompts at the first and at the last step, side by side.
+    """Compare the answers to the same prompts at the first and at the last step.
 
-    Of pairs, what became of their margins. None where no prompt was seen at two steps.
+    Pairs are compared by their margins. The result is None where no prompt was seen at two steps.
     """
     steps = sorted({row["step"] for row in rows if isinstance(row.get("step"), int | float)})
     if len(steps) < 2:
@@ -254,7 +254,7 @@ _PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin before", "margin after"
 
 
 def _by_prompt(rows: Sequence[Row], step: float) -> dict[tuple[str, ...], Row]:
-    """The first row of each prompt at a step; of pairs, both answers belong to it."""
+    # The first row of each prompt at a step; in pairs, both answers belong to the key.
     found: dict[tuple[str, ...], Row] = {}
     for row in rows:
         if row.get("step") == step:
@@ -288,7 +288,6 @@ def _compare_pairs(before: Row, after: Row) -> list[str | float | None]:
 
 
 def _answer(row: Row) -> str:
-    """The completion; where it has no reward, why."""
     text = _text(row.get("completion"))
     if row.get("failure"):
         return f"{text} [failed: {_text(row['failure'])}]"
@@ -305,7 +304,7 @@ def _margin(row: Row) -> float | None:
 
 
 def _with_verdict(row: Row) -> Row:
-    """Of a pair, its margin and whether the scores agree with the people."""
+    """Add the margin and the verdict to the row of a pair."""
     if "better_score" not in row or "worse_score" not in row:
         return row
     scores = [_finite(row[name]) for name in ("better_score", "worse_score")]
@@ -320,19 +319,15 @@ def _with_verdict(row: Row) -> Row:
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:
-    """Every column that says something, the most telling first."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    telling = [
+    """Return the columns with content, the most important first."""
+    names = dict.fromkeys(
         name
-        for name in names
-        if name not in _LEFT_OUT and any(_says_something(row.get(name)) for row in rows)
-    ]
-    return sorted(telling, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
-
-
-def _says_something(value: object) -> bool:
-    """A number does, also 0; nothing, an empty text and "no" do not."""
-    return value is not None and value is not False and value != ""
+        for row in rows
+        for name, value in row.items()
+        # 0 is content; nothing, an empty text and "no" are not.
+        if name not in _LEFT_OUT and value is not None and value is not False and value != ""
+    )
+    return sorted(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
 
 
 def _cell(name: str, value: object) -> str | float | None:
@@ -348,10 +343,10 @@ def _text(value: object) -> str:
 
 
 def within(tables: Sequence[SampleTable], num_bytes: int) -> list[SampleTable]:
-    """The tables with fewer rows where all would be too large for one page.
+    """Drop rows of tables that would be too large for one page together.
 
-    Every table gives up the same share, and says so: rows that are there by chance first, then
-    evenly from all over.
+    Every table gives up the same share, and notes it: randomly sampled rows first, then rows evenly
+    spaced.
     """
     sizes = [_size(table.rows) for table in tables]
     if sum(sizes) <= num_bytes:
@@ -363,7 +358,7 @@ def within(tables: Sequence[SampleTable], num_bytes: int) -> list[SampleTable]:
 
 
 def _thinned(table: SampleTable, num_bytes: int) -> SampleTable:
-    # The last cell says why a row is here, in a table of chosen rows.
+    # The last cell of a selected row holds the reasons for keeping it.
     named = [place for place, row in enumerate(table.rows) if row and row[-1] != "random"]
     by_chance = [place for place, row in enumerate(table.rows) if row and row[-1] == "random"]
     room = num_bytes - _size([table.rows[place] for place in named])
@@ -389,7 +384,6 @@ def _evenly(places: Sequence[int], share: float) -> list[int]:
 
 
 def _size(rows: Sequence[Sequence[str | float | None]]) -> int:
-    """Bytes of the rows on the page."""
     return sum(
         len(cell.encode("utf-8", "replace")) if isinstance(cell, str) else 12
         for row in rows
@@ -401,13 +395,13 @@ def _size(rows: Sequence[Sequence[str | float | None]]) -> int:
 # The tables of samples of a run, from the files that it left.
 
 _NUM_COMPARED = 300
-"""Prompts of a table of before and after, at most: so many are more than anybody reads."""
+"""The most prompts of a table of before and after: more than a reader looks at."""
 
 
 class RunSamples:
-    """Reads the samples of one run, again and again while it goes on.
+    """Reads the samples of one run, repeatedly while it goes on.
 
-    The files of completions are read once each: a step that was written does not change.
+    The files of completions are read once each: a written step does not change.
     """
 
     def __init__(self) -> None:
@@ -416,7 +410,7 @@ class RunSamples:
         self._unreadable: set[Path] = set()
 
     def tables(self, record: RunRecord) -> list[SampleTable]:
-        """Before and after first, then what was logged at validations, then the training."""
+        """Return the tables: before and after, then validations, then the training."""
         by_table: dict[str, list[Mapping[str, Any]]] = {}
         for line in record.samples:
             of_table = by_table.setdefault(str(line.get("table", "samples")), [])
@@ -440,7 +434,7 @@ class RunSamples:
         files = completion_files(record.path, record.num_steps)
         stamps = {file: stamp for file in files if (stamp := _stamp(file)) is not None}
         if any(stamps.get(file) != stamp for file, stamp in self._read.items()):
-            # A resume wrote a step again: what was chosen may no longer be so.
+            # A resume wrote a step again, so that the selection may be outdated.
             self._completions, self._read = Chooser(), {}
         self._unreadable = set()
         for file, stamp in stamps.items():
@@ -464,7 +458,7 @@ class RunSamples:
         )
 
     def _take(self, file: Path, stamp: tuple[int, int]) -> None:
-        """The rows of a file. One that is being written, or that a kill cut short, has none yet."""
+        # A file that is being written, or that a kill cut short, has no rows yet.
         import pyarrow
 
         arrow: Any = pyarrow
@@ -488,7 +482,6 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """What tells one state of a file from another; None where it is gone."""
     try:
         status = file.stat()
     except OSError:
@@ -510,19 +503,19 @@ def _cut(table: SampleTable) -> SampleTable:
 
 
 # --------------------------------------------------------------------------------------------------
-# Texts of models and data sets, made harmless for a page: nothing in them acts, nothing hides.
+# Texts of models and data sets made safe for a page: no markup takes effect, nothing is hidden.
 
 _JOINERS = frozenset("\u200c\u200d")
-"""Scripts and emoji are written with them; they hide nothing."""
+"""The joiners of scripts and emoji, which hide nothing."""
 
 
 def visible_lines(text: str) -> str:
-    r"""The text in its lines, with what cannot be seen as escapes: `\x1b`, `\u202e`, `\u200b`."""
+    r"""Show hidden characters in the lines of a text as escapes: `\x1b`, `\u202e`, `\u200b`."""
     return "\n".join(_shown(line) for line in text.split("\n"))
 
 
 def shorten_text(text: str, length: int) -> str:
-    """The same of a text that may be long: its start and its end, in its lines."""
+    """Shorten a text to its start and its end, with hidden characters as escapes."""
     if len(text) <= length:
         return visible_lines(text)
     half = length // 2
@@ -532,12 +525,12 @@ def shorten_text(text: str, length: int) -> str:
 
 
 def one_line(text: str, length: int) -> str:
-    """The text as one line, not too long."""
+    """Shorten a text to one line, with hidden characters as escapes."""
     return _shown(shorten_middle(text, length))
 
 
 def script_json(value: object) -> str:
-    """JSON that may stand inside a `<script>` element: nothing in it can end the element."""
+    """Write JSON for the inside of a `<script>` element, which nothing in it can end."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -546,15 +539,12 @@ def _shown(text: str) -> str:
     text = visible(text)
     if text.isascii():
         return text
-    return "".join(_escape(char) if _is_invisible(char) else char for char in text)
-
-
-def _is_invisible(character: str) -> bool:
-    return unicodedata.category(character) == "Cf" and character not in _JOINERS
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+    return "".join(
+        char.encode("unicode_escape").decode("ascii")
+        if unicodedata.category(char) == "Cf" and char not in _JOINERS
+        else char
+        for char in text
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -566,23 +556,23 @@ _ANSWER_LENGTH = 320
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredAnswer:
-    """One answer, what a reward model thinks of it, and whether it is right."""
+    """An answer with its score, and whether it is right."""
 
     text: str
     score: float | None = None
-    """None where nobody scored it."""
+    """The score of a reward model; None where there is none."""
     is_right: bool | None = None
-    """None where nobody knows."""
+    """The ground truth; None where it is unknown."""
 
     @property
     def verdict(self) -> str:
-        """`right`, `wrong` or nothing."""
+        """The verdict in a word: `right`, `wrong` or empty."""
         return "" if self.is_right is None else "right" if self.is_right else "wrong"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A prompt, and what was answered before and after."""
+    """A prompt with its answers before and after training."""
 
     prompt: str
     expected: str
@@ -592,7 +582,7 @@ class Comparison:
 
 
 def print_comparisons(console: Console, comparisons: Sequence[Comparison]) -> None:
-    """Show answers before and after, each with its score and the verdict."""
+    """Print answers before and after training, each with its score and verdict."""
     table = Table(title="the same prompts, before and after")
     table.add_column("prompt", overflow="fold")
     for when in ("before", "after"):

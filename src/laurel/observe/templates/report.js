@@ -59,7 +59,7 @@
       return td;
     }
 
-    function draw() {
+    function render() {
       const pages = Math.max(1, Math.ceil(shown.length / PAGE));
       state.page = Math.min(state.page, pages - 1);
       const start = state.page * PAGE;
@@ -86,7 +86,7 @@
     function change(changes) {
       Object.assign(state, { page: 0 }, changes);
       choose();
-      draw();
+      render();
     }
 
     data.columns.forEach((name, column) => {
@@ -108,11 +108,11 @@
       change({ column, down: column >= 0 && data.kinds[column] === "number" });
     });
     part("way").addEventListener("click", () => change({ down: !state.down }));
-    part("back").addEventListener("click", () => { state.page -= 1; draw(); });
-    part("on").addEventListener("click", () => { state.page += 1; draw(); });
+    part("back").addEventListener("click", () => { state.page -= 1; render(); });
+    part("on").addEventListener("click", () => { state.page += 1; render(); });
     part("controls").hidden = false;
     choose();
-    draw();
+    render();
   }
 
   function written(value) {
@@ -168,7 +168,7 @@
       live.textContent = "The server has ended; the page stays as it is.";
       return;
     }
-    // Whoever is typing is not disturbed.
+    // A reader who is typing is not disturbed.
     if (state.version !== version && Date.now() - typed > 1500) {
       try {
         await renew();

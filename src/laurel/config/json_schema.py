@@ -1,0 +1,108 @@
+"""JSON schemas of configuration files, with which an editor completes and checks keys."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from laurel.config.dump import meaning, sections_below
+from laurel.config.nemo_rl import reason
+from laurel.config.schema_info import step_into
+from laurel.config.schemas import SCHEMAS, Kind
+from laurel.config.yaml_tree import MINUS_1_IS_OFF, Section
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+# No value, one that the loader looks up, or one that another file or an override has to give.
+_LATER = {"type": ["null", "string"], "pattern": r"\$\{|^\?\?\?$"}
+_NULL = {"type": "null"}
+_INSIDE = ("items", "additionalProperties")
+
+
+def json_schema(kind: Kind) -> dict[str, Any]:
+    """Return the JSON schema of what the loader accepts in a file for a command.
+
+    Beside the values of the sections these are references such as `${policy.precision}`, `???`, and
+    null at every key; other spellings of keys; keys of NeMo RL's files that mean nothing here; and
+    `defaults` and `_override_`. No key is required, because a file may inherit it.
+    """
+    top = SCHEMAS[kind]
+    schema = top.model_json_schema()
+    named = {section.__name__: section for section, _ in sections_below(top)}
+    definitions = schema.pop("$defs")
+    for name, definition in definitions.items():
+        _accept(definition, named[name], named)
+    _accept(schema, top, named)
+    for spelled, meant in top.other_names.items():
+        *above, last = spelled.split(".")
+        block = schema
+        for name in above:
+            unknown = {"anyOf": [{"type": "object", "properties": {}}]}
+            entry = block["properties"].setdefault(name, unknown)
+            block = next(
+                definitions[_named_in(one)] if "$ref" in one else one for one in entry["anyOf"]
+            )
+        block["properties"][last] = {"description": f"Another name of {meant}."}
+    for name in top.model_fields:
+        section = definitions[_named_in(schema["properties"][name]["anyOf"][0])]
+        section["properties"]["_override_"] = {
+            "description": "True replaces the section of inherited files instead of changing it.",
+            "type": "boolean",
+        }
+    schema["properties"] = {
+        "defaults": {
+            "description": "Files that this one inherits from, relative to it; later ones win.",
+            "type": ["string", "array"],
+            "items": {"type": "string"},
+        },
+        **schema["properties"],
+    }
+    title = f"Configuration of laurel {kind}"
+    return {"$schema": DIALECT, **schema, "title": title, "$defs": definitions}
+
+
+def schema_text(kind: Kind) -> str:
+    """Return the JSON schema of a command's configuration as the text of a file."""
+    return json.dumps(json_schema(kind), indent=1, ensure_ascii=False) + "\n"
+
+
+def _named_in(reference: dict[str, Any]) -> str:
+    return str(reference["$ref"]).rpartition("/")[2]
+
+
+def _accept(
+    schema: dict[str, Any], section: type[Section], named: dict[str, type[Section]]
+) -> None:
+    """Widen the schema of a section from the values that it holds to those of a file."""
+    schema.pop("required", None)
+    for key, entry in schema["properties"].items():
+        field = section.model_fields[key]
+        about = " ".join(meaning(section, key, field.description or "", named).split())
+        if MINUS_1_IS_OFF in field.metadata:
+            entry["minimum"] = -1
+        kept = {name: entry.pop(name) for name in ("default",) if name in entry}
+        for name in ("title", "description"):
+            entry.pop(name, None)
+        described = {"description": about} if about else {}
+        schema["properties"][key] = {**described, **_accepting(entry), **kept}
+    for key in sorted(section.foreign_keys - section.model_fields.keys()):
+        why, _ = reason(key) or ("it means nothing here", False)
+        schema["properties"][key] = {"description": f"Ignored: {why}."}
+    for key in sorted(section.removed.keys() - section.model_fields.keys()):
+        if step_into((section,), key).standing != "foreign":
+            gone = f"Removed: {section.removed[key]}."
+            schema["properties"].setdefault(key, {"description": gone, **_NULL})
+
+
+def _accepting(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a value with null and references added, inside of it too."""
+    alternatives = [
+        one | {name: _accepting(one[name]) for name in _INSIDE if isinstance(one.get(name), dict)}
+        for one in entry.get("anyOf", [entry])
+    ]
+    # The loader reads a number as text where only text is wanted: `revision: 12e3`.
+    is_open = any("enum" not in one and "const" not in one for one in alternatives)
+    if is_open and any(one.get("type") == "string" for one in alternatives):
+        alternatives.append({"type": "number"})
+    if {} in alternatives:
+        return {}
+    return {"anyOf": [*(one for one in alternatives if one != _NULL), _LATER]}

@@ -1,0 +1,499 @@
+"""Seconds of a training step by phase, from counted operations and bytes at a stated efficiency.
+
+Nothing is loaded and nothing is measured: a phase takes as long as the slower of its products and
+its reads of memory. Beside each time stands that of the padded baseline, in which every completion
+carries a copy of its prompt. What is counted, and what is not, stands in `docs/parallelism.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+import yaml
+
+from laurel.config.policy import Precision
+from laurel.errors import ConfigError
+from laurel.planning.memory import COMPUTE_BYTES, MASTER_BYTES, ModelShape, Shapes, key_value_bytes
+from laurel.planning.plan import Plan
+from laurel.planning.request import ClusterRequest, RoleName, TrainingRequest
+from laurel.planning.roles import Mesh, RolePlan
+
+PhaseName = Literal["generation", "scoring", "log-probs", "training", "weight transfer"]
+Limit = Literal["products", "memory", "link", "host"]
+
+HOST_RATE = 1e9
+"""Bytes a second of a broadcast over gloo: `benchmarks/weight_transfer.py` measured 474 MB to two
+replicas in 0.46 s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """The peak rates of a device, all of them a second."""
+
+    name: str
+    flops: Mapping[str, float]
+    """Floating-point operations of dense products, by the type of the factors."""
+    bandwidth: float
+    """Bytes that are read from the device's memory."""
+    memory: int
+    """Bytes."""
+    link: float
+    """Bytes to another device of the same node, in one direction."""
+    network: float
+    """Bytes to a device of another node."""
+    source: str
+    """Where the numbers are from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Parts of the peaks that are reached."""
+
+    products: float = 0.4
+    """Default: the report on Llama 3 has 38 to 43 % of H100's bfloat16 peak in training."""
+    memory: float = 0.7
+    """Default: decoding reads weights and cache in order, and kernels start between the reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The conversations of a training step, all of one length."""
+
+    num_prompts: int
+    per_prompt: int
+    """Completions to each prompt."""
+    prompt_tokens: int
+    completion_tokens: int
+    copies: int = 1
+    """Times that each prompt is computed: once, where all its completions share it."""
+
+    def padded(self) -> Workload:
+        """The same conversations, each with a copy of its prompt."""
+        return replace(self, copies=self.per_prompt)
+
+    def divided(self, budget: int) -> Workload:
+        """The same conversations in passes of so many tokens, which a prompt's may not fit into."""
+        together = max(1, (budget - self.prompt_tokens) // max(1, self.completion_tokens))
+        return replace(self, copies=-(-self.per_prompt // together))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a model reads."""
+        return self.num_prompts * (
+            self.copies * self.prompt_tokens + self.per_prompt * self.completion_tokens
+        )
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a token and one that it attends to, which may be itself."""
+        whole = self.prompt_tokens + self.completion_tokens
+        trunk = self.prompt_tokens * (self.prompt_tokens + 1) // 2
+        alone = self.per_prompt * whole * (whole + 1) // 2
+        return self.num_prompts * (alone - (self.per_prompt - self.copies) * trunk)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """Floating-point operations of a forward pass, by what the backward pass multiplies them by."""
+
+    linear: float = 0.0
+    attention: float = 0.0
+    head: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.linear + self.attention + self.head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What each device does in a phase, and how long it takes."""
+
+    flops: float = 0.0
+    """Operations of the products of one device."""
+    memory_bytes: float = 0.0
+    """Bytes that one device reads or writes."""
+    link_bytes: float = 0.0
+    """Bytes that one device sends."""
+    seconds: float
+    limit: Limit
+    """What the time is decided by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTime:
+    """A phase of a step, as it is and with padded rows."""
+
+    name: PhaseName
+    slots_of: RoleName
+    """The role whose slots do it."""
+    shared: Cost
+    padded: Cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """The phases of a step; those of a model without a known shape are missing."""
+
+    device: Device
+    efficiency: Efficiency
+    workload: Workload
+    phases: tuple[PhaseTime, ...]
+    overlaps: bool
+    """Whether generation and scoring of the next step run while the learner trains."""
+
+    def seconds(self, *, is_padded: bool = False) -> float:
+        """Seconds of the step: phases in turn, or the slower of the two sides that overlap."""
+        taken = {p.name: (p.padded if is_padded else p.shared).seconds for p in self.phases}
+        if not self.overlaps:
+            return sum(taken.values())
+        ahead = taken.pop("generation", 0.0) + taken.pop("scoring", 0.0)
+        transfer = taken.pop("weight transfer", 0.0)
+        return max(ahead, sum(taken.values())) + transfer
+
+
+@cache
+def known_devices() -> dict[str, Device]:
+    """Read the table of devices that lies beside this module."""
+    text = resources.files(__package__).joinpath("devices.yaml").read_text(encoding="utf-8")
+    table: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return {
+        name: Device(name=name, **{**entry, "memory": int(entry["memory"])})
+        for name, entry in table.items()
+    }
+
+
+def device_named(name: str) -> Device:
+    """The device of this name in the table.
+
+    Raises:
+        ConfigError: The table has no such device.
+    """
+    devices = known_devices()
+    if name.upper() not in devices:
+        raise ConfigError(f"--device {name}: the peaks of {', '.join(devices)} are known")
+    return devices[name.upper()]
+
+
+def step_time(
+    request: ClusterRequest,
+    plan: Plan,
+    shapes: Shapes,
+    *,
+    workload: Workload,
+    device: Device,
+    efficiency: Efficiency,
+) -> StepTime:
+    """Count the phases of a training step and their seconds."""
+    clock = _Clock(device, efficiency)
+    phases: list[PhaseTime] = []
+    policy, shape = plan.role("policy"), shapes.policy
+    if policy is not None and shape is not None:
+        phases += _of_policy(request, plan, policy, shape, workload, clock)
+    judge = plan.role("reward_model")
+    if judge is not None and shapes.reward_models:
+        # A group that is larger than a pass is scored in one all the same.
+        shared, padded = (
+            _scoring(request, plan, judge, shapes, work, clock)
+            for work in (workload, workload.padded())
+        )
+        phases.append(_phase("scoring", judge, shared, padded))
+    order: tuple[PhaseName, ...] = (
+        "generation",
+        "scoring",
+        "log-probs",
+        "training",
+        "weight transfer",
+    )
+    return StepTime(
+        device=device,
+        efficiency=efficiency,
+        workload=workload,
+        phases=tuple(sorted(phases, key=lambda phase: order.index(phase.name))),
+        overlaps=request.drawing is not None and request.drawing.runs_ahead,
+    )
+
+
+# --------------------------------------------------------------------------------------- counting
+
+
+def forward_operations(shape: ModelShape, workload: Workload, *, has_logits: bool) -> Operations:
+    """Count the operations of one forward pass over all conversations of a step.
+
+    A multiplication and an addition are two operations. Logits are computed of completions only.
+    """
+    weights = sum(rows * columns for rows, columns in shape.linear_layers.values())
+    completions = workload.num_prompts * workload.per_prompt * workload.completion_tokens
+    return Operations(
+        linear=2.0 * shape.num_layers * weights * workload.tokens,
+        attention=4.0 * shape.num_layers * shape.num_heads * shape.head_dim * workload.pairs,
+        head=2.0 * shape.vocab_size * shape.hidden_size * completions if has_logits else 0.0,
+    )
+
+
+def training_operations(forward: Operations, training: TrainingRequest) -> float:
+    """Count the operations of the forward and the backward pass.
+
+    A linear map is multiplied three times (once less where its weights are frozen), and once more
+    where it is computed again. A backward pass of flash attention has five products to the two of
+    the forward pass. Logits are not kept, so that they are computed twice.
+    """
+    again = 1.0 if training.recomputes else 0.0
+    frozen = 1.0 if training.adapters.enabled else 0.0
+    linear = (3.0 - frozen + again) * forward.linear
+    attention = (3.5 + again) * forward.attention
+    return linear + attention + (4.0 - frozen) * forward.head
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """Turns operations and bytes of one device into seconds."""
+
+    device: Device
+    efficiency: Efficiency
+
+    def cost(
+        self,
+        precision: Precision,
+        *,
+        flops: float = 0.0,
+        memory_bytes: float = 0.0,
+        link_bytes: float = 0.0,
+        rate: float = 1.0,
+    ) -> Cost:
+        """The slowest of products, memory and link, which work at the same time."""
+        times: dict[Limit, float] = {
+            "products": flops / (self.device.flops[precision] * self.efficiency.products),
+            "memory": memory_bytes / (self.device.bandwidth * self.efficiency.memory),
+            "link": link_bytes / rate,
+        }
+        limit = max(times, key=lambda name: times[name])
+        return Cost(
+            flops=flops,
+            memory_bytes=memory_bytes,
+            link_bytes=link_bytes,
+            seconds=times[limit],
+            limit=limit,
+        )
+
+    def rate(self, role: RolePlan) -> float:
+        """Bytes a second between the devices of a role."""
+        nodes = {slot.node for slot in role.slots}
+        return self.device.link if len(nodes) == 1 else self.device.network
+
+
+def _together(costs: list[Cost]) -> Cost:
+    """Several costs one after the other; the longest decides what the limit is."""
+    longest = max(costs, key=lambda cost: cost.seconds)
+    return Cost(
+        flops=sum(cost.flops for cost in costs),
+        memory_bytes=sum(cost.memory_bytes for cost in costs),
+        link_bytes=sum(cost.link_bytes for cost in costs),
+        seconds=sum(cost.seconds for cost in costs),
+        limit=longest.limit,
+    )
+
+
+def _phase(name: PhaseName, role: RolePlan, shared: Cost, padded: Cost) -> PhaseTime:
+    return PhaseTime(
+        name=name, slots_of=role.shares_with or role.name, shared=shared, padded=padded
+    )
+
+
+# ----------------------------------------------------------------------------------------- phases
+
+
+def _of_policy(
+    request: ClusterRequest,
+    plan: Plan,
+    policy: RolePlan,
+    shape: ModelShape,
+    workload: Workload,
+    clock: _Clock,
+) -> Iterator[PhaseTime]:
+    training, step = request.training, request.step
+    divided = workload if step is None else workload.divided(plan.batch("policy").tokens)
+    works = (divided, workload.padded())
+    shared, padded = (_training(request, plan, policy, shape, work, clock) for work in works)
+    yield _phase("training", policy, shared, padded)
+    generation = plan.role("generation")
+    if step is None or generation is None or request.drawing is None:
+        return
+    shared, padded = (
+        _generation(request, plan, shape, work, clock) for work in (workload, workload.padded())
+    )
+    yield _phase("generation", generation, shared, padded)
+    if step.logprob_passes:
+        reads = (forward_operations(shape, work, has_logits=True).total for work in works)
+        shared, padded = (
+            _passes(clock, training.precision, step.logprob_passes * flops, policy.mesh)
+            for flops in reads
+        )
+        yield _phase("log-probs", policy, shared, padded)
+    transfer = _transfer(request, policy, generation, shape, clock)
+    yield _phase("weight transfer", policy, transfer, transfer)
+
+
+def _passes(clock: _Clock, precision: Precision, flops: float, mesh: Mesh) -> Cost:
+    """Products that all devices of a role divide evenly."""
+    return clock.cost(precision, flops=flops / mesh.size)
+
+
+def _training(
+    request: ClusterRequest,
+    plan: Plan,
+    role: RolePlan,
+    shape: ModelShape,
+    workload: Workload,
+    clock: _Clock,
+) -> Cost:
+    training, mesh, batch = request.training, role.mesh, plan.batch("policy")
+    forward = forward_operations(shape, workload, has_logits=training.has_logits)
+    width = COMPUTE_BYTES[training.precision]
+    each = workload.tokens / mesh.dp
+    passes = max(batch.updates, -(-each // batch.tokens))
+    # Shards are gathered for the forward and for the backward pass; gradients are summed in float32
+    # while the products go on.
+    shards = mesh.dp * mesh.cp
+    held = shape.num_parameters / mesh.tp
+    sent = passes * held * (2 * width + MASTER_BYTES) * (shards - 1) / shards
+    products = clock.cost(
+        training.precision,
+        flops=training_operations(forward, training) / mesh.size,
+        link_bytes=sent,
+        rate=clock.rate(role),
+    )
+    # Tensor-parallel ranks wait for the sums of their results: two a layer in the forward pass, two
+    # in the backward pass, and two more where layers are computed again.
+    sums = 6 if training.recomputes else 4
+    summed = sums * shape.num_layers * each / mesh.cp * shape.hidden_size * width
+    waiting = clock.cost(
+        training.precision,
+        link_bytes=2 * summed * (mesh.tp - 1) / mesh.tp,
+        rate=clock.device.link,
+    )
+    trained = shape.num_parameters if not training.adapters.enabled else 0
+    # The gradient is read once; the weight and each state of it are read and written.
+    accesses = 1 + 2 * (1 + training.optimizer_states)
+    states = clock.cost(
+        training.precision,
+        memory_bytes=batch.updates * accesses * MASTER_BYTES * trained / mesh.size,
+    )
+    return _together([products, waiting, states])
+
+
+def _scoring(
+    request: ClusterRequest,
+    plan: Plan,
+    role: RolePlan,
+    shapes: Shapes,
+    workload: Workload,
+    clock: _Clock,
+) -> Cost:
+    """Every reward model reads all conversations, one model after the other."""
+    batch = plan.batch("reward_model")
+    passes = -(-workload.tokens / role.mesh.dp // batch.tokens)
+    costs = []
+    for precision, shape in zip(request.judging, shapes.reward_models, strict=True):
+        forward = forward_operations(shape, workload, has_logits=False)
+        weights = COMPUTE_BYTES[precision] * shape.num_parameters / role.mesh.group_size
+        costs.append(
+            clock.cost(
+                precision,
+                flops=forward.total / role.mesh.size,
+                memory_bytes=passes * weights,
+            )
+        )
+    return _together(costs)
+
+
+def _generation(
+    request: ClusterRequest,
+    plan: Plan,
+    shape: ModelShape,
+    workload: Workload,
+    clock: _Clock,
+) -> Cost:
+    """Prompts in one pass each, then one token of every completion under way at a time.
+
+    Each of these reads the weights and all keys and values once. Engines share a prompt's keys and
+    values in memory; the engine in process also reads them once for all completions of the prompt.
+    """
+    role, drawing, batch = plan.role("generation"), request.drawing, plan.batch("generation")
+    assert role is not None
+    assert drawing is not None
+    mesh, precision = role.mesh, drawing.precision
+    width = COMPUTE_BYTES[precision]
+    weights = (width if drawing.uses_vllm else MASTER_BYTES) * shape.num_parameters
+    token_bytes = key_value_bytes(shape, mesh, compute_bytes=width)
+    prompt, completion = workload.prompt_tokens, workload.completion_tokens
+    prompts = replace(
+        workload,
+        num_prompts=workload.num_prompts * workload.copies,
+        per_prompt=1,
+        completion_tokens=0,
+        copies=1,
+    )
+    read = forward_operations(shape, prompts, has_logits=False)
+    costs = [_passes(clock, precision, read.total, mesh)]
+    one = Workload(num_prompts=1, per_prompt=1, prompt_tokens=0, completion_tokens=1)
+    token = forward_operations(shape, one, has_logits=True)
+    at_once = max(1, batch.tokens // batch.longest)
+    left = -(-workload.num_prompts * workload.per_prompt // mesh.dp)
+    reads_once = workload.copies == 1 and not drawing.uses_vllm
+    while left > 0:
+        rows = min(left, at_once)
+        left -= rows
+        trunks = -(-rows // workload.per_prompt) if reads_once else rows
+        context = trunks * prompt + rows * (completion + 1) / 2
+        attention = token.attention * (prompt + (completion + 1) / 2)
+        step = clock.cost(
+            precision,
+            flops=rows * (token.linear + token.head + attention) / mesh.group_size,
+            memory_bytes=weights / mesh.group_size + token_bytes * context,
+        )
+        costs.append(
+            replace(
+                step,
+                flops=completion * step.flops,
+                memory_bytes=completion * step.memory_bytes,
+                seconds=completion * step.seconds,
+            )
+        )
+    return _together(costs)
+
+
+def _transfer(
+    request: ClusterRequest,
+    policy: RolePlan,
+    generation: RolePlan,
+    shape: ModelShape,
+    clock: _Clock,
+) -> Cost:
+    """The weights that training changes, in float32, from the learner's first rank to all engines.
+
+    The engine in process samples from the learner's own weights. vLLM takes them through the
+    memory of the host; between GPUs that the two have for themselves they go over NCCL.
+    """
+    training, drawing = request.training, request.drawing
+    assert drawing is not None
+    changed = shape.num_parameters
+    if training.adapters.enabled:
+        chosen = (training.adapters.layers or set(shape.linear_layers)) - training.adapters.exclude
+        sizes = [
+            rows * columns for n, (rows, columns) in shape.linear_layers.items() if n in chosen
+        ]
+        changed = shape.num_layers * sum(sizes)
+    sent = float(MASTER_BYTES * changed)
+    is_apart = generation.shares_with is None
+    if not drawing.uses_vllm and not is_apart and not drawing.runs_ahead:
+        sent = 0.0
+    if is_apart and not drawing.uses_vllm and request.device != "cpu":
+        both = replace(policy, slots=policy.slots + generation.slots)
+        return clock.cost(training.precision, link_bytes=sent, rate=clock.rate(both))
+    return Cost(link_bytes=sent, seconds=sent / HOST_RATE, limit="host")

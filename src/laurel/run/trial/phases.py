@@ -1,0 +1,230 @@
+"""Models with random weights, and the phases of a training step on them, one call each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from laurel.config.grpo import PolicyLossConfig
+from laurel.config.policy import NamedCall, Precision
+from laurel.data.forest import to_forest
+from laurel.generation.transformers.cpu_matmul import fast_matmul
+from laurel.generation.transformers.engine import TransformersEngine
+from laurel.models.forest.attention import FOREST, register
+from laurel.models.forest.decoder import RewardModel
+from laurel.models.forest.policy import PolicyModel
+from laurel.models.loading.pretrained import recompute_activations, train_tokenizer
+from laurel.planning.memory import ModelShape
+from laurel.planning.step_time import Workload
+from laurel.training.learner import LocalLearner, MicroBatch, Update
+from laurel.training.policy_loss import PolicyLabels, PolicyLoss
+from laurel.types import Generated, GenerationRequest, SamplingParams, TokenForest, TokenGroup
+
+TEXTS = ("The quick brown fox jumps over the lazy dog.", "0 1 2 3 4 5 6 7 8 9")
+"""What the tokenizers are trained on; the models read tokens that are chosen at random."""
+ADAMW = NamedCall(name="torch.optim.AdamW", kwargs={"lr": 1e-4, "fused": True})
+
+
+def qwen3_config(shape: ModelShape, **special: Any) -> Any:
+    """The Hugging Face configuration of a Qwen 3 of this shape."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(
+        "qwen3",
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate_size,
+        max_position_embeddings=32768,
+        num_labels=1,
+        **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, **special},
+    )
+
+
+def random_model(
+    shape: ModelShape, *, has_language_head: bool, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A Qwen 3 with random weights, the same ones for the same shape on every device."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    factory: Any = AutoModelForCausalLM if has_language_head else AutoModelForSequenceClassification
+    return factory.from_config(qwen3_config(shape), dtype=torch.float32).to(device, dtype)
+
+
+def random_groups(shape: ModelShape, workload: Workload, *, seed: int = 0) -> list[TokenGroup]:
+    """The conversations of a step: tokens chosen at random, of the lengths of the workload."""
+    generator = np.random.default_rng(seed)
+
+    def ids(length: int) -> np.ndarray:
+        return generator.integers(3, shape.vocab_size, length).astype(np.int32)
+
+    return [
+        TokenGroup(
+            id=str(number),
+            trunk_ids=ids(workload.prompt_tokens),
+            branches_ids_G=tuple(
+                ids(workload.completion_tokens) for _ in range(workload.per_prompt)
+            ),
+        )
+        for number in range(workload.num_prompts)
+    ]
+
+
+def policy_labels(groups: Sequence[TokenGroup]) -> list[PolicyLabels]:
+    """Advantages that alternate in sign, for an update on conversations nobody sampled."""
+    labels = []
+    for group in groups:
+        lengths = [len(ids) for ids in group.branches_ids_G]
+        rewards = [float(index % 2) for index in range(len(lengths))]
+        labels.append(
+            PolicyLabels(
+                masks_GL=tuple(np.ones(length, bool) for length in lengths),
+                advantages_G=tuple(2.0 * reward - 1.0 for reward in rewards),
+                used_G=(True,) * len(lengths),
+                behaviour_GL=tuple(np.zeros(length, np.float32) for length in lengths),
+                rewards_G=tuple(rewards),
+            )
+        )
+    return labels
+
+
+def policy_loss(workload: Workload) -> PolicyLoss:
+    """The loss of GRPO without a reference policy."""
+    config = PolicyLossConfig(
+        reference_policy_kl_penalty=0.0, use_importance_sampling_correction=False
+    )
+    return PolicyLoss(config, max_length=workload.completion_tokens)
+
+
+def saved_model(directory: Path, shape: ModelShape, *, has_language_head: bool = True) -> str:
+    """Write a random model and a tokenizer, and return the directory's name."""
+    model = random_model(
+        shape,
+        has_language_head=has_language_head,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    model.save_pretrained(directory)
+    train_tokenizer(TEXTS, vocab_size=shape.vocab_size).save_pretrained(directory)
+    return str(directory)
+
+
+@dataclass(eq=False)
+class StepPhases:
+    """The phases of a step of GRPO in this process. Each call does a whole step's work of one.
+
+    The policy has float32 weights and computes in `precision`; the reward model has the policy's
+    shape, and weights of that type. Each is made when it is first needed.
+    """
+
+    shape: ModelShape
+    workload: Workload
+    device: torch.device
+    precision: Precision
+    recomputes: bool = False
+    shares_prompts: bool = True
+    """False: every completion carries a copy of its prompt, except in generation."""
+
+    def __post_init__(self) -> None:
+        register()
+        self.dtype: torch.dtype = getattr(torch, self.precision)
+        self.groups = random_groups(self.shape, self.workload)
+
+    @cached_property
+    def policy(self) -> PolicyModel:
+        """The policy."""
+        causal_lm = random_model(
+            self.shape, has_language_head=True, dtype=torch.float32, device=self.device
+        )
+        causal_lm.set_attn_implementation(FOREST)
+        if self.recomputes:
+            recompute_activations(causal_lm)
+        return PolicyModel(causal_lm, path="forest", precision=self.dtype).train()
+
+    @cached_property
+    def learner(self) -> LocalLearner:
+        """The policy's learner."""
+        return LocalLearner(self.policy, optimizer=ADAMW, max_grad_norm=1.0, products=fast_matmul)
+
+    @cached_property
+    def reward_model(self) -> RewardModel:
+        """The reward model."""
+        classifier = random_model(
+            self.shape, has_language_head=False, dtype=self.dtype, device=self.device
+        )
+        classifier.set_attn_implementation(FOREST)
+        return RewardModel(
+            classifier, head_name="score", path="forest", precision=self.dtype
+        ).eval()
+
+    @cached_property
+    def engine(self) -> TransformersEngine:
+        """The engine in process, which samples with the policy's own weights."""
+        return TransformersEngine(
+            self.policy,
+            train_tokenizer(TEXTS, vocab_size=300),
+            end_ids=(),  # no completion ends before it is as long as the workload says
+            max_concurrent=self.workload.num_prompts * self.workload.per_prompt,
+        )
+
+    def train(self) -> Update:
+        """Take an optimizer step, with one micro-batch for each prompt."""
+        labels = policy_labels(self.groups)
+        batch = [
+            MicroBatch(inputs=forest, labels=[label], num_tokens=len(forest.ids_T))
+            for forest, label in zip(self.forests(), labels, strict=True)
+        ]
+        return self.learner.update(batch, policy_loss(self.workload))
+
+    def logprobs(self) -> list[np.ndarray]:
+        """Compute the log-probabilities of all completions."""
+        return [
+            outputs.logprobs_M.float().cpu().numpy()
+            for outputs in self.learner.outputs(self.forests())
+        ]
+
+    def score(self) -> list[np.ndarray]:
+        """Score all completions."""
+        with self.reward_model.without_gradients():
+            return [self.reward_model(forest).cpu().numpy() for forest in self.forests()]
+
+    def forests(self) -> list[TokenForest]:
+        """The conversations of each prompt as one micro-batch."""
+        return [to_forest([group], share_prompts=self.shares_prompts) for group in self.groups]
+
+    def generate(self) -> list[list[Generated]]:
+        """Sample all completions, side by side."""
+        each = self.workload.per_prompt
+        sampling = SamplingParams(max_new_tokens=self.workload.completion_tokens)
+
+        async def completions(number: int, group: TokenGroup) -> list[Generated]:
+            request = GenerationRequest(
+                id=group.id,
+                prompt_ids=group.trunk_ids,
+                seeds_G=tuple(range(number * each, (number + 1) * each)),
+                sampling=sampling,
+            )
+            return [one async for one in self.engine.generate(request)]
+
+        async def together() -> list[list[Generated]]:
+            return await asyncio.gather(
+                *(completions(number, group) for number, group in enumerate(self.groups))
+            )
+
+        return asyncio.run(together())
+
+    def close(self) -> None:
+        """End the engine's thread, where there is one."""
+        if "engine" in self.__dict__:
+            self.engine.close()

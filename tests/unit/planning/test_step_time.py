@@ -1,0 +1,236 @@
+"""Seconds of a step against numbers worked by hand, on a device whose rates are round."""
+
+from dataclasses import replace
+
+import pytest
+
+from laurel.config.grpo import GRPORun
+from laurel.config.load import load_config
+from laurel.config.reward_model import RewardTrainingRun
+from laurel.errors import ConfigError
+from laurel.planning.memory import Shapes, decoder_shape
+from laurel.planning.plan import plan_run
+from laurel.planning.request import AdapterRequest, TrainingRequest
+from laurel.planning.step_time import (
+    HOST_RATE,
+    Device,
+    Efficiency,
+    Operations,
+    Workload,
+    device_named,
+    forward_operations,
+    known_devices,
+    step_time,
+    training_operations,
+)
+from laurel.run.request import request_of, workload_of
+
+# A layer has 16 + 8 + 8 + 16 weights of attention and 3 x 32 of the feed-forward: 144.
+SHAPE = decoder_shape(
+    hidden_size=4,
+    num_layers=2,
+    intermediate_size=8,
+    num_heads=2,
+    num_kv_heads=1,
+    vocab_size=10,
+)
+WORK = Workload(num_prompts=3, per_prompt=2, prompt_tokens=5, completion_tokens=4)
+ROUND = Device(
+    name="round",
+    flops={"float32": 1e3, "bfloat16": 1e3},
+    bandwidth=1e3,
+    memory=10**9,
+    link=1e3,
+    network=10.0,
+    source="made up",
+)
+PARTS = Efficiency(products=0.5, memory=0.25)
+GRPO = (
+    "policy.max_total_sequence_length=9",
+    "policy.precision=float32",
+    "policy.train_global_batch_size=6",
+    "policy.generation.backend=transformers",
+    "grpo.num_prompts_per_step=3",
+    "grpo.num_generations_per_prompt=2",
+    "loss_fn.reference_policy_kl_penalty=0",
+    "cluster.gpus_per_node=1",
+)
+FORWARD = Operations(linear=2 * 2 * 144 * 39, attention=4 * 2 * 2 * 2 * 225, head=2 * 10 * 4 * 24)
+
+
+def timed(*changes, shapes=None, work=WORK, kind=GRPORun, base=GRPO, device=ROUND):
+    request = request_of(load_config(kind, None, [*base, *changes]).config)
+    shapes = shapes or Shapes(policy=SHAPE)
+    return step_time(
+        request, plan_run(request), shapes, workload=work, device=device, efficiency=PARTS
+    )
+
+
+def phases(time):
+    return {phase.name: phase for phase in time.phases}
+
+
+def test_a_shared_prompt_counts_once():
+    assert WORK.tokens == 3 * (5 + 2 * 4)
+    assert WORK.padded().tokens == 3 * 2 * 9
+    # Each conversation has 9 x 10 / 2 pairs, and the 15 of the prompt are shared by two.
+    assert WORK.pairs == 3 * (2 * 45 - 15)
+    assert WORK.padded().pairs == 3 * 2 * 45
+
+
+def test_a_group_that_passes_divide_computes_its_prompt_again():
+    work = Workload(num_prompts=1, per_prompt=16, prompt_tokens=1024, completion_tokens=2048)
+    assert work.divided(16384).copies == 3  # seven completions fit beside the prompt
+    assert work.divided(1024 + 16 * 2048).copies == 1
+    assert work.divided(2048).copies == 16
+    assert work.divided(2048).tokens == work.padded().tokens
+
+
+def test_operations_of_a_forward_pass():
+    assert forward_operations(SHAPE, WORK, has_logits=True) == FORWARD
+    assert forward_operations(SHAPE, WORK, has_logits=False).head == 0
+    assert FORWARD.total == 22464 + 7200 + 1920
+
+
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [
+        (TrainingRequest(), 3 * 22464 + 3.5 * 7200 + 4 * 1920),
+        (TrainingRequest(recomputes=True), 4 * 22464 + 4.5 * 7200 + 4 * 1920),
+        (
+            TrainingRequest(adapters=AdapterRequest(enabled=True)),
+            2 * 22464 + 3.5 * 7200 + 3 * 1920,
+        ),
+    ],
+    ids=["plain", "recomputed", "adapters"],
+)
+def test_operations_of_training(training, expected):
+    assert training_operations(FORWARD, training) == expected
+
+
+def test_training_takes_its_products_and_the_optimizers_accesses():
+    training = phases(timed("policy.train_micro_batch_size=9"))["training"]
+    products = (3 * 22464 + 3.5 * 7200 + 4 * 1920) / (1e3 * 0.5)
+    # The gradient is read, weight and two moments are read and written: 7 numbers of 4 bytes.
+    states = 7 * 4 * SHAPE.num_parameters / (1e3 * 0.25)
+    assert training.shared.seconds == pytest.approx(products + states)
+    assert training.shared.limit == "products"
+    assert training.padded.seconds > training.shared.seconds
+
+
+def test_ranks_divide_the_work_and_wait_for_a_slow_link():
+    fast = replace(ROUND, link=1e12)
+    alone = phases(timed("policy.train_micro_batch_size=9", device=fast))["training"]
+    changes = ("policy.train_micro_batch_size=9", "cluster.gpus_per_node=2")
+    two = phases(timed(*changes, device=fast))["training"]
+    assert two.shared.seconds == pytest.approx(alone.shared.seconds / 2)
+    slow = replace(ROUND, link=1.0)
+    waiting = phases(timed(*changes, device=slow))["training"].shared
+    # Half of the weights comes from the other rank, twice in float32, and gradients go there.
+    assert waiting.limit == "link"
+    assert waiting.link_bytes == 12 * SHAPE.num_parameters / 2
+
+
+def test_generation_reads_weights_and_cache_for_every_token():
+    generation = phases(timed())["generation"].shared
+    # All six completions at once; a prompt's keys are read once for its two completions. A token
+    # has 2 layers x 1 head x 2 numbers of keys and as many of values, of 4 bytes.
+    read = 4 * SHAPE.num_parameters + 32 * (3 * 5 + 6 * 2.5)
+    prompts = 3 * (2 * 2 * 144 * 5 + 32 * 15) / (1e3 * 0.5)
+    row = 2 * 2 * 144 + 2 * 10 * 4 + 32 * (5 + 2.5)
+    step = max(6 * row / (1e3 * 0.5), read / (1e3 * 0.25))
+    assert generation.seconds == pytest.approx(prompts + 4 * step)
+    assert generation.limit == "products"
+    few = phases(timed("policy.generation.max_concurrent=2"))["generation"].shared
+    read = 4 * SHAPE.num_parameters + 32 * (5 + 2 * 2.5)
+    assert few.seconds == pytest.approx(prompts + 3 * 4 * read / (1e3 * 0.25))
+    assert few.limit == "memory"
+
+
+def test_log_probabilities_are_of_the_reference_and_of_the_old_policy():
+    assert "log-probs" not in phases(timed())
+    one = phases(
+        timed("loss_fn.reference_policy_kl_penalty=0.1", "policy.train_micro_batch_size=9")
+    )
+    assert one["log-probs"].shared.seconds == pytest.approx(FORWARD.total / 500)
+    both = phases(
+        timed(
+            "loss_fn.reference_policy_kl_penalty=0.1",
+            "policy.train_micro_batch_size=9",
+            "policy.train_global_batch_size=2",
+        )
+    )
+    assert both["log-probs"].shared.seconds == pytest.approx(2 * FORWARD.total / 500)
+
+
+def test_scoring_reads_all_conversations_once_for_each_model():
+    changes = (
+        "env.reward_model.enabled=true",
+        "env.reward_model.model_name=judge",
+        "env.reward_model.precision=float32",
+    )
+    head = decoder_shape(
+        hidden_size=4,
+        num_layers=2,
+        intermediate_size=8,
+        num_heads=2,
+        num_kv_heads=1,
+        vocab_size=10,
+        has_language_head=False,
+    )
+    time = timed(*changes, shapes=Shapes(policy=SHAPE, reward_models=(head,)))
+    scoring = phases(time)["scoring"]
+    assert scoring.shared.seconds == pytest.approx((22464 + 7200) / 500)
+    assert scoring.padded.seconds == pytest.approx((2 * 2 * 144 * 54 + 32 * 270) / 500)
+    assert scoring.slots_of == "policy"
+
+
+def test_weights_stay_go_over_the_link_or_through_the_host():
+    assert phases(timed())["weight transfer"].shared.seconds == 0
+    count = SHAPE.num_parameters
+    through_host = phases(timed("policy.generation.backend=vllm"))["weight transfer"].shared
+    assert (through_host.seconds, through_host.limit) == (4 * count / HOST_RATE, "host")
+    apart = (
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.gpus_per_node=1",
+        "cluster.gpus_per_node=2",
+    )
+    over_link = phases(timed(*apart))["weight transfer"].shared
+    assert (over_link.seconds, over_link.limit) == (4 * count / 1e3, "link")
+
+
+def test_generation_that_runs_ahead_hides_the_shorter_side():
+    ahead = timed(
+        "grpo.max_staleness=1",
+        "loss_fn.use_importance_sampling_correction=true",
+        "cluster.gpus_per_node=2",
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.gpus_per_node=1",
+    )
+    seconds = {phase.name: phase.shared.seconds for phase in ahead.phases}
+    longer = max(seconds["generation"], seconds["training"])
+    assert ahead.seconds() == pytest.approx(longer + seconds["weight transfer"])
+    assert timed().seconds() == pytest.approx(sum(phase.shared.seconds for phase in timed().phases))
+
+
+def test_the_lengths_of_a_step_are_those_of_its_run():
+    run = load_config(GRPORun, None, GRPO).config
+    assert workload_of(run) == replace(WORK, completion_tokens=4, prompt_tokens=5)
+    assert workload_of(run, prompt_tokens=7).completion_tokens == 2
+    shorter = load_config(GRPORun, None, [*GRPO, "policy.generation.max_new_tokens=3"]).config
+    assert workload_of(shorter).completion_tokens == 3
+    with pytest.raises(ConfigError, match=r"do not fit into policy\.max_total_sequence_length=9"):
+        workload_of(run, prompt_tokens=5, completion_tokens=5)
+    with pytest.raises(ConfigError, match="do not fit"):
+        workload_of(run, prompt_tokens=9)
+    pairs = load_config(RewardTrainingRun, None, ["policy.train_global_batch_size=8"]).config
+    assert (workload_of(pairs).num_prompts, workload_of(pairs).per_prompt) == (8, 2)
+
+
+def test_the_table_of_devices():
+    for name, device in known_devices().items():
+        assert device.source.startswith(f"NVIDIA {name} ")
+        assert device.flops["bfloat16"] > device.flops["float32"] > device.bandwidth > device.link
+    assert device_named("h100").memory == 80_000_000_000
+    with pytest.raises(ConfigError, match="--device abacus: the peaks of A100, H100, H200"):
+        device_named("abacus")
