@@ -33,7 +33,7 @@ from rounds import machine, table, write_json
 from torch import Tensor
 
 from laurel.data.forest import to_forest
-from laurel.generation.transformers.cpu_matmul import fast_matmul
+from laurel.models.cpu_matmul import fast_matmul
 from laurel.models.forest.attention import FOREST, register
 from laurel.models.forest.decoder import RewardModel
 from laurel.models.forest.policy import PolicyModel

@@ -26,7 +26,7 @@ from rounds import machine, table, write_json
 
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.generation.transformers.cpu_matmul import prefers_onednn
+from laurel.models.cpu_matmul import prefers_onednn
 from laurel.planning.memory import ModelShape, Shapes, decoder_shape
 from laurel.planning.plan import plan_run
 from laurel.planning.step_time import Device, Efficiency, StepTime, Workload, step_time

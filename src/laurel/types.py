@@ -171,10 +171,20 @@ class TokenForest:
     """
 
     ids_T: Tensor
-    """int64 [T]"""
-    positions_T: Tensor
-    """int64 [T]: position of each token in its own sequence."""
+    """int32 [T]"""
     trees: tuple[Tree, ...]
+
+    @property
+    def positions_T(self) -> Tensor:
+        """int64 [T]: position of each token in its own sequence."""
+        import torch
+
+        spans = [
+            (start, span.length)
+            for trunk, branches_G in self.trees
+            for start, span in ((0, trunk), *((trunk.length, branch) for branch in branches_G))
+        ]
+        return torch.cat([torch.arange(start, start + length) for start, length in spans])
 
     @property
     def num_completions(self) -> int:

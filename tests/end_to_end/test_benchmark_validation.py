@@ -305,7 +305,7 @@ def test_a_run_that_goes_on_does_not_measure_its_judge_again(judged):
 def test_wrong_settings_of_a_judge_are_told(finished, tmp_path):
     bench = f"{{benchmark: reward-bench, data_path: {finished[0]}/bench.jsonl}}"
     asked = f"env.reward_model.benchmarks={{Rewards: {bench}}}"
-    with pytest.raises(ConfigError, match=r"no task of this run is judged by .*'reward_model'"):
+    with pytest.raises(ConfigError, match=r"no task of this run uses .*'reward_model'"):
         grpo(grpo_settings(tmp_path / "math", None, asked))
     gone = asked.replace("bench.jsonl", "gone.jsonl")
     with pytest.raises(DataError, match=r"Rewards \(benchmark reward-bench\): .*gone.jsonl"):

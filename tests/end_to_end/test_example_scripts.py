@@ -61,7 +61,7 @@ def test_from_fine_tuning_to_a_reward_model(tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert "judged by reward_model" in done.stdout
+    assert "graded by reward_model" in done.stdout
     assert "finished after step 2" in done.stdout
     run_dir = next((tmp_path / "logs").glob("exp_*/completions")).parent
     trained = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]

@@ -128,7 +128,7 @@ def test_with_the_math_environment(tmp_path, model):
     assert figures["validation/accuracy"] == figures["validation/reward_mean"]
     assert figures["validation/pass@2"] >= figures["validation/accuracy"]
     assert done.outcome.metrics["validation/reward_mean"] == figures["validation/reward_mean"]
-    assert "judged by math; drawn by TransformersEngine" in done.text
+    assert "graded by math; sampled by TransformersEngine" in done.text
     assert "completion" in done.text  # the table of answers
     best = done.outcome.best
     assert best is not None
@@ -166,7 +166,7 @@ def test_with_a_reward_model_that_laurel_trained(tmp_path, model, reward_model):
         )
     )
     figures = logged(tmp_path, 2)
-    assert "judged by reward_model" in done.text
+    assert "graded by reward_model" in done.text
     for name in ("num_samples", "mean_reward", "std_reward", "min_reward", "max_reward"):
         assert f"env/reward_model/{name}" in figures
         assert f"validation/env/reward_model/{name}" in figures

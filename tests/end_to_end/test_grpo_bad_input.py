@@ -168,7 +168,7 @@ CASES: dict[str, tuple[list[str], str]] = {
             "grpo.use_leave_one_out_baseline=false",
             "policy.train_global_batch_size=3",
         ],
-        r"its advantage is 0 and the policy learns nothing. Draw more .*minus_baseline=false",
+        r"its advantage is 0 and the policy learns nothing. Sample more .*minus_baseline=false",
     ),
     "seed": (["grpo.seed=-1"], r"grpo\.seed: must be a whole number of at least 0"),
     "stop string": (["policy.generation.stop_strings=['']"], r"an empty stop string"),

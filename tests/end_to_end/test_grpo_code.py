@@ -60,7 +60,7 @@ def test_programs_are_judged_by_tests(tmp_path, model):
     write_rows(tmp_path / "tasks.jsonl", [*tasks(), bad])
     done = grpo(grpo_settings(tmp_path, model, *CODE))
     assert done.outcome.ended == "finished"
-    assert "judged by code" in done.text
+    assert "graded by code" in done.text
     figures = metrics_of(tmp_path)[2]
     assert figures["env/code/num_samples"] == 12
     assert figures["env/code/sandbox_failures"] == 0

@@ -40,7 +40,7 @@ def test_vllm_draws_from_the_weights_of_each_step(tmp_path, model):
     """
     run = grpo(grpo_settings(tmp_path, model, *VLLM, *MATCHES))
     assert run.outcome.ended == "finished"
-    assert "drawn by VllmEngine" in run.text
+    assert "sampled by VllmEngine" in run.text
     steps = metrics_of(tmp_path)
     trained = [figures for figures in steps.values() if "train/loss" in figures]
     assert len(trained) >= 2, "two steps with a signal, or nothing is shown"

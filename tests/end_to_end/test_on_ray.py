@@ -177,7 +177,7 @@ def test_grpo_is_the_same_with_roles_of_their_own(tmp_path, model, judge, grpo_h
     finished = grpo(grpo_settings(tmp_path, model, *GRPO, *own_slots(judge), *ways))
     setting = "policy.generation.weight_transfer=object_store"
     way = "object_store" if setting in ways else "broadcast"
-    assert f"drawn by GeneratorReplicas, weights by {way}" in finished.text
+    assert f"sampled by GeneratorReplicas, weights by {way}" in finished.text
     assert "broke off" not in caplog.text
     lines = read_metrics(tmp_path / "logs" / "exp_001" / "metrics.jsonl")
     key = "performance/weight_transfer_fallbacks"

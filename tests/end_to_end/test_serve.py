@@ -111,7 +111,7 @@ def test_the_admin_key_is_another_one(monkeypatch, capfd):
         monkeypatch, capfd, "--null", "--port", "0", "--admin-key-env", "OF_ADMIN"
     )
     assert code == 2
-    assert "the admin key is the API key: OF_ADMIN has to hold another one" in error
+    assert "the admin key is the API key: set OF_ADMIN to another one" in error
     assert "kkk" not in error
 
 

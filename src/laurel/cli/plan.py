@@ -11,6 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
+from rich.text import Text
+
 from laurel.cli.options import PlanOptions
 from laurel.config.environments import ScorerSource
 from laurel.config.grpo import GRPORun
@@ -19,6 +21,7 @@ from laurel.config.policy import DTensorConfig, PolicyConfig
 from laurel.config.schemas import SCHEMAS, Run, command_of_file
 from laurel.errors import CheckpointError, ModelError, Terms, speaking
 from laurel.models.spec import ModelSpec
+from laurel.observe.console import make_console
 from laurel.observe.json_output import write_json
 from laurel.planning.fit import GIB, FittedPlan, fit
 from laurel.planning.memory import (
@@ -76,7 +79,8 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
     if options.as_json:
         write_json(plan_facts(fitted, read, device_memory=device_memory, time=time))
     else:
-        print(plan_text(request, fitted, read, device_memory=device_memory, time=time))
+        text = plan_text(request, fitted, read, device_memory=device_memory, time=time)
+        make_console().print(Text(text), soft_wrap=True)
     return fitted.fits
 
 

@@ -23,7 +23,7 @@ from laurel.errors import (
     WorkerError,
     speaking,
 )
-from laurel.observe.console import verbosity
+from laurel.observe.console import verbosity, wrapped
 from laurel.observe.json_output import write_json
 from laurel.rewards.server.keys import is_loopback, private_network
 from laurel.rewards.server.service import (
@@ -170,9 +170,14 @@ def _chat(text: str) -> None:
         say(text)
 
 
-def say(text: str) -> None:
-    """Write a line to standard error, unless that is full or closed."""
+def say(text: str, *, is_command: bool = False) -> None:
+    """Write lines to standard error, unless that is full or closed.
+
+    A terminal gets them broken between words, but a command as it is, to be pasted.
+    """
     with suppress(OSError):
+        if os.isatty(2) and not is_command:
+            text = wrapped(text, os.get_terminal_size(2).columns or 80)
         os.write(2, (text + "\n").encode())
 
 
@@ -324,7 +329,7 @@ async def _open(options: ServeOptions, found: ModelPlace | None) -> ServedModel:
 def _print_address(
     served: ServedModel, url: str, key: Key, admin_key: Key, allow_from: Sequence[str]
 ) -> None:
-    header = f' -H "Authorization: Bearer {key.header}"' if key.value else ""
+    header = f' \\\n        -H "Authorization: Bearer {key.header}"' if key.value else ""
     of_admin = f"\nadmin   {admin_key.source}" if admin_key.value else ""
     body = '{"groups": [{"id": "1", "prompt": "2 + 2?", "completions": ["4", "5"]}]}'
     without_key = (
@@ -340,6 +345,10 @@ def _print_address(
         f"model   {served.name}\n"
         f"version {served.version}\n"
         f"key     {key.source}{of_admin}\n"
-        f"{without_key}"
-        f"try     curl {url}/v1/score{header} -H 'Content-Type: application/json' -d '{body}'"
+        f"{without_key}".rstrip("\n")
+    )
+    say(
+        f"try     curl {url}/v1/score{header} \\\n"
+        f"        -H 'Content-Type: application/json' \\\n        -d '{body}'",
+        is_command=True,
     )

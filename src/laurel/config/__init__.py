@@ -1,1 +1,1 @@
-"""What a person may write: the sections of a run, their defaults, and how files become them."""
+"""Configuration: the sections of a run, their defaults, and the loader that reads files."""

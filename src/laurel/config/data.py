@@ -1,4 +1,4 @@
-"""What the `data` sections of all runs have in common: a set, and the two forms of naming sets.
+"""The `data` sections: data sets, and the two forms that name them.
 
 Sets are named by flat keys (`dataset_name`, `train_data_path`, ...) or by the blocks `train` and
 `validation`, whose missing keys `default` fills.
@@ -14,7 +14,7 @@ from laurel.config.yaml_tree import Section, foreign
 
 
 class SetConfig(Section):
-    """One data set: which class reads it, from where."""
+    """One data set: the class that reads it, and its place."""
 
     dataset_name: str | None = None
     """The class that reads it, or the import path of your own; null: the columns decide."""
@@ -48,10 +48,10 @@ class TextSetConfig(SetConfig):
 
 
 class SetsConfig(Section):
-    """Where the rows of a run come from."""
+    """The rows of a run."""
 
     fills_blocks: ClassVar[tuple[str, ...]] = ("dataset_name",)
-    """Flat keys that fill blocks, too, behind `default`."""
+    """Flat keys that also fill blocks, after `default`."""
 
     dataset_name: str | None = None
     """See the same key of a set; for training, and for validation without its own."""
@@ -79,7 +79,7 @@ class SetsConfig(Section):
 
 
 class TextDataConfig(SetsConfig):
-    """Where questions, answers and conversations come from."""
+    """The rows of questions, answers and conversations."""
 
     fills_blocks: ClassVar[tuple[str, ...]] = ("dataset_name", "prompt_file", "system_prompt_file")
 
@@ -103,14 +103,14 @@ S = TypeVar("S", bound=SetConfig)
 
 
 def train_sets(data: Any, kind: type[S]) -> list[S]:
-    """The training sets, in either form, with the defaults filled in."""
+    """Return the training sets of either form, with the defaults filled in."""
     if data.train is None:
         return [flat_set(data, kind, data.train_data_path, data.train_split)]
     return [filled(data, block) for block in _listed(data.train)]
 
 
 def validation_sets(data: Any, kind: type[S]) -> list[S]:
-    """The validation sets, in the form of a path, a split or blocks; empty without any."""
+    """Return the validation sets, named by a path, a split or blocks; empty without any."""
     if data.validation is not None:
         return [filled(data, block) for block in _listed(data.validation)]
     if data.val_data_path is None and data.val_split is None:
@@ -120,10 +120,8 @@ def validation_sets(data: Any, kind: type[S]) -> list[S]:
 
 
 def flat_set(data: SetsConfig, kind: type[S], path: str | None, split: str | None) -> S:
-    """The set that the flat keys describe: all that it has in common with the section.
-
-    But for what the section says of all rows together: how many, and how many are held out.
-    """
+    """Return the set that the flat keys describe, with all keys that it shares with the section."""
+    # These two limit all rows of the section together.
     of_all = {"max_samples", "split_validation_size"}
     shared = (kind.model_fields.keys() & type(data).model_fields.keys()) - of_all
     values = {key: getattr(data, key) for key in shared}
@@ -131,7 +129,7 @@ def flat_set(data: SetsConfig, kind: type[S], path: str | None, split: str | Non
 
 
 def filled(data: Any, block: S) -> S:
-    """A block with what it leaves out: from `default`, then from the flat keys."""
+    """Fill the keys that a block leaves out: from `default`, then from the flat keys."""
     base = data.default.model_dump(exclude_unset=True) if data.default is not None else {}
     for key in type(data).fills_blocks:
         if getattr(data, key) is not None:
@@ -146,12 +144,12 @@ def _listed(value: Any) -> list[Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# A benchmark of reward models where a configuration names one: which rows, from where.
+# A benchmark of reward models as a validation set.
 
 BenchmarkName = Literal[
     "reward-bench", "reward-bench-2", "rm-bench", "judge-bench", "pairs", "best-of-n"
 ]
-"""As the commands of `laurel eval` are called."""
+"""The name of a benchmark, which is also its command of `laurel eval`."""
 _ONLY_FOR: dict[str, BenchmarkName] = {
     "dataset_name": "pairs",
     "prior": "reward-bench",
@@ -160,10 +158,10 @@ _ONLY_FOR: dict[str, BenchmarkName] = {
 
 
 class BenchmarkSetConfig(Section):
-    """One benchmark, with the rows that `laurel eval` would take."""
+    """One benchmark, with the rows that `laurel eval` would read."""
 
     benchmark: BenchmarkName
-    """Which one."""
+    """The benchmark."""
     data_path: str | list[str] | None = None
     """Files (.jsonl, .json, .csv, .parquet, .arrow; also .gz), directories of
     `datasets.save_to_disk`, or names on the hub. Null: the benchmark's own place on the hub;
@@ -195,7 +193,7 @@ class BenchmarkSetConfig(Section):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Where its rows are; empty for its own place."""
+        """Return the places of its rows; empty means the benchmark's own place."""
         if self.data_path is None:
             return ()
         return (self.data_path,) if isinstance(self.data_path, str) else tuple(self.data_path)
@@ -208,7 +206,7 @@ DEFAULT_DATASET = "HelpSteer3"
 
 
 class DatasetConfig(SetConfig):
-    """One set of preferences: which class reads it, from where."""
+    """One set of preferences: the class that reads it, and its place."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("DatasetConfig")
 
@@ -228,7 +226,7 @@ class DatasetConfig(SetConfig):
 
 
 class DataConfig(SetsConfig):
-    """Where preferences come from. Either the flat keys or the `train`/`validation` blocks."""
+    """The rows of preferences: either the flat keys or the `train`/`validation` blocks."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("DataConfig")
 
@@ -277,12 +275,12 @@ class DataConfig(SetsConfig):
     ties: Literal["drop", "error"] = "drop"
     """Rows whose completions all share one rank, if the loss cannot use them."""
     duplicates: Literal["drop", "keep"] = "drop"
-    """Rows that say exactly what an earlier row said."""
+    """Rows that are equal to an earlier row."""
 
     @field_validator("validation", mode="before")
     @classmethod
     def _one_or_named(cls, value: Any) -> Any:
-        """A mapping whose values are all mappings is several named sets."""
+        # A mapping whose values are all mappings names several sets.
         if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
             return {
                 name: (BenchmarkSetConfig if "benchmark" in block else DatasetConfig)(**block)
@@ -313,19 +311,19 @@ class DataConfig(SetsConfig):
         return self
 
     def train_sets(self) -> list[DatasetConfig]:
-        """The training sets, in either form, with the defaults filled in."""
+        """Return the training sets of either form, with the defaults filled in."""
         if self.train is None and self.dataset_name is None and self.train_data_path is None:
             unnamed = flat_set(self, DatasetConfig, None, self.train_split)
             return [unnamed.model_copy(update={"dataset_name": DEFAULT_DATASET})]
         return train_sets(self, DatasetConfig)
 
     def validation_sets(self) -> dict[str, DatasetConfig]:
-        """The validation sets of preferences by name; empty where none is configured."""
+        """Return the validation sets of preferences by name; empty if none is configured."""
         named = self._named_sets()
         return {k: v for k, v in named.items() if not isinstance(v, BenchmarkSetConfig)}
 
     def benchmark_sets(self) -> dict[str, BenchmarkSetConfig]:
-        """The benchmarks among the validation sets, by name."""
+        """Return the benchmarks among the validation sets, by name."""
         named = self._named_sets()
         return {k: v for k, v in named.items() if isinstance(v, BenchmarkSetConfig)}
 
@@ -347,7 +345,7 @@ class DataConfig(SetsConfig):
         return named
 
     def _blocks(self) -> dict[str, DatasetConfig | BenchmarkSetConfig]:
-        """The sets of `validation` by name; a lone one is called `default`."""
+        # A lone set is called `default`.
         blocks = self.validation
         if blocks is None:
             return {}
@@ -359,7 +357,7 @@ class DataConfig(SetsConfig):
 
 
 class TaskSetConfig(TextSetConfig):
-    """One set of tasks: which class reads it, from where, and who judges the answers."""
+    """One set of tasks: the class that reads it, its place, and the environment."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("TaskSetConfig")
 
@@ -375,13 +373,13 @@ class TaskSetConfig(TextSetConfig):
     expected_answer), multichoice_qa_processor, code_data_processor (rows with tests), or the import
     path of your own function (row, configuration of the set) -> TaskParts. Null: the set's own."""
     env_name: str | None = None
-    """Which environment judges the answers."""
+    """The environment that grades the answers."""
     task_name: str | None = None
-    """Name under which figures are reported; null is that of the data set."""
+    """Name under which metrics are reported; null is that of the data set."""
 
 
 class TaskDataConfig(TextDataConfig):
-    """Where tasks come from. Either the flat keys or the `train`/`validation` blocks."""
+    """The rows of tasks: either the flat keys or the `train`/`validation` blocks."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("TaskDataConfig")
 
@@ -410,13 +408,13 @@ class TaskDataConfig(TextDataConfig):
     one new token in `policy.max_total_sequence_length`."""
 
     def train_sets(self) -> list[TaskSetConfig]:
-        """The training sets, in either form, with the defaults filled in."""
+        """Return the training sets of either form, with the defaults filled in."""
         return train_sets(self, TaskSetConfig)
 
     def validation_sets(self) -> list[TaskSetConfig]:
-        """The validation sets; empty where none is configured."""
+        """Return the validation sets; empty if none is configured."""
         return validation_sets(self, TaskSetConfig)
 
     def validation_names(self) -> list[str]:
-        """The names of the validation sets, where they have any."""
+        """Return the names of the validation sets, if they have any."""
         return list(self.validation) if isinstance(self.validation, dict) else []

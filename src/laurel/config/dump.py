@@ -1,4 +1,4 @@
-"""A checked configuration as YAML text that reads back as the same configuration."""
+"""Writes a checked configuration as YAML that reads back as the same configuration."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _POINTER = re.compile(r"See (?:the same key of a set|`(?P<section>data\.train|\w
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever our loader would not read as text."""
+    """A dumper that quotes every text that our loader would not read as text."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Never write anchors."""
+        """Return True, so that no anchors are written."""
         return True
 
 
@@ -32,7 +32,7 @@ _LINE_BREAKS_YAML_CHANGES = re.compile("[\x85\u2028\u2029]")
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Templates and other long text as blocks that can be read."""
+    # Templates and other long texts are readable as blocks.
     style = "|" if "\n" in text else None
     # A block with empty lines at its end has no end of its own: "..." is written after it, which
     # stands for the end of a document.
@@ -42,7 +42,6 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.SequenceNode:
-    """Lists of plain values on one line."""
     is_short = not any(isinstance(item, dict | list) for item in items)
     return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=is_short)
 
@@ -58,17 +57,16 @@ def to_yaml(
     keys: Collection[str] | None = None,
     more: Mapping[str, str] | None = None,
 ) -> str:
-    """Every key with its value, also where it is the default; or those that are named.
+    """Write every key with its value, defaults included; or only the named keys.
 
-    With `describe`, the docstring of each key stands above it. Blocks of which a run may have
-    several (data sets, schedulers) have only the keys that were given: what they leave out may be
-    filled from a neighbour (`data.default`), and a written null would stop that.
+    Blocks of which a run may have several (data sets, schedulers) have only the keys that were
+    given: a neighbour (`data.default`) may fill the others, and a written null would prevent that.
 
     Args:
         config: The whole configuration.
-        describe: Whether meanings are written.
+        describe: Write the meaning of each key above it.
         keys: Dotted names of the only keys to write, each with all that is below it.
-        more: By dotted name, what is to stand behind the meaning of a key.
+        more: Texts to append to the meanings of keys, by dotted name.
     """
     below = list(sections_below(type(config)))
     repeatable = {section for section, may_be_several in below if may_be_several}
@@ -104,7 +102,7 @@ def to_yaml(
 
 
 def meaning(owner: type[Section], key: str, about: str, named: Mapping[str, type[Section]]) -> str:
-    """The meaning of a key; where its docstring points to another, that one's words."""
+    """Return the meaning of a key; if its docstring points to another key, that one's meaning."""
     found = _POINTER.match(about)
     if found is None:
         return about
@@ -121,7 +119,7 @@ def meaning(owner: type[Section], key: str, about: str, named: Mapping[str, type
 
 
 def entry(name: str, value: Any) -> str:
-    """One key with its plain value, as the lines of a block."""
+    """Write one key with its plain value, as the lines of a block."""
     return yaml.dump(
         {name: value},
         Dumper=_Dumper,
@@ -133,7 +131,7 @@ def entry(name: str, value: Any) -> str:
 
 
 def literal(value: Any) -> Any:
-    """Plain values whose texts read back as themselves, also where they look like references."""
+    """Escape the texts of plain values, so that those that look like references stay texts."""
     return _as_plain(value, set())
 
 
@@ -153,7 +151,7 @@ def _as_plain(value: Any, repeatable: set[type[Section]]) -> Any:
 
 
 def sections_below(schema: type[Section]) -> Iterator[tuple[type[Section], bool]]:
-    """The schema and every section below it, and whether a run may have several of one."""
+    """Yield the schema and every section below it, and whether a run may have several of it."""
     yield schema, False
     for field in schema.model_fields.values():
         kinds = kinds_of(field.annotation)

@@ -33,7 +33,7 @@ _NO_SERVER = (
 
 
 class SandboxConfig(Section):
-    """Where programs run, and what each may use."""
+    """The sandbox of programs, and the limits of each program."""
 
     removed: ClassVar[Mapping[str, str]] = dict.fromkeys(("url", "api_key_env"), _NO_SERVER)
 
@@ -67,7 +67,7 @@ class SandboxConfig(Section):
     """Output, at most; more ends the program. At least four times an expected text, and 1024 for an
     expected value."""
     stderr_kb: int = Field(default=16, ge=1)
-    """The same of stderr."""
+    """What it may print to stderr; more ends it."""
     result_kb: int = Field(default=256, ge=1)
     """The values that it returns, together. At least four times what its tests expect."""
     backlog: int = Field(default=1024, ge=1)
@@ -84,12 +84,12 @@ class SandboxConfig(Section):
 
     @property
     def seconds_of_all_tests(self) -> float:
-        """What `total_wall_seconds` comes to."""
+        """Return `total_wall_seconds`, or its default of three times `wall_seconds`."""
         return self.total_wall_seconds or 3 * self.wall_seconds
 
 
 # --------------------------------------------------------------------------------------------------
-# The `env.code` section: programs that are run, and judged by tests.
+# The `env.code` section: programs that are run, and graded by tests.
 
 _SANDBOX = SandboxConfig()
 
@@ -192,13 +192,13 @@ def checked_urls(urls: Sequence[str]) -> None:
 
 
 def _shown(url: str) -> str:
-    """Without what may be a secret: a password, a query."""
+    # A password or a query may be a secret.
     address = url.partition("?")[0].partition("#")[0]
     return ascii(address.rpartition("@")[2])
 
 
 class AskingConfig(Section):
-    """How servers are asked that others have started."""
+    """Requests to servers that this run did not start."""
 
     api_key_env: str | None = None
     """Name of the environment variable with the API key; never the key itself."""
@@ -301,7 +301,8 @@ class JudgeConfig(AskingConfig):
                 f"num_samples={self.num_samples} with temperature=0 are as many equal replies; "
                 "set a temperature, or num_samples=1"
             )
-        if None not in (self.lowest, self.highest) and not _rises(self.lowest, self.highest):
+        low, high = self.lowest, self.highest
+        if low is not None and high is not None and low >= high:
             raise ValueError(f"lowest={self.lowest} must be below highest={self.highest}")
         if self.template is None and None in (self.lowest, self.highest):
             raise ValueError(
@@ -312,10 +313,6 @@ class JudgeConfig(AskingConfig):
         if taken:
             raise ValueError(f"extra_body must not hold {', '.join(taken)}: Laurel writes that")
         return self
-
-
-def _rises(low: float | None, high: float | None) -> bool:
-    return low is not None and high is not None and low < high
 
 
 class FunctionConfig(Section):
@@ -374,7 +371,7 @@ class FunctionConfig(Section):
 
 
 class ScorerSource(AskingConfig):
-    """What gives scores: a model that is loaded, servers, a judge or a function. One of them."""
+    """The source of scores: exactly one of a loaded model, servers, a judge and a function."""
 
     model_name: str | None = None
     """Hub name or directory of the reward model, or a directory of checkpoints. With `urls` only
@@ -474,28 +471,28 @@ class ScorerSource(AskingConfig):
 
     @property
     def loads_model(self) -> bool:
-        """Whether the weights of a reward model are needed: nothing else is to give the scores."""
+        """Report whether the weights of a reward model are loaded, as no other source is set."""
         return self.urls is None and self.judge is None and self.function is None
 
     @property
     def uses_workers(self) -> bool:
-        """Whether this run renders conversations, for a model that it loads or for servers that are
-        sent rendered ones; or whether it runs a function."""
+        """Report whether this run renders conversations (for a loaded model, or for servers that
+        are sent rendered ones) or runs a function."""
         is_sent_rendered = self.url_protocol in RENDERED or self.url_protocol == "vllm"
         renders_for_servers = self.urls is not None and is_sent_rendered and bool(self._model)
         return self.loads_model or renders_for_servers or self.function is not None
 
     @property
     def judges_groups(self) -> bool:
-        """Whether all completions of a prompt must be judged in one call."""
+        """Report whether all completions of a prompt must be scored in one call."""
         return self.function is not None and self.function.group
 
 
 class EnsemblePart(ScorerSource):
-    """One of several reward models that judge the same conversation."""
+    """One of several reward models that score the same conversation."""
 
     name: str = Field(pattern=r"^[A-Za-z][\w.-]*$")
-    """What its scores are called in figures."""
+    """The name of its scores in metrics."""
     weight: float = 1.0
     """Factor in the weighted sum."""
     normalize: Literal["stored", "none"] = "stored"
@@ -526,7 +523,7 @@ class EnsemblePart(ScorerSource):
 
 
 class MathEnvironmentConfig(Section):
-    """Answers checked against a known one."""
+    """Answers that are checked against a known one."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("MathEnvironmentConfig")
 
@@ -547,7 +544,7 @@ class MathEnvironmentConfig(Section):
 
 
 class ScoreTransformConfig(Section):
-    """What is done to the scores of a reward model before they are rewards, in this order."""
+    """Changes of a reward model's scores before they are rewards, in this order."""
 
     subtract_reference: bool = False
     """Subtract the score of the task's own reference answer (`ground_truth`)."""
@@ -593,7 +590,7 @@ class ScoringVllmConfig(Section):
 
 
 class ScoringGenerationConfig(Section):
-    """What computes the scores of a reward model. Nothing is generated; the name is NeMo RL's."""
+    """The engine that computes the scores of a reward model; the name is NeMo RL's."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("ScoringGenerationConfig")
 
@@ -705,40 +702,40 @@ class RewardModelEnvironmentConfig(ScorerSource):
 
     @property
     def uses_vllm(self) -> bool:
-        """Whether vLLM computes the scores."""
+        """Report whether vLLM computes the scores."""
         return self.generation is not None and self.generation.backend == "vllm"
 
     @property
     def loads_model(self) -> bool:
-        """See `ScorerSource`; not what each of several models does for itself."""
+        """Report whether the environment itself loads a model, not one of several `models`."""
         return self.models is None and super().loads_model
 
     @property
     def loaded(self) -> list[ScorerSource]:
-        """The models that are loaded for it: itself, or some of several."""
+        """Return the models to load: the environment's own, or those among several."""
         sources: Sequence[ScorerSource] = [self] if self.models is None else self.models
         return [source for source in sources if source.loads_model]
 
     @property
     def computes(self) -> bool:
-        """Whether any model is loaded for it."""
+        """Report whether any model is loaded."""
         return bool(self.loaded)
 
     @property
     def uses_workers(self) -> bool:
-        """See `ScorerSource`; so it does where any of several models lets it."""
+        """Report whether this run renders conversations or runs a function for any model."""
         if self.models is not None:
             return any(part.uses_workers for part in self.models)
         return super().uses_workers
 
     @property
     def judges_groups(self) -> bool:
-        """See `ScorerSource`; so it is where any of several models must."""
+        """Report whether any model must score all completions of a prompt in one call."""
         return super().judges_groups or any(part.judges_groups for part in self.models or ())
 
 
 class CompositePart(Section):
-    """One of several environments that judge the same sample."""
+    """One of several environments that grade the same sample."""
 
     env: str
     """Name of the environment."""
@@ -750,7 +747,7 @@ class CompositePart(Section):
 
 
 class CompositeEnvironmentConfig(Section):
-    """Several environments on one sample."""
+    """Several environments that grade one sample together."""
 
     parts: list[CompositePart] = Field(min_length=1)
     """Each scores every sample."""
@@ -764,10 +761,10 @@ class CompositeEnvironmentConfig(Section):
 
 
 class EnvironmentsConfig(Section):
-    """The environments by the name that `data.env_name` calls them."""
+    """The environments, by the names that `data.env_name` uses."""
 
+    # NeMo RL's files describe several environments, and use those that `env_name` names.
     foreign_keys: ClassVar[frozenset[str]] = foreign("EnvironmentsConfig")
-    """Environments of NeMo RL; its files describe several, and use those that `env_name` names."""
 
     math: MathEnvironmentConfig = MathEnvironmentConfig()
     """See there."""
@@ -787,5 +784,5 @@ class EnvironmentsConfig(Section):
     that still helps a step."""
 
     def names(self) -> list[str]:
-        """Every name that a task may ask for."""
+        """Return every name that a task may use."""
         return ["math", "code", "reward_model", *self.composite, *self.custom]

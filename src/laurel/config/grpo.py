@@ -22,11 +22,11 @@ from laurel.config.policy import (
 from laurel.config.yaml_tree import OffPeriod, Section, foreign
 
 # --------------------------------------------------------------------------------------------------
-# The `policy.generation` section: how completions are drawn. Names follow NeMo RL's files.
+# The `policy.generation` section: how completions are sampled. Names follow NeMo RL's files.
 
 
 class VllmConfig(Section):
-    """vLLM's own settings."""
+    """The settings of vLLM's engine."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("VllmConfig")
 
@@ -48,12 +48,12 @@ class VllmConfig(Section):
 
     @property
     def num_devices(self) -> int:
-        """Devices that hold the model once between them."""
+        """Return the number of devices that hold one copy of the model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class ColocatedConfig(Section):
-    """Whether generation shares the policy's devices."""
+    """The devices of generation: the policy's, or its own."""
 
     enabled: bool = True
     """Take turns on the same devices. Default: no device waits for another role."""
@@ -80,7 +80,7 @@ class GenerationConfig(Section):
     trained, as it is."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample only from the likeliest tokens with this share of the probability. Default: no tail is
-    cut: what is never drawn is never learned from."""
+    cut: what is never sampled is never learned from."""
     top_k: int | None = Field(default=None, ge=1)
     """Sample only from this many likeliest tokens. Default: likewise."""
     stop_token_ids: list[int] | None = None
@@ -127,7 +127,7 @@ class GenerationConfig(Section):
 
 
 class PolicyLossConfig(Section):
-    """What an update minimises. Formulas: `laurel/training/policy_loss.py`."""
+    """The loss of an update. Formulas: `laurel/training/policy_loss.py`."""
 
     reference_policy_kl_penalty: float = Field(default=0.01, ge=0)
     """Weight of the divergence from the reference policy; 0 needs no reference. Default: a light
@@ -236,13 +236,13 @@ class PolicyLossConfig(Section):
 
     @property
     def truncation(self) -> Literal["tis", "icepop", "seq-mask-tis", "seq-tis"] | None:
-        """How weights are cut; None where they are not, as the range has no upper end."""
+        """Return how importance weights are cut; None if the range has no upper end."""
         if self.truncated_importance_sampling_ratio is None:
             return None
         return self.truncated_importance_sampling_type
 
     def without_effect(self) -> dict[str, str]:
-        """See `Section`."""
+        """Return the keys that cut importance weights if no upper end of the range is set."""
         if self.truncated_importance_sampling_ratio is not None:
             return {}
         why = "weights are cut where truncated_importance_sampling_ratio says how far"
@@ -251,14 +251,14 @@ class PolicyLossConfig(Section):
 
     @property
     def kind(self) -> Literal["ppo", "cispo", "reinforce"]:
-        """The type of loss, in either spelling."""
+        """Return the type of loss, set by either spelling."""
         if self.use_cispo:
             return "cispo"
         return "reinforce" if self.disable_ppo_ratio else self.loss_type
 
 
 # --------------------------------------------------------------------------------------------------
-# What GRPO makes of rewards: scaled, shaped, compared.
+# Rewards in GRPO: scaled, shaped, compared.
 
 
 class RewardScalingConfig(Section):
@@ -300,7 +300,7 @@ class RewardShapingConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """How rewards become advantages."""
+    """The estimator that turns rewards into advantages."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("AdvantageConfig")
 
@@ -512,8 +512,8 @@ class GRPOConfig(Section):
     """Times that each batch of rollouts is learned from. Default: on-policy: the ratio is 1, and no
     old log-probabilities are computed."""
     max_staleness: int = Field(default=0, ge=0)
-    """Steps that generation may run ahead of training: 0 is synchronous. Default: what is learned
-    from was drawn by these very weights."""
+    """Steps that generation may run ahead of training: 0 is synchronous. Default: the policy learns
+    from what its current weights sampled."""
     stop_patience_seconds: float = Field(default=5.0, ge=0)
     """After a stop signal, rollouts that run ahead have this time to finish. Unfinished ones are
     dropped and sampled again when the run resumes, with newer weights than an uninterrupted run
@@ -580,9 +580,9 @@ class GRPOConfig(Section):
             # Its own mean is its baseline: every advantage would be 0, and nothing learned.
             raise ValueError(
                 "num_generations_per_prompt must be at least 2: a lone completion has nothing to "
-                "be compared with, so its advantage is 0 and the policy learns nothing. Draw more "
-                "for fewer prompts (num_prompts_per_step), or compare over the whole batch with "
-                "adv_estimator.name=reinforce_plus_plus adv_estimator.minus_baseline=false"
+                "be compared with, so its advantage is 0 and the policy learns nothing. Sample "
+                "more for fewer prompts (num_prompts_per_step), or compare over the whole batch "
+                "with adv_estimator.name=reinforce_plus_plus adv_estimator.minus_baseline=false"
             )
         low, high = self.advantage_clip_low, self.advantage_clip_high
         if low is not None and high is not None and not low < high:
@@ -612,12 +612,12 @@ class GRPOConfig(Section):
 
     @property
     def compares_within_groups(self) -> bool:
-        """Whether a completion's baseline is the mean reward of its group, or of the others."""
+        """Report whether a completion's baseline is the mean reward of its group or the others."""
         return self.adv_estimator.name != "reinforce_plus_plus" or self.adv_estimator.minus_baseline
 
     @property
     def leaves_one_out(self) -> bool:
-        """Whether each sample is compared with the others of its group only.
+        """Report whether each sample is compared with the others of its group only.
 
         REINFORCE++ compares with the mean of the whole group unless the estimator itself asks.
         """
@@ -739,14 +739,14 @@ class GRPORun(Section):
 
     @property
     def default_environment(self) -> str:
-        """The environment of tasks that name none."""
+        """Return the environment of tasks that name none."""
         if self.data.env_name is not None:
             return self.data.env_name
         return "reward_model" if self.env.reward_model.enabled else "math"
 
     @property
     def updates_per_rollout(self) -> int:
-        """Optimizer steps that learn from one batch of rollouts."""
+        """Return the number of optimizer steps that learn from one batch of rollouts."""
         grpo = self.grpo
         samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
         return grpo.num_iterations * (samples // self.policy.train_global_batch_size)

@@ -1,4 +1,4 @@
-"""Looks up `${}` in a tree: other keys, arithmetic, the environment. OmegaConf does the reading."""
+"""Looks up `${}` in a tree with OmegaConf: other keys, arithmetic, the environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from laurel.config.yaml_tree import MISSING, KeyPath, Section, YamlNode, dotted,
 
 
 def _number(value: Any) -> int | float:
-    """A number, also one that the environment gave as text."""
+    # The environment gives numbers as text.
     if isinstance(value, str):
         try:
             return int(value)
@@ -29,9 +29,9 @@ def _number(value: Any) -> int | float:
 
 
 def _divide(a: Any, b: Any) -> int | float:
-    """The quotient, as a whole number where it is one of whole numbers."""
     a, b = _number(a), _number(b)
     quotient = a / b
+    # Sizes stay whole numbers.
     return a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else quotient
 
 
@@ -50,7 +50,7 @@ _RESOLVERS: dict[str, Callable[..., Any]] = {
 
 
 def register_resolvers() -> None:
-    """Teach OmegaConf `${mul:a,b}`, `add`, `sub`, `div`, `max` and `min`; may be called again."""
+    """Register `${mul:a,b}`, `add`, `sub`, `div`, `max` and `min` with OmegaConf; idempotent."""
     # OmegaConf 2.4 has a new function and warns about the old one; 2.3 has an older function under
     # the new one's name, which cannot replace.
     register: Callable[..., None] = OmegaConf.register_resolver
@@ -61,15 +61,15 @@ def register_resolvers() -> None:
 
 
 class UnresolvedError(Exception):
-    """An interpolation that leads nowhere; the message says why."""
+    """An interpolation cannot be resolved; the message says why."""
 
 
 class Interpolations:
-    """All values of a run, in which references are looked up.
+    """The values of a run, in which references are looked up.
 
     Args:
-        tree: What is written.
-        schema: Whose defaults references reach, too.
+        tree: The written values.
+        schema: The schema whose defaults can be referred to.
     """
 
     def __init__(self, tree: YamlNode, schema: type[Section] | None = None) -> None:
@@ -78,7 +78,7 @@ class Interpolations:
 
     @functools.cached_property
     def _whole(self) -> tuple[YamlNode, Any]:
-        """The tree with all defaults, and the same as OmegaConf's; many a run needs neither."""
+        # Cached and lazy: many runs have no references and need neither of the two.
         register_resolvers()
         tree = self.tree
         if self.schema is not None:
@@ -86,7 +86,11 @@ class Interpolations:
         return tree, OmegaConf.create(_for_omegaconf(tree))
 
     def value(self, path: KeyPath, text: str) -> Any:
-        """What the reference `text`, written at `path`, stands for. Raises UnresolvedError."""
+        """Resolve the reference `text` that is written at `path`.
+
+        Raises:
+            UnresolvedError: It cannot be resolved.
+        """
         if not _is_well_formed(text):
             raise UnresolvedError(f"'{text}' is not a well-formed interpolation")
         tree, value = self._whole
@@ -136,5 +140,5 @@ def _paths(node: YamlNode, path: KeyPath) -> Iterator[KeyPath]:
 
 
 def escaped(text: str) -> str:
-    """Text that reads back as itself, where it looks like a reference but is none."""
+    """Escape text that looks like a reference but is none, so that it reads back as itself."""
     return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)

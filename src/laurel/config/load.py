@@ -1,15 +1,16 @@
-"""Configuration files and command-line overrides, read into the sections of a schema.
+"""Reads configuration files and command-line overrides into the sections of a schema.
 
-PyYAML parses, OmegaConf looks references up, and pydantic checks each section. What is our own:
-every value keeps the line it was written in, which neither of the three would carry to an error;
-all that is wrong is told at once, in words; and an override begins from the schema's defaults, and
-takes `a: b` for text, where OmegaConf's would drop siblings and read a mapping.
+PyYAML parses, OmegaConf looks references up, and pydantic checks each section. Three things are
+Laurel's own: every value keeps the line that it was written in, which none of the three libraries
+would carry to an error; all problems are reported at once, in words; and an override starts from
+the schema's defaults and reads `a: b` as text, where OmegaConf's would drop siblings and read a
+mapping.
 
 The steps, each in a file of its own::
 
     yaml_tree      YAML files and what they inherit  -> a tree that knows every value's line
     overrides      a.b=c, +a.b=c, ++a.b=c, ~a.b      -> the same tree, changed
-    nemo_rl        what files of NeMo RL say in another way -> the same tree, in Laurel's terms
+    nemo_rl        NeMo RL's own settings            -> the same tree, in Laurel's terms
     interpolation  ${other.key}, ${mul:a,b}, ${oc.env:NAME,default}
     load           tree + schema -> sections, or everything that is wrong in one error
     dump           sections -> YAML that reads back as the same sections
@@ -65,27 +66,28 @@ T = TypeVar("T", bound=Section)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig(Generic[T]):
-    """A configuration that fits its schema, and what should be said about it."""
+    """A configuration that fits its schema, with the warnings about it."""
 
     config: T
     warnings: tuple[str, ...]
-    """A line for each of: what was translated, what is lost, what is ignored and loses nothing,
-    what has no effect beside other settings, what is null and has its default."""
+    """A line each for settings that were translated, that are lost, that are ignored without loss,
+    that have no effect beside others, and that are null and keep their defaults."""
     ignored: tuple[str, ...] = ()
     """Keys of other systems' files that mean nothing here, lost or not."""
     said: YamlNode = field(default_factory=lambda: YamlNode({}, DEFAULT))
-    """What file and overrides say, in Laurel's own terms, without defaults."""
+    """The settings of file and overrides, in Laurel's own terms, without defaults."""
     moves: tuple[Move, ...] = ()
-    """What they say in other terms, and where it went."""
+    """The settings that were translated, and the keys that they went to."""
 
 
 def load_config(
     schema: type[T], path: Path | None = None, overrides: Sequence[str | Override] = ()
 ) -> LoadedConfig[T]:
-    """Read a configuration file and change it by overrides; without a file, the schema's defaults.
+    """Read a configuration file and apply overrides; without a file start from the defaults.
 
-    Raises ConfigError. What is wrong with keys and values is told all at once, each with the file
-    and line, or the override, that it came from.
+    Raises:
+        ConfigError: Keys or values are wrong. The message lists all of them, each with its file and
+            line, or its override.
     """
     tree = read_file(path) if path is not None else YamlNode({}, DEFAULT)
     problems: list[str] = []
@@ -103,15 +105,15 @@ def load_config(
 
 
 def check_tree(schema: type[T], tree: YamlNode, problems: Sequence[str] = ()) -> tuple[T, Checker]:
-    """The sections that a tree with its defaults is, and who checked it.
+    """Build the sections of a tree with its defaults, and return them with their checker.
 
     Args:
-        schema: Of the whole tree.
-        tree: Its places are named in messages.
-        problems: What is known to be wrong with it before.
+        schema: The schema of the whole tree.
+        tree: The tree, whose places messages name.
+        problems: Problems of the tree that are known before.
 
     Raises:
-        ConfigError: What is wrong, all at once.
+        ConfigError: The tree has problems; the message lists all of them.
     """
     checker = Checker(schema, tree, problems)
     config = checker.section(schema, tree)
@@ -125,7 +127,7 @@ def check_tree(schema: type[T], tree: YamlNode, problems: Sequence[str] = ()) ->
 
 
 class _Broken:
-    """Stands for a value that has been reported and must not be reported again."""
+    """A value that has been reported and must not be reported again."""
 
 
 _BROKEN = _Broken()
@@ -141,7 +143,7 @@ class Checker:
     """Builds the sections of one run from its tree, from the innermost outwards.
 
     Each section is validated on its own, from parts that are already built. So an error is never
-    told once per branch of a union, and one wrong key does not hide another.
+    repeated for each branch of a union, and one wrong key does not hide another.
     """
 
     def __init__(self, schema: type[Section], tree: YamlNode, problems: Sequence[str]) -> None:
@@ -151,12 +153,12 @@ class Checker:
         self.problems = list(problems)
         self.ignored: list[str] = []
         self.without_effect: dict[str, str] = {}
-        """Keys that do nothing beside others, and why."""
+        """Keys that have no effect beside others, and why."""
         self.nulls: dict[str, Any] = {}
-        """Keys that are null and cannot be, with the defaults that hold instead."""
+        """Keys that are null but must have a value, with the defaults that they keep."""
 
     def section(self, section: type[T], node: YamlNode, path: KeyPath = ()) -> T | _Broken:
-        """The section at `path`, or a stand-in where something in it has been reported."""
+        """Build the section at `path`, or return a marker if a problem in it is reported."""
         values: dict[str, Any] = {}
         whole = True
         for key, child in node.value.items():
@@ -176,11 +178,11 @@ class Checker:
         try:
             built = section.model_validate(values)
         except ValidationError as error:
-            for told in error.errors(include_url=False):
-                if told["loc"]:
-                    self._report_value(told, section, node, path, values)
-                elif whole:  # else the rule may have failed for what is already reported
-                    self._report(path, self._place_of_rule(told, node), _reason(told))
+            for problem in error.errors(include_url=False):
+                if problem["loc"]:
+                    self._report_value(problem, section, node, path, values)
+                elif whole:  # otherwise a problem that is reported may have broken the rule
+                    self._report(path, self._place_of_rule(problem, node), _reason(problem))
             return _BROKEN
         if whole:
             named = built.without_effect().items()
@@ -188,39 +190,37 @@ class Checker:
         return built if whole else _BROKEN
 
     def warnings(self) -> Iterator[str]:
-        """What the tree says that is lost, ignored, without effect or null."""
-        fates = unread_keys(self.tree, self.ignored)
-        lost = {fate.key: fate.why for fate in fates if fate.is_lost}
+        """Yield a line each for settings that are lost, ignored, without effect or null."""
+        unread = unread_keys(self.tree, self.ignored)
+        lost = {one.key: one.why for one in unread if one.is_lost}
         if lost:
-            told = "; ".join(f"{key} ({why})" for key, why in lost.items())
-            yield f"these settings are not carried over: {told}"
+            listed = "; ".join(f"{key} ({why})" for key, why in lost.items())
+            yield f"these settings are not carried over: {listed}"
         nothing = [
             key for key in self.ignored if not any(f"{one}.".startswith(f"{key}.") for one in lost)
         ]
         if nothing:
             yield f"these keys mean nothing here and are ignored: {', '.join(nothing)}"
         if self.without_effect:
-            told = "; ".join(f"{key} ({why})" for key, why in self.without_effect.items())
-            yield f"these settings have no effect beside the others: {told}"
+            listed = "; ".join(f"{key} ({why})" for key, why in self.without_effect.items())
+            yield f"these settings have no effect beside the others: {listed}"
         if self.nulls:
-            told = ", ".join(f"{key}={value}" for key, value in self.nulls.items())
-            yield f"these keys are null, which leaves them at their defaults: {told}"
+            listed = ", ".join(f"{key}={value}" for key, value in self.nulls.items())
+            yield f"these keys are null, which leaves them at their defaults: {listed}"
 
     def _is_left_out(self, field: FieldInfo, kinds: Kinds, path: KeyPath) -> bool:
-        """Whether a key that is null cannot be: then nothing is said, and its default holds.
-
-        Null is how YAML says that there is no value; a key that must be given is refused.
-        """
+        """Report whether a null leaves a key out, so that its default holds."""
+        # YAML writes null for no value. A required key may be none, so it is refused elsewhere.
         if field.is_required() or not {Any, NoneType}.isdisjoint(kinds):
             return False
         default = field.get_default(call_default_factory=True)
-        if default:  # else the default is nothing, too
+        if default:  # an empty default means the same as null
             is_section = isinstance(default, Section)
             self.nulls[dotted(path)] = default.model_dump() if is_section else default
         return True
 
     def _value(self, kinds: Kinds, node: YamlNode, path: KeyPath) -> Any:
-        """The value of one key: references looked up, sections built."""
+        """Return the value of one key: references looked up, sections built."""
         try:
             node = self._resolved(node, path)
         except UnresolvedError as error:
@@ -236,12 +236,12 @@ class Checker:
         return {k: self._value(inside, child, (*path, k)) for k, child in node.value.items()}
 
     def _scalar(self, kinds: Kinds, node: YamlNode, path: KeyPath) -> Any:
-        """A number where only text is wanted is the text as written (`revision: 12e3`)."""
+        """Return a scalar; where only text is wanted, a number is text as written (`12e3`)."""
         if Any in kinds:
             return node.value
         takes_number = not {int, float}.isdisjoint(kinds)
         if isinstance(node.value, bool) and takes_number and {bool, str}.isdisjoint(kinds):
-            # pydantic would take `true` for 1.
+            # pydantic would read `true` as 1.
             message = f"must be {describe_kinds(kinds)}, not {_shown(node.value)}"
             return self._report(path, node.place, message)
         is_number = isinstance(node.value, int | float) and not isinstance(node.value, bool)
@@ -260,24 +260,24 @@ class Checker:
 
     def _report_value(
         self,
-        told: ErrorDetails,
+        problem: ErrorDetails,
         section: type[Section],
         node: YamlNode,
         path: KeyPath,
         values: Mapping[str, Any],
     ) -> None:
-        """Report what pydantic found in a key, in words and at the line it came from."""
-        field = section.model_fields[str(told["loc"][0])]
-        where, kinds = _descend(kinds_of(field.annotation), told["loc"])
-        if told["type"] == "missing":
+        """Report pydantic's problem with a key, in words and with the line that it is in."""
+        field = section.model_fields[str(problem["loc"][0])]
+        where, kinds = _descend(kinds_of(field.annotation), problem["loc"])
+        if problem["type"] == "missing":
             message = f"is missing; it must be {describe_kinds(kinds)}"
             self._report((*path, *where), node.place, message)
             return
         value = functools.reduce(operator.getitem, where, cast(Any, values))
         if _has_broken(value):
             return
-        message = _reason(told)
-        if told["type"].endswith(_TOLD_BY_KIND):
+        message = _reason(problem)
+        if problem["type"].endswith(_DESCRIBED_BY_KIND):
             limits = field.metadata if len(where) == 1 else []
             near = nearest(str(value), choices_of(kinds))
             message = f"must be {describe_kinds(kinds, limits)}, not {_shown(value)}"
@@ -285,14 +285,14 @@ class Checker:
             gone = section.removed.get(str(value))
             if gone is not None:
                 message = f"there is no {value} any more ({gone}); leave it out"
-        # Where a reference brought in the rest, the last node on the way has the line.
+        # A reference may stand for the rest of the path; then the last node on it has the line.
         ways = (find_node(node, where[:length]) for length in range(len(where), -1, -1))
         written = next(found for found in ways if found is not None)
         self._report((*path, *where), written.place, message)
 
-    def _place_of_rule(self, told: ErrorDetails, node: YamlNode) -> str:
-        """The line of the first written key that a section's own rule names; else the section's."""
-        reason = _reason(told)
+    def _place_of_rule(self, problem: ErrorDetails, node: YamlNode) -> str:
+        """Find the line of the first written key that a rule's message names, or the section's."""
+        reason = _reason(problem)
         named = [
             find_node(self.tree, key.split(".")) for key in re.findall(r"\w+(?:\.\w+)+", reason)
         ]
@@ -310,7 +310,8 @@ class Checker:
         return _BROKEN
 
 
-_TOLD_BY_KIND = (
+# pydantic's errors that the description of the key explains completely.
+_DESCRIBED_BY_KIND = (
     "_type",
     "_parsing",
     "_from_float",
@@ -320,11 +321,10 @@ _TOLD_BY_KIND = (
     "less_than",
     "less_than_equal",
 )
-"""pydantic's errors for which the description of the key says all there is to say."""
 
 
 def _descend(kinds: Kinds, location: tuple[int | str, ...]) -> tuple[KeyPath, Kinds]:
-    """How far a location goes down before it names branches of a union, and the kinds there."""
+    """Follow a location down to where it names branches of a union; return that and its kinds."""
     where: KeyPath = location[:1]
     for key in location[1:]:
         inside = item_kinds(kinds[0]) if len(kinds) == 1 else None
@@ -334,10 +334,9 @@ def _descend(kinds: Kinds, location: tuple[int | str, ...]) -> tuple[KeyPath, Ki
     return where, kinds
 
 
-def _reason(told: ErrorDetails) -> str:
-    """The text of a rule of ours, or pydantic's without its opening."""
-    error = told.get("ctx", {}).get("error")
-    return str(error) if error is not None else told["msg"].replace("Input should be", "must be")
+def _reason(problem: ErrorDetails) -> str:
+    error = problem.get("ctx", {}).get("error")
+    return str(error) if error is not None else problem["msg"].replace("Input should be", "must be")
 
 
 def _shown(value: Any) -> str:

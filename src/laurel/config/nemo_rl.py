@@ -1,12 +1,12 @@
-"""What files written for NeMo RL say in another way than Laurel, or that Laurel does not have.
+"""Adapts files written for NeMo RL: translates, refuses or explains what Laurel does not have.
 
-Three things are done with a tree before it is checked. What is another backend's or another
-section's way to say a setting of Laurel is translated (`megatron_cfg`, `async_grpo`). A feature
-that Laurel does not have is refused by its name. All other keys that mean nothing here stay where
-they are: the sections know them (`foreign_keys`), and `unread_keys` says why, and whether anything
-is lost.
+A tree goes through three steps before it is checked. Settings that another backend or section of
+NeMo RL has for one of Laurel's are translated (`megatron_cfg`, `async_grpo`). A feature that Laurel
+does not have is refused by its name. All other keys that mean nothing here stay where they are: the
+sections know them (`foreign_keys`), and `unread_keys` gives the reason, and whether something is
+lost.
 
-Which keys and features these are stands in `nemo_rl.yaml`.
+The tables of these keys and features are in `nemo_rl.yaml`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _OFF: tuple[Any, ...] = (None, False, -1, 0, [], {})
 
 
 def reason(key: str) -> tuple[str, bool] | None:
-    """Why a key means nothing here, and whether something may be lost; None for an unknown one."""
+    """Return why a key means nothing here and whether something may be lost; None if unknown."""
     last = key.rpartition(".")[2]
     if key in _CARRIED:
         return "it is translated", False
@@ -65,21 +65,21 @@ def reason(key: str) -> tuple[str, bool] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadKey:
-    """What becomes of a key that means nothing here."""
+    """A key that means nothing here, with the reason."""
 
     key: str
     value: Any
     why: str
     is_lost: bool
-    """Whether the run is not what the file asks for."""
+    """True if the run differs from what the file asks for."""
 
 
 def unread_keys(tree: YamlNode, ignored: Sequence[str]) -> list[UnreadKey]:
     """List the keys that the sections of a run know and do not read.
 
     Args:
-        tree: What the file says, in Laurel's terms.
-        ignored: The keys, dotted. The parts of some blocks, as Megatron's, are listed one by one.
+        tree: The settings of the file, in Laurel's terms.
+        ignored: The dotted keys. The parts of some blocks, such as Megatron's, are listed singly.
     """
     found: list[UnreadKey] = []
     for block in ignored:
@@ -118,7 +118,7 @@ def _is_disabled(value: Any) -> bool:
 
 
 def _is_off(value: Any, same: Sequence[Any] = ()) -> bool:
-    """Whether a value switches its key off: null, false, -1, nothing; a block of only those."""
+    """Report whether a value (or all values of a block) switches its key off."""
     if isinstance(value, dict):
         return _is_disabled(value) or all(_is_off(child) for child in value.values())
     return any(
@@ -131,24 +131,24 @@ def _is_off(value: Any, same: Sequence[Any] = ()) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A setting that is said elsewhere here."""
+    """A setting that was translated."""
 
     key: str
     value: Any
     to: Mapping[str, Any]
-    """Keys of ours, and their values."""
+    """Laurel's keys, and their values."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Adapted:
-    """A tree in Laurel's own terms, and what should be said about it."""
+    """A tree in Laurel's own terms, with the translations and warnings about it."""
 
     tree: YamlNode
     moves: list[Move] = field(default_factory=list)
     sentences: list[str] = field(default_factory=list)
 
     def set(self, key: str, value: Any, *, by: str, was: Any) -> None:
-        """Put a value at a key of ours; what is there gives way."""
+        """Set one of Laurel's keys, replacing what is there."""
         place = (_at(self.tree, by) or self.tree).place
         self.tree = with_key(self.tree, key.split("."), graft(value, place))
         same = next((move for move in self.moves if move.key == by), None)
@@ -159,12 +159,12 @@ class Adapted:
 
 
 def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted:
-    """Say in Laurel's terms what a file says in NeMo RL's.
+    """Translate the settings of a file from NeMo RL's terms into Laurel's.
 
     Args:
-        schema: Of the run.
+        schema: The schema of the run.
         tree: The file with its overrides.
-        problems: Gets what cannot be translated.
+        problems: The list to which problems of the translation are added.
 
     Raises:
         ConfigError: The file asks for features that Laurel does not have; all of them are named.
@@ -190,19 +190,19 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
 
 
 class _Values:
-    """The values of a tree, references looked up."""
+    """The values of a tree, with references looked up."""
 
     def __init__(self, schema: type[Section], tree: YamlNode) -> None:
         self.tree = tree
         self.interpolations = Interpolations(tree, schema)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a dotted key; `default` where there is none."""
+        """Return the value of a dotted key, or `default` if there is none."""
         found = _at(self.tree, key)
         return default if found is None else self._of(found, tuple(key.split(".")))
 
     def leaves(self, pattern: str) -> Iterator[tuple[str, YamlNode, Any]]:
-        """The keys that a pattern fits, with their values."""
+        """Yield the keys that match a pattern, with their values."""
 
         def below(node: YamlNode, path: KeyPath, parts: Sequence[str]) -> Iterator[KeyPath]:
             if not parts:
@@ -231,7 +231,7 @@ class _Values:
 
 
 def _missing(schema: type[Section], values: _Values, *, is_megatron: bool) -> Iterator[str]:
-    """A line for each feature that the file asks for and Laurel does not have."""
+    """Yield a line for each feature that the file asks for and Laurel does not have."""
     reported: set[str] = set()
     for feature in _TABLES["features"] + (_TABLES["megatron_features"] if is_megatron else []):
         for pattern in feature["keys"]:
@@ -246,7 +246,6 @@ def _missing(schema: type[Section], values: _Values, *, is_megatron: bool) -> It
 
 
 def _asks(feature: Mapping[str, Any], value: Any) -> bool:
-    """Whether the value of one of its keys asks for a feature."""
     if "is" in feature:
         return str(value) in feature["is"]
     if "begins" in feature:
@@ -257,7 +256,7 @@ def _asks(feature: Mapping[str, Any], value: Any) -> bool:
 
 
 def _is_of_run(schema: type[Section], pattern: str) -> bool:
-    """Whether a pattern is of a section that the run reads: `env` means nothing to `laurel sft`."""
+    # The run may not read the section: `env` means nothing to `laurel sft`.
     first = pattern.partition(".")[0]
     standing = step_into((schema,), first).standing
     is_section_of_another = standing == "foreign" and "." in pattern
@@ -265,7 +264,7 @@ def _is_of_run(schema: type[Section], pattern: str) -> bool:
 
 
 def _asked_environments(schema: type[Section], values: _Values) -> Iterator[str]:
-    """A line for each environment of NeMo RL that a set of tasks asks for and Laurel lacks."""
+    """Yield a line for each environment of NeMo RL that tasks ask for and Laurel lacks."""
     if "env" not in schema.model_fields:
         return
     own = {key for kind in ("custom", "composite") for key in values.get(f"env.{kind}") or {}}
@@ -305,16 +304,16 @@ _LAYERS: Mapping[str, tuple[str, ...]] = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-"""Megatron's linear layers, and those of Hugging Face's decoders that they are."""
+"""Megatron's linear layers, and the layers of Hugging Face's decoders that they stand for."""
 _SCHEDULERS = "torch.optim.lr_scheduler."
 _FOREVER = 10_000_000_000
+# torch's LinearLR cannot begin at 0.
 _LEAST_FACTOR = 1e-8
-"""Where a warm-up begins that begins at 0; torch's LinearLR cannot."""
 _TRANSLATED = ("policy.optimizer", "policy.scheduler", *_SIMPLE.values(), _DTENSOR + "lora_cfg")
 
 
 def _translate_megatron(work: Adapted, values: _Values, problems: list[str]) -> None:
-    """The optimizer, schedule, sizes and adapters of a Megatron policy as Laurel's own."""
+    """Translate the optimizer, schedule, sizes and adapters of a Megatron policy."""
     switch = _at(work.tree, _MEGATRON + "enabled")
     place = switch.place if switch is not None else work.tree.place
     if values.get(_DTENSOR + "enabled") is True:
@@ -384,7 +383,7 @@ def _set_optimizer(work: Adapted, values: _Values) -> None:
 
 
 def _set_schedule(work: Adapted, values: _Values) -> None:
-    """Megatron's schedule: from `lr_warmup_init` up, then constant or down to `min_lr`."""
+    # Megatron's schedule rises from `lr_warmup_init`, then is constant or falls to `min_lr`.
     at = _MEGATRON + "scheduler."
     lr = _number(values, _MEGATRON + "optimizer.lr")
     least = _number(values, _MEGATRON + "optimizer.min_lr", 0.0)
@@ -424,7 +423,7 @@ def _set_schedule(work: Adapted, values: _Values) -> None:
 def _decay(
     values: _Values, at: str, style: str, *, warmup: int, lr: float, least: float, ends: list[int]
 ) -> list[dict[str, Any]]:
-    """What comes after the warm-up: down to the least rate, and on with it."""
+    # After the warm-up the rate falls to `least` and stays there.
     if style not in ("linear", "cosine"):
         raise _UntranslatableError(
             at + "lr_decay_style", f"{style} is none of constant, linear and cosine"
@@ -504,7 +503,7 @@ def _translate_async(work: Adapted, values: _Values, problems: list[str]) -> Non
 
 
 def _pack_where_rows_are_divided(work: Adapted) -> None:
-    """Packing where a file divides padded rows over context-parallel ranks, as NeMo RL does.
+    """Switch packing on where a file divides padded rows over context-parallel ranks.
 
     Laurel divides token forests. They give the same sums as rows, so the run is the same.
     """
@@ -539,7 +538,7 @@ def _at(tree: YamlNode, key: str) -> YamlNode | None:
 
 
 def _override_in(node: YamlNode) -> str | None:
-    """The override that wrote a part of a node, if one did."""
+    """Find the override that wrote a part of a node, if one did."""
     if isinstance(node.value, dict):
         return next((o for child in node.value.values() if (o := _override_in(child))), None)
     if isinstance(node.value, list):

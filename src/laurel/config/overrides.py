@@ -36,30 +36,30 @@ _FORM = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?:(?P<equals>=)(?P<value
 
 
 COLUMN_KEYS = ("data.prompt_key", "data.chosen_key", "data.rejected_key")
-"""What names the columns of preferences, for all commands that read them."""
+"""The keys that name the columns of preferences, for all commands that read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
-    """One change, as the user typed it and in its parts."""
+    """One change of a key, as typed and in its parts."""
 
     text: str
     sign: str
     """Empty, `+`, `++` or `~`."""
     keys: tuple[str, ...]
     value: YamlNode | None
-    """None where the key is deleted."""
+    """The new value; None deletes the key."""
     place: str
-    """What messages say about where it was written."""
+    """The place that messages name."""
 
 
 def apply_overrides(
     schema: type[Section], tree: YamlNode, overrides: Sequence[str | Override], problems: list[str]
 ) -> YamlNode:
-    """The tree with the changes made in order; those that cannot be made are added to `problems`.
+    """Make the changes in order; those that cannot be made are added to `problems`.
 
-    A key that nobody wrote starts from the schema's own default, so that a change of one key
-    leaves its siblings as they were.
+    A key that is not written starts from the schema's default, so that a change of one key leaves
+    its siblings as they were.
     """
     for said in overrides:
         try:
@@ -73,11 +73,14 @@ def apply_overrides(
 
 
 def parse_override(text: str, *, place: str | None = None) -> Override:
-    """The parts of an override. Raises ConfigError where it is none.
+    """Split an override into its parts.
 
     Args:
-        text: As on a command line.
-        place: What messages call it; None: the override.
+        text: The override as on a command line.
+        place: The name of it in messages; None quotes the override.
+
+    Raises:
+        ConfigError: The text is no override.
     """
     place = place or f"override '{text}'"
     form = _FORM.fullmatch(text)
@@ -100,7 +103,6 @@ def parse_override(text: str, *, place: str | None = None) -> Override:
 
 
 def _parse_value(text: str, place: str) -> YamlNode:
-    """A YAML scalar, `[list]` or `{mapping}`; anything else is text as it stands."""
     text = text.strip()
     as_text = YamlNode(text, place)
     if not text:
@@ -119,10 +121,10 @@ def _parse_value(text: str, place: str) -> YamlNode:
 
 
 def column_overrides(overrides: Sequence[str | Override]) -> dict[str, str]:
-    """The columns that a command line or a program names, by their keys in the `data` section.
+    """Return the columns that overrides name, by their keys in the `data` section.
 
     Raises:
-        ConfigError: Something that is no such key.
+        ConfigError: An override sets another key.
     """
     columns: dict[str, str] = {}
     for one in overrides:
@@ -139,14 +141,14 @@ def column_overrides(overrides: Sequence[str | Override]) -> dict[str, str]:
 
 
 def overrides_of(settings: Mapping[str, Any]) -> list[Override]:
-    """The changes that a program says as keys and values; messages name its keys as it did.
+    """Turn the keys and values that a program sets into overrides; messages name these keys.
 
     Args:
         settings: Dotted keys with texts, paths, numbers, booleans, None, and lists and mappings of
-            those. A key need not be there before; a sign in front of it is refused.
+            those. A key need not exist before; a sign in front of it is refused.
 
     Raises:
-        ConfigError: A key or a value that has no such form.
+        ConfigError: A key or a value has no such form.
     """
 
     def as_text(value: object) -> str:
@@ -172,7 +174,7 @@ def overrides_of(settings: Mapping[str, Any]) -> list[Override]:
 
 
 def _changed(schema: type[Section], tree: YamlNode, override: Override) -> YamlNode:
-    """A tree with one override carried to its place; every block on the way is made anew."""
+    """Apply one override; blocks on the way to its key are copied, so the given tree stays."""
     path: KeyPath = ()
 
     def problem(message: str) -> ConfigError:
@@ -212,8 +214,8 @@ def _changed(schema: type[Section], tree: YamlNode, override: Override) -> YamlN
         place = DEFAULT if child is None else child.place
         if is_last and place != DEFAULT and override.sign == "+":
             raise problem(f"is already set in {place}; to change it leave out '+'")
-        # A section that nobody wrote begins with what the schema puts there on purpose, and a
-        # mapping is laid over it and over what files say, as that of another file would be.
+        # A section that is not written begins with what the schema sets there explicitly. A mapping
+        # is laid over it and over what files set, as that of another file would be.
         is_section = sole_section(step.kinds) is not None
         if child is None and (is_section or not is_last):
             child = default_node(step.field)
@@ -230,9 +232,9 @@ def _changed(schema: type[Section], tree: YamlNode, override: Override) -> YamlN
 
 
 def at_their_place(schema: type[Section], tree: YamlNode, problems: list[str]) -> YamlNode:
-    """A tree in which keys that other systems spell in another way have the schema's names.
+    """Rename keys that other systems spell in another way to the schema's names.
 
-    Both spellings of one key are a problem.
+    A tree with both spellings of one key is a problem.
     """
     for said, meant in schema.other_names.items():
         keys = said.split(".")

@@ -67,14 +67,14 @@ class RolePlacement(Section):
 
 
 class PlacementConfig(Section):
-    """The slots of each role. Who is not named here shares the policy's; it has what is left."""
+    """The slots of each role. A role without an entry shares the policy's, which has the rest."""
 
     policy: RolePlacement | None = None
     """The model that is trained."""
     generation: RolePlacement | None = None
     """Slots of generation, instead of `policy.generation.colocated`."""
     reward_model: RolePlacement | None = None
-    """The reward model that judges; instead of `env.reward_model.resources`."""
+    """The reward model that scores; instead of `env.reward_model.resources`."""
 
     @model_validator(mode="after")
     def _somebody_owns_the_slots(self) -> PlacementConfig:
@@ -95,7 +95,7 @@ class NamedCall(Section):
 
 
 def _not_negative(call: NamedCall) -> NamedCall:
-    """Refuse what no optimizer takes; the rest is for torch to say, where it is loaded."""
+    # No optimizer takes these; torch itself refuses others, when it is loaded.
     for name in ("lr", "eps", "weight_decay"):
         value = call.kwargs.get(name)
         if isinstance(value, int | float) and not 0 <= value < inf:
@@ -186,7 +186,7 @@ class LoraConfig(Section):
 
 
 class DTensorConfig(Section):
-    """How the model is spread and what is recomputed."""
+    """The parallelism of the model, and what the backward pass recomputes."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("DTensorConfig")
 
@@ -233,18 +233,18 @@ class PackingConfig(BatchingConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """How large the micro-batches of a model may be: what `policy` says of them, as numbers."""
+    """The limits of a model's micro-batches, in tokens."""
 
     forest_tokens: int
     """Tokens of one token forest."""
     padded_tokens: int | None = None
     """Tokens of one padded batch; None: it holds a fixed number of groups."""
     share_prompts: bool = True
-    """Whether a forest computes a prompt once for all its completions."""
+    """True if a forest computes a prompt once for all its completions."""
 
 
 class ScratchConfig(Section):
-    """A small model made here instead of loaded: for demos, tests and learning from scratch."""
+    """A small, newly initialized model: for demos, tests and learning from scratch."""
 
     architecture: str = "qwen3"
     """`model_type` of a Hugging Face decoder: qwen2, qwen3, llama, mistral, gemma2, ..."""
@@ -328,13 +328,13 @@ class PolicyConfig(Section):
         return self
 
     def token_budget(self, batching: BatchingConfig) -> int:
-        """Tokens of one micro-batch under `sequence_packing` or `dynamic_batching`."""
+        """Return the tokens of a micro-batch under `sequence_packing` or `dynamic_batching`."""
         whole = self.max_total_sequence_length * self.train_micro_batch_size
         return batching.train_mb_tokens or whole
 
     @property
     def batch_limits(self) -> BatchLimits:
-        """How large micro-batches may be."""
+        """Return the limits of micro-batches."""
         dynamic, packing = self.dynamic_batching, self.sequence_packing
         rows = dynamic if dynamic.enabled else packing
         return BatchLimits(
@@ -348,7 +348,7 @@ class PolicyConfig(Section):
 
 
 class CheckpointingConfig(Section):
-    """When the run is saved, which saves stay, and how it goes on."""
+    """When the run is saved, which saves stay, and how it resumes."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("CheckpointingConfig")
 
@@ -381,12 +381,12 @@ class CheckpointingConfig(Section):
     one; `required`: refuse to start without one."""
 
     def saves_in_background(self, device: str) -> bool:
-        """Whether `in_background` says so for a run on devices of a kind, e.g. `cuda`."""
+        """Report whether a run on this kind of device (such as `cuda`) saves in the background."""
         return device == "cuda" if self.in_background is None else self.in_background
 
 
 class WandbConfig(Section):
-    """Weights & Biases."""
+    """The Weights & Biases logger."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("WandbConfig")
 
@@ -399,14 +399,14 @@ class WandbConfig(Section):
 
 
 class TensorboardConfig(Section):
-    """TensorBoard."""
+    """The TensorBoard logger."""
 
     log_dir: str = "tensorboard"
     """Directory inside the run's log directory."""
 
 
 class MlflowConfig(Section):
-    """MLflow."""
+    """The MLflow logger."""
 
     experiment_name: str = "laurel"
     """Experiment."""
@@ -417,7 +417,7 @@ class MlflowConfig(Section):
 
 
 class LoggerConfig(Section):
-    """Where metrics go."""
+    """The loggers of metrics."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("LoggerConfig")
 
@@ -445,7 +445,7 @@ class LoggerConfig(Section):
 
 
 class ClusterConfig(Section):
-    """What the run may use."""
+    """The devices and processes of the run."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("ClusterConfig")
 

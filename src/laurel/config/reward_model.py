@@ -18,7 +18,7 @@ from laurel.config.yaml_tree import OffPeriod, Section, foreign
 
 
 class LossConfig(Section):
-    """What is minimised. Formulas: `laurel/training/losses.py`."""
+    """The loss of an update. Formulas: `laurel/training/losses.py`."""
 
     type: Literal["bradley_terry", "plackett_luce", "davidson", "rao_kupper", "regression"] = (
         "bradley_terry"
@@ -52,12 +52,12 @@ class LossConfig(Section):
 
     @property
     def uses_ties(self) -> bool:
-        """Whether a row whose completions all share one rank teaches this loss anything."""
+        """Report whether this loss learns from rows whose completions all share one rank."""
         return self.type in ("davidson", "rao_kupper", "regression")
 
 
 class RewardTrainingConfig(Section):
-    """The `rm` section: how long, how often validated, what is minimised."""
+    """The `rm` section: the length of the run, its validation, and the loss."""
 
     max_num_epochs: int = Field(default=1, ge=1)
     """Passes over the training set."""

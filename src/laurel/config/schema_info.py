@@ -1,4 +1,4 @@
-"""What a schema says about a key: its kind, its neighbours, its default, its description."""
+"""Questions about the keys of a schema: their kinds, neighbours, defaults and descriptions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kinds = tuple[Any, ...]
 
 
 def kinds_of(annotation: Any) -> Kinds:
-    """The alternatives of an annotation, unions flattened."""
+    """Return the alternatives of an annotation, with unions flattened."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return kinds_of(get_args(annotation)[0])
@@ -26,14 +26,14 @@ def kinds_of(annotation: Any) -> Kinds:
 
 
 def sections_of(kinds: Kinds) -> list[type[Section]]:
-    """The alternatives that are sections."""
+    """Return the alternatives that are sections."""
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
 
 
 def sole_section(kinds: Kinds) -> type[Section] | None:
-    """The section a key always holds (or null), where there is no other alternative.
+    """Return the section that a key always holds (or null); None if there is an alternative.
 
-    None too for sections with required keys: they are calls (`NamedCall`) and taken whole.
+    Sections with required keys count as None: they are calls (`NamedCall`) and are set whole.
     """
     sections = sections_of(kinds)
     if len(sections) != 1 or len([kind for kind in kinds if kind is not types.NoneType]) != 1:
@@ -43,7 +43,7 @@ def sole_section(kinds: Kinds) -> type[Section] | None:
 
 
 def item_kinds(kind: Any) -> Kinds | None:
-    """The kinds of what a list or mapping holds; None for a kind that is neither."""
+    """Return the kinds of a list's or mapping's items; None for a kind that is neither."""
     arguments = get_args(kind)
     if get_origin(kind) in (list, tuple):
         return kinds_of(arguments[0])
@@ -53,15 +53,15 @@ def item_kinds(kind: Any) -> Kinds | None:
 
 
 def is_mapping(kind: Any) -> bool:
-    """Whether a kind is a mapping of names that the user makes up."""
+    """Report whether a kind is a mapping with names of the user's own."""
     origin: Any = get_origin(kind)
     return kind is dict or origin is dict
 
 
 def kind_that_fits(kinds: Kinds, node: YamlNode) -> Any | None:
-    """Which alternative a list or a mapping is meant for; None where none fits.
+    """Choose the alternative that a list or a mapping is meant for; None if none fits.
 
-    A mapping of mappings is several named sections, where the schema allows for that.
+    A mapping of mappings is several named sections, if the schema allows that.
     """
 
     def holds_sections(kind: Any) -> bool:
@@ -86,16 +86,16 @@ def kind_that_fits(kinds: Kinds, node: YamlNode) -> Any | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyInfo:
-    """What a key is in the block that holds it."""
+    """The kind of key that a block has at a name."""
 
     standing: Literal["field", "foreign", "name", "unknown"]
-    """Declared by the schema; known and ignored; made up by the user; neither."""
+    """Declared by the schema; known and ignored; a name of the user's own; none of these."""
     kinds: Kinds = (Any,)
     field: FieldInfo | None = None
 
 
 def step_into(kinds: Kinds, key: str | int) -> KeyInfo:
-    """What `key` is inside a value of these kinds; no kinds at all are a part that is ignored."""
+    """Look `key` up in a value of these kinds; no kinds at all stand for an ignored part."""
     sections = sections_of(kinds)
     for section in sections:
         if key in section.model_fields:
@@ -113,7 +113,7 @@ def step_into(kinds: Kinds, key: str | int) -> KeyInfo:
 
 
 def default_node(field: FieldInfo | None) -> YamlNode | None:
-    """What the schema itself writes at a key: a section only what it sets on purpose."""
+    """Return the schema's default of a key; of a section only the keys that it sets explicitly."""
     if field is None or field.is_required():
         return None
     default = field.get_default(call_default_factory=True)
@@ -132,10 +132,10 @@ def with_defaults(
     default: Section | None = None,
     everything: bool = False,
 ) -> YamlNode:
-    """A section's keys, with the sections it leaves out as `default` has them.
+    """Fill in the sections that a section's node leaves out, as `default` has them.
 
-    So a file that sets one key of `policy` keeps the sections that the run's schema put there on
-    purpose (`reward_model_cfg: {enabled: true}`). With `everything`, all keys are filled in.
+    A file that sets one key of `policy` thereby keeps the sections that the run's schema sets there
+    explicitly (`reward_model_cfg: {enabled: true}`). With `everything`, all keys are filled in.
     """
     children = dict(node.value)
     for name, field in schema.model_fields.items():
@@ -173,7 +173,7 @@ _LIMITS = (("ge", "of at least"), ("gt", "greater than"), ("le", "of at most"), 
 
 
 def describe_kinds(kinds: Kinds, metadata: Sequence[Any] = ()) -> str:
-    """What a value must be, in words: `a whole number of at least 1, or null`."""
+    """Describe the values of a key: `a whole number of at least 1, or null`."""
     limits = " and ".join(
         f"{phrase} {getattr(limit, name)}"
         for limit in metadata
@@ -187,7 +187,7 @@ def describe_kinds(kinds: Kinds, metadata: Sequence[Any] = ()) -> str:
 
 
 def choices_of(kinds: Kinds) -> list[str]:
-    """The words a key may hold, where only certain words are allowed."""
+    """Return the words that a key may hold, if only certain words are allowed."""
     words: list[str] = []
     for kind in kinds:
         origin: Any = get_origin(kind)
@@ -210,7 +210,7 @@ def _describe_one(kind: Any, *, many: bool = False) -> str:
 
 
 def unknown_key(schema: type[Section], section: type[Section], key: str) -> str:
-    """Why `key` of `section` is refused, with the key that was probably meant."""
+    """Explain why `key` of `section` is refused, with the key that was probably meant."""
     if key in section.removed:
         return f"there is no such key any more ({section.removed[key]}); leave it out"
     if key == "_override_":

@@ -1,4 +1,4 @@
-"""What a person may write for each command that trains."""
+"""The schema of the configuration of each command that trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from laurel.config.sft import SFTRun
 from laurel.config.yaml_tree import Section, read_file
 
 Run = RewardTrainingRun | SFTRun | GRPORun
-"""The configuration of a run of any kind."""
+"""A run's configuration of any kind."""
 Kind = Literal["rm", "sft", "grpo"]
 """A command that trains."""
 
@@ -19,7 +19,7 @@ SCHEMAS: dict[Kind, type[Section]] = {"rm": RewardTrainingRun, "sft": SFTRun, "g
 
 
 def command_of_file(path: Path | None) -> Kind:
-    """The command that a file is for, by its sections."""
+    """Recognize the command that a file is for by its sections."""
     sections = read_file(path).value if path is not None else {}
     kinds: tuple[Kind, ...] = ("grpo", "sft")
     for kind in kinds:

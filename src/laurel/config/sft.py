@@ -22,7 +22,7 @@ from laurel.config.yaml_tree import OffPeriod, Section, foreign
 
 
 class DemonstrationSetConfig(TextSetConfig):
-    """One set of conversations to imitate: which class reads it, from where."""
+    """One set of conversations to imitate: the class that reads it, and its place."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("DemonstrationSetConfig")
 
@@ -39,7 +39,7 @@ class DemonstrationSetConfig(TextSetConfig):
 
 
 class DemonstrationDataConfig(TextDataConfig):
-    """Where conversations come from. Either the flat keys or the `train`/`validation` blocks."""
+    """The rows of conversations: either the flat keys or the `train`/`validation` blocks."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("DemonstrationDataConfig")
 
@@ -63,11 +63,11 @@ class DemonstrationDataConfig(TextDataConfig):
     `policy.max_total_sequence_length`."""
 
     def train_sets(self) -> list[DemonstrationSetConfig]:
-        """The training sets, in either form, with the defaults filled in."""
+        """Return the training sets of either form, with the defaults filled in."""
         return train_sets(self, DemonstrationSetConfig)
 
     def validation_sets(self) -> list[DemonstrationSetConfig]:
-        """The validation sets; empty where none is configured."""
+        """Return the validation sets; empty if none is configured."""
         return validation_sets(self, DemonstrationSetConfig)
 
 
@@ -97,7 +97,7 @@ class SFTPolicyConfig(PolicyConfig):
 
 
 class SFTConfig(Section):
-    """The `sft` section: how long, how often validated."""
+    """The `sft` section: the length of the run and its validation."""
 
     max_num_epochs: int = Field(default=1, ge=1)
     """Passes over the training set."""

@@ -50,12 +50,12 @@ class YamlNode:
 
     @property
     def reference(self) -> bool:
-        """Whether the value is text with `${}` in it that has to be looked up."""
+        """Report whether the value is text with a `${}` that has to be looked up."""
         return isinstance(self.value, str) and not self.literal and "${" in self.value
 
 
 def graft(value: Any, place: str) -> YamlNode:
-    """Plain values as nodes that all have one place and are taken literally."""
+    """Turn plain values into nodes that all have one place and no interpolations."""
     if isinstance(value, dict):
         return YamlNode({str(key): graft(child, place) for key, child in value.items()}, place)
     if isinstance(value, list | tuple):
@@ -64,7 +64,7 @@ def graft(value: Any, place: str) -> YamlNode:
 
 
 def plain_values(node: YamlNode) -> Any:
-    """The values without their places."""
+    """Return the values without their places."""
     if isinstance(node.value, dict):
         return {key: plain_values(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
@@ -73,7 +73,7 @@ def plain_values(node: YamlNode) -> Any:
 
 
 def overlay(parent: YamlNode, child: YamlNode) -> YamlNode:
-    """`child` laid over `parent`: mappings are merged key by key, all else is replaced."""
+    """Lay `child` over `parent`: mappings are merged key by key, all else is replaced."""
     if not isinstance(parent.value, dict) or not isinstance(child.value, dict):
         return child
     merged = dict(parent.value)
@@ -83,7 +83,7 @@ def overlay(parent: YamlNode, child: YamlNode) -> YamlNode:
 
 
 def find_node(node: YamlNode, path: Iterable[str | int]) -> YamlNode | None:
-    """The node at `path`, or None where there is none."""
+    """Return the node at `path`, or None if there is none."""
     for key in path:
         in_mapping = isinstance(node.value, dict) and key in node.value
         in_list = isinstance(node.value, list) and isinstance(key, int) and key < len(node.value)
@@ -94,7 +94,7 @@ def find_node(node: YamlNode, path: Iterable[str | int]) -> YamlNode | None:
 
 
 def with_key(block: YamlNode, path: Sequence[str], child: YamlNode) -> YamlNode:
-    """A block with `child` at `path`; what is in the way there gives way."""
+    """Return a block with `child` at `path`, in place of what is there."""
     if not path:
         return child
     children = dict(block.value) if isinstance(block.value, dict) else {}
@@ -103,7 +103,7 @@ def with_key(block: YamlNode, path: Sequence[str], child: YamlNode) -> YamlNode:
 
 
 def dotted(path: KeyPath) -> str:
-    """`data.train[0].split`."""
+    """Write a path as in `data.train[0].split`."""
     text = ""
     for key in path:
         text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
@@ -111,13 +111,13 @@ def dotted(path: KeyPath) -> str:
 
 
 def split_key(key: str) -> list[str | int]:
-    """The way that `dotted` wrote: `data.train[0].split` is data, train, 0, split."""
+    """Split a key that `dotted` wrote: `data.train[0].split` is data, train, 0, split."""
     found = re.findall(r"\[(\d+)\]|([^.\[\]]+)", key)
     return [int(index) if index else name for index, name in found]
 
 
 def all_of(problems: Sequence[str]) -> ConfigError:
-    """The error that tells several things: those of files by line, then those of overrides."""
+    """Make one error of several problems: those of files by line, then those of overrides."""
 
     def file_and_line(problem: str) -> tuple[bool, str, int]:
         place = re.match(r"(?!override ')(.+?):(\d+): ", problem)
@@ -125,12 +125,12 @@ def all_of(problems: Sequence[str]) -> ConfigError:
 
     if len(problems) == 1:
         return ConfigError(problems[0])
-    told = sorted(problems, key=file_and_line)
-    return ConfigError("\n  ".join((f"{len(told)} problems in the configuration:", *told)))
+    heading = f"{len(problems)} problems in the configuration:"
+    return ConfigError("\n  ".join((heading, *sorted(problems, key=file_and_line))))
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like `word`, if one is like it at all."""
+    """Return the known word that is most like `word`, if any is similar."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
 
 
@@ -156,7 +156,7 @@ _SCALARS = (
 
 
 def read_scalars_our_way(yaml_class: Any) -> None:
-    """Give a YAML loader or dumper class our rules of what a plain scalar means, and no others."""
+    """Replace the rules by which a YAML loader or dumper class reads plain scalars with ours."""
     kept = {_TAG + "bool", _TAG + "null", _TAG + "merge"}
     yaml_class.yaml_implicit_resolvers = {
         first: [rule for rule in rules if rule[0] in kept]
@@ -174,21 +174,22 @@ read_scalars_our_way(_Loader)
 
 
 def read_file(path: Path) -> YamlNode:
-    """The tree of a file, laid over those of the files its `defaults` name.
+    """Read the tree of a file, laid over those of the files that its `defaults` name.
 
-    Raises ConfigError for a file that is missing or not YAML, for a key given twice, and for
-    `defaults` that go in a circle.
+    Raises:
+        ConfigError: A file is missing or not YAML, a key is given twice, or `defaults` form a
+            circle.
     """
     return _with_parents(path, ())
 
 
 def read_text(text: str, place: str) -> YamlNode:
-    """The tree of one value, every part of which gets `place`."""
+    """Read the tree of one value, every part of which gets `place`."""
     return _Reader(text, place, lines=False).tree()
 
 
 def read_document(text: str, name: str) -> YamlNode:
-    """The tree of a document as it stands: its `defaults` are a key like any other.
+    """Read the tree of a document as it stands: its `defaults` are a key like any other.
 
     Raises:
         ConfigError: It is not YAML, or a key is given twice; the message names `name` and the line.
@@ -352,14 +353,14 @@ OffPeriod = Annotated[int, MINUS_1_IS_OFF]
 
 @cache
 def nemo_rl_tables() -> Mapping[str, Any]:
-    """What is known of files written for NeMo RL."""
+    """Load the tables of keys and features of files for NeMo RL."""
     text = files(__package__).joinpath("nemo_rl.yaml").read_text(encoding="utf-8")
     tables: Mapping[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return tables
 
 
 def foreign(*sections: str) -> frozenset[str]:
-    """The keys that NeMo RL's sections have and these of ours do not."""
+    """Return the keys that NeMo RL's sections have and Laurel's do not."""
     lists = nemo_rl_tables()["foreign_keys"]
     return frozenset(key for section in sections for key in lists[section])
 
@@ -378,29 +379,29 @@ class Section(BaseModel):
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset()
     removed: ClassVar[Mapping[str, str]] = {}
-    """Keys, and choices of a key, that there were once, and why they are gone: errors say so."""
+    """Removed keys and choices, with the reason that an error about them gives."""
     other_names: ClassVar[Mapping[str, str]] = {}
-    """Of a whole configuration: keys as other systems spell them, and where they belong here, both
-    from the top and with dots."""
+    """Keys as other systems spell them and the keys that they stand for, both dotted from the top.
+    Only the section of a whole configuration has them."""
 
     def without_effect(self) -> dict[str, str]:
-        """Keys that are set and do nothing beside the section's others, and why.
+        """Return the keys that are set but have no effect beside the section's others, and why.
 
-        They are no error, as a file keeps settings of what it has switched off; the loader names
-        them.
+        They are no error, because a file may keep the settings of what it has switched off; the
+        loader warns of them.
         """
         return {}
 
     def __getitem__(self, key: str) -> Any:
-        """A setting by its name, as in the dictionary that a section may be given as."""
+        """Return a setting by its name, as from a dictionary."""
         if key not in type(self).model_fields:
             raise KeyError(key)
         return getattr(self, key)
 
     def __contains__(self, key: object) -> bool:
-        """Whether it has a setting of that name."""
+        """Report whether the section has a setting of that name."""
         return key in type(self).model_fields
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A setting by its name; the default where there is no such setting."""
+        """Return a setting by its name, or the default if there is no such setting."""
         return getattr(self, key) if key in type(self).model_fields else default

@@ -1,1 +1,1 @@
-"""What is learnt from: rows of any form, read and checked, as groups and as token forests."""
+"""Training data: rows of any form, read and checked, as groups and as token forests."""

@@ -35,7 +35,7 @@ RM_BENCH_SOURCES = {
     "xstest-should-refuse": "safety-refuse",
     "xstest-should-respond": "safety-response",
 }
-"""What RM-Bench's files of one domain call their rows' `subset`, and the domain that it is of."""
+"""The `subset` of rows in RM-Bench's files of one domain, and that domain."""
 REWARD_BENCH_2_SUBSETS = ("factuality", "precise if", "math", "safety", "focus", "ties")
 _RM_BENCH_FILE = re.compile(r"(?P<domain>chat|code|math|safety-re(fuse|sponse))_filtered\b.*")
 
@@ -68,12 +68,12 @@ class HubPart(NamedTuple):
     name: str
     split: str
     subset: str | None = None
-    """What its rows belong to, where they do not say it themselves."""
+    """The subset of its rows, where they name none themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkForm:
-    """How the rows of one benchmark are written, and where they are if nobody gives a file."""
+    """The form of a benchmark's rows, and their place if no file is given."""
 
     name: BenchmarkName
     title: str
@@ -82,7 +82,7 @@ class BenchmarkForm:
     read: Callable[[Row], BenchmarkRow]
     hub: tuple[HubPart, ...] = ()
     subset_of_file: Callable[[str], str | None] = lambda name: None
-    """What all rows of a file belong to, where its name says so."""
+    """Returns the subset of all rows of a file, if its name has it."""
 
 
 def read_benchmark(
@@ -92,17 +92,17 @@ def read_benchmark(
     split: str | None = None,
     limit: int | None = None,
 ) -> list[BenchmarkRow]:
-    """All rows of some files, directories or hub data sets.
+    """Read all rows of files, directories or hub data sets.
 
     Args:
-        form: How they are written.
+        form: The form of the rows.
         paths: Files (.jsonl, .json, .csv, .parquet, .arrow; also .gz), directories written by
             `datasets.save_to_disk`, or names on the hub. Empty: the benchmark's own place.
-        split: Of a directory or a hub data set; None: the benchmark's own, or `train`.
-        limit: Rows at most of each; what comes after is not read.
+        split: The split of a directory or a hub data set; None: the benchmark's own, or `train`.
+        limit: The most rows of each; the rest is not read.
 
     Raises:
-        DataError: A file or a row that cannot be used: where, and what is expected.
+        DataError: A file or a row cannot be used; the message says where, and what is expected.
     """
     if not paths and not form.hub:
         raise DataError(f"no data is named; add --data with a file whose rows are {form.written}")
@@ -207,17 +207,15 @@ def _has_list(row: Row, keys: Sequence[str]) -> bool:
 
 
 def _are_answers(value: Any) -> bool:
-    """Whether it is a list of answers, and not one answer as a list of messages."""
+    # One answer may be a list, too: of messages.
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         return False
     return not value or not isinstance(value[0], Mapping)
 
 
 def _is_of_rm_bench(row: Row) -> bool:
-    """Whether a row with lists of answers and a `subset` is of RM-Bench's files of one domain.
-
-    RewardBench 2 has those columns as well. Its rows have one right answer, or count them.
-    """
+    # RewardBench 2 also has lists of answers and a `subset`. Its rows have one right answer, or
+    # count them.
     subset = str(row.get("subset"))
     if subset in RM_BENCH_SOURCES:
         return True
@@ -444,7 +442,7 @@ BEST_OF_N = BenchmarkForm(
 
 
 # --------------------------------------------------------------------------------------------------
-# Which benchmark a file of rows belongs to, told from its columns.
+# The benchmark that a file of rows belongs to, recognized by its columns.
 
 ON_HUB: dict[BenchmarkName, BenchmarkForm] = {
     "reward-bench": REWARD_BENCH,
@@ -452,18 +450,18 @@ ON_HUB: dict[BenchmarkName, BenchmarkForm] = {
     "rm-bench": RM_BENCH,
     "judge-bench": JUDGE_BENCH,
 }
-"""Those that have a place of their own."""
+"""The benchmarks that have a place on the hub."""
 
 
 def benchmark_in(path: str, *, split: str | None) -> BenchmarkName:
-    """The benchmark that the rows of a file, a directory or a hub data set belong to.
+    """Recognize the benchmark that the rows of a file, a directory or a hub data set belong to.
 
     Args:
-        path: As `--data` names it.
-        split: Of a directory or a hub data set.
+        path: The place of the rows, as `--data` names it.
+        split: The split of a directory or a hub data set.
 
     Raises:
-        DataError: It cannot be read, or its columns are those of none.
+        DataError: The rows cannot be read, or their columns are those of no benchmark.
     """
     for name, form in ON_HUB.items():
         if any(part.name == path for part in form.hub):

@@ -96,16 +96,16 @@ def read_scoring_rows(
 def scoring_row(
     row: Row, *, source: str, where: str, columns: Mapping[str, str] | None = None
 ) -> ScoringRow:
-    """What a row asks to be scored.
+    """Read the conversations of a row that is to be scored.
 
     Args:
-        row: In any of the shapes that a file's rows may have.
-        source: See `ScoringRow.source`.
-        where: The same with the place of the file, for messages and as the id of the group.
-        columns: See `read_scoring_rows`.
+        row: A row of any shape that a file's rows may have.
+        source: The row's place in its file, for `ScoringRow.source`.
+        where: The row's place with the path of the file, for messages and as the id of the group.
+        columns: Keys of `data` and the names of their columns, as for `read_scoring_rows`.
 
     Raises:
-        DataError: It cannot be read.
+        DataError: The row cannot be read.
     """
     try:
         prompt, completions_G = _parts(_as_called(row, columns or {}))
@@ -137,7 +137,6 @@ def _stdin_rows(
 
 
 def _parts(row: Row) -> _Parts:
-    """What the row says, by the first shape that it has."""
     for shape in _SHAPES:
         if shape.fits(row):
             return shape.read(row)
@@ -149,7 +148,7 @@ def _parts(row: Row) -> _Parts:
 
 
 def _as_called(row: Row, columns: Mapping[str, str]) -> Row:
-    """The row with the columns that are named under the names that they have by default."""
+    # The shapes know columns by their default names.
     named = {
         key.removesuffix("_key"): required(row, column, setting=key)
         for key, column in columns.items()
@@ -187,8 +186,8 @@ def _two_responses(row: Row) -> _Parts:
 
 
 def _chosen_and_rejected(row: Row) -> _Parts:
-    judged = binary(row, _COLUMNS)
-    return _Parts(judged.prompt, judged.completions_G)
+    pair = binary(row, _COLUMNS)
+    return _Parts(pair.prompt, pair.completions_G)
 
 
 def _whole_conversation(row: Row) -> _Parts:
@@ -318,14 +317,14 @@ class Dialogue:
 
     @property
     def prompt(self) -> Conversation:
-        """What is said before the assistant first speaks."""
+        """Return the messages before the assistant's first one."""
         first = next(i for i, turn in enumerate(self.messages) if turn.role == "assistant")
         return self.messages[:first]
 
 
 @dataclass(slots=True, kw_only=True)
 class DialogueReport(TextReport):
-    """What became of the rows of sets of demonstrations. Lengths are those of conversations."""
+    """The report of the rows of demonstrations. Lengths are those of conversations."""
 
     def describe(self, dialogues: Iterable[Dialogue]) -> None:
         """Takes the figures of what is left; call it again after leaving out more."""
@@ -481,7 +480,7 @@ def _with_system(said: Conversation, row: Row, config: DemonstrationSetConfig) -
 
 
 def _conversation(row: Row, opened: OpenedSet[DemonstrationSetConfig]) -> tuple[Conversation, str]:
-    """What the row says, and the words for its form."""
+    """Return the conversation of a row, and the name of its form."""
     config = opened.config
     name = config.dataset_name or ""
     if not opened.is_own and name in _NAMED:
@@ -490,7 +489,7 @@ def _conversation(row: Row, opened: OpenedSet[DemonstrationSetConfig]) -> tuple[
         return _best(row, name), f"{name}: the best answer of each row"
     several = next((key for key in ANSWER_LISTS if _is_list_of_several(row.get(key))), None)
     for shape in _DEMONSTRATION_SHAPES:
-        # A known answer beside several that were drawn ("420") is what to check them by.
+        # A known answer beside several sampled ones ("420") is for checking those.
         if shape is _GUESSED and several is not None:
             continue
         if shape.fits(row, config):

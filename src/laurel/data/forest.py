@@ -23,31 +23,25 @@ def to_forest(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> To
         The forest; its N completions are those of the groups, in order.
     """
     pieces: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
     trees: list[Tree] = []
     end = 0
 
-    def lay(ids: np.ndarray, first_position: int) -> Span:
+    def lay(ids: np.ndarray) -> Span:
         nonlocal end
         pieces.append(ids)
-        positions.append(np.arange(first_position, first_position + len(ids)))
         end += len(ids)
         return Span(end - len(ids), end)
 
     for group in groups:
         if share_prompts:
-            trunk = lay(group.trunk_ids, 0)
-            branches = tuple(lay(ids, trunk.length) for ids in group.branches_ids_G)
-            trees.append(Tree(trunk, branches))
+            trunk = lay(group.trunk_ids)
+            trees.append(Tree(trunk, tuple(map(lay, group.branches_ids_G))))
         else:
             for ids in group.branches_ids_G:
-                trunk = lay(group.trunk_ids, 0)
-                trees.append(Tree(trunk, (lay(ids, trunk.length),)))
-    return TokenForest(
-        ids_T=torch.from_numpy(np.concatenate(pieces).astype(np.int64)),
-        positions_T=torch.from_numpy(np.concatenate(positions)),
-        trees=tuple(trees),
-    )
+                trunk = lay(group.trunk_ids)
+                trees.append(Tree(trunk, (lay(ids),)))
+    ids_T = np.concatenate(pieces, dtype=np.int32)
+    return TokenForest(ids_T=torch.from_numpy(ids_T), trees=tuple(trees))
 
 
 def to_padded(groups: Sequence[TokenGroup], *, pad_id: int) -> PaddedRows:

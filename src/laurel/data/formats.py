@@ -16,7 +16,7 @@ from typing import Any, Literal
 from laurel.config.data import BenchmarkName, DatasetConfig, TaskSetConfig
 from laurel.config.overrides import parse_override
 from laurel.data.benchmarks import benchmark_of
-from laurel.data.preferences import infer_class, judge
+from laurel.data.preferences import infer_class, ranked_row
 from laurel.data.sources import Row, UnusableRow, answer, messages
 from laurel.data.task_formats import response
 from laurel.errors import ConfigError
@@ -34,27 +34,27 @@ class KnownFormat:
     """One form of rows."""
 
     name: str
-    """What it is called, in a word or two."""
+    """The name of the form, in a word or two."""
     says: str
-    """What a row says."""
+    """The meaning of a row."""
     columns: str
-    """The columns that tell it, for people."""
+    """The columns that identify the form, for people."""
     example: Mapping[str, Any]
     """One whole row."""
     fits: Callable[[Row], bool]
-    """Whether a row has this form, given that it has none of those before it in `FORMATS`."""
+    """Tests a row for this form, after all forms before it in `FORMATS` are ruled out."""
     trainers: Mapping[Trainer, Sequence[str]] = field(default_factory=dict)
-    """The commands that learn from it, and what they are to be told besides the path."""
+    """The commands that train on it, and the settings that they need besides the path."""
     uses: Mapping[Trainer, str] = field(default_factory=dict)
-    """What of a row a command takes, where that is not all of it."""
+    """The part of a row that a command uses, if it does not use all of it."""
     evaluation: BenchmarkName | None = None
-    """The command of `laurel eval` that takes it."""
+    """The command of `laurel eval` that reads it."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Columns that may be called otherwise, and the key of the `data` section that says how."""
+    """Columns that may have other names, and the key of the `data` section that names them."""
 
 
 def recognise(row: Row) -> KnownFormat | None:
-    """The form of a row; None where it has none that is known."""
+    """Return the form of a row; None if it has no known one."""
     return next((known for known in FORMATS if known.fits(row)), None)
 
 
@@ -83,7 +83,7 @@ def _is_transcripts(row: Row) -> bool:
 
 
 def _is_python(head: Any) -> bool:
-    """HumanEval was translated into other languages, which the code environment does not run."""
+    # HumanEval was translated into other languages, which the code environment does not run.
     return isinstance(head, str) and "def " in head
 
 
@@ -501,18 +501,18 @@ _ANSWER_LIKE = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """What may be done so that a row is read."""
+    """A way to make a row readable."""
 
     says: str
-    """In words: what it looks like."""
+    """What the row looks like, in words."""
     trainer: Trainer | None = None
     """The command that would read it."""
     settings: tuple[str, ...] = ()
-    """What that command is to be told; empty where the columns have to be renamed."""
+    """The settings that the command needs; empty if the columns have to be renamed."""
 
 
 def suggestions(row: Row) -> list[Suggestion]:
-    """What could be meant by a row, the likeliest first; empty where nothing is alike."""
+    """List what a row may be meant as, the likeliest first; empty if nothing is similar."""
     for make in (_as_pair, _renamed, _as_chat):
         found = make(row)
         if found is not None:
@@ -521,12 +521,12 @@ def suggestions(row: Row) -> list[Suggestion]:
 
 
 def _words(column: str) -> set[str]:
-    """`chosenResponse`, `response_chosen` and `Chosen Response` are the same two words."""
+    # `chosenResponse`, `response_chosen` and `Chosen Response` are the same two words.
     return set(re.split(r"[^a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", column).lower())) - {""}
 
 
 def _column(row: Row, words: Collection[str], *, but: Collection[str] = ()) -> str | None:
-    """The column that is called by one of the words: that alone, or among others."""
+    """Find a column whose name is one of the words, has one of them, or resembles one."""
     free = [
         key
         for key, value in row.items()
@@ -549,7 +549,6 @@ def _can(read: Callable[[], Any]) -> bool:
 
 
 def _settings(**named: str | None) -> tuple[str, ...]:
-    """Overrides for the columns that are not called as by default."""
     defaults = {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}
     return tuple(
         f"data.{key}={_quoted(column)}"
@@ -559,7 +558,7 @@ def _settings(**named: str | None) -> tuple[str, ...]:
 
 
 def _quoted(column: str) -> str:
-    """In quotes only where the value of an override would be taken for something else."""
+    # Quotes are needed only where the value of an override would be read as something else.
     try:
         value = parse_override(f"key={column}").value
     except ConfigError:
@@ -574,7 +573,7 @@ def _as_pair(row: Row) -> Suggestion | None:
         return None
     prompt = _column(row, _PROMPT_LIKE, but=(better, worse))
     config = DatasetConfig(prompt_key=prompt or "prompt", chosen_key=better, rejected_key=worse)
-    if not _can(lambda: judge(row, "BinaryPreferenceDataset", config, ())):
+    if not _can(lambda: ranked_row(row, "BinaryPreferenceDataset", config, ())):
         return None
     about = f"'{prompt}' the prompt, " if prompt else ""
     return Suggestion(
@@ -585,7 +584,6 @@ def _as_pair(row: Row) -> Suggestion | None:
 
 
 def _as_chat(row: Row) -> Suggestion | None:
-    """Messages under another name."""
     for key, value in row.items():
         if key == "messages" or not _ends_with_answer(value):
             continue
@@ -628,7 +626,7 @@ def _as_prompt(row: Row) -> list[Suggestion]:
 
 
 def _renamed(row: Row) -> Suggestion | None:
-    """A known form whose columns are all there, some of them spelled otherwise."""
+    """Suggest a known form whose columns are all there, some of them spelled otherwise."""
     for known in FORMATS:
         if len(known.example) < 2:
             continue

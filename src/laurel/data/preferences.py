@@ -1,4 +1,4 @@
-"""Preferences from any data set: rows are read, judged usable or not, and every loss is counted."""
+"""Reads preferences from any data set, checks each row, and counts every row that is left out."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from laurel.errors import DataError, counted_that
 from laurel.types import Completion, Conversation, Group, Message, Preference
 
 Remedy = Callable[[UnusableRow], str]
-"""What to do about a malformed row."""
+"""Returns the advice for a malformed row."""
 
 
 def load_preferences(
@@ -57,13 +57,21 @@ def load_preferences(
     max_samples: int | None = None,
     remedy: Remedy | None = None,
 ) -> tuple[list[Preference], DataReport]:
-    """The usable preferences of one data set, and the report of the others.
+    """Return the usable preferences of one data set, and the report of all rows.
 
-    `name` is the set's name in the report and the start of its groups' ids, which are unique where
-    names are. `attributes` are the ratings that are wanted; completions get one number each, NaN
-    where nobody rated. Reading stops once `max_samples` rows (or the configuration's, if that is
-    less) are kept. `remedy` says what to do about a malformed row where there is no configuration
-    whose keys could be set. Raises DataError, also where nothing is left.
+    Args:
+        config: The data set.
+        name: The set's name in the report and the start of its groups' ids, which are unique if
+            names are.
+        ties: Whether rows with a single rank are kept, left out, or errors.
+        duplicates: Whether rows that are equal to an earlier one are kept.
+        on_bad_row: Whether a malformed row is an error or is left out and counted.
+        attributes: The ratings to read; each completion gets a number for each, NaN if unrated.
+        max_samples: Reading stops when so many rows (or the configuration's, if less) are kept.
+        remedy: Advice for a malformed row, if there is no configuration whose keys could be set.
+
+    Raises:
+        DataError: A row or a file cannot be used, or no row is left.
     """
     source = _open(config, name=name)
     loading = _Loading(
@@ -86,7 +94,7 @@ def load_preferences(
 
 
 def own_validation_preferences(config: DatasetConfig) -> DatasetConfig | None:
-    """The validation set that comes with the data set itself; None where there is none.
+    """Return the validation set that comes with the data set; None if there is none.
 
     HelpSteer3 on the hub has one, and so has a class of the user's own whose `formatted_ds` holds a
     `validation` split.
@@ -104,11 +112,14 @@ def own_validation_preferences(config: DatasetConfig) -> DatasetConfig | None:
 def hold_out(
     preferences: Sequence[Preference], *, share: float, seed: int
 ) -> tuple[list[Preference], list[Preference]]:
-    """The preferences as (train, validation), about `share` of the rows held out.
+    """Split preferences into (train, validation), with about `share` of the rows held out.
 
-    Prompts are held out whole, in an order drawn from the seed and the prompt alone, so rows with
-    the same prompt stay on one side and the order of the rows does not matter. There is at least
-    one row on each side. Raises DataError where there are fewer than two prompts.
+    Prompts are held out whole, in an order that depends on the seed and the prompt alone, so rows
+    with the same prompt stay on one side and the order of the rows does not matter. Each side has
+    at least one row.
+
+    Raises:
+        DataError: There are fewer than two prompts.
     """
     prompts = [conversation_fingerprint(preference.group.prompt) for preference in preferences]
     return split(preferences, prompts, held_out_prompts(prompts, share=share, seed=seed))
@@ -119,14 +130,12 @@ def hold_out(
 
 @dataclass(slots=True, kw_only=True)
 class _Source:
-    """Where the rows of a data set come from, before the first is read."""
-
     config: DatasetConfig
-    """What the rows are read by."""
+    """The columns and settings that the rows are read with."""
     class_name: str | None
-    """None where the first row tells it."""
+    """The data set class; None until the first row shows it."""
     path: str | None
-    """What is read; None where the user's own object gives the rows."""
+    """The file or name to read; None if the user's own object gives the rows."""
     subset: str | None
     rows: Iterable[Any] | None
     prompt_file: str | None
@@ -176,8 +185,6 @@ def _open(config: DatasetConfig, *, name: str) -> _Source:
 
 @dataclass(slots=True, kw_only=True)
 class _Loading:
-    """One pass over the rows of a data set."""
-
     source: _Source
     frame: PromptFrame
     ties: Literal["keep", "drop", "error"]
@@ -191,12 +198,12 @@ class _Loading:
     num_negative_margins: int = 0
     num_double_systems: int = 0
     num_duplicates: int = 0
-    """Of those that were kept."""
+    """The number of duplicates that were kept."""
     rated: set[str] = field(default_factory=set)
     roles: UnusualRoles = field(default_factory=UnusualRoles)
 
     def run(self, *, limit: int | None) -> list[Preference]:
-        """Reads until the rows, or the limit, end."""
+        """Read until the end of the rows, or until `limit` rows are kept."""
         kept: list[Preference] = []
         with contextlib.closing(self._rows()) as rows:
             for source, row in rows:
@@ -217,7 +224,7 @@ class _Loading:
         return kept
 
     def notes(self) -> list[str]:
-        """What the reader of the report should know about rows that were kept."""
+        """Return the notes of the report about rows that were kept."""
         said = {
             ("prefer", "what an earlier row with the same prompt and answers did not"): (
                 self.num_contradictions
@@ -275,20 +282,20 @@ class _Loading:
             raise UnusableRow(
                 "not an object", f"the row is {json_kind(row)} where {{key: value}} is expected"
             )
-        judged = judge(row, self._class_of(row), self.source.config, self.attributes)
-        prompt = self.frame.around(judged.prompt)
+        ranked = ranked_row(row, self._class_of(row), self.source.config, self.attributes)
+        prompt = self.frame.around(ranked.prompt)
         if self.frame.system is not None and len(prompt) > 1 and prompt[1].role == "system":
             self.num_double_systems += 1
         return Preference(
             group=Group(
                 id=f"{self.source.report.name}:{source}",
                 prompt=prompt,
-                completions_G=judged.completions_G,
+                completions_G=ranked.completions_G,
             ),
-            ranks_G=judged.ranks_G,
-            margin=judged.margin,
-            target=judged.target,
-            attributes_GK=judged.attributes_GK,
+            ranks_G=ranked.ranks_G,
+            margin=ranked.margin,
+            target=ranked.target,
+            attributes_GK=ranked.attributes_GK,
             source=source,
         )
 
@@ -303,30 +310,38 @@ class _Loading:
             report.dataset_class += f" (rows of {known})"
         else:
             report.dataset_class = known
-            report.notes.append(f"read as {known}, told by: {clue}")
+            report.notes.append(f"read as {known}, recognized by: {clue}")
         return known
 
     def _reason_against(self, preference: Preference) -> Reason | None:
-        """Why a well-formed row is left out, if it is."""
+        """Return the reason why a well-formed row is left out, None if it is kept."""
         ratings = preference.attributes_GK
         if self.attributes and (ratings is None or all(map(math.isnan, sum(ratings, ())))):
             return "no rating"
-        if _has_blank(preference):
-            return "empty"
         completions_G = preference.group.completions_G
+        asked = [one for one in preference.group.prompt if one.role != "system"]
+        answers = [one for completion in completions_G for one in completion.messages]
+        if not asked or any(not one.content.strip() for one in (*asked, *answers)):
+            return "empty"
         if len(completions_G) > 1 and len(set(completions_G)) == 1:
             return "identical sides"
         is_tie = len(completions_G) > 1 and len(set(preference.ranks_G)) == 1
         if is_tie and self.ties != "keep":
             if self.ties == "error":
-                raise DataError(_tie(preference, self._where(preference.source)))
+                ranks_G = preference.ranks_G
+                raise DataError(
+                    f"{self._where(preference.source)}: all {len(ranks_G)} completions share rank "
+                    f"{ranks_G[0]} (a tie), which the loss cannot learn from. Set data.ties=drop "
+                    "to leave ties out, or rm.loss.type to davidson or rao_kupper to learn from "
+                    "them"
+                )
             return "tie"
-        said = _what_it_says(preference)
-        if said in self.seen:
+        content = _fingerprint(preference)
+        if content in self.seen:
             if self.duplicates == "drop":
                 return "duplicate"
             self.num_duplicates += 1
-        self.seen.add(said)
+        self.seen.add(content)
         return None
 
     def _note(self, preference: Preference) -> None:
@@ -354,49 +369,31 @@ def _messages_of(preference: Preference) -> Iterator[Message]:
         yield from completion.messages
 
 
-def _has_blank(preference: Preference) -> bool:
-    """Whether the prompt or an answer says nothing, or somebody takes a turn and says nothing."""
-    group = preference.group
-    answers = [message for completion in group.completions_G for message in completion.messages]
-    asked = [message for message in group.prompt if message.role != "system"]
-    if any(not message.content.strip() for message in (*asked, *answers)):
-        return True
-    return not asked
-
-
-def _tie(preference: Preference, where: str) -> str:
-    return (
-        f"{where}: all {len(preference.ranks_G)} completions share rank {preference.ranks_G[0]} (a "
-        "tie), which the loss cannot learn from. Set data.ties=drop to leave ties out, or "
-        "rm.loss.type to davidson or rao_kupper to learn from them"
-    )
-
-
-def _what_it_says(preference: Preference) -> bytes:
-    """A key that two rows share only if they say exactly the same, in whatever order."""
+def _fingerprint(preference: Preference) -> bytes:
+    """Hash a row so that only rows with the same content, in any order, share the hash."""
     group = preference.group
     ratings = preference.attributes_GK or ((),) * len(group.completions_G)
-    judged = sorted(
+    answers = sorted(
         (rank, conversation_fingerprint(completion.messages), repr(rating))
         for rank, completion, rating in zip(
             preference.ranks_G, group.completions_G, ratings, strict=True
         )
     )
     said = repr(
-        (conversation_fingerprint(group.prompt), judged, preference.margin, preference.target)
+        (conversation_fingerprint(group.prompt), answers, preference.margin, preference.target)
     )
     return hashlib.blake2b(said.encode(), digest_size=16).digest()
 
 
 # --------------------------------------------------------------------------------------------------
-# The forms in which rows say a preference, one function per data-set class, and their table.
+# The forms of a preference, with one function per data set class, and their table.
 
 _UNNAMED = DatasetConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedRow:
-    """What a row says, before anything is put around its prompt or left out."""
+class RankedRow:
+    """The content of a row: a prompt with ranked completions, before any frame or filter."""
 
     prompt: Conversation
     completions_G: tuple[Completion, ...]
@@ -408,20 +405,21 @@ class JudgedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetClass:
-    """How one class of data set reads its rows, and where it finds them if no path is given."""
+    """A class of data set: the reader of its rows, and their place if no path is given."""
 
-    convert: Callable[[Row, DatasetConfig, Sequence[str]], JudgedRow]
-    """Takes a row, the configuration, and the names of the ratings that are wanted."""
+    convert: Callable[[Row, DatasetConfig, Sequence[str]], RankedRow]
+    """Reads a row, by the configuration and the names of the ratings to read."""
     hub_name: str | None = None
     subset: str | None = None
     has_validation: bool = False
-    """Whether the hub data set has a `validation` split."""
+    """True if the hub data set has a `validation` split."""
 
 
-def helpsteer3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> JudgedRow:
-    """`overall_preference` below 0 prefers `response1`, above 0 `response2`; 0 is a tie.
+def helpsteer3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> RankedRow:
+    """Read a row of HelpSteer3.
 
-    The preferred response comes first. The margin is the strength of the preference, 0 to 3.
+    `overall_preference` below 0 prefers `response1`, above 0 `response2`; 0 is a tie. The preferred
+    response comes first. The margin is the strength of the preference, 0 to 3.
     """
     strength = number(required(row, "overall_preference"), what="'overall_preference'")
     first, second = (
@@ -430,7 +428,7 @@ def helpsteer3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) 
     )
     if strength > 0:
         first, second = second, first
-    return JudgedRow(
+    return RankedRow(
         prompt=messages(required(row, "context"), role="user", what="'context'"),
         completions_G=(Completion(messages=first), Completion(messages=second)),
         ranks_G=(0, 1 if strength else 0),
@@ -438,8 +436,8 @@ def helpsteer3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) 
     )
 
 
-def tulu3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> JudgedRow:
-    """Two conversations that share everything but the last message."""
+def tulu3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> RankedRow:
+    """Read two conversations that share everything but the last message."""
     chosen, rejected = (
         answer(messages(required(row, key), role="assistant", what=f"'{key}'"), what=f"'{key}'")
         for key in ("chosen", "rejected")
@@ -452,10 +450,10 @@ def tulu3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> Ju
     return _pair(chosen[:-1], chosen[-1:], rejected[-1:])
 
 
-def ranked(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> JudgedRow:
-    """`{"context": [...], "completions": [{"rank", "completion": [...]}, ...]}`, as it stands.
+def ranked(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> RankedRow:
+    """Read `{"context": [...], "completions": [{"rank", "completion": [...]}, ...]}`.
 
-    Where ratings are wanted, one completion is enough and ranks may be missing.
+    With `attributes`, one completion is enough and ranks may be missing.
     """
     context = required(row, "context")
     completions = required(row, "completions")
@@ -471,7 +469,7 @@ def ranked(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> J
             f"'completions' holds {len(completions)}, and a preference needs {least} or more",
         )
     read = [_ranked_completion(value, place) for place, value in enumerate(completions, start=1)]
-    return JudgedRow(
+    return RankedRow(
         prompt=messages(context, role="user", what="'context'"),
         completions_G=tuple(Completion(messages=said) for said, _ in read),
         ranks_G=_ranks([item for _, item in read], optional=bool(attributes)),
@@ -481,8 +479,8 @@ def ranked(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> J
     )
 
 
-def binary(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> JudgedRow:
-    """A prompt, a chosen and a rejected answer, under the configured keys.
+def binary(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> RankedRow:
+    """Read a prompt, a chosen and a rejected answer, under the configured keys.
 
     Without a prompt, the two may be whole conversations (the prompt is what they share) or
     transcripts. With a prompt, they may repeat it.
@@ -520,10 +518,16 @@ DATASET_CLASSES: dict[str, DatasetClass] = {
 }
 
 
-def judge(row: Row, class_name: str, config: DatasetConfig, attributes: Sequence[str]) -> JudgedRow:
-    """What the row says, read as a row of that class; `UnusableRow` where it says nothing."""
+def ranked_row(
+    row: Row, class_name: str, config: DatasetConfig, attributes: Sequence[str]
+) -> RankedRow:
+    """Read a row of a data set class.
+
+    Raises:
+        UnusableRow: The row is malformed.
+    """
     try:
-        judged = DATASET_CLASSES[class_name].convert(row, config, attributes)
+        read = DATASET_CLASSES[class_name].convert(row, config, attributes)
     except UnusableRow as problem:
         found = infer_class(row, config)
         if problem.kind.startswith("missing key") and found and found[0] != class_name:
@@ -532,18 +536,28 @@ def judge(row: Row, class_name: str, config: DatasetConfig, attributes: Sequence
                 problem.kind, problem.message, remedy=remedy, lacks_columns=True
             ) from None
         raise
-    return _with_configured_numbers(judged, row, config)
+    margin, target = read.margin, read.target
+    if config.margin_key is not None:
+        margin = number_at(row, config.margin_key, setting="margin_key")
+    if config.target_key is not None:
+        target = number_at(row, config.target_key, setting="target_key")
+    if not 0.0 <= target <= 1.0:
+        raise UnusableRow(
+            "target is no probability",
+            f"the target is {target:g} where a probability, 0 to 1, is expected",
+        )
+    return replace(read, margin=margin, target=target)
 
 
 def best_answer(row: Row, class_name: str) -> tuple[Conversation, Conversation]:
-    """The prompt of a judged row, and the completion of the best rank (the first, in a tie)."""
-    judged = judge(row, class_name, _UNNAMED, ())
-    best = min(range(len(judged.ranks_G)), key=lambda index: judged.ranks_G[index])
-    return judged.prompt, judged.completions_G[best].messages
+    """Return the prompt of a row, and its completion of the best rank (the first, in a tie)."""
+    read = ranked_row(row, class_name, _UNNAMED, ())
+    best = min(range(len(read.ranks_G)), key=lambda index: read.ranks_G[index])
+    return read.prompt, read.completions_G[best].messages
 
 
 def infer_class(row: Row, config: DatasetConfig) -> tuple[str, str] | None:
-    """The class whose rows look like this one, and what gave it away; None where none does."""
+    """Recognize the class of a row, and return it with the clue; None if no class fits."""
     if {"context", "response1", "response2", "overall_preference"} <= row.keys():
         return "HelpSteer3", "columns response1, response2 and overall_preference"
     if {"context", "completions"} <= row.keys():
@@ -562,7 +576,11 @@ def infer_class(row: Row, config: DatasetConfig) -> tuple[str, str] | None:
 
 
 def class_of(row: Row, config: DatasetConfig) -> tuple[str, str]:
-    """As `infer_class`, but a row of no known form is unusable."""
+    """Recognize the class of a row, and return it with the clue.
+
+    Raises:
+        UnusableRow: The row has no known form.
+    """
     found = infer_class(row, config)
     if found is None:
         raise UnusableRow(
@@ -578,8 +596,8 @@ def class_of(row: Row, config: DatasetConfig) -> tuple[str, str]:
     return found
 
 
-def _pair(prompt: Conversation, chosen: Conversation, rejected: Conversation) -> JudgedRow:
-    return JudgedRow(
+def _pair(prompt: Conversation, chosen: Conversation, rejected: Conversation) -> RankedRow:
+    return RankedRow(
         prompt=prompt,
         completions_G=(Completion(messages=chosen), Completion(messages=rejected)),
         ranks_G=(0, 1),
@@ -587,7 +605,7 @@ def _pair(prompt: Conversation, chosen: Conversation, rejected: Conversation) ->
 
 
 def _is_conversation(value: Any) -> bool:
-    """Whether the value is a list of messages that starts with what the assistant answers."""
+    # A list that begins with the assistant is an answer alone.
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) < 2:
         return False
     return isinstance(value[0], Mapping) and value[0].get("role") != "assistant"
@@ -596,11 +614,11 @@ def _is_conversation(value: Any) -> bool:
 def _without_prompt(
     prompt: Conversation, chosen: Conversation, rejected: Conversation
 ) -> tuple[Conversation, Conversation, Conversation]:
-    """The prompt and the two answers, where the answers may begin by repeating the prompt."""
+    # The answers may begin by repeating the prompt.
     if chosen[0].role == rejected[0].role == "assistant":
         return prompt, chosen, rejected
     shared, first, second = _shared_prompt(chosen, rejected)
-    # What they share may hold more than the prompt: a system message before it, turns after it.
+    # They may share more than the prompt: a system message before it, turns after it.
     starts = range(len(shared) - len(prompt) + 1)
     if not any(shared[start : start + len(prompt)] == prompt for start in starts):
         raise UnusableRow(
@@ -613,7 +631,7 @@ def _without_prompt(
 def _shared_prompt(
     chosen: Conversation, rejected: Conversation
 ) -> tuple[Conversation, Conversation, Conversation]:
-    """What two conversations share, and the answers that they end with."""
+    """Split two conversations into the messages that they share and their answers."""
     num_shared = 0
     for one, other in zip(chosen[:-1], rejected[:-1], strict=False):
         if one != other:
@@ -674,7 +692,7 @@ def _ratings(items: Sequence[Row], attributes: Sequence[str]) -> tuple[tuple[flo
 
 
 def _rating(value: Any, name: str) -> float:
-    # A table has one column for all rows, so a rating nobody gave is null or NaN there.
+    # A table has one column for all rows, so a missing rating is null or NaN there.
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return math.nan
     return number(value, what=f"attribute '{name}'")
@@ -683,21 +701,6 @@ def _rating(value: Any, name: str) -> float:
 def _optional_number(row: Row, key: str, *, otherwise: float) -> float:
     value = row.get(key)
     return otherwise if value is None or value == "" else number(value, what=f"'{key}'")
-
-
-def _with_configured_numbers(judged: JudgedRow, row: Row, config: DatasetConfig) -> JudgedRow:
-    """The margin and the soft label from the configured columns, checked."""
-    margin, target = judged.margin, judged.target
-    if config.margin_key is not None:
-        margin = number_at(row, config.margin_key, setting="margin_key")
-    if config.target_key is not None:
-        target = number_at(row, config.target_key, setting="target_key")
-    if not 0.0 <= target <= 1.0:
-        raise UnusableRow(
-            "target is no probability",
-            f"the target is {target:g} where a probability, 0 to 1, is expected",
-        )
-    return replace(judged, margin=margin, target=target)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -709,12 +712,12 @@ _START = "\n\nHuman:"
 
 
 def is_transcript(value: object) -> bool:
-    """Whether the value looks like a transcript."""
+    """Report whether a value looks like a transcript."""
     return isinstance(value, str) and value.startswith(_START)
 
 
 def parse_transcript(transcript: str) -> Conversation:
-    """The turns, without the blanks around each. A turn may be empty, and roles may repeat."""
+    """Split a transcript into stripped turns. A turn may be empty, and roles may repeat."""
     before, *parts = _TURN.split(transcript)
     if before or not parts:
         raise UnusableRow(
@@ -730,10 +733,12 @@ def parse_transcript(transcript: str) -> Conversation:
 def split_transcripts(
     chosen: str, rejected: str
 ) -> tuple[Conversation, Conversation, Conversation]:
-    """What two transcripts share, and the one assistant turn that each adds to it.
+    """Split two transcripts into the turns that they share and the assistant turn that each adds.
 
-    Raises `UnusableRow` where they share less, or where the turns do not alternate. An empty turn
-    is left for the caller to judge.
+    An empty turn is left for the caller to handle.
+
+    Raises:
+        UnusableRow: They share less, or the turns do not alternate.
     """
     first = parse_transcript(text(chosen, what="the chosen transcript"))
     second = parse_transcript(text(rejected, what="the rejected transcript"))

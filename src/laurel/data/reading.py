@@ -36,7 +36,7 @@ from laurel.types import Conversation, Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFrame:
-    """What is put around every prompt; nothing where both are None."""
+    """The texts around every prompt; None adds nothing."""
 
     question: str | None = None
     """Text with `{}` where the first user message goes; `{{` and `}}` are plain braces."""
@@ -44,7 +44,11 @@ class PromptFrame:
     """Put first, as a message of role `system`."""
 
     def around(self, prompt: Conversation) -> Conversation:
-        """The prompt inside the frame. A prompt without a user message is an unusable row."""
+        """Put the prompt into the frame.
+
+        Raises:
+            UnusableRow: The prompt has no user message for the question's text.
+        """
         framed = prompt
         if self.question is not None:
             asked = next((i for i, turn in enumerate(prompt) if turn.role == "user"), None)
@@ -108,7 +112,7 @@ HubParts = tuple[tuple[str | None, str | None], ...]
 
 
 class LeftOutRow(Exception):
-    """A row that is well formed and left out all the same. It never leaves the room of data."""
+    """A well-formed row is left out. Only `laurel.data` raises and catches it."""
 
     def __init__(self, reason: Reason, kind: str = "") -> None:
         super().__init__(reason, kind)
@@ -118,14 +122,14 @@ class LeftOutRow(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubSet:
-    """Where a named data set is found if no path is given."""
+    """The place of a named data set on the hub."""
 
     name: str | None
     parts: HubParts = ((None, None),)
 
 
 NO_HUB = HubSet(name=None)
-"""Of sets that always need a path."""
+"""The place of sets that always need a path."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,10 +154,10 @@ class OpenedSet(Generic[C]):
         on_bad_row: Literal["error", "skip"],
         limit: int | None,
     ) -> list[Read]:
-        """What `convert` makes of the rows, up to `limit` of them. It is given source and row.
+        """Convert rows, each with its source, until `limit` of them are kept.
 
         Raises:
-            DataError: A file that cannot be read, or a malformed row where that is an error.
+            DataError: A file cannot be read, or a malformed row is an error.
         """
 
         def complain(source: str, problem: UnusableRow) -> None:
@@ -253,7 +257,7 @@ def _parts(hub: HubSet, config: TaskSetConfig | DemonstrationSetConfig) -> HubPa
 
 
 def unknown_class(name: str, known: Iterable[str]) -> str:
-    """What to say where a data set's name is not known."""
+    """Word the error about an unknown name of a data set."""
     by_lower = {other.lower(): other for other in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     hint = f"Did you mean {by_lower[near[0]]}? " if near else ""
@@ -272,9 +276,9 @@ def _object(row: Any) -> Row:
 
 
 # --------------------------------------------------------------------------------------------------
-# Who speaks in the rows of a data set: roles that are probably misspelt are noted.
+# The roles in the rows of a data set: those that are probably misspelt are noted.
 #
-# Templates such as ChatML render any role, so that nothing else would tell of `usr`.
+# Templates such as ChatML render any role, so that nothing else would report `usr`.
 
 USUAL_ROLES = (
     "system",
@@ -287,7 +291,7 @@ USUAL_ROLES = (
     "environment",
     "observation",
 )
-"""Those that chat templates give a meaning of their own."""
+"""The roles that chat templates give a meaning."""
 _MOST_NAMED = 3
 
 
@@ -307,7 +311,7 @@ class UnusualRoles:
             self.first.setdefault(role, source)
 
     def notes(self) -> list[str]:
-        """One note on all of them; none where there are none."""
+        """Return one note on all of them; none if there are none."""
         if not self.num_rows:
             return []
         named = [_named(role, source) for role, source in self.first.items()][:_MOST_NAMED]
@@ -325,7 +329,7 @@ def _named(role: str, source: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which prompts are held out: a share of the rows, whole prompts, alike on any machine.
+# The held-out prompts: a share of the rows, whole prompts, the same ones on any machine.
 
 Item = TypeVar("Item")
 
@@ -333,7 +337,7 @@ Item = TypeVar("Item")
 def split(
     items: Sequence[Item], prompts: Sequence[bytes], held_out: Collection[bytes]
 ) -> tuple[list[Item], list[Item]]:
-    """The items that stay and those whose prompt is held out; `prompts` are their fingerprints."""
+    """Split items into those that stay and those whose prompt (a fingerprint) is held out."""
     sides: tuple[list[Item], list[Item]] = ([], [])
     for item, prompt in zip(items, prompts, strict=True):
         sides[prompt in held_out].append(item)
@@ -341,11 +345,13 @@ def split(
 
 
 def held_out_prompts(prompts: Sequence[bytes], *, share: float, seed: int) -> set[bytes]:
-    """The prompts, of one fingerprint per row, that about `share` of the rows have.
+    """Choose prompts that about `share` of the rows have, by one fingerprint per row.
 
-    The order in which prompts are taken is drawn from the seed and the prompt alone, so the order
-    of the rows does not matter. At least one is taken and one is left. Raises DataError where there
-    are fewer than two different prompts.
+    The order in which prompts are taken depends on the seed and the prompt alone, so the order of
+    the rows does not matter. At least one is taken and one is left.
+
+    Raises:
+        DataError: There are fewer than two different prompts.
     """
     counts = Counter(prompts)
     if len(counts) < 2:
@@ -356,15 +362,15 @@ def held_out_prompts(prompts: Sequence[bytes], *, share: float, seed: int) -> se
             "data.split_validation_size=0"
         )
     key = seed.to_bytes(16, "little", signed=True)
-    drawn = sorted(counts, key=lambda prompt: hashlib.blake2b(prompt, key=key).digest())
+    shuffled = sorted(counts, key=lambda prompt: hashlib.blake2b(prompt, key=key).digest())
     wanted = share * len(prompts)
     held_out: set[bytes] = set()
     num_held_out = 0
-    for prompt in drawn[:-1]:
+    for prompt in shuffled[:-1]:
         after = num_held_out + counts[prompt]
         if abs(after - wanted) < abs(num_held_out - wanted):
             held_out.add(prompt)
             num_held_out = after
     if not held_out:
-        held_out.add(min(drawn, key=lambda prompt: counts[prompt]))
+        held_out.add(min(shuffled, key=lambda prompt: counts[prompt]))
     return held_out

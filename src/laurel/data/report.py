@@ -42,7 +42,7 @@ MAX_EXAMPLES = 3
 
 
 def conversation_fingerprint(conversation: Conversation) -> bytes:
-    """Sixteen bytes that conversations share only if they say the same, alike on any machine."""
+    """Hash a conversation to 16 bytes that are the same on any machine."""
     digest = hashlib.blake2b(digest_size=16)
     for message in conversation:
         # Lengths keep (role, content) apart, so no two conversations run into one text.
@@ -53,14 +53,14 @@ def conversation_fingerprint(conversation: Conversation) -> bytes:
 
 @dataclass(slots=True)
 class LeftOut:
-    """How many rows were left out for one reason, with the first sources and the kinds of it."""
+    """The count of rows left out for one reason, with the first sources and its kinds."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: LeftOut) -> None:
-        """Counts the other's rows too."""
+        """Add the counts of another."""
         self.count += other.count
         self.examples = (self.examples + other.examples)[:MAX_EXAMPLES]
         self.kinds.update(other.kinds)
@@ -110,8 +110,6 @@ def lengths_to_dict(
 
 @dataclass(slots=True)
 class _Figures:
-    """What the kept preferences look like; two sets' figures can be added."""
-
     num_completions: Counter[int] = field(default_factory=Counter)
     num_pairs: int = 0
     num_tied_pairs: int = 0
@@ -123,7 +121,7 @@ class _Figures:
 
 @dataclass(slots=True, kw_only=True)
 class RowReport:
-    """What became of the rows of one data set, whatever they say."""
+    """The report of the rows of one data set: read, kept, left out and cut."""
 
     name: str
     dataset_class: str = ""
@@ -137,26 +135,26 @@ class RowReport:
 
     @property
     def num_kept(self) -> int:
-        """Rows that are left."""
+        """Return the number of rows that are kept."""
         return self.num_read - self.num_dropped
 
     @property
     def num_dropped(self) -> int:
-        """Rows that were left out, for any reason."""
+        """Return the number of rows that were left out, for any reason."""
         return sum(left_out.count for left_out in self.dropped.values())
 
     def drop(self, reason: Reason, source: str, *, kind: str = "") -> None:
-        """Counts a row that was read and is left out; `kind` says more about the reason."""
+        """Count a row that was read and is left out; `kind` specifies the reason."""
         kinds = Counter([kind]) if kind else Counter[str]()
         self.dropped.setdefault(reason, LeftOut()).add(LeftOut(1, [source], kinds))
 
     def warning_of_cuts(self, total: int, max_length: int) -> str | None:
-        """What to say where more than half of `total` conversations were cut; None otherwise."""
+        """Word a warning if more than half of `total` conversations were cut; None otherwise."""
         if 2 * self.num_truncated <= total:
             return None
         return (
             f"{self.name}: {self.num_truncated:,} of {counted(total, 'conversation')} cut to "
-            f"{max_length:,} tokens, so most of what they say is not seen as it is. Raise "
+            f"{max_length:,} tokens, so most of them are not seen whole. Raise "
             "data.max_input_seq_length or policy.max_total_sequence_length"
         )
 
@@ -213,13 +211,13 @@ class RowReport:
 
 
 def origin_of(path_or_name: str) -> str:
-    """What a report calls a path or hub name: a file without its directory, or the name."""
+    """Return a report's name for a path or hub name: a file without its directory, or the name."""
     is_local = os.path.exists(os.path.expanduser(path_or_name))
     return os.path.basename(os.path.normpath(path_or_name)) if is_local else path_or_name
 
 
 def no_rows_left(report: RowReport) -> str:
-    """What to say where no row of a set is left."""
+    """Word the error about a set without any row left."""
     reasons = ", ".join(
         f"{left_out.count} {reason} (e.g. {left_out.examples[0]}"
         + (f": {left_out.kinds.most_common(1)[0][0]}" if left_out.kinds else "")
@@ -235,55 +233,55 @@ def no_rows_left(report: RowReport) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class DataReport(RowReport):
-    """What became of the rows of a set of preferences. Later stages add to it."""
+    """The report of the rows of a set of preferences. Later stages add to it."""
 
     figures: _Figures = field(default_factory=_Figures, repr=False)
 
     @property
     def num_prompts(self) -> int:
-        """Different prompts among the kept rows."""
+        """Return the number of different prompts among the kept rows."""
         return len(self.figures.prompts)
 
     @property
     def longer_wins_share(self) -> float | None:
-        """Share of the pairs of different rank whose better answer is longer, in characters.
+        """Return the share of pairs of different rank whose better answer has more characters.
 
-        Answers of one length count half. None where there are no such pairs.
+        Answers of equal length count half. None if there are no such pairs.
         """
         num_decided = self.figures.num_pairs - self.figures.num_tied_pairs
         return self.figures.longer_wins / num_decided if num_decided else None
 
     @property
     def tied_pairs_share(self) -> float | None:
-        """Share of the pairs of completions that have one rank; None where there are no pairs."""
+        """Return the share of pairs of completions with equal ranks; None if there are no pairs."""
         return (
             self.figures.num_tied_pairs / self.figures.num_pairs if self.figures.num_pairs else None
         )
 
     @property
     def characters(self) -> LengthSummary | None:
-        """Lengths of the kept conversations in characters of their contents."""
+        """Return the lengths of the kept conversations in characters of their contents."""
         return LengthSummary.of(self.figures.characters)
 
     @property
     def tokens(self) -> LengthSummary | None:
-        """Lengths of the kept conversations in tokens, once `set_lengths` was told them."""
+        """Return the lengths of the kept conversations in tokens, if `set_lengths` has set them."""
         return LengthSummary.of(self.figures.tokens)
 
     def describe(self, preferences: Iterable[Preference]) -> None:
-        """Takes the figures of the kept rows; call it again after leaving out more of them."""
+        """Measure the kept rows; call it again after leaving out more of them."""
         self.figures = _Figures(tokens=self.figures.tokens)
         for preference in preferences:
             _add(self.figures, preference)
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Tells the tokens of every kept conversation (each prompt with each completion)."""
+        """Set the tokens of every kept conversation (each prompt with each completion)."""
         self.figures.tokens = list(lengths)
 
     def move_out(
         self, *, kept: Sequence[Preference], held_out: Sequence[Preference], name: str
     ) -> DataReport:
-        """Counts rows as held out from here, and returns the report of the set they went to."""
+        """Count rows as held out, and return the report of the set that they go to."""
         other = self.split_off([preference.source for preference in held_out], name=name)
         self.describe(kept)
         other.describe(held_out)
@@ -459,34 +457,34 @@ def length_line(lengths: LengthSummary) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class TextReport(RowReport):
-    """What became of the rows of sets of prompts, or of whole conversations."""
+    """The report of the rows of sets of prompts, or of whole conversations."""
 
     items: str = "conversations"
-    """What is counted and measured."""
+    """The name of the counted items."""
     num_items: int = 0
     sets: Counter[str] = field(default_factory=Counter)
-    """How many came from each set."""
+    """The number of items of each set."""
     lengths: list[int] = field(default_factory=list, repr=False)
     tokens_of_items: list[int] = field(default_factory=list, repr=False)
     prompts: set[bytes] = field(default_factory=set, repr=False)
 
     @property
     def num_prompts(self) -> int:
-        """Different prompts."""
+        """Return the number of different prompts."""
         return len(self.prompts)
 
     @property
     def characters(self) -> LengthSummary | None:
-        """Lengths in characters of the contents."""
+        """Return the lengths in characters of the contents."""
         return LengthSummary.of(self.lengths)
 
     @property
     def tokens(self) -> LengthSummary | None:
-        """Lengths in tokens, once `set_lengths` was told them."""
+        """Return the lengths in tokens, if `set_lengths` has set them."""
         return LengthSummary.of(self.tokens_of_items)
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Tells the tokens of every item that is left."""
+        """Set the tokens of every item that is left."""
         self.tokens_of_items = list(lengths)
 
     def describe_items(self, items: Iterable[tuple[str, Conversation, Conversation]]) -> None:
@@ -545,18 +543,18 @@ class TextReport(RowReport):
 
 @dataclass(slots=True, kw_only=True)
 class TaskReport(TextReport):
-    """What became of the rows of sets of tasks. Lengths are those of the prompts."""
+    """The report of the rows of sets of tasks. Lengths are those of the prompts."""
 
     items: str = "tasks"
 
     def describe(self, tasks: Iterable[Task]) -> None:
-        """Takes the figures of the tasks; call it again after leaving out more of them."""
+        """Measure the tasks; call it again after leaving out more of them."""
         self.describe_items(
             (f"{task.name} ({task.environment})", task.prompt, task.prompt) for task in tasks
         )
 
     def move_out(self, *, kept: Sequence[Task], held_out: Sequence[Task], name: str) -> TaskReport:
-        """Counts tasks as held out from here, and returns the report of the set they went to."""
+        """Count tasks as held out, and return the report of the set that they go to."""
         sources = list(dict.fromkeys(task.source for task in held_out))  # tasks may be repeated
         other = self.split_off(sources, name=name)
         self.describe(kept)

@@ -21,7 +21,6 @@ import shlex
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Generic, Literal, NoReturn, TypeVar, cast
@@ -41,15 +40,15 @@ LEAVE_OUT = "set data.on_bad_row=skip to leave such rows out and count them"
 
 
 class UnusableRow(Exception):
-    """A row that cannot become a preference. It never leaves the room of data.
+    """A row cannot be used. Only `laurel.data` and readers of rows raise and catch it.
 
-    `kind` is the short phrase it is counted under, `message` says what is wrong, and `remedy` what
-    to do, where there is something better than mending the row. `lacks_columns`: what is expected
-    may stand under other names.
+    `kind` is the short phrase that it is counted under, `message` states the problem, and `remedy`
+    the advice, if there is a better one than to fix the row. `lacks_columns`: the expected columns
+    may have other names.
     """
 
     def __init__(
-        self, kind: str, message: str, *, remedy: str = "Mend the row", lacks_columns: bool = False
+        self, kind: str, message: str, *, remedy: str = "Fix the row", lacks_columns: bool = False
     ) -> None:
         super().__init__(kind, message, remedy)
         self.kind = kind
@@ -191,7 +190,7 @@ def answer(conversation: Conversation, *, what: str) -> Conversation:
 
 
 def json_kind(value: Any) -> str:
-    """What a value is, in the words of JSON."""
+    """Name the kind of a value in the words of JSON."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -210,9 +209,9 @@ def json_kind(value: Any) -> str:
 
 Rows = Iterator[tuple[str, Row]]
 Complain = Callable[[str, UnusableRow], None]
-"""Told the source of a row that cannot be read, and why; returns where reading may go on."""
+"""Called with the source of an unreadable row and the reason; it returns to continue reading."""
 Reader = Callable[[IO[bytes], str, Complain], Rows]
-"""Takes the opened file, its path, and whom to tell of bad rows."""
+"""Reads an opened file with a path, and calls a `Complain` for bad rows."""
 
 # Strings are matched first, so that a NaN inside one is not taken for the bare word.
 _BARE_WORD = re.compile(r'"(?:\\.|[^"\\])*"|(-?Infinity|NaN)')
@@ -264,7 +263,7 @@ def _json_line(raw: bytes) -> Row:
         raise UnusableRow(
             "not JSON",
             f"column {problem.pos + 1}: not JSON ({problem.msg}), near {_near(problem)!r}",
-            remedy="Mend the line (each line is one JSON object)",
+            remedy="Fix the line (each line is one JSON object)",
         ) from None
     return _as_row(row)
 
@@ -279,7 +278,7 @@ def _as_row(value: Any) -> Row:
 
 
 def json_lines(stream: IO[bytes], path: str, complain: Complain) -> Rows:
-    """One object per line; blank lines are passed over."""
+    """Read one object per line; blank lines are skipped."""
     label = os.path.basename(path)
     for number, raw in enumerate(stream, start=1):
         line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
@@ -295,7 +294,7 @@ def json_lines(stream: IO[bytes], path: str, complain: Complain) -> Rows:
 
 
 def json_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
-    """An array of objects, or one object per line."""
+    """Read an array of objects, or one object per line."""
     raw = stream.read().removeprefix(codecs.BOM_UTF8)
     if not raw.lstrip().startswith(b"["):
         yield from json_lines(io.BytesIO(raw), path, complain)
@@ -311,7 +310,7 @@ def json_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
     except json.JSONDecodeError as problem:
         raise DataError(
             f"{path}:{problem.lineno}: column {problem.colno}: not JSON ({problem.msg}), near "
-            f"{_near(problem)!r}. Mend the array, or write one object per line so that a bad row "
+            f"{_near(problem)!r}. Fix the array, or write one object per line so that a bad row "
             "can be left out"
         ) from None
     for index, value in enumerate(values):
@@ -397,7 +396,7 @@ def _csv_cell(cell: str) -> Any:
 
 
 def parquet_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
-    """A Parquet table."""
+    """Read a Parquet table."""
     import pyarrow.parquet
     from pyarrow.lib import ArrowException
 
@@ -469,21 +468,24 @@ def read_rows(
     split: str | None = None,
     on_bad_row: Literal["error", "skip"] | Complain = "error",
 ) -> Iterator[tuple[str, Row]]:
-    """The rows of a file, a directory or a hub data set, each with its source.
+    """Yield the rows of a file, a directory or a hub data set, each with its source.
 
     A source is `train.jsonl.gz:17` (the line, from 1) for files made of lines and `name[17]` (the
-    index, from 0) for others; `locate` turns it into a path. `split` is `train` where none is said;
-    `subset` and `split` mean nothing to a single file. `on_bad_row` may be a function that is told
-    of each row that cannot be read. Raises DataError.
+    index, from 0) for others; `locate` turns it into a path. `split` is `train` by default;
+    `subset` and `split` mean nothing to a single file. `on_bad_row` may be a function that is
+    called with each row that cannot be read.
+
+    Raises:
+        DataError: The place or a row cannot be read, or there are no rows.
     """
-    tell = _handler(on_bad_row, path_or_name)
+    handle = _handler(on_bad_row, path_or_name)
     path = os.path.expanduser(path_or_name)
     num_rows = 0
 
     def complain(source: str, problem: UnusableRow) -> None:
         nonlocal num_rows
         num_rows += 1
-        tell(source, problem)
+        handle(source, problem)
 
     if os.path.isdir(path):
         rows = _directory_rows(path, subset=subset, split=split)
@@ -501,20 +503,20 @@ def read_rows(
 
 
 def locate(path_or_name: str, source: str) -> str:
-    """A source of `read_rows` with the directory it stands in, for messages."""
+    """Return a source of `read_rows` with its directory, for messages."""
     if source.startswith(path_or_name):
         return source
     return os.path.join(os.path.dirname(os.path.normpath(path_or_name)), source)
 
 
 def complaint(problem: UnusableRow, path: str | None, source: str, *, said: str = "") -> str:
-    """The error for a row, with where it stands.
+    """Word the error about a row, with its place.
 
     Args:
-        problem: What is wrong with it.
-        path: The file or name that the rows come from; None where an object gives them.
+        problem: The problem of the row.
+        path: The file or name that the rows come from; None if an object gives them.
         source: The row, as `read_rows` names it.
-        said: What to do, instead of keys of a configuration.
+        said: Advice that replaces the one about keys of a configuration.
     """
     where = source if path is None else locate(path, source)
     words = f"{where}: " + (f"{problem.message}. {said}" if said else str(problem))
@@ -643,7 +645,7 @@ def _hub_rows(
 
 
 def _is_prepared(name: str) -> bool:
-    """Whether something of this owner has been made ready here, which may need no hub."""
+    # Data sets of this owner that were prepared here may load without the hub.
     from datasets import config
 
     owner, slash, _ = name.partition("/")
@@ -661,7 +663,8 @@ def _hub_failure(name: str, subset: str | None, split: str, problem: Exception) 
     said = _in_one_line(problem)
     asked = f"split '{split}'" + (f" of subset '{subset}'" if subset else "")
     if os.path.isdir(name):
-        if not _holds_files(name):
+        names = (name for _, _, files in os.walk(name) for name in files)
+        if not any(_suffix(file) in READERS for file in names):
             return f"{name} is a directory with no data file in it. {_WHAT_TO_NAME}"
         return (
             f"{name} is a directory, and {asked} of it cannot be loaded: {said}. Give one of its "
@@ -674,7 +677,7 @@ def _hub_failure(name: str, subset: str | None, split: str, problem: Exception) 
 
 
 def _other_than_data(directory: str) -> str | None:
-    """What a directory is that other commands have made; None where it may hold data."""
+    """Name the kind of a directory that other commands have written; None if it may hold data."""
     top = directory.rstrip(os.sep)
     for folder, inside, files in os.walk(directory):
         for mark, kind in _OTHER_DIRECTORIES.items():
@@ -684,11 +687,6 @@ def _other_than_data(directory: str) -> str | None:
         if folder.count(os.sep) - top.count(os.sep) >= _DEEPEST_MARK:
             inside.clear()
     return None
-
-
-def _holds_files(directory: str) -> bool:
-    """Whether a file of rows is in a directory, or below it."""
-    return any(_suffix(name) in READERS for _, _, files in os.walk(directory) for name in files)
 
 
 def _in_one_line(problem: Exception) -> str:
@@ -759,7 +757,7 @@ _ACTED_ON_HERE = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnRows(Generic[SetConfig]):
-    """What the user's object gave for one split."""
+    """The rows that the user's object gives for one split."""
 
     rows: Iterable[Any]
     config: SetConfig
@@ -771,23 +769,29 @@ class OwnRows(Generic[SetConfig]):
 
 
 def is_import_path(name: str) -> bool:
-    """Whether the name can only be an import path: it has a dot or a colon."""
+    """Report whether a name can only be an import path, because it has a dot or a colon."""
     return "." in name or ":" in name
 
 
 def open_own(config: SetConfig) -> OwnRows[SetConfig]:
-    """The rows of the configured split (`train` where none is said). Raises DataError.
+    """Open the rows of the configured split (`train` by default).
 
-    A class is made with those of the configuration's values that were set and that it accepts, and
-    carries `formatted_ds` (rows, or rows by split) and optionally `task_spec`. A function gives the
-    rows, or rows by split, itself.
+    A class is made with the values of the configuration that are set and that it accepts; it has
+    `formatted_ds` (rows, or rows by split) and optionally `task_spec`. A function returns the rows,
+    or rows by split, itself.
+
+    Raises:
+        DataError: The object cannot be imported or made, or has no such split.
     """
     path = config.dataset_name or ""
     made, accepted, ignored = _make(path, config)
     task = getattr(made, "task_spec", None)
     return OwnRows(
         rows=_guarded(_split_of(made, path, config.split or "train"), path),
-        config=_without(config, accepted & _COLUMNS),
+        # Columns that the object itself has read are at their defaults here.
+        config=type(config)(
+            **config.model_dump(exclude_unset=True, exclude=set(accepted & _COLUMNS))
+        ),
         task_name=getattr(task, "task_name", None),
         prompt_file=getattr(task, "prompt_file", None),
         system_prompt_file=getattr(task, "system_prompt_file", None),
@@ -796,19 +800,14 @@ def open_own(config: SetConfig) -> OwnRows[SetConfig]:
 
 
 def has_own_split(config: SetConfig, split: str) -> bool:
-    """Whether the user's object has its rows by split, and that split among them."""
+    """Report whether the user's object has its rows by split, and has that split."""
     made, _, _ = _make(config.dataset_name or "", config)
     rows = getattr(made, "formatted_ds", made)
     return isinstance(rows, Mapping) and rows.get(split) is not None
 
 
-def _without(config: SetConfig, keys: AbstractSet[str]) -> SetConfig:
-    """The configuration with those keys at their defaults."""
-    return type(config)(**config.model_dump(exclude_unset=True, exclude=set(keys)))
-
-
 def _make(path: str, config: SetConfig) -> tuple[Any, set[str], list[str]]:
-    """What the class or function made, the keys that it names, and the set keys without effect."""
+    """Call the class or function; return its result, the keys it accepts, and the ignored ones."""
     maker = import_object(path, key="data.dataset_name")
     if not callable(maker):
         raise DataError(

@@ -92,19 +92,19 @@ PRELUDES: Mapping[str, str] = {
     "sys.set_int_max_str_digits(50_000)",
     "verl": f"{_OF_LIVECODEBENCH}\nsys.setrecursionlimit(600_000)",
 }
-"""What the graders of benchmarks give a program to begin with, by the name of the comparison."""
+"""The code that the graders of benchmarks put before a program, by the comparison's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeTask:
-    """What a row asks, and what its environment is given."""
+    """The prompt of a row, and the metadata for its environment."""
 
     prompt: Conversation
     metadata: Mapping[str, Any]
 
 
 def humaneval(row: Row) -> CodeTask:
-    """A row of HumanEval (Chen et al., 2021): the prompt is Python that breaks off."""
+    """Read a row of HumanEval (Chen et al., 2021), whose prompt is Python that breaks off."""
     prompt = text(required(row, "prompt"), what="'prompt'")
     entry = text(required(row, "entry_point"), what="'entry_point'")
     test = text(required(row, "test"), what="'test'")
@@ -147,7 +147,7 @@ def mbpp(row: Row) -> CodeTask:
 
 
 def code_task(row: Row) -> CodeTask:
-    """A row with tests in a form that is told from its keys.
+    """Read a row with tests in a form that its keys identify.
 
     `test_code`, `test_list`, `stdio_tests` or `call_tests` are taken as they are, or as JSON;
     `input_output` is that of APPS and TACO, `public_test_cases` and `private_test_cases` those of
@@ -184,7 +184,7 @@ FORMS: Mapping[str, tuple[Callable[[Row], CodeTask], str]] = {
     "MBPP": (mbpp, "google-research-datasets/mbpp"),
     "CodeTasks": (code_task, ""),
 }
-"""Name -> how its rows are read, and where the hub has it."""
+"""The reader of rows and the name on the hub, by the name of the form."""
 
 
 # ---------------------------------------------------------------------------------- other systems
@@ -207,12 +207,12 @@ _ONLY_IN_TACO = ("raw_tags", "skill_types", "Expected Time Complexity")
 
 
 def _as_in(benchmark: str, tests: dict[str, Any]) -> dict[str, Any]:
-    """Tests that are given and judged as a benchmark's own grader does it."""
+    # The benchmark's own grader puts the prelude before a program, and compares in this way.
     return tests | {"comparison": benchmark, "prelude": PRELUDES[benchmark]}
 
 
 def _first_solution(row: Row) -> dict[str, Any]:
-    """The first of the `solutions` of APPS and TACO, a list of programs, as the reference."""
+    # APPS and TACO have a list of programs.
     if not row.get("solutions"):
         return {}
     solutions = _parsed(row["solutions"], "'solutions'")
@@ -314,7 +314,7 @@ def _called(name: Any, calls: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _lines(value: Any) -> str:
-    """What a program reads or prints: a text, or its lines."""
+    # Input and output are a text, or a list of its lines.
     if isinstance(value, list):
         return "\n".join(str(line) for line in value) + "\n"
     return text(value, what="an input or output")
@@ -455,15 +455,15 @@ _PREFERENCES = DatasetConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskParts:
-    """What a row says, before the prompt files are put around its prompt."""
+    """The content of a row, before the prompt files are put around its prompt."""
 
     prompt: Conversation
     answer: str | None = None
     """The known answer, which becomes `metadata["ground_truth"]`."""
     answer_key: str = "answer"
-    """The column in which it was looked for, for messages."""
+    """The column of the answer, for messages."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else the environment is to be given."""
+    """Everything else that the environment gets."""
 
 
 Reader = Callable[[Row, TaskSetConfig], TaskParts]
@@ -471,18 +471,18 @@ Reader = Callable[[Row, TaskSetConfig], TaskParts]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSet:
-    """How one named set reads its rows, and where it finds them if no path is given."""
+    """A named set: the reader of its rows, and their place if no path is given."""
 
     read: Reader
     hub: HubSet = NO_HUB
     repeat: int = 1
-    """Times that each task occurs where the configuration says nothing."""
+    """The times that each task occurs by default."""
     validation: TaskSetConfig | None = None
-    """The set that it is validated on where none is named."""
+    """The validation set by default."""
 
 
 def columns(question: str, answer: str) -> Reader:
-    """A reader of rows with the question and the answer in those columns."""
+    """Return a reader of rows with the question and the answer in these columns."""
 
     def read(row: Row, config: TaskSetConfig) -> TaskParts:
         return TaskParts(
@@ -574,14 +574,14 @@ def response(row: Row, config: TaskSetConfig) -> TaskParts:
 
 
 def preference(row: Row, config: TaskSetConfig) -> TaskParts:
-    """The prompt of a judged row; its best answer is the known one."""
+    """Read the prompt of a preference; its best answer is the known one."""
     prompt, answered = best_answer(row, config.dataset_name or "")
     said = answered[-1].content
     return TaskParts(prompt=prompt, answer=said.strip() or None, answer_key="completions")
 
 
 def code(read: Callable[[Row], CodeTask]) -> Reader:
-    """A reader of rows that ask for a program; what they are judged by is in the metadata."""
+    """Return a reader of rows that ask for a program; the tests are in the metadata."""
 
     def reader(row: Row, config: TaskSetConfig) -> TaskParts:
         task = read(row)
@@ -591,11 +591,11 @@ def code(read: Callable[[Row], CodeTask]) -> Reader:
 
 
 any_code = code(code_task)
-"""Rows that ask for a program and bring their tests in any of the known forms."""
+"""Reads rows that ask for a program and have tests in any of the known forms."""
 
 
 def resolve_columns(row: Row, config: TaskSetConfig) -> tuple[TaskSetConfig, str | None]:
-    """How the rows of a ResponseDataset are read, told from its first, and what to say about it.
+    """Decide by its first row how a ResponseDataset is read, and return that with a note.
 
     Columns that the configuration names are left alone; a name that is missing is an error when
     the row is read.
@@ -612,7 +612,7 @@ def resolve_columns(row: Row, config: TaskSetConfig) -> tuple[TaskSetConfig, str
         found = infer_class(row, _PREFERENCES)
         if found is not None:
             return config.model_copy(update={"dataset_name": found[0]}), (
-                f"prompts of rows of {found[0]}, told by: {found[1]}"
+                f"prompts of rows of {found[0]}, recognized by: {found[1]}"
             )
     if asks is None:
         raise UnusableRow(
@@ -624,7 +624,7 @@ def resolve_columns(row: Row, config: TaskSetConfig) -> tuple[TaskSetConfig, str
         )
     if asks == "question" and answers == "answer" and "\n#### " in str(row["answer"]):
         return config.model_copy(update={"dataset_name": "GSM8K"}), (
-            "read as GSM8K, told by: the answer stands after '####'"
+            "read as GSM8K, recognized by: the answer stands after '####'"
         )
     update = {"input_key": asks} if answers is None else {"input_key": asks, "output_key": answers}
     taken = f"'{asks}' is the question, " + (

@@ -44,24 +44,23 @@ from laurel.errors import ConfigError, DataError, counted_that
 from laurel.types import Message, Task
 
 # --------------------------------------------------------------------------------------------------
-# What environments need of a task, and whether the rows of a set have it.
+# The needs of environments, checked against the rows of a set.
 #
-# A task without what it is judged by would get 0 whatever the policy says, and nobody would know
-# why.
+# A task without its answer or tests would get a reward of 0 for any completion, without a reason.
 
 PROSE_WORDS = 20
-"""An answer with more words than this, and none of them marked as the final one, is a text."""
+"""An answer with more words than this, none of them marked as the final one, is a text."""
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _MARKED = ("\\boxed", "####")
 
 NOT_WHAT_IS_RIGHT = (
-    "the answers that people preferred are what is judged against, and they say what is liked, not "
-    "what is right. To learn from preferences: laurel rm, and then a policy against that reward "
+    "completions are graded against the answers that people preferred, which need not be right. To "
+    "learn from preferences: laurel rm, and then a policy against that reward "
     "model (laurel init --task grpo-rm, data.env_name=reward_model)"
 )
-"""Of preferences with an environment that checks against a known answer."""
+"""The note on preferences with an environment that checks against a known answer."""
 _CHOICES = (
-    "Say who judges: data.env_name=reward_model with env.reward_model.enabled=true and "
+    "Name the environment: data.env_name=reward_model with env.reward_model.enabled=true and "
     "env.reward_model.model_name=DIR; your own under env.custom; "
 )
 
@@ -84,29 +83,33 @@ NO_NEEDS = TaskNeeds(answers=frozenset(), guess=None)
 
 @dataclass(slots=True, kw_only=True)
 class NeedsCheck:
-    """Holds the rows of one set against what their environment needs."""
+    """Checks the rows of one set against the needs of their environment."""
 
     needs: TaskNeeds
     environment: str
     is_named: bool
-    """Whether the configuration says who judges."""
+    """True if the configuration names the environment."""
     num_answers: int = 0
     num_texts: int = 0
 
     @property
     def is_guessed(self) -> bool:
-        """Whether the environment judges only because no other was named."""
+        """Report whether the environment is the default, because none is named."""
         return not self.is_named and self.environment == self.needs.guess
 
     def check_set(self, dataset_name: str | None, report: TaskReport) -> None:
-        """Raise ConfigError where rows say what people prefer, and nobody said who judges."""
+        """Check that preferences have a named environment.
+
+        Raises:
+            ConfigError: Rows are preferences, and no environment is named.
+        """
         if dataset_name not in PREFERENCE_SETS:
             return
         if self.is_guessed:
             raise ConfigError(
                 f"{report.origin}: rows of {dataset_name} say which answer people prefer, "
-                f"not which one is right, and nobody is named to judge: {self.environment}, which "
-                f"judges then, looks for one value in them. {_CHOICES}"
+                f"not which one is right, and no environment is named: {self.environment}, the "
+                f"default, looks for one value in them. {_CHOICES}"
                 f"or data.env_name={self.environment} if the preferred answers are ones to check "
                 "by. To learn from the preferences themselves, use laurel rm"
             )
@@ -114,14 +117,18 @@ class NeedsCheck:
             report.notes.append(NOT_WHAT_IS_RIGHT)
 
     def check_row(self, parts: TaskParts, metadata: Mapping[str, Any]) -> None:
-        """Raise UnusableRow where the task has nothing that it could be judged by."""
+        """Check that the task has what its environment grades by.
+
+        Raises:
+            UnusableRow: The task has no answer or no tests, and its environment needs them.
+        """
         has_tests = any(metadata.get(form) is not None for form in OWN_TESTS)
         if parts.answer is None and self.environment in self.needs.answers:
             by_tests = ", or data.env_name=code: the row brings tests" if has_tests else ""
             raise UnusableRow(
                 f"no answer in '{parts.answer_key}'",
                 f"the row has no answer in '{parts.answer_key}', and the environment "
-                f"'{self.environment}' judges against one",
+                f"'{self.environment}' checks against one",
                 remedy="Set data.output_key to the column that holds it, or data.env_name to an "
                 f"environment that needs none{by_tests}",
             )
@@ -137,12 +144,16 @@ class NeedsCheck:
         self.num_texts += parts.answer is not None and _is_text(parts.answer)
 
     def conclude(self, origin: str) -> None:
-        """Raise ConfigError where most answers are texts, and nobody said who judges them."""
+        """Check the answers of the whole set.
+
+        Raises:
+            ConfigError: Most answers are texts, and no environment is named.
+        """
         if self.is_guessed and self.num_texts * 2 > self.num_answers:
             raise ConfigError(
                 f"{origin}: {self.num_texts:,} of {self.num_answers:,} known answers are texts of "
-                f"more than {PROSE_WORDS} words, and nobody is named to judge: {self.environment}, "
-                f"which judges then, looks for one value in each. {_CHOICES}data.output_key if "
+                f"more than {PROSE_WORDS} words, and no environment is named: {self.environment}, "
+                f"the default, looks for one value in each. {_CHOICES}data.output_key if "
                 f"another column holds the value; or data.env_name={self.environment} if these are "
                 "answers to check by"
             )
@@ -270,7 +281,7 @@ def _letter(value: Any, options: Mapping[str, str]) -> str | None:
 
 
 def _guarded(processor: Callable[..., Any], name: str) -> Processor:
-    """The user's function, whose errors are told as such."""
+    """Wrap the user's function so that its errors name it."""
 
     def run(row: Row, config: TaskSetConfig) -> TaskParts:
         try:
@@ -427,7 +438,7 @@ def load_tasks(
 
 
 def _names_by_task(tasks: Sequence[Task], names: Sequence[str]) -> dict[str, str]:
-    """The name of the set that each task comes from, by the ids that `load_tasks` gives."""
+    # `load_tasks` puts the set's number into the ids of tasks.
     if len(names) < 2:
         return {task.id: name for name in names for task in tasks}
     starts = {f"validation-{index + 1}": name for index, name in enumerate(names)}
@@ -435,7 +446,11 @@ def _names_by_task(tasks: Sequence[Task], names: Sequence[str]) -> dict[str, str
 
 
 def check_environment(environment: str, environments: Sequence[str]) -> None:
-    """Raise ConfigError where there is no environment of that name."""
+    """Check that there is an environment of that name.
+
+    Raises:
+        ConfigError: There is none.
+    """
     if environment in environments:
         return
     near = nearest(environment, environments)
@@ -448,7 +463,7 @@ def check_environment(environment: str, environments: Sequence[str]) -> None:
 
 
 def own_validation_tasks(config: TaskSetConfig) -> TaskSetConfig | None:
-    """The validation set that a training set brings with it; None where there is none.
+    """Return the validation set that comes with a training set; None if there is none.
 
     DeepScaler is validated on AIME 2024, and a class of the user's own on its `validation` split.
     """
@@ -467,8 +482,8 @@ def own_validation_tasks(config: TaskSetConfig) -> TaskSetConfig | None:
 def _hold_out(
     tasks: Sequence[Task], sets: Sequence[TaskSetConfig], data: TaskDataConfig
 ) -> tuple[list[Task], list[Task]]:
-    """The tasks as (train, validation), by the share and seed of each set or, if unsaid, of all."""
-    by_draw: dict[tuple[float, int], list[int]] = {}
+    """Split tasks into (train, validation), by the share and seed of each set or else of all."""
+    by_split: dict[tuple[float, int], list[int]] = {}
     for index, config in enumerate(sets):
         said = config.model_fields_set
         share = (
@@ -478,20 +493,20 @@ def _hold_out(
         )
         seed = config.seed if "seed" in said else data.seed
         if share:
-            by_draw.setdefault((share, seed), []).append(index)
-    if not by_draw:
+            by_split.setdefault((share, seed), []).append(index)
+    if not by_split:
         return list(tasks), []
     prompts = [conversation_fingerprint(task.prompt) for task in tasks]
     held_out: set[bytes] = set()
-    for (share, seed), indices in by_draw.items():
+    for (share, seed), indices in by_split.items():
         starts = tuple(f"train-{index + 1}:" for index in indices)
-        drawn_from = [
+        of_these_sets = [
             prompt
             for task, prompt in zip(tasks, prompts, strict=True)
             if len(sets) == 1 or task.id.startswith(starts)
         ]
-        if drawn_from:
-            held_out |= held_out_prompts(drawn_from, share=share, seed=seed)
+        if of_these_sets:
+            held_out |= held_out_prompts(of_these_sets, share=share, seed=seed)
     return split(tasks, prompts, held_out)
 
 
@@ -602,7 +617,7 @@ class _Reading:
 
 
 def _repeated(rows: Sequence[Task], repeat: int) -> Iterator[Task]:
-    """All rows, then all of them again under other ids."""
+    # The repetitions follow all rows and have ids of their own.
     yield from rows
     for count in range(2, repeat + 1):
         for task in rows:
@@ -610,7 +625,7 @@ def _repeated(rows: Sequence[Task], repeat: int) -> Iterator[Task]:
 
 
 def _name_of(config: TaskSetConfig) -> str:
-    """What a set is called in figures: its own name, or the end of its path as NeMo RL has it."""
+    # Metrics have the set's own name, or the end of its path as in NeMo RL.
     name = config.dataset_name
     if name is not None and (name in TASK_SETS and config.data_path is None):
         return name

@@ -108,7 +108,9 @@ def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> DemoRe
     started = time.monotonic()
     console = message_console(stderr=False)
     last = console if as_json else make_console()
-    _prepare(directory)
+    if (directory / MARKER).exists():  # an earlier demo
+        shutil.rmtree(directory)
+    _claim(directory)
     files = Files(directory)
     _stage(console, 1, "Data")
     _write_data(files, seed)
@@ -209,12 +211,6 @@ def _claim(directory: Path) -> None:
         )
     directory.mkdir(parents=True, exist_ok=True)
     marker.touch()
-
-
-def _prepare(directory: Path) -> None:
-    if (directory / MARKER).exists():
-        shutil.rmtree(directory)
-    _claim(directory)
 
 
 def _write_data(files: Files, seed: int) -> None:

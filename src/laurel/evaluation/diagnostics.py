@@ -722,7 +722,12 @@ def sensitivity(
     Raises:
         ProtocolError: The scorer returned another number of scores than it was given answers.
     """
-    forms = [[_forms(text, variants) for text in (pair.chosen, pair.rejected)] for pair in pairs]
+
+    def forms_of(text: str) -> dict[str, str]:
+        made = {name: variant(text) for name, variant in variants.items()}
+        return {_ORIGINAL: text} | {name: form for name, form in made.items() if form is not None}
+
+    forms = [[forms_of(text) for text in (pair.chosen, pair.rejected)] for pair in pairs]
     groups = [
         group_of(
             pair.prompt,
@@ -747,7 +752,8 @@ def sensitivity(
                 kind="count",
             )
         values = iter(scores)
-        answers.append([_answer({name: next(values) for name in side}) for side in sides])
+        found = [{name: _usable(next(values).value) for name in side} for side in sides]
+        answers.append([_Answer(side.pop(_ORIGINAL), side) for side in found])
     return [_compare(name, answers) for name in variants]
 
 
@@ -782,16 +788,6 @@ def in_other_words(
 
 
 _ORIGINAL = ""
-
-
-def _forms(text: str, variants: Mapping[str, Variant]) -> dict[str, str]:
-    made = {name: variant(text) for name, variant in variants.items()}
-    return {_ORIGINAL: text} | {name: form for name, form in made.items() if form is not None}
-
-
-def _answer(scores: Mapping[str, Score]) -> _Answer:
-    values = {name: _usable(score.value) for name, score in scores.items()}
-    return _Answer(values.pop(_ORIGINAL), values)
 
 
 def _usable(score: float | None) -> float | None:

@@ -226,17 +226,12 @@ def measure_best_of_n(lists: Sequence[ScoredList]) -> Measured:
         float(any(one.is_right_G)) if is_whole else None
         for one, is_whole in zip(lists, has_scores, strict=True)
     ]
+    same = sum(len(set(one.is_right_G)) == 1 for one in lists)
+    note = f"in {same:,} of {len(lists):,} prompts all answers are right, or all are wrong"
     return Measured(
         subsets=tuple(found.values()) if len(found) > 1 else (),
         sections=(share(RANDOM, random), share(ORACLE, oracle)),
         final=share(BEST_OF_N_FINAL, credits.values()),
-        notes=tuple(_best_of_n_notes(lists)),
+        notes=(note,) if same else (),
         credits=credits,
     )
-
-
-def _best_of_n_notes(lists: Sequence[ScoredList]) -> list[str]:
-    same = sum(len(set(one.is_right_G)) == 1 for one in lists)
-    if not same:
-        return []
-    return [f"in {same:,} of {len(lists):,} prompts all answers are right, or all are wrong"]

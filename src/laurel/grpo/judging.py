@@ -90,9 +90,9 @@ class RolloutInProgress:
         """Convert it to a `Rollout`."""
         return Rollout(
             messages=tuple(self.messages),
-            ids_L=np.concatenate(self.ids),
-            mask_L=np.concatenate(self.masks),
-            logprobs_L=np.concatenate(self.logprobs),
+            ids_L=_joined(self.ids),
+            mask_L=_joined(self.masks),
+            logprobs_L=_joined(self.logprobs),
             reward=None if self.failure is not None else self.reward,
             components=self.components,
             failure=self.failure,
@@ -102,6 +102,11 @@ class RolloutInProgress:
             answer=self.answer,
             note=self.note,
         )
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Most conversations have one turn, which need not be copied."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def take_verdict(

@@ -248,6 +248,8 @@ LONGEST_TEXT = 4000
 GRAM = 4
 """Tokens in an n-gram of `repeated_share`."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_TABLE_BITS = 16
+_TABLE_SHIFT = np.uint64(64 - _TABLE_BITS)
 
 Played = tuple[RolloutGroup, Rollout]
 
@@ -417,10 +419,22 @@ def repeated_share(ids_L: TokenIds) -> float | None:
     if count < 1:
         return None
     ids = ids_L.astype(np.uint64)
-    keys = np.zeros(count, dtype=np.uint64)
-    for offset in range(GRAM):  # products wrap around at 2**64: two 4-grams hardly ever meet
-        keys = (keys + ids[offset : offset + count] + np.uint64(1)) * _FACTOR
-    return 1.0 - len(np.unique(keys)) / count
+    pairs = (ids[:-1] << np.uint64(32)) + ids[1:]
+    # The product wraps around at 2**64: two 4-grams hardly ever meet.
+    keys = (pairs[:-2] * _FACTOR + pairs[2:]) * _FACTOR
+    # Sorting all keys is most of the cost of a step's metrics. Instead each writes its number into
+    # a table: equal keys find the last of them there, and only those that another key has
+    # overwritten are sorted.
+    slots = (keys >> _TABLE_SHIFT).astype(np.intp)
+    table = np.empty(1 << _TABLE_BITS, dtype=np.int32)
+    numbers = np.arange(count, dtype=np.int32)
+    table[slots] = numbers
+    winners = table[slots]
+    lost = keys[keys[winners] != keys]
+    lost.sort()
+    num_distinct = np.count_nonzero(winners == numbers)
+    num_distinct += len(lost) and 1 + np.count_nonzero(lost[1:] != lost[:-1])
+    return 1.0 - num_distinct / count
 
 
 def length_correlation(groups: Sequence[RolloutGroup]) -> float | None:

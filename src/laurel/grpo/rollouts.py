@@ -230,7 +230,7 @@ class Rollouts:
         if (barrier := batch.barriers.get(task.environment)) is not None:
             await self._sample_all(context, rollouts)
             await barrier.wait(_pending(context, rollouts), partial(self._judge, context))
-            await together(self._run_further_turns(context, rollout) for rollout in rollouts)
+            await self._run_further_turns(context, rollouts)
         else:
             await self._judge_in_parts(context, parts_to_judge(environment, rollouts))
         if environment.spec.judges in ("completion", "part"):
@@ -284,12 +284,15 @@ class Rollouts:
         self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
     ) -> None:
         await self._judge(context, _pending(context, rollouts))
-        await together(self._run_further_turns(context, rollout) for rollout in rollouts)
+        await self._run_further_turns(context, rollouts)
 
-    async def _run_further_turns(
-        self, context: _RolloutContext, rollout: RolloutInProgress
-    ) -> None:
-        self._continue(context, rollout)
+    async def _run_further_turns(self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]) -> None:
+        for rollout in rollouts:
+            self._continue(context, rollout)
+        # A task for each would cost more than the rest of a step for a short conversation.
+        await together(self._take_turns(context, r) for r in rollouts if not r.is_over)
+
+    async def _take_turns(self, context: _RolloutContext, rollout: RolloutInProgress) -> None:
         while not rollout.is_over:
             await self._sample_all(context, [rollout])
             await self._judge(context, _pending(context, [rollout]))

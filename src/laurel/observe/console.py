@@ -580,13 +580,15 @@ def print_completions(
     print_table(console, table)
 
 
+ROWS_AT_A_TIME = 512
+
+
 def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
     """Write the rows as a parquet file that pandas, polars and duckdb read."""
     import pyarrow
     from pyarrow import parquet
 
     arrow: Any = pyarrow
-    write: Any = parquet.write_table
     kinds = {"int": arrow.int64(), "float": arrow.float64(), "bool": arrow.bool_()}
     schema = arrow.schema(
         [
@@ -595,17 +597,20 @@ def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
         ]
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    # An unpaired surrogate, as broken data may have, cannot be encoded in UTF-8.
-    cells = [
-        {
-            name: value.encode("utf-8", "backslashreplace").decode("utf-8")
-            if isinstance(value, str)
-            else value
-            for name, value in asdict(row).items()
-        }
-        for row in rows
-    ]
-    write(arrow.Table.from_pylist(cells, schema=schema), path)
+    writer_of: Any = parquet.ParquetWriter
+    with writer_of(path, schema) as writer:
+        # In parts, which use the same memory one after the other.
+        for first in range(0, len(rows), ROWS_AT_A_TIME):
+            arrays = []
+            for column in schema:
+                values = [getattr(row, column.name) for row in rows[first : first + ROWS_AT_A_TIME]]
+                try:
+                    array = arrow.array(values, column.type)
+                except UnicodeEncodeError:  # an unpaired surrogate, as broken data may have
+                    values = [v and v.encode("utf-8", "backslashreplace").decode() for v in values]
+                    array = arrow.array(values, column.type)
+                arrays.append(array)
+            writer.write_table(arrow.Table.from_arrays(arrays, schema=schema))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from numbers import Integral, Real
 from pathlib import Path
@@ -200,7 +201,10 @@ def check_available(
 
     Imports nothing, so that a run can ask before it creates or loads anything.
     """
-    is_installed = is_installed or _is_installed
+    # A mere folder called `wandb` in the working directory is found too, but has no origin.
+    is_installed = is_installed or (
+        lambda name: getattr(find_spec(name), "origin", None) is not None
+    )
     if config.tensorboard_enabled and not is_installed("tensorboard"):
         raise MissingDependencyError(
             "logger.tensorboard_enabled needs the package 'tensorboard', which is not installed. "
@@ -273,12 +277,6 @@ def next_run_dir(log_dir: str | Path) -> Path:
 
 
 # ------------------------------------------------------------------------------------------ parts
-
-
-def _is_installed(package: str) -> bool:
-    spec = find_spec(package)
-    # A mere folder called `wandb` in the working directory is found too, but has no origin.
-    return spec is not None and spec.origin is not None
 
 
 def _switched_off(name: str, error: Exception) -> str:
@@ -414,7 +412,7 @@ class WandbLogger:
     def __init__(
         self, config: WandbConfig, *, run_dir: Path, resumed: bool = False, library: Any = None
     ) -> None:
-        self._wandb = library or _import_wandb()
+        self._wandb = library or _import("wandb")
         run_id = _stored_id(run_dir / "wandb_run_id") if resumed else None
         self._run = self._wandb.init(
             project=config.project,
@@ -453,7 +451,7 @@ class MlflowLogger:
     def __init__(
         self, config: MlflowConfig, *, run_dir: Path, resumed: bool = False, library: Any = None
     ) -> None:
-        self._mlflow = library or _import_mlflow()
+        self._mlflow = library or _import("mlflow", "entities")
         self._client = self._mlflow.MlflowClient(tracking_uri=config.tracking_uri)
         self._run_id = _stored_id(run_dir / "mlflow_run_id") if resumed else None
         self._has_parameters = self._run_id is not None
@@ -507,25 +505,16 @@ class MlflowLogger:
         self._client.set_terminated(self._run_id)
 
 
-def _import_wandb() -> Any:
+def _import(package: str, *modules: str) -> Any:
     try:
-        import wandb
+        found = import_module(package)
+        for module in modules:
+            import_module(f"{package}.{module}")
     except ImportError as error:
         raise MissingDependencyError.of(
-            "wandb", extra="wandb", purpose="logger.wandb_enabled"
+            package, extra=package, purpose=f"logger.{package}_enabled"
         ) from error
-    return wandb
-
-
-def _import_mlflow() -> Any:
-    try:
-        import mlflow
-        import mlflow.entities
-    except ImportError as error:
-        raise MissingDependencyError.of(
-            "mlflow", extra="mlflow", purpose="logger.mlflow_enabled"
-        ) from error
-    return mlflow
+    return found
 
 
 def _stored_id(path: Path) -> str | None:

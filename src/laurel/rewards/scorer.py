@@ -309,6 +309,11 @@ def score_tokens(
     return in_order(groups, parts, values, num_outputs=model.num_outputs)
 
 
+CPU_PASS_TOKENS = 1024
+"""Tokens that a CPU computes at a time: the widest activations of more leave its cache, and a pass
+takes 10 to 15 % longer for each token (docs/benchmarks.md)."""
+
+
 def score_batches(
     model: RewardModel,
     batches: Sequence[Sequence[TokenGroup]],
@@ -327,12 +332,31 @@ def score_batches(
     try:
         with model.without_gradients():
             for batch in batches:
-                values.append(model(model_batch(model, batch, pad_id=pad_id)).cpu().numpy())
+                passes = [
+                    model(model_batch(model, part, pad_id=pad_id)).cpu().numpy()
+                    for part in _passes(model, batch)
+                ]
+                values.append(np.concatenate(passes))
                 if on_batch is not None:
                     on_batch(len(batch), sum(group.num_tokens for group in batch))
     finally:
         model.train(was_training)
     return values
+
+
+def _passes(model: RewardModel, batch: Sequence[TokenGroup]) -> list[Sequence[TokenGroup]]:
+    """The groups of a micro-batch that are computed together, in order."""
+    if model.device.type != "cpu" or model.path != "forest" or model.mesh is not None:
+        return [batch]
+    parts: list[list[TokenGroup]] = []
+    num_tokens = CPU_PASS_TOKENS
+    for group in batch:
+        if num_tokens + group.num_tokens > CPU_PASS_TOKENS:
+            parts.append([])
+            num_tokens = 0
+        parts[-1].append(group)
+        num_tokens += group.num_tokens
+    return list(parts)
 
 
 def in_order(

@@ -1,4 +1,4 @@
-"""Where the roles of a run work: in this process, or in the slots of a Ray cluster."""
+"""Places the roles of a run: in this process, or in the slots of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -33,12 +33,10 @@ if TYPE_CHECKING:
 
 
 BESIDE_GPUS = Resources(cpus=0.1)
-"""What a worker without a slot takes where slots are GPUs."""
+"""The resources of a worker without a slot, if slots are GPUs."""
+# Roles may have all CPUs, and Ray spreads over nodes only what takes a resource.
 BESIDE_CPUS = Resources(cpus=0, others={"memory": 2**28})
-"""What such a worker takes where slots are CPUs, and roles may have all of them.
-
-Ray spreads over nodes only what takes a resource.
-"""
+"""The resources of a worker without a slot, if slots are CPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,7 +50,7 @@ class PlannedAllocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Allocation:
-    """Slots that the roles of a run have."""
+    """The slots of each role of a run."""
 
     plan: Plan | None = None
     reservations: Mapping[RoleName, Reservation] = field(default_factory=dict)
@@ -67,23 +65,22 @@ class Allocation:
 
     @property
     def are_remote(self) -> bool:
-        """Whether roles work in processes of their own."""
+        """Report whether roles run in processes of their own."""
         return bool(self.reservations)
 
     def num_slots(self, role: RoleName) -> int:
-        """Number of slots of a role that is remote."""
+        """Return the number of slots of a remote role."""
         return self.reservations[role].size
 
     def take_turns(self, role: RoleName) -> bool:
-        """Whether a role that is remote has the policy's own slots."""
+        """Report whether a remote role has the policy's own slots."""
         found = self.plan.role(role) if self.plan is not None else None
         return self.are_remote and found is not None and found.shares_with == "policy"
 
     def shape_of(self, role: RoleName) -> ParallelShape:
-        """How the ranks of a role are arranged.
+        """Return the arrangement of a role's ranks.
 
-        A model that is trained is sharded over its data-parallel ranks; one that judges is whole
-        on each of them.
+        A trained model is sharded over its data-parallel ranks; a scoring model is whole on each.
         """
         from laurel.models.parallel.mesh import ParallelShape
 
@@ -106,17 +103,17 @@ class Allocation:
         name: str | None = None,
         **kwargs: Any,
     ) -> WorkerGroup:
-        """A group in the slots of a role; it ends with the run.
+        """Start a group of workers in the slots of a role; it ends with the run.
 
         Args:
-            role: Whose slots.
-            worker_class: See `RayGroup`.
-            args: For the class.
-            ranks: Which of the slots; None: all.
-            slots_each: Slots of a worker, which are neighbours on one node.
-            share: Part of what the role has of each slot.
-            name: What the workers are, for messages; None: the role.
-            kwargs: For the class.
+            role: The role that has the slots.
+            worker_class: The class of a worker, as `RayGroup` takes it.
+            args: Arguments of the class.
+            ranks: The slots to use; None: all.
+            slots_each: The slots of a worker, which are neighbours on one node.
+            share: The part of the role's share of each slot.
+            name: The name of the workers in messages; None: the role.
+            kwargs: Arguments of the class.
         """
         from laurel.workers.ray_group import RayGroup
 
@@ -131,15 +128,15 @@ class Allocation:
     def group_of_one(
         self, role: str, worker_class: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> WorkerGroup:
-        """A worker without a slot, spread over the nodes of the cluster with others of its kind.
+        """Start a worker without a slot, spread over the cluster's nodes with others of its kind.
 
         It ends with the run.
 
         Args:
-            role: What it is.
-            worker_class: See `SpreadGroup`.
-            args: For the class.
-            kwargs: Likewise.
+            role: The name of its role.
+            worker_class: The class of the worker, as `SpreadGroup` takes it.
+            args: Arguments of the class.
+            kwargs: Arguments of the class.
         """
         from laurel.workers.ray_actor import SpreadGroup
 
@@ -153,7 +150,7 @@ class Allocation:
         return group
 
     def describe(self) -> list[str]:
-        """A line for each role and its slots; none if everything runs in this process."""
+        """Return a line for each role and its slots; none if everything runs in this process."""
         if self.plan is None or not self.are_remote:
             return []
         return [
@@ -167,7 +164,7 @@ def plan_allocation(config: Run) -> PlannedAllocation:
     """Plan the slots of every role; start nothing.
 
     Raises:
-        ConfigError: Everything that does not fit, with the nearest setting that does.
+        ConfigError: The run does not fit; the message names every problem and the nearest setting.
     """
     plan = plan_to_run(request_of(config))
     _refuse_unbuilt(config, plan)
@@ -180,7 +177,7 @@ def open_allocation(planned: PlannedAllocation, stack: ExitStack, console: Conso
     """Start or join the cluster, and reserve every slot before anything is loaded.
 
     Raises:
-        ConfigError: It cannot be had; the message says what is free and who holds the rest.
+        ConfigError: Slots are missing; the message says what is free and who holds the rest.
         MissingDependencyError: Ray is not installed.
     """
     if not planned.are_remote:
@@ -196,10 +193,10 @@ def open_allocation(planned: PlannedAllocation, stack: ExitStack, console: Conso
 
 
 def _refuse_unbuilt(config: Run, plan: Plan) -> None:
-    """Refuse ways to spread a run that can be planned and are not built.
+    """Refuse ways to spread a run that can be planned but are not implemented.
 
     Raises:
-        ConfigError: The first of them.
+        ConfigError: The run needs one of them.
     """
     parallel, key = config.policy.dtensor_cfg, "policy.dtensor_cfg"
     if (cp := parallel.context_parallel_size) > 1 and not config.policy.sequence_packing.enabled:

@@ -1,4 +1,4 @@
-"""What the model cards of a run say of its data and its settings."""
+"""Collects the facts about data and settings for the model cards of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def facts_of_reward_model(
     *,
     ties: str,
 ) -> CardFacts:
-    """The facts of a run of `laurel rm`, once its rows are tokens."""
+    """Return the facts of a run of `laurel rm`, once its rows are tokens."""
     from laurel.models.checkpoint.card import CardFacts
 
     loss = section.loss
@@ -60,7 +60,7 @@ def facts_of_reward_model(
 def facts_of_policy(
     context: RunContext[R], model: ModelFacts, reports: Mapping[str, TextReport], *, method: str
 ) -> CardFacts:
-    """The facts of a run that trains a policy by this method."""
+    """Return the facts of a run that trains a policy by this method."""
     from laurel.models.checkpoint.card import CardFacts
 
     return CardFacts(
@@ -73,7 +73,7 @@ def facts_of_policy(
 
 
 def _base(context: RunContext[R], model: ModelFacts) -> dict[str, str | None]:
-    """What training started from; of a directory only its name, for cards are made public."""
+    # Cards are published, so a local directory is reduced to its name.
     policy = context.config.policy
     name = policy.model_name if policy.scratch is None else None
     is_here = name is not None and os.path.isdir(os.path.expanduser(name))
@@ -131,7 +131,7 @@ _TITLES = {
 
 
 def read_evaluations(paths: Sequence[Path]) -> tuple[list[EvaluationTable], list[str]]:
-    """The tables of some reports, and the names of the models that they are of.
+    """Read the tables of evaluation reports, and the names of the evaluated models.
 
     Args:
         paths: Directories that `--output` named, or single reports in them.
@@ -187,7 +187,7 @@ def _table(report: dict[str, Any]) -> EvaluationTable:
     benchmark = str(report["benchmark"])
     final = report["final"]
     entries = [*(report["sections"] or report["subsets"]), final]
-    # A figure without rows is absent there, and is no row here.
+    # A metric without rows has no value there, and is no row here.
     rows = [_ROW.validate_python(one) for one in entries if one["value"] is not None]
     return EvaluationTable(
         title=_TITLES.get(benchmark, benchmark),

@@ -1,4 +1,4 @@
-"""What every training command has around its loop: before there is a model, and beside it."""
+"""The services around every training loop: store, slots, loggers, benchmarks."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ R = TypeVar("R", bound=Run)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunContext(Generic[R]):
-    """What the objects of a run are made with."""
+    """The configuration and services from which the objects of a run are made."""
 
     config: R
     console: Console
-    """Shows what was read, loaded and decided."""
+    """Shows what is read, loaded and decided."""
     stack: ExitStack
-    """Lets go of everything that was started."""
+    """Closes everything that is started."""
     allocation: Allocation = field(default_factory=Allocation.of_this_process)
-    """Where the roles work."""
+    """The slots of the roles."""
     store: CheckpointStore | None = None
-    """Holds checkpoints; None saves none."""
+    """The store of checkpoints; None saves none."""
     resume_from: Path | None = None
-    """The checkpoint of the same run that it goes on from."""
+    """The checkpoint of the same run from which it resumes."""
 
     def with_store(self, selection: Selection) -> RunContext[R]:
-        """The same with the locked store, and the checkpoint that the run goes on from.
+        """Add the locked store, and the checkpoint from which the run resumes.
 
         Raises:
-            CheckpointError: The checkpoints that are there, or are not, refuse the run.
+            CheckpointError: `checkpointing.resume` does not allow the existing checkpoints.
         """
         saving = self.config.checkpointing
         if not saving.enabled:
@@ -72,10 +72,10 @@ class RunContext(Generic[R]):
         return replace(self, store=store, resume_from=resume_from)
 
     def with_slots(self, planned: PlannedAllocation) -> RunContext[R]:
-        """The same with every slot reserved.
+        """Reserve every slot.
 
         Raises:
-            ConfigError: They cannot be had.
+            ConfigError: The cluster does not have the slots.
             MissingDependencyError: Ray is not installed.
         """
         return replace(self, allocation=open_allocation(planned, self.stack, self.console))
@@ -84,7 +84,7 @@ class RunContext(Generic[R]):
 def open_store(
     saving: CheckpointingConfig, selection: Selection, stack: ExitStack, console: Console
 ) -> tuple[Path | None, CheckpointStore]:
-    """The locked store, and the checkpoint that the run goes on from."""
+    """Lock the store, and find the checkpoint from which the run resumes."""
     store = CheckpointStore(
         saving.checkpoint_dir,
         keep_top_k=saving.keep_top_k,
@@ -116,11 +116,11 @@ def open_store(
 
 
 def _remove_unused(made: Sequence[Path]) -> None:
-    """Take away the directories that were made for checkpoints, if the run never saved one.
+    """Remove the directories that were made for checkpoints, if the run saved none.
 
     Args:
-        made: The checkpoint directory and those above it, innermost first; empty where it was
-            there before.
+        made: The checkpoint directory and those above it, innermost first; empty if it existed
+            before.
     """
     with contextlib.suppress(OSError):
         if made and os.listdir(made[0]) == [LOCK_NAME]:
@@ -130,7 +130,7 @@ def _remove_unused(made: Sequence[Path]) -> None:
 
 
 def choose_run_dir(context: RunContext[R]) -> Path:
-    """Where the run logs: where it logged before, or the next free directory."""
+    """Choose the log directory: the one before a resume, or the next free one."""
     from laurel.training.state import read_run_dir
 
     logging, resume_from = context.config.logger, context.resume_from
@@ -148,12 +148,12 @@ def choose_run_dir(context: RunContext[R]) -> Path:
 
 
 def describe_data(reports: Mapping[str, Any], run_dir: Path, console: Console) -> None:
-    """Say what was read; of what a run that goes on has read alike before, in one line.
+    """Print the data reports; those that a resumed run has printed before take one line together.
 
     Args:
         reports: Data reports by name.
-        run_dir: Where the run logs, with its `DATA_REPORT` if it goes on.
-        console: Shows them.
+        run_dir: The log directory of the run, with its `DATA_REPORT` if it resumes.
+        console: The console to print to.
     """
     try:
         before = json.loads((run_dir / DATA_REPORT).read_bytes())
@@ -171,7 +171,7 @@ def describe_data(reports: Mapping[str, Any], run_dir: Path, console: Console) -
 
 
 def describe_output(context: RunContext[R], run_dir: Path) -> None:
-    """Say where the run logs and saves."""
+    """Print where the run logs and saves."""
     saving = context.config.checkpointing
     context.console.print(f"logs    {run_dir}")
     if saving.enabled:
@@ -179,17 +179,18 @@ def describe_output(context: RunContext[R], run_dir: Path) -> None:
 
 
 def _checkpoint_bytes(context: RunContext[R], facts: ModelFacts) -> int:
-    """What the tensors of a checkpoint take on the disk, estimated before there is one."""
+    """Estimate the bytes of a checkpoint's tensors on the disk, before there is one."""
     weights = MASTER_BYTES * facts.num_parameters
     if facts.num_trained != facts.num_parameters:
-        weights += MASTER_BYTES * facts.num_trained  # adapters lie beside the merged weights
+        # Adapters are saved beside the merged weights.
+        weights += MASTER_BYTES * facts.num_trained
     optimizer, saving = context.config.policy.optimizer, context.config.checkpointing
     states = optimizer_states(optimizer.name) if saving.save_optimizer else 0
     return weights + MASTER_BYTES * states * facts.num_trained
 
 
 def _num_saves(saving: CheckpointingConfig, first: int, last: int) -> int:
-    """Checkpoints that are due after step `first`, up to step `last`, which is always saved."""
+    """Count the saves after step `first`, up to step `last`, which is always saved."""
     period = saving.save_period
     return last // period - first // period + (last % period != 0) if first < last else 0
 
@@ -206,18 +207,18 @@ def make_services(
     reports: Mapping[str, Any],
     unit: str = "pairs",
 ) -> RunServices:
-    """Open the loggers, write what the run was given, and listen to signals.
+    """Open the loggers, write the configuration and data reports, and handle signals.
 
     Args:
-        context: Of the run.
+        context: The context of the run.
         schedule: The steps of the run, and when it validates and saves.
-        state: Writes checkpoints.
-        position: Where the run begins.
-        facts: What is known of its model.
-        selection: What makes a checkpoint the best.
-        deadline: When the run must have saved.
+        state: The state that checkpoints hold.
+        position: The position at which the run begins.
+        facts: The facts of its model.
+        selection: The rule by which a checkpoint is the best.
+        deadline: The time by which the run must have saved.
         reports: Data reports by name; each has `to_dict`.
-        unit: What a step takes in.
+        unit: The unit of a step's throughput.
 
     Raises:
         CheckpointError: The disk has no room for the checkpoints of the run.
@@ -232,7 +233,7 @@ def make_services(
             warning = context.store.require_room(num_saves, estimated_bytes=size)
         except CheckpointError:
             with contextlib.suppress(OSError):
-                run_dir.rmdir()  # if it was made for this run, nothing is in it
+                run_dir.rmdir()  # fails if an earlier run has logged there
             raise
         if warning is not None:
             console.print(f"warning: {warning}", soft_wrap=True)
@@ -264,24 +265,25 @@ def make_services(
 
 
 # --------------------------------------------------------------------------------------------------
-# Benchmarks beside a run: what is said of them, and of the reward model that judges in GRPO.
+# Benchmarks beside a run, of the trained reward model or of the one that scores in GRPO.
 
+# A server must answer all of a request within one time limit.
 CHUNK = 32
-"""Groups that a judge is asked for at a time: a server must answer within one time limit."""
+"""The groups of one request to a reward model."""
 
 
 def describe_benchmark(name: str, benchmark: BenchmarkSet, console: Console) -> None:
-    """Say what was read, and what its figures do not say."""
+    """Print the benchmark, and the limits of its metrics."""
     _say(f"bench   {name}: {benchmark.described()}", console)
     for note in benchmark.notes():
         _say(f"note    {name}: {note}", console)
 
 
 def judge_benchmarks(configs: Mapping[str, BenchmarkSetConfig]) -> list[BenchmarkSet]:
-    """The rows of `env.reward_model.benchmarks`.
+    """Load the rows of `env.reward_model.benchmarks`.
 
     Raises:
-        DataError: Rows that cannot be used.
+        DataError: Rows cannot be used.
     """
     if not configs:
         return []
@@ -293,21 +295,21 @@ def judge_benchmarks(configs: Mapping[str, BenchmarkSetConfig]) -> list[Benchmar
 def judge_figures(
     benchmarks: Sequence[BenchmarkSet], environments: Mapping[str, Environment], console: Console
 ) -> dict[str, float]:
-    """How good the reward model is that judges, as `reward_model/<Name>_<figure>`.
+    """Evaluate the reward model of a GRPO run, as `reward_model/<Name>_<metric>`.
 
-    It does not change during the run, so this is measured once. Its bare scores are: what a run
-    makes of them before they are rewards changes no order.
+    The reward model does not change during the run, so this is measured once. Its bare scores are
+    measured: the transformations into rewards change no order.
 
     Raises:
-        ConfigError: No reward model judges here.
+        ConfigError: No reward model scores completions in this run.
     """
     if not benchmarks:
         return {}
     judge = _judge_among(environments)
     if judge is None:
         raise ConfigError(
-            "env.reward_model.benchmarks: no task of this run is judged by the environment "
-            f"'reward_model' (they are judged by {', '.join(sorted(environments))}); leave them out"
+            "env.reward_model.benchmarks: no task of this run uses the environment 'reward_model' "
+            f"(they use {', '.join(sorted(environments))}); leave them out"
         )
     figures: dict[str, float] = {}
     for benchmark in benchmarks:
@@ -325,7 +327,7 @@ def judge_figures(
         failures = [one.failure for of_row in scores for one in of_row if one.failure is not None]
         if failures:
             _say(
-                f"warning: {name}: {counted(len(failures), 'completion')} without a score; the "
+                f"warning: {name}: {counted(len(failures), 'completion')} got no score; the "
                 f"first: {failures[0]}",
                 console,
             )
@@ -334,7 +336,7 @@ def judge_figures(
 
 
 def _judge_among(environments: Mapping[str, Environment]) -> RewardModelEnvironment | None:
-    """The one that is called `reward_model`, also where it is a part of a composite."""
+    """Find the environment named `reward_model`, also as a part of a composite."""
     from laurel.environments.composite import CompositeEnvironment
     from laurel.environments.reward_model_environment import RewardModelEnvironment
 

@@ -1,4 +1,4 @@
-"""Which engine draws the completions of a run, and where."""
+"""Makes the engine that samples the completions of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.util
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from uuid import uuid4
@@ -33,16 +32,16 @@ if TYPE_CHECKING:
 def make_generator(
     context: RunContext[GRPORun], model: TrainedModel, chat: ChatFormat, texts: Sequence[str] = ()
 ) -> Generator:
-    """The generator of `policy.generation.backend`.
+    """Make the generator of `policy.generation.backend`.
 
     Args:
-        context: Of the run: its generator is closed with it.
+        context: The context of the run, which closes the generator.
         model: The policy.
-        chat: How it is spoken to.
-        texts: What a tokenizer from scratch has learned from: replicas make it once more.
+        chat: The chat format of the policy.
+        texts: The texts that a tokenizer from scratch was trained on; replicas train it again.
 
     Raises:
-        ConfigError: It cannot draw what the configuration asks for.
+        ConfigError: The generator cannot sample as the configuration asks.
     """
     config, facts = context.config, model.facts
     size = facts.vocab_size
@@ -75,13 +74,13 @@ def make_generator(
         facts.tokenizer,
         end_ids=chat.end_ids,
         max_concurrent=config.policy.generation.max_concurrent,
-        # Only a copy can draw from old weights while the learner makes new ones.
+        # Only a copy can sample from old weights while the learner makes new ones.
         shares_weights=config.grpo.max_staleness == 0,
     )
 
 
 def _vllm(config: GRPORun, model: TrainedModel, chat: ChatFormat) -> Generator:
-    """vLLM, started from a directory with the policy's weights as they are now."""
+    # vLLM starts from a directory with the policy's current weights.
     from laurel.generation.vllm.engine import VllmEngine
 
     with tempfile.TemporaryDirectory(prefix="laurel-policy-") as directory:
@@ -102,7 +101,7 @@ def _replicas(
     *,
     uses_vllm: bool,
 ) -> Generator:
-    """An engine in every slot of the role `generation`, or in every few that one is spread over."""
+    """Make replicas of the engine, each in one or more slots of the role `generation`."""
     from laurel.generation.engine_worker import EngineWorker
     from laurel.generation.replicas import GeneratorReplicas
     from laurel.types import Weights
@@ -110,7 +109,7 @@ def _replicas(
     config, allocation = context.config, context.allocation
 
     def current() -> Weights | None:
-        # It must not be asked while it trains, nor while its shares are off the GPUs.
+        # The learner must not be asked while it trains or while its shares are off the GPUs.
         if config.grpo.max_staleness > 0 or (
             allocation.take_turns("generation") and model.facts.device == "cuda"
         ):
@@ -144,7 +143,7 @@ def _replicas(
 
 
 def describe_generator(generator: Generator) -> str:
-    """Who draws, and how weights come there where they have to."""
+    """Describe the engine, and the transfer of weights to it, if there is one."""
     transfer = getattr(generator, "transfer", None)
     way = "" if transfer is None else f", weights by {transfer.name} ({transfer.reason})"
     return f"{type(generator).__name__}{way}"
@@ -157,13 +156,13 @@ def transfer_of(
     uses_vllm: bool,
     take_turns: bool,
 ) -> WeightTransfer:
-    """What `policy.generation.weight_transfer` means here.
+    """Choose the transfer of weights by `policy.generation.weight_transfer`.
 
     Args:
-        setting: Its value.
-        device: Kind of device that the learner computes on.
+        setting: The value of that key.
+        device: The kind of device that the learner computes on.
         uses_vllm: The engines are vLLM's, which takes weights from files in memory.
-        take_turns: Engines have the learner's own devices.
+        take_turns: The engines have the learner's own devices.
     """
     from laurel.generation.weights.routes import WeightTransfer
 
@@ -198,14 +197,14 @@ def _transformers_maker(
 
 
 def _vllm_maker(context: RunContext[GRPORun], model: TrainedModel, chat: ChatFormat) -> EngineMaker:
-    """vLLM reads a directory, which every node must see: the checkpoint, or the model's own."""
+    # vLLM reads a directory that every node must see: the checkpoint, or the model's own.
     from laurel.generation.load import VllmMaker
 
     config, policy = context.config, context.config.policy
     directory = str(context.resume_from or policy.model_name)
     if policy.scratch is not None and context.resume_from is None:
-        # Beside the checkpoints, which every node sees; until the run ends, as a replica that was
-        # lost is started from it again. What a kill leaves goes with the next run's first look.
+        # Every node sees the directory of the checkpoints. The weights stay until the run ends,
+        # because a lost replica is restarted from them; the next run removes what a kill leaves.
         directory = str(Path(config.checkpointing.checkpoint_dir) / f".start-{uuid4().hex}")
         context.stack.callback(shutil.rmtree, directory, ignore_errors=True)
         Path(directory).mkdir(parents=True)
@@ -218,14 +217,17 @@ def _vllm_maker(context: RunContext[GRPORun], model: TrainedModel, chat: ChatFor
 
 
 def probe_of(learner: Learner, path: ModelPath) -> Callable[[Sequence[int]], np.ndarray]:
-    """What the learner says of a sequence: see `engines.weight_probe.Probe`."""
-    return partial(_probe, learner, path)
+    """Return a function that computes the learner's log-probabilities of a sequence.
 
+    `generation.weights.probe` compares them with an engine's after a transfer.
+    """
 
-def _probe(learner: Learner, path: ModelPath, ids: Sequence[int]) -> np.ndarray:
-    import numpy as np
+    def probe(ids: Sequence[int]) -> np.ndarray:
+        import numpy as np
 
-    from laurel.generation.weights.probe import probe_batch
+        from laurel.generation.weights.probe import probe_batch
 
-    (outputs,) = learner.outputs([probe_batch(ids, path)], temperature=1.0)
-    return np.asarray(outputs.logprobs_M.cpu().numpy())
+        (outputs,) = learner.outputs([probe_batch(ids, path)], temperature=1.0)
+        return np.asarray(outputs.logprobs_M.cpu().numpy())
+
+    return probe

@@ -1,4 +1,4 @@
-"""From a configuration to a GRPO run: the only file that knows every class it is made of."""
+"""Assembles a GRPO run from its configuration: the only file that knows all its classes."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def train_policy(config: GRPORun, *, console: Console, warnings: Sequence[str] =
 
 
 def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GRPO, Position]:
-    """A run that is ready to begin, and where it begins.
+    """Assemble a run that is ready to begin, and its first position.
 
-    What can be told wrong without loading anything is told first, then what needs only the data,
-    then what needs the environments, then what needs the policy.
+    Errors are reported in the order of their cost: first those that need nothing loaded, then those
+    that need the data, the environments, and the policy.
 
     Args:
         config: The whole configuration.
-        stack: Lets go of everything that was started.
-        console: Shows what was read, loaded and decided.
+        stack: Closes everything that is started.
+        console: Shows what is read, loaded and decided.
     """
     config = resolve_model(config, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
@@ -81,7 +81,7 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     context = context.with_slots(planned)
     environments = environments_of(data, context)
     check_answers(data, environments, console)
-    # A run that goes on has done so at its beginning.
+    # A resumed run has measured these at its beginning.
     facts = judge_figures([] if context.resume_from else benchmarks, environments, console)
     training, position = _with_policy(context, data, environments, selection, deadline)
     if facts:
@@ -99,10 +99,10 @@ def _load_data(config: GRPORun) -> TaskData:
 
 
 def check_grpo_run(config: GRPORun) -> Selection:
-    """What a configuration alone can get wrong.
+    """Check what needs only the configuration, and choose the metric of the best checkpoint.
 
     Raises:
-        UserError: The first thing found.
+        UserError: A setting cannot be used; the first problem is reported.
     """
     check_available(config.logger)
     validates = config.grpo.val_period > 0 or config.grpo.val_at_end
@@ -121,13 +121,13 @@ def check_grpo_run(config: GRPORun) -> Selection:
 
 
 def check_vllm(config: GRPORun, *, on_cluster: bool) -> None:
-    """What vLLM cannot do for a run, before anything is started.
+    """Check the uses of vLLM in a run, before anything is started.
 
     Raises:
-        MissingDependencyError: It is not installed here, where it is needed.
-        ConfigError: It is to judge on a cluster.
+        MissingDependencyError: It is needed here, and is not installed.
+        ConfigError: It is to compute rewards on a cluster.
     """
-    # An environment of a cluster that others have started may have it where this one has not.
+    # An existing cluster may have vLLM in its environment although this one does not.
     if config.policy.generation.backend == "vllm" and not config.cluster.address:
         check_has_vllm("policy.generation.backend=vllm")
     if config.env.reward_model.uses_vllm and uses_reward_model(config):
@@ -143,7 +143,7 @@ def check_vllm(config: GRPORun, *, on_cluster: bool) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyBundle:
-    """A policy, and all that its conversations take."""
+    """A policy with everything that its rollouts need."""
 
     model: TrainedModel
     chat: ChatFormat
@@ -154,9 +154,9 @@ class PolicyBundle:
 def load_policy_bundle(
     context: RunContext[GRPORun], data: TaskData, environments: dict[str, Environment]
 ) -> PolicyBundle:
-    """Load the policy, and what draws from it. Prompts that are too long for it are left out."""
+    """Load the policy and its generator. Prompts that are too long for it are left out."""
     config = context.config
-    # Before any prompt is left out for its length, which takes a tokenizer.
+    # Taken before long prompts are left out: that needs the tokenizer that these texts train.
     texts = task_texts(data) if config.policy.scratch is not None else []
     model = load_policy_to_train(
         context,
@@ -165,7 +165,7 @@ def load_policy_bundle(
         identity=grpo_identity(config),
         temperature=config.policy.generation.temperature,
         needs_reference=config.loss_fn.reference_policy_kl_penalty > 0,
-        draws_from_copy=config.grpo.max_staleness > 0,
+        samples_from_copy=config.grpo.max_staleness > 0,
         with_entropy=config.loss_fn.entropy,
     )
     chat = chat_of(config, model.facts)
@@ -184,10 +184,10 @@ def _with_policy(
     selection: Selection,
     deadline: Deadline,
 ) -> tuple[GRPO, Position]:
-    """Everything after the environments."""
+    """Assemble everything that needs the policy."""
     config, console, resume_from = context.config, context.console, context.resume_from
     if context.store is not None and resume_from is not None and context.allocation.are_remote:
-        # Replicas of generation are started from it again when one is lost.
+        # A lost replica of generation is restarted from this checkpoint.
         context.store.pin(resume_from)
     found = load_policy_bundle(context, data, environments)
     from laurel.grpo.loop import GRPO, GRPOSettings
@@ -257,18 +257,19 @@ def _with_policy(
 def _describe_step(config: GRPORun, chat: ChatFormat, parts: PolicyParts, console: Console) -> None:
     if not chat.asks_as_it_answers:
         console.print(
-            "note    the chat template asks the policy in other words than those that its answers "
-            "begin with: look at the generation prompt of the template"
+            "note    the generation prompt of the chat template differs from the start of the "
+            "policy's answers: check the template"
         )
     console.print(
         f"step    {config.grpo.num_prompts_per_step} prompts x "
-        f"{config.grpo.num_generations_per_prompt} completions, judged by "
-        f"{', '.join(sorted(parts.environments))}; drawn by {describe_generator(parts.generator)}"
+        f"{config.grpo.num_generations_per_prompt} completions, graded by "
+        f"{', '.join(sorted(parts.environments))}; sampled by "
+        f"{describe_generator(parts.generator)}"
     )
 
 
 def chat_of(config: GRPORun, facts: ModelFacts) -> ChatFormat:
-    """How the policy is spoken to."""
+    """Return the chat format of the policy."""
     from laurel.models.chat import ChatFormat
 
     return ChatFormat(
@@ -279,19 +280,19 @@ def chat_of(config: GRPORun, facts: ModelFacts) -> ChatFormat:
 
 
 def task_texts(data: TaskData) -> list[str]:
-    """Every text of the training tasks: what a tokenizer from scratch learns from."""
+    """Return every text of the training tasks, on which a tokenizer from scratch is trained."""
     return [message.content for task in data.train for message in task.prompt]
 
 
 def grpo_total_steps(config: GRPORun, num_tasks: int) -> int:
-    """Steps of the run: all epochs, or the limit."""
+    """Return the number of steps: those of all epochs, or the limit if it is lower."""
     grpo = config.grpo
     return min(
         grpo.max_num_steps, max(1, grpo.max_num_epochs * num_tasks // grpo.num_prompts_per_step)
     )
 
 
-_WHAT_CODE_IS_WORTH: dict[str, Any] = dict.fromkeys(
+_CODE_REWARD_KEYS: dict[str, Any] = dict.fromkeys(
     (
         "terminate_on_evaluation",
         "terminate_without_code",
@@ -319,7 +320,7 @@ _WHAT_CODE_IS_WORTH: dict[str, Any] = dict.fromkeys(
 
 
 def grpo_identity(config: GRPORun) -> dict[str, object]:
-    """What must be the same when a run goes on, by dotted name, or it would be another run."""
+    """Return the settings, by dotted name, that must not change when a run resumes."""
     left_out = {
         "max_num_epochs",
         "max_num_steps",
@@ -338,8 +339,8 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
     sampled = {"temperature", "top_p", "top_k", "max_new_tokens", "stop_strings", "stop_token_ids"}
     rewarding: dict[str, Any] = {
         "math": {"verifier_type", "stop_strings", "forbid_unevaluated"},
-        "code": _WHAT_CODE_IS_WORTH,
-        "reward_model": _what_scores(config.env.reward_model),
+        "code": _CODE_REWARD_KEYS,
+        "reward_model": _scoring_keys(config.env.reward_model),
         "composite": True,
         "custom": True,
     }
@@ -353,8 +354,8 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
     )
 
 
-def _what_scores(config: RewardModelEnvironmentConfig) -> dict[str, Any]:
-    """The keys that decide scores; where servers are, and how long they take, does not."""
+def _scoring_keys(config: RewardModelEnvironmentConfig) -> dict[str, Any]:
+    """Return the keys that decide scores; addresses and time limits of servers do not."""
     asking = dict.fromkeys(("urls", *AskingConfig.model_fields), False)
     asked = {name: True for name in JudgeConfig.model_fields if name not in asking}
     called = {name: True for name in FunctionConfig.model_fields if name != "timeout"}
@@ -432,7 +433,7 @@ def rollouts_of(
     environments: Mapping[str, Environment],
     chat: ChatFormat,
 ) -> Rollouts:
-    """How conversations are played."""
+    """Return the rollouts of the run's configuration."""
     from laurel.grpo.rollouts import Rollouts
 
     return Rollouts(
@@ -445,7 +446,7 @@ def rollouts_of(
         environment_timeout=config.env.timeout_seconds,
         generation_timeout=config.policy.generation.timeout_seconds,
         max_failed_share=config.env.max_failed_share,
-        # Whoever takes completions one by one can merge only what it is asked at the same time.
+        # An environment that grades single completions can batch only concurrent calls.
         num_threads=64
         if any(one.spec.judges == "completion" for one in environments.values())
         else 16,
@@ -453,10 +454,7 @@ def rollouts_of(
 
 
 def _take_turns(context: RunContext[GRPORun], generator: Generator) -> bool:
-    """Whether learner and generator rest for each other.
-
-    In one process an engine of our own has nothing to give back: the weights are the learner's.
-    """
+    """Report whether learner and generator free their devices for each other."""
     from laurel.generation.transformers.engine import TransformersEngine
 
     config, allocation = context.config, context.allocation
@@ -464,12 +462,13 @@ def _take_turns(context: RunContext[GRPORun], generator: Generator) -> bool:
         return False
     if allocation.are_remote:
         return allocation.take_turns("generation")
+    # In one process our own engine has nothing to free: its weights are the learner's.
     is_our_own = isinstance(generator, TransformersEngine)
     return config.policy.generation.colocated.enabled and not is_our_own
 
 
 def sampling_of(config: GRPORun, *, is_validation: bool = False) -> SamplingParams:
-    """How completions are drawn in training, or in validation."""
+    """Return the sampling parameters of training, or of validation."""
     from laurel.types import SamplingParams
 
     generation = config.policy.generation
@@ -490,29 +489,29 @@ def sampling_of(config: GRPORun, *, is_validation: bool = False) -> SamplingPara
 
 
 # --------------------------------------------------------------------------------------------------
-# How well a policy answers tasks that it does not learn from: no training, nothing saved.
+# The evaluation of a policy on validation tasks, without training or saving.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Measurement:
-    """The answers of a policy, and what they say about it."""
+    """The answers of a policy, and their metrics."""
 
     groups: Sequence[RolloutGroup]
     """A group for each task, in the order of the data."""
     figures: Mapping[str, float]
-    """See `grpo.validation.validation_metrics`."""
+    """The metrics of `grpo.validation.validation_metrics`."""
 
     @property
     def success_rate(self) -> float:
-        """Mean reward over all samples: of a math environment, the share of right answers."""
+        """Return the mean reward of all samples; of a math environment, the accuracy."""
         return self.figures["reward_mean"]
 
 
 def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
-    """Let a policy answer the validation tasks of a configuration, and have them judged.
+    """Sample a policy's answers to the validation tasks of a configuration, and grade them.
 
-    Each task gets `grpo.val_num_generations_per_prompt` completions, drawn as validation draws
-    them. The environments that only training tasks ask for are not started.
+    Each task gets `grpo.val_num_generations_per_prompt` completions, sampled as in validation.
+    The environments that only training tasks need are not started.
 
     Raises:
         DataError: There are no validation tasks.

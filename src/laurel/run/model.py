@@ -1,4 +1,4 @@
-"""The model that a run trains: in this process, or spread over the ranks of a cluster."""
+"""Loads the model that a run trains: in this process, or over the ranks of a cluster."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedModel:
-    """A model with its optimizer, wherever it is."""
+    """A model with its optimizer, in this process or in others."""
 
     learner: Learner
     facts: ModelFacts
     in_process: Any | None
-    """The model itself; None where other processes hold it."""
+    """The model itself; None if other processes hold it."""
 
 
 def load_trained_model(
@@ -44,12 +44,12 @@ def load_trained_model(
     """Load the model, check it, and build its optimizer.
 
     Args:
-        context: Of the run.
-        load: See `LearnerWorker`.
-        seed: Likewise.
-        identity: See `RunState.identity`.
-        load_reference: See `LearnerWorker`.
-        with_entropy: Likewise.
+        context: The context of the run.
+        load: Loads the model, as `LearnerWorker` takes it.
+        seed: The seed of dropout.
+        identity: The settings that must not change when a run resumes.
+        load_reference: Loads the frozen reference, as `LearnerWorker` takes it.
+        with_entropy: Whether the learner also measures entropies.
         check_room: Called with the device before a model is loaded into this process.
 
     Raises:
@@ -68,7 +68,7 @@ def load_trained_model(
         quiet_libraries()
         if context.resume_from:
             check_same_run(context.resume_from, identity)
-        # What torch refuses is told before anything is loaded.
+        # Settings that torch refuses are reported before anything is loaded.
         optimizer = build_optimizer(policy.optimizer, list(nn.Linear(1, 1).named_parameters()))
         build_scheduler(policy.scheduler, optimizer)
         settings: dict[str, Any] = {
@@ -105,7 +105,7 @@ def _spread(context: RunContext[R], load: Load, settings: Mapping[str, Any]) -> 
 
 
 def describe_model(kind: str, facts: ModelFacts, context: RunContext[R]) -> None:
-    """Say what was loaded, and where it is."""
+    """Print what was loaded, and where it is."""
     console = context.console
     trained = f", {facts.num_trained / 1e6:.2f}M trained"
     console.print(
@@ -124,7 +124,7 @@ def describe_model(kind: str, facts: ModelFacts, context: RunContext[R]) -> None
 
 
 # --------------------------------------------------------------------------------------------------
-# The model that a run begins from: found as every command finds models, before anything heavy.
+# The model that a run starts from, resolved as in every command before anything heavy is loaded.
 
 _INSTEAD = (
     ", or make a small one here: policy.model_name=null 'policy.scratch={}', with a higher "
@@ -133,7 +133,7 @@ _INSTEAD = (
 
 
 def resolve_model(config: R, console: Console) -> R:
-    """The configuration of a run, with the checkpoint where `policy.model_name` names a run.
+    """Replace `policy.model_name` by a checkpoint if it names the directory of a run.
 
     Raises:
         UserError: There is no such model, or the hub that has it does not answer.
@@ -144,7 +144,7 @@ def resolve_model(config: R, console: Console) -> R:
     saving = config.checkpointing
     goes_on = saving.enabled and steps_in(Path(saving.checkpoint_dir))
     if goes_on and not Path(policy.model_name).expanduser().is_dir():
-        return config  # its checkpoint has the weights
+        return config  # the run resumes from its own checkpoint
     say = say_on(console)
     name = found_name(policy.model_name, say=lambda note: say(f"note    {note}"), instead=_INSTEAD)
     if name == policy.model_name:
@@ -154,15 +154,15 @@ def resolve_model(config: R, console: Console) -> R:
 
 
 def found_name(name: str, *, say: Say, instead: str = "") -> str:
-    """What transformers loads for a name: of the directory of a run one of its checkpoints.
+    """Resolve a name to what transformers loads; for a run's directory that is a checkpoint.
 
-    Which one is as for `rewards.spec.find_model`. Any other name stays as it was written: it is
-    part of what a run is known by when it goes on.
+    `rewards.spec.find_model` chooses the checkpoint. Any other name stays as it is written, because
+    a run that resumes must have the same one.
 
     Args:
         name: A directory, or a name on the hub.
-        say: Told which checkpoint was taken.
-        instead: What else could be done where the hub does not answer.
+        say: Called with the chosen checkpoint.
+        instead: Advice for when the hub does not answer.
 
     Raises:
         UserError: There is no such model, or the hub that has it does not answer.

@@ -1,4 +1,4 @@
-"""What fine-tuning and GRPO share on their way to a policy."""
+"""Loads and checks a policy for fine-tuning and GRPO."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def load_policy_to_train(
     identity: Mapping[str, object],
     temperature: float = 1.0,
     needs_reference: bool = False,
-    draws_from_copy: bool = False,
+    samples_from_copy: bool = False,
     with_entropy: bool = False,
 ) -> TrainedModel:
-    """The policy, checked, with its optimizer.
+    """Load the policy with its optimizer, and check it.
 
     Args:
-        context: Of the run.
-        seed: Seeds adapters, a model from scratch and dropout.
-        texts: What a tokenizer from scratch learns from.
-        identity: See `RunState.identity`.
-        temperature: That completions are drawn with.
-        needs_reference: The policy before its training is kept, too.
-        draws_from_copy: See `check_memory`.
-        with_entropy: See `LearnerWorker`.
+        context: The context of the run.
+        seed: The seed of adapters, a model from scratch and dropout.
+        texts: The texts on which a tokenizer from scratch is trained.
+        identity: The settings that must not change when a run resumes.
+        temperature: The temperature of sampling.
+        needs_reference: Whether the policy before training is kept as well.
+        samples_from_copy: Whether the generator keeps a copy of the weights.
+        with_entropy: Whether the learner also measures entropies.
     """
     with context.console.status("loading torch"):
         from laurel.models.loading.policy import load_policy
@@ -57,7 +57,7 @@ def load_policy_to_train(
     )
     resumed = partial(load, resume_from=resume_from) if resume_from else load
     check_room = partial(
-        check_memory, policy, needs_reference=needs_reference, draws_from_copy=draws_from_copy
+        check_memory, policy, needs_reference=needs_reference, samples_from_copy=samples_from_copy
     )
     return load_trained_model(
         context,
@@ -71,7 +71,7 @@ def load_policy_to_train(
 
 
 def policy_settings(policy: PolicyConfig, **sections: Mapping[str, Any]) -> dict[str, object]:
-    """What must be the same when a run goes on, by dotted name, or it would be another run."""
+    """Return the settings, by dotted name, that must not change when a run resumes."""
     from laurel.training.state import leaves
 
     names = {
@@ -93,31 +93,31 @@ def policy_settings(policy: PolicyConfig, **sections: Mapping[str, Any]) -> dict
 def describe_policy(
     context: RunContext[R], facts: ModelFacts, reports: Mapping[str, TextReport], run_dir: Path
 ) -> None:
-    """Say what was read, loaded and decided."""
+    """Print what was read, loaded and decided."""
     describe_data(reports, run_dir, context.console)
     describe_model("policy", facts, context)
     describe_output(context, run_dir)
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether a policy fits beside what is loaded already, told before it is loaded.
+# The check that a policy fits beside what is loaded already, before it is loaded.
 
 
 def check_memory(
-    policy: PolicyConfig, device: torch.device, *, needs_reference: bool, draws_from_copy: bool
+    policy: PolicyConfig, device: torch.device, *, needs_reference: bool, samples_from_copy: bool
 ) -> None:
-    """Refuse a policy whose weights, gradients and optimizer alone are more than there is.
+    """Check that a policy's weights, gradients and optimizer fit into the free memory.
 
-    Activations come on top: what passes here may still be too large for its batches.
+    Activations come on top: a policy that passes may still be too large for its batches.
 
     Args:
         policy: The policy section.
-        device: Where it goes.
-        needs_reference: A frozen copy is kept, where there are no adapters.
-        draws_from_copy: The generator keeps a copy, too.
+        device: The device of the policy.
+        needs_reference: Whether a frozen copy is kept, unless there are adapters.
+        samples_from_copy: Whether the generator keeps a copy as well.
 
     Raises:
-        ModelError: With what takes how much, and what would take less.
+        ModelError: They do not fit; the message has the sizes, and settings that need less.
     """
     if policy.scratch is not None:
         return
@@ -129,7 +129,7 @@ def check_memory(
     if not has_adapters:
         copies |= {"gradients": 1, "optimizer": 2}
         copies |= {"reference": 1} if needs_reference else {}
-    copies |= {"generator's copy": 1} if draws_from_copy else {}
+    copies |= {"generator's copy": 1} if samples_from_copy else {}
     needed = {what: 4 * count * num_parameters for what, count in copies.items()}
     free = _free_bytes(device)
     if free is None or sum(needed.values()) <= free:

@@ -1,4 +1,4 @@
-"""The request that a run makes of a cluster, read off its configuration for the planner."""
+"""Translates a run's configuration into its request to a cluster, for the planner."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from laurel.planning.request import (
 )
 from laurel.planning.step_time import Workload
 
-DEFAULT_JUDGED_LENGTH = 8192
-"""Tokens of the longest conversation, for a reward model without `max_model_len`."""
+DEFAULT_SCORED_LENGTH = 8192
+"""The tokens of the longest conversation, for a reward model without `max_model_len`."""
 
 
 def request_of(config: Run) -> ClusterRequest:
-    """What a run asks of its cluster."""
+    """Return the request of a run to its cluster."""
     cluster, placement = config.cluster, config.cluster.placement
     request = ClusterRequest(
         num_nodes=cluster.num_nodes,
@@ -105,10 +105,10 @@ def workload_of(
 
 
 def uses_reward_model(config: GRPORun) -> bool:
-    """Whether any task may be judged by a reward model that this run loads and gives slots.
+    """Report whether any task may use a reward model that this run loads and gives slots.
 
-    It is enabled, or a data set names it; and no servers, judge or function stand in for it. One of
-    several models is enough, and all that are loaded have the same slots.
+    The environment is enabled, or a data set names it; and no servers, judge or function replace
+    the model. One of several models is enough; all loaded models share the slots.
     """
     if not config.env.reward_model.computes:
         return False
@@ -157,7 +157,7 @@ def _policy(config: Run) -> RoleRequest:
 
 
 def _budget(config: Run, micro_batch_size: int, longest: int) -> int:
-    """Tokens of one forward pass: no item is divided."""
+    """Return the tokens of one forward pass, which holds at least one whole item."""
     policy = config.policy
     if policy.sequence_packing.enabled:
         budget = policy.token_budget(policy.sequence_packing)
@@ -172,8 +172,8 @@ def _generation(config: GRPORun) -> RoleRequest:
     generation, longest = config.policy.generation, config.policy.max_total_sequence_length
     colocated, tokens = generation.colocated, generation.max_concurrent * longest
     key = "policy.generation.colocated.resources"
-    # An engine of another kind has one slot, whatever is said of vLLM.
-    parallel = generation.vllm_cfg if _draws_with_vllm(config) else None
+    # Any other engine has one slot, whatever the settings of vLLM are.
+    parallel = generation.vllm_cfg if _samples_with_vllm(config) else None
     return RoleRequest(
         name="generation",
         parallel_key="policy.generation.vllm_cfg",
@@ -185,9 +185,9 @@ def _generation(config: GRPORun) -> RoleRequest:
 
 
 def _reward_model(config: GRPORun) -> RoleRequest:
-    """Several reward models share the slots; the largest forward pass of any of them counts."""
+    # Several reward models share the slots; the largest forward pass of any of them counts.
     judge = config.env.reward_model
-    passes = [_judged_at_once(source) for source in judge.loaded]
+    passes = [_tokens_of_scoring(source) for source in judge.loaded]
     longest, tokens = (max(sizes) for sizes in zip(*passes, strict=True))
     key, resources = "env.reward_model.resources", judge.resources
     is_own = resources.gpus_per_node is not None or resources.num_nodes is not None
@@ -205,16 +205,16 @@ def _own_slots(key: str, resources: ResourcesConfig) -> OwnSlots:
     return OwnSlots(key=key, per_node=resources.gpus_per_node, nodes=resources.num_nodes)
 
 
-def _judged_at_once(judge: ScorerSource) -> tuple[int, int]:
-    """Tokens of the longest conversation and of one forward pass."""
-    longest = judge.max_model_len or DEFAULT_JUDGED_LENGTH
+def _tokens_of_scoring(judge: ScorerSource) -> tuple[int, int]:
+    """Return the tokens of the longest conversation and of one forward pass."""
+    longest = judge.max_model_len or DEFAULT_SCORED_LENGTH
     is_budget = judge.sequence_packing.enabled or judge.dynamic_batching.enabled
     budget = judge.batch_tokens if is_budget else judge.batch_size * longest
     return longest, max(longest, budget)
 
 
 def _rollouts(config: GRPORun, longest: int, tokens: int) -> tuple[BatchRequest, ...]:
-    """The batches of generation and of the reward model, which judges the same completions."""
+    """Return the batches of generation and of the reward model, which scores the completions."""
     grpo = config.grpo
     batch = BatchRequest(
         unit="completions",
@@ -240,7 +240,6 @@ def _validates(config: Run) -> bool:
 
 
 def _placements(placement: PlacementConfig) -> dict[RoleName, RolePlacement]:
-    """The placements of the roles that the section names."""
     said: dict[RoleName, RolePlacement | None] = {
         "policy": placement.policy,
         "generation": placement.generation,
@@ -274,7 +273,7 @@ def _training(config: Run) -> TrainingRequest:
 def _drawing(config: GRPORun) -> DrawingRequest:
     policy, vllm = config.policy, config.policy.generation.vllm_cfg
     return DrawingRequest(
-        uses_vllm=_draws_with_vllm(config),
+        uses_vllm=_samples_with_vllm(config),
         precision=policy.precision if vllm.precision == "auto" else vllm.precision,
         longest=vllm.max_model_len or policy.max_total_sequence_length,
         memory_share=vllm.gpu_memory_utilization,
@@ -282,7 +281,7 @@ def _drawing(config: GRPORun) -> DrawingRequest:
     )
 
 
-def _draws_with_vllm(config: GRPORun) -> bool:
-    """Whether vLLM draws: `auto` is taken to be vLLM, unless the run is on CPUs."""
+def _samples_with_vllm(config: GRPORun) -> bool:
+    # The plan counts `auto` as vLLM, unless the run is on CPUs.
     backend = config.policy.generation.backend
     return backend == "vllm" or (backend == "auto" and config.cluster.device != "cpu")

@@ -1,4 +1,4 @@
-"""From a configuration to the objects of a run: the only file that knows every concrete class."""
+"""Assembles a run of `laurel rm` from its configuration: the only file that knows its classes."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def train_reward_model(
 ) -> RunOutcome:
     """Run `laurel rm` from beginning to end.
 
-    What can be told wrong without loading anything is told first, then what needs only the data,
-    then what needs the model; torch is imported after the data is read.
+    Errors are reported in the order of their cost: first those that need nothing loaded, then those
+    that need the data, then those that need the model. torch is imported after the data is read.
     """
     for warning in warnings:
         console.print(f"warning: {warning}")
@@ -65,10 +65,10 @@ def train_reward_model(
 
 
 def check_reward_run(config: RewardTrainingRun) -> Selection:
-    """What a configuration alone can get wrong.
+    """Check what needs only the configuration, and choose the metric of the best checkpoint.
 
     Raises:
-        UserError: The first thing found.
+        UserError: A setting cannot be used; the first problem is reported.
     """
     check_available(config.logger)
     sets, benchmarks = list(config.data.validation_sets()), config.data.benchmark_sets()
@@ -91,10 +91,10 @@ def check_reward_run(config: RewardTrainingRun) -> Selection:
 
 
 def check_figure(selection: Selection, benchmarks: Mapping[str, BenchmarkSet]) -> None:
-    """Refuse to select by a figure that the rows of a benchmark do not give.
+    """Check that the rows of a benchmark give the metric that selects checkpoints.
 
     Raises:
-        ConfigError: It is absent, or there is none because the benchmark was cut.
+        ConfigError: The metric is absent, perhaps because the benchmark was cut.
     """
     for name, benchmark in benchmarks.items():
         figures = {f"validation-{name}_{key}": key for key in selectable(benchmark.benchmark)}
@@ -118,7 +118,7 @@ def _train(
     selection: Selection,
     deadline: Deadline,
 ) -> RunOutcome:
-    """Everything after the data: model, tokens, loop. Nothing is written before all is well."""
+    """Load the model, make tokens, and run the loop; nothing is written before all is checked."""
     config, console = context.config, context.console
     model = _load_model(context, data)
     from laurel.training.batches import Batcher
@@ -223,10 +223,10 @@ def _load_model(context: RunContext[RewardTrainingRun], data: PreferenceData) ->
 
 
 def reward_model_identity(config: RewardTrainingRun) -> dict[str, object]:
-    """What must be the same when a run goes on, by dotted name, or it would be another run.
+    """Return the settings, by dotted name, that must not change when a run resumes.
 
-    Besides what makes the arithmetic, this holds what a checkpoint brings with it (tokenizer,
-    learning rate): a change of that would have no effect and must not pass in silence.
+    Beside those that decide the arithmetic, these are the settings that a checkpoint holds
+    (tokenizer, learning rate): a change of them would have no effect, and must not go unnoticed.
     """
     from laurel.training.state import leaves
 
@@ -257,7 +257,6 @@ def reward_model_identity(config: RewardTrainingRun) -> dict[str, object]:
 def _describe(
     context: RunContext[RewardTrainingRun], data: PreferenceData, facts: ModelFacts, run_dir: Path
 ) -> None:
-    """Say what was read, loaded and decided."""
     console = context.console
     describe_data(data.reports, run_dir, console)
     for benchmark in data.benchmarks.values():
@@ -269,24 +268,24 @@ def _describe(
 
 
 # --------------------------------------------------------------------------------------------------
-# Data sets of a run: from the configuration to judged groups, and from those to tokens.
+# Data sets of a run: from the configuration to preferences, and from those to tokens.
 
 ENCODE_AT_ONCE = 512
 
 
 @dataclass(slots=True, kw_only=True)
 class PreferenceData:
-    """The judged groups of a run, before they are tokens."""
+    """The preferences of a run, before they are tokens."""
 
     train: list[Preference]
     validation: dict[str, list[Preference]]
     reports: dict[str, DataReport]
     benchmarks: dict[str, BenchmarkSet] = field(default_factory=dict)
-    """What is validated on besides."""
+    """The benchmarks among the validation sets."""
 
     @property
     def all_reports(self) -> dict[str, DataReport | BenchmarkSet]:
-        """What was read, by name."""
+        """Return the reports of all sets and benchmarks, by name."""
         named = {f"validation-{name}": benchmark for name, benchmark in self.benchmarks.items()}
         return {**self.reports, **named}
 
@@ -295,7 +294,8 @@ def load_data(config: RewardTrainingRun) -> PreferenceData:
     """Read every data set of the run.
 
     Raises:
-        DataError: A file, a row, or nothing left; or margins are asked for that no row has.
+        DataError: A file or a row cannot be used, no row is left, or no row has a margin that the
+            loss needs.
     """
     data = config.data
     train: list[Preference] = []
@@ -335,7 +335,7 @@ def load_data(config: RewardTrainingRun) -> PreferenceData:
 
 
 def _check_margins(config: RewardTrainingRun, data: PreferenceData) -> None:
-    """Margins take a loss that reads them and rows that have them: with one alone, say so."""
+    # Margins need both a loss that reads them and rows that have them.
     if config.rm.loss.use_margin:
         if not any(preference.margin for preference in data.train):
             raise DataError(
@@ -353,7 +353,7 @@ def _check_margins(config: RewardTrainingRun, data: PreferenceData) -> None:
 
 
 def own_validation_of(config: RewardTrainingRun) -> DatasetConfig | None:
-    """The validation set that the only training set of a run brings with it, if it does."""
+    """Return the validation set that comes with the only training set of a run, if any."""
     sets = config.data.train_sets()
     return own_validation_preferences(sets[0]) if len(sets) == 1 else None
 
@@ -373,7 +373,7 @@ def _load(
 
 
 def preference_texts(preferences: Sequence[Preference]) -> Iterator[str]:
-    """Every text of judged groups, prompts and completions."""
+    """Yield every text of preferences, prompts and completions."""
     for preference in preferences:
         yield from (message.content for message in preference.group.prompt)
         for completion in preference.group.completions_G:
@@ -388,7 +388,7 @@ def tokenise(
     overlong: str,
     console: Console,
 ) -> list[PreferenceSample]:
-    """Judged groups as tokens; what is too long is cut or left out, and counted in the report."""
+    """Tokenise preferences; long ones are cut or left out, and counted in the report."""
     from laurel.types import PreferenceSample
 
     samples: list[PreferenceSample] = []
@@ -429,7 +429,7 @@ def tokenise(
 def tokenise_all(
     config: RewardTrainingRun, data: PreferenceData, contract: ScoringContract, console: Console
 ) -> tuple[list[PreferenceSample], dict[str, list[PreferenceSample]]]:
-    """The training set and the validation sets as tokens."""
+    """Tokenise the training set and the validation sets."""
     overlong = config.data.overlong
     train = tokenise(
         data.train, contract, data.reports["train"], overlong=overlong, console=console

@@ -1,4 +1,4 @@
-"""From a configuration to a run of supervised fine-tuning."""
+"""Assembles a run of supervised fine-tuning from its configuration."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
         data = load_demonstration_data(config.data)
         context = context.with_slots(planned)
         model = load_policy_to_train(
-            context, seed=config.sft.seed, texts=_texts(data), identity=_settings(config)
+            context,
+            seed=config.sft.seed,
+            texts=[turn.content for dialogue in data.train for turn in dialogue.messages],
+            identity=_settings(config),
         )
         facts, resume_from = model.facts, context.resume_from
         from laurel.models.chat import ChatFormat
@@ -107,12 +110,8 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
         return SupervisedFineTuning(config.sft, services, parts).run(position)
 
 
-def _texts(data: DemonstrationData) -> list[str]:
-    return [message.content for dialogue in data.train for message in dialogue.messages]
-
-
 def _settings(config: SFTRun) -> dict[str, object]:
-    """What must be the same when a run goes on, by dotted name."""
+    """Return the settings, by dotted name, that must not change when a run resumes."""
     from laurel.run.policy import policy_settings
 
     return policy_settings(
@@ -125,7 +124,7 @@ def _settings(config: SFTRun) -> dict[str, object]:
 def _encode(
     config: SFTRun, data: DemonstrationData, name: str, chat: ChatFormat, console: Console
 ) -> list[Demonstration]:
-    """Dialogues as tokens; what has nothing to imitate within the length is counted."""
+    """Tokenise dialogues; those without an answer within the length are left out and counted."""
     if name not in data.reports:
         return []
     report = data.reports[name]

@@ -1,4 +1,4 @@
-"""What parts of a run or a command are given: their own settings, out of what a person wrote."""
+"""Translates configurations and options into the settings of components."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def model_spec(policy: PolicyConfig) -> ModelSpec:
-    """The model that the section `policy` describes."""
+    """Return the model that the section `policy` describes."""
     is_named = policy.scratch is None or "model_name" in policy.model_fields_set
     parallel = policy.dtensor_cfg
     return ModelSpec(
@@ -106,19 +106,19 @@ _SAID_BY_CONTRACT = (
     "max_total_sequence_length",
     "tokenizer.chat_template_kwargs",
 )
-"""Keys that would have no effect on a model that brings its scoring contract."""
+"""Keys without effect on a model that has its scoring contract."""
 
 
 def asked_scorer(model: str, options: ScorerSpec, *, or_server: bool = False) -> ScorerSpec:
-    """The scorer that the options of a command describe. Its model is found; nothing is loaded.
+    """Return the scorer of a command's options. Its model is resolved, but not loaded.
 
     Args:
-        model: What `--model` says.
-        options: What the other options say.
+        model: The value of `--model`.
+        options: The other options.
         or_server: Whether `--model` could have been an address.
 
     Raises:
-        UserError: There is no such model, or it is none that scores.
+        UserError: There is no such model, or it is no reward model.
     """
     if not model:
         hub = "a name on the Hugging Face hub"
@@ -138,16 +138,16 @@ def asked_scorer(model: str, options: ScorerSpec, *, or_server: bool = False) ->
 def open_asked(
     spec: ScorerSpec, settings: Sequence[str], *, cpu_threads: int | None, console: Console
 ) -> LocalScorer:
-    """Load the scorer of a command into this process, with signs of life.
+    """Load the scorer of a command into this process, and show the progress.
 
     Args:
-        spec: See `asked_scorer`; how its model is loaded is said by the settings.
-        settings: What `--set` says; see `policy_of_settings`.
-        cpu_threads: On CPU; None is one per core.
-        console: Where to say what is found.
+        spec: The result of `asked_scorer`; the settings decide how its model is loaded.
+        settings: The settings of `--set`, as `policy_of_settings` reads them.
+        cpu_threads: The number of threads on a CPU; None is one per core.
+        console: The console for messages.
 
     Raises:
-        UserError: A model or a setting that cannot be used.
+        UserError: A model or a setting cannot be used.
     """
     say = say_on(console)
     with console.status("loading torch and the model"):
@@ -162,11 +162,11 @@ def open_asked(
 
 
 def asked_server(url: str, *, api_key_env: str | None) -> ScorerSpec:
-    """The scorer behind an address that is given as `--model`.
+    """Return the scorer behind an address that is given as `--model`.
 
     Args:
         url: The address.
-        api_key_env: What `--api-key-env` says; None: `KEY_VARIABLE` where it is set.
+        api_key_env: The value of `--api-key-env`; None: `KEY_VARIABLE`, if it is set.
 
     Raises:
         ConfigError: It is no address, or no name of a variable.
@@ -195,15 +195,15 @@ def asked_server(url: str, *, api_key_env: str | None) -> ScorerSpec:
 def policy_of_settings(
     settings: Sequence[str], *, rules: ScoringRules | None, say: Say
 ) -> PolicyConfig:
-    """The policy section that `--set` writes.
+    """Return the policy section with the settings of `--set`.
 
     Args:
         settings: Overrides as `key=value`; `policy.` before the key may be left out.
-        rules: The contract of the model, if it brings one.
-        say: Told of settings without effect.
+        rules: The contract of the model, if it has one.
+        say: Called with warnings about settings without effect.
 
     Raises:
-        ConfigError: A key that is not known, or that something else settles.
+        ConfigError: A key is unknown, or an option or the contract decides it.
     """
     overrides: list[str] = []
     for setting in settings:

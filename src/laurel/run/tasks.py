@@ -1,11 +1,11 @@
-"""From loaded tasks to tasks that can be run: environments, known answers, prompt lengths."""
+"""Prepares loaded tasks for rollouts: environments, known answers, prompt lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from laurel.config.environments import (
     CodeEnvironmentConfig,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from laurel.protocols import Environment, WorkerGroup
     from laurel.rewards.open import ScorerPlacement
     from laurel.types import Task
-    from laurel.workers.reservations import NodeState
 
 
 NUM_CHECKED = 2000
@@ -39,7 +38,7 @@ NUM_REFERENCES = 200
 
 
 def needs_of(config: EnvironmentsConfig) -> TaskNeeds:
-    """What the environments need of a task to judge it."""
+    """Return the needs of the environments: answers or tests of a task."""
     answers = {"math", "math_default"}
     if config.reward_model.transform.subtract_reference:
         answers.add("reward_model")
@@ -48,7 +47,7 @@ def needs_of(config: EnvironmentsConfig) -> TaskNeeds:
         for name, composite in config.composite.items():
             if answers & {part.env for part in composite.parts}:
                 answers.add(name)
-            # What gives only 0 decides alone, as a gate that opens at more than that.
+            # A gate above 0 decides alone where its part gives only 0.
             adding = [part.env for part in composite.parts if part.gate is None and part.weight]
             shut = {part.env for part in composite.parts if part.gate is not None and part.gate > 0}
             if tests & shut or (adding and tests.issuperset(adding)):
@@ -57,7 +56,7 @@ def needs_of(config: EnvironmentsConfig) -> TaskNeeds:
 
 
 def environments_of(data: TaskData, context: RunContext[GRPORun]) -> dict[str, Environment]:
-    """The environments that the tasks ask for, each started once."""
+    """Start the environments that the tasks name, each once."""
     config, allocation = context.config, context.allocation
     say = partial(context.console.print, markup=False, highlight=False, soft_wrap=True)
     names = sorted({task.environment for task in (*data.train, *data.validation)})
@@ -77,7 +76,7 @@ def environments_of(data: TaskData, context: RunContext[GRPORun]) -> dict[str, E
 
 
 def check_answers(data: TaskData, environments: dict[str, Environment], console: Console) -> None:
-    """Leave out tasks whose own answer would not earn the reward, and say so in the report."""
+    """Leave out tasks whose own answer would not earn the reward, and report them."""
     for name, tasks in (("train", data.train), ("validation", data.validation)):
         for env_name, environment in environments.items():
             own = [task for task in tasks if task.environment == env_name][:NUM_CHECKED]
@@ -89,7 +88,7 @@ def check_answers(data: TaskData, environments: dict[str, Environment], console:
 
 
 def check_tests(data: TaskData, config: CodeEnvironmentConfig) -> None:
-    """Leave out tasks whose tests are malformed, which needs no environment that runs."""
+    """Leave out tasks whose tests are malformed; this needs no running environment."""
     from laurel.environments.code.tests import problem_of
 
     for name, tasks in (("train", data.train), ("validation", data.validation)):
@@ -105,18 +104,18 @@ def check_tests(data: TaskData, config: CodeEnvironmentConfig) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
-    """Programs that rows give as right, run by the tests of those rows."""
+    """The reference solutions of rows, run against the tests of these rows."""
 
     found: int
     run: int = 0
     failed: tuple[str, ...] = ()
-    """Of each that fails: where it stands, and how it fails."""
+    """The place of each failing solution, and how it fails."""
     problem: str | None = None
-    """Why none was run."""
+    """The reason why none was run."""
 
 
 def run_references(tasks: Sequence[Task], config: CodeEnvironmentConfig) -> References | None:
-    """Run the first of the rows' own programs; None where rows have none that could be run."""
+    """Run the first reference solutions of rows; None if there are none."""
     found = [
         task
         for task in tasks
@@ -146,10 +145,10 @@ def leave_out(
     name: str,
     environment: str,
 ) -> None:
-    """Take rejected tasks out of a set, and say so in its report.
+    """Remove rejected tasks from a set, and report them.
 
     Raises:
-        DataError: None are left of a set that had some.
+        DataError: No task is left.
     """
     bad = {rejection.task.id for rejection in rejected}
     for rejection in rejected:
@@ -164,7 +163,7 @@ def leave_out(
 
 
 def fit_prompts(data: TaskData, chat: ChatFormat, config: GRPORun) -> None:
-    """Leave out prompts that are too long for an answer to fit, and count them in the report."""
+    """Leave out prompts that leave no room for an answer, and count them in the report."""
     room = config.policy.max_total_sequence_length - 1
     longest = min(config.data.max_input_seq_length or room, room)
     key = "policy.max_total_sequence_length" if longest == room else "data.max_input_seq_length"
@@ -191,49 +190,28 @@ def fit_prompts(data: TaskData, chat: ChatFormat, config: GRPORun) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where a run has the programs of the policy run: on this machine, or on every node.
+# The nodes that run the programs of the policy: this machine, or every node of a cluster.
 
 
 def nodes_of(allocation: Allocation) -> ClusterNodes | None:
-    """The nodes that programs are run on; None: this machine. Nothing is started.
-
-    Args:
-        allocation: Those of the run.
-    """
+    """Return the nodes that run programs; None is this machine. Nothing is started."""
     if not allocation.are_remote:
         return None
     from laurel.environments.code.nodes import ClusterNodes
+    from laurel.workers.ray_group import NodeGroup, is_on_the_only_node, nodes_to_work_on
 
-    return ClusterNodes(_alive, _make, _is_only_this)
-
-
-def _alive() -> Sequence[NodeState]:
-    from laurel.workers.ray_group import nodes_to_work_on
-
-    return nodes_to_work_on()
-
-
-def _is_only_this() -> bool:
-    from laurel.workers.ray_group import is_on_the_only_node
-
-    return is_on_the_only_node()
-
-
-def _make(*args: Any, **kwargs: Any) -> WorkerGroup:
-    from laurel.workers.ray_group import NodeGroup
-
-    return NodeGroup(*args, **kwargs)
+    return ClusterNodes(nodes_to_work_on, NodeGroup, is_on_the_only_node)
 
 
 # --------------------------------------------------------------------------------------------------
-# Where a run on a cluster has what scores: models in slots, renderers spread over the nodes.
+# The scorers of a run on a cluster: models in slots, renderers spread over the nodes.
 
 
 def scorer_placement(context: RunContext[GRPORun]) -> ScorerPlacement:
-    """Where the environments of a run on a cluster have their models and processes.
+    """Return where the environments of a run on a cluster place their models and processes.
 
-    Each replica of a model has slots of the role. One of several models has replicas on all of
-    them, and an equal part of each.
+    Each replica of a model has slots of the role. Each of several models has replicas on all of
+    them, with an equal part of each slot.
     """
     from laurel.rewards.open import RENDERING_LIMIT, ScorerPlacement
     from laurel.rewards.preparing import WORKER
@@ -241,7 +219,7 @@ def scorer_placement(context: RunContext[GRPORun]) -> ScorerPlacement:
 
     config, allocation = context.config, context.allocation
     make_worker = partial(allocation.group_of_one, WORKER, limit=RENDERING_LIMIT)
-    if not uses_reward_model(config):  # only rows of the data ask for one without slots
+    if not uses_reward_model(config):  # a row of the data may name one without slots
         return ScorerPlacement(make_worker=make_worker)
     share = 1 / len(config.env.reward_model.loaded)
 

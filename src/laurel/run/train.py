@@ -1,4 +1,4 @@
-"""`laurel rm`, `laurel sft`, `laurel grpo`: a configuration in, a trained model out."""
+"""Runs `laurel rm`, `laurel sft` and `laurel grpo`, and prints how the run ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from laurel.training.ray_guard import guard
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from laurel.config.policy import ClusterConfig
     from laurel.config.schemas import Run
     from laurel.config.yaml_tree import Section
     from laurel.training.loop import RunOutcome
@@ -43,14 +42,16 @@ _USES = {
 def run_training(
     kind: Kind, path: Path | None, overrides: Sequence[str], *, as_json: bool = False
 ) -> None:
-    """The command: a run that a signal or its time budget ended has saved what it did and exits
-    with 0; Ctrl-C exits with 130.
+    """Run a training command and set the exit code.
+
+    A run that a signal or its time budget ended has saved its state and exits with 0; Ctrl-C exits
+    with 130.
 
     Args:
-        kind: Which command.
+        kind: The command.
         path: The configuration file; None: the defaults.
-        overrides: Changes to it.
-        as_json: Write how it ended as JSON, too; see `json_output.stdout_for_json`.
+        overrides: Changes of the configuration.
+        as_json: Also write the outcome as JSON to the stream of `json_output`.
     """
     console = message_console(stderr=False)
     last = console if as_json else make_console()
@@ -70,25 +71,31 @@ def trained(
     last: Console | None = None,
     is_process: bool = False,
 ) -> RunOutcome:
-    """Train, and say how it ended and where everything lies.
+    """Train, and print how the run ended and where its files are.
 
     Args:
-        kind: Which command.
+        kind: The command.
         path: The configuration file; None: the defaults.
-        overrides: Changes to it.
-        console: Told how it goes.
-        last: Told how it ended; None: the same.
-        is_process: Whether this process is there for the run alone; see `ray_guard.guard`.
+        overrides: Changes of the configuration.
+        console: Shows the progress.
+        last: Shows how the run ended; None: the same console.
+        is_process: Whether this process exists for the run alone, so that `ray_guard` may act.
 
     Raises:
-        UserError: Something that cannot be used.
-        TrainingError: The run went wrong.
+        UserError: A setting, a file or a model cannot be used.
+        TrainingError: The run failed.
     """
     loaded = load_config(SCHEMAS[kind], path, overrides)
-    config = cast("Run", loaded.config)  # what each of the schemas is
-    _check_device(config.cluster)
+    config = cast("Run", loaded.config)  # each of the schemas is a run's
+    cluster = config.cluster
+    # This needs neither torch nor data, so it is checked first.
+    if cluster.device == "cuda" and cluster.address is None and has_no_gpu():
+        raise ConfigError(
+            "cluster.device=cuda: this machine has no GPU, or CUDA_VISIBLE_DEVICES hides it; set "
+            "it to auto or cpu"
+        )
     if is_process:
-        with suppress(UserError):  # what cannot be planned is told later, in its place
+        with suppress(UserError):  # the run itself reports what cannot be planned
             if plan_allocation(config).are_remote:
                 guard()
     use, unsaved = _use_of(kind, loaded.config), None
@@ -103,25 +110,10 @@ def trained(
     return outcome
 
 
-def _check_device(cluster: ClusterConfig) -> None:
-    """What needs neither torch nor data to be told, first.
-
-    Raises:
-        ConfigError: A GPU is asked for and this machine has none.
-    """
-    if cluster.device == "cuda" and cluster.address is None and has_no_gpu():
-        raise ConfigError(
-            "cluster.device=cuda: this machine has no GPU, or CUDA_VISIBLE_DEVICES hides it; set "
-            "it to auto or cpu"
-        )
-
-
 def _use_of(kind: Kind, config: Section) -> str:
-    """A command that can be pasted as it stands, with {} for the model.
-
-    A reward model scores rows that it was validated on, or learned from, where `laurel score` reads
-    them: a file of JSON lines. Otherwise it is served, which needs no file.
-    """
+    """Return a command for the trained model, with {} for its place."""
+    # `laurel score` reads files of JSON lines: validation rows or else training rows. Without such
+    # a file the model is served, which needs none.
     if isinstance(config, RewardTrainingRun):
         for one in (*config.data.validation_sets().values(), *config.data.train_sets()):
             path = one.data_path or ""
@@ -138,7 +130,7 @@ def _use_of(kind: Kind, config: Section) -> str:
 
 
 def _trainer(kind: Kind) -> Callable[..., RunOutcome]:
-    """What runs it; its import takes a while, so the configuration is checked before."""
+    # These imports take a while, so the configuration is checked before.
     if kind == "rm":
         from laurel.run.reward_model import train_reward_model
 
@@ -153,7 +145,7 @@ def _trainer(kind: Kind) -> Callable[..., RunOutcome]:
 
 
 def _limit(kind: Kind, config: Section, outcome: RunOutcome) -> str | None:
-    """What ended a run before the steps that were asked for, where its epochs did."""
+    """Explain that the epochs ended a run before its set number of steps, if they did."""
     section = getattr(config, kind)
     if outcome.is_early or not 0 <= outcome.step < section.max_num_steps:
         return None
@@ -173,20 +165,20 @@ def conclude(
     limit: str | None = None,
     unsaved: UnsavedError | None = None,
 ) -> None:
-    """The last words of a run, at most `MAX_LINES` where the terminal has room for its paths.
+    """Print how a run ended, on at most `MAX_LINES` lines if its paths fit the terminal.
 
     Args:
-        outcome: How it ended.
-        console: Where they are said.
-        use: What can be done with the model, with {} for its directory.
-        limit: What made its last step the last, where that may surprise.
-        unsaved: What became of its last checkpoint, where that is nowhere; said first.
+        outcome: The outcome of the run.
+        console: The console to print to.
+        use: A command for the model, with {} for its directory.
+        limit: The reason for the last step, if it may surprise.
+        unsaved: The error that left the last checkpoint unsaved; it is printed first.
     """
     at, seconds = f"after step {outcome.step}", f"{outcome.seconds:.0f} s"
     again, finished = "run it again to go on", f"finished {at}, in {seconds}"
     if outcome.latest is None:
         again = "nothing was saved, so it will start over"
-        # Without a word of what went wrong, nobody wanted it saved.
+        # Without an error, the configuration saves nothing.
         finished += "" if unsaved else "; nothing was saved (checkpointing.enabled=false)"
     room = MAX_LINES
     if unsaved is not None:
@@ -219,15 +211,16 @@ def conclude(
 
 
 def _say_what_came_out(run_dir: Path, console: Console, *, room: int) -> None:
-    """The results, then as many of the first findings as there is room for, but at least one."""
+    """Print the results, and as many of the first findings as fit, but at least one."""
     from laurel.observe.report.last_words import first_findings, results
     from laurel.observe.run_record import read_run_record
 
     try:
         record = read_run_record(run_dir)
         lines, findings = results(record), first_findings(record)
-    except (DataError, OSError) as error:  # a run that has trained and saved has not failed
-        console.print(f"warning: what the run logged cannot be read: {error}", soft_wrap=True)
+    except (DataError, OSError) as error:
+        # The run has trained and saved, so this is no failure of it.
+        console.print(f"warning: the log of the run cannot be read: {error}", soft_wrap=True)
         return
     texts = [Text(visible(line)) for line in (*lines, *findings)]
     for index, text in enumerate(texts):

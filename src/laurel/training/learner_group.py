@@ -498,7 +498,7 @@ class LearnerWorker(WeightExporter):
         if isinstance(loaded, LoadedPolicy):
             loaded.model.with_entropy = with_entropy
             if shape.tp == 1:  # shares of layers are multiplied by what divided them
-                from laurel.generation.transformers.cpu_matmul import fast_matmul
+                from laurel.models.cpu_matmul import fast_matmul
 
                 products = fast_matmul
         reference = None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import pickle
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import ray
+import torch
 from ray import cloudpickle
 from ray._private.state import state as ray_state
 from ray.exceptions import RayError
@@ -30,7 +34,7 @@ from laurel.workers.calls import (
 from laurel.workers.ray_cluster import RayCluster, Reservation
 from laurel.workers.rendezvous import LOOPBACK, RankPlace
 from laurel.workers.reservations import NodeState, Resources
-from laurel.workers.worker_actor import WorkerActor, package_versions
+from laurel.workers.worker_actor import Packed, WorkerActor, package_versions
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +42,9 @@ BLAMING = 10.0
 """Seconds for the other workers to end after one of them raised."""
 ENDING = 10.0
 """Seconds for a process to end by itself."""
+SEPARATE_BYTES = 4096
+"""Arrays of at least this size travel beside the pickle of their call."""
+_ARRAY_DTYPES = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 class RayGroup(GroupCalls):
@@ -148,16 +155,8 @@ class RayGroup(GroupCalls):
 
     def _submit(self, calls: Mapping[int, WorkerCall]) -> _RayPending:
         self._check_open()
-        sent: dict[int, list[Any]] = {}
-        refs = {}
-        for rank, call in calls.items():
-            # What several ranks are given is sent once: to all of them, or, of a place of the
-            # data-parallel mesh, to each of its tensor- and context-parallel ranks.
-            if id(call.args) not in sent:
-                rest, shared = without_shared(call)
-                sent[id(call.args)] = [ray.put(cloudpickle.dumps((None, rest)))]
-                sent[id(call.args)] += [each.carried(ray.put) for each in shared]
-            refs[rank] = self._actors[rank].run.remote(*sent[id(call.args)])
+        sent = sent_once(calls, ray.put)
+        refs = {rank: self._actors[rank].run.remote(*sent[rank]) for rank in calls}
         return _RayPending(self, refs, next(iter(calls.values())).method)
 
     def _check_open(self) -> None:
@@ -247,6 +246,57 @@ class RayGroup(GroupCalls):
                 return True
             time.sleep(0.02)
         return False
+
+
+def sent_once(calls: Mapping[int, WorkerCall], send: Callable[[Any], Any]) -> dict[int, list[Any]]:
+    """Send what several ranks are given once: to all of them, or, of a place of the data-parallel
+    mesh, to each of its tensor- and context-parallel ranks. Their arguments are one tuple.
+
+    Args:
+        calls: By rank.
+        send: Puts a value where all workers find it.
+
+    Returns:
+        What `send` gave, for each rank: for its call, then for each shared value in it.
+    """
+    sent: dict[int, list[Any]] = {}
+    for call in calls.values():
+        if id(call.args) not in sent:
+            rest, shared = without_shared(call)
+            sent[id(call.args)] = [send(_packed((None, rest)))]
+            sent[id(call.args)] += [each.carried(send) for each in shared]
+    return {rank: sent[id(call.args)] for rank, call in calls.items()}
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Tensors travel as arrays: torch's own way would copy each of them several times."""
+
+    def reducer_override(self, value: Any) -> Any:
+        is_array = (
+            type(value) is torch.Tensor
+            and value.device.type == "cpu"
+            and value.layout == torch.strided
+            and value.dtype in _ARRAY_DTYPES
+            and value.is_contiguous()
+            and not value.requires_grad
+        )
+        if is_array:
+            return torch.from_numpy, (value.numpy(),)
+        return super().reducer_override(value)
+
+
+def _packed(value: Any) -> Packed:
+    stream, buffers = io.BytesIO(), list[memoryview]()
+
+    def keep_out(buffer: pickle.PickleBuffer) -> bool:
+        """Ray copies large arrays straight into its store, instead of a pickle that holds them."""
+        view = buffer.raw()
+        if view.nbytes >= SEPARATE_BYTES:
+            buffers.append(view)
+        return view.nbytes < SEPARATE_BYTES
+
+    _Pickler(stream, protocol=5, buffer_callback=keep_out).dump(value)
+    return Packed(stream.getvalue(), [np.frombuffer(view, np.uint8) for view in buffers])
 
 
 class _RayPending:

@@ -23,16 +23,14 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 class ReplicaLoss(NamedTuple):
     """The loss of a replica, and the reaction to it."""
 
-    message: str
+    notice: str
     refused: str | None
     """Why it is not restarted; None: it is."""
     pause: float = 0.0
     """Seconds before the restart."""
 
     def __str__(self) -> str:
-        return (
-            self.message if self.refused is None else f"{self.message}; no restart: {self.refused}"
-        )
+        return self.notice if self.refused is None else f"{self.notice}; no restart: {self.refused}"
 
 
 class Restartable(Protocol):
@@ -70,18 +68,18 @@ class Restarts:
         """Count a loss, and report it where the replica may be restarted."""
         # What follows the first line is about the end of a run, or a traceback.
         reason = str(failure).partition("\n")[0]
-        message = f"{of.name} was lost ({reason})"
+        notice = f"{of.name} was lost ({reason})"
         with self._lock:
             if of.last_failure == reason:
                 again = "it failed in the same way when it had just been started again"
-                return ReplicaLoss(message, again)
+                return ReplicaLoss(notice, again)
             if self._number >= self.most:
-                return ReplicaLoss(message, f"{self.most} restarts are the limit of a run")
+                return ReplicaLoss(notice, f"{self.most} restarts are the limit of a run")
             self._number += 1
             of.last_failure = reason
             count = f"restart {self._number} of {self.most} at most"
-        self.say(f"{message}; it is started again, {count}")
-        return ReplicaLoss(message, None)
+        self.say(f"{notice}; it is started again, {count}")
+        return ReplicaLoss(notice, None)
 
 
 class EndlessRestarts(Restarts):
@@ -100,17 +98,17 @@ class EndlessRestarts(Restarts):
         """Count a loss and decide on the restart."""
         reason = str(failure).partition("\n")[0]
         ended = re.search(r"signal \d+|exit code \d+", reason)
-        message = f"warning: {of.name} died ({ended[0] if ended else reason})"
+        notice = f"warning: {of.name} died ({ended[0] if ended else reason})"
         with self._lock:
             losses = 1 if of.last_failure is None else self._in_a_row[of.name] + 1
             self._in_a_row[of.name] = losses
             of.last_failure = reason
             if losses > self.most:
-                return ReplicaLoss(message, f"it died {losses} times in a row")
+                return ReplicaLoss(notice, f"it died {losses} times in a row")
             self._number += 1
-        self.say(f"{message}; it is started again")
+        self.say(f"{notice}; it is started again")
         pause = _FIRST_PAUSE * 2 ** (losses - 2) if losses > 1 else 0.0
-        return ReplicaLoss(message, None, min(_LONGEST_PAUSE, pause))
+        return ReplicaLoss(notice, None, min(_LONGEST_PAUSE, pause))
 
 
 class Replica(Generic[T]):
@@ -211,12 +209,12 @@ class Supervisor(Generic[T]):
                 break
             try:
                 self._start(replica)
-                message = self._bring_up(replica.value, replica.index)
+                notice = self._bring_up(replica.value, replica.index)
             except Exception as error:  # whatever it is, the others go on
                 reason = error
             else:
                 reason = None
-                self.restarts.say(f"{replica.name} is back{message}")
+                self.restarts.say(f"{replica.name} is back{notice}")
         return None
 
     def close(self, *, patience: float = LAST_RESTART) -> None:

@@ -7,13 +7,28 @@ import pickle
 import sys
 from contextlib import suppress
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from laurel.workers.calls import Outcome, Success, WorkerCall, attempt, failure_of, with_shared
 from laurel.workers.rendezvous import RankPlace, bind_master, leave
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 COMPARED = ("laurel-rl", "torch", "transformers")
 """Packages whose versions must be the same on all nodes."""
+
+
+class Packed(NamedTuple):
+    """A pickled value, and the memory of the arrays in it."""
+
+    head: bytes
+    buffers: list[npt.NDArray[np.uint8]]
+
+    def value(self) -> Any:
+        """Unpickle the value, with arrays that may be written into."""
+        return pickle.loads(self.head, buffers=[bytearray(buffer) for buffer in self.buffers])
 
 
 class WorkerActor:
@@ -48,8 +63,8 @@ class WorkerActor:
             outcome = Success(None)
         return pickle.dumps(outcome)
 
-    def run(self, payload: bytes, *shared: Any) -> bytes:
-        """Call a method of the worker; shared values come separately."""
+    def run(self, payload: bytes | Packed, *shared: Any) -> bytes:
+        """Call a method of the worker, with values that came on their own way."""
         outcome = self._attempt(self._worker, payload, (), shared)
         try:
             return pickle.dumps(outcome)
@@ -70,12 +85,12 @@ class WorkerActor:
     def _attempt(
         self,
         target: Any,
-        payload: bytes,
+        payload: bytes | Packed,
         first: tuple[Any, ...],
         shared: tuple[Any, ...] = (),
     ) -> Outcome:
         try:
-            made, call = pickle.loads(payload)
+            made, call = payload.value() if isinstance(payload, Packed) else pickle.loads(payload)
         except Exception as error:  # a class or a value that this node does not know
             return failure_of(error, rank=self._rank)
         if shared:

@@ -147,7 +147,7 @@ def test_preferences_that_are_to_be_checked_against_are_warned_of(tmp_path):
     row = {"prompt": "Where?", "chosen": "Here.", "rejected": "No."}
     path = write(tmp_path / "pairs.jsonl", row)
     _, said, _ = check(path, "data.env_name=math")
-    assert "warning the answers that people preferred are what is judged against" in said
+    assert "warning completions are graded against the answers that people preferred" in said
     _, said, _ = check(path)
     assert "warning" not in said
 

@@ -173,7 +173,7 @@ def test_a_block_that_may_be_filled_from_its_neighbour_keeps_its_gaps() -> None:
 def test_described_every_key_has_its_docstring_above_it() -> None:
     lines = to_yaml(RewardTrainingRun(), describe=True).splitlines()
     at = lines.index("  val_period: 16")
-    assert lines[at - 1].startswith("  # Steps between validations; 0: at the start")
+    assert lines[at - 1].startswith("  # Steps between validations; 0: only at the start")
     at = lines.index("  wandb_enabled: false")
     assert lines[at - 1] == "  # Log to Weights & Biases (extra `wandb`)."
     keys = [i for i, line in enumerate(lines) if line and not line.lstrip().startswith("#")]

@@ -57,7 +57,7 @@ def test_every_threshold_is_described() -> None:
     section = text[text.index("  health:") :]
     section = section[: section.index("  seed:")]
     assert "length_factor: 1.5" in section
-    assert "completions are so many times as long as in the first steps" in section
+    assert "factor by which completions are longer or shorter than in the first steps" in section
     assert section.count("#") > 20
 
 

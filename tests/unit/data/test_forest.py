@@ -33,7 +33,8 @@ def test_a_forest_by_hand():
     )
     assert forest.last_N == [4, 5, 7]
     assert forest.num_completions == 3
-    assert forest.ids_T.dtype == forest.positions_T.dtype == torch.int64
+    assert forest.ids_T.dtype == torch.int32
+    assert forest.positions_T.dtype == torch.int64
 
 
 def test_without_sharing_every_completion_is_a_tree_of_its_own():

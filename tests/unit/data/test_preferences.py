@@ -76,7 +76,9 @@ def test_ranked_rows_come_through_a_parquet_file(load, tmp_path):
 def test_the_class_is_told_by_the_first_row_and_said(load):
     _, report = load([ranked(0, 1)])
     assert report.dataset_class == "PreferenceDataset"
-    assert report.notes == ["read as PreferenceDataset, told by: columns context and completions"]
+    assert report.notes == [
+        "read as PreferenceDataset, recognized by: columns context and completions"
+    ]
     transcript = "\n\nHuman: q\n\nAssistant: "
     _, report = load([{"chosen": transcript + "a", "rejected": transcript + "b"}])
     assert report.dataset_class == "BinaryPreferenceDataset"

@@ -148,7 +148,7 @@ def test_the_table_fits_eighty_columns_and_says_what_happened():
 
 def test_nothing_of_the_table_is_cut_off_where_there_is_little_room():
     report = report_of(*(preference("q" * n, "a" * 900, "b") for n in range(1, 9)))
-    report.notes.append("read as BinaryPreferenceDataset, told by: columns prompt and chosen")
+    report.notes.append("read as BinaryPreferenceDataset, recognized by: columns prompt and chosen")
     wide, narrow = (shown(report, width=width) for width in (80, 40))
     assert max(map(len, narrow.splitlines())) <= 40
     assert narrow.split() != wide.split(), "labels are folded"

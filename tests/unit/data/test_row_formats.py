@@ -3,7 +3,14 @@ import math
 import pytest
 
 from laurel.config.data import DatasetConfig
-from laurel.data.preferences import class_of, infer_class, judge, parse_transcript
+from laurel.data.preferences import (
+    class_of,
+    infer_class,
+    parse_transcript,
+)
+from laurel.data.preferences import (
+    ranked_row as read_ranked_row,
+)
 from laurel.data.sources import UnusableRow
 from laurel.types import Message
 
@@ -20,14 +27,14 @@ S = {"role": "system", "content": "be kind"}
 
 
 def read(row, name, attributes=(), **config):
-    return judge(row, name, DatasetConfig(**config), attributes)
+    return read_ranked_row(row, name, DatasetConfig(**config), attributes)
 
 
-def said(judged):
+def said(row_read):
     """Contents of the prompt and of each completion."""
     return (
-        [message.content for message in judged.prompt],
-        [[message.content for message in c.messages] for c in judged.completions_G],
+        [message.content for message in row_read.prompt],
+        [[message.content for message in c.messages] for c in row_read.completions_G],
     )
 
 
@@ -57,16 +64,16 @@ def helpsteer_row(preference, context="q"):
     ],
 )
 def test_helpsteer3(preference, answers, ranks, margin):
-    judged = read(helpsteer_row(preference), "HelpSteer3")
-    assert said(judged) == (["q"], answers)
-    assert judged.ranks_G == ranks
-    assert judged.margin == margin
-    assert judged.prompt == (Message("user", "q"),)
+    row_read = read(helpsteer_row(preference), "HelpSteer3")
+    assert said(row_read) == (["q"], answers)
+    assert row_read.ranks_G == ranks
+    assert row_read.margin == margin
+    assert row_read.prompt == (Message("user", "q"),)
 
 
 def test_helpsteer3_takes_a_context_of_messages():
-    judged = read(helpsteer_row(1, [U("a"), A("b"), U("c")]), "HelpSteer3")
-    assert [message.role for message in judged.prompt] == ["user", "assistant", "user"]
+    row_read = read(helpsteer_row(1, [U("a"), A("b"), U("c")]), "HelpSteer3")
+    assert [message.role for message in row_read.prompt] == ["user", "assistant", "user"]
 
 
 def test_helpsteer3_needs_a_number():
@@ -99,15 +106,15 @@ def ranked_row(*ranks, context="q", **more):
 
 
 def test_ranked_rows_keep_the_order_and_the_ranks():
-    judged = read(ranked_row(2, 0, 2, 5), "PreferenceDataset")
-    assert judged.ranks_G == (2, 0, 2, 5)
-    assert said(judged) == (["q"], [["answer 0"], ["answer 1"], ["answer 2"], ["answer 3"]])
-    assert (judged.margin, judged.target, judged.attributes_GK) == (0.0, 1.0, None)
+    row_read = read(ranked_row(2, 0, 2, 5), "PreferenceDataset")
+    assert row_read.ranks_G == (2, 0, 2, 5)
+    assert said(row_read) == (["q"], [["answer 0"], ["answer 1"], ["answer 2"], ["answer 3"]])
+    assert (row_read.margin, row_read.target, row_read.attributes_GK) == (0.0, 1.0, None)
 
 
 def test_ranked_rows_carry_a_margin_and_a_soft_label():
-    judged = read(ranked_row(0, 1, margin=1.5, target=0.75), "PreferenceDataset")
-    assert (judged.margin, judged.target) == (1.5, 0.75)
+    row_read = read(ranked_row(0, 1, margin=1.5, target=0.75), "PreferenceDataset")
+    assert (row_read.margin, row_read.target) == (1.5, 0.75)
     other = read(
         ranked_row(0, 1, gap=2, sure=0.5), "PreferenceDataset", margin_key="gap", target_key="sure"
     )
@@ -153,9 +160,9 @@ def test_ratings_are_ordered_as_wanted_and_missing_ones_are_nan():
 
 def test_where_ratings_are_wanted_one_completion_without_a_rank_is_enough():
     row = {"context": "q", "completions": [{"completion": "a", "attributes": {"helpful": 4}}]}
-    judged = read(row, "PreferenceDataset", ("helpful",))
-    assert judged.ranks_G == (0,)
-    assert judged.attributes_GK == ((4.0,),)
+    row_read = read(row, "PreferenceDataset", ("helpful",))
+    assert row_read.ranks_G == (0,)
+    assert row_read.attributes_GK == ((4.0,),)
     assert problem_of(row, "PreferenceDataset").kind == "too few completions"
     row["completions"][0]["attributes"] = {"helpful": "much"}  # type: ignore[index]
     assert problem_of(row, "PreferenceDataset", ("helpful",)).kind == (
@@ -240,9 +247,9 @@ def test_where_ratings_are_wanted_one_completion_without_a_rank_is_enough():
     ],
 )
 def test_binary_rows(row, prompt, answers):
-    judged = read(row, "BinaryPreferenceDataset")
-    assert said(judged) == (prompt, answers)
-    assert judged.ranks_G == (0, 1)
+    row_read = read(row, "BinaryPreferenceDataset")
+    assert said(row_read) == (prompt, answers)
+    assert row_read.ranks_G == (0, 1)
 
 
 @pytest.mark.parametrize(

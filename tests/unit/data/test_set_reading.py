@@ -109,7 +109,7 @@ def test_every_row_is_counted_once(write_rows):
     report = RowReport(name="train")
     assert len(found.read(convert, report=report, on_bad_row="skip", limit=1)) == 1
     assert report.num_read == 1
-    with pytest.raises(DataError, match=r"rows.jsonl:2: the row is bad\. Mend the row"):
+    with pytest.raises(DataError, match=r"rows.jsonl:2: the row is bad\. Fix the row"):
         found.read(convert, report=RowReport(name="x"), on_bad_row="error", limit=None)
 
 

@@ -82,6 +82,9 @@ def test_plain_transformers_gives_the_scores_of_the_checkpoint(checkpoint, expor
     assert "Laurel gives the same, from what was written" in said
     card = (out / "README.md").read_text(encoding="utf-8")
     assert "Made with Laurel from a small model." in card
+    assert "The licence of a small model applies to these weights" in card
+    for heading in ("Intended use", "Limits", "Licence"):
+        assert card.count(f"## {heading}\n") == 1
     assert "| train_loss | 0.5 |" in card
     assert leftovers(out.parent) == []
 
@@ -294,6 +297,7 @@ def test_evaluations_stand_in_the_card(checkpoint, export, tmp_path):
     card = (out / "README.md").read_text(encoding="utf-8")
     assert "## RewardBench\n\nRows: rows.jsonl (8)." in card
     assert "| Chat | 0.75 | 0.5 | 8 |" in card
+    assert "- Held-out rows (below)" in card
     assert "Safety" not in card  # what is absent is not 0
     assert "/home/me" not in card
     assert "warning: an evaluation is of some/model" in said

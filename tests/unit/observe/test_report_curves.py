@@ -11,9 +11,9 @@ from laurel.observe.report.charts import (
     Line,
     _edges,
     charts_of,
-    plot_chart,
     extremes,
     over_seeds,
+    plot_chart,
     smooth,
 )
 from laurel.observe.run_record import Series

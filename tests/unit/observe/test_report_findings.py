@@ -184,7 +184,10 @@ def test_data_that_was_left_out_and_its_notes():
         "look: Data 'train': 7 rows contradict others.",
     ]
     # Where rows come from is no problem; what is held out is not lost.
-    notes = ["read as GSM8K, told by: the answer stands after '####'", "b.jsonl: no row rates x"]
+    notes = [
+        "read as GSM8K, recognized by: the answer stands after '####'",
+        "b.jsonl: no row rates x",
+    ]
     data = {
         "train": {
             "rows_read": 100,
@@ -197,7 +200,7 @@ def test_data_that_was_left_out_and_its_notes():
         "look: Data 'train': b.jsonl: no row rates x.",
         "good: The reward rose from 0.04500 to 0.9450 (means of the first and the last tenth of "
         "the steps).",
-        "note: Data 'train': read as GSM8K, told by: the answer stands after '####'.",
+        "note: Data 'train': read as GSM8K, recognized by: the answer stands after '####'.",
     ]
     assert said({}, data={"train": {"rows_read": 100, "rows_kept": 99}}) == []
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import laurel.rewards.scorer as scorer_module
 import tiny
 import tiny_tokenizers as made
 from laurel.data.forest import to_forest
@@ -94,6 +95,26 @@ def test_the_size_of_a_batch_changes_no_score(path, batch_tokens):
     groups = groups_of(9)
     expected = values(scorer_of(path=path).score_now(groups))
     assert_same(values(scorer_of(path=path, batch_tokens=batch_tokens).score_now(groups)), expected)
+
+
+def test_a_cpu_computes_what_stays_in_its_cache_at_a_time(monkeypatch):
+    scorer, groups = scorer_of(batch_tokens=8192), groups_of(6)
+    tokens = scorer.encode(groups)
+    largest = max(group.num_tokens for group in tokens)
+    whole = values(scorer.score_now(groups))
+    sizes = []
+    forward = scorer.model.forward
+    monkeypatch.setattr(scorer_module, "CPU_PASS_TOKENS", largest)
+    monkeypatch.setattr(
+        scorer.model, "forward", lambda batch: sizes.append(len(batch.ids_T)) or forward(batch)
+    )
+    seen = []
+    scored = values(scorer.score_now(groups, lambda *counts: seen.append(counts)))
+    assert len(sizes) > 1
+    assert max(sizes) == largest
+    assert sum(sizes) == sum(group.num_tokens for group in tokens)
+    assert seen == [(6, sum(sizes))], "a micro-batch is what the budget says"
+    assert_same(scored, whole)
 
 
 def test_order_changes_no_score():

@@ -146,7 +146,7 @@ def test_the_end_of_a_run_whose_log_is_broken_says_so_and_goes_on(tmp_path):
     outcome = RunOutcome(step=1, ended="finished", run_dir=tmp_path, latest=Path("s/1"))
     conclude(outcome, Console(file=stream, width=100), use="{}")
     assert "cannot be read" not in told
-    assert "warning: what the run logged cannot be read" in stream.getvalue()
+    assert "warning: the log of the run cannot be read" in stream.getvalue()
     assert "latest  s/1" in stream.getvalue()
 
 

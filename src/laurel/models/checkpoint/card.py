@@ -198,6 +198,7 @@ def _beside_baseline(metrics: Mapping[str, float]) -> list[dict[str, object]]:
                     "name": prefix.removeprefix("validation-"),
                     "accuracy": metrics[key],
                     "longer_wins": baseline,
+                    "bag_of_words": metrics.get(f"{prefix}_bag_of_words_baseline"),
                     "num_pairs": metrics.get(f"{prefix}_num_valid_samples"),
                 }
             )

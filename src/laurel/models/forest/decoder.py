@@ -86,7 +86,8 @@ class Decoder(nn.Module):
         """
         with self.autocast():
             if isinstance(batch, TokenForest):
-                return self.hidden_of_row(batch.ids_T, batch.positions_T, ForestPlan(batch.trees))
+                ids_T, plan = batch.ids_T.long(), ForestPlan(batch.trees)
+                return self.hidden_of_row(ids_T, batch.positions_T, plan)
             body = self.network.base_model
             rows: Tensor = body(**self.padded_inputs(batch), use_cache=False).last_hidden_state
             return rows

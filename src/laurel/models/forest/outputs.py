@@ -97,7 +97,7 @@ def predictors(batch: TokenForest | PaddedRows) -> tuple[Tensor, Tensor]:
         first_N = torch.tensor([branch.length for _, branch in spans]).cumsum(0).roll(1)
         first_N[0] = 0
         index_M[first_N] = torch.tensor([trunk.end - 1 for trunk, _ in spans])
-        return index_M, batch.ids_T[targets_M.to(batch.ids_T.device)]
+        return index_M, batch.ids_T[targets_M.to(batch.ids_T.device)].long()
     if bool((batch.starts_N < 1).any()):
         raise _no_prompt()
     column_L = torch.arange(batch.ids_NL.shape[1], device=batch.starts_N.device)

@@ -279,16 +279,14 @@ def make_probe(model: Decoder, shapes: Sequence[tuple[int, Sequence[int]]], *, s
     generator = torch.Generator().manual_seed(seed)
     ids_T = torch.randint(0, num_tokens - 1, (total,), generator=generator)
     ids_T += ids_T >= pad_id
-    trees, sequences, starts, positions, end = [], [], [], [], 0
+    trees, sequences, starts, end = [], [], [], 0
     for trunk_length, branch_lengths in shapes:
         trunk = Span(end, end + trunk_length)
         end = trunk.end
-        positions.append(torch.arange(trunk_length))
         branches = []
         for length in branch_lengths:
             branches.append(Span(end, end + length))
             sequences.append(torch.cat((ids_T[slice(*trunk)], ids_T[end : end + length])))
-            positions.append(torch.arange(trunk_length, trunk_length + length))
             starts.append(trunk_length)
             end += length
         trees.append(Tree(trunk, tuple(branches)))
@@ -299,7 +297,7 @@ def make_probe(model: Decoder, shapes: Sequence[tuple[int, Sequence[int]]], *, s
         lengths_N=torch.tensor([len(ids) for ids in sequences]),
         starts_N=torch.tensor(starts),
     )
-    forest = TokenForest(ids_T=ids_T, positions_T=torch.cat(positions), trees=tuple(trees))
+    forest = TokenForest(ids_T=ids_T.int(), trees=tuple(trees))
     return Probe(forest=forest, rows=rows, sequences_N=tuple(sequences))
 
 

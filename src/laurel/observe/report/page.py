@@ -482,6 +482,7 @@ def content_policy(script: str, live: Live | None) -> str:
 
 def _environment() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
 
     environment = Environment(
         loader=PackageLoader("laurel.observe"),
@@ -496,7 +497,9 @@ def _environment() -> Any:
         "number": lambda value: MISSING if value is None else format_number(value),
         "shown": lambda text: one_line(text, _TEXT_LENGTH),
         "seconds": duration,
-        "script_json": _script_json,
+        "script_json": lambda table: Markup(
+            script_json({"columns": table.columns, "kinds": table.kinds, "rows": table.rows})
+        ),
         "key": _breakable,
         "about_setting": lambda key, kind: explain_setting(_SCHEMAS.get(kind), key),
         "in_one_row": lambda row: (row[0], *row[1]),
@@ -655,12 +658,6 @@ def _breakable(name: str) -> Any:
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"(?<=[./_])(?=\w)", "<wbr>", str(escape(visible_lines(name)))))
-
-
-def _script_json(table: SampleTable) -> Any:
-    from markupsafe import Markup
-
-    return Markup(script_json({"columns": table.columns, "kinds": table.kinds, "rows": table.rows}))
 
 
 # --------------------------------------------------------------------------------------------------

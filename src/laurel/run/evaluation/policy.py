@@ -1,4 +1,4 @@
-"""`laurel eval policy`: a model's answers to tasks, judged by their environment."""
+"""Runs `laurel eval policy`: a model's answers to tasks, graded by their environment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from laurel.types import RolloutGroup
 
-# An evaluation learns nothing: it keeps no reference, saves nothing, and draws from one version.
+# An evaluation trains nothing: it keeps no reference, saves nothing, and samples from one version.
 _ALWAYS = (
     "checkpointing.enabled=false",
     "loss_fn.reference_policy_kl_penalty=0",
@@ -49,7 +49,7 @@ model has room for more: what answers that think aloud take, and what a small GP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """What the command line says."""
+    """The options of `laurel eval policy`."""
 
     model: str = ""
     environment: str = ""
@@ -65,7 +65,7 @@ class EvalOptions:
 
 
 def run_eval(path: Path | None, overrides: Sequence[str], options: EvalOptions) -> int:
-    """Answer the tasks, judge the answers, and print how good they were.
+    """Sample answers to the tasks, grade them, and print the metrics.
 
     Args:
         path: The configuration of a GRPO run, whose validation tasks are answered (its training
@@ -74,7 +74,7 @@ def run_eval(path: Path | None, overrides: Sequence[str], options: EvalOptions) 
         options: What the command line says; goes before both.
 
     Returns:
-        The exit code: 1 where a completion could not be judged, else 0.
+        The exit code: 1 if a completion could not be graded, otherwise 0.
 
     Raises:
         UserError: What cannot be used.
@@ -101,7 +101,7 @@ def run_eval(path: Path | None, overrides: Sequence[str], options: EvalOptions) 
 
 
 def _room(options: EvalOptions) -> int:
-    """Tokens that a model has room for, as far as its files say so here."""
+    """Return the tokens of a model's context, if its files here have that."""
     try:
         said = json.loads((Path(options.model) / "config.json").read_text(encoding="utf-8"))
         return min(LONGEST, int(said["max_position_embeddings"]))
@@ -110,7 +110,7 @@ def _room(options: EvalOptions) -> int:
 
 
 def _changes(options: EvalOptions, path: Path | None) -> list[str]:
-    """The options as changes to the configuration."""
+    """Turn the options into overrides of the configuration."""
     if not options.model and path is None:
         raise ConfigError(
             "no model is named; add --model with a directory or a name on the Hugging Face hub, or "
@@ -130,7 +130,7 @@ def _changes(options: EvalOptions, path: Path | None) -> list[str]:
 
 
 def _sets(config: GRPORun, options: EvalOptions) -> list[TaskSetConfig]:
-    """The data sets that are asked for."""
+    """Return the data sets that the options name."""
     named = {"dataset_name": options.dataset, "data_path": options.data_path}
     given = {key: value for key, value in named.items() if value is not None}
     data = config.data
@@ -151,7 +151,7 @@ def _sets(config: GRPORun, options: EvalOptions) -> list[TaskSetConfig]:
 def _played(
     config: GRPORun, options: EvalOptions, stack: ExitStack, console: Console
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
-    """The answers, and the figures of them."""
+    """Return the answers, and their metrics."""
     config = resolve_model(config, console)
     check_grpo_run(config)
     planned = plan_allocation(config)
@@ -197,12 +197,12 @@ def _played(
 def _passes(
     figures: Mapping[str, float], rewards_BG: Sequence[Sequence[float | None]]
 ) -> dict[str, float]:
-    """pass@k, where a reward says right or wrong."""
+    """Return pass@k, if rewards mean right or wrong."""
     return pass_figures(rewards_BG) if "accuracy" in figures else {}
 
 
 class _Played:
-    """Tells how far it is."""
+    """Show the progress."""
 
     def __init__(self, progress: TrainingProgress, num_generations: int) -> None:
         self._progress = progress

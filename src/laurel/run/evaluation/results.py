@@ -1,4 +1,4 @@
-"""What an evaluation of a reward model leaves behind: three JSON files, and how they are read.
+"""Writes and reads the three JSON files of a reward model's evaluation.
 
 `NAME.json` holds the accuracy of each subset, and `NAME-scores.json` the score of each row, both in
 the form that RewardBench's own programs write; `NAME-report.json` holds all that is shown.
@@ -21,7 +21,7 @@ from laurel.observe.console import conversation_text
 from laurel.observe.files import replace_file
 
 ABOUT = {"model_type": "Seq. Classifier", "chat_template": "tokenizer"}
-"""What RewardBench's files say of a model besides its name."""
+"""The keys of RewardBench's files about a model, besides its name."""
 _SUFFIXES = ("-scores", "-report")
 
 
@@ -35,7 +35,7 @@ class Evaluation:
     data: tuple[str, ...]
     measured: Measured
     baseline: Measured
-    """The same of somebody who scores answers by their length."""
+    """The metrics of a baseline that scores answers by their length."""
     rows: Sequence[ScoredPair | ScoredList]
     num_completions: int
     num_truncated: int
@@ -43,18 +43,18 @@ class Evaluation:
     seconds: float
     details: Mapping[str, Any] = field(default_factory=dict)
     by_contract: Measured | None = None
-    """By the model's own scoring contract, where `measured` reproduces another program."""
+    """The metrics by the model's own scoring contract, if `measured` reproduces another program."""
 
     def beside(self, figure: Figure) -> float | None:
-        """What the baseline has where the model has this figure."""
+        """Return the baseline's value of a metric."""
         return _value_in(self.baseline, figure)
 
     def under_contract(self, figure: Figure) -> float | None:
-        """What the model has by its own contract."""
+        """Return the value of a metric by the model's own contract."""
         return None if self.by_contract is None else _value_in(self.by_contract, figure)
 
     def report(self) -> dict[str, Any]:
-        """All that is shown."""
+        """Return everything that is shown, as JSON values."""
         measured = self.measured
         return {
             "benchmark": self.benchmark,
@@ -91,7 +91,7 @@ def _value_in(measured: Measured, figure: Figure) -> float | None:
 
 
 def check_output_directory(path: Path) -> None:
-    """Refuse a directory that could not be made or written, before any work is done.
+    """Check that a directory can be made and written, before any work is done.
 
     Raises:
         DataError: It is a file or would lie in one, or there is no permission.
@@ -109,7 +109,7 @@ def check_output_directory(path: Path) -> None:
 
 
 def write_results(directory: Path, evaluation: Evaluation) -> list[Path]:
-    """Write the three files, each whole or not at all; older ones of the same names give way.
+    """Write the three files, each whole or not at all, in place of older ones.
 
     Raises:
         DataError: A file cannot be written.
@@ -137,7 +137,7 @@ def write_results(directory: Path, evaluation: Evaluation) -> list[Path]:
 
 
 def _columns(evaluation: Evaluation) -> dict[str, list[Any]]:
-    """One list per column, one entry per row. Nothing stands where there is no score."""
+    """Return one list per column, with one entry per row, empty for rows without a score."""
     credits = evaluation.measured.credits
     rows = evaluation.rows
     columns: dict[str, list[Any]] = {
@@ -167,23 +167,23 @@ def _columns(evaluation: Evaluation) -> dict[str, list[Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResult:
-    """What was written of one evaluation, as far as it is there."""
+    """The stored files of one evaluation, as far as they exist."""
 
     path: Path
     model: str
     benchmark: str | None
-    """None for a file of accuracies alone, which does not say it."""
+    """The benchmark; None for a file of accuracies alone, which does not name it."""
     subsets: Mapping[str, float | None]
     sections: Mapping[str, float | None]
-    """With the final score as the last."""
+    """The metrics, with the final score last."""
     credits: MeasuredCredits | None
-    """None where the scores of the rows are not there."""
+    """The outcomes of rows; None if the file of scores is missing."""
     subset_of: Mapping[str, str | None] = field(default_factory=dict)
-    """By the id of a row."""
+    """The values by the id of a row."""
 
 
 def read_result(path: Path) -> StoredResult:
-    """Any of the three files, and those beside it; also accuracies that another program wrote.
+    """Read any of the three files and those beside it, or accuracies of another program.
 
     Raises:
         DataError: It is none of them.
@@ -221,7 +221,7 @@ def read_result(path: Path) -> StoredResult:
 
 
 def _of_accuracies(path: Path, given: Mapping[str, Any]) -> StoredResult:
-    """A file of RewardBench's form that stands alone."""
+    """Read a file of RewardBench's form without the other two."""
     accuracies = {
         name: float(value)
         for name, value in given.items()

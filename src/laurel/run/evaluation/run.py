@@ -1,4 +1,4 @@
-"""`laurel eval reward-bench` and its siblings: rows in, scores, figures and their baseline out."""
+"""Runs the evaluations of reward models: scores rows and reports metrics and their baseline."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from laurel.types import Group
 
 
-_WITNESSES = 8
+_NUM_PROBES = 8
 """Rows that the noise of scores is measured on."""
 
 
@@ -93,7 +93,7 @@ def evaluated(name: BenchmarkName, request: EvaluationRequest, console: Console)
     Args:
         name: The benchmark.
         request: What is asked for.
-        console: Told what was loaded and written, and how far it is.
+        console: Shows what is loaded and written, and the progress.
 
     Raises:
         UserError: A model, a row, a file or a setting that cannot be used.
@@ -129,7 +129,7 @@ def _evaluated(
 
 
 def checked_request(request: EvaluationRequest) -> EvaluationRequest:
-    """The request with the place of its model: what can be told before any row is read.
+    """Resolve the model of a request, before any row is read.
 
     Raises:
         UserError: A model that is not there, or a directory that cannot be written.
@@ -181,8 +181,10 @@ def evaluate_rows(
     }
     by_contract = None
     if scorer.reference is not None:
-        by_contract, told = _beside_contract(name, rows, scores, request, scorer, scorer.reference)
-        details["compatibility"] = told
+        by_contract, compatibility = _beside_contract(
+            name, rows, scores, request, scorer, scorer.reference
+        )
+        details["compatibility"] = compatibility
     return Evaluation(
         benchmark=name,
         title=benchmark.title,
@@ -213,9 +215,9 @@ def _beside_contract(
     scorer: OpenScorer,
     reference: RewardBenchContract,
 ) -> tuple[Measured, dict[str, Any]]:
-    """The figures by the model's own contract, and where the tokens differ from its tokens.
+    """Return the metrics by the model's own contract, and the differences in tokens.
 
-    Rows are scored once more where the model reads other tokens; the other scores are the same.
+    Rows whose tokens differ are scored once more; the other scores are the same.
     """
     from laurel.evaluation.rewardbench_tokens import differences, summary
 
@@ -231,13 +233,13 @@ def _beside_contract(
     for place, scores_G in zip(others, again, strict=True):
         by_contract[place] = scores_G
     form = reference.form
-    told = {
+    compatibility = {
         "program": form.program,
         "max_length": form.max_length,
         "truncation_side": form.truncation_side,
         **summary(found),
     }
-    return reduce_scores(BENCHMARKS[name], rows, by_contract, request).measured, told
+    return reduce_scores(BENCHMARKS[name], rows, by_contract, request).measured, compatibility
 
 
 def _diagnosed(
@@ -247,7 +249,7 @@ def _diagnosed(
     scorer: OpenScorer,
     training: TrainingPairs | None,
 ) -> dict[str, dict[str, Any]]:
-    """What else the scores of pairs say; nothing where nobody asks."""
+    """Compute the diagnostics of pairs; nothing unless the request asks for them."""
     if not request.is_diagnosed:
         return {}
     translated = None
@@ -263,8 +265,8 @@ def _diagnosed(
     from laurel.environments.reward_model_environment import measure_noise
 
     noise = None
-    with suppress(ValueError):  # nothing of it can be scored
-        noise = measure_noise(scorer.score_now_quietly, [row.group for row in rows[:_WITNESSES]])
+    with suppress(ValueError):  # none of these rows can be scored
+        noise = measure_noise(scorer.score_now_quietly, [row.group for row in rows[:_NUM_PROBES]])
     status = scorer.console.status("computing diagnostics")
     with status if not request.sensitivity else nullcontext():
         report = diagnostics_report(
@@ -280,7 +282,6 @@ def _diagnosed(
 
 
 def _training(request: EvaluationRequest) -> TrainingPairs | None:
-    """What the model was trained on, read before anything is scored."""
     if not request.train_data:
         return None
     return training_pairs(
@@ -326,7 +327,7 @@ def show_evaluation(evaluation: Evaluation) -> None:
 
 
 def say_failures(evaluation: Evaluation, console: Console) -> None:
-    """How many completions have no score, and why the first has none."""
+    """Print how many completions have no score, and why the first has none."""
     if evaluation.failures:
         console.print(
             f"FAILED  {len(evaluation.failures):,} of {evaluation.num_completions:,} completions "
@@ -339,38 +340,39 @@ def say_failures(evaluation: Evaluation, console: Console) -> None:
 # The scores of the rows of an evaluation, from a model that is loaded here or from a server.
 
 CHUNK = 256
-"""Groups that are given to a model at a time."""
+"""The groups that a loaded model gets at a time."""
+# All groups of a request must come back within one time limit.
 CHUNK_OF_SERVER = 32
-"""And to a server: all of them must come back within one time limit."""
+"""The groups that a server gets at a time."""
 
 ScoreNow = Callable[["Sequence[Group]", "OnBatch"], "list[tuple[Score, ...]]"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalScorer:
-    """What the command line says of the model."""
+    """The options of an evaluation that select and load the model."""
 
     model: str
     """A directory, a hub name, or the address of a running `laurel serve`."""
     options: ScorerSpec = field(default_factory=ScorerSpec)
     settings: tuple[str, ...] = ()
-    """What `--set` says; see `policy_of_settings`."""
+    """The settings of `--set`, as `policy_of_settings` reads them."""
     cpu_threads: int | None = None
     api_key_env: str | None = None
-    """Variable with the key of a server; None: `LAUREL_API_KEY` where it is set."""
+    """The variable with the key of a server; None: `LAUREL_API_KEY`, if it is set."""
     reproduces: ReferenceFormat | None = None
-    """Make tokens as another program does; None: by the scoring contract."""
+    """The program whose tokens are copied; None: tokens of the scoring contract."""
 
     @property
     def is_server(self) -> bool:
-        """Whether the model is behind an address."""
+        """Report whether the model is behind an address."""
         return self.model.startswith(("http://", "https://"))
 
     def found(self) -> EvalScorer:
-        """The same with the place of the model: what can be told before any row is read.
+        """Resolve the place of the model, before any row is read.
 
         Raises:
-            UserError: No model is named, there is none at that place, or it cannot score so.
+            UserError: No model is named or found, or it cannot score in this way.
         """
         if not self.is_server:
             return replace(self, options=asked_scorer(self.model, self.options, or_server=True))
@@ -385,27 +387,27 @@ class EvalScorer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenScorer:
-    """A model that is ready to score, as often as it is asked."""
+    """A model that is ready to score."""
 
     console: Console
     score_now: ScoreNow
     chunk: int
-    """Groups that it is given at a time."""
+    """The groups that it gets at a time."""
     own: LocalScorer | None = None
-    """By the model's own contract, where `score_now` reproduces another program."""
+    """The scorer by the model's own contract, if `score_now` reproduces another program."""
     reference: RewardBenchContract | None = None
-    """How `score_now` makes tokens then."""
+    """The contract by which `score_now` then makes tokens."""
 
     def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """One score per completion of each group, in order; a failure where there is none."""
+        """Return one score, or a failure, per completion of each group, in order."""
         return self._score(groups, self.score_now)
 
     def score_now_quietly(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """The same of a few, without a bar."""
+        """Score a few groups, without a progress bar."""
         return self.score_now(groups, lambda *_: None)
 
     def score_by_contract(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """The same by the model's own contract."""
+        """Score groups by the model's own contract."""
         return self._score(groups, self.score_now if self.own is None else self.own.score_now)
 
     def _score(self, groups: Sequence[Group], score_now: ScoreNow) -> list[tuple[Score, ...]]:
@@ -426,7 +428,7 @@ def open_evaluation_scorer(scorer: EvalScorer, console: Console) -> Iterator[Ope
     """Load a model, or find its server.
 
     Raises:
-        UserError: A model, a server or a setting that cannot be used.
+        UserError: A model, a server or a setting cannot be used.
     """
     if scorer.is_server:
         if scorer.settings:
@@ -452,7 +454,8 @@ def _local(scorer: EvalScorer, console: Console) -> OpenScorer:
     form, spec, place = scorer.reproduces, scorer.options, scorer.options.found
     assert place is not None
     if form is not None and (Path(place.name) / "scoring.json").is_file():
-        spec = replace(spec, max_length=None)  # that of the other program; a contract has its own
+        # The given length is that of the other program; the contract has its own.
+        spec = replace(spec, max_length=None)
     own = open_asked(spec, scorer.settings, cpu_threads=scorer.cpu_threads, console=console)
     if form is None:
         return OpenScorer(console=console, score_now=own.score_now, chunk=CHUNK)
@@ -474,12 +477,12 @@ def _local(scorer: EvalScorer, console: Console) -> OpenScorer:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the command line says of an evaluation of a reward model.
+# The request for an evaluation of a reward model.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRequest:
-    """What the command line says."""
+    """The options of an evaluation."""
 
     scorer: EvalScorer
     data: tuple[str, ...] = ()
@@ -487,18 +490,18 @@ class EvaluationRequest:
     dataset: str | None = None
     """The class that reads preferences (`pairs`)."""
     column_keys: Mapping[str, str] = field(default_factory=dict)
-    """Keys of the `data` section that name columns, and what they say (`pairs`)."""
+    """Keys of the `data` section that name columns, and these columns (`pairs`)."""
     margin_key: str | None = None
-    """The column that says by how much the chosen answer is better (`pairs`)."""
+    """The column with the margin of the chosen answer (`pairs`)."""
     prior: bool = False
-    """The prior sets too (`reward-bench`)."""
+    """Also score the prior sets (`reward-bench`)."""
     zero_spread: ZeroSpread = "limit"
-    """See `evaluation.reward_bench`."""
+    """The rule for Ties whose right answers score the same, as in `evaluation.reward_bench`."""
     max_samples: int | None = None
     diagnostics: bool = False
-    """Say what else the scores show (`pairs`); the next four and a margin key imply it."""
+    """Compute diagnostics (`pairs`); the next four options and a margin key imply it."""
     train_data: tuple[str, ...] = ()
-    """What the model was trained on, for baselines and leaks."""
+    """The training data of the model, for baselines and leaks."""
     sensitivity: bool = False
     """Score the answers once more in other forms."""
     other_language: str | None = None
@@ -510,7 +513,7 @@ class EvaluationRequest:
 
     @property
     def is_diagnosed(self) -> bool:
-        """Whether anything of the diagnostics is asked for."""
+        """Report whether an option asks for diagnostics."""
         return bool(
             self.diagnostics
             or self.margin_key
@@ -522,25 +525,25 @@ class EvaluationRequest:
 
 
 # --------------------------------------------------------------------------------------------------
-# `laurel eval all`: every benchmark whose rows are at hand, one after the other, and a summary.
+# `laurel eval all`: every benchmark whose rows are given, one after the other, and a summary.
 
 FILE_NAME = "all-report.json"
 
 
 def run_all(request: EvaluationRequest, *, hub: bool) -> int:
-    """Evaluate a model on every benchmark whose rows are named, and on the hub's where asked.
+    """Evaluate a model on every benchmark whose rows are named, and optionally on the hub's.
 
     All rows are read before the model is loaded, which is done once.
 
     Args:
-        request: Of all of them; its data may be rows of different benchmarks.
-        hub: Read those that have a place of their own, and no rows here, from the hub.
+        request: The options; its data may be rows of different benchmarks.
+        hub: Read the benchmarks without named rows from the hub, if they are there.
 
     Returns:
-        The exit code: 1 where a completion has no score, else 0.
+        The exit code: 1 if a completion has no score, otherwise 0.
 
     Raises:
-        UserError: A model, a row, a file or a setting that cannot be used.
+        UserError: A model, a row, a file or a setting cannot be used.
     """
     console = message_console()
     request = checked_request(request)
@@ -568,7 +571,7 @@ def run_all(request: EvaluationRequest, *, hub: bool) -> int:
 
 
 def _asked(request: EvaluationRequest, *, hub: bool) -> dict[BenchmarkName, EvaluationRequest]:
-    """What is asked of each benchmark that there are rows of, in the order of benchmarks."""
+    """Split a request into those of the benchmarks that have rows, in the order of benchmarks."""
     paths: dict[BenchmarkName, list[str]] = {}
     for path in request.data:
         paths.setdefault(benchmark_in(path, split=request.split), []).append(path)

@@ -90,17 +90,17 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
     )
 
 
-def print_compatibility(console: Console, told: Mapping[str, Any], *, num_rows: int) -> None:
+def print_compatibility(console: Console, facts: Mapping[str, Any], *, num_rows: int) -> None:
     """In how many rows another program's tokens are not those of the scoring contract, and why."""
     console.print(
-        f"format  {told['program']}, {told['max_length']:,} tokens, cut on the "
-        f"{told['truncation_side']}: other tokens than by the scoring contract in "
-        f"{told['num_rows']:,} of {counted(num_rows, 'row')} "
-        f"({counted(told['num_completions'], 'answer')}); the model reads others in "
-        f"{told['num_rows_read_differently']:,} ({told['num_completions_read_differently']:,})",
+        f"format  {facts['program']}, {facts['max_length']:,} tokens, cut on the "
+        f"{facts['truncation_side']}: other tokens than by the scoring contract in "
+        f"{facts['num_rows']:,} of {counted(num_rows, 'row')} "
+        f"({counted(facts['num_completions'], 'answer')}); the model reads others in "
+        f"{facts['num_rows_read_differently']:,} ({facts['num_completions_read_differently']:,})",
         soft_wrap=True,
     )
-    for reason, found in told["reasons"].items():
+    for reason, found in facts["reasons"].items():
         counts = (
             f"{counted(found['num_rows'], 'row')} ({counted(found['num_completions'], 'answer')})"
         )

@@ -15,8 +15,8 @@ import torch
 from laurel.config.grpo import PolicyLossConfig
 from laurel.config.policy import NamedCall, Precision
 from laurel.data.forest import to_forest
-from laurel.generation.transformers.cpu_matmul import fast_matmul
 from laurel.generation.transformers.engine import TransformersEngine
+from laurel.models.cpu_matmul import fast_matmul
 from laurel.models.forest.attention import FOREST, register
 from laurel.models.forest.decoder import RewardModel
 from laurel.models.forest.policy import PolicyModel

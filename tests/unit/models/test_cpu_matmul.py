@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from laurel.generation.transformers import cpu_matmul
-from laurel.generation.transformers.cpu_matmul import _OneDnnLinear, fast_matmul
+from laurel.models import cpu_matmul
+from laurel.models.cpu_matmul import _OneDnnLinear, fast_matmul
 
 if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
     pytest.skip("this torch has no oneDNN", allow_module_level=True)

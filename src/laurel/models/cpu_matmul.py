@@ -3,8 +3,8 @@
 torch multiplies float32 matrices with MKL, which keeps the widest vector instructions for Intel's
 processors. On others that have them, oneDNN, which torch holds too, takes half the time for the
 same arithmetic (docs/benchmarks.md). Its sums round otherwise by about 1e-6 of their size: below
-what a generator and a policy's updates promise, above what a scorer does, so reward models are left
-alone. The choice depends on the processor and the sizes alone, never on a timing.
+what a generator and a policy's updates promise, above what a scorer does, so reward models keep
+MKL. The choice depends on the processor and the sizes alone, never on a timing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _OneDnnLinear(nn.Linear):
     """`nn.Linear` whose float32 products on the CPU are oneDNN's."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """See `nn.Linear`."""
+        """Multiply as `nn.Linear` does."""
         if (
             not input.dtype == self.weight.dtype == torch.float32
             or input.device.type != "cpu"

@@ -1,0 +1,56 @@
+"""vLLM as a worker of benchmarks/rm_scoring.py: scores of every completion with its prompt."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from channel import Channel, Meter
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    channel = Channel()
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or the meter would not see what the engine costs
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    import torch
+    import vllm
+    from vllm.config import PoolerConfig
+
+    rows = [vllm.TokensPrompt(prompt_token_ids=ids) for ids in settings["rows"]]
+    engine = vllm.LLM(
+        model=settings["model"],
+        runner="pooling",
+        convert="classify",
+        dtype="float32",
+        max_model_len=max(map(len, settings["rows"])) + 8,
+        max_num_seqs=len(rows),
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        skip_tokenizer_init=True,
+        pooler_config=PoolerConfig(seq_pooling_type="LAST", use_activation=False),
+    )
+    torch.set_num_threads(settings["threads"])
+    asked = vllm.PoolingParams(task="classify", use_activation=False)
+    channel.say(version=vllm.__version__)
+    meter = Meter()
+    while channel.next_command()["do"] == "score":
+        engine.reset_prefix_cache()
+        meter.start()
+        outputs = engine.encode(rows, asked, pooling_task="classify", use_tqdm=False)
+        cost = meter.read()
+        channel.say(**cost, scores=[float(output.outputs.data.flatten()[0]) for output in outputs])
+
+
+if __name__ == "__main__":
+    main()
