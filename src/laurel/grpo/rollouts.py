@@ -286,7 +286,9 @@ class Rollouts:
         await self._judge(context, _pending(context, rollouts))
         await self._run_further_turns(context, rollouts)
 
-    async def _run_further_turns(self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]) -> None:
+    async def _run_further_turns(
+        self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
+    ) -> None:
         for rollout in rollouts:
             self._continue(context, rollout)
         # A task for each would cost more than the rest of a step for a short conversation.
