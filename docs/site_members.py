@@ -1,6 +1,6 @@
 """What the reference leaves out of a class: attributes that `__init__` sets and nobody describes.
 
-They are told by the parameters of `__init__`. Fields of dataclasses and sections stay.
+The parameters of `__init__` name them. Fields of dataclasses and sections stay.
 """
 
 from __future__ import annotations
