@@ -1,6 +1,6 @@
 """What the reference leaves out of a class: attributes that `__init__` sets and nobody describes.
 
-The parameters of `__init__` name them. Fields of dataclasses and sections stay.
+A parameter of `__init__` describes them. Fields of dataclasses and sections stay.
 """
 
 from __future__ import annotations
