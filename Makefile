@@ -15,7 +15,7 @@ help:
 	@echo "make test    set up, then run the quick tests (minutes): all arithmetic, every command, every environment"
 	@echo "make test-all   all tests (about 35 minutes on 2 cores), as CI runs them"
 	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
-	@echo "make check   format, lint and types"
+	@echo "make check   format, lint, words that only this project would use, and types"
 	@echo "make house   the form of the code in figures: files, circles, modules that a step runs through"
 	@echo "make docs    the site of docs/ and of the docstrings, into site/ (make docs-serve shows it here)"
 	@echo "make bench   the benchmarks that need no peer (see benchmarks/README.md)"
@@ -75,6 +75,7 @@ test-vllm: $(VLLM_STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python tools/words.py
 	$(BIN)/mypy
 
 # The form of the code in figures, against the bars that were set for it.
