@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class EngineEvent(NamedTuple):
-    """What became of a request."""
+    """A completion of a request, or the error that ended it."""
 
     number: int
     what: Generated | LaurelError | None
@@ -43,7 +43,7 @@ class Provable(Protocol):
 
 
 class EngineWorker:
-    """Holds an engine, whatever its class, and draws with it what it is asked for.
+    """Holds an engine, whatever its class, and generates what it is asked for with it.
 
     While `exchange` waits, another thread may call the other methods.
     """
@@ -59,7 +59,7 @@ class EngineWorker:
         self._link = WeightLink(place)
         self._background = BackgroundLoop(f"laurel-{place.role}-{place.rank}")
         self._running: dict[int, asyncio.Task[None]] = {}
-        """Of the loop's thread."""
+        """Requests under way, by number; only the loop's thread touches them."""
         self._changed = threading.Condition()
         self._events: list[EngineEvent] = []
         self._is_open = True
@@ -67,7 +67,7 @@ class EngineWorker:
         self._update: Future[None] | None = None
 
     def weight_version(self) -> int:
-        """Version of the weights that the next token is drawn with."""
+        """Version of the weights that the next token is sampled with."""
         return self._engine.weight_version
 
     # ---------------------------------------------------------------------------------- generation
@@ -101,15 +101,15 @@ class EngineWorker:
             if (task := self._running.get(number)) is not None:
                 task.cancel()
         for number, request in new:
-            self._running[number] = asyncio.create_task(self._draw(number, request))
+            self._running[number] = asyncio.create_task(self._generate(number, request))
 
-    async def _draw(self, number: int, request: GenerationRequest) -> None:
+    async def _generate(self, number: int, request: GenerationRequest) -> None:
         end: LaurelError | None = None
         try:
             async with aclosing(self._engine.generate(request)) as completions:
                 async for generated in completions:
                     self._tell(EngineEvent(number, generated))
-        except asyncio.CancelledError:  # aborted, and by now the engine has let go of it
+        except asyncio.CancelledError:  # aborted, and by now the engine has dropped it
             pass
         except LaurelError as error:
             end = error
@@ -124,11 +124,11 @@ class EngineWorker:
             self._changed.notify_all()
 
     def sleep(self) -> None:
-        """See `Generator`."""
+        """Give device memory back."""
         self._background.wait_for(self._engine.sleep())
 
     def wake(self) -> None:
-        """See `Generator`."""
+        """Take memory again, and go on with requests."""
         self._background.wait_for(self._engine.wake())
 
     # ------------------------------------------------------------------------------------- weights
@@ -179,7 +179,7 @@ class EngineWorker:
             update.result()
 
     def host(self) -> str:
-        """See `RankPlace.host`."""
+        """The address at which other processes reach this one."""
         return self._link.host
 
     def receive_weights(self, meeting: Meeting) -> str | None:
@@ -230,7 +230,7 @@ class EngineWorker:
         return self._stream, self._update
 
     def answer_probe(self) -> ProbeAnswer | None:
-        """What the weights make of the probe's tokens; None: an engine that cannot say."""
+        """The engine's answer to the probe; None for an engine that has no answer."""
         if not isinstance(self._engine, Provable):
             return None
         return self._background.wait_for(self._engine.answer_probe())

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from laurel.generation.vllm.engine import VllmEngine
 
 EngineMaker = Callable[[], Generator]
-"""Called in the process that shall draw. It must be picklable."""
+"""Called in the process that shall generate. It must be picklable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +25,12 @@ class TransformersMaker:
     """Loads the policy and makes a `TransformersEngine` of it, which has the only copy of it."""
 
     model: ModelSpec
-    """The learner's, or the same begun with a directory: see `from_directory`."""
+    """The learner's, or the same one read from a directory (`from_directory`)."""
     spec: GeneratorSpec
     device: str = "auto"
-    """See `cluster.device`."""
+    """The setting `cluster.device`."""
     cpu_threads: int | None = None
-    """See `cluster.cpu_threads`."""
+    """The setting `cluster.cpu_threads`."""
     texts: tuple[str, ...] = ()
     """Texts that a tokenizer from scratch is trained on; the learner's is trained on the same."""
 
@@ -87,5 +87,5 @@ class VllmMaker:
 
 
 def from_directory(model: ModelSpec, directory: Path | str) -> ModelSpec:
-    """The same model, begun with the weights and the tokenizer of a directory."""
+    """Replace the source of a model by a directory with its weights and its tokenizer."""
     return replace(model, name=str(directory), scratch=None, tokenizer=TokenizerConfig())

@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 ROLE = "generation"
 PATIENCE = 120.0
 POLL_SECONDS = 0.05
-"""How long a busy replica that has nothing to tell may keep new requests from being told to it.
+"""How long a busy replica without news may delay the requests that wait for it.
 With many replicas it is longer: `POLL_SECONDS_EACH` times their number."""
 POLL_SECONDS_EACH = 0.005
 
@@ -52,8 +52,8 @@ class GeneratorReplicas:
     """A `Generator` over replicas.
 
     Requests made in the same turn of the event loop go out together, in order. While there is
-    nothing to draw it asks nobody anything. `make_group`, `current_weights`, `probe` and `say` are
-    called in threads of its own.
+    nothing to generate it asks nobody anything. `make_group`, `current_weights`, `probe` and `say`
+    are called in threads of its own.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class GeneratorReplicas:
             current_weights: The weights of `weight_version`, for a replica that is started again
                 between two updates when no other is left; None, or those of another version:
                 they cannot be had, and the replica waits for the next update. Not asked before
-                the first update, nor while others can draw.
+                the first update, nor while others can generate.
             probe: The learner's log-probabilities of given tokens, at temperature 1: compared with
                 the replicas' at the start and after every transfer. None: not compared.
-            say: Told of every restart.
+            say: Called with a line for every restart.
             max_restarts: Of all replicas together, as long as this generator lives.
             transfer: How weights come: see `weight_routes`. For `broadcast` they must be those of a
                 `LearnerGroup`.
@@ -95,7 +95,7 @@ class GeneratorReplicas:
         self.transfer = transfer
         """As it was given."""
         self.weight_version = 0
-        """Of the weights that all who are ready have."""
+        """Version of the weights that every ready replica has."""
         self._route = route_of(transfer, bucket_bytes=bucket_bytes, patience=patience, say=say)
         self._make_group = make_group
         self._current_weights = current_weights
@@ -105,11 +105,11 @@ class GeneratorReplicas:
         self._poll = max(POLL_SECONDS, POLL_SECONDS_EACH * num_replicas)
         self._arriving: list[Order] = []
         self._arrival = threading.Lock()
-        """Of the list before it."""
+        """Guards the list before it."""
         # What follows belongs to the loop in the background.
         self._gate = PauseGate()
         self._failure: LaurelError | None = None
-        """Why it is of no use any more."""
+        """Why it is unusable."""
         self._replicas: list[GeneratorReplica] = []
         self._supervisor: Supervisor[WorkerGroup] | None = None
         self._unplaced: list[Order] = []
@@ -151,7 +151,7 @@ class GeneratorReplicas:
         self._gate.open()
 
     def close(self) -> None:
-        """See `Generator`. Shuts the groups down."""
+        """End the generator. Shuts the groups down."""
         if self._background.close(self._end()):
             self._threads.shutdown(wait=False)
             if self._supervisor is not None:
@@ -174,7 +174,9 @@ class GeneratorReplicas:
         return self._route.num_fallbacks
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
-        """See `Generator`. What closes the iterator waits until the replica has let go.
+        """Stream the completions of a request as they end.
+
+        What closes the iterator waits until the replica has dropped the request.
 
         What the engine refuses is raised where the first completion is awaited.
         """
@@ -220,9 +222,9 @@ class GeneratorReplicas:
 
     async def _accept(self, orders: Iterable[Order]) -> None:
         for order in orders:
-            order.task = asyncio.create_task(self._draw(order))
+            order.task = asyncio.create_task(self._generate(order))
 
-    async def _draw(self, order: Order) -> None:
+    async def _generate(self, order: Order) -> None:
         async with self._gate.request():
             self._place(order)
             await order.over.wait()
@@ -242,7 +244,7 @@ class GeneratorReplicas:
     # --------------------------------------------------------------------------- weights and sleep
 
     async def update_weights(self, weights: Weights) -> None:
-        """See `Generator`. After an error the generator is of no use.
+        """Take new weights, or only their version. After an error the generator is unusable.
 
         Raises:
             EngineError: An engine refuses the weights, computes something else than the learner,
@@ -273,11 +275,11 @@ class GeneratorReplicas:
             self.weight_version, self._has_first_weights = weights.version, False
 
     async def sleep(self) -> None:
-        """See `Generator`."""
+        """Give device memory back."""
         await self._elsewhere(self._set_asleep(True))
 
     async def wake(self) -> None:
-        """See `Generator`."""
+        """Take memory again, and go on with requests."""
         await self._elsewhere(self._set_asleep(False))
 
     async def _set_asleep(self, is_asleep: bool) -> None:
@@ -329,7 +331,7 @@ class GeneratorReplicas:
                 )
 
     def _fail(self, failure: LaurelError) -> None:
-        """Be of no use from now on, for the first reason that was given."""
+        """Fail permanently; the first failure wins."""
         self._failure = self._failure or failure
         orders, self._unplaced = self._unplaced, []
         for replica in self._replicas:
@@ -407,10 +409,10 @@ class GeneratorReplicas:
             self._place(order)
 
     def _too_many(self, why: str) -> EngineError:
-        """A loss that cannot be made good; a supervisor is told what the loss itself would say."""
+        """The error for a replica that is lost and may not restart any more."""
         assert self._supervisor is not None
         loss, failure = self._supervisor.last_loss, self._supervisor.last_failure
-        error = EngineError(f"{'' if loss is None else loss.told}{why}")
+        error = EngineError(f"{'' if loss is None else loss.notice}{why}")
         error.exit_code = getattr(failure, "exit_code", EngineError.exit_code)
         return error
 
@@ -437,7 +439,7 @@ class GeneratorReplicas:
         if self._is_updating:  # they are on their way
             return False
         with self._catching_up:  # the learner can be read by one at a time
-            # While others draw, rollouts may come to their end, and then the learner works.
+            # While others generate, rollouts may end, and then the learner works.
             if any(other.state == "ready" for other in self._replicas):
                 return False
             weights = self._current_weights()
@@ -472,11 +474,11 @@ class Order:
     """A request, and which of its completions have not come yet."""
 
     def __init__(self, request: GenerationRequest, deliver: Deliver) -> None:
-        """Made in the thread of whoever asks.
+        """Take a request, in the caller's thread.
 
         Args:
             request: With at least one seed.
-            deliver: Is told every completion, or one error instead of the rest. Must not block.
+            deliver: Receives every completion, or one error instead of the rest. Must not block.
         """
         self.request = request
         self.is_over = False
@@ -487,7 +489,7 @@ class Order:
         self._deliver = deliver
         self._missing = list(range(len(request.seeds_G)))
         self._asked: list[int] = []
-        """Of the latest attempt: which completion each of its own is."""
+        """Index of each completion that the latest attempt has asked for."""
 
     @property
     def num_missing(self) -> int:
@@ -495,7 +497,7 @@ class Order:
         return len(self._missing)
 
     def rest(self) -> GenerationRequest:
-        """What is still to be asked for."""
+        """Make a request for the completions that are missing."""
         self._asked = list(self._missing)
         seeds_G = tuple(self.request.seeds_G[index] for index in self._asked)
         return replace(self.request, seeds_G=seeds_G)
@@ -559,7 +561,7 @@ class GeneratorReplica(Replica[WorkerGroup]):
         self.has_work.set()
 
     def abort(self, order: Order) -> bool:
-        """Begin to take an order back; it ends when the engine has let go. False: not here."""
+        """Begin to abort an order; it ends when the engine has dropped it. False: not here."""
         number = next((n for n, mine in self._orders.items() if mine is order), None)
         if number is None:
             return False
@@ -573,13 +575,13 @@ class GeneratorReplica(Replica[WorkerGroup]):
         return True
 
     def take_news(self) -> tuple[list[tuple[int, GenerationRequest]], list[int]]:
-        """What the engine has not heard yet: new requests, and aborted ones."""
+        """Take the requests and aborts that the engine does not have yet."""
         news = self._new, self._aborted
         self._new, self._aborted = [], []
         return news
 
     def hear(self, events: Sequence[EngineEvent]) -> LaurelError | None:
-        """Hand on what has happened. Why the engine is of no use any more, where it is not."""
+        """Deliver the engine's events. Returns the failure that ended the engine, if any."""
         failure: LaurelError | None = None
         for number, what in events:
             order = self._orders.get(number)

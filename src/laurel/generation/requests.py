@@ -29,7 +29,7 @@ class GeneratorSpec:
 
 
 def check_generation_request(request: GenerationRequest, *, vocab_size: int) -> None:
-    """Refuse what no engine can draw.
+    """Refuse what no engine can sample.
 
     Raises:
         DataError: A prompt without tokens, or with tokens that the model does not have.

@@ -41,7 +41,7 @@ class BackgroundLoop:
         return self.submit(work).result()
 
     def start(self, work: Coroutine[Any, Any, None]) -> Running:
-        """Begin work that can be told to end."""
+        """Begin work that can be cancelled."""
         with self._closing:
             if not self._is_closed:
                 return Running(self.loop, work)
@@ -134,7 +134,7 @@ async def cancel_others(patience: float | None) -> None:
 
 
 class PauseGate:
-    """Of one event loop. Closed at first."""
+    """A gate in one event loop. It begins closed."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -167,7 +167,7 @@ class PauseGate:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Close the gate and wait until those inside have left. Whoever is alone opens it again."""
+        """Close the gate and wait until those inside have left. The caller opens it again."""
         async with self._alone:
             self._open.clear()
             await self._idle.wait()
@@ -179,18 +179,15 @@ class PauseGate:
 
 
 class Lifeline:
-    """Whether an engine is still of use, and an end for whoever waits for one that is not.
-
-    Of one event loop.
-    """
+    """The life of an engine in one event loop: its failure ends the tasks that wait for it."""
 
     def __init__(self) -> None:
         self.failure: LaurelError | None = None
-        """Why it is of no use any more: the first reason that was given."""
+        """Why the engine is unusable: the first failure wins."""
         self._is_cut = asyncio.Event()
 
     def cut(self, failure: LaurelError) -> None:
-        """Say why it is of no use any more."""
+        """Fail permanently and wake the waiting tasks."""
         self.failure = self.failure or failure
         self._is_cut.set()
 

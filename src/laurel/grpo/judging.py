@@ -21,9 +21,9 @@ from laurel.environments.interface import (
     GROUP_ID,
     checked_return,
     column_of,
+    invalid_return,
     method_name,
     source_of,
-    unfit,
 )
 from laurel.errors import EnvironmentFailedError, WorkerError
 from laurel.observe.hub import is_installed, is_ours, line_of
@@ -129,7 +129,9 @@ def take_verdict(
         for name, value in values.items():
             if failure is None and not np.isfinite(value):
                 what = f"the reward {value}" + (f" as {name!r}" if name else "")
-                failure = str(unfit(step, what, "a finite number, or a reason in `failures`"))
+                failure = str(
+                    invalid_return(step, what, "a finite number, or a reason in `failures`")
+                )
         is_message = isinstance(observation, Mapping) and all(
             isinstance(observation.get(key), str) for key in ("role", "content")
         )

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from laurel.config.environments import EnvironmentsConfig
-from laurel.environments.interface import unfit, value_kind
+from laurel.environments.interface import invalid_return, value_kind
 from laurel.errors import EnvironmentFailedError
 from laurel.grpo.judging import RolloutStats, described
 from laurel.observe.console import completion_text, shorten_middle
@@ -169,10 +169,10 @@ def environment_metrics(
             returned: Any = measure(environment_batch(own))
             if not isinstance(returned, tuple) or len(returned) != 2:
                 expected = "the batch, and a dictionary of figures"
-                raise unfit(measure, value_kind(returned), expected)
+                raise invalid_return(measure, value_kind(returned), expected)
             if not isinstance(returned[1], Mapping):
                 kind = f"{value_kind(returned[1])} as figures"
-                raise unfit(measure, kind, "a dictionary of numbers")
+                raise invalid_return(measure, kind, "a dictionary of numbers")
             bare = {_OWN_PREFIX.sub("", key): float(value) for key, value in returned[1].items()}
         figures |= {f"env/{name}/{key}": value for key, value in bare.items()}
     return figures

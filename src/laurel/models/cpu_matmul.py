@@ -44,7 +44,7 @@ class _OneDnnLinear(nn.Linear):
     """`nn.Linear` whose float32 products on the CPU are oneDNN's."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """See `nn.Linear`."""
+        """Multiply as `nn.Linear` does."""
         if (
             not input.dtype == self.weight.dtype == torch.float32
             or input.device.type != "cpu"

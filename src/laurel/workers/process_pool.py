@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import pkgutil
+import queue
 import resource
 import select
 import signal
@@ -23,7 +24,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -84,9 +85,14 @@ class ProcessPool:
         """Start nothing yet."""
         self.num_workers = spec.num_workers
         self._processes = _Processes(spec)
-        self._threads = ThreadPoolExecutor(spec.num_workers, thread_name_prefix="laurel-pool")
-        # It must not know the pool: that would keep it from being collected.
-        self._finalizer = weakref.finalize(self, self._processes.close)
+        self._items: _Items = queue.SimpleQueue()
+        # Daemon threads and no executor: a program that ends would wait for the items of that.
+        self._threads: list[threading.Thread] = []
+        self._submitting = threading.Lock()
+        # Neither it nor a thread may know the pool: that would keep it from being collected.
+        self._finalizer = weakref.finalize(
+            self, _end_all, self._processes, self._items, self._threads
+        )
 
     def start(self) -> None:
         """Start one process, to see whether that can be done.
@@ -109,10 +115,21 @@ class ProcessPool:
             TypeError: JSON cannot carry the item, or (`ValueError`) the item contains itself.
         """
         message = json.dumps(item).encode()
-        try:
-            return self._threads.submit(self._processes.result, message)
-        except RuntimeError:
-            raise self._processes.closed_error() from None
+        future: Future[Any] = Future()
+        with self._submitting:
+            if not self._finalizer.alive:
+                raise self._processes.closed_error()
+            if len(self._threads) < self.num_workers:
+                thread = threading.Thread(
+                    target=_serve,
+                    args=(self._processes, self._items),
+                    name=f"laurel-pool-{len(self._threads)}",
+                    daemon=True,
+                )
+                thread.start()
+                self._threads.append(thread)
+            self._items.put((future, message))
+        return future
 
     def process_ids(self) -> list[int]:
         """The processes alive now, the zygote first."""
@@ -120,8 +137,32 @@ class ProcessPool:
 
     def close(self) -> None:
         """End the processes. Items that run or wait fail. Idempotent."""
-        self._finalizer()
-        self._threads.shutdown()
+        with self._submitting:
+            self._finalizer()
+        for thread in self._threads:
+            thread.join()
+
+
+_Items = queue.SimpleQueue[tuple[Future[Any], bytes] | None]
+
+
+def _serve(processes: _Processes, items: _Items) -> None:
+    while (item := items.get()) is not None:
+        future, message = item
+        if future.set_running_or_notify_cancel():
+            try:
+                result = processes.result(message)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+        del item, future  # otherwise this thread would hold them while it waits
+
+
+def _end_all(processes: _Processes, items: _Items, threads: list[threading.Thread]) -> None:
+    processes.close()
+    for _ in threads:
+        items.put(None)
 
 
 class _Process(NamedTuple):

@@ -23,14 +23,14 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 class ReplicaLoss(NamedTuple):
     """What became of a replica, and what is done about it."""
 
-    told: str
+    notice: str
     refused: str | None
     """Why it is not started again; None: it is."""
     pause: float = 0.0
     """Seconds before it is started again."""
 
     def __str__(self) -> str:
-        return self.told if self.refused is None else f"{self.told}; no restart: {self.refused}"
+        return self.notice if self.refused is None else f"{self.notice}; no restart: {self.refused}"
 
 
 class Restartable(Protocol):
@@ -68,18 +68,18 @@ class Restarts:
         """Count a loss, and say so where the replica may be started again."""
         # What follows the first line is about the end of a run, or a traceback.
         reason = str(failure).partition("\n")[0]
-        told = f"{of.name} was lost ({reason})"
+        notice = f"{of.name} was lost ({reason})"
         with self._lock:
             if of.last_failure == reason:
                 again = "it failed in the same way when it had just been started again"
-                return ReplicaLoss(told, again)
+                return ReplicaLoss(notice, again)
             if self._number >= self.most:
-                return ReplicaLoss(told, f"{self.most} restarts are the limit of a run")
+                return ReplicaLoss(notice, f"{self.most} restarts are the limit of a run")
             self._number += 1
             of.last_failure = reason
             count = f"restart {self._number} of {self.most} at most"
-        self.say(f"{told}; it is started again, {count}")
-        return ReplicaLoss(told, None)
+        self.say(f"{notice}; it is started again, {count}")
+        return ReplicaLoss(notice, None)
 
 
 class EndlessRestarts(Restarts):
@@ -97,17 +97,17 @@ class EndlessRestarts(Restarts):
         """Count a loss, and say what is done about it."""
         reason = str(failure).partition("\n")[0]
         ended = re.search(r"signal \d+|exit code \d+", reason)
-        told = f"warning: {of.name} died ({ended[0] if ended else reason})"
+        notice = f"warning: {of.name} died ({ended[0] if ended else reason})"
         with self._lock:
             losses = 1 if of.last_failure is None else self._in_a_row[of.name] + 1
             self._in_a_row[of.name] = losses
             of.last_failure = reason
             if losses > self.most:
-                return ReplicaLoss(told, f"it died {losses} times and stays away")
+                return ReplicaLoss(notice, f"it died {losses} times and stays away")
             self._number += 1
-        self.say(f"{told}; it is started again")
+        self.say(f"{notice}; it is started again")
         pause = _FIRST_PAUSE * 2 ** (losses - 2) if losses > 1 else 0.0
-        return ReplicaLoss(told, None, min(_LONGEST_PAUSE, pause))
+        return ReplicaLoss(notice, None, min(_LONGEST_PAUSE, pause))
 
 
 class Replica(Generic[T]):
@@ -207,12 +207,12 @@ class Supervisor(Generic[T]):
                 break
             try:
                 self._start(replica)
-                told = self._bring_up(replica.value, replica.index)
+                notice = self._bring_up(replica.value, replica.index)
             except Exception as error:  # whatever it is, the others go on
                 reason = error
             else:
                 reason = None
-                self.restarts.say(f"{replica.name} is back{told}")
+                self.restarts.say(f"{replica.name} is back{notice}")
         return None
 
     def close(self, *, patience: float = LAST_RESTART) -> None:

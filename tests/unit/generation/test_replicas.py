@@ -784,7 +784,7 @@ def test_the_transformers_engine_answers_the_probe_with_its_own_weights():
         assert answer.require_agreement(probe, version=0) == 0.0
         with torch.no_grad():
             policy.causal_lm.base_model.layers[1].mlp.up_proj.weight.mul_(2.0)
-        with pytest.raises(EngineError, match="does not draw from the weights of step 0"):
+        with pytest.raises(EngineError, match="does not sample from the weights of step 0"):
             answer.require_agreement(probe, version=0)
         whole = torch.tensor(answer.ids_L)
         assert policy.temperature == 0.5

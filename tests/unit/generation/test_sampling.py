@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laurel.generation.transformers import sampling
-from laurel.generation.transformers.sampling import SamplingRows, draw_tokens, keep_likeliest
+from laurel.generation.transformers.sampling import SamplingRows, keep_likeliest, sample_tokens
 
 HALF = torch.tensor([0.5, 0.25, 0.125, 0.125])
 
@@ -26,7 +26,7 @@ def rows(count, *, temperature=1.0, top_p=1.0, top_k=0):
 def drawn(weights, uniforms, **how):
     logits_NV = weights.log().expand(len(uniforms), -1).clone()
     numbers_N = torch.tensor(uniforms, dtype=torch.float64)
-    return draw_tokens(logits_NV, rows(len(uniforms), **how), numbers_N)
+    return sample_tokens(logits_NV, rows(len(uniforms), **how), numbers_N)
 
 
 def test_the_token_is_where_the_cumulative_distribution_passes_the_number():
@@ -130,13 +130,13 @@ def test_a_row_does_not_depend_on_the_others(seed, count):
         tuple(range(count)),
         True,
     )
-    together = draw_tokens(logits_NV.clone(), how, uniform_N)
+    together = sample_tokens(logits_NV.clone(), how, uniform_N)
     for row in range(count):
         one = slice(row, row + 1)
         alone_how = SamplingRows(
             how.temperature_N[one], how.top_p_N[one], how.top_k_N[one], (0,), row == 0
         )
-        alone = draw_tokens(logits_NV[one].clone(), alone_how, uniform_N[one])
+        alone = sample_tokens(logits_NV[one].clone(), alone_how, uniform_N[one])
         assert alone.tokens_N.item() == together.tokens_N[row].item()
         assert alone.logprobs_N.item() == together.logprobs_N[row].item()
 
@@ -147,12 +147,12 @@ def test_many_rows_go_through_in_chunks():
     for row in range(5):
         logits_NV[row, 3 * row] = 0.0
     how = SamplingRows(torch.ones(5), torch.ones(5), torch.tensor([0, 0, 0, 1, 0]), (3,), False)
-    found = draw_tokens(logits_NV, how, torch.full((5,), 0.5, dtype=torch.float64))
+    found = sample_tokens(logits_NV, how, torch.full((5,), 0.5, dtype=torch.float64))
     assert found.tokens_N.tolist() == [0, 3, 6, 9, 12]
 
 
 def test_logits_that_are_not_numbers_show_in_the_log_probabilities():
     logits_NV = torch.zeros(2, 4)
     logits_NV[1, 2] = torch.nan
-    found = draw_tokens(logits_NV, rows(2), torch.tensor([0.1, 0.9], dtype=torch.float64))
+    found = sample_tokens(logits_NV, rows(2), torch.tensor([0.1, 0.9], dtype=torch.float64))
     assert found.logprobs_N.isfinite().tolist() == [True, False]

@@ -44,6 +44,9 @@ def test_the_configuration_reaches_vllm():
     assert found["load_format"] == "auto"
     assert found["enable_sleep_mode"]
     assert not found["enforce_eager"]
+    assert found["enable_prefix_caching"], "the turns before are not computed anew"
+    with pytest.raises(ConfigError, match="enable_prefix_caching: Laurel sets this"):
+        arguments(vllm_kwargs={"enable_prefix_caching": False})
     assert "enable_chunked_prefill" not in found
     assert "trust_remote_code" not in found
     assert found["distributed_executor_backend"] == "mp", "in an actor vLLM would start actors"

@@ -18,7 +18,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from laurel.errors import EngineError
-from laurel.generation.transformers.sampling import SamplingRows, draw_tokens
+from laurel.generation.transformers.sampling import SamplingRows, sample_tokens
 from laurel.models.cpu_matmul import fast_matmul as fast_matmul_of
 from laurel.models.forest.decoding import KeyValueStore
 from laurel.models.forest.policy import PolicyModel
@@ -46,7 +46,7 @@ class Ticket:
     prompt: int | None = None
     """Its id in the store, while its keys and values are there."""
     hidden_1D: Tensor | None = None
-    """The prompt's last hidden state, from which first tokens are drawn."""
+    """The prompt's last hidden state, from which first tokens are sampled."""
 
     @property
     def num_left(self) -> int:
@@ -119,7 +119,7 @@ class ContinuousBatch:
                 module.training = True
         if self._weights_stamp() != before:
             raise EngineError(
-                "the weights of the policy changed while completions were being drawn with them: "
+                "the weights of the policy changed while completions were being sampled with them: "
                 "wait for the requests to end before an optimizer step, or give the engine its own "
                 "copy of the weights (shares_weights=False)"
             )
@@ -129,7 +129,7 @@ class ContinuousBatch:
         return sum(p._version for p in self.model.parameters() if not p.is_inference())
 
     def admit(self, waiting: deque[Ticket]) -> Finished:
-        """Begin completions while there are slots, and draw their first tokens.
+        """Begin completions while there are slots, and sample their first tokens.
 
         Args:
             waiting: Requests in order; those of which anything begins are taken out.
@@ -167,7 +167,7 @@ class ContinuousBatch:
         hidden = [ticket.hidden_1D for ticket, count in chosen for _ in range(count)]
         slots_N = np.array(slots, np.int64)
         sampling = self._table.sampling(slots_N, self.model.device)
-        return self._draw(torch.cat([h for h in hidden if h is not None]), slots_N, sampling)
+        return self._sample(torch.cat([h for h in hidden if h is not None]), slots_N, sampling)
 
     def _begin_row(self, ticket: Ticket) -> int:
         request = ticket.request
@@ -193,7 +193,7 @@ class ContinuousBatch:
             ticket.hidden_1D = hidden_D[None]
 
     def step(self) -> Finished:
-        """Draw one more token of every completion under way."""
+        """Sample one more token of every completion under way."""
         plan = self._store.next_step()
         if self._known is None or self._known[0] is not plan.ids:
             slots_N = np.array(plan.ids, np.int64)
@@ -201,14 +201,16 @@ class ContinuousBatch:
         _, slots_N, sampling = self._known
         ids_N = torch.from_numpy(self._table.last_tokens(slots_N))
         hidden_ND = self.model.hidden_of_row(ids_N, plan.positions_N, plan)
-        return self._draw(hidden_ND, slots_N, sampling)
+        return self._sample(hidden_ND, slots_N, sampling)
 
-    def _draw(self, hidden_ND: Tensor, slots_N: Slots, sampling: SamplingRows) -> Finished:
-        """Draw the next token of each row; the completions that it ends, in order."""
+    def _sample(self, hidden_ND: Tensor, slots_N: Slots, sampling: SamplingRows) -> Finished:
+        """Sample the next token of each row; returns the completions that it ends, in order."""
         logits_NV = self.model.logits(hidden_ND).float()
         uniform_N = torch.from_numpy(self._table.next_uniforms(slots_N)).to(logits_NV.device)
-        draws = draw_tokens(logits_NV, sampling, uniform_N)
-        tokens, logprobs = torch.stack((draws.tokens_N.double(), draws.logprobs_N.double())).cpu()
+        sampled = sample_tokens(logits_NV, sampling, uniform_N)
+        tokens, logprobs = torch.stack(
+            (sampled.tokens_N.double(), sampled.logprobs_N.double())
+        ).cpu()
         tokens_N, logprobs_N = tokens.numpy().astype(np.int64), logprobs.numpy()
         if not np.isfinite(logprobs_N).all():
             raise EngineError(
@@ -294,7 +296,7 @@ FIRST_WIDTH = 64
 
 
 class RowTable:
-    """The tokens so far, and how the next one is drawn; a slot for each completion."""
+    """The tokens so far, and how the next one is sampled; a slot for each completion."""
 
     def __init__(self, num_slots: int, vocab_size: int, end_ids: Sequence[int]) -> None:
         """Make an empty table.
@@ -370,7 +372,7 @@ class RowTable:
         return found
 
     def sampling(self, slots: Slots, device: torch.device) -> SamplingRows:
-        """How the next tokens are drawn. Holds as long as the slots have the same owners."""
+        """How the next tokens are sampled. Holds as long as the slots have the same owners."""
         top_p, top_k = self._top_p[slots], self._top_k[slots]
         return SamplingRows(
             torch.from_numpy(self._temperature[slots]).to(device),

@@ -1,8 +1,8 @@
 """The generator inside the learner's process, on a Hugging Face model that nobody had to rewrite.
 
 Every prompt is computed once for all its completions, and they share its keys and values. The
-completions of all requests are drawn together, one token of each in a step; one that ends gives its
-place to the next. All of it happens in one thread of the engine's own.
+completions of all requests are sampled together, one token of each in a step; one that ends gives
+its place to the next. All of it happens in one thread of the engine's own.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from laurel.types import Generated, GenerationRequest, Weights
 class TransformersEngine:
     """A `Generator` in this process.
 
-    Tokens depend on a completion's own seed; what else is being drawn changes log-probabilities by
-    float rounding only. Requests made in the same turn of the event loop begin together, so a
+    Tokens depend on a completion's own seed; what else is being sampled changes log-probabilities
+    by float rounding only. Requests made in the same turn of the event loop begin together, so a
     program that asks the same way again gets the same bits on a CPU.
     """
 
@@ -55,16 +55,16 @@ class TransformersEngine:
         weight_version: int = 0,
         fast_matmul: bool = True,
     ) -> None:
-        """Draw from a model.
+        """Sample from a model.
 
         Args:
             model: The learner's own. It must read token forests.
             tokenizer: A fast one of transformers; the engine uses a copy.
             end_ids: Tokens that end every completion, such as the end of a turn.
-            max_concurrent: Completions that are drawn side by side, at most.
-            shares_weights: Draw with the learner's weights themselves: they must not change while
+            max_concurrent: Completions that are sampled side by side, at most.
+            shares_weights: Sample with the learner's weights themselves: they must not change while
                 requests are under way. Otherwise the engine has a copy, which `update_weights`
-                brings up to date, so that it can draw while the learner trains.
+                brings up to date, so that it can sample while the learner trains.
             owns_model: Without shared weights: nobody else has the model, so that it need not be
                 copied.
             weight_version: Of the weights as they are now.
@@ -94,11 +94,13 @@ class TransformersEngine:
 
     @property
     def weight_version(self) -> int:
-        """See `Generator`."""
+        """The version of the weights that the next token is sampled with."""
         return self._batch.weight_version
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
-        """See `Generator`. What closes the iterator waits until the request takes no part any more.
+        """Stream the completions of a request as they end.
+
+        What closes the iterator waits until the request takes no part any more.
 
         Raises:
             DataError: The prompt has no tokens, or tokens that the model does not know.
@@ -127,10 +129,10 @@ class TransformersEngine:
             await gone
 
     async def update_weights(self, weights: Weights) -> None:
-        """See `Generator`. With shared weights only the version changes.
+        """Take new weights, or only their version. With shared weights only the version changes.
 
         Raises:
-            EngineError: The weights are not those of this model. The engine is of no use then.
+            EngineError: The weights are not those of this model. The engine is unusable then.
         """
 
         def work() -> None:
@@ -141,7 +143,7 @@ class TransformersEngine:
         await self._do(work)
 
     async def answer_probe(self) -> ProbeAnswer:
-        """See `Provable`."""
+        """Compute the probe's log-probabilities with the weights as they are."""
         model = self._batch.model
         ids_L = fitting_ids(self._vocab_size, max_length=num_positions(model.causal_lm))
         precision = str(model.precision).removeprefix("torch.")
@@ -155,12 +157,12 @@ class TransformersEngine:
         return answers[0]
 
     async def sleep(self) -> None:
-        """See `Generator`. Waits for the requests that are under way."""
+        """Give device memory back. Waits for the requests that are under way."""
         self._worker.set_asleep(True)
         await self._do(self._batch.free_memory)
 
     async def wake(self) -> None:
-        """See `Generator`."""
+        """Take memory again, and go on with requests."""
         self._worker.set_asleep(False)
 
     async def _do(self, work: Callable[[], None]) -> None:
@@ -170,7 +172,7 @@ class TransformersEngine:
         await done
 
     def close(self) -> None:
-        """See `Generator`. Open requests get an `EngineError`; at most one step is waited for."""
+        """End the generator. Open requests get an `EngineError`; at most one step is waited for."""
         self._finalizer()
 
 
@@ -181,7 +183,7 @@ def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *val
 
 
 def _settle(future: asyncio.Future[None], error: BaseException | None = None) -> None:
-    if future.done():  # whoever waited has been cancelled
+    if future.done():  # the waiting task has been cancelled
         return
     if error is None:
         future.set_result(None)
@@ -190,7 +192,7 @@ def _settle(future: asyncio.Future[None], error: BaseException | None = None) ->
 
 
 # --------------------------------------------------------------------------------------------------
-# The thread that draws: requests come in, completions go out, and nothing waits for ever.
+# The thread that samples: requests come in, completions go out, and nothing waits for ever.
 
 
 @dataclass(slots=True, eq=False)
@@ -292,7 +294,7 @@ class GenerationWorker:
         try:
             while self._wait():
                 self._do_jobs()
-                self._draw()
+                self._generate()
         except BaseException as error:  # whatever it is, nobody may be left waiting
             self._die(error)
         self._finish()
@@ -329,10 +331,10 @@ class GenerationWorker:
                 raise
             job.done(None)
 
-    def _draw(self) -> None:
-        """Until no request is under way.
+    def _generate(self) -> None:
+        """Sample until no request is under way.
 
-        The last news go out when the model is as it was before: whoever gets them may train it.
+        The last completions go out when the model is as it was before: their receiver may train it.
         """
         self._take_aborts()
         finished: Finished = []
@@ -349,7 +351,7 @@ class GenerationWorker:
             return self._end is None and (not self._batch.is_idle or self._may_begin())
 
     def _advance(self) -> Finished:
-        """Begin what there is room for, and draw one more token of everything."""
+        """Begin what there is room for, and sample one more token of everything."""
         with self._changed:
             candidates = deque(self._waiting if self._may_begin() else ())
         num_candidates = len(candidates)
@@ -438,7 +440,7 @@ class HeldWeights:
         self.model.eval()
         self._check_in_place()
         self._has_all = False
-        """Of one version or another; those that training cannot change are the same in all."""
+        """Whether every weight has been copied once; a version may then bring only what changes."""
         if not is_taken:
             self.take(Weights(version=0, tensors=model.named_weights))
 

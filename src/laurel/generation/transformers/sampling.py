@@ -1,4 +1,4 @@
-"""The next token of every row, from its logits and a number that was drawn for it before.
+"""The next token of every row, from its logits and a random number that belongs to it.
 
 Each row's number comes from the seed of its own completion and decides by itself: the token is the
 one at which the row's cumulative distribution passes the number. So a completion does not depend
@@ -21,7 +21,7 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingRows:
-    """How the next token of each row is drawn, on the device of the logits."""
+    """How the next token of each row is sampled, on the device of the logits."""
 
     temperature_N: Tensor
     """float32; 0 takes the likeliest token."""
@@ -35,8 +35,8 @@ class SamplingRows:
     """Whether any temperature is 0."""
 
 
-class Draws(NamedTuple):
-    """What was drawn."""
+class Sampled(NamedTuple):
+    """The sampled tokens and their log-probabilities."""
 
     tokens_N: Tensor
     """int64"""
@@ -44,25 +44,25 @@ class Draws(NamedTuple):
     """float32: under `softmax(logits / temperature)`; not a number where the logits are not."""
 
 
-def draw_tokens(logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> Draws:
+def sample_tokens(logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> Sampled:
     """The next token of every row.
 
     Args:
         logits_NV: float32; overwritten.
-        rows: How to draw.
+        rows: How to sample.
         uniform_N: float64 in [0, 1).
     """
     step = max(1, CHUNK // logits_NV.shape[1])
     parts = [
-        _draw(logits_NV[start : start + step], rows, uniform_N[start : start + step], start)
+        _sample(logits_NV[start : start + step], rows, uniform_N[start : start + step], start)
         for start in range(0, len(logits_NV), step)
     ]
     if len(parts) == 1:
         return parts[0]
-    return Draws(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    return Sampled(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
-def _draw(logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor, start: int) -> Draws:
+def _sample(logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor, start: int) -> Sampled:
     end = start + len(logits_NV)
     temperature_N1 = rows.temperature_N[start:end, None]
     weights_NV = logits_NV.sub_(logits_NV.amax(dim=1, keepdim=True))
@@ -83,9 +83,9 @@ def _draw(logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor, start: int) 
     tokens_N = _where_it_passes(cumulative_NV, uniform_N[:, None])
     if rows.has_greedy:
         tokens_N = torch.where(is_greedy_N1[:, 0], likeliest_N, tokens_N)
-    drawn_N1 = weights_NV.gather(1, tokens_N[:, None]).double()
-    logprobs_N1 = torch.log(drawn_N1) - torch.log(total_N1)
-    return Draws(tokens_N, logprobs_N1[:, 0].float())
+    chosen_N1 = weights_NV.gather(1, tokens_N[:, None]).double()
+    logprobs_N1 = torch.log(chosen_N1) - torch.log(total_N1)
+    return Sampled(tokens_N, logprobs_N1[:, 0].float())
 
 
 def _where_it_passes(cumulative_NV: Tensor, uniform_N1: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Draws completions with vLLM.
+"""Generates completions with vLLM.
 
 vLLM runs in processes of its own; this one speaks to them from a thread with an event loop of its
 own, so that a learner that computes, or a caller's loop that ends, does not hold generation up.
@@ -85,7 +85,7 @@ class VllmEngine:
         self._num_requests = itertools.count()
         self._life = Lifeline()
         self._doubt: LaurelError | None = None
-        """Why its weights are not to be drawn from."""
+        """Why its weights must not be sampled from."""
         self._gate = PauseGate()
         self._is_asleep = self._has_all = False
         self._llm: Any = None
@@ -173,11 +173,13 @@ class VllmEngine:
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that the next token is drawn with."""
+        """Version of the weights that the next token is sampled with."""
         return self._weight_version
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
-        """See `Generator`. What closes the iterator waits until vLLM has let go of the request.
+        """Stream the completions of a request as they end.
+
+        What closes the iterator waits until vLLM has dropped the request.
 
         Raises:
             DataError: The prompt is empty, fills the context, or is of another vocabulary.
@@ -199,7 +201,7 @@ class VllmEngine:
             with suppress(RuntimeError):  # the caller's loop has ended, nobody waits
                 loop.call_soon_threadsafe(inbox.put_nowait, item)
 
-        running = self._background.start(self._draw(request, deliver))
+        running = self._background.start(self._generate(request, deliver))
         try:
             for _ in request.seeds_G:
                 item = await inbox.get()
@@ -209,19 +211,19 @@ class VllmEngine:
         finally:
             await running.abort()
 
-    async def _draw(self, request: GenerationRequest, deliver: Deliver) -> None:
+    async def _generate(self, request: GenerationRequest, deliver: Deliver) -> None:
         try:
             async with self._gate.request(), asyncio.TaskGroup() as tasks:
                 if (reason := self._life.failure or self._doubt) is not None:
                     raise reason
                 for index in range(len(request.seeds_G)):
-                    tasks.create_task(self._draw_one(request, index, deliver))
+                    tasks.create_task(self._generate_one(request, index, deliver))
         except BaseExceptionGroup as group:
             deliver(self._as_error(group.exceptions[0]))
         except Exception as error:
             deliver(self._as_error(error))
 
-    async def _draw_one(self, request: GenerationRequest, index: int, deliver: Deliver) -> None:
+    async def _generate_one(self, request: GenerationRequest, index: int, deliver: Deliver) -> None:
         # One request of vLLM's for each completion: its `n` derives the seeds itself. The prompt is
         # computed once all the same, as requests share cached blocks even within a step.
         version = self._weight_version
@@ -255,7 +257,10 @@ class VllmEngine:
     # ------------------------------------------------------------------------------------- weights
 
     async def update_weights(self, weights: Weights) -> None:
-        """See `Generator`. After an error nothing is drawn until an update has succeeded."""
+        """Take new weights, or only their version.
+
+        After an error nothing is sampled until an update has succeeded.
+        """
         await self._elsewhere(self._update(weights))
 
     async def _update(self, weights: Weights) -> None:
@@ -265,7 +270,7 @@ class VllmEngine:
                 await self._set_memory(is_given_back=False)
                 if not is_here:
                     await self._load(weights)
-                # Also of the same weights: what is drawn next is not to depend on what was drawn
+                # Also of the same weights: what is sampled next must not depend on what was sampled
                 # before, which a resumed run does not know.
                 await self._forget_prefixes()
                 if not is_here:
@@ -298,7 +303,7 @@ class VllmEngine:
             if await self._life.hold(self._llm.reset_prefix_cache()):
                 return
             await asyncio.sleep(0.02)
-        raise EngineError("vLLM did not let go of the K/V that the weights before had computed")
+        raise EngineError("vLLM did not drop the K/V that the previous weights had computed")
 
     async def _prove(self, version: int) -> None:
         if self._probe is None:
@@ -308,7 +313,7 @@ class VllmEngine:
         self.probe_difference = await asyncio.to_thread(compare)
 
     async def answer_probe(self) -> ProbeAnswer:
-        """See `Provable`."""
+        """Compute the probe's log-probabilities with the weights as they are."""
         return await asyncio.wrap_future(self._background.submit(self._answer_probe()))
 
     async def _answer_probe(self) -> ProbeAnswer:
@@ -319,11 +324,11 @@ class VllmEngine:
         return ProbeAnswer(ids_L, np.asarray(logprobs, np.float32), self._tolerance)
 
     async def sleep(self) -> None:
-        """See `Generator`. On a CPU requests wait, and no memory is given back."""
+        """Give device memory back; on a CPU requests wait, and it is kept."""
         await self._elsewhere(self._set_asleep(True))
 
     async def wake(self) -> None:
-        """See `Generator`."""
+        """Take memory again, and go on with requests."""
         await self._elsewhere(self._set_asleep(False))
 
     async def _set_asleep(self, is_asleep: bool) -> None:
@@ -451,11 +456,11 @@ def remove(segments: Iterable[str]) -> None:
 
 _FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
 COLDEST, HOTTEST = 0.01, 2.0
-"""What vLLM takes, besides 0. It would warm up what is colder."""
+"""The temperatures that vLLM takes, besides 0; it would raise lower ones."""
 
 
 def check_limits(request: GenerationRequest, *, max_length: int, reports_untruncated: bool) -> None:
-    """Refuse what vLLM would draw differently from what was asked.
+    """Refuse what vLLM would sample differently from what was asked.
 
     Raises:
         DataError: The prompt fills the context.

@@ -1,8 +1,8 @@
 """A reward model in vLLM's processes: token ids in, outputs of its head out.
 
-Written against vLLM 0.32, which squashes what a head gives unless it is told not to, and decides by
-the model where it reads the hidden state. Both are said here in every place that vLLM has for them,
-and whoever uses this proves by known scores that vLLM has listened.
+Written against vLLM 0.32, which squashes what a head gives unless a setting forbids it, and decides
+by the model where it reads the hidden state. Both are set here in every place that vLLM has for
+them, and the caller proves by known scores that vLLM has followed.
 
 On a CPU the model runs eagerly, and `sleep` does nothing: vLLM gives memory back on GPUs only.
 """
@@ -159,7 +159,7 @@ class VllmPooling:
 
     async def _end(self) -> None:
         self._life.cut(EngineError(_CLOSED))
-        await asyncio.sleep(0)  # those who wait are told first
+        await asyncio.sleep(0)  # waiting tasks get the error first
 
     # --------------------------------------------------------------------------------------- values
 

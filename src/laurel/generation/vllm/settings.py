@@ -26,7 +26,7 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
 }
-"""Of vLLM's processes: quiet, on this machine only, and without reports to its authors."""
+"""Keeps vLLM's processes quiet, on this machine, and without reports to its authors."""
 EAGER_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
 """On a CPU, vLLM compiles a helper of its sampler even so: ten seconds for the first token."""
 

@@ -88,8 +88,8 @@ def report_untruncated(sampler: Any) -> bool:
     if (truncating := getattr(sampler, "topk_topp_sampler", None)) is not None:
         truncating.forward = _with_logprobs_before(truncating.forward)
         return True
-    if (draw := getattr(sampler, "_sample_random", None)) is not None:
-        sampler._sample_random = _with_logits_before(draw)
+    if (sample := getattr(sampler, "_sample_random", None)) is not None:
+        sampler._sample_random = _with_logits_before(sample)
         return True
     return False
 
@@ -106,10 +106,10 @@ def _with_logprobs_before(forward: Callable[..., tuple[Tensor, Tensor | None]]) 
     return truncate
 
 
-def _with_logits_before(draw: Callable[..., tuple[Tensor, Tensor]]) -> Any:
+def _with_logits_before(sample: Callable[..., tuple[Tensor, Tensor]]) -> Any:
     def truncate(logits: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         untouched = logits.clone()
-        return draw(logits, *arguments, **options)[0], untouched
+        return sample(logits, *arguments, **options)[0], untouched
 
     return truncate
 

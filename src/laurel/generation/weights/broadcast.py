@@ -1,4 +1,4 @@
-"""Weights from a rank of the learner straight to engines: bucket after bucket, told to all at once.
+"""Weights from a rank of the learner straight to engines: bucket after bucket, to all at once.
 
 Of each bucket come two lengths, a table of what lies where, and the values of all its tensors in
 one piece; two zeros are the end. The sender fills the next bucket while one is on its way, so two
@@ -31,9 +31,9 @@ class Meeting:
     """Where and how a rank of the learner and engines meet; the same for all of them."""
 
     number: int
-    """Of this meeting: who has been there need not go again."""
+    """Number of this meeting: a process that has joined it need not join again."""
     rank: int
-    """Of who is told this; the learner's is 0."""
+    """Rank of the receiver of this value; the learner's is 0."""
     size: int
     address: str
     port: int
@@ -55,7 +55,7 @@ class WeightLink:
 
     @property
     def host(self) -> str:
-        """See `RankPlace.host`."""
+        """The address at which other processes reach this one."""
         return self._place.host
 
     def invite(self, address: str, size: int, patience: float) -> int:

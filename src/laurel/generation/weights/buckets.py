@@ -205,7 +205,7 @@ def written(
     """The weights as files, for as long as the context is open.
 
     Args:
-        has_all: Whoever reads them has had all of an earlier version: those that change will do.
+        has_all: The reader has had all of an earlier version, so those that change suffice.
         expected: Tensors that must be among them, with their shapes.
         expected_bytes: About how much is coming: where it must fit.
         max_file_bytes: Size at which a new file begins: what is held in memory at a time.

@@ -1,4 +1,4 @@
-"""The proof that a generator draws from the learner's weights.
+"""The proof that a generator samples from the learner's weights.
 
 After each transfer both compute the log-probabilities of the same fixed tokens. A stale, swapped or
 mistyped tensor moves them by far more than arithmetic in another order does.
@@ -28,12 +28,12 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.2}
 
 
 def default_tolerance(engine: str, learner: str) -> float:
-    """What the coarser of two precisions may differ by."""
+    """The tolerance of the coarser of two precisions."""
     return max(TOLERANCES[engine], TOLERANCES[learner])
 
 
 def probe_ids(vocab_size: int, *, length: int, seed: int = 0) -> list[int]:
-    """The fixed tokens: drawn at random, so that no weight is spared by a habit of language."""
+    """The fixed tokens, random so that no weight is spared by a habit of language."""
     return [int(token) for token in np.random.default_rng(seed).integers(0, vocab_size, length)]
 
 
@@ -43,13 +43,13 @@ def fitting_ids(vocab_size: int, *, max_length: int | None) -> list[int]:
 
 
 class ProbeAnswer(NamedTuple):
-    """What an engine makes of the probe's tokens."""
+    """The log-probabilities that an engine gives to the probe's tokens."""
 
     ids_L: list[int]
     logprobs_L: LogProbs
     """One fewer than tokens: see `Probe`."""
     tolerance: float
-    """What the learner's may differ by."""
+    """Largest difference to the learner's log-probabilities that is accepted."""
 
     def require_agreement(self, probe: Probe, *, version: int) -> float:
         """Ask the learner as well: see the function of this name."""
@@ -97,8 +97,8 @@ def require_agreement(
     if not np.all(difference_L <= tolerance):
         worst = int(np.argmax(np.where(np.isfinite(difference_L), difference_L, np.inf)))
         raise EngineError(
-            f"the generator does not draw from the weights of step {version}: token {worst + 1} of "
-            f"the probe has log-probability {engine_L[worst]:.6g} there and "
+            f"the generator does not sample from the weights of step {version}: token {worst + 1} "
+            f"of the probe has log-probability {engine_L[worst]:.6g} there and "
             f"{learner_L[worst]:.6g} in the learner, which differ by {difference_L[worst]:.3g}, "
             f"more than policy.generation.weight_probe_tolerance={tolerance:g}"
         )

@@ -79,13 +79,13 @@ class Fanout:
     """Calls to several groups side by side. Whose process is gone takes no part any more."""
 
     def __init__(self, groups: Mapping[int, WorkerGroup]) -> None:
-        """Of one worker each, by the replica's number."""
+        """Hold groups of one worker each, by the replica's number."""
         self._groups = groups
         self.lost: Lost = {}
 
     @property
     def left(self) -> dict[int, WorkerGroup]:
-        """Those that take part."""
+        """The groups that still take part."""
         return {i: group for i, group in self._groups.items() if i not in self.lost}
 
     def name(self, index: int) -> str:
@@ -171,7 +171,7 @@ class ObjectStore(WeightRoute):
     """While the engines take one bucket the next is made, so two are in this process at a time."""
 
     def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
-        """See `WeightRoute`."""
+        """Send the weights to all engines."""
         tensors = weights.changing if changing_only else None
         under_way: dict[int, Pending] = {}
         for bucket in buckets_of((tensors or weights.tensors)(), max_bytes=self.bucket_bytes):
@@ -200,7 +200,7 @@ class BroadcastTransfer(WeightRoute):
         Args:
             bucket_bytes: See `WeightRoute`. The learner's first rank holds two of them.
             patience: Seconds for everybody to come, and for each bucket to be taken.
-            say: Told of every transfer that breaks.
+            say: Called with a line for every transfer that breaks.
             device: `cuda`: weights go from GPU to GPU.
         """
         super().__init__(bucket_bytes=bucket_bytes, patience=patience)
@@ -214,7 +214,7 @@ class BroadcastTransfer(WeightRoute):
         self._meeting: tuple[int, str, int] = (0, "", 0)
 
     def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
-        """See `WeightRoute`.
+        """Send the weights to all engines.
 
         Raises:
             TypeError: The weights are none that a learner's group can send.
@@ -255,7 +255,7 @@ class BroadcastTransfer(WeightRoute):
             "send_weights", self._invitation(0), changing_only, self.bucket_bytes
         )
         sent: str | None = sending.wait()[0]
-        # Whoever lives has given up by itself before that.
+        # A living rank has given up by itself before that.
         received = to.wait(receiving, timeout=1.5 * self.patience)
         reason = next((why for why in (sent, *received.values()) if why is not None), None)
         if reason is not None or len(received) < len(indices):
@@ -263,7 +263,7 @@ class BroadcastTransfer(WeightRoute):
         return reason
 
     def _meet(self, learner: WorkerGroup, to: Fanout) -> str | None:
-        """Have everybody told where to meet, unless they have met. Why that cannot be."""
+        """Bring all to one meeting, unless they have met. Returns the reason if that fails."""
         hosts = {*to.call("host", timeout=self.patience).values()}
         members = (learner, *to.left.values())
         if members == self._met:
@@ -276,7 +276,7 @@ class BroadcastTransfer(WeightRoute):
         except WorkerError as error:
             if not all(learner.alive()):
                 raise
-            return _first_line(error)
+            return str(error).partition("\n")[0]
         self._meeting = (next(self._numbers), address, port)
         self._met = members
         return None
@@ -292,10 +292,6 @@ class BroadcastTransfer(WeightRoute):
             device=self._device,
             patience=self.patience,
         )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -314,7 +310,7 @@ def send_weights(
     """Give all of them the weights, and prove that they have them. Blocks; one thread does it all.
 
     Args:
-        weights: What they shall draw from.
+        weights: What they shall sample from.
         groups: Of one `EngineWorker` each, by the replica's number; nothing is under way in them.
         route: How they get there.
         probe: The learner's log-probabilities; None: nothing is compared.
