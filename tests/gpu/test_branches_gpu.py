@@ -17,14 +17,17 @@ from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.models.checkpoint.state import random_states, restore_random_states
 from laurel.models.scoring import ScoringContract
+from laurel.models.spec import ModelSpec
 from laurel.rewards.scorer import LocalScorer
-from laurel.rewards.server.replicas import _choose_device
-from laurel.rewards.server.service import ModelSettings
+from laurel.rewards.server.replicas import ModelWorker
+from laurel.rewards.server.service import ServingSpec
+from laurel.rewards.spec import ScorerSpec
 from laurel.run.policy import _free_bytes
 from laurel.run.trial.checks import SIZES, Trial, run_trial
 from laurel.types import GenerationRequest, Message, SamplingParams, group_of
 from laurel.workers.machine import measure_products
 from laurel.workers.process import choose_device
+from laurel.workers.rendezvous import RankPlace
 from reward_models import small_model, write_model
 
 pytestmark = [
@@ -127,9 +130,10 @@ def test_replicas_score_as_one(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees no two GPUs here")
-def test_replicas_of_a_server_take_turns():
-    _choose_device(ModelSettings(model="any"), 1)
-    assert torch.cuda.current_device() == 1
-    _choose_device(ModelSettings(model="any"), 2)
-    assert torch.cuda.current_device() == 2 % torch.cuda.device_count()
+def test_replicas_of_a_server_take_turns(tmp_path):
+    write_model(small_model(), tmp_path)
+    spec = ServingSpec(scorer=ScorerSpec(model=ModelSpec(name=str(tmp_path))))
+    for rank in (1, 2):
+        ModelWorker(RankPlace(role="replica", local_rank=rank), spec, ())
+        assert torch.cuda.current_device() == rank % torch.cuda.device_count()
     torch.cuda.set_device(0)
