@@ -16,7 +16,7 @@ help:
 	@echo "make test-all   all tests (about 35 minutes on 2 cores), as CI runs them"
 	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
 	@echo "make test-gpu   the tests that need a GPU; without one each is skipped and says so (docs/gpu.md)"
-	@echo "make check   format, lint and types"
+	@echo "make check   format, lint, words that only this project would use, and types"
 	@echo "make house   the form of the code in figures: files, circles, modules that a step runs through"
 	@echo "make docs    the site of docs/ and of the docstrings, into site/ (make docs-serve shows it here)"
 	@echo "make bench   the benchmarks that need no peer (see benchmarks/README.md)"
@@ -80,6 +80,7 @@ test-gpu: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python tools/words.py
 	$(BIN)/mypy
 
 # The form of the code in figures, against the bars that were set for it.

@@ -332,7 +332,7 @@ def test_a_server_whose_replicas_are_lost_for_good_ends_for_its_supervisor(tmp_p
                 replica.kill()
             time.sleep(0.2)
         assert server.process.returncode == 75
-        assert server.said().count("times and stays away") == 2
+        assert server.said().count("times in a row") == 2
         assert "error: every replica of the model crashed too often" in server.said()
         assert "Traceback" not in server.said()
 

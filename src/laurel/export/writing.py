@@ -19,7 +19,7 @@ from laurel.models.checkpoint.export import (
     save_policy,
     save_reward_model,
 )
-from laurel.models.loading.policy import SHAPES, check_policy_paths, draw_probe, load_policy
+from laurel.models.loading.policy import SHAPES, check_policy_paths, load_policy, make_probe
 from laurel.models.loading.pretrained import DTYPES
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ModelSpec, hub_name
@@ -73,7 +73,7 @@ def write_policy(directory: Path, spec: ModelSpec, options: ExportOptions, say: 
         say(f"note    {note}")
     facts = facts_beside(name)
     # Random tokens: they reach weights that sentences would not, and need no data.
-    probe = draw_probe(model, SHAPES, seed=0)
+    probe = make_probe(model, SHAPES, seed=0)
     model.eval()
     with model.without_gradients(), model.in_full_precision():
         expected_M = model(probe.batch(model.path)).logprobs_M.float().cpu().numpy()

@@ -22,8 +22,8 @@ from laurel.models.forest.decoder import Path, RewardModel, weights_as
 from laurel.models.loading.policy import (
     Probe,
     check_batches,
-    draw_probe,
     inputs_alone,
+    make_probe,
     own_attention,
 )
 from laurel.models.scoring import GoldenScore, ScoringContract
@@ -558,7 +558,7 @@ def _score_alone(
 # The self-check at load: a batch must score as its sequences do one by one.
 
 SHAPES = ((11, (5, 1, 8)), (0, (7,)))
-"""Trunk and branch lengths of the probe that `draw_probe` makes."""
+"""Trunk and branch lengths of the probe that `make_probe` makes."""
 
 
 def check_paths(model: RewardModel, *, seed: int = 0) -> float:
@@ -572,7 +572,7 @@ def check_paths(model: RewardModel, *, seed: int = 0) -> float:
     """
     # Hidden states are compared because a new head makes every score small; scores are then
     # compared with those that Hugging Face's class returns by itself.
-    probe = draw_probe(model, SHAPES, seed=seed)
+    probe = make_probe(model, SHAPES, seed=seed)
     return check_batches(
         model, lambda: _largest_difference(model, probe), what="score", role="reward model"
     )
