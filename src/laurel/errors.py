@@ -290,9 +290,9 @@ def counted_that(number: int, what: str, verb: str) -> str:
     """Format a count with noun and verb, e.g. `1 row has`, `2 rows have`.
 
     Args:
-        number: How many.
-        what: One of them.
-        verb: Verb of the plural.
+        number: The count.
+        what: The noun in the singular.
+        verb: The verb in the plural.
     """
     does = {"have": "has", "were": "was", "are": "is"}.get(verb, f"{verb}s")
     return f"{counted(number, what)} {does if number == 1 else verb}"

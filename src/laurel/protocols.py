@@ -89,7 +89,7 @@ class Environment(Protocol):
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
-        """Score each conversation, in order. Any number of them, from 1 up.
+        """Score one or more conversations, in order.
 
         A conversation that cannot be scored is a failure in the return value; an exception says
         that the environment itself is broken. May be called from several threads at once, for

@@ -69,7 +69,7 @@ def run_doctor(*, as_json: bool, probes: Mapping[str, Probe] = PROBES) -> None:
 
 
 def run_probes(probes: Mapping[str, Probe]) -> dict[str, ProbeFinding]:
-    """What every probe found, and under `will_use` what follows from it."""
+    """Run every probe and return its finding by name; `will_use` has the advice from all."""
     findings: dict[str, ProbeFinding] = {}
     for name, probe in probes.items():
         findings[name] = _run(probe)
@@ -227,7 +227,7 @@ def run_check(*, without: frozenset[str], as_json: bool) -> bool:
 
 
 def detection_facts(found: Detection) -> dict[str, object]:
-    """What was found, for programs."""
+    """Convert what the sandbox detection found to JSON-compatible values."""
     return {
         "tier": found.tier.value if found.tier else None,
         "layers": sorted(found.tier.layers) if found.tier else [],

@@ -51,11 +51,13 @@ def complete_overrides(context: typer.Context, incomplete: str) -> list[Completi
 
 
 def overrides(schema: type[Section], incomplete: str) -> Iterator[Completion]:
-    """Yield the completions of an override: `sec` to `section.key=`, that to `section.key=value`.
+    """Yield the shell completions of an override.
+
+    `sec` is completed to `section.`, then to `section.key=`, then to `section.key=value`.
 
     Args:
         schema: The section of the whole configuration.
-        incomplete: The beginning of an override, with its sign.
+        incomplete: The typed part of an override, with its sign (`+`, `++` or `~`) if it has one.
     """
     key = incomplete.lstrip("+~")
     sign, (key, equals, _) = incomplete[: len(incomplete) - len(key)], key.partition("=")

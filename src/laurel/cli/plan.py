@@ -183,7 +183,7 @@ def plan_facts(
     device_memory: int | None,
     time: StepTime | None = None,
 ) -> dict[str, Any]:
-    """All of it, in values that JSON knows. Memory is in bytes, of one device."""
+    """Convert a plan to JSON-compatible values; memory is in bytes per device."""
     plan = fitted.plan
     timed = {} if time is None else {"time": _time_facts(time)}
     return timed | {
@@ -231,7 +231,7 @@ def plan_text(
     device_memory: int | None,
     time: StepTime | None = None,
 ) -> str:
-    """A page for people."""
+    """Format a plan as text for the terminal."""
     plan = fitted.plan
     total = plan.num_nodes * plan.slots_per_node
     nodes = "1 node" if plan.num_nodes == 1 else f"{plan.num_nodes} nodes"

@@ -617,9 +617,10 @@ class GRPOConfig(Section):
 
     @property
     def leaves_one_out(self) -> bool:
-        """Report whether each sample is compared with the others of its group only.
+        """Report whether a sample's baseline leaves out the sample itself.
 
-        REINFORCE++ compares with the mean of the whole group unless the estimator itself asks.
+        The key of `adv_estimator` decides if it is set. Otherwise `grpo`'s key does, except for
+        REINFORCE++, whose baseline is then the mean of the whole group.
         """
         chosen = self.adv_estimator
         if chosen.use_leave_one_out_baseline is not None:

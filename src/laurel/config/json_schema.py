@@ -21,9 +21,9 @@ _INSIDE = ("items", "additionalProperties")
 def json_schema(kind: Kind) -> dict[str, Any]:
     """Return the JSON schema of what the loader accepts in a file for a command.
 
-    Beside the values of the sections these are references such as `${policy.precision}`, `???`, and
-    null at every key; other spellings of keys; keys of NeMo RL's files that mean nothing here; and
-    `defaults` and `_override_`. No key is required, because a file may inherit it.
+    Every key accepts its section's values, references such as `${policy.precision}`, `???`, and
+    null. The schema also has other spellings of keys, keys of NeMo RL's files that have no effect
+    here, and `defaults` and `_override_`. No key is required, because a file may inherit it.
     """
     top = SCHEMAS[kind]
     schema = top.model_json_schema()

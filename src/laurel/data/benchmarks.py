@@ -122,11 +122,11 @@ def read_benchmark(
 def rows_of_preferences(
     preferences: Sequence[Preference], *, subset: str | None
 ) -> list[BenchmarkRow]:
-    """Preferences as rows.
+    """Convert preferences to benchmark rows.
 
     Args:
-        preferences: Of one data set, as `data.preferences` reads them.
-        subset: What they belong to.
+        preferences: The preferences of one data set, as `data.preferences` reads them.
+        subset: The subset of all these rows, which also prefixes their ids; None: no subset.
     """
     return [
         BenchmarkRow(

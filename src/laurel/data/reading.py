@@ -304,7 +304,7 @@ class UnusualRoles:
     """The source of the first row with each such role."""
 
     def look(self, source: str, messages: Iterable[Message]) -> None:
-        """Take note of one row."""
+        """Count a row if its messages have an unusual role; `source` is kept as the example."""
         unusual = dict.fromkeys(m.role for m in messages if m.role not in USUAL_ROLES)
         self.num_rows += bool(unusual)
         for role in unusual:

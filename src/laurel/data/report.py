@@ -358,7 +358,7 @@ def report_table(report: DataReport) -> RenderableType:
 
 
 def report_lines(report: RowReport, figures: Iterable[tuple[str, str]]) -> RenderableType:
-    """The rows of any report, then its own figures, each with its label."""
+    """Render a report for the console: its counts of rows, then (label, figure) lines."""
     return _Lines(report, tuple(figures))
 
 
@@ -444,7 +444,7 @@ def _distribution(counts: dict[int, int]) -> str:
 
 
 def length_line(lengths: LengthSummary) -> str:
-    """A summary in one line."""
+    """Format a summary of lengths as one line."""
     return (
         f"median {lengths.median:,.0f}, mean {lengths.mean:,.0f}, 95% under {lengths.p95:,.0f}, "
         f"from {lengths.minimum:,} to {lengths.maximum:,}"
@@ -484,11 +484,11 @@ class TextReport(RowReport):
         return LengthSummary.of(self.tokens_of_items)
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Set the tokens of every item that is left."""
+        """Set the length of every kept item, in tokens."""
         self.tokens_of_items = list(lengths)
 
     def describe_items(self, items: Iterable[tuple[str, Conversation, Conversation]]) -> None:
-        """Takes the figures of what is left, each as (set, prompt, everything that is measured)."""
+        """Count and measure the kept items, each given as (set, prompt, whole conversation)."""
         self.num_items, self.sets, self.lengths, self.prompts = 0, Counter(), [], set()
         for name, prompt, whole in items:
             self.num_items += 1

@@ -83,7 +83,7 @@ def required(row: Row, key: str, *, setting: str | None = None) -> Any:
 
 
 def text(value: Any, *, what: str) -> str:
-    """The value as text that can be written as UTF-8."""
+    """Return a value that is text; refuse any other, and text that UTF-8 cannot encode."""
     if not isinstance(value, str):
         raise UnusableRow(
             f"{what} is not text", f"{what} is {json_kind(value)} where text is expected"
@@ -324,7 +324,7 @@ def json_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
 
 
 def csv_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
-    """Comma-separated, with a header line. A cell may hold a list of messages as JSON."""
+    """Read comma-separated rows after a header; a cell may hold a list of messages as JSON."""
     # The limit belongs to the process; prompts are longer than its default of 131072 characters.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
     start = stream.readline().removeprefix(codecs.BOM_UTF8)
@@ -408,7 +408,7 @@ def parquet_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
 
 
 def arrow_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
-    """An Arrow table, in the stream form (as `datasets` writes it) or the file form."""
+    """Read an Arrow table, in the stream format (as `datasets` writes it) or the file format."""
     from pyarrow.ipc import open_file, open_stream
     from pyarrow.lib import ArrowException
 

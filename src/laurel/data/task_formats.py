@@ -121,10 +121,10 @@ def humaneval(row: Row) -> CodeTask:
 
 
 def mbpp(row: Row) -> CodeTask:
-    """A row of MBPP (Austin et al., 2021), or of its sanitized half.
+    """Read a row of MBPP (Austin et al., 2021), or of its sanitized half.
 
-    The first assert is shown, as that paper does: else nobody could know what the function is to be
-    called. The `challenge_test_list` is left out, as others do.
+    The prompt shows the first assert, as in the paper, because it names the function. The
+    `challenge_test_list` is not used.
     """
     key = "text" if row.get("text") is not None else "prompt"
     asked = text(required(row, key), what=f"'{key}'")
@@ -509,7 +509,10 @@ def answer_text(value: Any, *, what: str) -> str | None:
 
 
 def gsm8k(row: Row, config: TaskSetConfig) -> TaskParts:
-    """The answer is what follows the last `####` of the solution, without thousands' commas."""
+    """Read a row of GSM8K: `question`, and `answer` with the final answer after its last `####`.
+
+    Commas are removed from the final answer.
+    """
     solution = text(required(row, "answer"), what="'answer'")
     _, mark, final = solution.rpartition("####")
     if not mark:
@@ -533,7 +536,7 @@ def gsm8k_demonstration(row: Row) -> Conversation:
 
 
 def dapo(row: Row, config: TaskSetConfig) -> TaskParts:
-    """A prompt of messages, and the answer inside `reward_model`."""
+    """Read a row of DAPO-Math: `prompt` has messages, `reward_model.ground_truth` the answer."""
     judge_of_row = required(row, "reward_model")
     if not isinstance(judge_of_row, Mapping):
         raise UnusableRow(

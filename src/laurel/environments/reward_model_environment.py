@@ -783,7 +783,7 @@ class NoiseProbe:
 
 
 def noise_of(scorer: ModelScorer | BlockingScorer, groups: Sequence[Group]) -> float:
-    """Measure the noise of a scorer; it is 0 where nothing can be scored."""
+    """Measure a scorer's rounding noise, as by `measure_noise`; 0 where it scores nothing."""
     if isinstance(scorer, LoopScorer):  # which would answer repetitions from its cache
         return scorer.directly(lambda model: noise_of(model, groups))
     with contextlib.suppress(ValueError):

@@ -310,7 +310,7 @@ class ReliabilityRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The distance of confidence and accuracy."""
+    """The differences between confidence and accuracy, before and after temperature scaling."""
 
     num_pairs: int
     error: float

@@ -197,10 +197,13 @@ class RewardBenchContract(ScoringContract):
 
 
 def by_position(prompt: Conversation, answer: Conversation) -> Conversation:
-    """Give a conversation the reference's roles: user and assistant by turns.
+    """Join prompt and answer with the roles user and assistant in alternation.
+
+    The reference implementation of RewardBench assigns roles in this way.
 
     Raises:
-        DataError: The reference refuses such a prompt or answer.
+        DataError: The answer is not one message, or the prompt has an even number of messages;
+            the reference implementation refuses both.
     """
     if len(answer) != 1:
         raise DataError(f"an answer of {len(answer)} messages, and {VERSION} knows those of one")

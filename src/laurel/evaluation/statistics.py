@@ -611,13 +611,13 @@ class ScoredList:
 
     @property
     def whole_scores_G(self) -> tuple[float, ...] | None:
-        """The scores; None where one is missing, since the best is then unknown."""
+        """All scores of the list; None where one is missing, since the best is then unknown."""
         scores = tuple(score for score in self.scores_G if score is not None)
         return scores if len(scores) == len(self.scores_G) else None
 
     @property
     def first_credit(self) -> float | None:
-        """The credit where the first completion is the right one.
+        """The credit of a list whose first completion is the right one.
 
         It is 1 if that one alone scores highest, 1/k if it is among k that do, else 0; None where
         a score is missing.

@@ -166,7 +166,10 @@ def write_reward_model(
 
 
 def probes_for(contract: ScoringContract) -> list[Conversation]:
-    """Make conversations of several lengths, and one that is cut where that is cheap."""
+    """Make conversations of several lengths to compare scores on.
+
+    One is longer than the model's `max_length`, and so truncated, where that limit is small.
+    """
     asked = Message("user", "Where does the laurel grow?")
     probes: list[Conversation] = [
         (asked, Message("assistant", "No.")),

@@ -1,7 +1,7 @@
-"""An engine in a process of its own, and how it is spoken to.
+"""The worker that runs one engine in a process of its own.
 
-The worker is a plain object that is called from outside, one method at a time; it knows neither
-Ray nor groups. `generation/replicas.py` speaks to several of them.
+The worker is a plain object whose methods are called one at a time; it knows neither Ray nor
+groups. `generation/replicas.py` calls several of them.
 """
 
 from __future__ import annotations
@@ -150,11 +150,11 @@ class EngineWorker:
         return self._engine.weight_version
 
     def begin_weights(self, version: int, changing_only: bool = False) -> None:
-        """Get ready for the buckets of new weights. The engine waits for requests under way.
+        """Prepare for the buckets of new weights; the engine first finishes running requests.
 
         Args:
-            version: Of the weights.
-            changing_only: Only those will come that training can change.
+            version: The version of the weights.
+            changing_only: Whether only the weights that training can change will be sent.
         """
         if self._stream is not None:
             self._stream.cut(EngineError(f"the weights of step {version} came in between"))

@@ -67,7 +67,10 @@ class TransformersMaker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmMaker:
-    """Makes a `VllmEngine` of a directory. What it computes, `GeneratorReplicas` compares."""
+    """A factory of a `VllmEngine` that reads its model from a directory.
+
+    The engine has no probe: `GeneratorReplicas` compares its log-probabilities with the learner's.
+    """
 
     directory: str
     """A directory with weights and tokenizer that every node can read."""

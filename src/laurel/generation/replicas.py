@@ -551,7 +551,7 @@ class GeneratorReplica(Replica[WorkerGroup]):
 
     @property
     def load(self) -> int:
-        """Completions under way."""
+        """The number of completions that are not finished."""
         return sum(order.num_missing for order in self._orders.values())
 
     def give(self, order: Order, number: int) -> None:

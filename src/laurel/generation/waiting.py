@@ -37,7 +37,10 @@ class BackgroundLoop:
         raise EngineError("the engine was closed")
 
     def wait_for(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result. Not to be called in the loop's own thread."""
+        """Run a coroutine in the loop and block until its result.
+
+        A call from the loop's own thread would deadlock.
+        """
         return self.submit(work).result()
 
     def start(self, work: Coroutine[Any, Any, None]) -> Running:
@@ -134,7 +137,7 @@ async def cancel_others(patience: float | None) -> None:
 
 
 class PauseGate:
-    """A gate in one event loop. It begins closed."""
+    """A gate of one event loop that admits requests or holds them back; it begins closed."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -153,7 +156,7 @@ class PauseGate:
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
-        """Wait for the gate to be open, and be inside."""
+        """Wait until the gate is open, then count as a request inside it within the context."""
         while not self._open.is_set():
             await self._open.wait()
         self._num_inside += 1

@@ -288,7 +288,7 @@ class HealthWatch:
         return f"ended by an alarm: {rising} (grpo.health.stop_on); {self._path} has the evidence"
 
     def resumed(self, step: int) -> None:
-        """Remove the lines beyond the step of a checkpoint: they will be written again."""
+        """Remove the lines of `health.jsonl` after a checkpoint's step, for the run to rewrite."""
         if not self._path.is_file():
             return
         with self._path.open(encoding="utf-8", newline="\n") as lines:

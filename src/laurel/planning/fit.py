@@ -31,7 +31,7 @@ class FittedPlan:
 
 
 def fit(request: ClusterRequest, shapes: Shapes, *, device_memory: int | None = None) -> FittedPlan:
-    """Plan a run and check it against its models and, where it is said, the devices' memory."""
+    """Plan a run, and check the plan against its models and, where given, the devices' memory."""
     plan = plan_run(request)
     phases = estimate(request, plan, shapes, device_memory=device_memory)
     conflicts = [*plan.conflicts, *_indivisible(request, plan, shapes)]

@@ -1,4 +1,4 @@
-"""What the roles of a plan take of each device's memory, estimated from the shapes of their models.
+"""Estimates of the memory that the roles of a plan use on each device, from their models' shapes.
 
 Nothing is loaded. Each formula stands beside its number in `docs/parallelism.md`.
 """
@@ -207,7 +207,7 @@ COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPhase:
-    """What lies on each device of some slots at one time of a step."""
+    """The memory in use on each device of some slots during one phase of a step."""
 
     name: str
     """One of `training`, `generation` and `judging`."""
@@ -220,11 +220,11 @@ class MemoryPhase:
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """The bytes in use on one device, over all kinds."""
         return sum(self.parts.values())
 
     def fits(self, device_memory: int) -> bool:
-        """Whether the role's part of such a device is enough."""
+        """Report whether the phase fits into the role's fraction of a device with these bytes."""
         return self.total <= device_memory * self.fraction
 
 
@@ -315,7 +315,7 @@ def _on_own_slots(
 def training_memory(
     training: TrainingRequest, shape: ModelShape, mesh: Mesh, *, tokens: int
 ) -> dict[str, int]:
-    """Bytes of one rank that trains.
+    """Return the bytes that training takes on one rank, by kind (`weights`, `gradients`, ...).
 
     Args:
         training: Precision, optimizer, adapters, recomputation, offloading.
@@ -430,7 +430,7 @@ def _drawing(
 
 
 def adapter_parameters(adapters: AdapterRequest, shape: ModelShape) -> int | None:
-    """Weights of low-rank adapters; None where every weight is trained."""
+    """Count the weights of low-rank adapters; return None where every weight is trained."""
     if not adapters.enabled:
         return None
     chosen = (adapters.layers or set(shape.linear_layers)) - adapters.exclude
@@ -439,12 +439,14 @@ def adapter_parameters(adapters: AdapterRequest, shape: ModelShape) -> int | Non
 
 
 def gathered_bytes(shape: ModelShape, mesh: Mesh, *, trained: int, compute_bytes: int) -> int:
-    """Whole weights beside the shards, and gradients on their way.
+    """Return the bytes per rank of gathered weights, and of gradients before their reduction.
 
-    Sharded: embeddings and head all the while, with their gradients and the sums of these, all in
-    float32; two layers (this one and the next) and the gradients of one in the arithmetic's dtype,
-    and the latter once more in float32, to be summed. Tensor-parallel ranks have their part of it.
-    One process: the copy that autocast makes of float32 weights, and nothing in float32.
+    Several ranks keep embeddings and head gathered in float32 during the whole step, with their
+    gradients and the sums of these. They gather two layers (the current and the next one) in the
+    compute dtype, and hold the gradients of one layer in that dtype and, for the sum, in float32.
+    Tensor-parallel ranks hold their shares of all this; gradients count where every weight is
+    trained. A single rank holds the copy that autocast makes of float32 weights, and none where
+    it computes in float32.
     """
     width = compute_bytes
     if mesh.size == 1:
@@ -465,9 +467,9 @@ def activation_bytes(
     recomputes: bool,
     sequence_parallel: bool,
 ) -> int:
-    """What the forward pass keeps for the backward pass.
+    """Return the bytes of activations that a rank keeps for the backward pass.
 
-    With recomputation: the input of each layer, and one layer in full.
+    With recomputation, it keeps the input of each layer, and all activations of one layer.
     """
     layer = _layer_bytes(
         shape,
@@ -514,7 +516,7 @@ def _layer_bytes(
 
 
 def key_value_bytes(shape: ModelShape, mesh: Mesh, *, compute_bytes: int) -> int:
-    """Bytes of one token's keys and values on each rank, which has one of the heads at least."""
+    """Return the bytes of one token's keys and values on each rank, which has at least one head."""
     heads = max(1, -(-shape.num_kv_heads // mesh.tp))
     layers = -(-shape.num_layers // mesh.pp)
     return 2 * layers * heads * shape.head_dim * compute_bytes

@@ -23,7 +23,7 @@ SLACK = 1e-6
 def placed_requirements(
     request: ClusterRequest, placement: Mapping[RoleName, RolePlacement], conflicts: list[Conflict]
 ) -> list[RoleRequirement]:
-    """What each role is to have; what cannot be had is added to the conflicts."""
+    """Return each role's slots, by rule or placement; add what cannot be placed to `conflicts`."""
     return _Board(request, placement, conflicts).requirements()
 
 

@@ -64,7 +64,7 @@ class Plan:
         return not any(conflict.is_fatal for conflict in self.conflicts)
 
     def role(self, name: RoleName) -> RolePlan | None:
-        """One of the roles; None where the run has none, or it could not be placed."""
+        """Return a role's plan; None where the run lacks the role, or it could not be placed."""
         return next((role for role in self.roles if role.name == name), None)
 
     def batch(self, name: RoleName) -> BatchPlan:

@@ -38,7 +38,7 @@ class Mesh:
 
     @property
     def group_size(self) -> int:
-        """Ranks that hold the model once between them: a replica of a frozen model."""
+        """The number of ranks that together hold one copy of the model."""
         return self.pp * self.cp * self.tp
 
 
@@ -69,7 +69,7 @@ class RolePlan:
 
     @property
     def groups(self) -> tuple[tuple[Slot, ...], ...]:
-        """The slots that hold the model once, group by group."""
+        """The slots in groups, each of which holds one copy of the model."""
         size = self.mesh.group_size
         return tuple(self.slots[i : i + size] for i in range(0, len(self.slots), size))
 
@@ -150,7 +150,7 @@ def _nearest_tp(role: RoleRequest, num_slots: int) -> str | None:
 
 
 def title(name: RoleName) -> str:
-    """A role as people read it."""
+    """Return the name of a role with spaces instead of underscores, for messages."""
     return name.replace("_", " ")
 
 

@@ -32,7 +32,7 @@ replicas in 0.46 s."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The peak rates of a device, all of them a second."""
+    """The peak rates of a device, each per second, and its memory."""
 
     name: str
     flops: Mapping[str, float]
@@ -51,7 +51,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Parts of the peaks that are reached."""
+    """The fractions of a device's peak rates that real kernels reach."""
 
     products: float = 0.4
     """Default: the report on Llama 3 has 38 to 43 % of H100's bfloat16 peak in training."""
@@ -72,7 +72,7 @@ class Workload:
     """Times that each prompt is computed: once, where all its completions share it."""
 
     def padded(self) -> Workload:
-        """The same conversations, each with a copy of its prompt."""
+        """Return the same conversations, each with its own copy of the prompt."""
         return replace(self, copies=self.per_prompt)
 
     def divided(self, budget: int) -> Workload:

@@ -44,7 +44,7 @@ class LoopScorer(ModelScorer):
 
     @property
     def path(self) -> Path:
-        """Form in which batches reach the model."""
+        """The batch layout that the model reads: `forest` or `padded`."""
         return self._path
 
     def directly(self, work: Callable[[ContractScorer], T]) -> T:

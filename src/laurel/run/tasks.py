@@ -194,7 +194,7 @@ def fit_prompts(data: TaskData, chat: ChatFormat, config: GRPORun) -> None:
 
 
 def nodes_of(allocation: Allocation) -> ClusterNodes | None:
-    """Return the nodes that run programs; None is this machine. Nothing is started."""
+    """Return the nodes that run programs, or None if this machine does; start nothing."""
     if not allocation.are_remote:
         return None
     from laurel.environments.code.nodes import ClusterNodes

@@ -107,7 +107,7 @@ class ControlGroup:
         self.set_limits(megabytes << 20, _ZYGOTE_PROCESSES + _AT_A_TIME * (limits.threads + 4))
 
     def set_limits(self, memory: int, processes: int) -> None:
-        """Raise the limits to so many bytes, and processes with their threads."""
+        """Raise the limits of memory in bytes, and of processes and threads; never lower them."""
         if memory > self._memory:
             self._memory = memory
             for part in self._parts:
@@ -157,15 +157,15 @@ class ControlGroup:
 
 
 def find_place(folder: str | None = None, *, root: Path = Path("/")) -> tuple[GroupPlace, str]:
-    """Find where this process can make groups; no group is left there.
+    """Find the directories in which this process can create control groups; leave none behind.
 
     Args:
-        folder: A directory of version 2 that was delegated for this; by default this process's own
-            groups and, of version 2, their parents.
+        folder: A delegated cgroup v2 directory; by default this process's own groups are tried
+            and, in version 2, their parents.
         root: Root of the file system, for tests.
 
     Returns:
-        A place, whose controllers may be none or not all; and the reason why not more.
+        The place, which may lack some or all controllers, and the reason if any is missing.
     """
     if folder is not None:
         given = _version_2(Path(folder))

@@ -166,7 +166,7 @@ class PendingBroadcast:
         """Wait until the tensor may be read, or written, again.
 
         Raises:
-            BroadcastError: Somebody is gone or did not answer in time.
+            BroadcastError: A rank is gone or did not answer in time.
         """
         try:
             self._work.wait(self._group.limit)

@@ -71,7 +71,7 @@ class ProcessPoolSpec:
 
 
 class ProcessPool:
-    """A pool that does items concurrently. Thread-safe.
+    """A pool of processes that runs submitted items concurrently. Thread-safe.
 
     Processes are started with the first item. They end with `close`, with the last reference
     to the pool, and with this process, however it ends.
@@ -341,8 +341,8 @@ def be_zygote(descriptor: int, parent: int) -> None:
     """Serve the process at the other end of a connection until it exits.
 
     Args:
-        descriptor: The connection's.
-        parent: The process at the other end.
+        descriptor: The file descriptor of the connection.
+        parent: The id of the process at the other end.
     """
     control, own, living = Connection(descriptor), os.getpid(), set[int]()
     asked = _receive(control)

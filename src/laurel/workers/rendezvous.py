@@ -112,7 +112,7 @@ def store_of(place: RankPlace, *, timeout: timedelta) -> Any:
 
     Args:
         place: Place of this process in the group.
-        timeout: Limit of reaching rank 0, and of waiting for a word.
+        timeout: Limit of connecting to rank 0, and of waiting for a key.
     """
     import torch.distributed as dist
 

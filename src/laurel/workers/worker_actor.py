@@ -64,7 +64,12 @@ class WorkerActor:
         return pickle.dumps(outcome)
 
     def run(self, payload: bytes | Packed, *shared: Any) -> bytes:
-        """Call a method of the worker, with values that came on their own way."""
+        """Call a method of the worker and pickle its outcome.
+
+        Args:
+            payload: The pickled call, without its shared values.
+            *shared: The values of its `Shared` arguments, which Ray transfers separately.
+        """
         outcome = self._attempt(self._worker, payload, (), shared)
         try:
             return pickle.dumps(outcome)

@@ -106,7 +106,7 @@ def _drop_our_defaults(work: Work, schema: type[Section]) -> None:
 
 
 def default_at(ours: Any, dotted: str) -> Any:
-    """The value of a key in a dumped configuration; null where there is none."""
+    """Return the value of a dotted key in a dumped configuration; None where there is none."""
     for part in dotted.split("."):
         ours = ours.get(part) if isinstance(ours, dict) else None
     return ours

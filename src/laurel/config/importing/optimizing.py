@@ -33,7 +33,7 @@ def put_adam(
     eps: str | None = None,
     name_by: Sequence[str] = (),
 ) -> None:
-    """AdamW with the values of these keys; `betas` is one key of a pair, or two keys."""
+    """Configure AdamW with the values of these keys; `betas` is one key of a pair, or two keys."""
     work.put("policy.optimizer.name", "torch.optim.AdamW", by=name_by)
     work.put("policy.optimizer.kwargs.lr", float(work.number(lr)), by=(lr,))
     work.put(
@@ -169,7 +169,10 @@ def put_estimator_of_lone_completions(work: Work, key: str, *, size_key: str) ->
 
 
 def put_adam_of(work: Work, *, name: str, **keys: Any) -> None:
-    """AdamW; `name` is the key that names the optimizer, which may have been refused."""
+    """Configure AdamW as `put_adam` does, with `name` as the key that names the optimizer.
+
+    A key that was refused is not reported as carried over. `keys` are those of `put_adam`.
+    """
     put_adam(work, name_by=() if name in _refused(work) else (name,), **keys)
 
 

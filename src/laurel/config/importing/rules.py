@@ -282,7 +282,7 @@ class MappingTable:
         return None
 
     def known(self) -> Iterator[str]:
-        """Every key of the table, in the order of its rules."""
+        """Yield every key of the table, in the order of its rules."""
         for rule in self.rules:
             yield from rule.keys
 

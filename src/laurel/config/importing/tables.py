@@ -364,10 +364,10 @@ def _keys_of(rows: Sequence[Any], spec: Mapping[str, Any], names: Names) -> Iter
 
 @cache
 def read_tables(system: str) -> Mapping[Kind, MappingTable]:
-    """The tables of a system.
+    """Read the mapping tables of a system, by the kind of run they convert to.
 
     Raises:
-        ValueError: A row names what no row has, or is none of the kinds.
+        ValueError: A row refers to a name that the table lacks, or is of an unknown kind.
     """
     text = files(__package__).joinpath(f"{system}.yaml").read_text(encoding="utf-8")
     spec = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

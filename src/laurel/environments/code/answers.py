@@ -118,7 +118,11 @@ def program_of(text: str, *, entry: str = "", prefix: str = "") -> str | None:
 
 
 def join_code(code: str, *, entry: str, prefix: str) -> str:
-    """Join a prefix and a program, as `program_of` describes."""
+    """Prepend the task's code `prefix` to a program.
+
+    A program that defines the function `entry` comes after the prefix, or stands alone where the
+    two cannot be combined; any other program continues the prefix.
+    """
     if not prefix:
         return code
     if not entry or not _defines(code, entry):

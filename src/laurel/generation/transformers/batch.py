@@ -35,7 +35,7 @@ PREFILL_TOKENS = 8192
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request, and how far it has come."""
+    """A request with the counts of its begun, ended and delivered completions."""
 
     request: GenerationRequest
     deliver: Callable[[Generated | EngineError], None]
@@ -367,7 +367,7 @@ class RowTable:
         return self._tokens[slots, self._lengths[slots] - 1].astype(np.int64)
 
     def next_uniforms(self, slots: Slots) -> npt.NDArray[np.float64]:
-        """The numbers that decide the next tokens."""
+        """Return the uniform random number that decides the next token of each slot."""
         found: npt.NDArray[np.float64] = self._uniforms[slots, self._lengths[slots]]
         return found
 

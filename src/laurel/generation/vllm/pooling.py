@@ -39,7 +39,7 @@ _CLOSED = "vLLM was closed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingOptions:
-    """How vLLM is to hold a reward model."""
+    """The options with which vLLM loads and runs a reward model."""
 
     precision: str = "float32"
     """Dtype of the weights and of the decoder's arithmetic; the head computes in float32."""

@@ -44,10 +44,10 @@ class Meeting:
 
 
 class WeightLink:
-    """How one process is linked with the others between which weights travel."""
+    """One process's membership in the broadcast group that transfers weights."""
 
     def __init__(self, place: RankPlace) -> None:
-        """Link nothing yet."""
+        """Store the place of this process; no group exists yet."""
         self._place = place
         self._group: BroadcastGroup | None = None
         self._number = -1
@@ -59,19 +59,19 @@ class WeightLink:
         return self._place.host
 
     def invite(self, address: str, size: int, patience: float) -> int:
-        """Have a place to meet, of which this process is rank 0.
+        """Open the rendezvous of a new broadcast group, with this process as rank 0.
 
         Args:
-            address: Of this machine, that all can reach.
-            size: How many will come.
-            patience: Seconds that words wait for each other there.
+            address: An address of this machine that every rank can reach.
+            size: The number of ranks.
+            patience: The timeout of the rendezvous store, in seconds.
 
         Returns:
-            The port.
+            The port of the rendezvous.
 
         Raises:
             ConfigError: The address is not one of this machine's.
-            BroadcastError: Nobody can be heard there.
+            BroadcastError: The rendezvous store cannot be opened.
         """
         port, listener = bind_master(address)
         place = self._at(address, port, rank=0, size=size)
@@ -79,10 +79,10 @@ class WeightLink:
         return port
 
     def group(self, meeting: Meeting) -> BroadcastGroup:
-        """Meet the others, or find that this is done.
+        """Join the broadcast group of a meeting; return the current one if it is that group.
 
         Raises:
-            BroadcastError: They did not come.
+            BroadcastError: The other ranks did not join in time.
         """
         if self._group is not None and self._number == meeting.number:
             return self._group
@@ -109,7 +109,7 @@ class WeightLink:
         )
 
     def close(self) -> None:
-        """Leave the others. Idempotent."""
+        """Leave the broadcast group. Idempotent."""
         if self._group is not None:
             self._group.close()
         self._group = None
@@ -150,10 +150,10 @@ def broadcast_tensors(
 
 
 def received(group: BroadcastGroup) -> Iterator[Bucket]:
-    """The buckets that rank 0 sends, each in memory of its own.
+    """Yield the buckets that rank 0 broadcasts, each in memory of its own.
 
     Raises:
-        BroadcastError: Somebody is gone, sends nothing for too long, or sends what is no bucket.
+        BroadcastError: A rank is gone, rank 0 sends nothing in time, or it sends no valid bucket.
     """
     lengths = _lengths(group)
     while True:

@@ -100,9 +100,9 @@ def unpack_tensor(values: Tensor, entry: TensorEntry) -> PackedTensor:
 
 
 class WeightStream:
-    """Weights that are read while their buckets are still coming.
+    """A stream of weights that are read while their buckets still arrive.
 
-    One thread puts, another reads; who puts waits while a bucket lies there unread.
+    One thread puts buckets and another reads them; `put` blocks while a bucket is unread.
     """
 
     def __init__(self, version: int, *, changing_only: bool = False) -> None:

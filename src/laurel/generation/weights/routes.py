@@ -71,12 +71,15 @@ def route_of(
 
 
 def replica_name(group: WorkerGroup, index: int) -> str:
-    """A replica in messages."""
+    """Name a replica for messages, e.g. `generation replica 2`."""
     return f"{group.role} replica {index}"
 
 
 class Fanout:
-    """Calls to several groups side by side. Whose process is gone takes no part any more."""
+    """Calls the same method on several groups concurrently.
+
+    A group whose process is gone is recorded in `lost` and skipped by every later call.
+    """
 
     def __init__(self, groups: Mapping[int, WorkerGroup]) -> None:
         """Hold groups of one worker each, by the replica's number."""
@@ -85,19 +88,19 @@ class Fanout:
 
     @property
     def left(self) -> dict[int, WorkerGroup]:
-        """The groups that still take part."""
+        """The groups that are not lost, by the replica's number."""
         return {i: group for i, group in self._groups.items() if i not in self.lost}
 
     def name(self, index: int) -> str:
-        """One of them, in messages."""
+        """Name one of the replicas for messages."""
         return replica_name(self._groups[index], index)
 
     def start(self, method: str, *args: Any) -> dict[int, Pending]:
-        """Ask everybody who is left for the same."""
+        """Call a method with the same arguments on every group that is left, without waiting."""
         return self.start_each(method, dict.fromkeys(self.left, args))
 
     def start_each(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> dict[int, Pending]:
-        """Ask each of these with arguments of its own."""
+        """Call a method on each of these groups with its own arguments, without waiting."""
         started = {
             i: self._try(i, partial(self._groups[i].start, method, *own)) for i, own in args.items()
         }
@@ -106,12 +109,12 @@ class Fanout:
     def wait(
         self, under_way: Mapping[int, Pending], *, timeout: float | None = None
     ) -> dict[int, Any]:
-        """The results of those who are left after it.
+        """Wait for calls, and return the results of the groups that answered.
 
         Args:
-            under_way: What `start` gave.
-            timeout: Seconds for all of them together, after which who has not answered is lost;
-                None: each group's own limit.
+            under_way: The pending calls that `start` returned.
+            timeout: Seconds for all of them together, after which a group that has not answered
+                is lost; None: each group's own limit.
         """
         end = None if timeout is None else time.monotonic() + timeout
         found = {}
@@ -121,7 +124,7 @@ class Fanout:
         return {index: result[0] for index, result in found.items() if result is not None}
 
     def call(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """`start` and `wait`."""
+        """Call a method on every group that is left, and wait for the results."""
         return self.wait(self.start(method, *args), timeout=timeout)
 
     def _try(self, index: int, work: Callable[[], Any]) -> Any:

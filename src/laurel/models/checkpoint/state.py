@@ -419,7 +419,7 @@ def named_groups(optimizer: Optimizer, parameter_names: Sequence[str] | None) ->
     """Group the parameters of an optimizer by name.
 
     Raises:
-        ValueError: it does not know their names, or there are others in number.
+        ValueError: The optimizer has no parameter names, or their number differs.
     """
     groups: Groups = []
     given = None if parameter_names is None else iter(parameter_names)

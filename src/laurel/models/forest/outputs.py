@@ -1,4 +1,4 @@
-"""From hidden states to log-probabilities of tokens. The only place where tokens are shifted.
+"""Computes log-probabilities of tokens from hidden states; only this module shifts tokens.
 
 Position t of every per-token stream describes token t: its log-probability is read from the hidden
 state of the token before it, here and nowhere else.
@@ -51,7 +51,7 @@ class VocabularyShare:
 
     @classmethod
     def of(cls, weight_VD: DTensor) -> VocabularyShare:
-        """Find the part of a weight that is divided by vocabulary."""
+        """Find this rank's part of the vocabulary in a weight `[V, D]` sharded by rows."""
         mesh = weight_VD.device_mesh
         size = weight_VD.shape[0] // mesh.size()
         return cls(mesh.get_group(), mesh.get_local_rank() * size, size)

@@ -220,7 +220,8 @@ def load_adapters(directory: Path, network: Any) -> None:
     """Load the adapters of a checkpoint, and the head where it is trained, into a model with them.
 
     Raises:
-        CheckpointError: The checkpoint has none, or others.
+        CheckpointError: The checkpoint has no adapters, or its parameters differ from those
+            that the model trains.
     """
     path = directory / ADAPTERS
     if not path.is_file():

@@ -44,10 +44,10 @@ def share_context(network: Any, mesh: DeviceMesh) -> None:
 
 
 def check_context(model: Decoder, *, cp: int, tp: int) -> None:
-    """Refuse a model whose tokens cannot be divided.
+    """Refuse a model whose tokens cannot be divided over `cp` ranks.
 
     Raises:
-        ConfigError: With the key.
+        ConfigError: The model reads padded rows, or `cp` does not divide a rank's heads.
     """
     if model.path != "forest":
         raise ConfigError(

@@ -109,7 +109,9 @@ def check_output_directory(path: Path) -> None:
 
 
 def write_results(directory: Path, evaluation: Evaluation) -> list[Path]:
-    """Write the three files, each whole or not at all, in place of older ones.
+    """Write an evaluation's accuracies, scores and report as three JSON files; return their paths.
+
+    Each file is written atomically and replaces an older one.
 
     Raises:
         DataError: A file cannot be written.

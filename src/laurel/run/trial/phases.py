@@ -54,7 +54,7 @@ def qwen3_config(shape: ModelShape, **special: Any) -> Any:
 def random_model(
     shape: ModelShape, *, has_language_head: bool, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """A Qwen 3 with random weights, the same ones for the same shape on every device."""
+    """Make a Qwen 3 with random weights, which are the same for one shape on every device."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     torch.manual_seed(0)
@@ -143,7 +143,7 @@ class StepPhases:
 
     @cached_property
     def policy(self) -> PolicyModel:
-        """The policy."""
+        """A randomly initialised policy of the planned shape, in training mode."""
         causal_lm = random_model(
             self.shape, has_language_head=True, dtype=torch.float32, device=self.device
         )
