@@ -30,7 +30,7 @@ from material import DATA_DIR
 from rounds import machine, table, write_json
 
 from laurel.environments.math.answers import Checked
-from laurel.environments.math.pool import AnswerChecker
+from laurel.environments.math.checker import AnswerChecker
 
 WRONG = 1_000
 

@@ -183,7 +183,7 @@ def measure(model: str, precision: str) -> dict[str, Any]:
         ]
         return {
             "precision": precision,
-            "company": measure_noise(scorer.score_now, environment._noise_material()),
+            "company": measure_noise(scorer.score_now, environment.noise_groups()),
             "rounding": statistics.stdev(a - b for a, b in zip(values, true, strict=True)),
             "floor": floor,
             "groups": [

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import psutil
 from rounds import machine, table, write_json
 
-from laurel.rewards.remote.foreign import dialect_of
+from laurel.rewards.remote.dialects import dialect_of
 from laurel.rewards.remote.http import HttpReplica
 from laurel.rewards.remote.replica import ReplicaFault, ReplicaReply
 from laurel.rewards.remote.router import Router, RouterOptions

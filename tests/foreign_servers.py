@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fakes import WordScorer
+from laurel.config.environments import UrlProtocol
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.preparing import Rendered, rendered_rows
 from laurel.rewards.remote import foreign
-from laurel.rewards.remote.foreign import UrlProtocol
 from reward_servers import Answer, Asked, RewardServer
 
 FOREIGN: tuple[UrlProtocol, ...] = ("vllm", "sglang", "sglang_embeddings", "openrlhf", "slime")

@@ -12,8 +12,8 @@
     scores = api.score(outcome.best, [{"prompt": "...", "completions": ["...", "..."]}])
     api.show(api.evaluate("pairs", outcome.best, ["held_out.jsonl"], diagnostics=True))
 
-Each does what the command of its name does, and says it on the console unless `quiet`. What goes
-wrong is an error of `laurel.errors`.
+Each does what the command of its name does, and reports on the console unless `quiet`. Failures
+are errors of `laurel.errors`.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ __all__ = [
     "train",
 ]
 
+# In errors the arguments of functions take the place of command-line options.
 _ARGUMENTS = Terms(
     {f"--{name}": name for name in ("model", "data", "dataset", "output", "overwrite", "member")}
     | {"policy.model_name": "model", "data.dataset_name": "dataset"}
 )
-"""Errors about what a command would take as an option, for somebody who called a function."""
 
 # A library that is imported later asks for ipywidgets in every notebook; no bar of its is shown.
 warnings.filterwarnings("ignore", message="IProgress not found")
@@ -76,7 +76,7 @@ def train(
     config: str | Path | None = None,
     quiet: bool = False,
 ) -> RunOutcome:
-    """What `laurel rm`, `laurel sft` or `laurel grpo` does.
+    """Train a model as `laurel rm`, `laurel sft` or `laurel grpo` does.
 
     Example::
 
@@ -103,7 +103,7 @@ def train(
 
 
 def read_run(directory: str | Path | None) -> RunRecord:
-    """What a run left where it logged: metrics, data reports, samples, alarms.
+    """Read the log directory of a run: metrics, data reports, samples, alarms.
 
     Args:
         directory: `run_dir` of the outcome.
@@ -117,7 +117,7 @@ def read_run(directory: str | Path | None) -> RunRecord:
 
 
 def open_scorer(model: str | Path, *, quiet: bool = False) -> LocalScorer:
-    """A reward model that is ready to score, checked as at every load.
+    """Open a reward model for scoring, checked as at every load.
 
     Args:
         model: A directory of a model, a checkpoint or a run with checkpoints; a name on the hub.
@@ -138,7 +138,7 @@ def score(
     *,
     settings: Mapping[str, Any] | None = None,
 ) -> list[tuple[Score, ...]]:
-    """What a reward model says of conversations, as `laurel score` does.
+    """Score conversations with a reward model, as `laurel score` does.
 
     Args:
         model: From `open_scorer`, or what that takes.
@@ -179,18 +179,18 @@ def evaluate(
     cpu_threads: int | None = None,
     quiet: bool = False,
 ) -> Evaluation:
-    """What `laurel eval` does; `show` prints its tables.
+    """Evaluate a reward model as `laurel eval` does; `show` prints the tables.
 
     Args:
-        benchmark: As the commands are called, e.g. `pairs`.
+        benchmark: Name of the command, e.g. `pairs`.
         model: A directory, a name on the hub, or the address of a running `laurel serve`.
         data: Rows: files, directories or names on the hub; empty is the benchmark's own place.
-        diagnostics: Of `pairs`: calibration, accuracy by length and more, in
+        diagnostics: For `pairs`: calibration, accuracy by length and more, in
             `report()["diagnostics"]`. The next two imply it.
-        train_data: Of `pairs`: what the model was trained on, for a baseline and leaks.
-        sensitivity: Of `pairs`: score the answers once more in other forms.
-        dataset: Of `pairs`: the class that reads them, if it is not to be told by the columns.
-        settings: Of `pairs`: columns of other names, in the keys of `train`:
+        train_data: For `pairs`: training data of the model, for a baseline and leaks.
+        sensitivity: For `pairs`: score the answers once more in other forms.
+        dataset: For `pairs`: class of the data set; None: derived from the columns.
+        settings: For `pairs`: columns of other names, in the keys of `train`:
             `{"data.prompt_key": "question"}`.
         max_samples: Rows at most of each set.
         output: Write three JSON files into this directory.
@@ -234,12 +234,12 @@ def export(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Path:
-    """What `laurel export` does: a plain Hugging Face directory, tested before it is kept.
+    """Export a model as `laurel export` does: a plain Hugging Face directory, tested first.
 
     Args:
         model: A directory of a model, a checkpoint or a run; a name on the hub.
-        output: Where it goes.
-        dtype: Of the weights.
+        output: Directory to write.
+        dtype: Dtype of the weights.
         evaluations: Directories that `evaluate(..., output=...)` wrote, for the model card.
         overwrite: Whether a directory that is there may give way.
         quiet: Do not say what was found.

@@ -1,9 +1,9 @@
-"""Every error Laurel raises on purpose, drawn as one tree.
+"""Every error Laurel raises on purpose, as one tree.
 
 ::
 
     LaurelError
-    |-- UserError                     something you gave us cannot be used; exit code 2
+    |-- UserError                     an input that cannot be used; exit code 2
     |   |-- ConfigError (ValueError)          a key, a value or an override
     |   |-- DataError (ValueError)            a file or a row
     |   |-- ModelError (ValueError)           a model, tokenizer or chat template
@@ -15,9 +15,9 @@
     |-- BusyError (RuntimeError)      a queue or a server that can take no more at the moment
     `-- TrainingError (RuntimeError)  the run itself went wrong; exit code 1
         |-- NonFiniteError            loss or gradient were NaN or infinite too often
-        |-- EngineError               a generator died, or draws from other weights than it should
+        |-- EngineError               a generator died, or samples from other weights than it should
         |   `-- BroadcastError        weights did not all come from the learner's process
-        |-- EnvironmentFailedError    an environment broke, or judged too few of its samples
+        |-- EnvironmentFailedError    an environment broke, or failed on too many samples
         `-- WorkerError               a worker of a group failed; or died or is late: exit code 75
 
 Each is also the standard class a caller would expect, is picklable (it may cross a process), and
@@ -36,13 +36,13 @@ Result = TypeVar("Result")
 
 
 class LaurelError(Exception):
-    """Root of the tree."""
+    """Root of all errors of Laurel."""
 
     exit_code = 1
 
 
 class UserError(LaurelError):
-    """Something the user gave cannot be used; the message says how to mend it."""
+    """The user's input cannot be used; the message says how to fix it."""
 
     exit_code = 2
 
@@ -73,15 +73,15 @@ class UnsavedError(CheckpointError):
     def __init__(self, message: str, *, outcome: Any = None) -> None:
         super().__init__(message)
         self.outcome = outcome
-        """How it ended else: see `training.loop.RunOutcome`."""
+        """Outcome of the run otherwise, a `training.loop.RunOutcome`."""
 
 
 class MissingDependencyError(UserError, ImportError):
-    """An optional package that is needed here and not installed."""
+    """An optional package that is required and not installed."""
 
     @classmethod
     def of(cls, package: str, *, extra: str, purpose: str) -> MissingDependencyError:
-        """The error with the command that mends it."""
+        """Make the error with the command that installs the package."""
         return cls(
             f"{purpose} needs the package '{package}', which is not installed. "
             f"Install it with: pip install 'laurel-rl[{extra}]'"
@@ -96,17 +96,18 @@ class ProtocolError(LaurelError, ValueError):
     ) -> None:
         super().__init__(message)
         self.kind = kind
-        """What is wrong: a number that is not finite, another count or another version than
-        asked, or anything else."""
+        """Kind of the fault: a number that is not finite, another count or version than requested,
+        or other.
+        """
 
 
 class BusyError(LaurelError, RuntimeError):
-    """A queue or a server that can take no more at the moment; asked again later, it may."""
+    """A queue or a server that accepts nothing at the moment; a later request may succeed."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
-        """Seconds after which it is worth asking again."""
+        """Seconds after which a new request is worthwhile."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _busy, (str(self), self.retry_after)
@@ -125,27 +126,27 @@ class NonFiniteError(TrainingError):
 
 
 class EngineError(TrainingError):
-    """A generator that died, or that draws from other weights than it was given."""
+    """A generator that died, or that samples from other weights than it was given."""
 
 
 class BroadcastError(EngineError):
-    """A transfer of weights between processes that broke off: they can come another way."""
+    """A transfer of weights between processes that failed: another route may work."""
 
 
 class EnvironmentFailedError(TrainingError):
-    """An environment that broke, or that could judge too few of its samples."""
+    """An environment that broke, or that failed on too many samples."""
 
 
 class WorkerError(TrainingError):
     """A worker of a group that raised, whose process died, or that is late.
 
-    Where the worker raised something that can travel it is the `__cause__`, and a cause that is a
-    `LaurelError` decides the exit code. A worker that died or is late may not do so again, so that
-    the code tells a supervisor to try once more.
+    Where the worker's exception can be pickled it is the `__cause__`, and a cause that is a
+    `LaurelError` decides the exit code. A worker that died or is late may work the next time, so
+    the exit code asks a supervisor to retry.
     """
 
     LOST_EXIT_CODE = 75
-    """What sysexits.h calls a temporary failure."""
+    """Exit code of sysexits.h for a temporary failure."""
 
     def __init__(
         self,
@@ -159,19 +160,19 @@ class WorkerError(TrainingError):
         super().__init__(message)
         self.role = role
         self.ranks = ranks
-        """The ranks that are to blame, lowest first."""
+        """Failed ranks, lowest first."""
         self.worker_traceback = worker_traceback
-        """The traceback in the worker, as text; empty where there is none."""
+        """Traceback in the worker, as text; empty where there is none."""
         self.exit_code = exit_code
 
     @property
     def is_lost(self) -> bool:
-        """Whether it died or is late, and did not say why."""
+        """Whether the worker died or is late, without an exception of its own."""
         return self.exit_code == self.LOST_EXIT_CODE
 
 
 def is_lost_worker(error: BaseException | None) -> bool:
-    """Whether a worker is lost for good: the fault of nothing that it was given."""
+    """Report whether a worker is lost for good: no input of its is to blame."""
     return isinstance(error, WorkerError) and error.is_lost
 
 
@@ -180,7 +181,7 @@ def is_lost_worker(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What keys of a configuration are called by whoever wrote something else instead.
+    """The names of configuration keys in another vocabulary, such as command-line options.
 
     Example::
 
@@ -189,12 +190,12 @@ class Terms:
     """
 
     names: Mapping[str, str]
-    """Of keys, and of sections with all keys that have no entry of their own."""
+    """Names of keys, and of sections with all keys that have no entry of their own."""
     hint: str = ""
-    """Said after an error that names a key of a section `policy` in its own terms."""
+    """Hint that is added to an error that names a key of a section `policy` in its own terms."""
 
     def name_of(self, key: str) -> str:
-        """What a key is called; itself where nobody calls it otherwise."""
+        """Translate a key; keys without another name stay as they are."""
         section, rest = key, ""
         while section not in self.names:
             section, _, last = section.rpartition(".")
@@ -206,26 +207,26 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class _Spoken:
-    """Terms that are in use, and the keys that had to be called by their own names."""
+    """Terms in use, and the keys that kept their own names."""
 
     terms: Terms
-    untold: list[str] = field(default_factory=list)
+    unnamed: list[str] = field(default_factory=list)
 
 
 _SPOKEN: ContextVar[tuple[_Spoken, ...]] = ContextVar("laurel_terms", default=())
 
 
 def key_of(key: str) -> str:
-    """What a key is called in a message, in the terms of whoever reads it (see `speaking`)."""
+    """Name a key for a message, in the terms of its reader (see `speaking`)."""
     for spoken in reversed(_SPOKEN.get()):
         key = spoken.terms.name_of(key)
         if spoken.terms.hint and key.startswith("policy."):
-            spoken.untold.append(key)
+            spoken.unnamed.append(key)
     return key
 
 
 def setting_of(key: str, value: object) -> str:
-    """A key and its value as they were written, `key=value` or `--option value`."""
+    """Format a key and its value as the user wrote them, `key=value` or `--option value`."""
     name = key_of(key)
     if not name:
         return str(value)
@@ -233,24 +234,24 @@ def setting_of(key: str, value: object) -> str:
 
 
 def about(key: str) -> str:
-    """The words before a message about a key or a section."""
+    """Begin a message about a key or a section."""
     name = key_of(key)
     return f"{name} " if name.startswith("--") else f"{name}: "
 
 
 @contextmanager
 def speaking(*terms: Terms) -> Iterator[None]:
-    """Messages that are made inside name keys in these terms, the last of them first.
+    """Name keys in these terms, the last of them first, in messages made within.
 
-    A message is right when it is made; what it quotes (a path, what a library said) is never
-    touched. It holds for this thread and for tasks that it begins; elsewhere see `spoken_in`.
+    Messages are translated when they are made: quoted paths and texts of libraries are never
+    changed. The terms hold for this thread and for tasks that it begins; elsewhere use `spoken_in`.
     """
     spoken = tuple(map(_Spoken, terms))
     token = _SPOKEN.set((*_SPOKEN.get(), *spoken))
     try:
         yield
     except UserError as error:
-        hints = [one.terms.hint for one in spoken if any(key in str(error) for key in one.untold)]
+        hints = [one.terms.hint for one in spoken if any(key in str(error) for key in one.unnamed)]
         if not hints:
             raise
         raise type(error)(" ".join((str(error), *hints))) from error
@@ -259,14 +260,14 @@ def speaking(*terms: Terms) -> Iterator[None]:
 
 
 def terms_in_use() -> tuple[Terms, ...]:
-    """The terms that messages are made in here, for `spoken_in` or `speaking` in another place."""
+    """Return the terms of messages made here, for `spoken_in` or `speaking` in another place."""
     return tuple(spoken.terms for spoken in _SPOKEN.get())
 
 
 def spoken_in(
     terms: Sequence[Terms], function: Callable[..., Result], *args: Any, **kwargs: Any
 ) -> Result:
-    """Call a function whose messages are in these terms; `partial` of it can travel."""
+    """Call a function whose messages are in these terms; a `partial` of it can be pickled."""
     with speaking(*terms):
         return function(*args, **kwargs)
 
@@ -276,7 +277,7 @@ def spoken_in(
 
 
 def counted(number: int, what: str) -> str:
-    """E.g. `1 row`, `2,000 rows`.
+    """Format a count with its noun, e.g. `1 row`, `2,000 rows`.
 
     Args:
         number: How many.
@@ -286,12 +287,12 @@ def counted(number: int, what: str) -> str:
 
 
 def counted_that(number: int, what: str, verb: str) -> str:
-    """E.g. `1 row has`, `2 rows have`.
+    """Format a count with noun and verb, e.g. `1 row has`, `2 rows have`.
 
     Args:
         number: How many.
         what: One of them.
-        verb: What more than one do.
+        verb: Verb of the plural.
     """
     does = {"have": "has", "were": "was", "are": "is"}.get(verb, f"{verb}s")
     return f"{counted(number, what)} {does if number == 1 else verb}"

@@ -1,4 +1,4 @@
-"""The seams between rooms. Read this file second.
+"""The protocols between rooms. Read this file second.
 
 Each has at least two implementations or a fake in the tests, and one suite in `tests/contracts`
 that every implementation passes.
@@ -23,52 +23,52 @@ from laurel.types import (
 )
 
 MessageLog = Sequence[Mapping[str, str]]
-"""A conversation as environments read it: raw `{"role", "content"}`, never templated text."""
+"""A conversation for environments: raw `{"role", "content"}`, never templated text."""
 
 
 class Generator(Protocol):
-    """Draws completions from the policy."""
+    """A source of completions sampled from the policy."""
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that the next token is drawn with."""
+        """Version of the weights that the next token is sampled with."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
-        """The completions of one prompt, each as soon as it has ended, in any order.
+        """Yield the completions of one prompt, each as soon as it has ended, in any order.
 
-        Requests run side by side; closing the iterator early aborts what is left of its own. An
+        Requests run concurrently; closing the iterator early aborts its remaining completions. An
         engine that dies raises `EngineError` from every iterator that is open.
         """
 
     async def update_weights(self, weights: Weights) -> None:
-        """Draw from these weights from now on.
+        """Sample from these weights from now on.
 
-        Waits for the requests that are under way, so no completion mixes versions.
+        Waits for requests in progress, so no completion mixes versions.
 
         Raises:
             EngineError: The engine does not compute what the weights say.
         """
 
     async def sleep(self) -> None:
-        """Give memory back while others need it. Requests wait until `wake`."""
+        """Release memory while others need it. Requests wait until `wake`."""
 
     async def wake(self) -> None:
-        """Be ready for requests again."""
+        """Resume serving requests."""
 
     def close(self) -> None:
         """Free everything. Idempotent."""
 
 
 class Scorer(Protocol):
-    """Gives completions their rewards.
+    """A scorer of completions: a reward model or anything else that gives rewards.
 
-    Optional attributes: `reads_metadata` (False): scores depend on `Group.metadata`, too.
-    `judges_groups` (False): and on the other completions of the group, equal ones among them.
-    `noise` (measured): standard deviation of what its scores are off by.
+    Optional attributes: `reads_metadata` (False): scores depend on `Group.metadata` as well.
+    `judges_groups` (False): scores depend on the other completions of the group as well, equal ones
+    among them. `noise` (measured): standard deviation of the error of its scores.
     """
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """One score per completion of each group, in order.
+        """Score each completion of each group, in order.
 
         A completion that cannot be scored gets a `Score` with a failure; the others are not
         affected. Scores do not depend on what else is in the call.
@@ -76,7 +76,7 @@ class Scorer(Protocol):
 
 
 class Environment(Protocol):
-    """Judges what the policy says, and answers it where the conversation goes on.
+    """An environment scores the policy's turns, and answers where the conversation goes on.
 
     `environments.interface.EnvironmentInterface` has all of it but `step` and
     `global_post_process_and_metrics`.
@@ -84,20 +84,20 @@ class Environment(Protocol):
 
     @property
     def spec(self) -> EnvironmentSpec:
-        """What it is. The same for as long as it lives."""
+        """Properties of the environment, constant over its life."""
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
-        """The verdict on each conversation, in order. Any number of them, from 1 up.
+        """Score each conversation, in order. Any number of them, from 1 up.
 
-        A conversation that cannot be judged is a failure in the return value; an exception says
+        A conversation that cannot be scored is a failure in the return value; an exception says
         that the environment itself is broken. May be called from several threads at once, for
-        conversations that are never learned from: it leaves the state as it is.
+        conversations that are not trained on: it must not change the state.
 
         Args:
             message_log_batch: Whole conversations, the policy's latest message last.
-            metadata: Of each: the task's metadata at first, then what the step before returned;
+            metadata: Metadata of each: the task's at first, then what the step before returned;
                 and the id of its group under `environments.interface.GROUP_ID`, by which
                 `group_ids` of the finished batch tells which task it was.
         """
@@ -105,7 +105,7 @@ class Environment(Protocol):
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """The batch as it is, and figures of it, computed from it alone. Changes nothing.
+        """Return the batch unchanged, and metrics computed from it alone. Changes nothing.
 
         Args:
             batch: One entry per finished conversation of this environment that has a reward, in
@@ -119,40 +119,43 @@ class Environment(Protocol):
         """
 
     def end_batch(self, batch: Mapping[str, Any]) -> None:
-        """Let the state go on from a batch that was learned from; the only call that changes it.
+        """Advance the state past a batch that was trained on; the only call that changes the state.
 
         Args:
-            batch: See `global_post_process_and_metrics`. Batches come in the order of their steps;
-                those of validations do not come.
+            batch: Batch as for `global_post_process_and_metrics`. Batches come in the order of
+                their steps; those of validations do not come.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the state, in values that JSON knows, tensors and arrays."""
+        """Copy the state, in JSON values, tensors and arrays."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
 
     def noise_floor(self) -> float:
-        """Standard deviation of the rewards' own noise: differences below it mean nothing."""
+        """Measure the standard deviation of the rewards' own noise.
+
+        Differences below it mean nothing.
+        """
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """The tasks that it could not judge fairly: whose own reference would not be rewarded."""
+        """List the tasks that it cannot score fairly: their own reference gets no reward."""
 
     def resting(self) -> AbstractContextManager[None]:
-        """Give the memory of devices back meanwhile; nothing is judged."""
+        """Release device memory for the duration; nothing is scored meanwhile."""
 
     def shutdown(self) -> None:
-        """Free processes and memory. Idempotent."""
+        """Release processes and memory. Idempotent."""
 
 
 class Pending(Protocol):
-    """Work that a worker group has been given and that may still be under way."""
+    """A call of a worker group that may still be running."""
 
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """Report whether `wait` would return or raise at once."""
 
     def wait(self, *, timeout: float | None = None) -> list[Any]:
-        """The results in the order of the ranks. May be called again, with the same outcome.
+        """Return the results in the order of the ranks. May be called again, with the same outcome.
 
         Args:
             timeout: Seconds from now; None: the group's own limit.
@@ -166,36 +169,36 @@ class WorkerGroup(Protocol):
     """N equal workers, one per rank, each a plain object that knows nothing of its group.
 
     A worker's methods run one at a time, in the order in which they were asked for. Arguments
-    and results belong to whoever made them: the other side may not write into them. What goes to
-    several groups travels once as `distributed.worker_calls.Shared`.
+    and results belong to the side that made them: the other side may not write into them. What goes
+    to several groups travels once as `workers.calls.Shared`.
 
-    When a worker raises, the others get a moment to end; who does not (it may wait for the one
-    that raised, in a collective) is ended, and so is the group. When a process dies or is late,
-    the group is ended at once. A group that has ended raises its error from every call after.
-    Every error names the role and the ranks. It is a context manager that shuts down.
+    When a worker raises, the others get a moment to end; a worker that does not (it may wait for
+    the failed one in a collective) is ended, and so is the group. When a process dies or is late,
+    the group is ended at once. A group that has ended raises its error from every call after. Every
+    error names the role and the ranks. It is a context manager that shuts down.
     """
 
     @property
     def role(self) -> str:
-        """What its workers are, e.g. `policy`: for messages."""
+        """Role of its workers, e.g. `policy`: for messages."""
 
     @property
     def size(self) -> int:
         """Number of workers."""
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> Pending:
-        """Ask every worker for the same, and do not wait."""
+        """Call a method on every worker without waiting."""
 
     def start_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]]) -> Pending:
-        """Ask each worker with arguments of its own, in the order of the ranks."""
+        """Call a method on each worker with its own arguments, in the order of the ranks."""
 
     def start_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Pending:
-        """Ask one worker; the list that comes back has one entry."""
+        """Call a method on one worker; the list of results has one entry."""
 
     def call(
         self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> list[Any]:
-        """`start` and `wait`."""
+        """Call a method on every worker, and wait."""
 
     def call_each(
         self,
@@ -204,15 +207,15 @@ class WorkerGroup(Protocol):
         *,
         timeout: float | None = None,
     ) -> list[Any]:
-        """`start_each` and `wait`."""
+        """Call a method on each worker with its own arguments, and wait."""
 
     def call_one(
         self, rank: int, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> Any:
-        """`start_one` and `wait`, and the one result."""
+        """Call a method on one worker, and wait for its result."""
 
     def alive(self) -> list[bool]:
-        """Whether the process of each rank lives. Answers at once, also while they work."""
+        """Report for each rank whether its process lives, at once, even during calls."""
 
     def shutdown(self) -> None:
-        """End every worker: its `shutdown()` if it has one, then its process. Idempotent."""
+        """Shut every worker down: its `shutdown()` if it has one, then its process. Idempotent."""

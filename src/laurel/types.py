@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation: who speaks (`system`, `user`, `assistant`, ...) and what."""
+    """One turn of a conversation: a role (`system`, `user`, `assistant`, ...) and its content."""
 
     role: str
     content: str
@@ -72,17 +72,18 @@ class Group:
     prompt: Conversation
     completions_G: tuple[Completion, ...]
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """What its task says besides the words, e.g. `{"ground_truth": "42"}`, for scorers that are not
-    models; see `protocols.Scorer`."""
+    """Data of the task besides its messages, e.g. `{"ground_truth": "42"}`, for scorers that are
+    not models; see `protocols.Scorer`.
+    """
 
     def conversation(self, index: int) -> Conversation:
-        """The whole conversation of completion `index`."""
+        """Return the whole conversation of completion `index`."""
         return self.prompt + self.completions_G[index].messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """A group that somebody has judged.
+    """A group with preferences between its completions.
 
     Example: a pair whose first completion won is `ranks_G=(0, 1)`; a tie is `(0, 0)`.
     """
@@ -91,22 +92,22 @@ class Preference:
     ranks_G: tuple[int, ...]
     """Lower is better; equal ranks are a tie."""
     margin: float = 0.0
-    """How much better the best is than the worst, in units of the score (0: not said)."""
+    """How much better the best is than the worst, in units of the score (0: unknown)."""
     target: float = 1.0
     """Probability that the lower rank is really preferred (soft label; 1: certain)."""
     attributes_GK: tuple[tuple[float, ...], ...] | None = None
-    """Ratings of each completion for attribute regression; NaN where nobody rated."""
+    """Ratings of each completion for attribute regression; NaN where it was not rated."""
     source: str = ""
-    """Where the row came from, as `file:line` or `name[index]`."""
+    """Origin of the row, as `file:line` or `name[index]`."""
 
 
 class SentTurn(NamedTuple):
-    """A prompt as text and its response, of which it was not said whether the text was rendered."""
+    """A prompt as text and its response; the text may have been rendered by a chat template."""
 
     prompt: str
     response: str
     is_rendered: bool | None = None
-    """None: the model's scoring contract tells it from the prompt."""
+    """Whether the prompt is rendered; None: the model's scoring contract decides by the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,22 +122,22 @@ class TokenGroup:
     trunk_ids: TokenIds
     branches_ids_G: tuple[TokenIds, ...]
     truncated_G: tuple[bool, ...] = ()
-    """Which sequences were cut to fit the longest length of the scoring contract."""
+    """Sequences that were cut to the maximum length of the scoring contract."""
 
     @property
     def num_tokens(self) -> int:
-        """Distinct tokens: what the forest computes."""
+        """Count distinct tokens: those that the forest computes."""
         return len(self.trunk_ids) + sum(len(ids) for ids in self.branches_ids_G)
 
     @property
     def lengths_G(self) -> tuple[int, ...]:
-        """Length of each whole sequence: what a padded batch would compute, before padding."""
+        """Length of each whole sequence: the tokens of a padded batch, before padding."""
         return tuple(len(self.trunk_ids) + len(ids) for ids in self.branches_ids_G)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreferenceSample:
-    """A judged group as tokens: what reward-model training learns from."""
+    """A group with preferences as tokens: a row of reward-model training."""
 
     preference: Preference
     tokens: TokenGroup
@@ -166,7 +167,7 @@ class TokenForest:
     """Every distinct token of a micro-batch once, in one row, without padding.
 
     A branch attends to the trunk of its own tree and, causally, to itself. A completion's
-    positions go on from its prompt's.
+    positions continue those of its prompt.
     """
 
     ids_T: Tensor
@@ -194,12 +195,12 @@ class TokenForest:
 
     @property
     def num_completions(self) -> int:
-        """N: branches over all trees."""
+        """N: number of branches over all trees."""
         return sum(len(tree.branches_G) for tree in self.trees)
 
     @property
     def last_N(self) -> list[int]:
-        """Index in the row of the last token of each branch: where the reward is read."""
+        """Index in the row of the last token of each branch, where the reward is read."""
         return [branch.end - 1 for tree in self.trees for branch in tree.branches_G]
 
 
@@ -223,17 +224,17 @@ class PaddedRows:
     lengths_N: Tensor
     """int64 [N]: tokens of each row before its padding."""
     starts_N: Tensor
-    """int64 [N]: where the completion of each row starts: the length of its trunk."""
+    """int64 [N]: first token of each row's completion: the length of its trunk."""
 
     @property
     def num_completions(self) -> int:
-        """N."""
+        """N: number of completions."""
         return self.ids_NL.shape[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The verdict of a reward model on one completion: a number, or the reason there is none."""
+    """The score of one completion: a number, or the reason why there is none."""
 
     value: float | None
     """The scalar reward; None exactly when `failure` is set. A failure never becomes a number."""
@@ -243,8 +244,9 @@ class Score:
     truncated: bool = False
     failure: str | None = None
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Numbers that it came about from, by name: the scores of the members of an ensemble, what a
-    function returned besides it."""
+    """Named parts of the score: those of the members of an ensemble, or further results of a
+    function.
+    """
 
 
 # ------------------------------------------------------------------ from a prompt to its rollouts
@@ -252,24 +254,24 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A prompt to be answered, and what its environment needs to judge an answer."""
+    """A prompt to be answered, and the data for scoring an answer."""
 
     id: str
-    """Unique in the data set."""
+    """Unique id in the data set."""
     prompt: Conversation
     environment: str
-    """Name of the environment that judges the answers."""
+    """Name of the environment that scores the answers."""
     name: str = ""
-    """Name of the data set, under which figures of its tasks are reported."""
+    """Name of the data set, under which metrics of its tasks are reported."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What the environment is given with each answer, e.g. `{"ground_truth": "42"}`."""
+    """Data that the environment gets with each answer, e.g. `{"ground_truth": "42"}`."""
     source: str = ""
-    """Where the row came from, as `file:line` or `name[index]`."""
+    """Origin of the row, as `file:line` or `name[index]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How completions are drawn."""
+    """The parameters for sampling completions."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -284,13 +286,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerationRequest:
-    """A prompt, and a seed for each completion wanted of it."""
+    """A prompt, and a seed for each requested completion."""
 
     id: str
     prompt_ids: TokenIds
     """int32 [L], at least one."""
     seeds_G: tuple[int, ...]
-    """Each completion depends on its own seed, never on what else is being generated."""
+    """Seed of each completion, which never depends on other requests."""
     sampling: SamplingParams
 
 
@@ -299,61 +301,65 @@ FinishReason = Literal["stop", "length", "aborted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Generated:
-    """One completion of a request, as it came from the policy."""
+    """One completion of a request, as the policy sampled it."""
 
     index: int
-    """Which of the completions asked for."""
+    """Index among the requested completions."""
     ids_L: TokenIds
-    """int32 [L], the token that ended it included."""
+    """int32 [L], including the token that ended it."""
     logprobs_L: LogProbs
-    """float32 [L]: log-probability of each token when it was drawn, under
-    `softmax(logits / temperature)`; temperature 1 where it is 0; before top-p and top-k."""
+    """float32 [L]: log-probability of each token when it was sampled, under `softmax(logits /
+    temperature)`; temperature 1 where it is 0; before top-p and top-k.
+    """
     text: str
-    """Without special tokens."""
+    """Text without special tokens."""
     finish_reason: FinishReason
-    """`length`: neither a stop string nor a stop token came in time."""
+    """`length`: the limit came before a stop string or a stop token."""
     weight_version: int
-    """The oldest weights that any of its tokens was drawn with."""
+    """Oldest version of the weights that any of its tokens was sampled with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """The policy's weights, on their way to a generator."""
+    """A version of the policy's weights for a generator."""
 
     version: int
-    """Training steps taken so far."""
+    """Number of training steps taken."""
     tensors: Callable[[], Iterable[tuple[str, Tensor]]]
     """Names and values as Hugging Face's `from_pretrained` knows them, adapters merged."""
     changing: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
-    """Those of them that training can change: enough for a generator that has had all of an
-    earlier version. None: it can change any."""
+    """The subset that training can change: enough for a generator that has all weights of an
+    earlier version. None: training can change any.
+    """
     same_as: int | None = None
     """An earlier version with the very same values: a generator that has it takes the number and
-    reads no tensor. None: there is none."""
+    reads no tensor. None: there is none.
+    """
 
 
 JudgingUnit = Literal["completion", "part", "group", "batch"]
-"""What an environment judges in one call; it comes as soon as its last completion has ended.
+"""Unit of completions that an environment scores in one call; the call starts once the last of them
+has ended.
 
-- `completion`: each by itself.
-- `part`: of a group. Who is in which part does not depend on who ends first, and short ones wait
-  for each other.
+- `completion`: each alone.
+- `part`: parts of a group. The division does not depend on the order of completion, and short parts
+wait for each other.
 - `group`: all completions of a prompt.
 - `batch`: all completions of all prompts of a step, for their first turns.
 
-Later turns come one by one. Completions of a group that say the same, but are judged apart because
-of this, get the reward of the first of them.
+Later turns are scored one by one. Equal completions of a group that are scored in separate calls
+get the reward of the first of them.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSpec:
-    """What an environment is, for whoever calls it."""
+    """The properties of an environment that its callers need."""
 
     judges: JudgingUnit = "group"
-    """What it is to be given in one call."""
+    """Unit of completions in one call."""
     stop_strings: tuple[str, ...] = ()
-    """Where the policy's first turn ends."""
+    """Ends of the policy's first turn."""
     noise_floor: float | None = 0.0
     """Standard deviation of the rewards' own noise. None: `Environment.noise_floor` measures it."""
     has_state: bool = False
@@ -367,35 +373,37 @@ class EnvironmentSpec:
 
 
 class _SixFields(NamedTuple):
-    """What an `EnvironmentReturn` is when it is unpacked."""
+    """The fields of an unpacked `EnvironmentReturn`."""
 
     observations: list[dict[str, str]]
-    """`{"role", "content"}` of what the environment says next."""
+    """Next messages of the environment as `{"role", "content"}`."""
     metadata: list[dict[str, Any] | None]
-    """What it wants back with the next turn of the same conversation."""
+    """Data that the environment gets back with the next turn of the same conversation."""
     next_stop_strings: list[list[str] | None]
-    """Where the policy's next turn shall stop; None leaves it as it is."""
+    """Stop strings of the policy's next turn; None leaves them as they are."""
     rewards: Tensor | dict[str, Tensor]
     """float32 [B], or several named components of it, each float32 [B]."""
     terminateds: Tensor
     """bool [B]: whether the conversation is over."""
     answers: list[str | None] | None = None
-    """The answers as they were read, where the environment reads any."""
+    """Answers that the environment parsed, where it parses any."""
 
 
 class EnvironmentReturn(_SixFields):
-    """The verdicts of an environment on a batch of conversations, in order.
+    """The results of an environment for a batch of conversations, in order.
 
     It unpacks into the six fields that environments of NeMo RL return; `failures` and `notes` are
     attributes beside them.
     """
 
     failures: list[str | None] | None = None
-    """Why a conversation has no reward. What `rewards` holds there is not read, and the sample
-    takes no part in any figure, baseline or loss."""
+    """Why a conversation has no reward. Its entry in `rewards` is not read, and the sample takes no
+    part in any metric, baseline or loss.
+    """
     notes: Sequence[Any] | None = None
-    """What the environment found out about each conversation and wants back with the finished
-    batch, in values that JSON knows. Those of a conversation's last turn count."""
+    """Findings about each conversation that the environment gets back with the finished batch, as
+    JSON values. Those of a conversation's last turn count.
+    """
 
     def __new__(
         cls,
@@ -408,7 +416,7 @@ class EnvironmentReturn(_SixFields):
         failures: list[str | None] | None = None,
         notes: Sequence[Any] | None = None,
     ) -> EnvironmentReturn:
-        """Six fields, and the attributes beside them."""
+        """Make the six fields, and the attributes beside them."""
         made = super().__new__(
             cls, observations, metadata, next_stop_strings, rewards, terminateds, answers
         )
@@ -416,7 +424,7 @@ class EnvironmentReturn(_SixFields):
         return made
 
     def _replace(self, **changes: Any) -> EnvironmentReturn:
-        """The same with other fields, `failures` and `notes` among them."""
+        """Copy with other fields, `failures` and `notes` among them."""
         fields = {**self._asdict(), "failures": self.failures, "notes": self.notes}
         return EnvironmentReturn(**(fields | changes))
 
@@ -426,7 +434,7 @@ class EnvironmentReturn(_SixFields):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectedTask:
-    """A task that its environment could not judge fairly, and why."""
+    """A task that its environment cannot score fairly, and the reason."""
 
     task: Task
     reason: str
@@ -434,42 +442,43 @@ class RejectedTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """One completion, played to its end and judged."""
+    """A finished rollout: one completion with its reward."""
 
     messages: Conversation
-    """What was said after the prompt: by the policy, and by the environment in between."""
+    """Messages after the prompt: of the policy, and of the environment in between."""
     ids_L: TokenIds
     """int32 [L]: all tokens after the prompt."""
     mask_L: Mask
-    """bool [L]: those that the policy wrote."""
+    """bool [L]: the tokens that the policy sampled."""
     logprobs_L: LogProbs
-    """float32 [L]: see `Generated`; 0 where the policy did not write."""
+    """float32 [L]: log-probabilities as in `Generated`; 0 at tokens that the policy did not
+    sample."""
     reward: float | None
-    """As the environment gave it; None exactly when `failure` is set."""
+    """Reward of the environment; None exactly when `failure` is set."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """The named parts of the reward, where the environment names any."""
+    """Named parts of the reward, where the environment names any."""
     failure: str | None = None
     truncated: bool = False
-    """It was cut off: by `max_new_tokens`, the context or the number of turns."""
+    """Whether it was cut off by `max_new_tokens`, the context or the number of turns."""
     num_turns: int = 1
     weight_version: int = 0
     answer: str | None = None
     note: Any = None
-    """See `EnvironmentReturn.notes`."""
+    """Finding of the environment, as in `EnvironmentReturn.notes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutGroup:
-    """A task and what became of each of its completions."""
+    """A task with the rollouts of its completions."""
 
     id: str
-    """Unique in the run: the same task drawn twice makes two groups."""
+    """Unique id in the run: the same task sampled twice makes two groups."""
     task: Task
     prompt_ids: TokenIds
     rollouts_G: tuple[Rollout, ...]
 
     def tokens(self) -> TokenGroup:
-        """The group as the learner reads it: the prompt is the trunk."""
+        """Convert the group to tokens for the learner: the prompt is the trunk."""
         return TokenGroup(
             id=self.id,
             trunk_ids=self.prompt_ids,
@@ -478,6 +487,6 @@ class RolloutGroup:
 
 
 def group_of(prompt: Sequence[Message], answers: Sequence[str], *, group_id: str) -> Group:
-    """A group whose completions are single assistant messages."""
+    """Make a group whose completions are single assistant messages."""
     completions_G = tuple(Completion(messages=(Message("assistant", text),)) for text in answers)
     return Group(id=group_id, prompt=tuple(prompt), completions_G=completions_G)

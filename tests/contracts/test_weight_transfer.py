@@ -227,7 +227,7 @@ def listened(group):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"host": "192.0.2.77"}, r"no port can be had at 192\.0\.2\.77"),
+        ({"host": "192.0.2.77"}, r"no port can be bound at 192\.0\.2\.77"),
         ({"takes_port": True}, "in invite: .*address already in use"),
     ],
     ids=["an address of nobody", "a port in use"],

@@ -14,6 +14,7 @@ import pytest
 from laurel.cli import serve as command
 from laurel.cli.main import main
 from laurel.errors import MissingDependencyError
+from laurel.generation.vllm import settings as vllm_settings
 from reward_models import small_model, write_model
 from serve_processes import Load, Serving, ask_many, model_values, request_of, values_of
 
@@ -32,6 +33,7 @@ def models(tmp_path_factory):
 NEEDS = {
     "no model": ([], "give either a reward model (--model"),
     "two": (["--null", "--model", "x"], "or --null"),
+    "engine": (["--null", "--engine", "vllm"], "--engine vllm needs a model"),
     "lost model": (["--model", "/nowhere/rm"], "--model /nowhere/rm: there is no such directory"),
     "replicas": (["--null", "--replicas", "0"], "--replicas 0: from 1 to"),
     "port": (["--null", "--port", "70000"], "--port 70000: from 0 to 65535"),
@@ -84,13 +86,22 @@ def test_what_cannot_be_served_is_told_at_once(monkeypatch, capfd, tmp_path, arg
     assert "Traceback" not in error
 
 
+def test_vllm_is_asked_for_where_it_is_not(monkeypatch, capfd, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(vllm_settings.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(command, "_NEEDED", ())
+    code, error = run_main(monkeypatch, capfd, "--port", "0", "--model", "x", "--engine", "vllm")
+    assert code == 2
+    assert "pip install 'laurel-rl[vllm]'" in error
+
+
 def test_a_port_that_is_taken(monkeypatch, capfd):
     monkeypatch.setenv("LAUREL_API_KEY", "x" * 32)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         code, error = run_main(monkeypatch, capfd, "--null", "--port", port)
     assert code == 2
-    assert f"--port {port} of 127.0.0.1 cannot be had: Address already in use" in error
+    assert f"--port {port} of 127.0.0.1 cannot be used: Address already in use" in error
 
 
 @pytest.mark.parametrize("name", ["LAUREL_API_KEY", "LAUREL_ADMIN_KEY"])
@@ -321,7 +332,7 @@ def test_a_server_whose_replicas_are_lost_for_good_ends_for_its_supervisor(tmp_p
                 replica.kill()
             time.sleep(0.2)
         assert server.process.returncode == 75
-        assert server.said().count("times and stays away") == 2
+        assert server.said().count("times in a row") == 2
         assert "error: every replica of the model crashed too often" in server.said()
         assert "Traceback" not in server.said()
 

@@ -16,7 +16,7 @@ import pytest
 
 from laurel.generation.vllm.settings import EAGER_ENVIRONMENT, ENVIRONMENT
 from laurel.rewards.remote import foreign
-from laurel.rewards.remote.foreign import dialect_of
+from laurel.rewards.remote.dialects import dialect_of
 from laurel.rewards.remote.http import HttpReplica, HttpScorer
 from laurel.rewards.remote.replica import failure_reason
 from laurel.rewards.remote.router import CanaryGroup, Router, RouterOptions

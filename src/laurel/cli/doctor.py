@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+import shutil
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -12,12 +17,16 @@ from laurel.cli.app import App
 from laurel.cli.options import complete_layers
 from laurel.errors import ConfigError
 from laurel.observe.console import make_console, visible
-from laurel.observe.json_output import JsonOption, write_json
+from laurel.observe.files import replace_file
+from laurel.observe.json_output import JsonOption, json_text, write_json
 from laurel.sandbox.detection import Detection, detect
 from laurel.sandbox.group_trial import chosen_place, group_words
 from laurel.sandbox.tiers import LAYERS, Tier
 from laurel.workers import machine
 from laurel.workers.machine import Probe, ProbeFinding
+
+if TYPE_CHECKING:
+    from laurel.run.trial.checks import Check, Outcome
 
 WORTH_IT = 1.3
 """bfloat16 costs precision; on a GPU it is advised from this many times as fast."""
@@ -104,6 +113,82 @@ def advise(facts: Mapping[str, Mapping[str, Any]]) -> ProbeFinding:
         "rows for models that cannot use it"
     )
     return ProbeFinding(facts=used, lines=tuple(lines))
+
+
+# --------------------------------------------------------------------------------------------------
+# `laurel doctor --trial`: what a run relies on, tried with models made on the spot.
+
+TRIAL_PROBES = ("versions", "libraries", "cpu", "memory", "gpus")
+"""Probes whose facts go into the report: none names a directory but that of Python."""
+NAME_WIDTH, STATUS_WIDTH, SHARE_WIDTH = 26, 9, 6
+
+
+def run_doctor_trial(
+    *, minutes: float, report: Path, as_json: bool, checks: Mapping[str, Check] | None = None
+) -> bool:
+    """Try what a run relies on, print a table and write the report.
+
+    Args:
+        minutes: Checks that have not begun by then are skipped.
+        report: The JSON file to attach to an issue.
+        as_json: Print the report instead of the table.
+        checks: By name; None: all.
+
+    Returns:
+        Whether no check failed.
+    """
+    import torch
+
+    from laurel.observe.console import quiet_libraries
+    from laurel.run.trial.checks import SIZES, Trial, run_trial
+    from laurel.workers.process import choose_device
+
+    quiet_libraries()
+    device = choose_device("auto")
+    trial = Trial(
+        device=device,
+        num_devices=torch.cuda.device_count() if device.type == "cuda" else 2,
+        sizes=SIZES[device.type],
+        end=time.monotonic() + 60 * minutes,
+    )
+    console = make_console()
+    width = shutil.get_terminal_size().columns
+
+    def say(lines: Sequence[str]) -> None:
+        for line in lines if not as_json else ():
+            console.print(Text(visible(line)), soft_wrap=True)
+
+    say(trial_row("check", "result", "peak", "measured", width))
+    outcomes = run_trial(trial, checks=checks, say=lambda outcome: say(outcome_row(outcome, width)))
+    findings = run_probes({name: PROBES[name] for name in TRIAL_PROBES})
+    facts = {
+        "machine": {name: findings[name].facts for name in TRIAL_PROBES},
+        "device": device.type,
+        "num_devices": trial.num_devices,
+        "checks": [asdict(outcome) for outcome in outcomes],
+    }
+    with replace_file(report) as file:
+        file.write(json_text(facts) + "\n")
+    if as_json:
+        write_json(facts)
+    say(["", f"written: {report}"])
+    return not any(outcome.status == "fail" for outcome in outcomes)
+
+
+def outcome_row(outcome: Outcome, width: int) -> list[str]:
+    """The lines of the table for one check."""
+    share = "" if outcome.share is None else f"{outcome.share:.0%}"
+    return trial_row(outcome.name, outcome.status, share, outcome.detail, width)
+
+
+def trial_row(name: str, status: str, share: str, detail: str, width: int) -> list[str]:
+    """A row of the table; the last column is wrapped, below the others where it is narrow."""
+    head = f"{name:<{NAME_WIDTH}}{status:<{STATUS_WIDTH}}{share:>{SHARE_WIDTH}}  "
+    indent = " " * len(head) if width - len(head) >= 30 else "    "
+    wrapped = textwrap.wrap(detail, max(30, width - len(indent)))
+    if len(indent) < len(head):
+        return [head.rstrip(), *(indent + line for line in wrapped)]
+    return [head + wrapped[0], *(indent + line for line in wrapped[1:])]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -23,18 +23,19 @@ from laurel.errors import (
     WorkerError,
     speaking,
 )
+from laurel.models.spec import ModelSpec
 from laurel.observe.console import verbosity, wrapped
 from laurel.observe.json_output import write_json
+from laurel.rewards.batching import BatcherLimits
 from laurel.rewards.server.keys import is_loopback, private_network
 from laurel.rewards.server.service import (
     AccessLog,
-    ModelSettings,
     RewardService,
     ServedModel,
-    check_settings,
+    ServingSpec,
     open_served,
 )
-from laurel.rewards.spec import ModelPlace
+from laurel.rewards.spec import ScorerSpec, find_reward_model
 from laurel.run.specs import OPTIONS
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def run_serve(options: ServeOptions) -> None:
         WorkerError: All replicas crashed too often; exit code 75 asks for a restart.
     """
     _check(options)
-    from laurel.rewards.server.run import ServerRun, listen
+    from laurel.rewards.server.run import ServerRun, in_thread, listen
 
     # Without either, the key of a file is used, whose name holds the port.
     key = (
@@ -87,7 +88,7 @@ def run_serve(options: ServeOptions) -> None:
             f"the admin key is the API key: set {admin_key.header[1:]} to another one, or unset it"
         )
     with speaking(OPTIONS):
-        found = check_settings(_model_settings(options))
+        spec = _serving_spec(options)
     try:
         access_log = (
             None if options.access_log == "none" else AccessLog(options.access_log, say=say)
@@ -107,8 +108,10 @@ def run_serve(options: ServeOptions) -> None:
 
     async def open_model(model: str = "") -> ServedModel:
         if not model:
-            return await _open(options, found)
-        return await _open(replace(options, model=model), None)
+            return await _open(options, spec)
+        # In a thread, as other requests wait in the event loop.
+        changed = replace(options, model=model)
+        return await _open(options, await in_thread(lambda: _serving_spec(changed), name="finding"))
 
     async def load(model: str) -> ServedModel:
         if not Path(model).is_dir():
@@ -194,6 +197,8 @@ def _check(options: ServeOptions) -> None:
             "give either a reward model (--model with a directory or a name on the Hugging Face "
             "hub) or --null, which serves trivial scores"
         )
+    if options.null and options.engine == "vllm":
+        raise ConfigError("--engine vllm needs a model; --null computes nothing")
     if options.no_api_key and not _is_loopback(options.host):
         raise ConfigError(
             f"--no-api-key is for loopback addresses only, and --host {options.host} is reached "
@@ -299,30 +304,43 @@ def _app(
     return make_app(service, gate, access_log=log)
 
 
-def _model_settings(options: ServeOptions) -> ModelSettings:
-    return ModelSettings(
-        model=options.model,
-        engine=options.engine,
-        precision=options.precision,
-        device=options.device,
-        max_length=options.max_length,
-        batch_tokens=options.batch_tokens,
-        max_waiting=options.max_waiting,
+def _serving_spec(options: ServeOptions) -> ServingSpec:
+    """Describe the model of the options, which is found here and loaded later."""
+    scorer = None
+    if options.model:
+        pooling = None
+        if options.engine == "vllm":
+            from laurel.generation.vllm.pooling import PoolingOptions
+            from laurel.generation.vllm.settings import check_has_vllm
+
+            check_has_vllm("--engine vllm")
+            pooling = PoolingOptions()
+        scorer = ScorerSpec(
+            model=ModelSpec(name=options.model),
+            found=find_reward_model(options.model),
+            max_length=options.max_length,
+            batch_tokens=options.batch_tokens,
+            precision=options.precision,
+            device=options.device,
+            pooling=pooling,
+        )
+    return ServingSpec(
+        scorer=scorer,
+        limits=BatcherLimits(batch_tokens=options.batch_tokens, max_waiting=options.max_waiting),
         cpu_threads=options.cpu_threads,
     )
 
 
-async def _open(options: ServeOptions, found: ModelPlace | None) -> ServedModel:
+async def _open(options: ServeOptions, spec: ServingSpec) -> ServedModel:
     from laurel.rewards.server.run import in_thread
 
-    settings = _model_settings(options)
     if options.replicas == 1:
-        return await in_thread(lambda: open_served(settings, say=say, found=found), name="loading")
+        return await in_thread(lambda: open_served(spec, say=say), name="loading")
     from laurel.rewards.server.replicas import open_replicas
 
     limit = min(_REPLICA_SECONDS, options.request_seconds)
     return await in_thread(
-        lambda: open_replicas(settings, options.replicas, limit=limit, say=say), name="loading"
+        lambda: open_replicas(spec, options.replicas, limit=limit, say=say), name="loading"
     )
 
 

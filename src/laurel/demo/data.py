@@ -49,6 +49,7 @@ def errands(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[s
             asking for a thing from a place in one of three ways.
     """
     generator = random.Random(f"{seed}-{held_out}")
+    # Split by a rule, not by chance: both sides hold every thing, place and form of request.
     prompts = [
         (request, thing, place)
         for t, thing in enumerate(THINGS)
@@ -220,6 +221,7 @@ def boxed(content: object) -> str:
 def numbers(*, held_out: bool) -> Sequence[int]:
     """Return the numbers of training rows, or the held-out ones."""
     everything = range(FIRST, LAST + 1)
+    # The seed is fixed: runs of all seeds are measured on the same numbers.
     kept_back = set(random.Random(0).sample(everything, NUM_HELD_OUT_NUMBERS))
     return [number for number in everything if (number in kept_back) == held_out]
 
@@ -292,6 +294,7 @@ def _one_digit_off(generator: random.Random, number: int) -> int:
 
 
 def _wrong_answer(generator: random.Random, number: int) -> str:
+    # Mostly one wrong digit, the policy's likeliest error; else other numbers, and broken forms.
     kind = generator.random()
     if kind < 0.7:
         return boxed(_one_digit_off(generator, number))

@@ -1,5 +1,5 @@
-"""What judges completions: against a known answer, by a reward model, by several at once, by you.
+"""Environments, which score completions: by a known answer, a reward model, or several parts.
 
-`interface.py` says what an environment is, `registry.py` makes one by name. Each is in a file of
-its own, which nothing imports before it is asked for.
+`interface.py` defines an environment, `registry.py` makes one by name. Each is in a file of its
+own, which is imported only when the environment is created.
 """

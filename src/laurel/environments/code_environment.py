@@ -1,4 +1,4 @@
-"""Programs that are run: judged by tests, or as a tool of the policy."""
+"""An environment that runs programs: scored by tests, or as a tool of the policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from laurel.config.environments import CodeEnvironmentConfig
 from laurel.environments.code.answers import (
     Session,
     join_code,
-    last_said,
+    last_answer,
     observation,
     program_of,
     tagged,
@@ -52,16 +52,15 @@ from laurel.sandbox.pool import SandboxPool
 from laurel.sandbox.tiers import Tier
 from laurel.types import Task
 
-_ALL = 1.0 - 1e-6
-"""Rewards of several attempts are added up, in float32."""
+_ALL = 1.0 - 1e-6  # rewards of several attempts are added up in float32
 
 
 class CodeEnvironment(EnvironmentInterface):
-    """Runs what the policy writes, in a sandbox. What it is for is told by the task's metadata.
+    """Runs the policy's programs in a sandbox; the task's metadata says to which end.
 
     **With tests** (`test_code`, `test_list`, `stdio_tests` or `call_tests`) the policy's last
-    message is a program, see `extraction.program_of`, and its reward is what the tests say. What
-    does not run is a verdict with a reward, too; what our sandbox fails at is a failure.
+    message is a program, read by `program_of`, and the tests give its reward. A program that does
+    not run has a verdict and a reward, too; an error of the sandbox is a failure.
 
     =================  ==========================================================================
     `test_code`        code that ends without an exception where the function `entry` is right
@@ -79,10 +78,10 @@ class CodeEnvironment(EnvironmentInterface):
     =================  ==========================================================================
 
     **Without tests**, `<code>...</code>` in the last message is run, and answered with
-    `<result>...</result>`: what it printed, and what its last statement is worth. Variables last,
-    see `code_answers.sessions` for how and for what that means. The reward is 0: whether an answer
-    is right is for another environment to say, in a composite that this one conducts. A message
-    without code is answered with nothing, or is the answer (`terminate_without_code`).
+    `<result>...</result>`: its output, and the value of its last statement. Variables last between
+    turns, as `code.answers` describes. The reward is 0: another environment scores the answer, in a
+    composite that this one conducts. A message without code gets no result, or is the answer
+    (`terminate_without_code`).
     """
 
     def __init__(
@@ -92,16 +91,16 @@ class CodeEnvironment(EnvironmentInterface):
         detection: Detection | None = None,
         nodes: ClusterNodes | None = None,
     ) -> None:
-        """Find out how well programs can be locked in; processes start with the first one.
+        """Find out how well programs can be isolated; processes start with the first one.
 
         Args:
             env_config: The settings, or a dictionary of them such as `{"num_workers": 2}`.
-            detection: What was found of this machine; by default it is found out, once.
-            nodes: Where programs run, each of which finds that out; None: on this machine.
+            detection: The isolation that this machine supports; detected once by default.
+            nodes: Cluster nodes that run programs, each with its own detection; None: this machine.
 
         Raises:
-            ConfigError: Unknown or unusable settings; or this machine, or a node, locks programs in
-                less well than they ask for.
+            ConfigError: Unknown or unusable settings; or this machine, or a node, isolates programs
+                less than they ask for.
         """
         self.config = settings_of(CodeEnvironmentConfig, env_config, where="env.code")
         self.spec = EnvironmentSpec(
@@ -118,11 +117,11 @@ class CodeEnvironment(EnvironmentInterface):
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
-        """Run the programs of conversations, and judge those of tasks with tests.
+        """Run the programs of conversations, and score those of tasks with tests.
 
-        What comes back as metadata also has the `tier`; with tests, the `verdict`, the share of
-        tests that passed (`passed_share`), the number of `attempts` and their reward so far
-        (`attempts_reward`), which is what is taken off that of a next one; without, what was run
+        The returned metadata also has the `tier`; with tests, the `verdict`, the share of passed
+        tests (`passed_share`), the number of `attempts` and their reward so far
+        (`attempts_reward`), which is subtracted from that of a next one; without, the blocks so far
         (`code_session`).
         """
         if len(message_log_batch) != len(metadata):
@@ -131,7 +130,7 @@ class CodeEnvironment(EnvironmentInterface):
             )
         deadline = time.monotonic() + self.config.deadline_seconds
         begun = [
-            self._begin(last_said(message_log), dict(given or {}), deadline, len(metadata))
+            self._begin(last_answer(message_log), dict(given or {}), deadline, len(metadata))
             for message_log, given in zip(message_log_batch, metadata, strict=True)
         ]
         answers = [finish() for finish in begun]
@@ -143,14 +142,14 @@ class CodeEnvironment(EnvironmentInterface):
             terminateds=torch.tensor([one.is_over for one in answers], dtype=torch.bool),
             answers=[one.answer for one in answers],
             failures=[one.failure for one in answers],
-            # A batch that is finished does not say how its rewards came about.
+            # A finished batch does not say how its rewards came about.
             notes=[one.note for one in answers],
         )
 
     def _begin(
         self, text: str, given: dict[str, Any], deadline: float, batch: int
     ) -> Callable[[], _Answer]:
-        """Set one message of a batch of so many going; what is returned waits for it."""
+        """Start the program of one message; the returned function waits for its result."""
         given["tier"] = self._pool.tier.value
         try:
             if has_tests(given):
@@ -159,8 +158,8 @@ class CodeEnvironment(EnvironmentInterface):
                 if not isinstance(attempts, int) or isinstance(attempts, bool):
                     raise MalformedTaskError(f"attempts is {attempts!r}, not a number")
                 code = program_of(text, entry=tests.entry, prefix=tests.prefix)
-                judged = self._judge(tests, code, deadline, batch)
-                return lambda: self._judged(judged(), given, attempts + 1)
+                verdict = self._judge(tests, code, deadline, batch)
+                return lambda: self._scored(verdict(), given, attempts + 1)
             session = Session.of(given.get("code_session"))
             return self._run(text, session, given, deadline, batch)
         except (MalformedTaskError, ValueError) as error:
@@ -171,7 +170,7 @@ class CodeEnvironment(EnvironmentInterface):
     def _judge(
         self, tests: TaskTests, code: str | None, deadline: float | None, batch: int = 1
     ) -> Callable[[], CodeVerdict]:
-        """Set the job of a program going; what is returned waits for the verdict."""
+        """Start the job of a program; the returned function waits for the verdict."""
         if code is None:
             return lambda: CodeVerdict(status=NO_CODE, hint="there is no program in it")
         one_by_one = self.config.reward != "all_or_nothing"
@@ -185,18 +184,18 @@ class CodeEnvironment(EnvironmentInterface):
         most = self.config.max_observation_chars
         return lambda: program_verdict(tests, future.result(), self.config.reward, most=most)
 
-    def _judged(self, verdict: CodeVerdict, given: dict[str, Any], attempt: int) -> _Answer:
+    def _scored(self, verdict: CodeVerdict, given: dict[str, Any], attempt: int) -> _Answer:
         if verdict.failure is not None:
             return _Answer(metadata=given, failure=verdict.failure, is_over=True)
         is_over = verdict.is_right or attempt >= self.config.max_attempts
         before = given.get("attempts_reward", 0.0)
-        said = f"Environment: {verdict.status}"
+        content = f"Environment: {verdict.status}"
         if not is_over and verdict.hint:
-            said += f"\n{verdict.hint}".encode("utf-8", "replace").decode()
+            content += f"\n{verdict.hint}".encode("utf-8", "replace").decode()
         return _Answer(
-            # The policy's turn has ended: what it is told to mend is a turn of its own.
+            # The policy's turn has ended: the hint for the next attempt is a turn of its own.
             role=ENVIRONMENT_ROLE if is_over else "user",
-            content=said,
+            content=content,
             metadata=given
             | {
                 "verdict": verdict.status,
@@ -219,7 +218,7 @@ class CodeEnvironment(EnvironmentInterface):
     def _run(
         self, text: str, session: Session, given: dict[str, Any], deadline: float, batch: int
     ) -> Callable[[], _Answer]:
-        """Set a block going; what is returned waits for its result."""
+        """Start a block of code; the returned function waits for its result."""
         found = tagged(text)
         if found is None:
             note = {"calls": session.num_calls, "errors": session.num_errors}
@@ -251,18 +250,18 @@ class CodeEnvironment(EnvironmentInterface):
             note={"calls": session.num_calls, "errors": session.num_errors},
         )
 
-    # ----------------------------------------------------------------------------------- figures
+    # ----------------------------------------------------------------------------------- metrics
 
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """Measure `accuracy`, `pass@...`, verdicts and calls of a batch.
+        """Compute `accuracy`, `pass@...`, verdicts and calls of a batch.
 
-        A sample counts as correct if its reward is 1 and it was not cut off. Samples with tests
-        have the share of each verdict (`verdict/<status>`; `no_code` is one), of tests that passed,
-        and attempts; those without have blocks that were run, and the share that raised; both only
+        A sample counts as correct if its reward is 1 and it was not truncated. Samples with tests
+        have the share of each verdict (`verdict/<status>`; `no_code` is one), of passed tests, and
+        attempts; those without have the blocks that were run, and the share that raised; both only
         where the batch has `notes`. `sandbox_failures` is the number of samples without a reward;
-        `tier_is_full` is 1 where programs are locked in as well as Laurel can.
+        `tier_is_full` is 1 where programs have Laurel's full isolation.
         """
         ended = [one > 0 for one in numbers(batch["is_end"])]
         correct = [
@@ -273,11 +272,11 @@ class CodeEnvironment(EnvironmentInterface):
         figures |= mean_of("accuracy", [float(one) for one in correct])
         figures |= pass_at_k(batch["group_ids"], correct)
         noted = [note or {} for note in batch.get("notes") or ()]
-        judged = [note for note in noted if "verdict" in note]
-        for status, count in Counter(note["verdict"] for note in judged).items():
-            figures[f"verdict/{status}"] = count / len(judged)
-        figures |= mean_of("tests_passed_share", [note["passed_share"] for note in judged])
-        figures |= mean_of("attempts", [float(note["attempts"]) for note in judged])
+        scored = [note for note in noted if "verdict" in note]
+        for status, count in Counter(note["verdict"] for note in scored).items():
+            figures[f"verdict/{status}"] = count / len(scored)
+        figures |= mean_of("tests_passed_share", [note["passed_share"] for note in scored])
+        figures |= mean_of("attempts", [float(note["attempts"]) for note in scored])
         called = [note for note in noted if "calls" in note]
         num_calls = sum(note["calls"] for note in called)
         figures |= mean_of("code_calls", [float(note["calls"]) for note in called])
@@ -308,24 +307,24 @@ class CodeEnvironment(EnvironmentInterface):
         if tests.reference is None:
             return lambda: None
         code = join_code(tests.reference, entry=tests.entry, prefix=tests.prefix)
-        judged = self._judge(tests, code, None)
+        verdict_of = self._judge(tests, code, None)
 
         def reason_of() -> str | None:
-            verdict = judged()
-            if verdict.is_right or verdict.failure is not None:  # the task is not to blame
+            verdict = verdict_of()
+            if verdict.is_right or verdict.failure is not None:  # the task is not at fault
                 return None
             return f"its reference_solution fails its tests: {verdict.hint}"[:300]
 
         return reason_of
 
     def shutdown(self) -> None:
-        """End the processes that run programs. What is still running fails."""
+        """End the processes that run programs; running programs fail."""
         self._pool.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What one conversation gets; by default nothing happened."""
+    """Holds the answer to one conversation; by default nothing happened."""
 
     metadata: dict[str, Any]
     role: str = ENVIRONMENT_ROLE
@@ -339,5 +338,4 @@ class _Answer:
 
 @cache
 def _detected() -> Detection:
-    """What this machine gives, found out once in a process: a few seconds."""
-    return detect()
+    return detect()  # takes a few seconds, so once in a process

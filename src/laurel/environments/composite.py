@@ -1,4 +1,4 @@
-"""Several environments on one sample."""
+"""Combines several environments on one sample."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from laurel.protocols import Environment, MessageLog
 from laurel.types import JudgingUnit, Task
 
 GATE = "gate"
-"""Name of the component that takes a sample which a gate shut out to its reward."""
+"""Name of the component that takes a gated-out sample to its reward."""
 OF_PARTS = "composite_parts"
-"""Key of the metadata under which each part finds its own again, where the conversation goes on."""
+"""Metadata key of the parts' own metadata, where the conversation goes on."""
 SO_FAR = "composite_rewards"
-"""Key of the metadata for what each part has given in the turns before."""
+"""Metadata key of the rewards that each part gave in earlier turns."""
 
 
 class CompositeEnvironment(EnvironmentInterface):
-    """Lets every part judge every sample, side by side, and adds up what they say.
+    """Lets every part score every sample concurrently, and adds up the rewards.
 
-    The reward is always named components whose sum it is: `weight * reward` of each part that has
-    no gate, under the part's name (`part/component` where the part itself names components).
+    The reward always consists of named components whose sum it is: `weight * reward` of each part
+    without a gate, under the part's name (`part/component` where the part itself names components).
 
-    - Kept apart (`as_components`, for GDPO): where a gate shut a sample out, each component is its
-      even share of `gated_reward`, so that no part can lift the sample on its own.
-    - Else: components stay what they are, and `gate`, present where any part has a gate, is what is
-      missing to `gated_reward`.
+    - With `as_components` (for GDPO), if a gate rejects a sample, each component is an even share
+    of `gated_reward`, so that no part can raise the sample on its own.
+    - Otherwise components stay as they are, and `gate`, present where any part has a gate, is the
+    difference to `gated_reward`.
 
     A part that fails on a sample makes the sample a failure, unless the part neither counts (weight
-    0) nor gates. The conversation is over as soon as one part says so: it must not be judged again.
-    Where one conducts it (`conducted_by`), that one alone says so, and the others judge then.
+    0) nor gates. The conversation is over as soon as one part says so: it must not be scored again.
+    With a conductor (`conducted_by`), that part alone says so, and the others score then.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class CompositeEnvironment(EnvironmentInterface):
             environments: At least those that the parts name.
 
         Raises:
-            ConfigError: A part names none of them, or nothing is left to be the reward.
+            ConfigError: A part names none of them, or no part is left to give the reward.
         """
         self.config = settings_of(CompositeEnvironmentConfig, config, where="env.composite")
         names = list(dict.fromkeys(part.env for part in self.config.parts))
@@ -76,7 +76,7 @@ class CompositeEnvironment(EnvironmentInterface):
             )
         self._added = [part for part in self.config.parts if part.gate is None]
         self._gates = [(p.env, p.gate) for p in self.config.parts if p.gate is not None]
-        # Their rewards are in no component; `observe.gold` reads their means.
+        # Their rewards are in no component; `observe.gold` reads their mean metrics.
         self._watched = {part.env for part in self._added if part.weight == 0.0}
         if not self._added:
             raise ConfigError("env.composite: all parts are gates; one must give the reward")
@@ -88,7 +88,7 @@ class CompositeEnvironment(EnvironmentInterface):
         if self._gates and GATE in names:
             raise ConfigError(
                 f"env.composite: where parts have gates, none may be called '{GATE}', as their own "
-                "figure is; rename that part"
+                "metric is; rename that part"
             )
         self._conductor = self.config.conducted_by
         if self._conductor is not None and self._conductor not in names:
@@ -108,17 +108,17 @@ class CompositeEnvironment(EnvironmentInterface):
 
     @property
     def parts(self) -> Mapping[str, Environment]:
-        """Give the environments that judge, by name."""
+        """Environments that score, by name."""
         return self._environments
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
-        """Let every part judge, and add up what they say."""
+        """Let every part score, and add up the rewards."""
         returns = self._ask_all(message_log_batch, metadata)
         totals = {name: total_of(one.rewards) for name, one in returns.items()}
         failed = {name: failures_of(one, totals[name].tolist()) for name, one in returns.items()}
-        said = [_said_by_all(given, totals, failed, index) for index, given in enumerate(metadata)]
+        rewards_B = [_sum_up(one, totals, failed, index) for index, one in enumerate(metadata)]
         deciding = returns.values() if self._conductor is None else [returns[self._conductor]]
         terminateds = torch.stack([one.terminateds.bool() for one in deciding]).any(dim=0)
         return EnvironmentReturn(
@@ -127,21 +127,27 @@ class CompositeEnvironment(EnvironmentInterface):
                 for index in range(len(message_log_batch))
             ],
             metadata=[
-                given if bool(terminateds[index]) else _carried(given, returns, said[index], index)
+                given
+                if bool(terminateds[index])
+                else {
+                    **(given or {}),
+                    OF_PARTS: {name: one.metadata[index] for name, one in returns.items()},
+                    SO_FAR: rewards_B[index],
+                }
                 for index, given in enumerate(metadata)
             ],
             next_stop_strings=[stops(returns, index) for index in range(len(message_log_batch))],
             rewards=self._components(returns, totals, terminateds),
             terminateds=terminateds,
             answers=[answer_of(returns, index) for index in range(len(message_log_batch))],
-            failures=self._failures(failed, len(message_log_batch)),
-            # What each part said itself: a gate is no component, and a weight may be 0.
+            failures=self._join_failures(failed, len(message_log_batch)),
+            # The parts' own rewards: a gate is no component, and a weight may be 0.
             notes=[
                 {
                     "rewards": one,
                     "parts": {name: of.notes and of.notes[index] for name, of in returns.items()},
                 }
-                for index, one in enumerate(said)
+                for index, one in enumerate(rewards_B)
             ],
         )
 
@@ -155,14 +161,14 @@ class CompositeEnvironment(EnvironmentInterface):
         over = conducted[first].terminateds.bool().tolist()
         chosen = [index for index, is_over in enumerate(over) if is_over]
         others = {name: one for name, one in self._environments.items() if name != first}
-        judged = self._ask(
+        scored = self._ask(
             others if chosen else {},
             [message_log_batch[index] for index in chosen],
             [metadata[index] for index in chosen],
         )
         own = {name: [_own(one, name) for one in metadata] for name in others}
         returns = conducted | {
-            name: scatter_return(judged.get(name), chosen, own[name]) for name in others
+            name: scatter_return(scored.get(name), chosen, own[name]) for name in others
         }
         return {name: returns[name] for name in self._environments}
 
@@ -188,17 +194,19 @@ class CompositeEnvironment(EnvironmentInterface):
                 raise
         return returns
 
-    def _failures(self, failed: Mapping[str, Sequence[str | None]], size: int) -> list[str | None]:
+    def _join_failures(
+        self, failed: Mapping[str, Sequence[str | None]], size: int
+    ) -> list[str | None]:
         needed = {part.env for part in self._added if part.weight != 0.0}
         needed |= {name for name, _ in self._gates}
         failures: list[str | None] = []
         for index in range(size):
-            told = [
-                f"{name}: {reasons[index]}"
-                for name, reasons in failed.items()
-                if name in needed and reasons[index] is not None
+            reasons = [
+                f"{name}: {of_part[index]}"
+                for name, of_part in failed.items()
+                if name in needed and of_part[index] is not None
             ]
-            failures.append("; ".join(told) or None)
+            failures.append("; ".join(reasons) or None)
         return failures
 
     def _components(
@@ -206,17 +214,17 @@ class CompositeEnvironment(EnvironmentInterface):
     ) -> dict[str, Tensor]:
         components: dict[str, Tensor] = {}
         for part in self._added:
-            judged = returns[part.env]
-            parts = judged.rewards if isinstance(judged.rewards, dict) else {"": judged.rewards}
+            scored = returns[part.env]
+            parts = scored.rewards if isinstance(scored.rewards, dict) else {"": scored.rewards}
             for name, values in parts.items():
                 weighted = part.weight * values.float()
-                if part.weight == 0.0:  # what a part that does not count failed to say may be NaN
+                if part.weight == 0.0:  # a failed reward may be NaN
                     weighted = torch.zeros_like(weighted)
                 components[f"{part.env}/{name}" if name else part.env] = weighted
         if not self._gates:
             return components
         shut_out = torch.stack([totals[name] < gate for name, gate in self._gates]).any(dim=0)
-        if self._conductor is not None:  # the others have not been asked yet
+        if self._conductor is not None:  # the others have not scored yet
             shut_out &= terminateds
         gated = self.config.gated_reward
         if self.config.as_components:
@@ -231,48 +239,47 @@ class CompositeEnvironment(EnvironmentInterface):
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """Measure a batch, and each part's share in it.
+        """Compute the metrics of a batch, and of each part in it.
 
-        The parts' own figures are `<part>/<figure>`, over the samples that this part judged, with
+        The parts' own metrics are `<part>/<metric>`, over the samples that this part scored, with
         its own rewards: neither weighted nor gated. `gated_out` is the share of samples that a gate
-        shut out. A part with weight 0 has `<part>/reward_mean`, too. A batch without `notes` does
-        not say what the parts have judged.
+        rejected. A part with weight 0 has `<part>/reward_mean`, too. A batch without `notes` does
+        not say what the parts have scored.
         """
-        figures = batch_figures(batch) | mean_of("reward_mean", numbers(batch["rewards"]))
+        metrics = batch_figures(batch) | mean_of("reward_mean", numbers(batch["rewards"]))
         for name, theirs in self._batches_of_parts(batch).items():
             _, of_part = self._environments[name].global_post_process_and_metrics(theirs)
-            for figure, value in of_part.items():
-                figures[f"{name}/{figure.removeprefix(f'{name}_env/')}"] = value
+            for metric, value in of_part.items():
+                metrics[f"{name}/{metric.removeprefix(f'{name}_env/')}"] = value
             if name in self._watched:
-                figures |= mean_of(f"{name}/reward_mean", numbers(theirs["rewards"]))
-        return batch, figures | self._gated_out(batch.get("notes") or ())
+                metrics |= mean_of(f"{name}/reward_mean", numbers(theirs["rewards"]))
+        return batch, metrics | self._gated_out(batch.get("notes") or ())
 
     def end_batch(self, batch: Mapping[str, Any]) -> None:
-        """Let the parts with a state go on from what they have judged of it."""
+        """Update the state of each part from the samples that it scored."""
         for name, theirs in self._batches_of_parts(batch).items():
             if self._environments[name].spec.has_state:
                 self._environments[name].end_batch(theirs)
 
     def _batches_of_parts(self, batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """What each part has judged of a batch, as a batch of its own."""
         notes = batch.get("notes") or ()
         batches = {}
         for name in self._environments:
             rewards = [note["rewards"][name] if note else None for note in notes]
-            judged = [index for index, reward in enumerate(rewards) if reward is not None]
-            batches[name] = rows_of(batch, judged) | {
-                "rewards": torch.tensor([rewards[index] for index in judged], dtype=torch.float32),
+            scored = [index for index, reward in enumerate(rewards) if reward is not None]
+            batches[name] = rows_of(batch, scored) | {
+                "rewards": torch.tensor([rewards[index] for index in scored], dtype=torch.float32),
                 "components": {},
-                "notes": [notes[index]["parts"].get(name) for index in judged],
-                "num_failures": sum(note is not None for note in notes) - len(judged),
+                "notes": [notes[index]["parts"].get(name) for index in scored],
+                "num_failures": sum(note is not None for note in notes) - len(scored),
             }
         return batches
 
     def _gated_out(self, notes: Sequence[Mapping[str, Any] | None]) -> dict[str, float]:
         shut_out = []
         for note in notes:
-            said = note["rewards"] if note else {}
-            own = [(said.get(name), gate) for name, gate in self._gates]
+            rewards = note["rewards"] if note else {}
+            own = [(rewards.get(name), gate) for name, gate in self._gates]
             known = [(reward, gate) for reward, gate in own if reward is not None]
             if own and len(known) == len(own):
                 shut_out.append(float(any(reward < gate for reward, gate in known)))
@@ -287,7 +294,7 @@ class CompositeEnvironment(EnvironmentInterface):
         return rejected
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the states of the parts that have one."""
+        """Return the states of the parts that have one."""
         return {
             name: part.state_dict()
             for name, part in self._environments.items()
@@ -295,7 +302,7 @@ class CompositeEnvironment(EnvironmentInterface):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the parts go on from a saved state."""
+        """Restore the saved states of the parts."""
         for name, own in state.items():
             self._environments[name].load_state_dict(own)
 
@@ -312,78 +319,66 @@ class CompositeEnvironment(EnvironmentInterface):
 
 
 def _own(metadata: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
-    """What a part gets: the task's metadata at first, then what it returned."""
+    """Return the metadata for a part: the task's own at first, then what the part returned."""
     if metadata is None or OF_PARTS not in metadata:
         return metadata
     own: dict[str, Any] | None = metadata[OF_PARTS][name]
     return {**(own or {}), GROUP_ID: metadata[GROUP_ID]} if GROUP_ID in metadata else own
 
 
-def _said_by_all(
+def _sum_up(
     given: dict[str, Any] | None,
     totals: Mapping[str, Tensor],
     failed: Mapping[str, Sequence[str | None]],
     index: int,
 ) -> dict[str, float | None]:
-    """What each part has given a sample in all turns so far; None where it failed."""
+    """Add up each part's rewards of a sample over all turns so far; None where it failed."""
     before = (given or {}).get(SO_FAR, {})
-    said: dict[str, float | None] = {}
+    rewards: dict[str, float | None] = {}
     for name, totals_B in totals.items():
         earlier = before.get(name, 0.0)
         is_known = earlier is not None and failed[name][index] is None
-        said[name] = earlier + float(totals_B[index]) if is_known else None
-    return said
-
-
-def _carried(
-    given: dict[str, Any] | None,
-    returns: Mapping[str, EnvironmentReturn],
-    said: dict[str, float | None],
-    index: int,
-) -> dict[str, Any]:
-    own = {name: one.metadata[index] for name, one in returns.items()}
-    return {**(given or {}), OF_PARTS: own, SO_FAR: said}
+        rewards[name] = earlier + float(totals_B[index]) if is_known else None
+    return rewards
 
 
 # --------------------------------------------------------------------------------------------------
-# What the parts of a composite environment say, put together.
+# Joining the returns of the parts.
 
 Returns = Mapping[str, EnvironmentReturn]
-"""Of each part, by its name."""
+"""Return value of each part, by its name."""
 
 
-MOST_AT_ONCE = 160
-"""Calls of one part: 64 of the batch that is being judged, 64 of a validation beside it, and 32
-that were given up. A part that is merely slow is not refused in a run, therefore."""
+MAX_CALLS = 160
+"""Concurrent calls of one part: 64 of the running batch, 64 of a validation beside it, and 32 that
+were given up, so that a part that is merely slow is not refused in a run."""
 PATIENCE_SECONDS = 30.0
-"""How long a call beyond them waits for one to come back."""
+"""Time that a further call waits for one of them to end."""
 
 
 class PartCalls:
-    """Calls of one part, so many at a time, in threads that keep no process from ending.
-
-    No thread can be ended from outside. Who asks gives a call up after a time and asks again, so a
-    part that never comes back would take one more thread with every call.
-    """
+    """Limits the concurrent calls of one part, in daemon threads."""
 
     def __init__(self, name: str) -> None:
-        """Hold no thread.
+        """Set the limit; no thread is started.
 
         Args:
-            name: The part's, for the message.
+            name: Name of the part, for messages.
         """
         self._name = name
-        self._limit = MOST_AT_ONCE
+        self._limit = MAX_CALLS
         self._places = threading.BoundedSemaphore(self._limit)
 
     def begin(
         self, step: Callable[..., EnvironmentReturn], *arguments: Any
     ) -> Future[EnvironmentReturn]:
-        """Call it in a thread.
+        """Call a part in a thread.
 
         Raises:
-            EnvironmentFailedError: As many calls as may be have not come back, and none did soon.
+            EnvironmentFailedError: The limit is reached, and no call ended in time.
         """
+        # A thread cannot be ended from outside. A caller gives a call up after a time and calls
+        # again, so a part that never returns would take one more thread with every call.
         if not self._places.acquire(timeout=PATIENCE_SECONDS):
             raise EnvironmentFailedError(
                 f"{self._limit} calls of the part '{self._name}' of a composite environment have "
@@ -405,16 +400,16 @@ class PartCalls:
         try:
             name = f"laurel-composite-{self._name}"
             threading.Thread(target=run, name=name, daemon=True).start()
-        except RuntimeError:  # the system gives no thread
+        except RuntimeError:  # the system has no more threads
             self._places.release()
             raise
         return future
 
 
 def scatter_return(
-    judged: EnvironmentReturn | None, chosen: Sequence[int], metadata: Sequence[Any]
+    scored: EnvironmentReturn | None, chosen: Sequence[int], metadata: Sequence[Any]
 ) -> EnvironmentReturn:
-    """Put what a part said of some conversations among those that it was not asked about."""
+    """Spread a part's return on some conversations over all, with defaults for the others."""
     size, place = len(metadata), {index: i for i, index in enumerate(chosen)}
 
     def filled(values: Sequence[Any] | None, default: Any) -> list[Any]:
@@ -425,35 +420,35 @@ def scatter_return(
         whole[list(chosen)] = values.to("cpu")
         return whole
 
-    if judged is None:
+    if scored is None:
         rewards: Tensor | dict[str, Tensor] = torch.zeros(size)
-    elif isinstance(judged.rewards, Tensor):
-        rewards = placed(judged.rewards)
+    elif isinstance(scored.rewards, Tensor):
+        rewards = placed(scored.rewards)
     else:
-        rewards = {name: placed(values) for name, values in judged.rewards.items()}
-    found = judged.metadata if judged is not None else None
+        rewards = {name: placed(values) for name, values in scored.rewards.items()}
+    found = scored.metadata if scored is not None else None
     return EnvironmentReturn(
-        observations=filled(judged and judged.observations, {"role": "environment", "content": ""}),
+        observations=filled(scored and scored.observations, {"role": "environment", "content": ""}),
         metadata=[found[place[i]] if found and i in place else metadata[i] for i in range(size)],
         next_stop_strings=[None] * size,
         rewards=rewards,
         terminateds=torch.zeros(size, dtype=torch.bool),
-        answers=filled(judged and judged.answers, None),
-        failures=filled(judged and judged.failures, None),
-        notes=filled(judged and judged.notes, None),
+        answers=filled(scored and scored.answers, None),
+        failures=filled(scored and scored.failures, None),
+        notes=filled(scored and scored.notes, None),
     )
 
 
 def total_of(rewards: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """Add up the components of each sample's reward, where it has any: float32 [B]."""
+    """Add up the components of each sample's reward, if there are several: float32 [B]."""
     if isinstance(rewards, Tensor):
         return rewards.float()
     return torch.stack([one.float() for one in rewards.values()]).sum(dim=0)
 
 
-def failures_of(judged: EnvironmentReturn, totals_B: Sequence[float]) -> list[str | None]:
-    """Say why a part has no reward for each sample; one that is not finite is none."""
-    given = judged.failures or [None] * len(totals_B)
+def failures_of(scored: EnvironmentReturn, totals_B: Sequence[float]) -> list[str | None]:
+    """Return why a part has no reward for each sample; a reward that is not finite is a failure."""
+    given = scored.failures or [None] * len(totals_B)
     return [
         f"the reward is {reward}" if reason is None and not math.isfinite(reward) else reason
         for reason, reward in zip(given, totals_B, strict=True)
@@ -461,13 +456,13 @@ def failures_of(judged: EnvironmentReturn, totals_B: Sequence[float]) -> list[st
 
 
 def join_observations(returns: Returns, index: int) -> str:
-    """Join what all parts say to a conversation, each thing once."""
-    said = (one.observations[index]["content"] for one in returns.values())
-    return "\n".join(dict.fromkeys(text for text in said if text))
+    """Join the parts' observations on a conversation, without repetitions."""
+    texts = (one.observations[index]["content"] for one in returns.values())
+    return "\n".join(dict.fromkeys(text for text in texts if text))
 
 
 def stops(returns: Returns, index: int) -> list[str] | None:
-    """Collect the strings that any part wants the policy to stop at."""
+    """Collect the strings at which any part wants the policy to stop."""
     wanted = [one.next_stop_strings[index] for one in returns.values()]
     if all(one is None for one in wanted):
         return None
@@ -475,13 +470,13 @@ def stops(returns: Returns, index: int) -> list[str] | None:
 
 
 def answer_of(returns: Returns, index: int) -> str | None:
-    """Give the answer as the first part read it that read one."""
+    """Return the answer of the first part that read one."""
     found = (one.answers[index] for one in returns.values() if one.answers is not None)
     return next((text for text in found if text is not None), None)
 
 
 def rows_of(batch: Mapping[str, Any], wanted: list[int]) -> dict[str, Any]:
-    """Take only these samples of a batch."""
+    """Select samples of a batch."""
     size = len(batch["group_ids"])
     rows: dict[str, Any] = {}
     for key, values in batch.items():

@@ -1,11 +1,11 @@
-"""The class that environments derive from, and the metrics that every one reports.
+"""The base class of environments, and the metrics that all of them report.
 
 ::
 
     from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn
 
-`protocols.Environment` is the seam that the rollouts see; deriving from `EnvironmentInterface` is
-the short way to fit it.
+`protocols.Environment` is the protocol that rollouts use; deriving from `EnvironmentInterface` is
+the short way to implement it.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Section)
 
 ENVIRONMENT_ROLE = "environment"
-"""Role of what an environment says."""
+"""Role of the messages of an environment."""
 GROUP_ID = "laurel_group_id"
-"""Key of the metadata under which rollouts say whose completion a conversation is: the id that
-`batch["group_ids"]` has in the finished batch."""
+"""Metadata key of a conversation's group: the id that `batch["group_ids"]` has in the finished
+batch.
+"""
 
 
 class EnvironmentInterface(ABC):
-    """Judges what the policy says. A context manager: leaving it shuts the environment down.
+    """Scores what the policy writes. A context manager: leaving it shuts the environment down.
 
-    Every subclass can also live in a process of its own, as an actor of Ray::
+    Every subclass can also run in a process of its own, as a Ray actor::
 
         environment = MathEnvironment.remote({"num_workers": 2})
         verdicts = ray.get(environment.step.remote(message_logs, metadata))
@@ -66,40 +67,42 @@ class EnvironmentInterface(ABC):
     """
 
     spec = EnvironmentSpec()
-    """An environment that differs from the defaults has another one, of its class or its own."""
+    """Properties of the environment; a class or an object that differs from the defaults sets its
+    own.
+    """
 
     @abstractmethod
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
-        """Judge conversations; see `protocols.Environment.step`."""
+        """Score conversations; the protocol is `protocols.Environment.step`."""
 
     @abstractmethod
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """Measure a finished batch; see `protocols.Environment.global_post_process_and_metrics`."""
+        """Measure a finished batch, as `protocols.Environment` describes."""
 
     def end_batch(self, batch: Mapping[str, Any]) -> None:  # noqa: B027  most have no state
-        """Let the state go on from a batch that was learned from (`protocols.Environment`)."""
+        """Update the state from a batch that was trained on (`protocols.Environment`)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the state for a checkpoint, if `spec.has_state`."""
+        """Return the state for a checkpoint, if `spec.has_state`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  most have no state
-        """Go on from a saved state, if `spec.has_state`."""
+        """Restore a saved state, if `spec.has_state`."""
 
     def noise_floor(self) -> float:
-        """Give the standard deviation of the rewards' own noise: that of `spec`."""
+        """Return the standard deviation of the rewards' own noise, as `spec` gives it."""
         return self.spec.noise_floor or 0.0
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """List the tasks whose own reference answer would not earn the reward: none is checked."""
+        """List the tasks whose own reference answer would not earn the reward; none by default."""
         return []
 
     def resting(self) -> AbstractContextManager[None]:
-        """Give the memory of devices back meanwhile: there is none to give."""
+        """Free the memory of devices within the context; by default there is none."""
         return nullcontext()
 
     def shutdown(self) -> None:  # noqa: B027  many have nothing to free
@@ -109,21 +112,21 @@ class EnvironmentInterface(ABC):
     def remote(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a Ray actor that holds an environment; the arguments are those of the class.
 
-        Its methods are those of the environment, each as `method.remote(...)`. What goes wrong
-        keeps its class, also where the environment could not be made: every call says so. Without
-        a connection to Ray, one is made; see `ActorMaker.remote`. The actor ends with its last
+        Its methods are those of the environment, each as `method.remote(...)`. Errors keep their
+        class, also where the environment could not be made: then every call raises them. Without a
+        connection to Ray, one is made; see `ActorMaker.remote`. The actor ends with its last
         handle, or by `ray.kill`; `shutdown` frees what it holds.
 
         Raises:
             MissingDependencyError: Ray is not installed.
-            TypeError: The class is not made with such arguments.
-            ConfigError: The slots for it are not there.
+            TypeError: The class does not take such arguments.
+            ConfigError: There are not enough slots.
         """
         return cls.options().remote(*args, **kwargs)
 
     @classmethod
     def options(cls, **options: Any) -> ActorMaker:
-        """Give something with the same `remote`, for an actor with options of Ray's.
+        """Return a maker with the same `remote`, for an actor with options of Ray.
 
         Example::
 
@@ -148,13 +151,13 @@ class EnvironmentInterface(ABC):
 def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -> S:
     """Read the settings of an environment from a section or a plain dictionary.
 
-    Keys of other systems that mean nothing here are left out, and named in the log; an unknown one
-    is a `ConfigError` with the nearest known key.
+    Keys of other systems that have no effect here are ignored, with a warning in the log; an
+    unknown one is a `ConfigError` with the nearest known key.
 
     Args:
-        section: What the settings are checked against.
+        section: Class that the settings are validated against.
         given: The settings.
-        where: What the dictionary is called in messages, e.g. `env.math`.
+        where: Name of the dictionary in messages, e.g. `env.math`.
     """
     if isinstance(given, section):
         return given
@@ -169,16 +172,16 @@ def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -
 
 
 def response_of(message_log: MessageLog) -> str:
-    """Join all that the policy said in a conversation, one message after the other."""
+    """Join all messages of the policy in a conversation."""
     return "".join(m["content"] for m in message_log if m["role"] == "assistant")
 
 
-# ------------------------------------------------------------------------------------------ figures
+# ------------------------------------------------------------------------------------------ metrics
 
 
 def batch_figures(batch: Mapping[str, Any]) -> dict[str, float]:
-    """Measure what every environment can of a finished batch. A mean over nothing is absent."""
-    figures = {
+    """Compute the common metrics of a finished batch; means of nothing are absent."""
+    metrics = {
         "num_samples": float(len(batch["group_ids"])),
         "num_problems_in_batch": float(len(set(batch["group_ids"]))),
         "num_failures": float(batch.get("num_failures", 0)),
@@ -189,22 +192,22 @@ def batch_figures(batch: Mapping[str, Any]) -> dict[str, float]:
         "prompt_lengths": batch["prompt_lengths"],
     }
     for name, values in means.items():
-        figures |= mean_of(name, numbers(values))
-    return figures
+        metrics |= mean_of(name, numbers(values))
+    return metrics
 
 
 def mean_of(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Give the mean under its name, or nothing where there are no values."""
+    """Return the mean under its name, or nothing where there are no values."""
     return {name: math.fsum(values) / len(values)} if values else {}
 
 
 def numbers(values: Any) -> list[float]:
-    """Give the entries of a tensor, an array or a list, as plain floats."""
+    """Return the entries of a tensor, an array or a list as plain floats."""
     return [float(value) for value in (values.tolist() if hasattr(values, "tolist") else values)]
 
 
 def pass_at_k(group_ids: Sequence[str], correct: Sequence[bool]) -> dict[str, float]:
-    """Estimate how often k tries would solve a problem.
+    """Estimate how often k samples would solve a problem.
 
     `pass@samples_per_prompt` is the share of groups with a correct sample. `pass@1`, `pass@2`,
     `pass@4`, ... up to the smallest group are the unbiased estimates `1 - C(n-c, k) / C(n, k)` from
@@ -216,23 +219,20 @@ def pass_at_k(group_ids: Sequence[str], correct: Sequence[bool]) -> dict[str, fl
     if not outcomes:
         return {}
     tries = [(len(group), sum(group)) for group in outcomes.values()]
-    figures = mean_of("pass@samples_per_prompt", [float(c > 0) for _, c in tries])
+    metrics = mean_of("pass@samples_per_prompt", [float(c > 0) for _, c in tries])
     smallest = min(n for n, _ in tries)
     for k in (1 << exponent for exponent in range(smallest.bit_length())):
         solved = [1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in tries]
-        figures |= mean_of(f"pass@{k}", solved)
-    return figures
+        metrics |= mean_of(f"pass@{k}", solved)
+    return metrics
 
 
 # --------------------------------------------------------------------------------------------------
-# What was found out before, up to a number of things.
+# A cache of limited size.
 
 
 class Memory(Generic[T]):
-    """Values by key. What was not used for longest goes when it is full.
-
-    Safe to use from several threads at once.
-    """
+    """A thread-safe cache that evicts the least recently used value when it is full."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -240,7 +240,7 @@ class Memory(Generic[T]):
         self._lock = threading.Lock()
 
     def put(self, key: bytes, value: T) -> None:
-        """Keep a value, in place of what was kept before."""
+        """Store a value, replacing any earlier one."""
         with self._lock:
             self._kept[key] = value
             self._kept.move_to_end(key)
@@ -248,12 +248,12 @@ class Memory(Generic[T]):
                 self._kept.popitem(last=False)
 
     def forget(self, key: bytes) -> None:
-        """Keep nothing under this key."""
+        """Remove the value of a key."""
         with self._lock:
             self._kept.pop(key, None)
 
     def get(self, key: bytes) -> T | None:
-        """What was kept under this key, if it still is."""
+        """Return the stored value of a key, or None."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -261,8 +261,8 @@ class Memory(Generic[T]):
 
 
 # --------------------------------------------------------------------------------------------------
-# The check of what an environment returned. Users write environments: an error names the class, the
-# file and the line of the one that returned something else.
+# Validation of an environment's return value. Users write environments: an error names the class,
+# the file and the line of the one that returned something else.
 
 FIELDS = ("observations", "metadata", "next_stop_strings")
 MAY_MISS = ("answers", "failures", "notes")
@@ -280,30 +280,34 @@ def method_name(called: Callable[..., Any]) -> str:
     where = source_of(called)
     kind = type(owner)
     name = getattr(called, "__name__", "step")
-    said = f"{kind.__module__}.{kind.__qualname__}.{name}" if owner is not None else name
-    return said if where is None else f"{said} ({line_of(*where)})"
+    full = f"{kind.__module__}.{kind.__qualname__}.{name}" if owner is not None else name
+    return full if where is None else f"{full} ({line_of(*where)})"
 
 
-def unfit(called: Callable[..., Any], returned: str, expected: str) -> EnvironmentFailedError:
-    """Make the error for a function that returned something that cannot be used."""
+def invalid_return(
+    called: Callable[..., Any], returned: str, expected: str
+) -> EnvironmentFailedError:
+    """Make the error for a function that returned an unusable value."""
     return EnvironmentFailedError(
         f"{method_name(called)} returned {returned}; expected is {expected}"
     )
 
 
 def checked_return(step: Callable[..., Any], returned: Any, size: int) -> EnvironmentReturn:
-    """Give back what `step` returned, if it is a verdict on `size` conversations.
-
-    Whether each reward is finite is not looked at: one that is not is the failure of its sample.
+    """Validate what `step` returned for `size` conversations.
 
     Raises:
-        EnvironmentFailedError: It is no verdict; says whose, what it is, and what is expected.
+        EnvironmentFailedError: It is invalid; names the method, the value, and what is expected.
     """
     of_each = f"one for each of {size} conversations"
     if not isinstance(returned, EnvironmentReturn):
-        raise unfit(step, value_kind(returned), f"an EnvironmentReturn with a reward, {of_each}")
+        raise invalid_return(
+            step, value_kind(returned), f"an EnvironmentReturn with a reward, {of_each}"
+        )
     if isinstance(returned.rewards, Mapping) and not returned.rewards:
-        raise unfit(step, "rewards without any component", f"a tensor of rewards, {of_each}")
+        raise invalid_return(
+            step, "rewards without any component", f"a tensor of rewards, {of_each}"
+        )
     for name in FIELDS + MAY_MISS:
         given: Any = getattr(returned, name)
         if given is None and name in MAY_MISS:
@@ -314,14 +318,16 @@ def checked_return(step: Callable[..., Any], returned: Any, size: int) -> Enviro
                 if isinstance(given, Sized)
                 else (f"{value_kind(given)} as {name}")
             )
-            raise unfit(step, count, f"a list, {of_each}")
+            raise invalid_return(step, count, f"a list, {of_each}")
+    # Whether each reward is finite is not checked: a reward that is not is the failure of its
+    # sample.
     for name, values in reward_columns(returned).items():
         column_of(step, values, size, name)
     return returned
 
 
 def reward_columns(returned: EnvironmentReturn) -> dict[str, Any]:
-    """Name the numbers of a verdict: every component of the reward, and the end."""
+    """Return the numeric columns of a return value: the rewards' components, and the ends."""
     rewards = returned.rewards
     if isinstance(rewards, Mapping):
         named = {f"rewards[{name!r}]": values for name, values in rewards.items()}
@@ -331,10 +337,10 @@ def reward_columns(returned: EnvironmentReturn) -> dict[str, Any]:
 
 
 def column_of(step: Callable[..., Any], values: Any, size: int, name: str) -> list[Any]:
-    """Give the number of each conversation, as plain numbers.
+    """Convert a column to one plain number for each conversation.
 
     Raises:
-        EnvironmentFailedError: It is something else.
+        EnvironmentFailedError: It is not such a column.
     """
     import torch
 
@@ -342,17 +348,17 @@ def column_of(step: Callable[..., Any], values: Any, size: int, name: str) -> li
     try:
         column = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise unfit(step, f"{value_kind(values)} as {name}", expected) from error
+        raise invalid_return(step, f"{value_kind(values)} as {name}", expected) from error
     if column.ndim == 1 and len(column) != size:
-        raise unfit(step, f"{len(column)} {name}", expected)
+        raise invalid_return(step, f"{len(column)} {name}", expected)
     if column.ndim != 1:
-        raise unfit(step, f"{name} of shape {list(column.shape)}", expected)
+        raise invalid_return(step, f"{name} of shape {list(column.shape)}", expected)
     plain: list[Any] = column.tolist()
     return plain
 
 
 def value_kind(value: Any) -> str:
-    """Say in few words what a value is."""
+    """Describe the type of a value in a few words."""
     if value is None:
         return "None"
     kind = type(value)

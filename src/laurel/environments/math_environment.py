@@ -1,4 +1,4 @@
-"""Answers checked against a known one."""
+"""An environment that checks answers against a known one."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from laurel.environments.interface import (
     settings_of,
 )
 from laurel.environments.math.answers import Checked, check_choice
-from laurel.environments.math.pool import AnswerChecker
+from laurel.environments.math.checker import AnswerChecker
 from laurel.errors import EnvironmentFailedError
 from laurel.protocols import MessageLog
 from laurel.types import Task
 
 
 class MathEnvironment(EnvironmentInterface):
-    """Gives 1 for the right answer and 0 for another one. One turn.
+    """Gives 1 for the right answer and 0 for any other, in one turn.
 
-    The answer is that of all assistant messages together, and the known one is the task's
-    `ground_truth`. A task without a known answer that can be read is a failure, not a 0.
+    The answer is read from all assistant messages together, and the known one is the task's
+    `ground_truth`. A task without a readable known answer is a failure, not a 0.
     """
 
     def __init__(self, env_config: MathEnvironmentConfig | Mapping[str, Any]) -> None:
-        """Start nothing yet: processes come with the first answer that needs one.
+        """Set up a checker; its processes start with the first answer that needs one.
 
         Args:
             env_config: The settings, or a dictionary of them such as `{"num_workers": 2}`.
@@ -60,7 +60,7 @@ class MathEnvironment(EnvironmentInterface):
         metadata: Sequence[dict[str, Any] | None],
         return_extracted_answer: bool = True,
     ) -> EnvironmentReturn:
-        """Check answers; metadata comes back as it was given.
+        """Check answers; metadata is returned unchanged.
 
         With `return_extracted_answer=False` (an argument of NeMo RL's environment) the `answers`
         are None.
@@ -73,10 +73,10 @@ class MathEnvironment(EnvironmentInterface):
         golds = [_known_answer(given) for given in metadata]
         verdicts = self._check(responses, golds)
         right = [checked.verdict == "correct" for checked in verdicts]
-        said = ["correct" if one else "incorrect" for one in right]
+        words = ["correct" if one else "incorrect" for one in right]
         return EnvironmentReturn(
             observations=[
-                {"role": "environment", "content": f"Environment: {one}"} for one in said
+                {"role": "environment", "content": f"Environment: {one}"} for one in words
             ],
             metadata=list(metadata),
             next_stop_strings=[list(self.spec.stop_strings) or None for _ in verdicts],
@@ -84,12 +84,12 @@ class MathEnvironment(EnvironmentInterface):
             terminateds=torch.ones(len(verdicts), dtype=torch.bool),
             answers=[one.answer for one in verdicts] if return_extracted_answer else None,
             failures=[one.reason for one in verdicts],
-            # A batch that is finished does not say how its zeros came about.
+            # A finished batch does not say why a reward is zero.
             notes=[one.verdict for one in verdicts],
         )
 
     def _check(self, responses: list[str], golds: list[str | Checked]) -> list[Checked]:
-        """The verdicts, in order; where the known answer is missing, that is the verdict."""
+        """Return the verdicts, in order; a missing known answer is a verdict itself."""
         known = [
             (r, gold) for r, gold in zip(responses, golds, strict=True) if isinstance(gold, str)
         ]
@@ -105,9 +105,9 @@ class MathEnvironment(EnvironmentInterface):
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """Measure `accuracy`, `pass@...`, lengths and verdicts of a batch.
+        """Compute `accuracy`, `pass@...`, lengths and verdicts of a batch.
 
-        A sample counts as correct if its reward is 1 and it was not cut off. `timeouts` and
+        A sample counts as correct if its reward is 1 and it was not truncated. `timeouts` and
         `unparseable` are the numbers of such verdicts, where the batch has `notes`.
         """
         ended = [one > 0 for one in numbers(batch["is_end"])]
@@ -130,7 +130,7 @@ class MathEnvironment(EnvironmentInterface):
         return batch, figures
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """List the tasks whose known answer cannot be read, or would not be taken for itself."""
+        """List the tasks whose known answer is unreadable, or not accepted as its own answer."""
         golds = [_known_answer(dict(task.metadata)) for task in tasks]
         readable = [gold for gold in golds if isinstance(gold, str)]
         if self.config.verifier_type == "math":
@@ -148,23 +148,22 @@ class MathEnvironment(EnvironmentInterface):
                 why = {
                     "timeout": f"takes more than {self.config.timeout_seconds:g} s to be read",
                     "unparseable": "cannot be read",
-                }.get(verdict.verdict, "is not taken for itself")
+                }.get(verdict.verdict, "is not accepted as its own answer")
                 reason = f"the known answer {str(gold)!r} {why}"
             if reason is not None:
                 rejected.append(RejectedTask(task=task, reason=reason))
         return rejected
 
     def shutdown(self) -> None:
-        """End the processes that check. What is still being checked fails."""
+        """End the checking processes; running checks fail."""
         self._checker.close()
 
 
 def _known_answer(metadata: Mapping[str, Any] | None) -> str | Checked:
-    """The known answer as text, or the failure to find one."""
     gold = (metadata or {}).get("ground_truth")
     if isinstance(gold, str):
         return gold
     if isinstance(gold, int | float) and not isinstance(gold, bool):
         return str(gold)
-    said = "is missing" if gold is None else f"is {type(gold).__name__}, not text or a number"
-    return Checked(verdict="error", reason=f"the task's ground_truth {said}")
+    problem = "is missing" if gold is None else f"is {type(gold).__name__}, not text or a number"
+    return Checked(verdict="error", reason=f"the task's ground_truth {problem}")

@@ -1,11 +1,10 @@
-"""Environments by name."""
+"""Creates environments by name."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from laurel.config.environments import EnvironmentsConfig
@@ -29,28 +28,29 @@ BUILT_IN: dict[str, tuple[str, str]] = {
         "reward_model",
     ),
 }
-"""Name -> class, and the key of `EnvironmentsConfig` with its settings. A class is imported when
-it is asked for."""
+"""Class of each built-in environment, imported when it is created, and the key of its settings in
+`EnvironmentsConfig`.
+"""
 
 _NEEDED = ("step", "global_post_process_and_metrics")
+# Methods that an environment with a state defines, and one without does not.
 _STATE = ("state_dict", "load_state_dict", "end_batch")
-"""What an environment with a state defines, and one without does not."""
+# Methods that are only called on environments that derive from the interface.
 _OF_INTERFACE = (*_STATE, "noise_floor", "validate", "resting")
-"""What is asked of an environment that derives from the interface, and of no other."""
-_SAID_BY_SPEC = ("judges", "stop_strings", "take_notes")
-"""What was asked of environments before they had a spec."""
+# Attributes that were read before environments had a spec.
+_REPLACED_BY_SPEC = ("judges", "stop_strings", "take_notes")
 _registered: dict[str, str] = {}
 
 
 def register_env(name: str, class_path: str) -> None:
-    """Make a class of your own known by a name.
+    """Register an environment class of the user under a name.
 
-    It is called without arguments; `env.custom.<name>` of a configuration, which goes before, can
-    give it some.
+    The class is called without arguments; `env.custom.<name>` of a configuration, which takes
+    precedence, can give it some.
 
     Args:
-        name: How tasks call it.
-        class_path: `module.Class`, imported when it is asked for.
+        name: Name of the environment in tasks.
+        class_path: `module.Class`, imported when the environment is created.
 
     Raises:
         ConfigError: The name is taken, or the path is not of that form.
@@ -70,7 +70,7 @@ def environment_names(config: EnvironmentsConfig) -> list[str]:
 
 
 def create_environment(name: str, config: EnvironmentsConfig) -> Environment:
-    """Make the environment of this name, ready to judge.
+    """Create the environment of this name.
 
     Raises:
         ConfigError: There is none, or it cannot be made with its settings.
@@ -87,23 +87,23 @@ def create_environments(
     nodes: ClusterNodes | None = None,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, Environment]:
-    """Make the environments of these names, without duplicates among their parts.
-
-    What is named both by itself and as a part of a composite is made once. Shutting down each is
-    safe, for that is idempotent.
+    """Create the environments of these names, sharing their parts.
 
     Args:
-        names: What is asked for.
-        config: Their settings.
-        device: Where models that judge go.
-        opening: Where processes of `reward_model` are made, if it is asked for; None: here.
-        nodes: Where `code` runs programs, if it is asked for; None: on this machine.
-        say: Told what a reward model is and what was found of it; None writes it to the log.
+        names: Names of the environments.
+        config: Settings of all environments.
+        device: Device of reward models.
+        opening: Placement of the processes of `reward_model`; None: on this machine.
+        nodes: Cluster nodes on which `code` runs programs; None: on this machine.
+        say: Called with a line on what a reward model is and what was found; None writes it to the
+            log.
 
     Raises:
-        ConfigError: As `create_environment`.
+        ConfigError: A name is unknown or ambiguous, or an environment cannot be made.
     """
-    _refuse_ambiguous(config)
+    _check_unambiguous(config)
+    # An environment that is named both by itself and as a part of a composite is made once. Each
+    # may be shut down, since `shutdown` is idempotent.
     wanted = list(dict.fromkeys(names))
     making = _Making(config, device, opening, nodes, say)
     try:
@@ -113,7 +113,7 @@ def create_environments(
         raise
 
 
-def _refuse_ambiguous(config: EnvironmentsConfig) -> None:
+def _check_unambiguous(config: EnvironmentsConfig) -> None:
     for section, names in (("custom", config.custom), ("composite", config.composite)):
         for name in names:
             if name in BUILT_IN:
@@ -129,7 +129,7 @@ def _refuse_ambiguous(config: EnvironmentsConfig) -> None:
 
 
 class _Making:
-    """Environments under construction, each made once."""
+    """Creates environments, each of them once."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class _Making:
         self._made: dict[str, Environment] = {}
 
     def made(self, name: str, inside: tuple[str, ...]) -> Environment:
-        """Make or find the environment of a name; `inside` are the composites on the way."""
+        """Create or find the environment of a name; `inside` are the composites that lead to it."""
         name = "math" if name == "math_default" else name
         if name not in self._made:
             self._made[name] = self._make(name, inside)
@@ -160,7 +160,7 @@ class _Making:
                 f"env.composite: '{name}' is part of itself ({' -> '.join([*inside, name])}); take "
                 "it out of one of these"
             )
-        # What a configuration says of a name goes before what a program registered.
+        # The configuration takes precedence over what a program registered.
         if name in config.custom:
             return _checked(name, _called(f"env.custom.{name}", config.custom[name]))
         if name in config.composite:
@@ -192,17 +192,28 @@ class _Making:
         )
 
     def undo(self) -> None:
-        """Shut down what was made."""
+        """Shut down the environments made so far."""
         for environment in self._made.values():
             environment.shutdown()
 
 
 def imported(path: str, where: str) -> Callable[..., Any]:
-    """Import what a path names, which must be callable; `where` names the key in messages."""
+    """Import the callable that a path names; `where` names the key in messages."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise ConfigError(f"{where}: '{path}' is not of the form module.Class")
-    module = _module(module_name, path, where)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # in a file of the user, whose line the message names
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            raise ConfigError(
+                f"{where}: there is no module '{missing}' for '{path}'; its file has to lie in "
+                "the working directory, or be installed"
+            ) from error
+        raise ConfigError(
+            f"{where}: module '{module_name}' cannot be imported: {error_with_line(error)}"
+        ) from error
     found = getattr(module, attribute, None)
     if found is None:
         near = nearest(attribute, [name for name in vars(module) if name[0] != "_"])
@@ -210,34 +221,15 @@ def imported(path: str, where: str) -> Callable[..., Any]:
             f"{where}: module '{module_name}' has no '{attribute}'"
             + (f"; did you mean '{near}'?" if near else "")
         )
-    found = _undecorated(found)
+    # A run calls its environments in threads, and Ray's class could only be made into an actor: so
+    # under `@ray.remote` the class itself is taken.
+    in_actor = getattr(getattr(found, "__ray_metadata__", None), "modified_class", None)
+    if in_actor is not None:
+        found = getattr(in_actor, "__ray_actor_class__", in_actor)
     if not callable(found):
         raise ConfigError(f"{where}: '{path}' is {type(found).__name__}, not a class")
     made: Callable[..., Any] = found
     return made
-
-
-def _undecorated(found: Any) -> Any:
-    """The class itself, where `@ray.remote` stands before it: a run makes its environments where it
-    is, and calls them in threads. (What Ray makes of a class can only be made into an actor.)"""
-    in_actor = getattr(getattr(found, "__ray_metadata__", None), "modified_class", None)
-    return found if in_actor is None else getattr(in_actor, "__ray_actor_class__", in_actor)
-
-
-def _module(name: str, path: str, where: str) -> ModuleType:
-    """A module, which may be anybody's: what is wrong in it is told with its own file and line."""
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{name}.".startswith(f"{missing}."):
-            raise ConfigError(
-                f"{where}: there is no module '{missing}' for '{path}'; its file has to lie in "
-                "the working directory, or be installed"
-            ) from error
-        raise ConfigError(
-            f"{where}: module '{name}' cannot be imported: {error_with_line(error)}"
-        ) from error
 
 
 def _called(where: str, call: NamedCall) -> Any:
@@ -255,7 +247,7 @@ def _called(where: str, call: NamedCall) -> Any:
             f"{where}: {call.name} cannot be called with {given}: {error}"
             + (hint if inspect.isfunction(make) else "")
         ) from error
-    except LaurelError:  # says for itself what is wrong
+    except LaurelError:  # its message says what is wrong
         raise
     except Exception as error:
         raise ConfigError(
@@ -264,29 +256,29 @@ def _called(where: str, call: NamedCall) -> Any:
 
 
 class TwoMethods(EnvironmentInterface):
-    """An environment of which nothing is known but how it judges and measures."""
+    """Wraps an environment of which only `step` and the metrics are known."""
 
     step: Any = None
     global_post_process_and_metrics: Any = None
 
     def __init__(self, made: Any) -> None:
         """Take over the two methods, and `shutdown` where there is one."""
-        # They stay those of their class, so that an error says whose they are, and the line.
+        # The methods stay those of their class, so that an error names the class and the line.
         self.step = made.step
         self.global_post_process_and_metrics = made.global_post_process_and_metrics
         self._shutdown: Callable[[], None] = getattr(made, "shutdown", lambda: None)
 
     def shutdown(self) -> None:
-        """Free what the class frees."""
+        """Call the environment's own `shutdown`, if it has one."""
         self._shutdown()
 
 
 def _checked(name: str, made: Any) -> Environment:
-    """What was made, if it can do what an environment must.
+    """Validate a created environment.
 
     Raises:
-        ConfigError: It lacks a method, has something that nobody would ask for, or would lose its
-            state at a checkpoint without a word.
+        ConfigError: It lacks a method, has one that is never called, or would lose its state at a
+            checkpoint without a message.
     """
     where = f"environment '{name}': {type(made).__name__}"
     missing = [method for method in _NEEDED if not callable(getattr(made, method, None))]
@@ -297,18 +289,18 @@ def _checked(name: str, made: Any) -> Environment:
         )
     if isinstance(made, EnvironmentInterface):
         environment: EnvironmentInterface = made
-        ignored = [one for one in _SAID_BY_SPEC if hasattr(made, one)]
+        ignored = [one for one in _REPLACED_BY_SPEC if hasattr(made, one)]
         ignored += [] if callable(made.noise_floor) else ["noise_floor"]
     else:
         environment = TwoMethods(made)
-        ignored = [one for one in (*_SAID_BY_SPEC, *_OF_INTERFACE) if hasattr(made, one)]
+        ignored = [one for one in (*_REPLACED_BY_SPEC, *_OF_INTERFACE) if hasattr(made, one)]
         ignored += ["spec"] if isinstance(getattr(made, "spec", None), EnvironmentSpec) else []
     if ignored:
         raise ConfigError(
-            f"{where} has {', '.join(ignored)}, which nobody asks for: derive it from "
+            f"{where} has {', '.join(ignored)}, which would be ignored: derive it from "
             "laurel.environments.interface.EnvironmentInterface, and let its `spec`, an "
             "EnvironmentSpec, say what it judges, its stop strings, its noise floor and whether it "
-            "has a state; what its figures need of conversations goes into `notes` of what `step` "
+            "has a state; what its metrics need of conversations goes into `notes` of what `step` "
             "returns"
         )
     spec, methods = environment.spec, type(environment)

@@ -1,4 +1,4 @@
-"""Conversations judged by a reward model."""
+"""An environment that scores conversations with a reward model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from laurel.rewards.open import (
     read_statistics,
 )
 from laurel.rewards.replicas import ROLE
-from laurel.rewards.scorer import ContractScorer, LocalScorer, conversation_group
+from laurel.rewards.scorer import ContractScorer, LocalScorer, ModelScorer, conversation_group
 from laurel.rewards.spec import Device, MemberSpec, Say, ScorerSpec
 from laurel.types import (
     Completion,
@@ -78,15 +78,14 @@ if TYPE_CHECKING:
 __all__ = ["RewardModelEnvironment", "RewardModelEnvironmentConfig"]
 
 PREFIX = "reward_model_env/"
-"""What the names of the figures begin with."""
+"""Prefix of the names of its metrics."""
 
 
-class _Judged(TypedDict):
-    """The note of a conversation, for the batch that it ends in."""
+class _ScoreNote(TypedDict):
+    """The note of a scored conversation, for the batch that it ends in."""
 
     score: float
-    reference: float
-    """Score of the task's own answer, where it is subtracted; else 0."""
+    reference: float  # score of the task's own answer, where it is subtracted; otherwise 0
     truncated: bool
     parts: dict[str, float]
 
@@ -94,8 +93,8 @@ class _Judged(TypedDict):
 class RewardModelEnvironment(EnvironmentInterface):
     """Scores conversations with a reward model; each score ends its conversation.
 
-    With `use_reward_loop` completions come while others are still being drawn: one by one where the
-    scorer merges what comes together, else in parts of their group.
+    With `use_reward_loop` completions come while others are still being sampled: one by one where
+    the scorer merges concurrent requests, otherwise in parts of their group.
 
     Example::
 
@@ -113,25 +112,26 @@ class RewardModelEnvironment(EnvironmentInterface):
         opening: ScorerPlacement | None = None,
         say: Say | None = None,
     ) -> None:
-        """Load the model, and make it prove that it scores as it did when it was saved.
+        """Load the model, and check that it scores as it did when it was saved.
 
-        What is wrong with the configuration is told before anything is loaded.
+        Errors of the configuration are raised before anything is loaded.
 
         Args:
-            config: The settings; a plain dictionary is checked first.
-            scorer: Used instead of a model of its own; what the settings say of one is not read.
-                It is the environment's from now on, and ends with it.
-            device: Where the model goes; `auto` is a GPU where there is one.
-            opening: Where processes are made, e.g. on a cluster; None: here.
-            say: Told what was loaded, found and decided; None writes it to the log.
+            config: The settings; a plain dictionary is validated first.
+            scorer: Scorer to use instead of the settings' own; the environment takes it over and
+                closes it.
+            device: Device of the model; `auto` is a GPU where there is one.
+            opening: Placement of processes, e.g. on a cluster; None: on this machine.
+            say: Called with a line on all that was loaded, found and decided; None writes it to the
+                log.
 
         Raises:
-            UserError: A setting, or a model, that cannot be used.
+            UserError: A setting or a model cannot be used.
         """
-        self._scorer: ContractScorer | BlockingScorer | None = None
+        self._scorer: ModelScorer | BlockingScorer | None = None
         self.config = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
         stored: tuple[float | None, float | None] = (None, None)
-        if isinstance(scorer, ContractScorer):
+        if isinstance(scorer, ModelScorer):
             stored = scorer.contract.rules.mean, scorer.contract.rules.std
         if scorer is not None:
             self.transform = ScoreTransform(self.config.transform, stored=stored)
@@ -152,7 +152,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         elif self._judges_groups:
             judges = "group"
         else:
-            # What is not merged depends on itself alone: the same run gives the same scores, bit
+            # Unmerged requests depend on nothing else: the same run gives the same scores, bit
             # for bit, and in parts a prompt is not computed for each of its completions.
             judges = "completion" if merges(scorer) else "part"
         self.spec = EnvironmentSpec(judges=judges, noise_floor=None, has_state=True)
@@ -162,36 +162,36 @@ class RewardModelEnvironment(EnvironmentInterface):
 
     @classmethod
     def options(cls, **options: Any) -> ActorMaker:
-        """Give something with the same `remote`; the actor takes a GPU where there are any.
+        """Return a maker with the same `remote`, whose actor takes a GPU where there are any.
 
         Where `dtensor_cfg.tensor_parallel_size` or `resources` ask for more than one rank, the
-        model is spread over as many actors beside it.
+        model is sharded over as many actors beside it.
         """
         from laurel.workers.ray_actor import ActorMaker
 
-        if cls.__init__ is not RewardModelEnvironment.__init__:  # with arguments of its own
+        if cls.__init__ is not RewardModelEnvironment.__init__:  # a subclass with its own arguments
             return ActorMaker(cls, **options)
         return ActorMaker(cls, make=partial(make_in_actor, cls), gpus=gpus_of_actor, **options)
 
     @property
     def tokenizer(self) -> Any:
-        """Give the reward model's tokenizer, with the template that renders conversations.
+        """Tokenizer of the reward model, with the template that renders conversations.
 
-        Not to be used while another thread judges.
+        It must not be used while another thread scores.
         """
         return self._with_contract().contract.tokenizer
 
-    # ------------------------------------------------------------------------------- judging
+    # ------------------------------------------------------------------------------- scoring
 
     def preprocess_data(self, message_logs: Sequence[MessageLog]) -> dict[str, torch.Tensor]:
         """Render conversations as the model reads them.
 
         Returns:
             `input_ids` int64 [B, L], padded on the right with the model's padding token;
-            `input_lengths` int64 [B]; and `truncated` bool [B], which were cut to fit.
+                `input_lengths` int64 [B]; and `truncated` bool [B].
 
         Raises:
-            DataError: A conversation that cannot be read or rendered.
+            DataError: A conversation cannot be read or rendered.
         """
         scorer = self._with_contract()
         cases = [read_case(log) for log in message_logs]
@@ -218,15 +218,15 @@ class RewardModelEnvironment(EnvironmentInterface):
         message_logs: Sequence[MessageLog],
         env_infos: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> EnvironmentReturn:
-        """Judge any number of conversations, from several threads at once.
+        """Score any number of conversations; thread-safe.
 
-        A conversation that gets no finite score is a failure, and its reward NaN. Conversations
-        with the same prompt share its computation; those that say the same get the same reward.
+        A conversation without a finite score is a failure, and its reward NaN. Conversations with
+        the same prompt share its computation; equal ones get the same reward.
 
         Args:
             message_logs: Raw messages, the policy's answer last.
-            env_infos: Metadata, which comes back as it is; empty is none. Only `ground_truth` is
-                read, where it is to be subtracted.
+            env_infos: Metadata, which is returned unchanged; may be empty. Only `ground_truth` is
+                read, where it is subtracted.
         """
         infos: list[Any] = list(env_infos or [None] * len(message_logs))
         if len(infos) != len(message_logs):
@@ -245,7 +245,7 @@ class RewardModelEnvironment(EnvironmentInterface):
             notes=[
                 None
                 if case.failure is not None
-                else _Judged(
+                else _ScoreNote(
                     score=case.score,
                     reference=case.reference_score if case.reference else 0.0,
                     truncated=case.truncated,
@@ -260,12 +260,12 @@ class RewardModelEnvironment(EnvironmentInterface):
     ) -> list[Case]:
         cases = [read_case(log) for log in message_logs]
         for case, info in zip(cases, infos, strict=True):
-            # Which group it is, is nothing to score by.
+            # The group's id must not make equal metadata differ.
             case.info = {key: value for key, value in (info or {}).items() if key != GROUP_ID}
             if self.config.transform.subtract_reference:
                 case.add_reference(info)
         readable = [case for case in cases if case.failure is None]
-        # Padded rows gain nothing by a group that is computed as one, and split better alone.
+        # Padded rows gain nothing from groups, and divide better one by one.
         is_padded = getattr(self._scorer, "path", None) == "padded"
         with speaking(IN_THE_SECTION):
             score_cases(
@@ -291,11 +291,11 @@ class RewardModelEnvironment(EnvironmentInterface):
         return cases
 
     def scores(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """Score groups with the model, before a score is made a reward."""
+        """Score groups with the model, before scores become rewards."""
         return self._open().score_now(groups)
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """List the tasks that lack the reference answer which is to be subtracted."""
+        """List the tasks that lack the reference answer which is subtracted."""
         if not self.config.transform.subtract_reference:
             return []
         return [
@@ -304,21 +304,21 @@ class RewardModelEnvironment(EnvironmentInterface):
             if reference_of(task.metadata) is None
         ]
 
-    # ------------------------------------------------------------------------------- figures
+    # ------------------------------------------------------------------------------- metrics
 
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """Measure the rewards of a batch.
+        """Compute the metrics of a batch's rewards.
 
-        Their names begin with `reward_model_env/`. Mean, least and largest of nothing are absent,
-        and so is the deviation (divided by n - 1) of fewer than two. Where the batch has `notes` of
+        Their names begin with `reward_model_env/`. Mean, minimum and maximum of nothing are absent,
+        and so is the deviation (divided by n - 1) of fewer than two. If the batch has `notes` of
         every conversation: `num_truncated` and, where scores are not the rewards, mean and
         deviation of the scores; and of their parts (`Score.parts`), as `part/<name>/mean` and
         `part/<name>/std`.
 
         Args:
-            batch: See `protocols.Environment`; any of its entries may be missing.
+            batch: The finished batch of `protocols.Environment`; any of its entries may be missing.
         """
         rewards = numbers(batch.get("rewards", ()))
         figures = batch_figures(batch) if "group_ids" in batch else {}
@@ -339,55 +339,55 @@ class RewardModelEnvironment(EnvironmentInterface):
         return batch, {f"{PREFIX}{name}": value for name, value in figures.items()}
 
     def end_batch(self, batch: Mapping[str, Any]) -> None:
-        """Let `normalize: running` go on from the scores of a batch; it needs its `notes`."""
+        """Update the statistics of `normalize: running` from the scores in a batch's `notes`."""
         notes = [note for note in batch.get("notes") or () if note is not None]
         self.transform.end_batch(
-            # A note without it is of an older checkpoint, where scores counted when they came.
+            # Notes of older checkpoints lack it: their scores counted when they came.
             [note["score"] - note["reference"] for note in notes if "reference" in note]
         )
 
     def noise_floor(self) -> float:
-        """Give the noise of the scores, as rewards: differences below it mean nothing.
+        """Return the noise of the scores, as rewards: smaller differences mean nothing.
 
-        Measured when it is first asked for: on the golden conversations that the model was saved
-        with, or else on the first that were judged. See `measure_noise`.
+        It is measured by `measure_noise` on the first call: on the golden conversations that the
+        model was saved with, or else on the first that were scored.
         """
         with self._lock:
             if self._noise is None:
-                found = self._noise_material()
+                found = self.noise_groups()
                 noise = noise_of(self._open(), found or PROBE)
                 self._noise = noise if found else None
                 return noise * self.transform.factor
             return self._noise * self.transform.factor
 
-    def _noise_material(self) -> list[Group]:
-        """Conversations to measure on, by prompt; none where there are too few."""
+    def noise_groups(self) -> list[Group]:
+        """Return conversations to measure the noise on, by prompt; empty if there are too few."""
         scorer = self._open()
         chosen = []
-        if isinstance(scorer, ContractScorer):
+        if isinstance(scorer, ModelScorer):
             chosen = [entry.messages for entry in scorer.contract.rules.golden]
         chosen = list(dict.fromkeys(chosen if len(chosen) > 1 else self._noise_probe.all()))
         return by_prompt(chosen) if len(chosen) > 1 else []
 
     def resting(self) -> contextlib.AbstractContextManager[None]:
-        """Give the memory of devices back meanwhile, where the run's own processes hold it."""
+        """Free the memory of devices within the context, where the run's own processes hold it."""
         return self._open().resting()
 
-    # --------------------------------------------------------------------- resuming, and the end
+    # --------------------------------------------------------------------- state, and the end
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a resumed run needs to judge as this one would, as JSON knows it."""
+        """Return what a resumed run needs to score as this one would, as JSON values."""
         return {"transform": self.transform.state_dict(), "noise": self._noise}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         self.transform.load_state_dict(state["transform"])
         self._noise = state["noise"]
 
     def shutdown(self) -> None:
-        """Let go of the model. Idempotent.
+        """Close the scorer. Idempotent.
 
-        A model of its own finishes what is under way; what another scorer has under way fails.
+        A model of its own finishes its running calls; the running calls of another scorer fail.
         """
         scorer, self._scorer = self._scorer, None
         if scorer is None:
@@ -399,33 +399,32 @@ class RewardModelEnvironment(EnvironmentInterface):
             torch.cuda.empty_cache()
 
     def __del__(self) -> None:
-        """The safety net of whoever forgot `shutdown`."""
+        """Close the scorer where `shutdown` was not called."""
         try:  # noqa: SIM105  when a process ends, contextlib may be gone
             self.shutdown()
         except Exception:
             pass
 
-    def _open(self) -> ContractScorer | BlockingScorer:
+    def _open(self) -> ModelScorer | BlockingScorer:
         scorer = self._scorer
         if scorer is None:
             raise EnvironmentFailedError("the reward-model environment was shut down")
         return scorer
 
-    def _with_contract(self) -> ContractScorer:
+    def _with_contract(self) -> ModelScorer:
         scorer = self._open()
-        if not isinstance(scorer, ContractScorer):
+        if not isinstance(scorer, ModelScorer):
             raise ConfigError("the scorer in use renders by itself: its tokens are not seen here")
         return scorer
 
 
 def _log(line: str) -> None:
-    """Write to the log; what somebody should see who waits is a warning there."""
+    # Waits and warnings are for the user to see, so they are warnings of the log too.
     is_urgent = line.startswith(("warning", "waiting"))
     logging.getLogger(__name__).log(logging.WARNING if is_urgent else logging.INFO, line)
 
 
 def _spread(what: str, values: Sequence[float]) -> dict[str, float]:
-    """Mean and standard deviation under the names that figures have."""
     figures = mean_of(f"mean_{what}", values)
     if len(values) > 1:
         mean = figures[f"mean_{what}"]
@@ -435,10 +434,10 @@ def _spread(what: str, values: Sequence[float]) -> dict[str, float]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Conversations on their way to a reward: read, given a reference, scored.
+# Scoring conversations: read, given a reference, and grouped.
 
 REFERENCE = "ground_truth"
-"""Where a task's metadata has its reference answer."""
+"""Metadata key of a task's reference answer."""
 NO_REFERENCE = (
     f"the metadata has no text '{REFERENCE}', and env.reward_model.transform.subtract_reference "
     "needs it"
@@ -447,7 +446,7 @@ NO_REFERENCE = (
 
 @dataclass(slots=True, kw_only=True)
 class Case:
-    """A conversation, and its reward or the reason why it has none."""
+    """Holds a conversation, and its reward or the reason why it has none."""
 
     conversation: Conversation = ()
     reference: Conversation = ()
@@ -457,13 +456,13 @@ class Case:
     failure: str | None = None
     score: float = math.nan
     parts: dict[str, float] = field(default_factory=dict)
-    """What the score came about from; see `Score.parts`."""
+    """Numbers that the score was combined from (`Score.parts`)."""
     reference_score: float = math.nan
     truncated: bool = False
     reward: float = math.nan
 
     def add_reference(self, info: Mapping[str, Any] | None) -> None:
-        """Take the task's own answer from its metadata; without one the case has failed."""
+        """Set the task's own answer from its metadata; without one the case fails."""
         answer = reference_of(info)
         if answer is None:
             self.failure = self.failure or NO_REFERENCE
@@ -472,7 +471,7 @@ class Case:
 
     @property
     def observation(self) -> str:
-        """Say what became of it."""
+        """Text of the environment's message on the result."""
         if self.failure is not None:
             return f"Environment: no reward ({self.failure})"
         return f"Environment: {self.reward:.6g}"
@@ -482,18 +481,18 @@ def read_case(message_log: MessageLog) -> Case:
     """Read a message log as a conversation that ends with an answer, or as a failure."""
     messages: list[Message] = []
     for number, message in enumerate(message_log, start=1):
-        said = message if isinstance(message, Mapping) else {}
-        role, content = said.get("role"), said.get("content")
+        fields = message if isinstance(message, Mapping) else {}
+        role, content = fields.get("role"), fields.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
             return Case(failure=f"message {number} has no role or no content that is text")
         if not _is_text(content):
-            return Case(failure=f"message {number} holds half a character (a lone surrogate)")
+            return Case(failure=f"message {number} contains an unpaired UTF-16 surrogate")
         messages.append(Message(role, content))
     if not messages or messages[-1].role != "assistant":
         ends = f"ends with a message of {messages[-1].role!r}" if messages else "has no message"
         return Case(
             conversation=tuple(messages),
-            failure=f"the conversation {ends}: there is no answer to judge",
+            failure=f"the conversation {ends}: there is no answer to score",
         )
     return Case(conversation=tuple(messages))
 
@@ -507,7 +506,7 @@ def _is_text(content: str) -> bool:
 
 
 def reference_of(info: Mapping[str, Any] | None) -> str | None:
-    """Find the reference answer in a task's metadata."""
+    """Return the reference answer in a task's metadata, if it has one."""
     answer = (info or {}).get(REFERENCE)
     return answer if isinstance(answer, str) and _is_text(answer) else None
 
@@ -520,19 +519,18 @@ def score_cases(
     reads_metadata: bool = False,
     judges_groups: bool = False,
 ) -> None:
-    """Fill in the scores, or why there are none.
-
-    What is said twice is scored once, or the order of sums would make a difference of nothing.
+    """Score cases, and store each score or failure in its case.
 
     Args:
-        cases: None of them has failed yet.
-        score: Scores groups; see `Scorer.score`.
+        cases: Cases without a failure so far.
+        score: Scores groups, as `Scorer.score` does.
         share_prompts: Whether conversations with the same prompt are one group.
-        reads_metadata: Whether the scorer reads it: then only those with the same are.
-        judges_groups: Whether it compares the completions of a group: then what is said twice is in
-            it twice, and reference answers are not among them.
+        reads_metadata: Whether the scorer reads metadata: then only those with the same are.
+        judges_groups: Whether the scorer compares the completions of a group: then equal ones are
+            in it twice, and reference answers are not among them.
     """
-    asked = _Asked(share_prompts, reads_metadata, judges_groups)
+    # Equal conversations are scored once, or the order of sums would make them differ.
+    asked = _Grouping(share_prompts, reads_metadata, judges_groups)
     places = [
         (
             asked.add(case, case.conversation),
@@ -557,8 +555,8 @@ def score_cases(
                 case.reference_score = given.value
 
 
-class _Asked:
-    """Conversations on their way into groups."""
+class _Grouping:
+    """Collects conversations into groups."""
 
     def __init__(self, share_prompts: bool, reads_metadata: bool, judges_groups: bool) -> None:
         self._share_prompts = share_prompts
@@ -572,7 +570,7 @@ class _Asked:
     def add(
         self, case: Case, conversation: Conversation, *, is_reference: bool = False
     ) -> tuple[int, int]:
-        """Add a conversation; give its group, and its place there."""
+        """Add a conversation; return its group, and its index there."""
         info = case.info if self._reads_metadata else {}
         key = (
             conversation[:-1] if self._share_prompts else conversation,
@@ -590,7 +588,7 @@ class _Asked:
         return place
 
     def groups(self) -> list[Group]:
-        """Give the groups that scores are asked for."""
+        """Return the groups to score."""
         return [
             _group(members, row, info)
             for row, (members, info) in enumerate(zip(self._members, self._infos, strict=True))
@@ -617,21 +615,22 @@ def _group(
 
 
 # --------------------------------------------------------------------------------------------------
-# From the scores of a reward model to rewards: reference, normalisation, scale, shift, clip.
+# Converting scores into rewards: reference, normalisation, scale, shift, clip.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Count, mean and sum of squared deviations of numbers seen so far, in float64."""
+    """Holds count, mean and sum of squared deviations of the numbers so far, in float64."""
 
     count: int = 0
     mean: float = 0.0
     squares: float = 0.0
 
     def joined(self, values: Sequence[float]) -> Moments:
-        """Take in more numbers; their order changes nothing, to the last bit.
+        """Add numbers; their order changes nothing, to the last bit.
 
-        Welford's update in the form for whole batches; the batch's own moments are exact sums.
+        This is Welford's update in the form for whole batches; the batch's own moments are exact
+        sums.
         """
         if not values:
             return self
@@ -647,25 +646,19 @@ class Moments:
 
     @property
     def std(self) -> float | None:
-        """Standard deviation, the sum divided by the count; None where it says nothing."""
+        """Standard deviation, the sum divided by the count; None where it is undefined."""
         if self.count < 2 or self.squares <= 0.0:
             return None
         return math.sqrt(self.squares / self.count)
 
 
 class ScoreTransform:
-    """What `ScoreTransformConfig` says is done to scores. Safe to call from several threads.
-
-    With `normalize: running` the mean and the deviation change only when a batch ends
-    (`end_batch`), and before the first has ended scores stay as they are. Were they to change with
-    every score, completions of one prompt that are judged at different times would be measured by
-    different rules, and learn from the difference.
-    """
+    """Converts scores into rewards as `ScoreTransformConfig` says; thread-safe."""
 
     def __init__(
         self, config: ScoreTransformConfig, *, stored: tuple[float | None, float | None]
     ) -> None:
-        """Check that the statistics asked for are there.
+        """Check that the required statistics are there.
 
         Args:
             config: The transform.
@@ -676,7 +669,7 @@ class ScoreTransform:
         """
         self.config = config
         self.seen = Moments()
-        """Of all scores of the batches that have ended."""
+        """Moments of all scores of the batches that have ended."""
         self._stored: tuple[float, float] | None = None
         if config.normalize == "stored":
             mean, std = stored
@@ -695,18 +688,18 @@ class ScoreTransform:
 
     @property
     def factor(self) -> float:
-        """How much a reward differs where the score differs by 1, short of the clip."""
+        """Change of a reward for a change of 1 in the score, within the clip."""
         return abs(self.config.scale) / self._mean_and_std()[1]
 
     def rewards(
         self, scores: Sequence[float], references: Sequence[float] | None = None
     ) -> list[float]:
-        """Make rewards of scores.
+        """Convert scores into rewards.
 
         Args:
-            scores: Of the conversations.
-            references: Of the reference answers to the same prompts, where they are subtracted.
-                Both are then measured from the stored mean, which cancels.
+            scores: Scores of the conversations.
+            references: Scores of the reference answers to the same prompts, where they are
+                subtracted. The stored mean then cancels out.
         """
         config = self.config
         if references is not None:
@@ -720,8 +713,12 @@ class ScoreTransform:
             rewards = [min(max(reward, low), high) for reward in rewards]
         return rewards
 
+    # With `normalize: running` the mean and the deviation change only when a batch ends, and before
+    # the first has ended scores stay as they are. Were they to change with every score, completions
+    # of one prompt that are scored at different times would be normalised differently, and the
+    # policy would learn from the difference.
     def end_batch(self, scores: Sequence[float]) -> None:
-        """Let the scores of a batch count from now on, less those of references."""
+        """Add a batch's scores, less those of references, to the running statistics."""
         if self.config.normalize == "running":
             self.seen = self.seen.joined(scores)
 
@@ -732,25 +729,26 @@ class ScoreTransform:
         return (0.0, 1.0) if seen.std is None else (seen.mean, seen.std)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a resumed run needs, as JSON knows it."""
+        """Return what a resumed run needs, as JSON values."""
         return {"seen": asdict(self.seen)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         self.seen = Moments(**state["seen"])
 
 
 # --------------------------------------------------------------------------------------------------
-# How far apart scores can be that mean the same: the noise of a scorer.
+# The noise of a scorer: how far apart its scores of the same conversation can be.
 
-MOST_PROBES = 8
+MAX_PROBES = 8
 """Conversations that the noise is measured on."""
 
 ScoreNow = Callable[[Sequence[Group]], list[tuple[Score, ...]]]
 
 RESOLUTION = 2.0**-24
-"""Half the distance of neighbouring float32 numbers, relative to their size: what rounding the
-score itself can hide."""
+"""Half the distance of neighbouring float32 numbers, relative to their size: the rounding error of
+the score itself.
+"""
 
 PROBE = tuple(
     group_of((Message("user", asked),), answers, group_id=asked)
@@ -759,43 +757,42 @@ PROBE = tuple(
         ("How many are two and two?", ("Four.", "Two and two are five, as everybody knows.")),
     )
 )
-"""What the noise is measured on where nothing else is at hand."""
+"""Groups that the noise is measured on where there are no others."""
 
 
 class NoiseProbe:
-    """A few of many conversations: chosen by what they say, for who comes first is chance."""
+    """Keeps a few of many conversations, chosen by their hashes and not by their order."""
 
     def __init__(self) -> None:
         self._by_digest: dict[str, Conversation] = {}
         self._lock = threading.Lock()
 
     def add(self, conversations: Iterable[Conversation]) -> None:
-        """Keep some of them, perhaps instead of others."""
+        """Add conversations, and keep those with the smallest hashes."""
         with self._lock:
             for conversation in conversations:
                 digest = hashlib.blake2b(repr(conversation).encode("utf-8", "replace"))
                 self._by_digest[digest.hexdigest()] = conversation
-            while len(self._by_digest) > MOST_PROBES:
+            while len(self._by_digest) > MAX_PROBES:
                 del self._by_digest[max(self._by_digest)]
 
     def all(self) -> list[Conversation]:
-        """Give those that were kept, in an order of their own."""
+        """Return the kept conversations, in the order of their hashes."""
         with self._lock:
             return [self._by_digest[digest] for digest in sorted(self._by_digest)]
 
 
-def noise_of(scorer: ContractScorer | BlockingScorer, groups: Sequence[Group]) -> float:
+def noise_of(scorer: ModelScorer | BlockingScorer, groups: Sequence[Group]) -> float:
     """Measure the noise of a scorer; it is 0 where nothing can be scored."""
-    if isinstance(scorer, LoopScorer):  # which would remember what it is asked several times
+    if isinstance(scorer, LoopScorer):  # which would answer repetitions from its cache
         return scorer.directly(lambda model: noise_of(model, groups))
     with contextlib.suppress(ValueError):
         if isinstance(scorer, BlockingScorer):
             return measure_noise(scorer.score_afresh, groups)
-        if not scorer.has_exact_scores:
-            return measure_noise(scorer.score_now, groups)
-        # Not every device and not every kernel knows float64, or has the memory.
-        with contextlib.suppress(RuntimeError, TypeError):
-            return measure_noise(scorer.score_now, groups, exact=scorer.score_exactly)
+        if isinstance(scorer, ContractScorer) and scorer.has_exact_scores:
+            # Not every device and kernel supports float64, or has the memory.
+            with contextlib.suppress(RuntimeError, TypeError):
+                return measure_noise(scorer.score_now, groups, exact=scorer.score_exactly)
         return measure_noise(scorer.score_now, groups)
     return 0.0
 
@@ -805,21 +802,21 @@ def measure_noise(
 ) -> float:
     """Measure the noise of a scorer in units of its scores: about one standard deviation.
 
-    A conversation has one true score, but sums are rounded, and how depends on what is said and on
-    what is computed with it. So two things are measured, and the larger is the result; it is never
-    less than a float32 number can resolve.
+    A conversation has one true score, but sums are rounded, and how depends on the conversation and
+    on the rest of its batch. So two noises are measured, and the larger is the result; it is never
+    less than the resolution of float32.
 
-    - In different company: every conversation is scored beside the other answers to its prompt,
-      entirely alone, with its prompt to itself among all others, and with everything in reversed
-      order. The root mean square of the largest deviations from a conversation's own mean.
+    - Across batches: every conversation is scored beside the other answers to its prompt, entirely
+    alone, with its prompt to itself among all others, and with everything in reversed order. The
+    noise is the root mean square of the largest deviations from a conversation's own mean.
     - Against exact scores, where there are any: the standard deviation of the error among the
-      answers to one prompt. An error that they share moves no comparison. Arithmetic that rounds
-      the same way in any company, as bfloat16 on a CPU may, shows its noise only here.
+    answers to one prompt. An error that they share affects no comparison. Arithmetic that rounds
+    the same way in any batch, as bfloat16 on a CPU may, shows its noise only here.
 
     Args:
-        score: Scores groups; see `Scorer.score`.
-        groups: What is scored. Two prompts with two answers each are the least that makes every
-            layout a different one.
+        score: Scores groups, as `Scorer.score` does.
+        groups: Groups to score. At least two prompts with two answers each are needed for all
+            layouts to differ.
         exact: Scores them in a higher precision.
 
     Raises:
@@ -828,13 +825,13 @@ def measure_noise(
     together = score(groups)
     sizes = [value for value in _values(together) if value is not None]
     size = _root_mean_square(sizes) if sizes else 0.0
-    found = [_of_company(score, groups, together), RESOLUTION * size]
+    found = [_noise_across_batches(score, groups, together), RESOLUTION * size]
     if exact is not None:
-        found.append(_of_rounding(together, exact(groups)))
+        found.append(_noise_of_rounding(together, exact(groups)))
     return max(found)
 
 
-def _of_company(
+def _noise_across_batches(
     score: ScoreNow, groups: Sequence[Group], together: Sequence[tuple[Score, ...]]
 ) -> float:
     alone = [replace(g, completions_G=(c,)) for g in groups for c in g.completions_G]
@@ -856,8 +853,10 @@ def _of_company(
     return _root_mean_square(deviations)
 
 
-def _of_rounding(rounded: Sequence[tuple[Score, ...]], exact: Sequence[tuple[Score, ...]]) -> float:
-    """Deviation of the errors within groups, pooled; over all where every group has only one."""
+def _noise_of_rounding(
+    rounded: Sequence[tuple[Score, ...]], exact: Sequence[tuple[Score, ...]]
+) -> float:
+    """Return the pooled deviation of errors within groups, or over all single ones."""
     errors_BG = [
         [
             a.value - b.value
@@ -886,29 +885,29 @@ def _root_mean_square(values: Sequence[float]) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# From the section of the environment to what its scorer is opened by.
+# The scorer's spec, made from the section of the environment.
 
 WHERE = "env.reward_model"
-"""What the section is called in messages."""
+"""Name of the section in messages."""
 IN_THE_SECTION = Terms(
     {"policy": WHERE, "policy.max_total_sequence_length": f"{WHERE}.max_model_len"}
 )
-"""Errors about a model, for whoever wrote the section of the environment."""
+"""Names of keys in errors about a model, for the user who wrote the section."""
 
 
 def scorer_spec_of(config: RewardModelEnvironmentConfig, *, device: Device) -> ScorerSpec:
-    """What the section says gives the scores.
+    """Convert the section into a scorer's spec.
 
     Args:
         config: The section.
-        device: Where models go.
+        device: Device of models.
 
     Raises:
-        ConfigError: A setting of the section cannot be used for a model that judges.
+        ConfigError: A setting cannot be used for a model that scores.
     """
     if config.models is None:
         return _of_source(config, config, device, ())
-    # Keys that a member does not have are those of the section.
+    # Keys that a member does not have are read from the section.
     shared = RewardModelEnvironmentConfig.model_fields.keys() - EnsemblePart.model_fields.keys()
     its_own = {f"{WHERE}.{key}": f"{WHERE}.{key}" for key in shared}
     members = []
@@ -990,15 +989,15 @@ def _of_source(
 
 
 def _check_parallel(parallel: DTensorConfig) -> None:
-    """Refuse ways to spread a model that judges which are not built.
+    """Raise an error for parallelism that reward models do not support.
 
     Raises:
-        ConfigError: The first of them.
+        ConfigError: Names the first such setting.
     """
     for key in ("context_parallel_size", "sequence_parallel", "cpu_offload"):
         if getattr(parallel, key) != getattr(DTensorConfig(), key):
             raise ConfigError(
-                f"{WHERE}.dtensor_cfg.{key}: a reward model that judges is spread by "
+                f"{WHERE}.dtensor_cfg.{key}: a reward model that scores is sharded by "
                 "tensor_parallel_size alone; set it to its default"
             )
     if parallel.lora_cfg.enabled:
@@ -1009,14 +1008,14 @@ def _check_parallel(parallel: DTensorConfig) -> None:
 
 
 def merges(scorer: Scorer) -> bool:
-    """Whether completions of a prompt may come one by one and nothing is computed twice for it."""
+    """Whether completions of a prompt may come one by one without repeated computation."""
     if isinstance(scorer, EnsembleScorer):
         return all(merges(member.scorer) for member in scorer.members)
-    return isinstance(scorer, LoopScorer) or not isinstance(scorer, ContractScorer)
+    return isinstance(scorer, LoopScorer) or not isinstance(scorer, ModelScorer)
 
 
 # --------------------------------------------------------------------------------------------------
-# What an actor with a reward model needs: a GPU of its own, or a group of ranks beside it.
+# An actor with a reward model: on a GPU of its own, or with a group of ranks beside it.
 
 Given = RewardModelEnvironmentConfig | Mapping[str, Any]
 
@@ -1028,7 +1027,7 @@ def gpus_of_actor(
     device: Device = "auto",
     say: Say | None = None,
 ) -> float:
-    """Count the GPUs of the actor itself; `RewardModelEnvironment` has the arguments.
+    """Count the GPUs of the actor itself; `RewardModelEnvironment` describes the arguments.
 
     Raises:
         ConfigError: The settings are wrong.
@@ -1049,7 +1048,7 @@ def make_in_actor(
     """Make the environment, with its model in several ranks where its settings ask for them.
 
     Raises:
-        UserError: A setting, or a model, that cannot be used.
+        UserError: A setting or a model cannot be used.
     """
     settings = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
     opening = None
@@ -1059,12 +1058,11 @@ def make_in_actor(
 
 
 def _has_ranks(config: RewardModelEnvironmentConfig) -> bool:
-    """Whether its model is in actors beside this one."""
     return config.loads_model and not config.uses_vllm and ranks_of(config).num_ranks > 1
 
 
 def ranks_of(config: RewardModelEnvironmentConfig) -> ParallelShape:
-    """Count replicas and ranks: those of one, if `resources` does not say how many in all.
+    """Count replicas and ranks; without `resources` there is one replica.
 
     Raises:
         ConfigError: The slots cannot be divided into replicas.
@@ -1082,7 +1080,7 @@ def ranks_of(config: RewardModelEnvironmentConfig) -> ParallelShape:
 
 
 def _placement_beside(config: RewardModelEnvironmentConfig, *, device: Device) -> ScorerPlacement:
-    """Actors of this one's cluster, which end with this process at the latest."""
+    # Actors of the same cluster, which end with this process at the latest.
     from laurel.workers.ray_actor import GroupBeside, has_gpus
     from laurel.workers.reservations import Resources
 

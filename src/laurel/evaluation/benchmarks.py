@@ -122,6 +122,7 @@ def reduce_scores(
     ]
     if not scored:
         raise DataError(f"none of {len(rows)} rows can be compared: no two answers differ in rank")
+    # The baseline is measured by the same function on the same rows, so that the two compare.
     try:
         return Reduced(
             rows=scored,
@@ -239,6 +240,7 @@ def training_pairs(asked: BenchmarkOptions) -> TrainingPairs:
                     f"sample. Fix the file; laurel data check {path} shows what is wrong with it"
                 )
             notes.append(f"{path}: {said} and left out")
+        # Texts alone are compared, and the bag of words learns from them: no score is needed.
         for row in rows_of.rows_of_preferences(
             preferences, subset=path if len(asked.data) > 1 else None
         ):
@@ -259,6 +261,7 @@ def ordered_pairs(row: BenchmarkRow, scores_G: Sequence[Score]) -> list[ScoredPa
     ]
     return [
         ScoredPair(
+            # Ids of plain pairs stay those of their rows, by which results are compared.
             id=row.id if len(texts) == 2 else f"{row.id}:{better}>{worse}",
             prompt=row.group.prompt,
             chosen=texts[better],
@@ -424,7 +427,7 @@ class BenchmarkSet:
     num_read: int
     """The number of rows before the selection."""
     reading_notes: tuple[str, ...] = ()
-    """What `Benchmark.read` said of rows that it left out."""
+    """Messages of `Benchmark.read` about rows that it left out."""
 
     @classmethod
     def load(cls, name: str, config: BenchmarkSetConfig) -> BenchmarkSet:
@@ -458,6 +461,7 @@ class BenchmarkSet:
                 raise DataError(
                     f"max_samples={config.max_samples} leaves none of its rows; raise it"
                 )
+            # Raises here, before any training, where no figure can be computed from the rows.
             chosen.possible()
         except DataError as error:
             raise DataError(f"{name} (benchmark {config.benchmark}): {error}") from error
@@ -498,6 +502,7 @@ class BenchmarkSet:
             (ALL_ROWS, every.value),
             ("longer_wins_baseline", share("", found.baseline.credits.values()).value),
         ]
+        # A final score of a sample could be taken for that of the benchmark.
         if not self.is_cut:
             named.insert(0, (FINAL, measured.final.value))
             named.append(("longer_wins_final_score", found.baseline.final.value))
@@ -519,6 +524,7 @@ class BenchmarkSet:
 
     def notes(self) -> list[str]:
         """Return the caveats that a reader needs beside the figures."""
+        # Notes depend on the rows alone: equal scores for all answers bring them out.
         even = [[_EVEN] * len(row.group.completions_G) for row in self.rows]
         notes = list(self.reduced(even).measured.notes)
         if self.is_cut:

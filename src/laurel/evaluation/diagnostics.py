@@ -37,6 +37,7 @@ from laurel.evaluation.statistics import (
 from laurel.observe.metrics import spearman
 from laurel.types import Conversation, Group, Score, group_of
 
+# The ends show outliers, the 1 % and 99 % marks where saturation begins.
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 _EDGE = 0.01
 
@@ -88,6 +89,8 @@ def length_controlled_accuracy(
     longer, shorter = halves
     if longer is None or shorter is None:
         return None
+    # The halves are resampled apart, as if each had been collected by itself: one bootstrap over
+    # all pairs would also vary how many pairs each half has.
     # Other seeds for the halves: with one, both would be high in the same resamples.
     resamples = [
         resample_shares(
@@ -181,6 +184,8 @@ def score_distribution(pairs: Iterable[ScoredPair]) -> ScoreDistribution | None:
     by_answer: dict[tuple[Conversation, str], list[float]] = defaultdict(list)
     for prompt, text, score in answers:
         by_answer[prompt, text].append(score)
+    # Equal scores of different answers hint at a cut or a saturated head; of one answer they are
+    # expected, so answers are counted, not rows.
     owners = Counter(score for found in by_answer.values() for score in set(found))
     num_identical = sum(any(owners[score] > 1 for score in found) for found in by_answer.values())
     repeats = [max(found) - min(found) for found in by_answer.values() if len(found) > 1]
@@ -265,6 +270,7 @@ def kendall(values: Sequence[float], others: Sequence[float]) -> float | None:
 
     Counts are over pairs of positions. It is None where a side has fewer than two values.
     """
+    # Knight's algorithm (1966): sorted by one side, discordant pairs are inversions of the other.
     both = sorted(zip(values, others, strict=True))
     discordant = 0
     seen: list[float] = []
@@ -365,6 +371,7 @@ def best_temperature(differences: list[float]) -> float | None:
         return math.fsum(gap * _sigmoid(-sharpness * gap) for gap in gaps)
 
     low, high = 0.0, 1.0
+    # First an interval that holds the root, then bisection: the slope falls in the sharpness.
     while gain(high) > 0:
         low, high = high, 2 * high
     while high - low > _RELATIVE_PRECISION * high:
@@ -465,6 +472,7 @@ def find_leaks(
     """
     if not 0 < threshold <= 1:
         raise ConfigError(f"threshold={threshold}: must be above 0 and at most 1, e.g. {THRESHOLD}")
+    # Exact copies first: a lookup each. Only the other prompts are compared by their n-grams.
     same_pair: dict[tuple[str, frozenset[str]], str] = {}
     same_prompt: dict[str, str] = {}
     for pair in trained:
@@ -480,7 +488,7 @@ def find_leaks(
         is_exact = prompt in same_prompt
         similarity, other = (1.0, prompt) if is_exact else near.get(prompt, (0.0, ""))
         twin = same_pair.get(_pair_key(pair))
-        # That neither has a prompt is nothing that they share.
+        # Two empty prompts are no leak: without a prompt the answers have to be the same.
         if similarity and (prompt or twin is not None):
             leaks.append(
                 Leak(
@@ -558,6 +566,7 @@ def _grams(text: str) -> Grams:
     if not words:
         return np.zeros(0, np.uint64)
     numbers = np.array([_number_of(word) for word in words], np.uint64)
+    # A prompt of fewer words is one n-gram, so that short copies are found as well.
     width = min(GRAM_WORDS, len(words))
     # A polynomial modulo 2^64: the same words in another order are another number.
     powers = np.array([pow(_MULTIPLIER, k, 2**64) for k in range(1, width + 1)], np.uint64)
@@ -603,6 +612,7 @@ def _most_similar(
 def _without_templates(grams: Sequence[Grams]) -> list[Grams]:
     if not grams:
         return []
+    # Each prompt counts an n-gram once, so that this counts prompts.
     known, counts = np.unique(np.concatenate(list(grams)), return_counts=True)
     most = max(_TEMPLATE_PROMPTS, _TEMPLATE_SHARE * len(grams))
     templates = known[counts > most]
@@ -727,6 +737,7 @@ def sensitivity(
         made = {name: variant(text) for name, variant in variants.items()}
         return {_ORIGINAL: text} | {name: form for name, form in made.items() if form is not None}
 
+    # All forms of both answers go into one group: the prompt is encoded once for all of them.
     forms = [[forms_of(text) for text in (pair.chosen, pair.rejected)] for pair in pairs]
     groups = [
         group_of(
@@ -804,6 +815,7 @@ def _compare(name: str, pairs: Sequence[Sequence[_Answer]]) -> Sensitivity:
         for answer in formed
         if (changed := answer.variants[name]) is not None and answer.score is not None
     ]
+    # In units of the scores' own spread, shifts of different reward models can be compared.
     spread = pstdev(originals) if originals else 0.0
     quadruples = [
         (chosen.score, rejected.score, changed_chosen, changed_rejected)

@@ -95,6 +95,7 @@ def measure_rm_bench(rows: Sequence[ScoredList]) -> Measured:
         name: _levels(name, [row for part in names for row in by_part.get(part, [])])
         for name, names in DOMAINS.items()
     }
+    # Over domains, not over rows: the domains differ in size.
     sections = [
         mean_figure(level, [figures[i] for figures in domains.values()])
         for i, level in enumerate(LEVELS)

@@ -22,6 +22,7 @@ def reward_figures(rewards_BG: RewardsBG) -> dict[str, float]:
         any reward at all there is no mean.
     """
     scored_B = [[reward for reward in row if reward is not None] for row in rewards_BG]
+    # A task without any reward is left out: a mean of 0 would count a failure as a wrong answer.
     means = [fmean(row) for row in scored_B if row]
     figures: dict[str, float] = {}
     if means:
@@ -50,6 +51,7 @@ def pass_figures(rewards_BG: RewardsBG, *, passing: float = 1.0) -> dict[str, fl
     scored_B = [[reward for reward in row if reward is not None] for row in rewards_BG]
     most = max((len(row) for row in scored_B), default=0)
     figures: dict[str, float] = {}
+    # Tasks with failures have fewer completions: for each k only those with enough take part.
     for k in sorted({2**i for i in range(most.bit_length())} | {most}):
         chances = [
             pass_at(k, num_sampled=len(row), num_passed=sum(reward >= passing for reward in row))

@@ -86,6 +86,7 @@ def section_scores(accuracies: Mapping[str, float]) -> dict[str, float | None]:
     Returns:
         None for a section without any of its subsets: it is absent, not 0.
     """
+    # None, not 0, for what is absent: a 0 would be averaged.
     exact = _exact_sections(accuracies)
     return {name: float(exact[name]) if name in exact else None for name in SECTIONS}
 
@@ -108,6 +109,7 @@ def final_score(accuracies: Mapping[str, float]) -> float | None:
     sections = _exact_sections(accuracies)
     if len(sections) < len(SECTIONS):
         return None
+    # As in RewardBench: with the prior sets the mean has four and a half parts.
     prior = prior_score(accuracies)
     if prior is None:
         return float(sum(sections.values()) / len(sections))
@@ -257,6 +259,7 @@ def ties_score(rows: Sequence[ScoredList], *, zero_spread: ZeroSpread = "limit")
         for values in zip(*((ref.gap, tied.gap, tied.spread) for ref, tied in both), strict=True)
     )
     least_gaps = np.minimum(ref_gaps, tied_gaps)
+    # A spread of 0 gives +inf or -inf, whose tanh is the limit of 1 or -1; 0/0 counts 0 below.
     with np.errstate(divide="ignore", invalid="ignore"):
         clearness = np.tanh(least_gaps / spreads - 1)
     if zero_spread == "leave_out":

@@ -182,8 +182,10 @@ class RewardBenchContract(ScoringContract):
             cut = self.tokenizer(text, truncation=True, max_length=self.form.max_length)
             ids = cut["input_ids"]
         bos = self.tokenizer.bos_token_id
+        # The template writes BOS, and the tokenizer of the reference adds one more.
         start = int(bos is not None and ids[:2] == [bos, bos])
         end = len(ids)
+        # The reference finds the last token that is not padding; a text may end in such tokens.
         if self.rules.pooled == "last":
             while end and ids[end - 1] == self.ignored_id:
                 end -= 1
@@ -202,6 +204,7 @@ def by_position(prompt: Conversation, answer: Conversation) -> Conversation:
     """
     if len(answer) != 1:
         raise DataError(f"an answer of {len(answer)} messages, and {VERSION} knows those of one")
+    # By turns the last message of such a prompt would be the assistant's.
     if len(prompt) % 2 == 0:
         raise DataError(
             f"a prompt of {len(prompt)} messages, at which {VERSION} stops: it takes them for user "

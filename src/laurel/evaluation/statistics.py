@@ -224,6 +224,7 @@ def bins_of(values: Sequence[float], num_bins: int) -> list[tuple[float, float]]
     distinct = sorted(set(ordered))
     if len(distinct) <= num_bins:
         return [(value, value) for value in distinct]
+    # Equal values stay in one bin, so bins can be fewer and uneven: a split value would be random.
     # A bin starts at the value that stands first in its share of the row, if that is a new one.
     starts = sorted({ordered[len(ordered) * index // num_bins] for index in range(num_bins)})
     positions = [distinct.index(start) for start in starts]
@@ -286,6 +287,7 @@ def sign_test(num_first: int, num_second: int) -> float:
     if num_first < 0 or num_second < 0:
         raise ValueError(f"counts are {num_first} and {num_second}")
     throws = num_first + num_second
+    # Whole numbers up to the division: exact for any count.
     as_uneven = sum(math.comb(throws, k) for k in range(min(num_first, num_second) + 1))
     return min(1.0, 2 * as_uneven / (1 << throws))
 
@@ -351,6 +353,7 @@ def shares_by_subset(rows: Iterable[tuple[str | None, float | None]]) -> dict[st
 
 def mean_figure(name: str, figures: Sequence[Figure]) -> Figure:
     """Return the plain mean of figures; its value is None where one of them, or all, are absent."""
+    # A mean over the present figures alone would be a figure of another benchmark.
     values = [figure.value for figure in figures if figure.value is not None]
     return Figure(
         name=name,
@@ -506,9 +509,11 @@ class BagOfWords:
         """
         if not pairs:
             raise DataError("the bag-of-words baseline needs at least one training pair")
+        # The same answer often stands in many pairs.
         known = {text: _bag(text) for pair in pairs for text in (pair.chosen, pair.rejected)}
         bags = [(known[pair.chosen], known[pair.rejected]) for pair in pairs]
         answers = Counter(word for sides in bags for bag in sides for word in bag)
+        # A word of a single answer would only memorise its pair.
         words = sorted(word for word, count in answers.items() if count >= least)
         index = {word: position for position, word in enumerate(words)}
         entries = [
@@ -565,6 +570,7 @@ def _minimise(
     weights = ahead = np.zeros(num_columns)
     first = 0.0
     for step in range(_MOST_STEPS):
+        # Beyond the clip the exponential overflows, and the sigmoid is 0 or 1 in float64 anyway.
         wrong = 1 / (1 + np.exp(np.clip(times(ahead), -500, 500)))
         gradient = decay * ahead - transposed_times(wrong) / num_rows
         size = float(np.linalg.norm(gradient))

@@ -56,6 +56,7 @@ def run_export(
 
         hub = hub or HfApi()
         check_hub(hub, options.push_to_hub)
+    # Everything that can fail in seconds comes before the weights are loaded, which takes minutes.
     tables = _tables(options, place, say)
     with messages.status("checking the files of the model"):
         for note in place.notes:
@@ -96,6 +97,7 @@ def check_target(path: Path, *, overwrite: bool, read_from: str) -> Path:
     source = Path(os.path.realpath(Path(read_from).expanduser()))
     if source.is_dir() and (target == source or target in source.parents):
         raise ConfigError(f"{asked} is, or holds, the model that is read ({source}); name another")
+    # Only a model is ever replaced: a mistyped path must not delete somebody's files.
     if target.is_dir() and any(target.iterdir()):
         if not overwrite:
             raise ConfigError(
@@ -110,6 +112,7 @@ def check_target(path: Path, *, overwrite: bool, read_from: str) -> Path:
             )
     elif target.exists() and not target.is_dir():
         raise ConfigError(f"{asked} is a file; name a directory")
+    # The nearest directory that exists decides whether the others can be made.
     there = target.parent
     while not there.exists():
         there = there.parent
@@ -209,6 +212,7 @@ def _kind(place: ModelPlace, *, safetensors_only: bool) -> Literal["reward model
         raise CheckpointError(
             f"the configuration of {place.name} cannot be read: {error}"
         ) from error
+    # A classifier without Laurel's file scores by its template; everything else writes text.
     is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)
     return "reward model" if is_classifier else "policy"
 
@@ -236,6 +240,7 @@ def check_hub(api: HfApi, name: str) -> None:
         raise ConfigError(
             f"--push-to-hub {name}: {first_line(error)} Give USER/MODEL, or MODEL for your own"
         ) from error
+    # Asked now: without a login the upload would fail after all the work.
     try:
         api.whoami()
     except Exception as error:  # of huggingface_hub, of its HTTP client, of the network

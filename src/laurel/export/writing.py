@@ -19,7 +19,7 @@ from laurel.models.checkpoint.export import (
     save_policy,
     save_reward_model,
 )
-from laurel.models.loading.policy import SHAPES, check_policy_paths, draw_probe, load_policy
+from laurel.models.loading.policy import SHAPES, check_policy_paths, load_policy, make_probe
 from laurel.models.loading.pretrained import DTYPES
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ModelSpec, hub_name
@@ -72,7 +72,8 @@ def write_policy(directory: Path, spec: ModelSpec, options: ExportOptions, say: 
     for note in loaded.notes:
         say(f"note    {note}")
     facts = facts_beside(name)
-    probe = draw_probe(model, SHAPES, seed=0)
+    # Random tokens: they reach weights that sentences would not, and need no data.
+    probe = make_probe(model, SHAPES, seed=0)
     model.eval()
     with model.without_gradients(), model.in_full_precision():
         expected_M = model(probe.batch(model.path)).logprobs_M.float().cpu().numpy()
@@ -137,6 +138,7 @@ def write_reward_model(
         say(f"note    {note}")
         facts = facts.model_copy(update={"notes": (*facts.notes, note)})
     contract = _contract(scorer, options, say)
+    # Golden conversations alone may be of one length: padding would not be tested.
     probes = [golden.messages for golden in contract.rules.golden]
     probes += [probe for probe in probes_for(contract) if probe not in probes]
     expected_NK = _scores(scorer, probes)
@@ -147,6 +149,7 @@ def write_reward_model(
     del scorer  # one model at a time
     gc.collect()
     tolerance = golden_tolerance(contract, options.dtype)
+    # First without Laurel, as other programs read it; then with Laurel, by the saved contract.
     found_NK = plain_scores(directory, probes, device=device)
     worst = _compare("plain transformers", found_NK, expected_NK, tolerance)
     say(
@@ -208,6 +211,7 @@ def _remove_bias(scorer: LocalScorer) -> float:
 def _contract(scorer: LocalScorer, options: ExportOptions, say: Say) -> ScoringContract:
     """Return the contract with golden scores of the weights as they are written."""
     contract = scorer.contract
+    # The golden scores are computed anew: those of the checkpoint are of its own precision.
     kept = [golden.messages for golden in contract.rules.golden]
     if options.without_conversations:
         kept = []

@@ -1,8 +1,8 @@
-"""From rewards to advantages: how much better than the alternatives each completion was.
+"""Compute advantages from rewards: how much better each completion is than its alternatives.
 
 All of it is float64 on the CPU. Statistics take two passes: deviations from a reward of the group
 first, squares of those afterwards, so rewards of 30 that differ by 0.01 keep their digits and equal
-rewards give exactly 0. A completion without a reward takes no part in anything and gets 0.
+rewards give exactly 0. A completion without a reward is ignored and gets 0.
 
 With `d_i` the reward of completion i minus its baseline (the mean of its group, or of the others):
 
@@ -15,7 +15,7 @@ With `d_i` the reward of completion i minus its baseline (the mean of its group,
 
 `/ s` means: by `s + std_eps`, or by `noise_floor_factor` times the noise if that is more; not at
 all where s is 0. The mean over the batch is subtracted only where no baseline has been: otherwise a
-group without a difference would be taught something by the other groups.
+group without a difference would be trained by the other groups.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageRule:
-    """How advantages are computed, with every null of the configuration resolved."""
+    """The rule for advantages, with every null of the configuration resolved."""
 
     name: Literal["grpo", "gdpo", "reinforce_plus_plus"]
     has_baseline: bool
@@ -68,13 +68,13 @@ class Advantages:
     """The advantages of a batch."""
 
     values_BG: list[Floats]
-    """Of each completion; 0 where it has no reward."""
+    """Advantage of each completion; 0 where it has no reward."""
     means_B: Floats
-    """Mean reward of each group; NaN where nobody has one."""
+    """Mean reward of each group; NaN where no completion has one."""
     stds_B: Floats
     """Standard deviation of the rewards of each group; 0 where fewer than two have one."""
     metrics: dict[str, float]
-    """See `compute_advantages`."""
+    """Metrics that `compute_advantages` lists."""
 
 
 def resolve(config: GRPOConfig) -> AdvantageRule:
@@ -111,7 +111,7 @@ def resolve(config: GRPOConfig) -> AdvantageRule:
 
 
 def teaches(values: Floats) -> bool:
-    """Tell whether any of these advantages moves the policy."""
+    """Report whether any of these advantages moves the policy."""
     return bool(np.any(values != 0.0))
 
 
@@ -132,7 +132,7 @@ def compute_advantages(
 
     Args:
         rewards_BG: None where a sample failed or is left out.
-        rule: What `resolve` makes of the `grpo` section.
+        rule: Result of `resolve` for the `grpo` section.
         noise: Standard deviation of the scorer's own noise, in units of the reward; or of that of
             each group, where their scorers differ.
         components_BG: The parts of each reward, for GDPO.
@@ -167,8 +167,6 @@ def compute_advantages(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Compared:
-    """Of each group, for its samples that have a reward."""
-
     values: list[Floats]
     noise: list[Floats]
     """Standard deviation of the scorer's noise in each value."""
@@ -201,7 +199,7 @@ def _by_component(
     rule: AdvantageRule,
     noise_B: Sequence[float],
 ) -> _Compared:
-    """GDPO."""
+    # GDPO, arXiv 2601.05242.
     samples = [
         [components for components, used in zip(row_G, used_G, strict=True) if used]
         for row_G, used_G in zip(components_BG or [()] * len(used_BG), used_BG, strict=True)
@@ -262,7 +260,6 @@ def _against_groups(
 
 
 def _over_batch(compared: _Compared, std: float, rule: AdvantageRule) -> _Compared:
-    """Divide everything by one deviation."""
     noises = np.concatenate([*compared.noise, np.zeros(0)])
     noise = float(np.sqrt(np.mean(noises**2))) if len(noises) else 0.0
     divisors, is_floor = _divisors(np.array([std]), rule, noise)
@@ -278,7 +275,7 @@ def _over_batch(compared: _Compared, std: float, rule: AdvantageRule) -> _Compar
 
 
 def _divisors(stds: Floats, rule: AdvantageRule, noise: float) -> tuple[Floats, bool]:
-    """What to divide by where the deviations are these, and whether the floor was used."""
+    # Returns the divisors, and whether the noise floor was used.
     floor = rule.noise_floor_factor * noise
     divisors = np.maximum(stds + rule.std_eps, floor)
     is_spread = stds > 0.0
@@ -290,10 +287,8 @@ def _divisors(stds: Floats, rule: AdvantageRule, noise: float) -> tuple[Floats, 
 
 
 def _centred(rows: Floats) -> Floats:
-    """Deviations from the mean along the last axis; exactly 0 where all are equal.
-
-    Sums run over sorted values, so the order of the samples changes no bit.
-    """
+    # Exactly 0 where all are equal. Sums run over sorted values, so the order of the samples
+    # changes no bit.
     ordered = np.sort(rows, axis=-1)
     if rows.shape[-1] == 0:
         return ordered
@@ -308,7 +303,7 @@ def _mean(row: Floats) -> float:
 
 
 def _deviation(rows: Floats, ddof: int) -> Floats:
-    """Standard deviation along the last axis; 0 where there are too few."""
+    # 0 where there are too few.
     n = rows.shape[-1]
     if n < 2:
         return np.zeros(rows.shape[:-1])
@@ -317,7 +312,7 @@ def _deviation(rows: Floats, ddof: int) -> Floats:
 
 
 def _spread(values: list[Floats], rule: AdvantageRule) -> float:
-    """Deviation over all groups in which there was something to compare."""
+    # Over all groups with samples to compare.
     compared = [row for row in values if len(row) > 1]
     return float(_deviation(np.concatenate([*compared, np.zeros(0)]), rule.std_ddof))
 
@@ -349,9 +344,9 @@ def _metrics(
         metrics["reward_group_std"] = float(stds_B[is_compared].mean())
         metrics["frac_reward_zero_std"] = float((stds_B[is_compared] == 0.0).mean())
     if np.isin(every, (0.0, 1.0)).all():
-        judged = [row for row in rewards if len(row)]
-        all_0 = 100.0 * float(np.mean([(row == 0.0).all() for row in judged]))
-        all_1 = 100.0 * float(np.mean([(row == 1.0).all() for row in judged]))
+        scored = [row for row in rewards if len(row)]
+        all_0 = 100.0 * float(np.mean([(row == 0.0).all() for row in scored]))
+        all_1 = 100.0 * float(np.mean([(row == 1.0).all() for row in scored]))
         metrics["baseline_reward/pct_0"] = all_0
         metrics["baseline_reward/pct_1"] = all_1
         metrics["baseline_reward/pct_mixed"] = 100.0 - all_0 - all_1
@@ -367,7 +362,7 @@ def _metrics(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapedRewards:
-    """The rewards that are learned from."""
+    """The rewards after shaping, from which advantages are computed."""
 
     rewards_BG: list[list[float | None]]
     """None where a sample failed, or was cut off and `overlong_filtering` leaves it out."""
@@ -377,14 +372,14 @@ class ShapedRewards:
 
 
 def scaled(reward: float, config: RewardScalingConfig) -> float:
-    """Cut a reward to the source range, and map it linearly to the target range."""
+    """Clip a reward to the source range, and map it linearly to the target range."""
     cut = min(max(reward, config.source_min), config.source_max)
     share = (cut - config.source_min) / (config.source_max - config.source_min)
     return config.target_min + share * (config.target_max - config.target_min)
 
 
 def slope(config: RewardScalingConfig) -> float:
-    """Say how much a scaled reward differs where the reward differs by 1."""
+    """Compute the factor of `scaled` on differences between rewards."""
     if not config.enabled:
         return 1.0
     width = config.target_max - config.target_min
@@ -392,14 +387,14 @@ def slope(config: RewardScalingConfig) -> float:
 
 
 def overlong_penalty(num_tokens: int, config: RewardShapingConfig, *, longest: int) -> float:
-    """Compute what a completion of this length loses (DAPO, arXiv 2503.14476); never below 0.
+    """Compute the penalty of a completion's length (DAPO, arXiv 2503.14476); never below 0.
 
     Nothing up to `max_response_length - overlong_buffer_length` tokens, `overlong_buffer_penalty`
     at `max_response_length`, a straight line in between and, as in NeMo RL, beyond.
 
     Args:
         num_tokens: Tokens that the policy wrote.
-        config: See there.
+        config: The section `grpo.reward_shaping`.
         longest: `max_response_length` where the configuration has none.
     """
     limit = config.max_response_length or longest
@@ -408,7 +403,7 @@ def overlong_penalty(num_tokens: int, config: RewardShapingConfig, *, longest: i
 
 
 def stopped_improperly(reward: float, *, coefficient: float) -> float:
-    """Lower the reward of a completion that was cut off: never more than it would have had.
+    """Lower the reward of a truncated completion: never more than its full reward.
 
     A positive reward is multiplied by the coefficient. Doing so to a negative one would raise it:
     that one is divided by the coefficient, or doubled where the coefficient is below 0.5.
@@ -419,7 +414,7 @@ def stopped_improperly(reward: float, *, coefficient: float) -> float:
 
 
 def shaped(rollout: Rollout, reward: float, config: RewardShapingConfig, *, longest: int) -> float:
-    """Take the penalty off a reward; a `stop_properly_penalty_coef` is the only one."""
+    """Subtract the penalty from a reward; a `stop_properly_penalty_coef` replaces it."""
     if config.stop_properly_penalty_coef is None:
         num_tokens = int(rollout.mask_L.sum())
         return reward - overlong_penalty(num_tokens, config, longest=longest)
@@ -434,8 +429,8 @@ def shape_rewards(
     """Shape rewards as `reward_scaling`, `reward_shaping` and `overlong_filtering` say.
 
     Args:
-        groups: The rollouts, judged.
-        config: See there.
+        groups: The rollouts with their rewards.
+        config: The section `grpo.reward_shaping`.
         longest: `policy.max_total_sequence_length`.
     """
     rewards_BG, penalties = list[list[float | None]](), list[float]()
@@ -482,10 +477,10 @@ def completion_divergence(
     where a log-probability is not finite, whatever the clamps.
 
     Args:
-        policy_L: Log-probabilities under the policy that drew the completion.
-        reference_L: The same under the reference.
+        policy_L: Log-probabilities under the policy that sampled the completion.
+        reference_L: Log-probabilities under the reference.
         mask_L: The policy's own tokens; what the others hold is not read.
-        config: See there.
+        config: The section `grpo.reward_shaping`.
     """
     given = reference_L[mask_L].astype(np.float64), policy_L[mask_L].astype(np.float64)
     if not np.isfinite(given).all():
@@ -511,7 +506,7 @@ NO_DIVERGENCE = "the divergence from the reference policy is not finite (loss_fn
 def fail_without_divergence(
     groups: Sequence[RolloutGroup], divergences_BG: Sequence[Sequence[float]]
 ) -> list[RolloutGroup]:
-    """Let completions with a reward and no finite divergence fail."""
+    """Fail completions that have a reward but no finite divergence."""
     return [
         replace(
             group,
@@ -527,7 +522,7 @@ def fail_without_divergence(
 
 
 def lacks_divergences(groups: Sequence[RolloutGroup]) -> bool:
-    """Tell whether no completion is left to learn from because of that."""
+    """Report whether no completion is left to train on for lack of a divergence."""
     failures = [rollout.failure for group in groups for rollout in group.rollouts_G]
     return None not in failures and NO_DIVERGENCE in failures
 
@@ -535,7 +530,7 @@ def lacks_divergences(groups: Sequence[RolloutGroup]) -> bool:
 def mean_divergence(
     rewards_BG: Sequence[Sequence[float | None]], divergences_BG: Sequence[Sequence[float]]
 ) -> dict[str, float]:
-    """Give `kl_in_reward`, the mean over the samples with a reward, if there is any."""
+    """Average `kl_in_reward` over the samples with a reward; empty without any."""
     rows = zip(rewards_BG, divergences_BG, strict=True)
     counted = [kl for row in rows for reward, kl in zip(*row, strict=True) if reward is not None]
     return {"kl_in_reward": float(np.mean(counted))} if counted else {}

@@ -1,4 +1,4 @@
-"""Completions on their way to environments: which of them go together, and how long it takes."""
+"""Scoring of completions by environments: which ones share a call, and timing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from laurel.environments.interface import (
     GROUP_ID,
     checked_return,
     column_of,
+    invalid_return,
     method_name,
     source_of,
-    unfit,
 )
 from laurel.errors import EnvironmentFailedError, WorkerError
 from laurel.observe.hub import is_installed, is_ours, line_of
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class RolloutInProgress:
-    """One completion in the making."""
+    """A completion that is being generated and scored, turn by turn."""
 
     index: int
     metadata: dict[str, Any] | None
     group_id: str = ""
-    """Of the group it belongs to."""
+    """Id of its group."""
     messages: list[Message] = field(default_factory=list)
     ids: list[TokenIds] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
@@ -61,10 +61,10 @@ class RolloutInProgress:
     note: Any = None
     stop_strings: tuple[str, ...] = ()
     observation: Mapping[str, str] = field(default_factory=dict)
-    """What the environment said last."""
+    """The environment's last observation."""
 
-    def say(self, generated: Generated) -> None:
-        """Take in a turn of the policy."""
+    def add_turn(self, generated: Generated) -> None:
+        """Append a turn of the policy."""
         self._append(generated.ids_L, True, generated.logprobs_L)
         self.messages.append(Message("assistant", generated.text))
         self.num_turns += 1
@@ -72,8 +72,8 @@ class RolloutInProgress:
         versions = (self.weight_version, generated.weight_version)
         self.weight_version = min(v for v in versions if v is not None)
 
-    def hear(self, observation: Mapping[str, str], ids: TokenIds) -> None:
-        """Take in what the environment says."""
+    def add_observation(self, observation: Mapping[str, str], ids: TokenIds) -> None:
+        """Append an observation of the environment."""
         self._append(ids, False, np.zeros(len(ids), dtype=np.float32))
         self.messages.append(Message(observation["role"], observation["content"]))
 
@@ -83,11 +83,11 @@ class RolloutInProgress:
         self.logprobs.append(np.asarray(logprobs, dtype=np.float32))
 
     def fail(self, reason: str) -> None:
-        """End without a reward."""
+        """End the rollout without a reward."""
         self.failure, self.is_over = reason, True
 
     def finished(self) -> Rollout:
-        """Give what became of it."""
+        """Convert it to a `Rollout`."""
         return Rollout(
             messages=tuple(self.messages),
             ids_L=_joined(self.ids),
@@ -112,10 +112,10 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 def take_verdict(
     step: Callable[..., Any], returned: Any, rollouts: Sequence[RolloutInProgress]
 ) -> None:
-    """Give each conversation its part of what `step` returned.
+    """Distribute the results of `step` over the conversations.
 
     Raises:
-        EnvironmentFailedError: It is no verdict on these conversations.
+        EnvironmentFailedError: The results do not match these conversations.
     """
     size = len(rollouts)
     verdict = checked_return(step, returned, size)
@@ -129,7 +129,9 @@ def take_verdict(
         for name, value in values.items():
             if failure is None and not np.isfinite(value):
                 what = f"the reward {value}" + (f" as {name!r}" if name else "")
-                failure = str(unfit(step, what, "a finite number, or a reason in `failures`"))
+                failure = str(
+                    invalid_return(step, what, "a finite number, or a reason in `failures`")
+                )
         is_message = isinstance(observation, Mapping) and all(
             isinstance(observation.get(key), str) for key in ("role", "content")
         )
@@ -155,39 +157,40 @@ PendingJudgement = tuple[Conversation, RolloutInProgress]
 """A prompt, and a conversation that began with it."""
 
 MAX_PARTS = 4
-"""A group that is judged in parts is divided into at most so many."""
+"""Maximum number of parts of a group that is scored in parts."""
 MIN_TOKEN_RATIO = 2
-"""A part is judged by itself from so many tokens on, as a multiple of those of its prompt."""
+"""A part is scored in a call of its own from this multiple of its prompt's tokens on."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RolloutStats:
-    """Where the time of a batch of rollouts went, in seconds, and what it brought."""
+    """The timing of a batch of rollouts in seconds, and its counts."""
 
     generation: float = 0.0
-    """From the first request to the last completion."""
+    """Time from the first request to the last completion."""
     environment: float = 0.0
-    """In environments, all calls added up."""
+    """Time in environments, summed over all calls."""
     judging: float = 0.0
-    """While at least one call of an environment was under way."""
+    """Time with at least one call of an environment in progress."""
     exposed: float = 0.0
-    """Waiting for environments after the last completion: what streaming did not hide."""
+    """Time waiting for environments after the last completion: not hidden by streaming."""
     num_tokens: int = 0
-    """Drawn in the time of `generation`, for groups that were left out too."""
+    """Tokens sampled during `generation`, including groups that were left out."""
     num_out_of_turns: int = 0
-    """Conversations that their environment did not end, with no turn left."""
+    """Conversations that ran out of turns before their environment ended them."""
     num_cut_off: int = 0
-    """Conversations that it did not end either, whose answer was cut off, or with no room left."""
+    """Conversations that were truncated, or ran out of room, before their environment ended
+    them."""
 
     @property
     def hidden_share(self) -> float | None:
-        """Give the share of the judging that was done while completions were drawn, 0 to 1."""
+        """Share of the scoring that overlapped with generation, 0 to 1."""
         if not self.judging:
             return None
         return max(0.0, 1.0 - self.exposed / self.judging)
 
-    def leave(self, rollout: RolloutInProgress, *, is_out_of_turns: bool) -> None:
-        """End a conversation that its environment would have gone on with, and count it."""
+    def end_unfinished(self, rollout: RolloutInProgress, *, is_out_of_turns: bool) -> None:
+        """End and count a conversation that its environment would have continued."""
         rollout.truncated = rollout.is_over = True
         if is_out_of_turns:
             self.num_out_of_turns += 1
@@ -199,11 +202,11 @@ class Calls:
     """The calls of environments for one batch, in one event loop."""
 
     def __init__(self, stats: RolloutStats, limit: int) -> None:
-        """Begin with none.
+        """Start without calls.
 
         Args:
             stats: The seconds that the calls take are added to it.
-            limit: How many run side by side.
+            limit: Maximum number of concurrent calls.
         """
         self.stats = stats
         self.slots = asyncio.Semaphore(limit)
@@ -212,7 +215,7 @@ class Calls:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Count a call of an environment, as long as it takes."""
+        """Time a call of an environment."""
         started = time.monotonic()
         if not self._num_open:
             self._began = started
@@ -228,24 +231,24 @@ class Calls:
 
 
 class Judges:
-    """Calls environments in threads, and gives conversations their verdicts or failures."""
+    """A caller of environments in threads; conversations receive their rewards or failures."""
 
     def __init__(self, *, timeout: float, num_threads: int) -> None:
-        """Hold no thread yet.
+        """Prepare the threads; none starts yet.
 
         Args:
-            timeout: Seconds of one call; of one that judges several groups, for each of them.
-            num_threads: Calls side by side.
+            timeout: Seconds of one call; a call for several groups gets this for each.
+            num_threads: Number of concurrent calls.
         """
         self._timeout = timeout
         self._threads = PatientThreads(num_threads, name="environment")
 
     def begin(self, stats: RolloutStats) -> Calls:
-        """Make what the calls for one batch have in common."""
+        """Make the state that the calls of one batch share."""
         return Calls(stats, self._threads.limit)
 
     def close(self) -> None:
-        """Let go of the threads."""
+        """End the threads."""
         self._threads.close()
 
     async def judge(
@@ -256,10 +259,10 @@ class Judges:
         *,
         num_groups: int = 1,
     ) -> None:
-        """Judge conversations in one call.
+        """Score conversations in one call of their environment.
 
         Raises:
-            WorkerError: Who judges is lost.
+            WorkerError: The environment's worker is lost.
         """
         rollouts = [rollout for _, rollout in pending]
         logs = [
@@ -279,22 +282,24 @@ class Judges:
             except GivenUpError:
                 for rollout in rollouts:
                     rollout.fail(f"timeout: no verdict within {timeout:g} s (env.timeout_seconds)")
-            except EnvironmentFailedError as error:  # which says whose fault it is, and where
+            except (
+                EnvironmentFailedError
+            ) as error:  # its message names the environment and the line
                 for rollout in rollouts:
                     rollout.fail(str(error))
             except Exception as error:  # an environment's own code: anything can come out of it
                 if isinstance(error, WorkerError) and error.is_lost:
-                    raise  # who judges is gone: not these samples' fault, nor the next ones'
+                    raise  # the worker is gone: not these samples' fault, nor the next ones'
                 for rollout in rollouts:
                     rollout.fail(described(error, environment.step))
 
 
-def judged_parts(
+def parts_to_judge(
     environment: Environment, rollouts: Sequence[RolloutInProgress]
 ) -> list[list[RolloutInProgress]]:
-    """Divide a group into those that are judged together, when the last of them has ended.
+    """Divide a group into parts that are scored together, once their last completion has ended.
 
-    Who comes with whom depends on their indices alone, never on who ends first.
+    The division depends on indices alone, never on the order of completion.
     """
     most = {"completion": len(rollouts), "part": MAX_PARTS}.get(environment.spec.judges, 1)
     size = -(-len(rollouts) // most)
@@ -304,10 +309,10 @@ def judged_parts(
 def worth_separate_call(
     part: Sequence[RolloutInProgress], environment: Environment, prompt_length: int
 ) -> bool:
-    """Tell whether a part is worth a call of its own, which computes the prompt once more.
+    """Report whether a part is worth a call of its own, which computes the prompt once more.
 
-    So at most half as much again is computed for a group as in one call. It depends on what was
-    said alone, so it is the same in every run.
+    This bounds the extra computation for a group at 50 %. The answer depends on the tokens alone,
+    so it is the same in every run.
     """
     if environment.spec.judges == "completion":
         return True
@@ -317,7 +322,7 @@ def worth_separate_call(
 
 
 def copy_reward_to_duplicates(rollouts: Iterable[RolloutInProgress]) -> None:
-    """Give what says the same, but was judged apart, the verdict of the first who said it."""
+    """Copy the reward of the first of equal conversations to those that were scored separately."""
     first_of: dict[Conversation, RolloutInProgress] = {}
     for rollout in rollouts:
         if rollout.failure is None:
@@ -327,26 +332,26 @@ def copy_reward_to_duplicates(rollouts: Iterable[RolloutInProgress]) -> None:
 
 
 class BatchBarrier:
-    """The groups of a batch that one environment judges together, in one call."""
+    """The groups of a batch that one environment scores together, in one call."""
 
     def __init__(self, num_groups: int) -> None:
         self._num_missing = num_groups
         self._pending: list[PendingJudgement] = []
-        self._is_judged = asyncio.Event()
+        self._is_done = asyncio.Event()
 
-    async def judged(
+    async def wait(
         self,
         pending: Sequence[PendingJudgement],
         judge: Callable[[Sequence[PendingJudgement]], Awaitable[None]],
     ) -> None:
-        """Come back when all are there and have been judged; the last one to come sees to it."""
+        """Wait until all groups have been scored; the last one to arrive makes the call."""
         self._pending += pending
         self._num_missing -= 1
         if self._num_missing:
-            await self._is_judged.wait()
+            await self._is_done.wait()
             return
         await judge(self._pending)
-        self._is_judged.set()
+        self._is_done.set()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -356,7 +361,7 @@ T = TypeVar("T")
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run them side by side; the first exception ends the others, and only then is it raised."""
+    """Run coroutines concurrently; the first exception cancels the others, then is raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -365,7 +370,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def end_all(tasks: Iterable[asyncio.Future[Any]], *, patience: float | None = None) -> None:
-    """Cancel what still runs and wait for it, for `patience` seconds at most."""
+    """Cancel unfinished tasks and wait for them, for `patience` seconds at most."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
@@ -377,14 +382,14 @@ async def end_all(tasks: Iterable[asyncio.Future[Any]], *, patience: float | Non
 
 
 class PatientThreads:
-    """Threads for calls that block, and may never come back.
+    """Threads for calls that block and may never return.
 
-    A call that is given up keeps its thread for as long as it wants; another takes its place, and
-    no thread keeps the process from ending.
+    An abandoned call keeps its thread; another thread takes its place, and none keeps the process
+    from ending.
     """
 
     def __init__(self, limit: int, *, name: str) -> None:
-        """Hold no thread yet; `limit` is how many calls run side by side."""
+        """Prepare at most `limit` threads; none starts yet."""
         self.limit = limit
         self._name = name
         self._idle: list[_Thread] = []
@@ -396,10 +401,10 @@ class PatientThreads:
         *arguments: Any,
         timeout: float,
     ) -> T:
-        """Call the function; what it returns is returned, what it raises is raised.
+        """Call the function in a thread; its result or exception is passed on.
 
         Args:
-            slots: Of the event loop; has `limit` places.
+            slots: Semaphore of the event loop, with `limit` places.
             function: Called in a thread.
             arguments: Its arguments.
             timeout: Seconds from when it is called, not from when it is asked for.
@@ -425,7 +430,7 @@ class PatientThreads:
         return outcome()
 
     def close(self) -> None:
-        """End every thread that has nothing to do, and wait until it is gone."""
+        """End all idle threads and wait for them."""
         idle, self._idle = self._idle, []
         for thread in idle:
             thread.end()
@@ -434,17 +439,17 @@ class PatientThreads:
 
 
 class GivenUpError(Exception):
-    """A call that took too long."""
+    """Raised for a call that took too long."""
 
 
 _Outcome = Callable[[], T]
 
 
 def described(error: BaseException, called: Callable[..., Any] | None = None) -> str:
-    """Describe an exception in one line, with the line of code that it comes from.
+    """Describe an exception in one line, with the line of code that raised it.
 
     Args:
-        error: What was raised.
+        error: The exception.
         called: The function whose author is to read it: the innermost line of
             its own, or of what else is neither Laurel's nor of a package, is shown.
     """
@@ -468,15 +473,14 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 class _Thread:
-    """Calls one function after the other."""
-
     def __init__(self, name: str) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def begin(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> Future[_Outcome[T]]:
-        """Call it. The future gets what came of it, to be called: it returns, or raises."""
+        # The future's value is a function that returns the result or raises the exception: an
+        # exception set on a future would lose its traceback.
         future: Future[_Outcome[T]] = Future()
 
         def work() -> None:
@@ -493,15 +497,13 @@ class _Thread:
         return future
 
     def end(self) -> None:
-        """Let the thread end when it comes back."""
         self._work.put(None)
 
     def join(self) -> None:
-        """Wait until it has ended."""
         self._thread.join()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-            # A tensor that this thread let go of while Python ends would abort the process.
+            # A tensor that this thread released while Python ends would abort the process.
             del work

@@ -1,8 +1,8 @@
-"""GRPO: the loop.
+"""The training loop of GRPO.
 
     tasks --> rollouts --> rewards --> advantages --> token forests --> log-probs --> loss --> step
 
-Everything it needs is made elsewhere (`run/grpo.py`) and handed in.
+Its parts are made in `run/grpo.py`.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ if TYPE_CHECKING:
 
 
 NUM_LOGGED = 32
-"""Completions of a validation that are kept with the metrics."""
+"""Validation completions that are logged with the metrics."""
 SHOWN = ("reward_mean", "accuracy", "avg_length", "truncation_rate", "num_failures")
 SHOWN_IF_ANY = ("truncation_rate", "num_failures")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOSettings:
-    """What a GRPO run is told of its configuration."""
+    """The settings of a GRPO run, resolved from its configuration."""
 
     grpo: GRPOConfig
     loss: PolicyLossConfig
@@ -88,13 +88,13 @@ class GRPOSettings:
     micro_batch_size: int
     """Groups of one forward pass where nothing is packed."""
     logprob_tokens: int
-    """Tokens of one forward pass that learns nothing."""
+    """Tokens of one forward pass without gradients."""
     updates_per_rollout: int
-    """Optimizer steps that learn from one batch of rollouts."""
+    """Optimizer steps that train on one batch of rollouts."""
 
 
 class GRPO(TrainingLoop):
-    """One GRPO run."""
+    """A GRPO run."""
 
     state: GRPORunState
 
@@ -110,20 +110,20 @@ class GRPO(TrainingLoop):
         )
 
     def run(self, position: Position) -> RunOutcome:
-        """Take all steps, from this position on."""
+        """Train from this position to the end."""
         if position.step > 0:  # a new generator knows nothing of the steps before
             self._hand_over(position.step)
             self.health.resumed(position.step)
         return super().run(position)
 
     def alarm(self) -> str | None:
-        """Say why the run is to end, if an alarm of `stop_on` is raised."""
+        """Return the reason to end the run, if an alarm of `stop_on` is raised."""
         return self.health.reason_to_stop
 
     # ------------------------------------------------------------------------------------- a step
 
     def step(self, position: Position) -> Position:
-        """Draw a batch, judge it, learn from it, and hand the weights over."""
+        """Take the batch of a step, train on it, and send the weights to the generator."""
         time, grpo = self.timers.time, self.settings.grpo
         num_groups = None if grpo.use_dynamic_sampling else grpo.num_prompts_per_step
         with time("total_step_time"):
@@ -150,7 +150,7 @@ class GRPO(TrainingLoop):
                 # A signal leaves little time to wait for what is ahead.
                 patience = grpo.stop_patience_seconds
                 self.parts.source.settle(is_patient=lambda: self.stop.seconds <= patience)
-            if self.stop.signal is None:  # else nothing more is drawn
+            if self.stop.signal is None:  # else no further batch is sampled
                 with time("prepare_for_generation/transfer_and_update_weights"):
                     has_changed = any(update.failure is None for update in updates)
                     self._hand_over(position.step + 1, has_changed=has_changed)
@@ -167,7 +167,6 @@ class GRPO(TrainingLoop):
         old: list[list[LogProbs]] | None,
         reference: list[list[LogProbs]] | None,
     ) -> tuple[list[PolicyLabels], Advantages, dict[str, float]]:
-        """From rewards to what the loss reads."""
         settings, kl_BG = self.settings, list[list[float]]()
         if settings.loss.use_kl_in_reward and reference is not None:
             kl_BG = [
@@ -214,10 +213,8 @@ class GRPO(TrainingLoop):
     def _logprobs(
         self, groups: Sequence[RolloutGroup]
     ) -> tuple[list[list[LogProbs]] | None, list[list[LogProbs]] | None]:
-        """The old log-probabilities, where they are needed, and the reference's.
-
-        Of a single update they are not: what it computes itself are the old ones.
-        """
+        # A single update needs no old log-probabilities: those that it computes itself are the old
+        # ones.
         parts, settings = self.parts, self.settings
 
         def of(asked: ModelRole) -> list[list[LogProbs]]:
@@ -239,10 +236,8 @@ class GRPO(TrainingLoop):
     def _learn(
         self, groups: Sequence[RolloutGroup], labels: Sequence[PolicyLabels]
     ) -> list[Update]:
-        """The optimizer steps of these rollouts; none where no completion beats another.
-
-        Adam would move the weights even with a gradient of zero.
-        """
+        # Without a signal no optimizer step is taken: Adam would move the weights even with a
+        # gradient of zero.
         learner, batcher, settings = self.parts.learner, self.parts.batcher, self.settings
         tokens = [group.tokens() for group in groups]
         batches = global_batches(tokens, labels, PolicyLabels.subset, size=settings.batch_size)
@@ -259,7 +254,7 @@ class GRPO(TrainingLoop):
         return updates
 
     def _hand_over(self, version: int, *, has_changed: bool = True) -> None:
-        """Give the generator the new weights, or only their version where the step changed none."""
+        # Without a change only the version is sent.
         weights = self.parts.learner.weights(version)
         if not has_changed:
             weights = replace(weights, same_as=version - 1)
@@ -268,7 +263,7 @@ class GRPO(TrainingLoop):
     # --------------------------------------------------------------------------------- validating
 
     def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Validate the policy; the figures are by logged names, and by those of checkpoints."""
+        """Validate the policy; the metrics are by logged names, and by the names of checkpoints."""
         validation = self.parts.validation
         assert validation is not None
         with (
@@ -288,7 +283,7 @@ class GRPO(TrainingLoop):
             print_completions(self.progress.console, title, rows[:count], is_brief=not is_whole)
         table = [row.cells for row in rows[: max(count, NUM_LOGGED)]]
         self.logger.log_table("validation/completions", CompletionRow.columns(), table, step=step)
-        # What environments measure goes by their names, whoever asks.
+        # Metrics of environments have the same names in training and validation.
         logged = {f"validation/{k}": v for k, v in figures.items()}
         self.health.validated(step, groups, logged)
         logged["timing/validation/total_validation_time"] = seconds
@@ -376,7 +371,6 @@ class GRPO(TrainingLoop):
         return position.stepped(bad_steps=bad_steps, metrics=train_metrics)
 
     def _bad_steps(self, updates: Sequence[Update], step: int, batch: Batch, before: int) -> int:
-        """Bad steps in a row after this one: those of which nothing was applied."""
         reasons = [u.failure for u in updates if u.failure is not None]
         if not updates and lacks_divergences(batch.groups):
             reasons = [NO_DIVERGENCE]
@@ -397,7 +391,7 @@ _COUNTS = ("global_valid_toks", "global_valid_seqs", "num_valid_samples", "num_e
 
 
 def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Figures of the optimizer steps of a batch: extremes, totals of counts, means of the rest."""
+    # Extremes, totals of counts, means of the rest.
     figures: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in updates for name in metrics):
         values = [metrics[name] for metrics in updates if name in metrics]
@@ -416,11 +410,11 @@ def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyParts:
-    """What a GRPO run works with."""
+    """The parts of a GRPO run."""
 
     learner: Learner
     has_reference: bool = False
-    """The learner has one, as the divergence from it has a weight."""
+    """Whether the learner has a reference policy, as the divergence has a weight."""
     batcher: Batcher
     generator: Generator
     source: RolloutSource
@@ -428,19 +422,19 @@ class PolicyParts:
     validation: PolicyValidation | None
     pad_id: int
     generator_rests: bool = False
-    """The generator gives its memory back while the learner works on the same device."""
+    """Whether the generator releases device memory while the learner works on the same device."""
     learner_rests: bool = False
-    """And the learner while the generator draws."""
+    """Whether the learner releases device memory while the generator samples."""
     judges_rest: bool = False
-    """And reward models while the learner takes its steps."""
+    """Whether reward models release device memory during optimizer steps."""
 
     @property
     def noise(self) -> float:
-        """Give the standard deviation of the noise of the noisiest environment's rewards."""
+        """Standard deviation of the rewards of the noisiest environment."""
         return max((one.noise_floor() for one in self.environments.values()), default=0.0)
 
     def transfer_figures(self) -> dict[str, float]:
-        """Count what went wrong where weights travel in several ways."""
+        """Count failed transfers of weights, where there are several routes."""
         number = getattr(self.generator, "num_weight_fallbacks", None)
         return {} if number is None else {"performance/weight_transfer_fallbacks": float(number)}
 
@@ -448,7 +442,7 @@ class PolicyParts:
 
     @contextmanager
     def generator_at_rest(self, timers: Timers) -> Iterator[None]:
-        """Draw nothing meanwhile."""
+        """Put the generator to sleep for the duration."""
         if not self.generator_rests:
             yield
             return
@@ -461,12 +455,12 @@ class PolicyParts:
                 self.source.wait_for(self.generator.wake())
 
     def learner_at_rest(self) -> AbstractContextManager[None]:
-        """Learn nothing meanwhile."""
+        """Put the learner to sleep for the duration."""
         return self.learner.resting() if self.learner_rests else nullcontext()
 
     @contextmanager
     def judges_at_rest(self) -> Iterator[None]:
-        """Judge nothing meanwhile, by models that can rest."""
+        """Put reward models that can sleep to sleep for the duration."""
         with ExitStack() as stack:
             for environment in self.environments.values() if self.judges_rest else ():
                 stack.enter_context(environment.resting())
@@ -477,7 +471,7 @@ class PolicyParts:
 # Log-probabilities of many completions at once, under the policy or the reference.
 
 Logprobs = Callable[[Sequence[TokenForest | PaddedRows]], Iterable[TokenOutputs]]
-"""`Learner.outputs` of a policy."""
+"""A function that computes a policy's outputs, such as `Learner.outputs`."""
 
 
 def policy_logprobs(
@@ -490,10 +484,10 @@ def policy_logprobs(
     share_prompts: bool = True,
     dp_size: int = 1,
 ) -> list[list[LogProbs]]:
-    """Compute the log-probability of every completion's every token, without gradients.
+    """Compute the log-probability of every token of every completion, without gradients.
 
     Args:
-        outputs: Of the policy, or of the reference.
+        outputs: Outputs of the policy, or of the reference.
         groups: Prompts of at least one token, with their completions.
         path: How batches reach the model.
         batch_tokens: Token budget of one forward pass; larger groups are divided.

@@ -1,4 +1,4 @@
-"""What a batch of rollouts tells: lengths, turns, rewards, what environments measure, and alarms.
+"""Metrics of a batch of rollouts: lengths, turns, rewards, those of environments, and alarms.
 
 Names are NeMo RL's where it has one, TRL's where only it has one.
 """
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from laurel.config.environments import EnvironmentsConfig
-from laurel.environments.interface import unfit, value_kind
+from laurel.environments.interface import invalid_return, value_kind
 from laurel.errors import EnvironmentFailedError
 from laurel.grpo.judging import RolloutStats, described
 from laurel.observe.console import completion_text, shorten_middle
@@ -39,12 +39,12 @@ from laurel.types import Rollout, RolloutGroup
 if TYPE_CHECKING:
     from laurel.types import TokenIds
 
+# NeMo RL's environments write such prefixes before their metrics, e.g. `reward_model_env/`.
 _OWN_PREFIX = re.compile(r"^\w+_env/")
-"""What NeMo RL's environments write before their figures, e.g. `reward_model_env/`."""
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Measure all rollouts, judged or not; lengths are in tokens."""
+    """Measure all rollouts, with or without a reward; lengths are in tokens."""
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
     if not rollouts:
         return {}
@@ -77,23 +77,23 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         figures["completions/min_terminated_length"] = ended.min()
         figures["completions/max_terminated_length"] = ended.max()
     figures |= {f"reward/failed_{word}": n for word, n in failure_counts(groups).items()}
-    judged = [rollout for rollout in rollouts if rollout.reward is not None]
-    if judged:
-        rewards = np.array([r.reward for r in judged], dtype=np.float64)
+    scored = [rollout for rollout in rollouts if rollout.reward is not None]
+    if scored:
+        rewards = np.array([r.reward for r in scored], dtype=np.float64)
         figures |= {
             "reward": rewards.mean(),
             "reward_std": rewards.std(),
             "reward_min": rewards.min(),
             "reward_max": rewards.max(),
         }
-    for name in sorted({name for r in judged for name in r.components}):
-        part = [r.components[name] for r in judged if name in r.components]
+    for name in sorted({name for r in scored for name in r.components}):
+        part = [r.components[name] for r in scored if name in r.components]
         figures |= {f"rewards/{name}/mean": np.mean(part), f"rewards/{name}/std": np.std(part)}
     return {name: float(value) for name, value in figures.items()}
 
 
 def judging_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Measure where the time of environments went, and how much of it drawing has hidden."""
+    """Measure the time in environments, and how much of it overlapped with generation."""
     figures = {
         "timing/train/rollout/environment": stats.environment,
         "timing/train/rollout/environment_busy": stats.judging,
@@ -104,13 +104,13 @@ def judging_metrics(stats: RolloutStats) -> dict[str, float]:
 
 
 def unended_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Count conversations that ended though their environment would have gone on."""
+    """Count conversations that ended before their environment ended them."""
     found = {"unended_out_of_turns": stats.num_out_of_turns, "unended_cut_off": stats.num_cut_off}
     return {name: float(number) for name, number in found.items() if number}
 
 
 def unended_note(stats: RolloutStats, *, max_turns: int) -> str | None:
-    """Explain them; None where there are none, or a limit above 1 has ended them all."""
+    """Explain such conversations; None where there are none, or a limit above 1 ended them all."""
     said = []
     if stats.num_out_of_turns and max_turns == 1:
         said.append(
@@ -128,7 +128,7 @@ def unended_note(stats: RolloutStats, *, max_turns: int) -> str | None:
 
 
 def failures_with(figures: dict[str, float], left_out: Mapping[str, int]) -> dict[str, float]:
-    """Add the failures of groups that were left out of a batch to its figures.
+    """Add the failures of groups that were left out of a batch to its metrics.
 
     They are in the counters of each reason, but not in `num_failures`, which is of the batch.
     """
@@ -140,7 +140,7 @@ def failures_with(figures: dict[str, float], left_out: Mapping[str, int]) -> dic
 
 
 def failure_counts(groups: Sequence[RolloutGroup]) -> Counter[str]:
-    """Count completions without a reward, by the word for why (`failure_reason`)."""
+    """Count completions without a reward by reason (`failure_reason`)."""
     counts: Counter[str] = Counter()
     for failure in (r.failure for group in groups for r in group.rollouts_G):
         if failure is not None:
@@ -154,7 +154,7 @@ def failure_counts(groups: Sequence[RolloutGroup]) -> Counter[str]:
 def environment_metrics(
     groups: Sequence[RolloutGroup], environments: Mapping[str, Environment]
 ) -> dict[str, float]:
-    """Let each environment measure its own samples, as `env/<name>/<figure>`.
+    """Let each environment measure its own samples, as `env/<name>/<metric>`.
 
     Raises:
         EnvironmentFailedError: It raised something, or what it gave are no figures.
@@ -169,17 +169,17 @@ def environment_metrics(
             returned: Any = measure(environment_batch(own))
             if not isinstance(returned, tuple) or len(returned) != 2:
                 expected = "the batch, and a dictionary of figures"
-                raise unfit(measure, value_kind(returned), expected)
+                raise invalid_return(measure, value_kind(returned), expected)
             if not isinstance(returned[1], Mapping):
                 kind = f"{value_kind(returned[1])} as figures"
-                raise unfit(measure, kind, "a dictionary of numbers")
+                raise invalid_return(measure, kind, "a dictionary of numbers")
             bare = {_OWN_PREFIX.sub("", key): float(value) for key, value in returned[1].items()}
         figures |= {f"env/{name}/{key}": value for key, value in bare.items()}
     return figures
 
 
 def end_batch(groups: Sequence[RolloutGroup], environments: Mapping[str, Environment]) -> None:
-    """Let the state of environments go on from a batch that was learned from.
+    """Advance the state of environments past a batch that was trained on.
 
     Raises:
         EnvironmentFailedError: One of them raised something.
@@ -193,7 +193,7 @@ def end_batch(groups: Sequence[RolloutGroup], environments: Mapping[str, Environ
 
 @contextmanager
 def _own_code(environment: str, doing: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Say whose code it was that failed: anything can come out of an environment's own."""
+    # Any exception can come out of an environment's own code: the message names it.
     failed = f"the environment {environment!r} could not {doing} its batch"
     try:
         yield
@@ -208,31 +208,31 @@ def _own_code(environment: str, doing: str, method: Callable[..., Any]) -> Itera
 def environment_batch(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     """Make the batch that an environment measures (`protocols.Environment`)."""
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts_G]
-    judged = [(group, rollout) for group, rollout in pairs if rollout.reward is not None]
-    names = sorted({name for _, rollout in judged for name in rollout.components})
+    scored = [(group, rollout) for group, rollout in pairs if rollout.reward is not None]
+    names = sorted({name for _, rollout in scored for name in rollout.components})
     return {
         "message_log": [
             [{"role": m.role, "content": m.content} for m in (*g.task.prompt, *r.messages)]
-            for g, r in judged
+            for g, r in scored
         ],
-        "prompt": ["\n".join(m.content for m in g.task.prompt) for g, _ in judged],
-        "completion": ["".join(m.content for m in r.messages) for _, r in judged],
-        "group_ids": [g.id for g, _ in judged],
-        "rewards": torch.tensor([r.reward for _, r in judged], dtype=torch.float32),
+        "prompt": ["\n".join(m.content for m in g.task.prompt) for g, _ in scored],
+        "completion": ["".join(m.content for m in r.messages) for _, r in scored],
+        "group_ids": [g.id for g, _ in scored],
+        "rewards": torch.tensor([r.reward for _, r in scored], dtype=torch.float32),
         "components": {
             name: torch.tensor(
-                [r.components.get(name, 0.0) for _, r in judged], dtype=torch.float32
+                [r.components.get(name, 0.0) for _, r in scored], dtype=torch.float32
             )
             for name in names
         },
-        "is_end": torch.tensor([not r.truncated for _, r in judged], dtype=torch.bool),
-        "prompt_lengths": torch.tensor([len(g.prompt_ids) for g, _ in judged], dtype=torch.int64),
+        "is_end": torch.tensor([not r.truncated for _, r in scored], dtype=torch.bool),
+        "prompt_lengths": torch.tensor([len(g.prompt_ids) for g, _ in scored], dtype=torch.int64),
         "generation_lengths": torch.tensor(
-            [np.count_nonzero(r.mask_L) for _, r in judged], dtype=torch.int64
+            [np.count_nonzero(r.mask_L) for _, r in scored], dtype=torch.int64
         ),
-        "answers": [r.answer for _, r in judged],
-        "notes": [r.note for _, r in judged],
-        "num_failures": len(pairs) - len(judged),
+        "answers": [r.answer for _, r in scored],
+        "notes": [r.note for _, r in scored],
+        "num_failures": len(pairs) - len(scored),
     }
 
 
@@ -241,12 +241,12 @@ def environment_batch(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
 # `observe/health.py`; nothing here changes what is learned.
 
 HEALTH_FILE = "health.jsonl"
-"""In the run's log directory: a line for each alarm that rises or is over."""
+"""File in the run's log directory: a line for each alarm that is raised or ends."""
 NUM_SAMPLES = 3
 LONGEST_TEXT = 4000
 """Characters of a prompt or a completion that are kept as evidence."""
 GRAM = 4
-"""Tokens that are taken together to see whether they were said before."""
+"""Tokens in an n-gram of `repeated_share`."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _TABLE_BITS = 16
 _TABLE_SHIFT = np.uint64(64 - _TABLE_BITS)
@@ -260,14 +260,14 @@ def members_of(config: EnvironmentsConfig) -> tuple[str, ...]:
 
 
 class HealthWatch:
-    """Shows a run's figures to its alarms, and what these say to people."""
+    """The alarms of a run: fed with metrics, reported in the log and in `health.jsonl`."""
 
     def __init__(self, alarms: Alarms, *, run_dir: Path, say: Callable[[str], None]) -> None:
-        """Watch from now on.
+        """Set up the alarms.
 
         Args:
             alarms: Perhaps those of a checkpoint.
-            run_dir: Where `health.jsonl` goes.
+            run_dir: Directory of `health.jsonl`.
             say: Puts text on the console.
         """
         self._alarms = alarms
@@ -275,8 +275,8 @@ class HealthWatch:
         self._say = say
         self._is_enabled = alarms.config.enabled
         self._looked_for: set[str] = set()
-        self._told: set[str] = set()
-        """The alarms that were told at length."""
+        # The alarms that were explained in full.
+        self._explained: set[str] = set()
 
     @property
     def reason_to_stop(self) -> str | None:
@@ -288,7 +288,7 @@ class HealthWatch:
         return f"ended by an alarm: {rising} (grpo.health.stop_on); {self._path} has the evidence"
 
     def resumed(self, step: int) -> None:
-        """Take out what was written beyond the step of a checkpoint: it will come again."""
+        """Remove the lines beyond the step of a checkpoint: they will be written again."""
         if not self._path.is_file():
             return
         with self._path.open(encoding="utf-8", newline="\n") as lines:
@@ -299,16 +299,16 @@ class HealthWatch:
     def step(
         self, step: int, groups: Sequence[RolloutGroup], figures: Mapping[str, float]
     ) -> dict[str, float]:
-        """Show the alarms what a step has measured, and tell what they say.
+        """Feed the alarms with the metrics of a step, and report changes.
 
         Args:
             step: Its number.
             groups: Its rollouts.
-            figures: What it logs, by full names.
+            figures: Logged metrics, by full names.
 
         Returns:
             Figures to be logged with the others: what was measured for the alarms, and
-            `health/<alarm>`, 1 while it is raised and 0 otherwise, for those that can be judged.
+            `health/<alarm>`, 1 while it is raised and 0 otherwise, for those with enough data.
         """
         if not self._is_enabled:
             return {}
@@ -320,7 +320,7 @@ class HealthWatch:
     def validated(
         self, step: int, groups: Sequence[RolloutGroup], figures: Mapping[str, float]
     ) -> None:
-        """Show the alarms what a validation has measured, and tell what they say."""
+        """Feed the alarms with the metrics of a validation, and report changes."""
         if self._is_enabled:
             self._judge(step, groups, figures)
 
@@ -332,7 +332,7 @@ class HealthWatch:
             self._tell(event, groups)
 
     def _look_for_named(self, figures: Mapping[str, float]) -> None:
-        """Say once where a metric that the configuration names is not among the first figures."""
+        # A warning, once, where a metric that the configuration names is not among the first ones.
         config, kind = self._alarms.config, any(map(is_of_validation, figures))
         for key in ("gold_metric", "format_metric"):
             name = getattr(config, key)
@@ -351,8 +351,8 @@ class HealthWatch:
         found = event.finding
         is_raised = event.state == "raised"
         lines = [f"step {event.step}  alarm {event.state}: {event.alarm}", found.text]
-        if is_raised and event.alarm not in self._told:
-            self._told.add(event.alarm)
+        if is_raised and event.alarm not in self._explained:
+            self._explained.add(event.alarm)
             lines += [
                 f"{found.metric} = {found.value:.4g}, threshold {found.threshold:.4g}",
                 f"what people do: {event.advice}",
@@ -381,7 +381,7 @@ class HealthWatch:
 
 
 def _counts(line: str, *, until: int) -> bool:
-    """Whether an entry is whole, and of a step that will not come again."""
+    # The entry is whole, and of a step that will not be repeated.
     try:
         return line.endswith("\n") and int(json.loads(line)["step"]) <= until
     except (ValueError, KeyError, TypeError):  # a kill or a full disk came in the middle of it
@@ -414,7 +414,7 @@ def completion_figures(
 
 
 def repeated_share(ids_L: TokenIds) -> float | None:
-    """Give the share of a text's 4-grams of tokens that it has said before; None without any."""
+    """Measure the share of a text's 4-grams of tokens that repeat; None without any."""
     count = len(ids_L) - GRAM + 1
     if count < 1:
         return None
@@ -443,16 +443,15 @@ def repeated_share(ids_L: TokenIds) -> float | None:
 def length_correlation(groups: Sequence[RolloutGroup]) -> float | None:
     """Correlate reward and length within groups, over all of them.
 
-    None where nowhere both of them differ.
+    None where no group differs in both.
     """
     products = squares = other_squares = 0.0
     for group in groups:
-        judged = [
-            (r.reward, np.count_nonzero(r.mask_L)) for r in group.rollouts_G if r.reward is not None
-        ]
-        if len(judged) < 2:
+        rewarded = (r for r in group.rollouts_G if r.reward is not None)
+        scored = [(r.reward, np.count_nonzero(r.mask_L)) for r in rewarded]
+        if len(scored) < 2:
             continue
-        table = np.array(judged, dtype=np.float64)
+        table = np.array(scored, dtype=np.float64)
         rewards, lengths = (table - table.mean(axis=0)).T
         products += float(rewards @ lengths)
         squares += float(rewards @ rewards)
@@ -465,7 +464,7 @@ def length_correlation(groups: Sequence[RolloutGroup]) -> float | None:
 
 
 def samples_of(groups: Sequence[RolloutGroup], evidence: Evidence) -> list[dict[str, Any]]:
-    """Choose completions that show what an alarm is about, of different prompts if possible."""
+    """Choose completions that show an alarm's evidence, of different prompts if possible."""
     ordered = _ordered(groups, evidence)
     first: dict[str, Played] = {}
     for one in ordered:
@@ -488,16 +487,16 @@ def samples_of(groups: Sequence[RolloutGroup], evidence: Evidence) -> list[dict[
 
 
 def _ordered(groups: Sequence[RolloutGroup], evidence: Evidence) -> list[Played]:
-    """Those that show it, the clearest first; where equally clear, in the order of the batch."""
+    # The clearest first; where equally clear, in the order of the batch.
     played = [(group, rollout) for group in groups for rollout in group.rollouts_G]
     if evidence == "failed":
         return [one for one in played if one[1].failure is not None]
-    judged = [one for one in played if one[1].reward is not None]
+    scored = [one for one in played if one[1].reward is not None]
     if evidence == "cut_off":
-        return [one for one in judged if one[1].truncated]
+        return [one for one in scored if one[1].truncated]
     if evidence == "equal":
-        apart = [one for one in judged if _spread(one[0]) == 0.0]
-        return sorted(apart or judged, key=lambda one: _spread(one[0]))
+        apart = [one for one in scored if _spread(one[0]) == 0.0]
+        return sorted(apart or scored, key=lambda one: _spread(one[0]))
     clearness: dict[str, Callable[[Rollout], float]] = {
         "best": lambda r: -(r.reward or 0.0),
         "worst": lambda r: r.reward or 0.0,
@@ -505,7 +504,7 @@ def _ordered(groups: Sequence[RolloutGroup], evidence: Evidence) -> list[Played]
         "shortest": lambda r: float(r.mask_L.sum()),
         "repetitive": lambda r: -(repeated_share(r.ids_L[r.mask_L]) or 0.0),
     }
-    return sorted(judged, key=lambda one: clearness[evidence](one[1]))
+    return sorted(scored, key=lambda one: clearness[evidence](one[1]))
 
 
 def _spread(group: RolloutGroup) -> float:

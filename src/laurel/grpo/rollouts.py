@@ -1,9 +1,9 @@
-"""Playing tasks to their end: generate, judge, answer, generate again.
+"""Rollouts of tasks: generate, score, append observations, generate again.
 
 Everything streams. Requests of all tasks are with the generator at once; what it finishes goes to
 the environment at once, completion by completion where the environment can judge one alone, group
 by group otherwise, while the rest is still being generated. An environment may also ask for parts
-of a group, or to judge nothing before all has been drawn; see `protocols.Environment`.
+of a group, or for the whole batch; see `protocols.Environment`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from laurel.grpo.judging import (
     RolloutStats,
     copy_reward_to_duplicates,
     end_all,
-    judged_parts,
+    parts_to_judge,
     together,
     worth_separate_call,
 )
@@ -47,60 +47,55 @@ if TYPE_CHECKING:
 
 
 class Chat(Protocol):
-    """Turns conversations into the policy's tokens, as `models.chat.ChatFormat` does."""
+    """A chat format that tokenises conversations, as `models.chat.ChatFormat` does."""
 
     def prompt_ids(self, conversation: Conversation, /) -> TokenIds:
-        """Give the tokens of a conversation, up to where the policy begins to write."""
+        """Tokenise a conversation, up to where the policy begins to write."""
 
     def observation_ids(
         self, observation: Mapping[str, str], /, *, history: Conversation, turn_ids: TokenIds
     ) -> TokenIds:
-        """Give the tokens between the policy's turn, which has these tokens, and its next one.
+        """Tokenise what lies between the policy's turn, which has these tokens, and its next one.
 
-        `history` is what stands before the turn.
+        `history` is the conversation before the turn.
         """
 
 
 @dataclass(slots=True, kw_only=True)
 class _Batch:
-    """What the tasks of one call share."""
-
     numbers: tuple[int, ...]
     num_generations: int
     sampling: SamplingParams
     calls: Calls
+    # The groups of an environment that scores a whole batch wait here for each other.
     barriers: dict[str, BatchBarrier]
-    """Where the groups of an environment that judges a whole batch wait for each other."""
+    # Requests with completions outstanding.
     num_open: int = 0
-    """Requests that the generator owes something."""
+    # Time of the latest request or completion.
     last_news: float = field(default_factory=time.monotonic)
-    """When the latest of them was made, or a completion came."""
     last_completion: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RolloutContext:
-    """Where the conversations of one task are played."""
-
     task: Task
     environment: Environment
     prompt_ids: TokenIds
+    # Number of the batch, then of the task in it.
     numbers: tuple[int, ...]
-    """Of the batch, and of the task in it."""
     batch: _Batch
 
     @property
     def group_id(self) -> str:
-        """Give an id that is unique in the run."""
         return "-".join(map(str, self.numbers))
 
 
 CLOSING_SECONDS = 10.0
-"""How long a generator that failed may take to let go of its requests."""
+"""Seconds that a failed generator may take to release its requests."""
 
 
 class Rollouts:
-    """Plays batches of tasks with one generator and the environments of a run."""
+    """A runner of rollouts: one generator and the environments of a run."""
 
     def __init__(
         self,
@@ -116,19 +111,19 @@ class Rollouts:
         max_failed_share: float = 0.5,
         num_threads: int = 16,
     ) -> None:
-        """Hold what does not change during a run.
+        """Take the parts that do not change during a run.
 
         Args:
-            generator: Draws the completions.
-            environments: By the name that tasks ask for.
+            generator: Samples the completions.
+            environments: Environments by the name in tasks.
             chat: The policy's chat format.
             max_turns: Turns of the policy in one conversation, at most.
             max_length: Tokens of a whole conversation, at most.
             seed: Every completion's own seed follows from it, the batch, the task and its index.
             environment_timeout: Seconds of one call of an environment.
             generation_timeout: Seconds without any completion after which the engine is given up.
-            max_failed_share: Share of a batch that an environment may fail to judge.
-            num_threads: Calls of environments side by side.
+            max_failed_share: Share of a batch that may remain without a reward.
+            num_threads: Concurrent calls of environments.
         """
         self.generator = generator
         self.environments = environments
@@ -141,7 +136,7 @@ class Rollouts:
         self._judges = Judges(timeout=environment_timeout, num_threads=num_threads)
 
     def close(self) -> None:
-        """Let go of the threads; the generator and the environments are the caller's."""
+        """End the threads; the generator and the environments are the caller's."""
         self._judges.close()
 
     async def play(
@@ -154,7 +149,7 @@ class Rollouts:
         stats: RolloutStats | None = None,
         on_group: Callable[[RolloutGroup], None] = lambda group: None,
     ) -> list[RolloutGroup]:
-        """Play every task to its end.
+        """Run the rollouts of all tasks.
 
         Args:
             tasks: Their prompts fit into the context.
@@ -169,7 +164,7 @@ class Rollouts:
 
         Raises:
             EngineError: The generator died or is stuck.
-            WorkerError: Who judges is lost.
+            WorkerError: An environment's worker is lost.
         """
         stats = stats or RolloutStats()
         names = Counter(task.environment for task in tasks)
@@ -199,7 +194,7 @@ class Rollouts:
         return groups
 
     async def _watch(self, batch: _Batch) -> list[RolloutGroup]:
-        """Raise when the generator gives nothing any more."""
+        # A generator that is stuck gives no error by itself.
         limit = self.generation_timeout
         while True:
             quiet = time.monotonic() - batch.last_news if batch.num_open else 0.0
@@ -233,11 +228,11 @@ class Rollouts:
             for i in range(batch.num_generations)
         ]
         if (barrier := batch.barriers.get(task.environment)) is not None:
-            await self._drawn(context, rollouts)
-            await barrier.judged(_pending(context, rollouts), partial(self._judge, context))
-            await self._go_on(context, rollouts)
+            await self._sample_all(context, rollouts)
+            await barrier.wait(_pending(context, rollouts), partial(self._judge, context))
+            await self._run_further_turns(context, rollouts)
         else:
-            await self._judge_in_parts(context, judged_parts(environment, rollouts))
+            await self._judge_in_parts(context, parts_to_judge(environment, rollouts))
         if environment.spec.judges in ("completion", "part"):
             copy_reward_to_duplicates(rollouts)
         group = RolloutGroup(
@@ -249,63 +244,66 @@ class Rollouts:
         on_group(group)
         return group
 
-    async def _drawn(self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]) -> None:
-        async with aclosing(self._speak(context, rollouts)) as spoken:
-            async for _ in spoken:
+    async def _sample_all(
+        self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
+    ) -> None:
+        async with aclosing(self._sample_turn(context, rollouts)) as sampled:
+            async for _ in sampled:
                 pass
 
     async def _judge_in_parts(
         self, context: _RolloutContext, parts: Sequence[list[RolloutInProgress]]
     ) -> None:
-        """Play each part to its end as soon as all of it has ended, whatever the others do.
-
-        Those by which little would be gained wait for each other, and go on together at the end.
-        """
+        # Each part continues as soon as all of it has ended. Parts too short to repay computing the
+        # prompt once more are scored in one call at the end.
         part_of = {rollout.index: part for part in parts for rollout in part}
         missing = {id(part): len(part) for part in parts}
         waiting: list[RolloutInProgress] = []
         ends: list[asyncio.Task[None]] = []
         try:
-            async with aclosing(self._speak(context, [g for p in parts for g in p])) as spoken:
-                async for rollout in spoken:
+            async with aclosing(
+                self._sample_turn(context, [g for p in parts for g in p])
+            ) as sampled:
+                async for rollout in sampled:
                     part = part_of[rollout.index]
                     missing[id(part)] -= 1
                     if missing[id(part)]:
                         continue
                     if worth_separate_call(part, context.environment, len(context.prompt_ids)):
-                        ends.append(asyncio.ensure_future(self._play_on(context, part)))
+                        ends.append(asyncio.ensure_future(self._finish_part(context, part)))
                     else:
                         waiting += part
             if waiting:
                 waiting.sort(key=lambda rollout: rollout.index)
-                ends.append(asyncio.ensure_future(self._play_on(context, waiting)))
+                ends.append(asyncio.ensure_future(self._finish_part(context, waiting)))
             await asyncio.gather(*ends)
         finally:
             await end_all(ends)
 
-    async def _play_on(
+    async def _finish_part(
         self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
     ) -> None:
         await self._judge(context, _pending(context, rollouts))
-        await self._go_on(context, rollouts)
+        await self._run_further_turns(context, rollouts)
 
-    async def _go_on(self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]) -> None:
-        """Play conversations to their end, side by side, after the verdict on their first turn."""
+    async def _run_further_turns(
+        self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
+    ) -> None:
         for rollout in rollouts:
             self._continue(context, rollout)
-        # A task for each costs more than all else that a step does for a short conversation.
+        # A task for each would cost more than the rest of a step for a short conversation.
         await together(self._take_turns(context, r) for r in rollouts if not r.is_over)
 
     async def _take_turns(self, context: _RolloutContext, rollout: RolloutInProgress) -> None:
         while not rollout.is_over:
-            await self._drawn(context, [rollout])
+            await self._sample_all(context, [rollout])
             await self._judge(context, _pending(context, [rollout]))
             self._continue(context, rollout)
 
-    async def _speak(
+    async def _sample_turn(
         self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
     ) -> AsyncGenerator[RolloutInProgress, None]:
-        """One turn of the policy in conversations that are alike so far, each as it ends."""
+        # One turn of the policy in conversations that are equal so far, each as it ends.
         first, batch = rollouts[0], context.batch
         so_far = np.concatenate((context.prompt_ids, *first.ids))
         turn = f"-{first.index}-{first.num_turns}" if first.num_turns else ""
@@ -341,7 +339,7 @@ class Rollouts:
                         )
                     missing.remove(generated.index)
                     batch.calls.stats.num_tokens += len(generated.ids_L)
-                    rollouts[generated.index].say(generated)
+                    rollouts[generated.index].add_turn(generated)
                     yield rollouts[generated.index]
         finally:
             batch.num_open -= 1
@@ -351,12 +349,11 @@ class Rollouts:
             )
 
     def _continue(self, context: _RolloutContext, rollout: RolloutInProgress) -> None:
-        """Append what the environment said, unless the conversation is over by now."""
         if rollout.is_over:
             return
         stats = context.batch.calls.stats
         if rollout.truncated or rollout.num_turns >= self.max_turns:
-            stats.leave(rollout, is_out_of_turns=rollout.num_turns >= self.max_turns)
+            stats.end_unfinished(rollout, is_out_of_turns=rollout.num_turns >= self.max_turns)
             return
         history = (*context.task.prompt, *rollout.messages[:-1])
         try:
@@ -368,14 +365,14 @@ class Rollouts:
             return
         length = len(context.prompt_ids) + sum(map(len, rollout.ids)) + len(ids)
         if length >= self.max_length:
-            stats.leave(rollout, is_out_of_turns=False)
+            stats.end_unfinished(rollout, is_out_of_turns=False)
             return
-        rollout.hear(rollout.observation, ids)
+        rollout.add_observation(rollout.observation, ids)
 
     # ---------------------------------------------------------------------------------- judging
 
     async def _judge(self, context: _RolloutContext, pending: Sequence[PendingJudgement]) -> None:
-        """Judge conversations, of this task and perhaps of others, in one call."""
+        # The conversations may be of several tasks.
         num_groups = -(-len(pending) // context.batch.num_generations)
         await self._judges.judge(
             context.environment, pending, context.batch.calls, num_groups=num_groups
@@ -384,11 +381,11 @@ class Rollouts:
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
         """Raise EnvironmentFailedError where an environment failed on too many samples."""
         for name in self.environments:
-            judged = [r for g in groups if g.task.environment == name for r in g.rollouts_G]
-            failed = [r.failure for r in judged if r.failure is not None]
-            if failed and len(failed) > self._max_failed_share * len(judged):
+            samples = [r for g in groups if g.task.environment == name for r in g.rollouts_G]
+            failed = [r.failure for r in samples if r.failure is not None]
+            if failed and len(failed) > self._max_failed_share * len(samples):
                 raise EnvironmentFailedError(
-                    f"the environment {name!r} could not judge {len(failed)} of {len(judged)} "
+                    f"the environment {name!r} could not judge {len(failed)} of {len(samples)} "
                     f"samples, more than env.max_failed_share={self._max_failed_share:g} allows. "
                     f"The first reason: {failed[0].removeprefix('error: ')}"
                 )

@@ -1,11 +1,11 @@
-"""Where the batches of a GRPO run come from: played in the background, some of them ahead.
+"""The batches of a GRPO run: rollouts in a background thread, some of them ahead.
 
 Synchronous and asynchronous training are one loop. With `max_staleness` 0 a batch is begun when its
 step needs it; with more, the batches of the next steps are played while the learner works on this
 one, with the weights of this step. Batches are played one after the other and all of them are
-finished before weights change, so what a run draws depends on its seed alone, and a checkpoint
-holds the batches that were ahead. Only a run that is told to end does not wait for all of them:
-what is not finished then is as if it had never been begun, and will be drawn with newer weights.
+finished before weights change, so samples depend on the run's seed alone, and a checkpoint
+holds the batches that were ahead. Only a run that is asked to end does not wait for all of them:
+unfinished batches are dropped, and will be sampled with newer weights.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ class Batch:
     num_batches: int = 1
     """Batches of generation it took, with dynamic sampling."""
     num_discarded: int = 0
-    """Groups with a signal that were more than the step needs."""
+    """Groups with a signal beyond those that the step needs."""
     num_without_signal: int = 0
     """Groups that dynamic sampling left out."""
     num_replaced: int = 0
-    """Groups in whose place others were drawn, as too few of them have a reward."""
+    """Groups that were replaced because too few of their completions have a reward."""
     failures_left_out: dict[str, int] = field(default_factory=dict)
-    """Completions without a reward in groups that were left out, by the word for why."""
+    """Completions without a reward in groups that were left out, by reason."""
 
     def leave_out(self, groups: Sequence[RolloutGroup]) -> None:
-        """Count what failed in groups that the step will not see."""
+        """Count the failures in groups that the step will not use."""
         for word, number in failure_counts(groups).items():
             self.failures_left_out[word] = self.failures_left_out.get(word, 0) + number
 
 
 class BatchCollector:
-    """Plays the batches of a run, one after the other."""
+    """A collector of the batches of a run, one after the other."""
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class BatchCollector:
         shuffle: bool,
         noise: Callable[[str], float],
     ) -> None:
-        """Begin with the first task; see `RolloutSource` for the arguments."""
+        """Start at the first task; the arguments are those of `RolloutSource`."""
         self.tasks = tasks
         self.consumed = 0
-        """Tasks of the stream that batches were begun with."""
+        """Tasks of the stream that begun batches have used."""
         self._rollouts = rollouts
         self._config = config
         self._sampling = sampling
@@ -88,7 +88,7 @@ class BatchCollector:
         self._noise = noise
 
     async def play(self, step: int, *, on_group: Callable[[RolloutGroup], None]) -> Batch:
-        """Draw and judge the batch of a step.
+        """Collect the batch of a step.
 
         Args:
             step: From 0.
@@ -131,7 +131,8 @@ class BatchCollector:
     async def _play_until_valid(
         self, batch: Batch, limit: int, on_group: Callable[[RolloutGroup], None]
     ) -> Batch:
-        """Fill a batch with groups that have enough rewards; after so many tries, with others."""
+        # Groups without enough rewards are replaced by those of other tasks; the number of tries is
+        # limited.
         config, size = self._config, self._config.num_prompts_per_step
         everything: list[RolloutGroup] = []
         for number in range(limit):
@@ -160,7 +161,6 @@ class BatchCollector:
         raise AssertionError("a batch has at least one try")
 
     def _is_valid(self, group: RolloutGroup) -> bool:
-        """Whether enough of its completions have a reward."""
         num_valid = sum(rollout.reward is not None for rollout in group.rollouts_G)
         return num_valid >= min(self._config.min_valid_per_group, len(group.rollouts_G))
 
@@ -171,18 +171,14 @@ class BatchCollector:
         )
 
     def _next_tasks(self, batch: Batch) -> list[Task]:
-        """The tasks of one batch of generation, with dynamic sampling.
-
-        Raises:
-            NothingLeft: All epochs are used up.
-        """
+        # With dynamic sampling a step may need several batches of generation.
         config = self._config
         count = config.num_prompts_per_step
         num_tasks = max(config.max_num_epochs * len(self.tasks), count)
         count = min(round(count * config.batch_multiplier), num_tasks - self.consumed)
         if count <= 0:
             raise NothingLeft(
-                f"no step {batch.step + 1}: all {num_tasks} tasks have been drawn "
+                f"no step {batch.step + 1}: all {num_tasks} tasks have been sampled "
                 f"(grpo.max_num_epochs={config.max_num_epochs}), and "
                 f"{self._what_it_has(batch)}"
             )
@@ -191,7 +187,7 @@ class BatchCollector:
         return [self.tasks[row] for row in rows]
 
     def _has_signal(self, group: RolloutGroup) -> bool:
-        """Whether its rewards differ by more than the noise of who gave them."""
+        # Rewards must differ by more than their noise.
         used = [
             r
             for r in group.rollouts_G
@@ -224,22 +220,19 @@ SECONDS_BETWEEN_LOOKS = 0.1
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Ahead:
-    """A batch that has been asked for."""
-
     step: int
     future: Future[Batch] = field(default_factory=Future)
+    # Tasks used when it was begun. None: not yet begun, or it used none.
     before: int | None = None
-    """Where the stream was when it was begun. None: not yet, or it is where it was."""
 
     @property
     def is_finished(self) -> bool:
-        """Tell whether there is a batch."""
         future = self.future
         return future.done() and not future.cancelled() and future.exception() is None
 
 
 class RolloutSource:
-    """Gives the batch of each step, in order."""
+    """The batches of a run's steps, in order."""
 
     def __init__(
         self,
@@ -257,13 +250,13 @@ class RolloutSource:
         Args:
             rollouts: Plays tasks; closed together with this.
             tasks: The training set.
-            config: See there.
-            sampling: How completions are drawn.
+            config: The section `grpo`.
+            sampling: Sampling parameters of completions.
             shuffle: Whether each epoch has an order of its own.
             total_steps: No batch is begun for a step beyond. With dynamic sampling there may be
                 fewer: it takes no more tasks than all epochs have.
-            noise: Of the rewards of an environment, by its name: dynamic sampling sees no signal in
-                differences that are not far above it.
+            noise: Noise of an environment's rewards, by its name: dynamic sampling sees no signal
+                in differences that are not far above it.
         """
         self._rollouts = rollouts
         self._collector = BatchCollector(
@@ -274,8 +267,8 @@ class RolloutSource:
         self._next = 0
         self._num_played = 0
         self._ahead: deque[_Ahead] = deque()
+        # Held while cancelled tasks end, and while the loop is stopped.
         self._ending = threading.RLock()
-        """Held while the end of what was cancelled is waited for, and while the loop is stopped."""
         self._is_stopped = False
         self._nothing_left: NothingLeft | None = None
         self._loop = asyncio.new_event_loop()
@@ -285,16 +278,16 @@ class RolloutSource:
 
     @property
     def tasks(self) -> Sequence[Task]:
-        """Give the training set."""
+        """The training set."""
         return self._collector.tasks
 
     @property
     def consumed(self) -> int:
-        """Count the tasks of the stream that batches were begun with."""
+        """Number of tasks of the stream that begun batches have used."""
         return self._collector.consumed
 
     def take(self, step: int, *, while_waiting: Waiting = lambda num_groups: None) -> Batch:
-        """Give the batch of a step, and begin those that may run ahead of it.
+        """Return the batch of a step, and begin those that may run ahead of it.
 
         Args:
             step: Steps are taken in order.
@@ -322,7 +315,7 @@ class RolloutSource:
         return batch
 
     def settle(self, *, is_patient: Callable[[], bool] = lambda: True) -> list[Batch]:
-        """Wait until nothing is being played any more, and give the batches that are ahead.
+        """Wait until no rollout is in progress, and return the batches that are ahead.
 
         Args:
             is_patient: Asked a few times a second. Once it says no, what is not finished is given
@@ -341,7 +334,7 @@ class RolloutSource:
         return [ahead.future.result() for ahead in self._ahead if ahead.is_finished]
 
     def put_back(self, batches: Sequence[Batch], *, consumed: int) -> None:
-        """Go on with the batches that a checkpoint held."""
+        """Restore the batches that a checkpoint held."""
         self._collector.consumed = consumed
         for batch in batches:
             ahead = _Ahead(step=batch.step)
@@ -358,9 +351,9 @@ class RolloutSource:
         batch: tuple[int, ...],
         while_waiting: Waiting = lambda num_groups: None,
     ) -> list[RolloutGroup]:
-        """Play other tasks, for validation. What `while_waiting` raises ends it (see `take`).
+        """Run rollouts of other tasks, for validation. Exceptions of `while_waiting` end them.
 
-        However many environments fail to judge: see `check_failures`.
+        Failures are not checked: call `check_failures`.
         """
         self._num_played = 0
         future = self._begin(
@@ -383,7 +376,7 @@ class RolloutSource:
         self._rollouts.check_failures(groups)
 
     def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run something of the generator's where the rollouts run.
+        """Run a coroutine of the generator in the loop of the rollouts.
 
         Raises:
             EngineError: It did not end within the time limit of generation.
@@ -402,11 +395,11 @@ class RolloutSource:
         return self._begin(bounded()).result()
 
     def close(self) -> None:
-        """Stop playing and end the thread. Idempotent."""
+        """Stop the rollouts and end the thread. Idempotent."""
         if self._loop.is_closed():
             return
         with self._ending:
-            # A copy: whoever waits in another thread takes out what is cancelled.
+            # A copy: a thread that waits removes what is cancelled.
             self._drop([ahead.future for ahead in tuple(self._ahead)])
             self._is_stopped = True
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -414,11 +407,8 @@ class RolloutSource:
         self._rollouts.close()
 
     def _run(self) -> None:
-        """The loop until it is stopped, and its end.
-
-        That needs the loop once more, and the thread of who closes may have one that runs: that of
-        a notebook.
-        """
+        # Ending needs the loop once more. The thread that closes may have a running loop of its
+        # own: that of a notebook.
         self._loop.run_forever()
         pending = asyncio.all_tasks(self._loop)
         self._loop.run_until_complete(end_all(pending, patience=1.0))
@@ -437,7 +427,7 @@ class RolloutSource:
         return future.result()
 
     def _give_up(self) -> None:
-        """Stop playing what is ahead and not finished; it is as if it had never been asked for."""
+        # Unfinished batches are as if they had never been requested.
         kept = list(takewhile(lambda ahead: ahead.is_finished, self._ahead))
         lost = list(self._ahead)[len(kept) :]
         self._drop(ahead.future for ahead in lost)
@@ -448,7 +438,7 @@ class RolloutSource:
             self._collector.consumed = lost[0].before
 
     def _drop(self, futures: Iterable[Future[Any]]) -> None:
-        """Stop playing; returns when nothing is drawn any more."""
+        # Returns when nothing is sampled any more.
         for future in futures:
             future.cancel()
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of GRPO holds besides the policy: where its tasks are, and rollouts ahead."""
+"""The contents of a GRPO checkpoint besides the policy: progress in the tasks, rollouts ahead."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from laurel.types import Message, Rollout, RolloutGroup, Task
 
 
 class GRPORunState(PolicyRunState):
-    """Besides the policy, it holds where the stream of tasks is, the rollouts that are ahead of the
-    step, the state of the environments, and what the alarms have seen."""
+    """The checkpoints of a GRPO run: besides the policy, the position in the stream of tasks, the
+    rollouts ahead of the step, the state of the environments and of the alarms.
+    """
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class GRPORunState(PolicyRunState):
         self.alarms = alarms or Alarms(HealthConfig(enabled=False))
 
     def more(self) -> dict[str, Any]:
-        """Give what a checkpoint holds besides the policy (`RunState`)."""
+        """Return the algorithm's own state (`RunState`)."""
         return {
             "consumed": self._source.consumed,
             "ahead": [batch_to_dict(batch) for batch in self._source.settle()],
@@ -53,10 +54,16 @@ class GRPORunState(PolicyRunState):
         }
 
     def restore_more(self, more: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint held besides the policy (`RunState`)."""
+        """Restore the algorithm's own state (`RunState`)."""
         tasks = {task.id: task for task in self._source.tasks}
-        if "notes" in more:  # in older checkpoints they are not in the rollouts
-            _distribute_notes(more["ahead"], more["notes"], tasks)
+        if "notes" in more:
+            # Older checkpoints hold notes apart, by environment.
+            left = {name: iter(_notes_of_rollouts(noted)) for name, noted in more["notes"].items()}
+            for group in (group for batch in more["ahead"] for group in batch["groups"]):
+                name = tasks[group["task"]].environment
+                for rollout in group["rollouts"]:
+                    if name in left and rollout["reward"] is not None:
+                        rollout["note"] = next(left[name], None)
         ahead = [batch_from_dict(batch, tasks) for batch in more["ahead"]]
         self._source.put_back(ahead, consumed=more["consumed"])
         for name, state in more["environments"].items():
@@ -71,7 +78,7 @@ _ARRAYS = ("ids_L", "mask_L", "logprobs_L")
 
 
 def batch_to_dict(batch: Batch) -> dict[str, Any]:
-    """Write a batch as a checkpoint holds it, tasks by their ids."""
+    """Convert a batch to JSON types; tasks become their ids."""
     return {
         "step": batch.step,
         "clock": asdict(batch.stats),
@@ -101,7 +108,7 @@ def batch_to_dict(batch: Batch) -> dict[str, Any]:
 
 
 def batch_from_dict(saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> Batch:
-    """Read a batch of a checkpoint; `tasks` are by their ids."""
+    """Restore a batch of a checkpoint; `tasks` are by their ids."""
     return Batch(
         step=saved["step"],
         stats=RolloutStats(**saved["clock"]),
@@ -129,18 +136,6 @@ def batch_from_dict(saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> Batc
     )
 
 
-def _distribute_notes(
-    batches: Sequence[Mapping[str, Any]], notes: Mapping[str, Any], tasks: Mapping[str, Task]
-) -> None:
-    """Give saved rollouts their notes, which older checkpoints hold apart, by environment."""
-    left = {name: iter(_notes_of_rollouts(noted)) for name, noted in notes.items()}
-    for group in (group for batch in batches for group in batch["groups"]):
-        name = tasks[group["task"]].environment
-        for rollout in group["rollouts"]:
-            if name in left and rollout["reward"] is not None:
-                rollout["note"] = next(left[name], None)
-
-
 def _notes_of_rollouts(noted: Any) -> Sequence[Any]:
     if not isinstance(noted, Mapping):
         return noted or ()
@@ -164,7 +159,7 @@ def fingerprint_of_tasks(tasks: Sequence[Task]) -> str:
 def write_bad_rollouts(
     run_dir: Path, step: int, groups: Sequence[RolloutGroup], reason: str
 ) -> Path:
-    """Keep the rollouts of a step that was not applied, for inspection."""
+    """Write the rollouts of a step that was not applied, for inspection."""
     rows = (
         {
             "source": group.task.source,

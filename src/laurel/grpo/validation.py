@@ -1,4 +1,4 @@
-"""Validating a policy: its answers to tasks it does not learn from."""
+"""Validation of a policy on tasks that it does not train on."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from laurel.protocols import Environment
 from laurel.types import RolloutGroup, SamplingParams, Task
 
 KEPT = ("reward_std", "reward_min", "reward_max", "truncation_rate", "avg_turns_per_sample")
-"""Figures of rollouts that a validation logs besides its own."""
+"""Metrics of rollouts that a validation logs besides its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyValidation:
-    """What a run is validated on, and how."""
+    """The tasks of a run's validation, and their sampling."""
 
     tasks: Sequence[Task]
     config: GRPOConfig
     sampling: SamplingParams
     environments: Mapping[str, Environment]
     set_of: Mapping[str, str] = field(default_factory=dict)
-    """By the id of a task, the name of its set; empty where sets have none."""
+    """Name of a task's set, by its id; empty where sets have none."""
 
     @property
     def chosen(self) -> list[Task]:
@@ -42,7 +42,7 @@ class PolicyValidation:
         return chosen
 
     def by_set(self, groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
-        """Divide what became of the tasks by the sets that have a name."""
+        """Divide groups by the sets of their tasks."""
         named: dict[str, list[RolloutGroup]] = {}
         for group in groups:
             name = self.set_of.get(group.task.id)
@@ -53,7 +53,7 @@ class PolicyValidation:
     def play(
         self, source: RolloutSource, *, while_waiting: Waiting = lambda num_tasks: None
     ) -> list[RolloutGroup]:
-        """Answer the tasks that are used, `val_batch_size` side by side.
+        """Run the rollouts of the tasks that are used, `val_batch_size` concurrently.
 
         The seeds do not depend on the step, so validations differ by the policy alone.
 
@@ -63,7 +63,7 @@ class PolicyValidation:
                 after each batch; what it raises ends the validation.
 
         Raises:
-            EnvironmentFailedError: An environment judged too few.
+            EnvironmentFailedError: An environment failed on too many samples.
         """
         tasks = self.chosen
         groups: list[RolloutGroup] = []
@@ -92,7 +92,7 @@ def validation_metrics(
     """Measure a validation, by bare names.
 
     `reward_mean` always; `accuracy` (its other name) only where every reward is 0 or 1, and then
-    `pass@k` too, over the tasks with k > 1 completions that were all judged; `avg_length` in
+    `pass@k` too, over the tasks with k > 1 completions that were all scored; `avg_length` in
     tokens. Samples without a reward are in no mean of rewards and counted in `num_failures`.
     """
     measured = rollout_metrics(groups)
@@ -103,12 +103,12 @@ def validation_metrics(
     if "mean_gen_tokens_per_sample" in measured:
         figures["avg_length"] = measured["mean_gen_tokens_per_sample"]
     rewards_BG = [[r.reward for r in g.rollouts_G if r.reward is not None] for g in groups]
-    judged = [rewards_G for rewards_G in rewards_BG if rewards_G]
-    figures["num_valid_samples"] = float(sum(map(len, judged)))
-    if judged and all(reward in (0.0, 1.0) for rewards_G in judged for reward in rewards_G):
+    scored = [rewards_G for rewards_G in rewards_BG if rewards_G]
+    figures["num_valid_samples"] = float(sum(map(len, scored)))
+    if scored and all(reward in (0.0, 1.0) for rewards_G in scored for reward in rewards_G):
         figures["accuracy"] = figures["reward_mean"]
         width = max(len(group.rollouts_G) for group in groups)
-        whole = [max(rewards_G) for rewards_G in judged if len(rewards_G) == width]
+        whole = [max(rewards_G) for rewards_G in scored if len(rewards_G) == width]
         if width > 1 and whole:
             figures[f"pass@{width}"] = float(np.mean(whole))
     return figures | environment_metrics(groups, environments)

@@ -1,1 +1,1 @@
-"""What learns: models loaded, computed as forests, split over ranks; the scoring contract."""
+"""Models: loading, forest computation, parallelism, checkpoints and the scoring contract."""

@@ -1,6 +1,6 @@
-"""The words a policy is spoken to in: conversations as tokens, for sampling and for imitation.
+"""Conversations as the tokens of a policy, for sampling and for imitation.
 
-What is sampled and what is imitated are cut into the same pieces. A prompt is the template's text
+Samples and demonstrations are divided into the same pieces. A prompt is the template's text
 up to where the assistant begins; then come the policy's own tokens, up to and with the token that
 ends its turn; then what the template writes between that and the assistant's next turn. Each piece
 is tokenised by itself, so no token ever straddles a border, and the policy's tokens stay as it
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from laurel.types import Mask, TokenIds
 
 ENVIRONMENT = "environment"
-"""The role whose text goes on inside the policy's own turn."""
+"""Role of messages whose text continues inside the policy's own turn."""
 
 _ANOTHER = (
     "Choose a template that only appends (policy.tokenizer.chat_template=chatml, or a path "
@@ -43,16 +43,16 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Demonstration:
-    """A conversation as supervised fine-tuning learns it."""
+    """A conversation prepared for supervised fine-tuning."""
 
     tokens: TokenGroup
-    """One branch: everything from the first token of the assistant's on."""
+    """One branch: everything from the assistant's first token on."""
     mask_L: Mask
     """bool [L], over the branch: the tokens to learn. The last one is among them."""
 
     @property
     def truncated(self) -> bool:
-        """Whether its end was cut off."""
+        """Report whether its end was cut off."""
         return self.tokens.truncated_G[0]
 
 
@@ -62,7 +62,7 @@ class _Piece(NamedTuple):
 
 
 class ChatFormat:
-    """How one policy is spoken to.
+    """Chat format of one policy: prompts, observations and demonstrations as tokens.
 
     Args:
         tokenizer: With template and padding settled (`load_tokenizer`). Its template is changed
@@ -94,7 +94,9 @@ class ChatFormat:
         self._closing, self._end_text = self._probe()
         given = generation_end_ids
         more = [] if given is None else [given] if isinstance(given, int) else list(given)
-        self.end_id = self._end_id()
+        self.end_id: int | None = None
+        if self._end_text:
+            self.end_id = int(tokenizer.convert_tokens_to_ids(self._end_text.strip()))
         ends = dict.fromkeys((self.end_id, tokenizer.eos_token_id, *more))
         self.end_ids: tuple[int, ...] = tuple(end for end in ends if end is not None)
         """Tokens that end the policy's turn; the first is the one that the template writes."""
@@ -108,7 +110,7 @@ class ChatFormat:
     # ---------------------------------------------------------------------------------- sampling
 
     def prompt_ids(self, conversation: Conversation) -> TokenIds:
-        """int32 [L]: the conversation, up to where the assistant begins to speak.
+        """Tokenise a conversation up to where the assistant begins to speak: int32 [L].
 
         Raises:
             DataError: The template cannot render it, or nothing is there.
@@ -118,10 +120,10 @@ class ChatFormat:
     def prompts_ids(
         self, conversations: Sequence[Conversation], *, sources: Sequence[str] = ()
     ) -> list[TokenIds]:
-        """`prompt_ids` of many at once, which is faster; errors name the source, where given.
+        """Compute `prompt_ids` of many conversations at once; errors name their `sources`.
 
         Raises:
-            DataError: As `prompt_ids`.
+            DataError: The template cannot render one, or a prompt has no token.
         """
         where = [f"{source}: " for source in sources] or [""] * len(conversations)
         texts: list[str] = []
@@ -135,7 +137,7 @@ class ChatFormat:
         rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         for place, row in zip(where, rows, strict=True):
             if not row:
-                raise DataError(f"{place}the prompt has not a single token")
+                raise DataError(f"{place}the prompt has no token")
         return [np.asarray(row, dtype=np.int32) for row in rows]
 
     def observation_ids(
@@ -145,7 +147,7 @@ class ChatFormat:
         history: Conversation = (),
         turn_ids: Sequence[int] | TokenIds = (),
     ) -> TokenIds:
-        """int32 [L]: what follows the policy's turn so that it can go on; its own tokens stay.
+        """Tokenise what follows the policy's turn: int32 [L]. The turn's tokens stay as they are.
 
         Args:
             observation: `role` and `content` of what the environment says. The role `environment`
@@ -180,7 +182,7 @@ class ChatFormat:
         return np.asarray(ids, dtype=np.int32)
 
     def render(self, conversation: Conversation, *, prompt: bool = False) -> str:
-        """The text of a conversation; `prompt` adds where the assistant begins to speak.
+        """Render a conversation as text; `prompt` adds the opening of the assistant's turn.
 
         Raises:
             DataError: The template cannot render it.
@@ -197,7 +199,7 @@ class ChatFormat:
         max_length: int | None = None,
         only_final: bool = False,
     ) -> Demonstration | None:
-        """The conversation with the tokens to learn: all that the assistant says, and its ends.
+        """Tokenise a conversation and mark the tokens to learn: assistant turns and their ends.
 
         Longer ones lose their end. None where no token to learn is left.
 
@@ -251,7 +253,6 @@ class ChatFormat:
     def _found_spans(
         self, conversation: Conversation, text: str, *, only_final: bool
     ) -> list[tuple[int, int]]:
-        """Where the assistant speaks, found by rendering the conversation up to each turn."""
         spans: list[tuple[int, int]] = []
         turns = [i for i, message in enumerate(conversation) if message.role == "assistant"]
         for turn in turns[-1:] if only_final else turns:
@@ -260,22 +261,21 @@ class ChatFormat:
             said = through.removesuffix(self._closing)
             if not through.startswith(before):
                 raise DataError(
-                    "the chat template asks the assistant in other words than those its turn then "
-                    f"stands in ({_where_they_part(before, through)}), so the policy would learn "
-                    f"what it is never asked. {_ANOTHER}"
+                    "the chat template prompts the assistant with other text than its finished "
+                    f"turn begins with ({_where_they_part(before, through)}), so the policy would "
+                    f"learn to continue text that it never sees. {_ANOTHER}"
                 )
             if not text.startswith(said) or not through.endswith(self._closing):
                 raise DataError(
                     f"the chat template writes the first {turn + 1} messages differently once more "
                     f"follow ({_where_they_part(said, text)}), so which tokens are the assistant's "
-                    "cannot be told. Set sft.only_unmask_final=true, which needs only the last "
-                    f"turn to agree, or another template. {_ANOTHER}"
+                    "cannot be determined. Set sft.only_unmask_final=true, which needs only the "
+                    f"last turn to agree, or another template. {_ANOTHER}"
                 )
             spans.append((len(before), len(said)))
         return spans
 
     def _marked_spans(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and where the template itself says that the assistant speaks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render: Any = render_jinja_template  # its annotation says str, and it gives a pair
@@ -300,7 +300,7 @@ class ChatFormat:
     # ------------------------------------------------------------------------------ the template
 
     def _probe(self) -> tuple[str, str]:
-        """What the template writes behind an assistant's turn, and the end token it begins with."""
+        # The text that the template writes after an assistant's turn, and the end token in it.
         asked, said = Message("user", f"{_MARK}user"), Message("assistant", f"{_MARK}assistant")
         text = self.render((asked, said))
         refuse_left_out((asked, said), text)
@@ -312,24 +312,18 @@ class ChatFormat:
         blank = closing[: len(closing) - len(first)] if end else ""
         return closing, blank + end
 
-    def _end_id(self) -> int | None:
-        if not self._end_text:
-            return None
-        return int(self.tokenizer.convert_tokens_to_ids(self._end_text.strip()))
-
     @property
     def asks_as_it_answers(self) -> bool:
-        """Whether an assistant's turn begins with what the policy is asked with.
+        """Report whether an assistant's turn begins with the text that prompts the policy.
 
-        Where not, the policy is spoken to in other words than those it was trained on: a mistake
-        in the template, or one of those that open a block of thought.
+        Where it does not, the policy is prompted otherwise than it was trained: by a mistake in the
+        template, or because the template opens a block of thought.
         """
         asked = (Message("user", "a"),)
         whole = self.render((*asked, Message("assistant", "b")))
         return whole.startswith(self.render(asked, prompt=True))
 
     def _ids(self, text: str, *, first: bool = False) -> list[int]:
-        """The tokens of a piece of text, which begins the sequence or goes on with it."""
         if not text:
             return []
         if first or self._before is None:
@@ -338,11 +332,8 @@ class ChatFormat:
 
 
 def _splitter(tokenizer: Any) -> str | None:
-    """A token to put before text that goes on, where a tokenizer puts a blank before all text.
-
-    Tokenizers of the SentencePiece kind do so at the start of a sequence; behind a special token it
-    is not the start.
-    """
+    # Tokenizers of the SentencePiece kind put a blank before all text at the start of a sequence.
+    # Behind a special token it is not the start, so text that continues is put behind one.
     token = tokenizer.eos_token or tokenizer.bos_token
     if token is None:
         return None
@@ -355,7 +346,6 @@ def _splitter(tokenizer: Any) -> str | None:
 
 
 def _where_they_part(one: str, other: str) -> str:
-    """Two texts where they first differ, for messages."""
     length = min(len(one), len(other))
     same = next((i for i in range(length) if one[i] != other[i]), length)
     start = max(0, same - 20)

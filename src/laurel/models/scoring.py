@@ -1,8 +1,8 @@
 """How a conversation becomes a number: the scoring contract.
 
 It is defined here once, saved with every checkpoint as `scoring.json`, and used by training,
-evaluation, serving and environments alike. Everybody hands over raw messages; nobody else renders
-a template, adds a special token or chooses the position of the score.
+evaluation, serving and environments alike. Callers pass raw messages; no other code renders a
+template, adds a special token or chooses the position of the score.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ TrainedIds = list[int]
 
 
 class GoldenScore(BaseModel):
-    """A conversation and the score the model gave when it was saved."""
+    """A golden conversation: its scores when the checkpoint was saved, compared at every load."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     messages: tuple[Message, ...]
-    """The conversation, raw."""
+    """The conversation as raw messages."""
     values_K: tuple[float, ...]
-    """What each output of the head gave."""
+    """Outputs of the head."""
     num_tokens: int
-    """Of the rendered conversation, after cutting."""
+    """Tokens of the rendered conversation, after truncation."""
 
 
 class ScoringRules(BaseModel):
@@ -56,7 +56,7 @@ class ScoringRules(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: int = FORMAT
-    """Version of this file's form."""
+    """Version of the file format."""
     template_sha256: str
     """Hash of the chat template that is saved with the tokenizer."""
     template_kwargs: dict[str, Any] = {}
@@ -66,7 +66,7 @@ class ScoringRules(BaseModel):
     bos_id: int | None
     """The token that begins a text; null where there is none, as below."""
     eos_id: int | None
-    """The token that ends a text."""
+    """The token that ends a text; null where there is none."""
     pad_id: int | None
     """The token that fills rows up; its place is never scored."""
     pooled: Literal["last", "model"] = "last"
@@ -74,29 +74,29 @@ class ScoringRules(BaseModel):
     max_length: int
     """Tokens; longer conversations are cut."""
     truncation_side: Literal["left", "right"]
-    """Where they are cut."""
+    """The side that is cut from conversations longer than `max_length`."""
     head_dtype: str = "float32"
-    """In which the head computes."""
+    """Dtype of the head's arithmetic."""
     attributes: tuple[str, ...] = ()
     """Names of the outputs of a regression head; empty for a scalar."""
     attribute_weights: tuple[float, ...] | None = None
-    """With which attributes become one score."""
+    """Weights that combine the attributes into one score."""
     mean: float | None = None
-    """Of the scores of reference completions, with `std`; null: not measured."""
+    """Mean of the scores of reference completions; null: not measured."""
     std: float | None = None
     """Their standard deviation."""
     num_reference: int = 0
     """Completions that mean and std were measured on."""
     golden: tuple[GoldenScore, ...] = ()
-    """What the model must score again at every load."""
+    """Conversations whose scores the model must reproduce at every load."""
     golden_dtype: str = "float32"
     """Dtype of the weights, and of the arithmetic that gave the golden scores."""
     versions: dict[str, str] = {}
-    """Of the libraries that it was saved with."""
+    """Versions of the libraries it was saved with."""
 
     @classmethod
     def read(cls, directory: Path) -> ScoringRules:
-        """What `scoring.json` of a checkpoint says, without a look at the tokenizer beside it.
+        """Read `scoring.json` of a checkpoint without looking at the tokenizer beside it.
 
         Raises:
             CheckpointError: It is unreadable, or of a format this version cannot read.
@@ -115,10 +115,10 @@ class ScoringRules(BaseModel):
 
 
 _PROBE, _ANSWER = "What a user says here", "What an assistant says here"
+# Marks that the templates of common models write, and that users rarely type.
 _FOREIGN_MARK = re.compile(
     r"<\|[a-z_]{2,30}\|>|<(?:start|end)_of_turn>|\[/?INST\]|<\uff5c[^<>]{2,30}\uff5c>"
 )
-"""Marks that the templates of common models write, and hardly anybody says."""
 
 
 class ScoringContract:
@@ -128,7 +128,9 @@ class ScoringContract:
         self.tokenizer = tokenizer
         self.rules = rules
         self._terms = terms_in_use()
-        """Of whoever opened the model: it may render in other threads and processes."""
+        """Key names of the caller that opened the model: it may render in other threads and
+        processes.
+        """
 
     @classmethod
     def create(
@@ -145,7 +147,7 @@ class ScoringContract:
         today: date | None = None,
         closes_ends: bool = True,
     ) -> ScoringContract:
-        """The contract of a model that has none yet.
+        """Make the contract of a model that has none yet.
 
         Args:
             tokenizer: With template and padding settled; its template is changed where it prints
@@ -184,7 +186,7 @@ class ScoringContract:
 
     @classmethod
     def load(cls, directory: Path, tokenizer: Any) -> ScoringContract:
-        """The contract saved in a checkpoint.
+        """Load the contract saved in a checkpoint.
 
         Raises:
             CheckpointError: `scoring.json` is unreadable, or the tokenizer beside it is another.
@@ -218,7 +220,7 @@ class ScoringContract:
     # ------------------------------------------------------------------------------- to tokens
 
     def render(self, conversation: Conversation) -> str:
-        """The text of a conversation.
+        """Render a conversation as text.
 
         Raises:
             DataError: The template cannot render it.
@@ -263,7 +265,7 @@ class ScoringContract:
         return encoded
 
     def encode_rendered(self, row: str | Sequence[int] | SentTurn) -> TokenGroup:
-        """One conversation that somebody else has rendered by the template of this contract.
+        """Tokenise one conversation that the caller has rendered by the template of this contract.
 
         Args:
             row: Its text, the ids of its tokens, or a prompt and a response; see `SentTurn`. A
@@ -271,14 +273,19 @@ class ScoringContract:
                 servers that add one leave it out.
 
         Raises:
-            DataError: It has no token, or one that the tokenizer does not know; or nobody can tell
+            DataError: It has no token, or one that the tokenizer does not know; or it is unclear
                 whether a prompt was rendered.
         """
         if isinstance(row, SentTurn):
             if not self._was_rendered(row):
                 said = group_of((Message("user", row.prompt),), (row.response,), group_id="")
                 return self.encode([said])[0]
-            row = self._with_end_of_turn(self._as_in_a_conversation(row.prompt) + row.response)
+            text = self._as_in_a_conversation(row.prompt) + row.response
+            # Trainers cut the end of a turn off, or keep a part of it, and the reward is read from
+            # the last token.
+            end = self._end_of_turn
+            kept = next((n for n in range(len(end), 0, -1) if text.endswith(end[:n])), 0)
+            row = text + end[kept:]
         if isinstance(row, str):
             ids = self.tokenizer(row, add_special_tokens=self.rules.pooled == "model")["input_ids"]
             bos = self.opening_bos
@@ -294,11 +301,8 @@ class ScoringContract:
         return token_group("", [self._finish(ids)])
 
     def _was_rendered(self, turn: SentTurn) -> bool:
-        """Whether a prompt is what the template makes of messages, and not what a user says.
-
-        Raises:
-            DataError: It has marks of a template, and is not what this template makes.
-        """
+        # A prompt with marks of a template that is not this one is refused: what it is cannot be
+        # known.
         if turn.is_rendered is not None:
             return turn.is_rendered
         if self._asks_for_an_answer and turn.prompt.endswith(self._asks_for_an_answer):
@@ -316,10 +320,8 @@ class ScoringContract:
         )
 
     def _as_in_a_conversation(self, prompt: str) -> str:
-        """A rendered prompt whose end is what stands before an answer that has been given.
-
-        Some templates ask for an answer in other words (Qwen 3 with and without thinking).
-        """
+        # Some templates ask for an answer in other words than those before a given one (Qwen 3 with
+        # and without thinking), so the end of the prompt is replaced by the latter.
         if not self._asks_for_an_answer:
             return prompt
         in_conversation, *others = self._asks_for_an_answer
@@ -328,21 +330,10 @@ class ScoringContract:
         other = next((text for text in others if prompt.endswith(text)), None)
         return prompt if other is None else prompt.removesuffix(other) + in_conversation
 
-    def _with_end_of_turn(self, text: str) -> str:
-        """A conversation with what the template writes behind the last thing that is said.
-
-        Trainers cut it off, or keep a part of it, and the reward is read from the last token.
-        """
-        end = self._end_of_turn
-        kept = next((n for n in range(len(end), 0, -1) if text.endswith(end[:n])), 0)
-        return text + end[kept:]
-
     @cached_property
     def _asks_for_an_answer(self) -> tuple[str, ...]:
-        """What stands between a user's text and the answer: in a conversation, and as it is asked.
-
-        A template whose words for it say too little to be recognised by has none.
-        """
+        # The text between a user's turn and the answer: within a conversation, and as a prompt
+        # ends. A template whose text for it is too short to be recognised has none.
         text = self.render((Message("user", _PROBE), Message("assistant", _ANSWER)))
         found = [text.partition(_PROBE)[2].partition(_ANSWER)[0]]
         with suppress(DataError):  # a template may refuse a conversation without an answer
@@ -360,21 +351,21 @@ class ScoringContract:
 
     @cached_property
     def _special_texts(self) -> list[str]:
-        """The texts of the special tokens, also of those that only the vocabulary calls special."""
+        # Special tokens include those that only the vocabulary calls special.
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
         special = [str(token.content) for token in added if token.special]
         return [text for text in {*self.tokenizer.all_special_tokens, *special} if len(text) > 2]
 
     @cached_property
     def opening_bos(self) -> int | None:
-        """The BOS, if conversations begin with it."""
+        """Find the BOS token, if conversations begin with one."""
         asked = group_of((Message("user", "a"),), ("b",), group_id="")
         (tokens,) = self.encode([asked])
         first = int(tokens.branches_ids_G[0][0])
         return first if first == self.rules.bos_id else None
 
     def _finish(self, ids: TrainedIds) -> tuple[TrainedIds, bool]:
-        """Cut what is too long; the last token, which is scored, and a BOS are always kept."""
+        # The last token, which is scored, and a BOS are always kept.
         rules = self.rules
         if len(ids) <= rules.max_length:
             return ids, False
@@ -387,7 +378,7 @@ class ScoringContract:
     # ------------------------------------------------------------------------------ to a scalar
 
     def scalar(self, values_K: Sequence[float]) -> float:
-        """The reward of one completion from the outputs of the head."""
+        """Combine the outputs of the head into the reward of one completion."""
         if len(values_K) == 1:
             return values_K[0]
         weights = self.rules.attribute_weights
@@ -397,10 +388,10 @@ class ScoringContract:
 
 
 def token_group(group_id: str, rows: Sequence[tuple[TrainedIds, bool]]) -> TokenGroup:
-    """Conversations of one prompt, the tokens that all share once.
+    """Make the token group of conversations of one prompt; tokens that all share are kept once.
 
     Args:
-        group_id: Of the group.
+        group_id: Id of the group.
         rows: The tokens of each, and whether it was cut to them.
     """
     ids_G = [np.asarray(ids, dtype=np.int32) for ids, _ in rows]
@@ -414,7 +405,7 @@ def token_group(group_id: str, rows: Sequence[tuple[TrainedIds, bool]]) -> Token
 
 
 def shared_prefix(ids_G: Sequence[np.ndarray]) -> int:
-    """Length of the prefix that all sequences share, short of the whole of any of them."""
+    """Measure the prefix that all sequences share, short of the whole of any of them."""
     limit = min(len(ids) for ids in ids_G) - 1
     for other in ids_G[1:]:
         different = np.flatnonzero(ids_G[0][:limit] != other[:limit])

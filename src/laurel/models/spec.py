@@ -1,4 +1,4 @@
-"""What is needed to load a model: where it lies, how it computes, and how it is spread."""
+"""The specification of a model to load: its source, arithmetic and parallelism."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ModelSpec:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """The place of the tokenizer, its chat template and its padding."""
     head: RewardModelConfig = field(default_factory=RewardModelConfig)
-    """What a reward model predicts. A policy ignores it."""
+    """Outputs of a reward model. Ignored by a policy."""
     precision: Precision = "bfloat16"
     """Arithmetic of the decoder, where its weights are in float32."""
     reads_forests: bool = True
@@ -63,7 +63,7 @@ class ModelSpec:
     """Import path or mapping of a tensor-parallel plan; None: that of the architecture."""
 
     def weights_from(self, resume_from: Path | None) -> str | None:
-        """The directory or hub name whose weights are read; None where they are drawn at random.
+        """Name the directory or hub model whose weights are read; None where they are random.
 
         A resumed run reads its checkpoint, unless it trains adapters: a checkpoint holds weights
         with the adapters merged in, and adapters are put on the weights that the run started from.
@@ -74,6 +74,6 @@ class ModelSpec:
 
 
 def hub_name(model: str | None) -> str | None:
-    """Give a model's name back if it is one on the hub, and no directory here."""
+    """Return a model's name if it is one on the hub, and no directory here."""
     is_name = model is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", model)
     return model if is_name and not Path(str(model)).exists() else None

@@ -1,4 +1,4 @@
-"""The tokenizer of a model: which chat template, which padding token; and what it renders.
+"""Load the tokenizer of a model, and settle its chat template and padding token.
 
 Both are chosen once, here, and saved with every checkpoint, because most silently wrong scores of
 this field come from two places choosing differently.
@@ -68,11 +68,11 @@ _PINNED = "macro strftime_now("
 def load_tokenizer(
     config: TokenizerConfig, *, model_name: str, trust_remote_code: bool, pad_may_end: bool = False
 ) -> Any:
-    """The tokenizer with its template and padding token settled.
+    """Load the tokenizer and settle its template and padding token.
 
     Args:
         config: Which, and what of it is changed.
-        model_name: Where it lies if the configuration names no other place.
+        model_name: Read from here unless the configuration names another tokenizer.
         trust_remote_code: Run Python code that comes with it.
         pad_may_end: See `settle_padding`.
 
@@ -223,7 +223,7 @@ def pin_date(template: str, today: date) -> tuple[str, str | None]:
 
 
 def bind_variables(template: str, kwargs: Mapping[str, Any]) -> str:
-    """Write the values of a template's variables into it, where nobody gives others.
+    """Write the values of a template's variables into it, as defaults.
 
     Raises:
         ConfigError: A name that Hugging Face keeps for itself.
@@ -261,7 +261,7 @@ def close_ends(tokenizer: Any, *, append_eos: bool) -> None:
     except Exception as error:  # Jinja and the template itself raise what they like
         raise ModelError(
             f"the chat template cannot render a question and its answer: {first_line(error)}. "
-            f"Mend it, or choose another: {key_of('policy.tokenizer.chat_template')}=chatml, or a "
+            f"Fix it, or choose another: {key_of('policy.tokenizer.chat_template')}=chatml, or a "
             "path ending "
             "in .jinja"
         ) from error
@@ -286,7 +286,7 @@ def render(
     *,
     prompt: bool = False,
 ) -> str:
-    """The text of a conversation; `prompt` adds where the assistant begins to speak.
+    """Render a conversation as text; `prompt` adds the opening of the assistant's turn.
 
     Raises:
         DataError: The template cannot render it.
@@ -321,17 +321,17 @@ def refuse_left_out(conversation: Conversation, text: str) -> None:
         if message.content not in text:
             raise ModelError(
                 f"the chat template leaves out the {message.role} message: it rendered {text!r}. "
-                f"Mend it, or choose another: {key_of('policy.tokenizer.chat_template')}=chatml, "
+                f"Fix it, or choose another: {key_of('policy.tokenizer.chat_template')}=chatml, "
                 "or a path "
                 "ending in .jinja"
             )
 
 
 def plain_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of tokens as `Generated` has it: without special ones."""
+    """Decode tokens as `Generated` has them: without special tokens."""
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, short enough for one of ours."""
+    """Shorten the message of another library's error to its first line."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

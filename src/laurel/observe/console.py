@@ -39,7 +39,7 @@ _FOLDED_WIDTH = 24
 """Cells to which a column that may break words can be narrowed."""
 _WORD = re.compile(r"^ *\S+|\S+", re.MULTILINE)
 _ITEM = re.compile(r"\S+(?: \S+)*")
-"""What stands between two spaces or more: a label, or a name with its number."""
+"""A label, or a name with its number: text between gaps of two spaces or more."""
 _PIECE = re.compile(r"[^(/=,:;&?]*[(/=,:;&?]+|[^(/=,:;&?]+")
 """A part of a word that is longer than a line, up to a separator that it may be broken after."""
 _URGENT = re.compile(r"(warning|FAILED)\b")
@@ -230,6 +230,7 @@ def print_urgent(console: Console, text: str) -> None:
 
 
 def _screen(*, stderr: bool, is_quiet: bool) -> Console:
+    # A byte that the terminal's encoding lacks must not end a run of hours.
     stream = sys.stderr if stderr else sys.stdout
     reconfigure = getattr(stream, "reconfigure", None)  # a captured stream may not have it
     if reconfigure is not None:
@@ -320,6 +321,7 @@ def format_number(value: float) -> str:
         return "NaN" if math.isnan(number) else "inf" if number > 0 else "-inf"
     if number.is_integer() and abs(number) < 1000:
         return str(int(number))
+    # From here four digits round to a thousand, which is written without decimals.
     if 999.95 <= abs(number) < 1e9:
         return f"{number:,.0f}"
     return f"{number:#.4g}"
@@ -330,7 +332,8 @@ def shorten_middle(text: str, length: int) -> str:
     # The question stands at the end of a long prompt, its subject at the start.
     if length < 16:
         raise ValueError(f"length is {length}; at least 16 are needed to show both ends")
-    if len(text) > 2 * length:  # escaping a book to show a line of it would take a while
+    # Escaping a book to show a line of it would take a while.
+    if len(text) > 2 * length:
         text = text[:length] + text[-length:]
         shown = visible(text[:length]) + visible(text[length:])
         is_cut = True
@@ -398,6 +401,7 @@ def print_table(console: Console, table: Table) -> None:
     if table.title is not None:
         console.print(Text(wrapped(_plain(table.title), console.width), style="table.title"))
         table.title = None
+    # rich would take width from all columns alike, and break numbers to do so.
     columns = [[_plain(column.header), *map(_plain, column.cells)] for column in table.columns]
     whole = [max(map(cell_len, "\n".join(cells).split("\n"))) for cells in columns]
     least = [max(map(cell_len, _WORD.findall("\n".join(cells))), default=0) for cells in columns]
@@ -407,6 +411,7 @@ def print_table(console: Console, table: Table) -> None:
         for column, width in zip(table.columns, least, strict=True)
     ]
     table.expand = False
+    # The usual gaps, then the least: what stands between columns is given up before numbers are.
     for padding in (table.padding, (0, 0)):
         table.padding = padding
         unlimited = console.options.update(max_width=100_000)
@@ -430,6 +435,7 @@ def _plain(cell: Any) -> str:
     return cell.plain if isinstance(cell, Text) else str(cell)
 
 
+# rich's own collapse takes the widest column down first, below the longest word of others.
 def _shared(room: int, least: Sequence[int], whole: Sequence[int]) -> list[int]:
     """Widths from the least to the whole ones; what is too little for all is shared evenly."""
     widths = list(least)
@@ -540,6 +546,7 @@ def completion_text(messages: Conversation) -> str:
 
     The result is like `x [environment] wrong [policy] y`; a single turn is its text alone.
     """
+    # Only changes of the speaker are marked, so that a single turn reads as it was written.
     text, speaker = "", "policy"
     for message in messages:
         by = "policy" if message.role == "assistant" else "environment"
@@ -642,6 +649,7 @@ def set_verbosity(wanted: Verbosity) -> None:
     """Set the verbosity of this process; consoles made before keep theirs."""
     global _verbosity
     _verbosity = wanted
+    # Removed first, so that a second call does not print each message twice.
     logger = logging.getLogger("laurel")
     logger.removeHandler(_handler)
     logger.setLevel(logging.NOTSET)

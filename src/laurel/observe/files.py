@@ -64,6 +64,7 @@ def replace_file(path: Path) -> Iterator[TextIO]:
             with io.TextIOWrapper(stream, encoding="utf-8", newline="\n") as text:
                 yield text
         if not is_special:
+            # Synced before it is renamed: else a crash could leave the new name on an empty file.
             with written.open("rb") as whole:
                 os.fsync(whole.fileno())
             written.replace(target)

@@ -138,6 +138,7 @@ class History:
                 if len(series.first) < self.config.baseline_steps:
                     series.first.append(float(value))
                 series.latest.append(float(value))
+                # Constant memory, and a saved state of constant size.
                 del series.latest[: -WINDOWS_KEPT * max(self.config.window, VALIDATIONS)]
                 series.count += 1
                 series.is_fresh = True
@@ -153,6 +154,7 @@ class History:
         name = self.gold_name
         if name is None or not self.is_fresh(name):
             return
+        # Of medians, not of single values: the best of many noisy values would be no real peak.
         gold, reward = self.gold(), self.now(REWARD)
         if gold is None or reward is None or (self.peak is not None and gold <= self.peak.gold):
             return
@@ -189,6 +191,7 @@ class History:
         It is None with fewer than `LEAST_STEPS` of them.
         """
         series, wanted = self._series.get(name), self.config.baseline_steps
+        # The latest window must not be compared with itself.
         first = series.first[: max(0, series.count - self.config.window)] if series else []
         if len(first) < min(LEAST_STEPS, wanted):
             return None
@@ -383,6 +386,7 @@ def _gold_drifts(history: History) -> AlarmFinding | None:
         return None
     divergence = history.divergence()
     now = None if divergence is None else history.now(divergence)
+    # A policy that returned to its reference is not overoptimised.
     has_left = now is None or peak.divergence is None or now >= peak.divergence
     least = config.gold_drop * abs(peak.gold)
     if not is_of_validation(name):  # figures of few tasks, other ones each time
@@ -627,6 +631,7 @@ def ensemble(history: History) -> AlarmFinding | None:
         if len(gains) < 2:
             continue
         most, least = max(gains, key=gains.__getitem__), min(gains, key=gains.__getitem__)
+        # Gains, not scores: the models' scales differ, and so do their means from the start.
         apart = gains[most] - gains[least]
         found.append(
             AlarmFinding(
@@ -724,7 +729,7 @@ class AlarmEvent:
 
     @property
     def advice(self) -> str:
-        """The usual remedies."""
+        """The usual remedies against this alarm."""
         return RULES[self.alarm].advice
 
 
@@ -803,6 +808,7 @@ class Alarms:
             return None if is_raised else "raised"
         if not is_raised:
             return None
+        # A single good step may be chance: an alarm that flickers would be ignored.
         self._good_in_a_row[name] += 1
         if self._good_in_a_row[name] < self.config.window:
             return None
@@ -820,6 +826,7 @@ class Alarms:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the alarms from a saved state."""
         self._history.load_state_dict(state["history"])
+        # A resumed run may ignore an alarm that was raised before.
         wanted = [name for name in RULES if name not in self.config.ignore]
         self._good_in_a_row = {n: state["raised"][n] for n in wanted if n in state["raised"]}
         self._known = {name for name in wanted if name in state["known"]}

@@ -69,6 +69,7 @@ def why_not_fetched(name: str, kind: Kind = "model") -> str | None:
         validate_repo_id(name)
     except HFValidationError:
         return None
+    # In the cache the library decides by itself, also without a network.
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
     if (folder / "snapshots").is_dir():
         return None
@@ -90,6 +91,7 @@ def why_no_answer(url: str, *, seconds: float = CONNECT_SECONDS) -> str | None:
         seconds: The longest wait for a connection, and for an answer. With several addresses, none
             of which can be reached, it is twice that.
     """
+    # A failure at once may be chance; one after a wait would only be waited for again.
     for is_last in (False, True):
         started = time.monotonic()
         problem = _asked(url, seconds)

@@ -89,6 +89,7 @@ def _own_stdout(stack: contextlib.ExitStack) -> TextIO:
     if not is_descriptor:
         return stream
     stream.flush()
+    # Child processes and C libraries write to descriptor 1, past `sys.stdout`.
     own = os.dup(1)
     os.dup2(2, 1)
     stack.callback(os.close, own)

@@ -264,6 +264,7 @@ def next_run_dir(log_dir: str | Path) -> Path:
         number = max((int(match[1]) for match in taken if match), default=0)
         while True:
             number += 1
+            # Making it is the test: two runs that start at once cannot both succeed.
             try:
                 (parent / f"exp_{number:03d}").mkdir()
             except FileExistsError:
@@ -325,6 +326,7 @@ def _step_of(line: bytes) -> tuple[float, bool]:
 
 
 def _write_line(file: TextIO, record: Mapping[str, object]) -> None:
+    # One write and a flush: a kill leaves at most one torn line, which is recognised.
     file.write(json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n")
     file.flush()
 
@@ -376,6 +378,7 @@ class TensorboardLogger:
                 "logger.tensorboard_enabled needs the package 'tensorboard'. "
                 "Install it with: pip install tensorboard"
             ) from error
+        # TensorBoard would show the steps that a resumed run repeats twice.
         purge_step = None if resumed_step is None else resumed_step + 1
         self._writer: Any = SummaryWriter(str(events_dir), purge_step=purge_step, flush_secs=10)
 
@@ -413,6 +416,7 @@ class WandbLogger:
         self, config: WandbConfig, *, run_dir: Path, resumed: bool = False, library: Any = None
     ) -> None:
         self._wandb = library or _import("wandb")
+        # The run's directory holds the id: a resumed run must not begin a new one.
         run_id = _stored_id(run_dir / "wandb_run_id") if resumed else None
         self._run = self._wandb.init(
             project=config.project,

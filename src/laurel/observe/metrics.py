@@ -130,6 +130,7 @@ def calibration_error(margins_P: npt.ArrayLike) -> float:
     Guo et al. 2017, arXiv 1706.04599.
     """
     margins = np.asarray(margins_P, dtype=np.float64)
+    # Of the absolute margin: exp never overflows, and a confidence is never below one half.
     confidence_P = 1.0 / (1.0 + np.exp(-np.abs(margins)))
     width = 0.5 / NUM_CALIBRATION_BINS
     bins_P = np.minimum((confidence_P - 0.5) / width, NUM_CALIBRATION_BINS - 1).astype(np.int64)
@@ -228,6 +229,7 @@ def _top1_hits(
     for scores_G, ranks_G in zip(scores_BG, ranks_BG, strict=True):
         if len(scores_G) <= 2 or len(set(ranks_G)) < 2 or not all(map(_is_usable, scores_G)):
             continue
+        # Several may share the best rank: one of them has to beat all others.
         best_rank = min(ranks_G)
         best = [s for s, rank in zip(scores_G, ranks_G, strict=True) if rank == best_rank]
         others = [s for s, rank in zip(scores_G, ranks_G, strict=True) if rank != best_rank]

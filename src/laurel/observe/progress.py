@@ -139,6 +139,7 @@ class TrainingProgress:
         """Report that a step is done, with its metrics and the rows and tokens of its batch."""
         self._step = step
         # Metrics of earlier steps are not shown: they would be taken for those of this step.
+        # Names in full are for files: on the display their last part is enough.
         short_names = {name.rpartition("/")[2]: value for name, value in metrics.items()}
         self._metrics = {k: float(v) for k, v in short_names.items() if k in _SHOWN}
         before = self._history[-1] if self._history else _Work(0.0, 0, 0)
@@ -235,6 +236,7 @@ class TrainingProgress:
         ]
 
     def _times(self) -> str:
+        # Since this start, not since step 0: a resumed run took no time for earlier steps.
         elapsed = self._clock() - self._started
         done = self._step - self._start_step
         to_do = max(0, self._total_steps - self._step)

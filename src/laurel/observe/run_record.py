@@ -122,6 +122,7 @@ def read_run_record(path: Path) -> RunRecord:
     """
     if not path.is_dir():
         raise DataError(f"{path}: there is no such directory; name one that a run logged to")
+    # A run that has not logged yet has its configuration.
     if not any((path / name).is_file() for name in (METRICS_FILE, CONFIG_FILE, "config.yaml")):
         inside = sorted(entry.name for entry in path.glob("exp_*") if entry.is_dir())
         hint = f"; did you mean {path / inside[-1]}?" if inside else ""

@@ -1,1 +1,1 @@
-"""Who gives completions their scores: models, judges, functions, or several of them."""
+"""Scorers of completions: models, judges, functions, or several of them."""

@@ -1,8 +1,8 @@
-"""Requests of many clients, merged into batches of a model that one thread computes.
+"""Merges the requests of many clients into batches for a model that one thread computes.
 
-While a batch is computed the requests that come in wait, and the next batch takes what fits its
-token budget of them, oldest first; an idle model waits a moment for company. What is equal is
-computed once, and what begins alike shares its beginning, whoever asked for it.
+Requests that arrive while a batch is computed wait; the next batch takes as many of them as fit its
+token budget, oldest first. An idle model waits a moment for more requests. Equal sequences are
+computed once, and sequences with a common prefix share it, whichever client sent them.
 """
 
 from __future__ import annotations
@@ -32,79 +32,79 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# Scores that a model gave before, by what it read.
+# Cache of scores, keyed by token sequence.
 
 Key = bytes
 
 
 def keys_of(tokens: TokenGroup) -> tuple[Key, ...]:
-    """What the sequences of a group are known by, however each is divided."""
+    """Return the cache key of each sequence of a group, independent of how the group is divided."""
     trunk = hashlib.blake2b(np.ascontiguousarray(tokens.trunk_ids).data, digest_size=16)
     keys = []
     for branch_ids, is_cut in zip(tokens.branches_ids_G, tokens.truncated_G, strict=True):
         digest = trunk.copy()
         digest.update(np.ascontiguousarray(branch_ids).data)
         if is_cut:
-            digest.update(b"cut")  # no whole number of tokens
+            digest.update(b"cut")  # a cut sequence never equals a whole one
         keys.append(digest.digest())
     return tuple(keys)
 
 
 class ScoreCache:
-    """The scores that were wanted last. It belongs to one version of one model."""
+    """Caches the most recently used scores of one version of one model."""
 
     def __init__(self, max_entries: int) -> None:
-        """Hold so many scores."""
+        """Hold at most `max_entries` scores."""
         self._max_entries = max_entries
         self._scores: OrderedDict[Key, Score] = OrderedDict()
 
     def known(self, keys: Iterable[Key]) -> dict[Key, Score]:
-        """The scores that are there of some keys; they are now the ones wanted last."""
+        """Return the cached scores among `keys`, and mark them as most recently used."""
         found = {key: self._scores[key] for key in keys if key in self._scores}
         for key in found:
             self._scores.move_to_end(key)
         return found
 
     def put(self, scores: Mapping[Key, Score]) -> None:
-        """Remember scores, but no failures, which may not come again; forget the oldest ones."""
+        """Store scores and evict the oldest; failures are not stored, as they may not recur."""
         self._scores.update((key, one) for key, one in scores.items() if one.failure is None)
         while len(self._scores) > self._max_entries:
             self._scores.popitem(last=False)
 
 
 # --------------------------------------------------------------------------------------------------
-# What many clients asked, as the trees that a model computes.
+# Requests of many clients, as the token trees that a model computes.
 
+# Tokens. Sharing fewer does not repay a tree of its own.
 _SHORTEST_TRUNK = 16
-"""Tokens; sharing fewer is not worth a tree."""
 
 
 class Encoder(Protocol):
     """Turns what clients send into tokens."""
 
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """See `ContractScorer.prepare`."""
+        """Render and tokenise groups; one that cannot be rendered carries a failure."""
 
     def prepare_rendered(self, row: Rendered) -> TokenGroup:
-        """See `ContractScorer.prepare_rendered`."""
+        """Tokenise one conversation that its client has rendered."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """One group of one client, as tokens."""
+    """Holds one group of one client, tokenised."""
 
     tokens: TokenGroup | None
-    """Of the completions that can be rendered; None where none can."""
+    """Tokens of the completions that can be rendered; None where none can."""
     failures: tuple[str | None, ...]
-    """Of each completion."""
+    """Failure of each completion; None where it can be rendered."""
     keys: tuple[Key, ...]
-    """Of each that can be rendered."""
+    """Cache key of each completion that can be rendered."""
     is_loose: bool
-    """Whether its completions have nothing in common that is known of."""
+    """Whether the completions are not known to share a prompt."""
 
     @classmethod
     def of(cls, prepared: Prepared, *, is_loose: bool = False) -> Unit:
-        """What a scorer made of a group."""
+        """Build a unit from a tokenised group."""
         tokens, failures = prepared
         if tokens is None:
             return cls(None, failures, (), is_loose)
@@ -113,11 +113,11 @@ class Unit:
 
     @property
     def num_tokens(self) -> int:
-        """What it adds to a batch, if nothing of it is known."""
+        """Tokens that the unit adds to a batch if none of it is cached."""
         return 0 if self.tokens is None else self.tokens.num_tokens
 
     def verdicts(self, score_of: Mapping[Key, Score]) -> tuple[Score, ...]:
-        """The scores of all completions, once all that could be rendered have one."""
+        """Return the score of every completion, given the scores of all that could be rendered."""
         keys = iter(self.keys)
         return tuple(
             score_of[next(keys)] if failure is None else Score(value=None, failure=failure)
@@ -127,13 +127,13 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyedTree:
-    """A tree to be computed, and the key of each of its branches."""
+    """Holds a token tree to be computed, and the cache key of each of its branches."""
 
     tokens: TokenGroup
     keys: tuple[Key, ...]
 
     def part(self, chosen: Sequence[int]) -> KeyedTree:
-        """The same trunk with some of the branches."""
+        """Return the same trunk with the chosen branches only."""
         tokens = replace(
             self.tokens,
             branches_ids_G=tuple(self.tokens.branches_ids_G[i] for i in chosen),
@@ -143,10 +143,7 @@ class KeyedTree:
 
 
 def planned(units: Iterable[Unit], known: Container[Key]) -> list[KeyedTree]:
-    """What has to be computed for units: nothing that is known, and nothing twice.
-
-    A group stays one tree. Conversations that came alone become trees by what they share.
-    """
+    """Return the trees to compute for units: nothing that is known, and nothing twice."""
     seen: set[Key] = set()
     trees: list[KeyedTree] = []
     loners: list[KeyedTree] = []
@@ -158,6 +155,8 @@ def planned(units: Iterable[Unit], known: Container[Key]) -> list[KeyedTree]:
             if key not in seen and key not in known:
                 seen.add(key)
                 wanted.append(index)
+        # A group stays one tree. Conversations that came alone are joined into trees by common
+        # prefix.
         tree = KeyedTree(unit.tokens, unit.keys)
         if unit.is_loose:
             loners += [tree.part([index]) for index in wanted]
@@ -167,12 +166,7 @@ def planned(units: Iterable[Unit], known: Container[Key]) -> list[KeyedTree]:
 
 
 def join_single_branches(loners: Sequence[KeyedTree]) -> list[KeyedTree]:
-    """Trees of one branch each, joined where their sequences begin alike.
-
-    In sorted order, neighbours are joined where they share at least half of what either shares
-    with its other neighbour: so the prompts that have a system message in common stay apart, and
-    the completions of one prompt find each other.
-    """
+    """Join trees of one branch each where their sequences have a common prefix."""
     if len(loners) < 2:
         return list(loners)
     ids = {id(tree): _whole(tree.tokens) for tree in loners}
@@ -181,6 +175,9 @@ def join_single_branches(loners: Sequence[KeyedTree]) -> list[KeyedTree]:
     shared = [_num_shared(rows[i], rows[i + 1]) for i in range(len(rows) - 1)]
     trees: list[KeyedTree] = []
     first = 0
+    # In sorted order, neighbours are joined where they share at least half of what either shares
+    # with its other neighbour. Prompts that only have a system message in common therefore stay
+    # apart, while the completions of one prompt find each other.
     for i, common in enumerate(shared):
         around = max(shared[max(i - 1, 0) : i + 2])
         if common < _SHORTEST_TRUNK or 2 * common < around:
@@ -195,7 +192,7 @@ def _whole(tokens: TokenGroup) -> TokenIds:
 
 
 def _num_shared(one: TokenIds, other: TokenIds) -> int:
-    """Tokens that both begin with, so that each has one more."""
+    # One token less than the shorter one: every branch needs a token of its own.
     size = min(len(one), len(other)) - 1
     differ = np.flatnonzero(one[:size] != other[:size])
     return int(differ[0]) if len(differ) else max(size, 0)
@@ -215,7 +212,7 @@ def _one_tree(
 
 
 def halve_trees(trees: Sequence[KeyedTree]) -> tuple[list[KeyedTree], list[KeyedTree]] | None:
-    """Trees in two parts; None where there is only one branch."""
+    """Split trees into two halves; None where there is only one branch."""
     if len(trees) > 1:
         middle = len(trees) // 2
         return list(trees[:middle]), list(trees[middle:])
@@ -230,14 +227,14 @@ def halve_trees(trees: Sequence[KeyedTree]) -> tuple[list[KeyedTree], list[Keyed
 
 
 def units_of(encoder: Encoder, groups: Sequence[Group]) -> list[Unit]:
-    """The tokens of groups; whatever is wrong with a completion is a failure of that one alone.
+    """Tokenise groups; a completion that cannot be read fails alone.
 
     Raises:
-        WorkerError: Too many of those who render were lost.
+        WorkerError: Too many of the tokenizer workers were lost.
     """
     rows_of = [rendered_rows(group) for group in groups]
-    said = [group for group, rows in zip(groups, rows_of, strict=True) if rows is None]
-    prepared = iter(_prepared(encoder, said) if said else ())
+    unrendered = [group for group, rows in zip(groups, rows_of, strict=True) if rows is None]
+    prepared = iter(_prepared(encoder, unrendered) if unrendered else ())
     return [
         Unit.of(next(prepared))
         if rows is None
@@ -250,20 +247,24 @@ def _prepared(encoder: Encoder, groups: Sequence[Group]) -> list[Prepared]:
     if all(_is_text(message.content) for group in groups for message in _messages(group)):
         try:
             return encoder.prepare(groups)
-        except Exception as error:  # whose fault it is is found below
+        except Exception as error:  # the completion at fault is found below
             if is_lost_worker(error):
                 raise
     return [_prepare_carefully(encoder, group) for group in groups]
 
 
 def _prepare_rows(encoder: Encoder, rows: Sequence[Rendered | None]) -> Prepared:
-    """Conversations that their client has rendered, as branches without a trunk."""
     found: list[TokenGroup] = []
     failures: list[str | None] = []
     for row in rows:
         failure = None
         try:
-            found.append(_prepare_row(encoder, row))
+            if row is None:
+                raise DataError("it is neither a list of token ids nor a prompt with its response")
+            texts = [row] if isinstance(row, str) else row[:2] if isinstance(row, SentTurn) else []
+            if not all(map(_is_text, texts)):
+                raise DataError(_UNPAIRED_SURROGATE)
+            found.append(encoder.prepare_rendered(row))
         except DataError as error:
             failure = str(error)
         except Exception as error:
@@ -280,20 +281,11 @@ def _prepare_rows(encoder: Encoder, rows: Sequence[Rendered | None]) -> Prepared
     return tokens, tuple(failures)
 
 
-def _prepare_row(encoder: Encoder, row: Rendered | None) -> TokenGroup:
-    if row is None:
-        raise DataError("it is neither a list of token ids nor a prompt with its response")
-    texts = [row] if isinstance(row, str) else row[:2] if isinstance(row, SentTurn) else []
-    if not all(map(_is_text, texts)):
-        raise DataError(_HALF_A_CHARACTER)
-    return encoder.prepare_rendered(row)
-
-
-_HALF_A_CHARACTER = "it holds half a character (a lone surrogate)"
+_UNPAIRED_SURROGATE = "it contains an unpaired UTF-16 surrogate"
 
 
 def _unreadable(error: Exception) -> str:
-    """Why a completion has no tokens; the error itself where that is the fault of none."""
+    """Return why a completion has no tokens; raise the error itself if a worker was lost."""
     if is_lost_worker(error):
         raise error
     return f"it cannot be read: {type(error).__name__}: {error}"
@@ -312,9 +304,8 @@ def _prepare_carefully(encoder: Encoder, group: Group) -> Prepared:
 
 
 def _why_not(encoder: Encoder, alone: Group) -> str | None:
-    """Why a group of one completion cannot be rendered."""
     if not all(_is_text(message.content) for message in _messages(alone)):
-        return _HALF_A_CHARACTER
+        return _UNPAIRED_SURROGATE
     try:
         ((_, (failure,)),) = encoder.prepare([alone])
     except Exception as error:
@@ -339,99 +330,99 @@ def _is_text(text: str) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# What waits in a batcher: requests, how many there may be, and what became of them.
+# The queue of a batcher: its requests, limits and statistics.
 
 
 B = TypeVar("B", bound="Backend")
 
 
 class Backend(Encoder, Protocol):
-    """A model whose calls block. It is called by as many threads at a time as its batcher has."""
+    """Computes scores in blocking calls; a batcher calls it from up to `num_threads` threads."""
 
     def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
-        """A score for each branch, in order."""
+        """Return a score for each branch, in order."""
 
     def sleep(self) -> None:
-        """Give the memory of devices back."""
+        """Free the memory of devices."""
 
     def wake(self) -> None:
-        """Be as before `sleep`."""
+        """Undo `sleep`."""
 
     def close(self) -> None:
-        """Free everything. Idempotent."""
+        """Free all resources. Idempotent."""
 
 
 class BackendReplicas(ReplicaSet[B]):
-    """A backend of replicas: each call goes to one that is free."""
+    """Sends each call to a free replica of a backend."""
 
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """See `Encoder`."""
+        """Prepare groups on a free replica; the call does not prove the replica healthy."""
         return self.call(lambda one: one.prepare(groups), proves=False)
 
     def prepare_rendered(self, row: Rendered) -> TokenGroup:
-        """See `Encoder`."""
+        """Prepare a rendered row on a free replica; the call does not prove the replica healthy."""
         return self.call(lambda one: one.prepare_rendered(row), proves=False)
 
     def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
-        """See `Backend`."""
+        """Score on a free replica."""
         return self.call(lambda one: one.score_tokens(tokens))
 
     def sleep(self) -> None:
-        """See `Backend`. Those that are started again meanwhile sleep as well."""
+        """Let all replicas sleep, those restarted meanwhile too."""
         try:
             self.each(lambda one: one.sleep(), new=lambda one: one.sleep())
         except BaseException:
-            with suppress(Exception):  # the first error is the one to tell
+            with suppress(Exception):  # the first error is the one to report
                 self.wake()
             raise
 
     def wake(self) -> None:
-        """See `Backend`."""
+        """Wake all replicas."""
         self.each(lambda one: one.wake(), new=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatcherLimits:
-    """How much is taken at once, and how much may wait."""
+    """Limits the size of a batch and of the queue."""
 
     batch_tokens: int = 8192
-    """Distinct tokens of a batch; a larger group travels alone."""
+    """Distinct tokens of a batch; a larger group is computed alone."""
     max_delay: float = 0.002
-    """Seconds that an idle model waits for company."""
+    """Seconds that an idle model waits for more requests."""
     max_waiting: int = 2000
-    """Completions that may wait or be under way. A request of more is taken where nothing does."""
+    """Completions queued or running; a larger request is accepted when the queue is empty."""
     max_waiting_characters: int = 2**26
-    """Of their text; likewise."""
+    """Characters of the completions queued or running; a larger request likewise."""
     cache_entries: int = 65536
-    """Scores that are remembered; 0: none."""
+    """Scores in the cache; 0 turns it off."""
 
 
 @dataclass(slots=True, kw_only=True)
 class BatcherStats:
-    """What happened so far."""
+    """Counts what a batcher has done so far."""
 
     requests: int = 0
     completions: int = 0
     scored: int = 0
     failed: int = 0
-    """Completions that got a failure."""
+    """Completions that ended with a failure."""
     refused: int = 0
-    """Requests that found the queue full."""
+    """Requests refused because the queue was full."""
     cancelled: int = 0
     computed: int = 0
-    """Completions that the model computed; the others were equal to one that it had."""
+    """Completions that the model computed; the others were cached or equal to another."""
     computed_tokens: int = 0
     batches: int = 0
     busy_seconds: float = 0.0
     waiting: int = 0
-    """Completions that wait or are under way now."""
+    """Completions queued or running now."""
 
 
 @dataclass(slots=True, eq=False)
 class ScoringJob:
-    """One request. It is done when each of its groups is.
+    """Holds one request, which is done when each of its groups is.
 
-    The future of one that came from an event loop is touched by that loop only.
+    The future of a request from an event loop is touched by that loop only.
     """
 
     groups: Sequence[Group]
@@ -439,9 +430,9 @@ class ScoringJob:
     characters: int
     arrived: float
     loop: asyncio.AbstractEventLoop | None
-    """None: a thread waits."""
+    """The event loop of the caller; None where a thread waits."""
     future: Any
-    """Of a loop, or of `concurrent`."""
+    """An asyncio future of that loop, or one of `concurrent.futures`."""
     is_cancelled: bool = False
     error: Exception | None = None
     results: list[tuple[Score, ...]] = field(default_factory=list)
@@ -451,15 +442,15 @@ class ScoringJob:
     def of(
         cls, groups: Sequence[Group], *, loop: asyncio.AbstractEventLoop | None = None
     ) -> ScoringJob:
-        """A request that arrives now, of an event loop or of a thread."""
+        """Create a request that arrives now, from an event loop or from a thread."""
         size = sum(len(group.completions_G) for group in groups)
-        characters = sum(map(_characters, groups))
+        characters = sum(len(one.content) for group in groups for one in _messages(group))
         future: Any = Future() if loop is None else loop.create_future()
         return cls(groups, size, characters, time.monotonic(), loop, future)
 
     def settle(self) -> None:
-        """Give the answer to whoever waits, once. In the job's own loop, if it has one."""
-        if self.future.done():  # whoever waited has gone
+        """Resolve the future once; called in the job's own loop, if it has one."""
+        if self.future.done():  # the caller was cancelled
             return
         if self.error is not None:
             self.future.set_exception(self.error)
@@ -485,31 +476,21 @@ def _settle_all(jobs: Iterable[ScoringJob]) -> None:
         job.settle()
 
 
-def _characters(group: Group) -> int:
-    """Of the distinct text of a group."""
-    said = sum(len(message.content) for message in group.prompt)
-    for completion in group.completions_G:
-        for message in completion.messages:
-            said += len(message.content)
-    return said
-
-
 _log = logging.getLogger(__name__)
 
+# After so many failed computations in a row, the model is asked for a score that it could give
+# before: if that fails too, the model is at fault and not its input.
 _FAILURES_TO_DOUBT = 16
-"""After so many computations that fail in a row the model is asked what it could score before: only
-if it fails at that, too, it is the model's fault and not its input's."""
-_CHARACTERS_PER_TOKEN = 3
-"""Of a rough guess, before anything is tokenised."""
+_CHARACTERS_PER_TOKEN = 3  # a rough guess, before anything is tokenised
 
+# A group in the backlog: its request, its index there, and its tokens.
 _Waiting = tuple[ScoringJob, int, Unit]
-"""A group that waits for its batch: its request, its index there, and its tokens."""
 
 
 class BatchingScorer:
-    """A `Scorer` for many callers at once, in any event loops and threads.
+    """Scores for many callers at once, in any event loops and threads.
 
-    A caller that is cancelled takes its request back if its batch has not begun.
+    A caller that is cancelled withdraws its request if its batch has not begun.
     """
 
     def __init__(
@@ -524,18 +505,18 @@ class BatchingScorer:
         """Start the threads that compute; `close` ends them and the backend.
 
         Args:
-            backend: What computes. Nobody else may call it.
-            model_version: Of its weights. What is remembered belongs to them.
-            limits: See there.
-            is_asleep: The backend has given its memory back: requests wait for `wake`.
-            num_threads: Batches that the backend computes at a time.
+            backend: Computes the scores. Nothing else may call it.
+            model_version: Version of the weights, which the cache belongs to.
+            limits: Limits of batches and queue.
+            is_asleep: Whether the backend sleeps already: requests wait for `wake`.
+            num_threads: Batches that the backend computes concurrently.
         """
         self.model_version = model_version
         self._backend = backend
         self._limits = limits or BatcherLimits()
         self._cache = ScoreCache(self._limits.cache_entries)
+        # Guards all that follows.
         self._changed = threading.Condition()
-        """Of all that follows."""
         self._arrived: deque[ScoringJob] = deque()
         self._backlog: deque[_Waiting] = deque()
         self._stats = BatcherStats()
@@ -547,10 +528,10 @@ class BatchingScorer:
         self._is_closed = False
         self._is_broken = False
         self._failures_in_a_row = 0
+        # A conversation that the model could score, to tell a broken model from bad input.
         self._known: TokenGroup | None = None
-        """A conversation that the model could score."""
+        # Held while the backend falls asleep or wakes.
         self._changing = threading.Lock()
-        """Held while the backend falls asleep or wakes."""
         self._threads = [
             threading.Thread(target=self._run, name="laurel-batcher", daemon=True)
             for _ in range(num_threads)
@@ -561,12 +542,12 @@ class BatchingScorer:
     # -------------------------------------------------------------------------------- callers
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `protocols.Scorer`. A group may be one of `rendered.rendered_group`.
+        """Score groups, which may be made by `rendered_group`; the protocol is `protocols.Scorer`.
 
         Raises:
-            BusyError: The queue is full, or this is closed.
+            BusyError: The queue is full, or the scorer is closed.
             EngineError: The model computes nothing any more.
-            WorkerError: Who renders for the model, or every replica of it, is lost.
+            WorkerError: The tokenizer workers, or all replicas of the model, are lost.
         """
         if not groups:
             return []
@@ -582,7 +563,7 @@ class BatchingScorer:
             self._release(job)
 
     def score_now(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """The same for a thread without an event loop."""
+        """Score groups from a thread without an event loop."""
         if not groups:
             return []
         job = ScoringJob.of(groups)
@@ -594,18 +575,18 @@ class BatchingScorer:
             self._release(job)
 
     def stats(self) -> BatcherStats:
-        """What happened so far; a copy."""
+        """Return a copy of the statistics so far."""
         with self._changed:
             return replace(self._stats)
 
     @property
     def is_broken(self) -> bool:
-        """Whether the model fails at everything."""
+        """Whether the model fails at every input."""
         return self._is_broken
 
     @property
     def is_lost(self) -> bool:
-        """Never: a later call may succeed, and whoever watches `is_broken` can start it again."""
+        """Always False: a later call may succeed once the owner restarts a broken model."""
         return False
 
     @property
@@ -614,15 +595,15 @@ class BatchingScorer:
         return self._is_asleep
 
     async def sleep(self) -> None:
-        """Give the memory of devices back once the batch under way is done. Requests wait."""
+        """Free the memory of devices once the current batch is done; requests wait."""
         await asyncio.to_thread(self.sleep_now)
 
     async def wake(self) -> None:
-        """Compute again."""
+        """Compute again after `sleep`."""
         await asyncio.to_thread(self.wake_now)
 
     def sleep_now(self) -> None:
-        """`sleep` for a thread without an event loop."""
+        """Sleep, from a thread without an event loop."""
         with self._changing:
             with self._changed:
                 self._check_open()
@@ -637,7 +618,7 @@ class BatchingScorer:
                 raise
 
     def wake_now(self) -> None:
-        """`wake` for a thread without an event loop."""
+        """Wake, from a thread without an event loop."""
         with self._changing:
             with self._changed:
                 self._check_open()
@@ -651,7 +632,7 @@ class BatchingScorer:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End it all after the batches under way; what still waits fails. Idempotent."""
+        """End the threads after the current batches; requests that still wait fail. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -677,10 +658,11 @@ class BatchingScorer:
             )
             if stats.waiting and is_full:
                 stats.refused += 1
+                rate = stats.computed / stats.busy_seconds if stats.busy_seconds > 0 else 1000.0
                 raise BusyError(
-                    f"{stats.waiting} completions wait and the queue holds {limits.max_waiting}; "
-                    "ask again later",
-                    retry_after=self._seconds_for(stats.waiting),
+                    f"the queue is full: {stats.waiting} completions wait, and its limit is "
+                    f"{limits.max_waiting}; ask again later",
+                    retry_after=min(60.0, max(0.05, stats.waiting / max(rate, 1e-3))),
                 )
             stats.requests += 1
             stats.completions += job.size
@@ -688,29 +670,23 @@ class BatchingScorer:
             self._waiting_characters += job.characters
             self._arrived_characters += job.characters
             self._arrived.append(job)
-            # A thread waits for the first, and then a moment: the others need not wake it.
+            # The first request wakes a thread, which then waits a moment: later ones need not.
             if len(self._arrived) == 1 or self._arrived_characters >= self._enough:
                 self._changed.notify_all()
 
     def _release(self, job: ScoringJob) -> None:
-        """Nobody waits for a request any more."""
         with self._changed:
             self._stats.waiting -= job.size
             self._waiting_characters -= job.characters
             if job.is_cancelled:
                 self._stats.cancelled += 1
-                with suppress(ValueError):  # a thread has it
+                with suppress(ValueError):  # a thread has taken it already
                     self._arrived.remove(job)
                     self._arrived_characters -= job.characters
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise BusyError("this scorer is closed", retry_after=5.0)
-
-    def _seconds_for(self, completions: int) -> float:
-        stats = self._stats
-        rate = stats.computed / stats.busy_seconds if stats.busy_seconds > 0 else 1000.0
-        return min(60.0, max(0.05, completions / max(rate, 1e-3)))
 
     # ----------------------------------------------------------------------------- the threads
 
@@ -719,19 +695,22 @@ class BatchingScorer:
             try:
                 if jobs:
                     self._prepare([job for job in jobs if not job.is_cancelled])
-            except Exception as error:  # whatever it is, nobody may wait for ever
-                self._fail(jobs, _as_told(error))
+            except Exception as error:  # a request must not wait forever, whatever the error
+                self._fail(jobs, _as_engine_error(error))
             if batch := self._next_batch():
-                self._one_batch(batch)
+                try:
+                    scores = self._compute([unit for _, _, unit in batch])
+                    done = self._finished(batch, scores)
+                except Exception as error:
+                    self._fail([job for job, _, _ in batch], _as_engine_error(error))
+                else:
+                    hand_out(done)
             with self._changed:
                 self._num_busy -= 1
                 self._changed.notify_all()
 
     def _wait_for_work(self) -> list[ScoringJob] | None:
-        """What came in; waits where there is nothing to do, and a moment for company.
-
-        None: this is closed.
-        """
+        """Wait for requests, and a moment longer for more to fill the batch; None once closed."""
         with self._changed:
             while not self._is_closed:
                 if not self._is_asleep and self._backlog:
@@ -746,20 +725,16 @@ class BatchingScorer:
             if self._is_closed:
                 return None
             self._num_busy += 1
-            return self._taken()
-
-    def _taken(self) -> list[ScoringJob]:
-        """The oldest requests, about two batches of them."""
-        jobs: list[ScoringJob] = []
-        characters = self._enough if self._backlog else 0
-        while self._arrived and characters < 2 * self._enough:
-            jobs.append(self._arrived.popleft())
-            characters += jobs[-1].characters
-            self._arrived_characters -= jobs[-1].characters
-        return jobs
+            # The oldest requests, about two batches of them.
+            jobs: list[ScoringJob] = []
+            characters = self._enough if self._backlog else 0
+            while self._arrived and characters < 2 * self._enough:
+                jobs.append(self._arrived.popleft())
+                characters += jobs[-1].characters
+                self._arrived_characters -= jobs[-1].characters
+            return jobs
 
     def _prepare(self, jobs: Sequence[ScoringJob]) -> None:
-        """Tokenise requests and put them into the backlog."""
         units = iter(units_of(self._backend, [group for job in jobs for group in job.groups]))
         with self._changed:
             for job in jobs:
@@ -769,7 +744,6 @@ class BatchingScorer:
             self._changed.notify_all()
 
     def _next_batch(self) -> list[_Waiting]:
-        """The oldest of the backlog, as much as the budget holds."""
         batch: list[_Waiting] = []
         budget = self._limits.batch_tokens
         with self._changed:
@@ -784,19 +758,9 @@ class BatchingScorer:
                 batch.append(self._backlog.popleft())
         return batch
 
-    def _one_batch(self, batch: Sequence[_Waiting]) -> None:
-        """Compute a batch, and hand its scores out."""
-        try:
-            done = self._finished(batch, self._compute([unit for _, _, unit in batch]))
-        except Exception as error:
-            self._fail([job for job, _, _ in batch], _as_told(error))
-        else:
-            hand_out(done)
-
     def _finished(
         self, batch: Sequence[_Waiting], score_of: Mapping[Key, Score]
     ) -> list[ScoringJob]:
-        """Put scores where they belong; the requests that have all of theirs now."""
         done = []
         with self._changed:  # parts of a request may be in batches of several threads
             for job, index, unit in batch:
@@ -811,7 +775,6 @@ class BatchingScorer:
         return done
 
     def _compute(self, units: Sequence[Unit]) -> dict[Key, Score]:
-        """Every score of the units, remembered or computed."""
         with self._changed:
             known = self._cache.known(key for unit in units for key in unit.keys)
         trees = planned(units, known)
@@ -819,7 +782,7 @@ class BatchingScorer:
             return known
         started = time.monotonic()
         found = dict(self._computed(trees))
-        # Where nothing could be scored yet, there is nothing that would show whose fault it is.
+        # Until one score succeeds, nothing shows whether the model or its input is at fault.
         self._is_broken = self._failures_in_a_row >= _FAILURES_TO_DOUBT
         with self._changed:
             self._cache.put(found)
@@ -830,10 +793,11 @@ class BatchingScorer:
         return known | found
 
     def _computed(self, trees: Sequence[KeyedTree]) -> list[tuple[Key, Score]]:
-        """The scores of trees; what makes the model fail is found by halving and fails alone.
+        """Compute trees; a conversation that makes the model fail is found by halving and fails
+        alone.
 
         Raises:
-            EngineError: The model fails at what it could score before, too.
+            EngineError: The model also fails at a conversation that it could score before.
         """
         found = self._tried(trees)
         if not isinstance(found, Exception):
@@ -848,7 +812,7 @@ class BatchingScorer:
         return [*self._computed(parts[0]), *self._computed(parts[1])]
 
     def _tried(self, trees: Sequence[KeyedTree]) -> list[tuple[Key, Score]] | Exception:
-        """The scores of trees, or why there are none."""
+        """Return the scores of trees, or the error that the model raised."""
         try:
             scores = self._backend.score_tokens([tree.tokens for tree in trees])
             found = [
@@ -856,7 +820,7 @@ class BatchingScorer:
                 for tree, scores_G in zip(trees, scores, strict=True)
                 for key, score in zip(tree.keys, scores_G, strict=True)
             ]
-        except EngineError:  # it says itself that it is of no use any more: no input's fault
+        except EngineError:  # the model says that it is broken: no input is at fault
             self._is_broken = True
             raise
         except Exception as error:
@@ -869,11 +833,19 @@ class BatchingScorer:
             return error
         self._failures_in_a_row = 0
         if self._known is None:
-            self._known = _scored_one(trees, scores)
+            self._known = next(
+                (
+                    tree.part([index]).tokens
+                    for tree, scores_G in zip(trees, scores, strict=True)
+                    for index, score in enumerate(scores_G)
+                    if score.value is not None
+                ),
+                None,
+            )
         return found
 
     def _fails_at_known(self) -> bool:
-        """Whether the model cannot score any more what it could; False where it never could."""
+        """Whether the model fails at a conversation that it scored before, if there is one."""
         if self._known is None:
             return False
         try:
@@ -894,17 +866,8 @@ class BatchingScorer:
         hand_out(lost)
 
 
-def _scored_one(trees: Sequence[KeyedTree], scores: Sequence[Sequence[Score]]) -> TokenGroup | None:
-    """The first conversation with a score."""
-    for tree, scores_G in zip(trees, scores, strict=True):
-        for index, score in enumerate(scores_G):
-            if score.value is not None:
-                return tree.part([index]).tokens
-    return None
-
-
-def _as_told(error: Exception) -> Exception:
-    """What callers are told of an error that nothing they asked is to blame for."""
+def _as_engine_error(error: Exception) -> Exception:
+    # No request is at fault, so callers get the same error for all of them.
     if isinstance(error, EngineError) or is_lost_worker(error):
         return error
     _log.error("the batcher failed", exc_info=error)

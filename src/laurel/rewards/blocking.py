@@ -1,4 +1,4 @@
-"""Any scorer, for callers that have no event loop."""
+"""Wraps any scorer for callers that have no event loop."""
 
 from __future__ import annotations
 
@@ -17,58 +17,54 @@ from laurel.types import Group, Score
 
 _log = logging.getLogger(__name__)
 
-_SECONDS_TO_END = 5.0
-"""How long a scorer that is closed may take to give up what it has under way."""
-_SECONDS_TO_LET_GO = 60.0
-"""And how long to end processes and connections."""
+_CANCEL_SECONDS = 5.0  # time that a closed scorer has to cancel its running calls
+_CLOSE_SECONDS = 60.0  # time that it then has to end processes and connections
 T = TypeVar("T")
 
 
 class BlockingScorer:
-    """Waits for the scores of a scorer; may be asked from several threads at once.
-
-    All calls run in one event loop in a thread of its own, so a scorer that holds connections keeps
-    them from call to call, and callers may have a loop of theirs or none.
-    """
+    """Waits for the scores of a scorer; thread-safe."""
 
     def __init__(self, scorer: Scorer) -> None:
         """Take over a scorer, and start the thread.
 
         Args:
-            scorer: It ends when this one is closed.
+            scorer: The wrapped scorer, which is closed with this one.
         """
         self.scorer = scorer
         self._under_way: set[Future[Any]] = set()
+        # All calls run in one event loop in a thread of its own, so a scorer keeps its connections
+        # from call to call, and callers may have an event loop of their own or none.
         self._background = BackgroundLoop("laurel-scorer")
 
     def score_now(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `protocols.Scorer.score`.
+        """Score groups, and wait for the scores.
 
         Raises:
-            EnvironmentFailedError: It is closed, or was before the scores came.
+            EnvironmentFailedError: The scorer is closed, or was before the scores came.
         """
         return self.wait_for(lambda: self.scorer.score(groups))
 
     def score_afresh(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """The same, of a scorer that remembers what it was asked as well.
+        """Score groups without the scorer's cache.
 
         Raises:
-            EnvironmentFailedError: See `score_now`.
+            EnvironmentFailedError: The scorer is closed, or was before the scores came.
         """
         return self.wait_for(lambda: afresh(self.scorer, groups))
 
     def resting(self) -> AbstractContextManager[None]:
-        """See `ContractScorer.resting`; nothing of a scorer that cannot."""
+        """Free the scorer's device memory within the context, if the scorer supports that."""
         rest: Callable[[], AbstractContextManager[None]] = getattr(
             self.scorer, "resting", nullcontext
         )
         return rest()
 
     def wait_for(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What a coroutine returns that runs where the scorer does.
+        """Run a coroutine in the scorer's event loop and return its result.
 
         Raises:
-            EnvironmentFailedError: See `score_now`.
+            EnvironmentFailedError: The scorer is closed, or was before the coroutine ended.
         """
         try:
             future = self._background.submit(begin())
@@ -83,15 +79,15 @@ class BlockingScorer:
             self._under_way.discard(future)
 
     def close(self) -> None:
-        """End the scorer, if it has a way to end, and the thread. What is under way fails.
+        """Close the scorer, if it has a way to, and end the thread; running calls fail.
 
-        What does not end although it is told to is left behind after a while. Idempotent.
+        Calls that do not end when cancelled are abandoned after a while. Idempotent.
         """
-        limit = 2 * _SECONDS_TO_END + _SECONDS_TO_LET_GO
+        limit = 2 * _CANCEL_SECONDS + _CLOSE_SECONDS
         try:
             self._background.close(self._end(), patience=0.0, limit=limit)
-        except TimeoutError:  # something holds up the event loop itself
-            self._leave_behind()
+        except TimeoutError:  # something blocks the event loop itself
+            self._abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -100,33 +96,31 @@ class BlockingScorer:
         self.close()
 
     async def _end(self) -> None:
-        await cancel_others(_SECONDS_TO_END)  # else whoever waits for them would wait for ever
-        self._leave_behind()
+        await cancel_others(_CANCEL_SECONDS)  # otherwise their callers would wait forever
+        self._abandon()
         ending = asyncio.ensure_future(close_scorer(self.scorer))
-        await asyncio.wait((ending,), timeout=_SECONDS_TO_LET_GO)
+        await asyncio.wait((ending,), timeout=_CLOSE_SECONDS)
         if ending.done():
             ending.result()
         else:
-            _log.warning(
-                "a scorer has not ended within %g s; it is left behind", _SECONDS_TO_LET_GO
-            )
+            _log.warning("a scorer did not close within %g s and is abandoned", _CLOSE_SECONDS)
 
-    def _leave_behind(self) -> None:
-        """Let those go who wait for what does not end."""
-        left = list(self._under_way)  # at once: other threads are at it
+    def _abandon(self) -> None:
+        """Fail the calls that did not end when cancelled, so that their callers go on."""
+        left = list(self._under_way)  # a copy: other threads change the set
         for future in (one for one in left if not one.done()):
-            _log.warning("a scorer that was closed does not end what it was asked")
-            with suppress(InvalidStateError):  # it has ended in this moment
+            _log.warning("a call of a closed scorer did not end when it was cancelled")
+            with suppress(InvalidStateError):  # it has just ended
                 future.set_exception(
                     EnvironmentFailedError(
-                        "the scorer was closed, and what it was asked has not ended "
-                        f"{_SECONDS_TO_END:g} s after it was told to; it is left behind"
+                        "the scorer was closed, and a call did not end "
+                        f"{_CANCEL_SECONDS:g} s after it was cancelled; it is abandoned"
                     )
                 )
 
 
 async def afresh(scorer: Scorer, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-    """What a scorer says that remembers nothing of what it was asked."""
+    """Score groups without the scorer's cache, if it has one."""
     score = getattr(scorer, "score_afresh", scorer.score)
     found: list[tuple[Score, ...]] = await score(groups)
     return found

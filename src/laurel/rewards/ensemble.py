@@ -1,4 +1,4 @@
-"""Several scorers that judge the same completions, and one score from all of theirs."""
+"""Several scorers of the same completions, whose scores are combined into one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from laurel.protocols import Scorer
 from laurel.rewards.blocking import afresh
 from laurel.rewards.remote.replica import REASONS, close_scorer, failed
-from laurel.rewards.scorer import ContractScorer
+from laurel.rewards.scorer import ModelScorer
 from laurel.types import Group, Score
 
 if TYPE_CHECKING:
@@ -24,24 +24,24 @@ Combine = Literal["weighted_sum", "min", "mean_minus_std"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One of several scorers."""
+    """Holds one scorer of an ensemble."""
 
     name: str
-    """What its scores are called."""
+    """Name of its scores in `parts`."""
     scorer: Scorer
     weight: float = 1.0
-    """In a weighted sum."""
+    """Weight in a weighted sum."""
     mean: float = 0.0
     """Subtracted from its scores before they are combined."""
     std: float = 1.0
-    """What they are then divided by."""
+    """Divisor of its scores after the mean is subtracted."""
 
 
 class EnsembleScorer:
-    """A `Scorer` over scorers.
+    """Combines the scores of several scorers into one.
 
-    `values_K` of a score, and its `parts` by name, are what each member said, before it was
-    normalised. Where any member has failed, so has the ensemble, with the member's reason.
+    `values_K` of a score, and its `parts` by name, are the members' scores before normalisation.
+    Where any member fails, the ensemble fails with the member's reason.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class EnsembleScorer:
         """Take over scorers; `aclose` ends them.
 
         Args:
-            members: With different names.
-            combine: How their normalised scores become one: the sum, each times its weight; the
-                least; or the mean minus some standard deviations (the sum of squares divided by
+            members: The scorers, with different names.
+            combine: How normalised scores are combined: the sum, each times its weight; the
+                minimum; or the mean minus `uncertainty_penalty` standard deviations.
+            uncertainty_penalty: Number of standard deviations (the sum of squares is divided by
                 the number of members).
-            uncertainty_penalty: How many.
         """
         self.members = tuple(members)
         self._combine = combine
@@ -67,25 +67,25 @@ class EnsembleScorer:
         self.reads_metadata = any(getattr(one, "reads_metadata", False) for one in scorers)
         self.judges_groups = any(getattr(one, "judges_groups", False) for one in scorers)
         declared = [noise for one in scorers if (noise := getattr(one, "noise", None)) is not None]
+        # Members that declare no noise could only be measured together with the others.
         self.noise: float | None = max(declared, default=None)
-        """Where a member says how much its own is: the others could only be measured with it."""
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `protocols.Scorer`."""
+        """Score groups with every member at once."""
         asked = (member.scorer.score(groups) for member in self.members)
         return self._of_all(await asyncio.gather(*asked))
 
     async def score_afresh(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """The same, of members that remember what they were asked as well."""
+        """Score groups without the members' caches."""
         asked = (afresh(member.scorer, groups) for member in self.members)
         return self._of_all(await asyncio.gather(*asked))
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """See `ContractScorer.resting`; of the members that can."""
+        """Free the device memory of the members that support it, within the context."""
         with ExitStack() as resting:
             for member in self.members:
-                if isinstance(member.scorer, ContractScorer):
+                if isinstance(member.scorer, ModelScorer):
                     resting.enter_context(member.scorer.resting())
             yield
 
@@ -99,14 +99,19 @@ class EnsembleScorer:
         values_K: list[float] = []
         for member, score in zip(self.members, scores_K, strict=True):
             if score.value is None:
-                return failed(_blamed(member.name, score.failure or "no score"))
+                failure = score.failure or "no score"
+                word, colon, rest = failure.partition(":")
+                # Failures are counted by their first word, so it stays in front.
+                if colon and word in REASONS:
+                    return failed(f"{word}: {member.name}:{rest}")
+                return failed(f"{member.name}: {failure}")
             values_K.append(score.value)
         try:
             value = self._value(values_K)
         except (OverflowError, ValueError):
             value = math.nan
         if not math.isfinite(value):
-            return failed("nan: the scores of the models cannot be added up")
+            return failed("nan: the scores of the models cannot be combined")
         named = dict(zip((member.name for member in self.members), values_K, strict=True))
         inner = {
             f"{member.name}/{name}": number
@@ -136,14 +141,6 @@ class EnsembleScorer:
         return mean - self._penalty * math.sqrt(variance)
 
     async def aclose(self) -> None:
-        """End the members. Idempotent."""
+        """Close the members. Idempotent."""
         for member in self.members:
             await close_scorer(member.scorer)
-
-
-def _blamed(name: str, failure: str) -> str:
-    """A member's failure with its name; the word that it is counted under stays in front."""
-    word, colon, rest = failure.partition(":")
-    if colon and word in REASONS:
-        return f"{word}: {name}:{rest}"
-    return f"{name}: {failure}"

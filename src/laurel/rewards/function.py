@@ -28,29 +28,28 @@ from laurel.rewards.remote.replica import failed
 from laurel.types import Group, Score
 from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec
 
-MOST_AT_ONCE = 16
-"""Calls of a function that is not async, in as many threads."""
-MOST_WAITING = 256
-"""Calls of one that is."""
-MOST_HUNG = 32
-"""Threads left behind by calls that took too long, above which no more are begun."""
+MAX_THREADS = 16
+"""Concurrent calls of a function that is not async, each in a thread."""
+MAX_COROUTINES = 256
+"""Concurrent calls of an async function."""
+MAX_HUNG = 32
+"""Threads left behind by calls that timed out, above which no more calls are made."""
 
 
 class FunctionScorer:
     """Scores by calling a function, in threads here or in processes that can be killed.
 
-    What it raises, returns instead of a finite number, or does not return in time is the failure of
-    that completion. Example::
+    A completion fails where the function raises, times out or returns no finite number. Example::
 
         def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             return {"score": float(solution_str == ground_truth), "length": len(solution_str)}
 
-        scorer = FunctionScorer(FunctionConfig(path="my_rewards.py:compute_score"))
+    scorer = FunctionScorer(FunctionConfig(path="my_rewards.py:compute_score"))
     """
 
     reads_metadata = True
+    # The function's own noise is its affair; nothing is rounded here.
     noise = 0.0
-    """What it says of equal completions is its own affair; nothing is rounded here."""
 
     def __init__(
         self,
@@ -60,16 +59,16 @@ class FunctionScorer:
         num_workers: int = 0,
         where: str = "env.reward_model.function",
     ) -> None:
-        """Find the function, and see whether it takes what it will be given.
+        """Find the function, and check that it accepts the arguments it will be given.
 
         Args:
-            config: See there.
-            function: Instead of that which `config.path` names; in threads only.
+            config: The `function` section.
+            function: Called instead of the one that `config.path` names; in threads only.
             num_workers: Processes; 0: threads.
             where: The section, for messages.
 
         Raises:
-            ConfigError: There is no such function, or it takes something else.
+            ConfigError: There is no such function, or it takes other arguments.
         """
         self.config = config
         self.judges_groups = config.group
@@ -87,7 +86,7 @@ class FunctionScorer:
         ]
         self._is_async = False
         if num_workers and function is None:
-            # It is not even imported here: that may take a library that shall not be in this one.
+            # The function is not imported here: it may need a library that must not be loaded here.
             self._processes = ProcessPool(
                 ProcessPoolSpec(
                     name=f"{where}: the process for the function",
@@ -111,7 +110,7 @@ class FunctionScorer:
         self._is_async = is_async(self._function)
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `protocols.Scorer`."""
+        """Score groups (`protocols.Scorer`), all of them concurrently."""
         return list(await asyncio.gather(*map(self._scored, groups)))
 
     async def _scored(self, group: Group) -> tuple[Score, ...]:
@@ -138,8 +137,13 @@ class FunctionScorer:
                 async with asyncio.timeout(limit) as clock:
                     if self._is_async:
                         result = await self._function(**arguments)
-                    elif self._hung >= MOST_HUNG:
-                        return (failed(self._why_hung()),) * count
+                    elif self._hung >= MAX_HUNG:
+                        reason = (
+                            f"timeout: {self._hung} calls of the function hang in threads, which "
+                            "cannot be ended; set env.reward_model.num_workers, and its processes "
+                            "are killed"
+                        )
+                        return (failed(reason),) * count
                     else:
                         result = await self._in_thread(arguments)
             except _RaisedError as error:
@@ -151,7 +155,6 @@ class FunctionScorer:
     async def _in_process(
         self, processes: ProcessPool, arguments: Mapping[str, Any], count: int
     ) -> tuple[Score, ...]:
-        """The verdicts of one call on so many completions."""
         try:
             asked = processes.submit({"arguments": dict(arguments), "count": count})
         except (TypeError, ValueError) as error:
@@ -166,11 +169,11 @@ class FunctionScorer:
         return tuple(Score(**{**one, "values_K": tuple(one["values_K"])}) for one in found)
 
     async def _in_thread(self, arguments: Mapping[str, Any]) -> Any:
-        """The result of a call in a thread of its own, which is left behind if it is late."""
+        """Call the function in a thread of its own, which is left behind if it times out."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
-        def tell(result: Any, error: BaseException | None) -> None:
+        def deliver(result: Any, error: BaseException | None) -> None:
             if future.cancelled():
                 with self._counting:
                     self._hung -= 1
@@ -185,30 +188,24 @@ class FunctionScorer:
                 result = self._function(**arguments)
             except BaseException as error:
                 raised = error
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(tell, result, raised)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
+                loop.call_soon_threadsafe(deliver, result, raised)
 
         threading.Thread(target=run, name="laurel-function", daemon=True).start()
         try:
             return await future
         except asyncio.CancelledError:
-            if future.cancelled():  # else the call has ended, and has told so
+            if future.cancelled():  # otherwise the call has ended and `deliver` has run
                 with self._counting:
                     self._hung += 1
             raise
 
-    def _why_hung(self) -> str:
-        return (
-            f"timeout: {self._hung} calls of the function hang in threads, which cannot be ended; "
-            "set env.reward_model.num_workers, and its processes are killed"
-        )
-
     def _gate(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._gate_of is None or self._gate_of[0] is not loop:
-            # Processes have a queue of their own.
+            # Processes have their own queue.
             is_open = self._is_async or self._processes is not None
-            most = self.config.max_concurrent or (MOST_WAITING if is_open else MOST_AT_ONCE)
+            most = self.config.max_concurrent or (MAX_COROUTINES if is_open else MAX_THREADS)
             self._gate_of = loop, asyncio.Semaphore(most)
         return self._gate_of[1]
 
@@ -218,35 +215,34 @@ class FunctionScorer:
             self._processes.close()
 
 
-_pause = asyncio.sleep
-"""Until it is a call's turn."""
+_pause = asyncio.sleep  # a name of its own, which tests replace
 
 
 class _Rate:
-    """So much a minute, evenly: what has not been used for a second is lost. For any thread."""
+    """Limits a rate evenly: capacity unused for a second is lost. Thread-safe."""
 
     def __init__(self, per_minute: float, each: float) -> None:
-        """Let the first call begin at once.
+        """Set the rate; the first call begins at once.
 
         Args:
-            per_minute: How much.
-            each: Of it for a call.
+            per_minute: Capacity a minute.
+            each: Capacity that one call takes.
         """
         self._interval = 60.0 * each / per_minute
         self._at_once = max(self._interval, 1.0)
         self._lock = threading.Lock()
+        # The time at which all calls so far will have been paid for.
         self._until = -math.inf
-        """When all that was begun will have been paid for."""
 
     def reserve(self, now: float) -> float:
-        """Seconds until the next call may begin, which it does."""
+        """Reserve the next call; return the seconds until it may begin."""
         with self._lock:
             self._until = max(self._until, now) + self._interval
             return max(0.0, self._until - self._at_once - now)
 
 
 class _RaisedError(Exception):
-    """What the function raised in its thread; a future does not take everything as it is."""
+    """Carries what the function raised in its thread; a future does not accept every exception."""
 
     def __init__(self, raised: BaseException) -> None:
         super().__init__(str(raised))
@@ -254,17 +250,16 @@ class _RaisedError(Exception):
 
 
 # --------------------------------------------------------------------------------------------------
-# What runs in a process for a function that scores.
+# The function in a worker process.
 
 
 def prepare(settings: dict[str, Any]) -> Callable[[], Callable[[dict[str, Any]], Any]]:
-    """Find the function in every process anew; see `ProcessPoolSpec.prepare`.
-
-    What its module begins when it is imported, such as threads, does not outlive a fork.
-    """
+    """Find the function anew in a worker process, as `ProcessPoolSpec.prepare` asks."""
+    # Threads and other things that its module starts on import do not outlive a fork.
     return functools.partial(_opened, settings.pop("where"), FunctionConfig(**settings))
 
 
+# Called after the fork; `prepare` runs before it.
 def _opened(where: str, config: FunctionConfig) -> Callable[[dict[str, Any]], Any]:
     function = find_function(config.path, where=f"{where}.path")
     served = served_arguments(function, config, where=where)
@@ -274,40 +269,40 @@ def _opened(where: str, config: FunctionConfig) -> Callable[[dict[str, Any]], An
         try:
             result = function(**asked["arguments"], **served)
             if is_async(function):
-                result = asyncio.run(_awaited(result))
+                result = asyncio.run(_await(result))
             found = verdicts_of(result, count=asked["count"], judges_groups=config.group)
-        except BaseException as error:  # of the function's, SystemExit among them
+        except BaseException as error:  # raised by the function, SystemExit too
             found = (score_of_error(error),) * int(asked["count"])
         return [dataclasses.asdict(one) for one in found]
 
     return score
 
 
-async def _awaited(result: Any) -> Any:
+async def _await(result: Any) -> Any:
     return await result
 
 
 # --------------------------------------------------------------------------------------------------
-# A Python function that scores: how it is found, what it is given, and what its results mean.
+# Finding the function, its arguments and its results.
 
 Function = Callable[..., Any]
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""What a function is called with, by name; with an `s` at their ends one for whole groups."""
+"""Keyword arguments of the function; with an `s` appended for a function of whole groups."""
 _LONGEST_REASON = 500
 
 
 def find_function(path: str, *, where: str) -> Function:
-    """The function that a path names.
+    """Import the function that a path names.
 
     Args:
         path: `module:function`, or `path/to/file.py:function`.
         where: The key, for messages.
 
     Raises:
-        ConfigError: There is none, or it is nothing that can be called.
+        ConfigError: There is no such function, or the name is not callable.
     """
     place, _, name = path.rpartition(":")
-    module = _from_file(place, where) if place.endswith(".py") else _imported(place, where)
+    module = _from_file(place, where) if place.endswith(".py") else _from_module(place, where)
     found = getattr(module, name, None)
     if found is None:
         near = nearest(name, [known for known in vars(module) if not known.startswith("_")])
@@ -336,11 +331,11 @@ def _from_file(place: str, where: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ConfigError(f"{where}: {file} cannot be run: {_told(error)}") from error
+        raise ConfigError(f"{where}: {file} cannot be run: {_text_of(error)}") from error
     return module
 
 
-def _imported(place: str, where: str) -> Any:
+def _from_module(place: str, where: str) -> Any:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
@@ -349,17 +344,17 @@ def _imported(place: str, where: str) -> Any:
                 f"{where}: there is no module '{error.name}'; install it, or name a file "
                 "(path/to/file.py:function)"
             ) from error
-        raise ConfigError(f"{where}: {place} cannot be imported: {_told(error)}") from error
+        raise ConfigError(f"{where}: {place} cannot be imported: {_text_of(error)}") from error
     except Exception as error:
-        raise ConfigError(f"{where}: {place} cannot be imported: {_told(error)}") from error
+        raise ConfigError(f"{where}: {place} cannot be imported: {_text_of(error)}") from error
 
 
 def served_arguments(function: Function, config: FunctionConfig, *, where: str) -> dict[str, Any]:
-    """What a function is given besides where it asks for it, as verl gives it: the address of a
-    model's servers and the model's tokenizer.
+    """Return the arguments that a function gets only where it asks for them, as in verl: the
+    address of a model's servers and the model's tokenizer.
 
     Raises:
-        ConfigError: It asks for what the settings do not say, or does not take what they do.
+        ConfigError: It asks for what the settings do not give, or does not take what they give.
     """
     given = {"reward_router_address": config.router, "reward_model_tokenizer": config.tokenizer}
     parameters: Mapping[str, inspect.Parameter] = {}
@@ -396,12 +391,12 @@ def served_arguments(function: Function, config: FunctionConfig, *, where: str) 
 def check_call(
     function: Function, kwargs: Mapping[str, Any], *, judges_groups: bool, where: str
 ) -> None:
-    """Refuse a function that does not take what it will be given.
+    """Raise an error if a function does not accept the arguments it will be given.
 
     Args:
-        function: It.
-        kwargs: What it is given besides what a completion is described by.
-        judges_groups: Whether it is called for whole groups.
+        function: The function.
+        kwargs: Arguments besides those that describe a completion.
+        judges_groups: Whether the function is called for whole groups.
         where: The section, for messages.
 
     Raises:
@@ -418,15 +413,15 @@ def check_call(
     try:
         signature.bind(**dict.fromkeys(names), **kwargs)
     except TypeError as error:
-        said = ", ".join([*names, *kwargs])
+        given = ", ".join([*names, *kwargs])
         raise ConfigError(
             f"{where}: {getattr(function, '__name__', function)}{signature} cannot be called with "
-            f"{said}: {error}"
+            f"{given}: {error}"
         ) from error
 
 
 def is_async(function: Function) -> bool:
-    """Whether calling it gives something to wait for."""
+    """Whether calling the function returns an awaitable."""
     call = getattr(function, "__call__", None)  # noqa: B004  of an object that is a function
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
@@ -435,16 +430,16 @@ def _names(judges_groups: bool) -> tuple[str, ...]:
     return tuple(f"{name}s" for name in ARGUMENTS) if judges_groups else ARGUMENTS
 
 
-# ----------------------------------------------------------------------------------- what it gets
+# ----------------------------------------------------------------------------------- its arguments
 
 
 def call_arguments(
     group: Group, kwargs: Mapping[str, Any], *, judges_groups: bool, data_source: str
 ) -> list[dict[str, Any]]:
-    """The arguments of each call that a group takes: one for each completion, or one for all.
+    """Build the arguments of each call for a group: one for each completion, or one for all.
 
-    `solution_str` is the last message. `extra_info` is that of the task, with whatever else its
-    metadata has, and as `prompt` the messages before.
+    `solution_str` is the last message. `extra_info` is that of the task, with all other metadata,
+    and the messages before as `prompt`.
     """
     metadata = group.metadata
     extra = {k: v for k, v in metadata.items() if k not in ("data_source", "ground_truth")}
@@ -468,11 +463,11 @@ def call_arguments(
     return [dict(zip(_names(True), columns, strict=True)) | dict(kwargs)] if rows else []
 
 
-# ------------------------------------------------------------------------------ what it gives back
+# ------------------------------------------------------------------------------ its results
 
 
 def verdicts_of(result: Any, *, count: int, judges_groups: bool) -> tuple[Score, ...]:
-    """What a call has returned, as one verdict on each of the completions that it was about."""
+    """Convert the result of a call into a score for each of its completions."""
     if not judges_groups:
         return (score_of_result(result),)
     results = result.tolist() if hasattr(result, "tolist") else result
@@ -486,7 +481,7 @@ def verdicts_of(result: Any, *, count: int, judges_groups: bool) -> tuple[Score,
 
 
 def score_of_result(result: Any) -> Score:
-    """A number, or a dictionary with a `score` and perhaps other numbers, as a verdict."""
+    """Convert a number, or a dictionary with a `score` and perhaps other numbers, into a score."""
     parts: dict[str, float] = {}
     value = result
     if isinstance(result, Mapping):
@@ -499,14 +494,15 @@ def score_of_result(result: Any) -> Score:
                 parts[str(name)] = number
     number = _number(value)
     if number is None:
-        return failed(f"error: the function returned {_kind(value)}, not a number")
+        kind = "None" if value is None else type(value).__name__
+        return failed(f"error: the function returned {kind}, not a number")
     if not math.isfinite(number):
         return failed(f"nan: the function returned {number}")
     return Score(value=number, values_K=(number,), parts=parts)
 
 
 def _number(value: Any) -> float | None:
-    """Of whatever libraries call a number; None for anything else."""
+    """Convert any library's number type; None for anything else."""
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():
         value = value.item()
     if not isinstance(value, numbers.Real):
@@ -517,22 +513,18 @@ def _number(value: Any) -> float | None:
         return math.inf
 
 
-def _kind(value: Any) -> str:
-    return "None" if value is None else type(value).__name__
-
-
 def score_of_error(error: BaseException) -> Score:
-    """The verdict where a call has raised."""
+    """Return the failed score of a call that raised."""
     place = own_line_of(error)
     where = "" if place is None else f" ({place})"
-    return failed(f"error: the function raised {_told(error)}{where}")
+    return failed(f"error: the function raised {_text_of(error)}{where}")
 
 
 def late(seconds: float) -> Score:
-    """The verdict where a call took too long."""
+    """Return the failed score of a call that took too long."""
     return failed(f"timeout: the function took more than {seconds:.3g} s")
 
 
-def _told(error: BaseException) -> str:
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return said[:_LONGEST_REASON]
+def _text_of(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return text[:_LONGEST_REASON]

@@ -1,4 +1,4 @@
-"""A language model behind an OpenAI-compatible endpoint, as a scorer."""
+"""A language model behind an OpenAI-compatible endpoint that scores completions."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ CHAT_PATH = "/chat/completions"
 
 
 class JudgeReplica:
-    """One server of a judge, as a `Replica`."""
+    """Asks one server of a judge; a `Replica` of the router."""
 
+    # Completions of one request, which may ask for several replies.
     max_completions = 1
-    """Of one request; it takes several replies, though."""
 
     def __init__(
         self, url: str, config: JudgeConfig, prompt: JudgePrompt, *, api_key: str | None = None
@@ -40,37 +40,37 @@ class JudgeReplica:
         """Hold an address.
 
         Args:
-            url: Of the server, of its `/v1`, or of the endpoint itself.
-            config: How it is asked.
-            prompt: What it is asked.
+            url: Address of the server, of its `/v1`, or of the endpoint itself.
+            config: The `judge` section.
+            prompt: Prompt to render.
             api_key: Sent as a bearer token.
 
         Raises:
             ConfigError: The address cannot be used.
         """
         path = CHAT_PATH if "/v1" in checked_url(url).path else f"/v1{CHAT_PATH}"
-        # All replies that may be awaited at once, or some would wait in their own time.
+        # One for each concurrent reply: waiting for a connection would count as its own time.
         connections = RouterOptions().window * config.num_samples + 2
         self._http = HttpExchange(endpoint(url, path), api_key=api_key, connections=connections)
         self._config = config
         self._prompt = prompt
         self.counts: Counter[str] = Counter()
-        """`replies`, and `unreadable` ones among them."""
+        """Counts `replies`, and the `unreadable` ones among them."""
 
     @property
     def name(self) -> str:
-        """See `Replica`."""
+        """Name of the server, for messages."""
         return self._http.name
 
     async def attempt(
         self, groups: Sequence[Group], *, request_id: str, timeout: float
     ) -> ReplicaReply:
-        """See `Replica`. A reply without a score is not asked for again: it would say the same."""
+        """Score groups; a reply without a score is not asked for again, as it would not differ."""
         return ReplicaReply(
             scores=[
                 tuple(
                     [
-                        await self._judged(group, index, request_id, timeout)
+                        await self._score(group, index, request_id, timeout)
                         for index in range(len(group.completions_G))
                     ]
                 )
@@ -78,13 +78,13 @@ class JudgeReplica:
             ]
         )
 
-    async def _judged(self, group: Group, index: int, request_id: str, timeout: float) -> Score:
+    async def _score(self, group: Group, index: int, request_id: str, timeout: float) -> Score:
         try:
             messages = self._prompt.messages(group, index)
             messages_as_text = "".join(message["content"] for message in messages)
             messages_as_text.encode()
         except UnicodeEncodeError:
-            return failed("text: the conversation holds half a character (a lone surrogate)")
+            return failed("text: the conversation contains an unpaired UTF-16 surrogate")
         except DataError as error:
             return failed(f"error: {error}")
         asked = [
@@ -101,7 +101,6 @@ class JudgeReplica:
     async def _reply(
         self, messages: list[dict[str, str]], number: int, request_id: str, timeout: float
     ) -> float | NoScoreError:
-        """One reply's score, or why it has none."""
         config = self._config
         request: dict[str, Any] = {
             "model": config.model,
@@ -115,7 +114,7 @@ class JudgeReplica:
             request | config.extra_body, request_id=f"{request_id}-{number}", timeout=timeout
         )
         try:
-            return read_verdict(_said(answer.value), config)
+            return read_verdict(_text_of(answer.value), config)
         except NoScoreError as error:
             return error
         except ProtocolError as error:
@@ -140,16 +139,16 @@ class JudgeReplica:
         return Score(value=mean, values_K=(mean,), parts=parts)
 
     async def probe(self, *, timeout: float) -> None:
-        """See `Replica`. Any answer will do but one that says that it is not well."""
+        """Ask whether the server is healthy; any reply passes but one that says it is not."""
         await self._http.look("/health", timeout=timeout)
 
     async def aclose(self) -> None:
-        """See `Replica`."""
+        """Close the connections."""
         await self._http.aclose()
 
 
 class JudgeScorer(Router):
-    """A `Scorer` that asks a judge, at one address or at several that serve the same; see `Router`.
+    """Asks a judge at one address, or at several that serve the same, as a `Router` does.
 
     The score of a completion is the mean over `num_samples` replies, of which at least
     `min_samples` must have one. Example::
@@ -159,8 +158,8 @@ class JudgeScorer(Router):
     """
 
     reads_metadata = True
+    # A judge's samples differ by far more than rounding does, which `num_samples` is for.
     noise = 0.0
-    """What a judge draws differs by far more than rounding does; that is for `num_samples`."""
 
     def __init__(
         self,
@@ -173,17 +172,17 @@ class JudgeScorer(Router):
         """Hold addresses; nothing is asked before the first score is.
 
         Args:
-            config: See there.
+            config: The `judge` section.
             api_key: Sent as a bearer token.
             where: The section, for messages.
-            clock: Seconds; monotonic.
+            clock: Returns monotonic seconds.
 
         Raises:
-            ConfigError: An address or a template that cannot be used.
+            ConfigError: An address or a template cannot be used.
         """
         prompt = JudgePrompt(config, where=where)
         self.judges = [JudgeReplica(url, config, prompt, api_key=api_key) for url in config.urls]
-        """One for each address."""
+        """Replicas, one for each address."""
         options = RouterOptions(
             timeout=config.request_timeout,
             attempt_timeout=config.attempt_timeout,
@@ -193,18 +192,18 @@ class JudgeScorer(Router):
         super().__init__(self.judges, options, clock=clock)
 
 
-def _said(value: Any) -> str:
-    """The text of a chat completion.
+def _text_of(value: Any) -> str:
+    """Return the text of a chat completion.
 
     Raises:
-        ProtocolError: It is none.
-        NoScoreError: It says nothing, or was cut off, perhaps in the middle of a number.
+        ProtocolError: It is not a chat completion.
+        NoScoreError: It is empty, or was cut off, perhaps in the middle of a number.
     """
     choice = _ChatCompletion.read(value, "the answer").choices[0]
     if choice.finish_reason == "length":
         raise NoScoreError("the reply was cut off: raise max_tokens")
     if not isinstance(choice.message.content, str):
-        raise NoScoreError("the reply says nothing")
+        raise NoScoreError("the reply has no text")
     return choice.message.content
 
 
@@ -218,13 +217,13 @@ class _Choice(Body):
 
 
 class _ChatCompletion(Body):
-    """What is read of a chat completion, in OpenAI's form."""
+    """Parses the fields that are read of a chat completion, in OpenAI's form."""
 
     choices: List[_Choice] = Field(min_length=1)
 
 
 # --------------------------------------------------------------------------------------------------
-# What a judge is asked, and the number in what it says.
+# The judge's prompt, and the number in its reply.
 
 DEFAULT_TEMPLATE = """\
 You grade the response of an assistant. Lines that begin with {{ mark }} are the only ones that
@@ -256,26 +255,26 @@ VARIABLES = (
     "highest",
     "score_key",
 )
+# Characters of a reply that are searched: those at its end, where the verdict is.
 _LONGEST_REPLY = 50_000
-"""Letters that are looked through: those at the end, where the verdict is."""
 
 
 class NoScoreError(Exception):
-    """A reply without a score; the message says why."""
+    """Raised for a reply without a score; the message says why."""
 
 
 class JudgePrompt:
-    """Renders what a judge is asked. Templates cannot reach anything but what they are given."""
+    """Renders the judge's prompt. Templates can reach only the variables they are given."""
 
     def __init__(self, config: JudgeConfig, *, where: str) -> None:
-        """Read the template.
+        """Parse the template.
 
         Args:
-            config: The judge.
+            config: The `judge` section.
             where: The section, for messages.
 
         Raises:
-            ConfigError: It is no template, or asks for what there is not.
+            ConfigError: The template is invalid, or uses an unknown variable.
         """
         self._config = config
         text = config.template if config.template is not None else DEFAULT_TEMPLATE
@@ -287,7 +286,7 @@ class JudgePrompt:
             self._template = sandbox.from_string(text)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
-                f"{where}.template: line {error.lineno} is no Jinja2: {error}"
+                f"{where}.template: line {error.lineno} is not valid Jinja2: {error}"
             ) from error
         unknown = sorted(wanted - set(VARIABLES))
         if unknown:
@@ -300,20 +299,19 @@ class JudgePrompt:
             )
 
     def messages(self, group: Group, index: int) -> list[dict[str, str]]:
-        """What is asked about one completion of a group.
+        """Render the messages that ask about one completion of a group.
 
         Raises:
             DataError: The template cannot be rendered with it.
         """
-        said = group.completions_G[index].messages
-        before = (*group.prompt, *said[:-1])
+        *turns, response = (*group.prompt, *group.completions_G[index].messages)
         try:
             question = self._template.render(
-                prompt=_last_of_user(before),
-                response=said[-1].content,
-                conversation=[{"role": m.role, "content": m.content} for m in before],
+                prompt=next((m.content for m in reversed(turns) if m.role == "user"), ""),
+                response=response.content,
+                conversation=[{"role": m.role, "content": m.content} for m in turns],
                 ground_truth=group.metadata.get("ground_truth"),
-                mark=_mark((*before, said[-1])),
+                mark=_mark((*turns, response)),
                 lowest=_plain(self._config.lowest),
                 highest=_plain(self._config.highest),
                 score_key=self._config.score_key,
@@ -326,12 +324,8 @@ class JudgePrompt:
         return messages
 
 
-def _last_of_user(messages: tuple[Message, ...]) -> str:
-    return next((m.content for m in reversed(messages) if m.role == "user"), "")
-
-
 def _mark(messages: tuple[Message, ...]) -> str:
-    """A word that depends on all that it divides, so that nothing in there can hold it."""
+    # The separator depends on all that it divides, so that no message can contain it.
     digest = blake2b(digest_size=8)
     for message in messages:
         for text in (message.role, message.content):
@@ -345,17 +339,19 @@ def _plain(limit: float | None) -> str | None:
 
 
 def read_verdict(text: str, config: JudgeConfig) -> float:
-    """The score in a reply.
+    """Read the score in a reply.
 
-    What a reasoning model thought before it answered, up to `</think>`, does not count.
+    What a reasoning model writes before its answer, up to `</think>`, does not count.
 
     Raises:
-        NoScoreError: There is none, or one beyond the limits.
+        NoScoreError: There is no score, or one outside the limits.
     """
     answer = text.rpartition("</think>")[2][-_LONGEST_REPLY:]
-    found = (
-        [*_numbers_at(answer, config.score_key)] if config.score_key else _matches(answer, config)
-    )
+    if config.score_key:
+        found = [*_numbers_at(answer, config.score_key)]
+    else:
+        matches = (match.group(1) for match in re.finditer(config.score_pattern, answer))
+        found = [number for text in matches if (number := _number(text)) is not None]
     if not found:
         wanted = f"the key '{config.score_key}'" if config.score_key else "a match of score_pattern"
         raise NoScoreError(f"the reply has no number at {wanted}; it ends {answer[-80:]!a}")
@@ -368,11 +364,6 @@ def read_verdict(text: str, config: JudgeConfig) -> float:
     return number
 
 
-def _matches(answer: str, config: JudgeConfig) -> list[float]:
-    written = (match.group(1) for match in re.finditer(config.score_pattern, answer))
-    return [number for text in written if (number := _number(text)) is not None]
-
-
 def _number(text: str | None) -> float | None:
     try:
         number = float(text or "")
@@ -382,7 +373,6 @@ def _number(text: str | None) -> float | None:
 
 
 def _numbers_at(answer: str, key: str) -> Iterator[float]:
-    """The numbers at a key of the objects in a text, in order."""
     decoder = json.JSONDecoder()
     start = answer.find("{")
     while start >= 0:

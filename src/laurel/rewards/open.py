@@ -1,6 +1,6 @@
-"""One way from a `ScorerSpec` to what gives its scores: opened, checked, and ready to be asked.
+"""Opens and checks the scorer that a `ScorerSpec` describes.
 
-What can be told without loading a model or asking a server is told before.
+Errors that need no model and no server to be found are raised before either is touched.
 """
 
 from __future__ import annotations
@@ -59,15 +59,14 @@ from laurel.rewards.remote.router import CANARY, CanaryGroup, Router, RouterOpti
 from laurel.rewards.remote.server_check import ServerCheck
 from laurel.rewards.replicas import ROLE, GroupScorer, ScoringWorker, scoring_replicas
 from laurel.rewards.scorer import (
-    ContractScorer,
     LocalScorer,
+    ModelScorer,
     check_golden,
     check_paths,
     golden_scores,
 )
 from laurel.rewards.spec import (
     MAX_LENGTH,
-    MemberSpec,
     ModelPlace,
     Say,
     ScorerSpec,
@@ -85,32 +84,34 @@ from laurel.workers.spawned import SpawnedGroup
 _log = logging.getLogger(__name__)
 
 MakeGroup = Callable[..., WorkerGroup]
-"""Called with the class of the workers, and what each is made with besides its place."""
+"""Called with the class of the workers and the arguments of each besides its place."""
 SECTION = "env.reward_model"
-"""The section of a configuration that names servers, judges, functions and members."""
+"""Configuration section that names servers, judges, functions and members."""
 RENDERING_LIMIT = 300.0
-"""Seconds after which a process that renders hangs, and is replaced."""
+"""Seconds after which a tokenizer process counts as hung and is replaced."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def make_worker_here(*made: Any) -> WorkerGroup:
-    """Start a process of this machine that renders and tokenises."""
+    """Start a process on this machine that renders and tokenises."""
     return SpawnedGroup(WORKER, *made, cpu_threads=1, limit=RENDERING_LIMIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerPlacement:
-    """Where the processes of a scorer are made."""
+    """Says where the processes of a scorer are made."""
 
     make_worker: MakeGroup = make_worker_here
-    """Makes a group of one, for a process that renders and tokenises."""
+    """Makes a worker group of one process that renders and tokenises."""
     make_group: Callable[[str, range | None], MakeGroup] | None = None
-    """Given the name of a member, or "", and some of the ranks, or None for all, returns what makes
-    the group of these. None: models are in this process, replicas in others of this machine."""
+    """Returns what makes a worker group, given a member's name, or "", and ranks, or None for all.
+
+    None keeps models in this process, and replicas in other processes of this machine.
+    """
     shape: ParallelShape = field(default_factory=ParallelShape)
-    """The replicas of each model that `make_group` has room for, and the ranks of each."""
+    """Replicas of each model that `make_group` has room for, and the ranks of each."""
     is_one_group: bool = False
-    """All replicas are in one group also in the loop: who loses one has lost all."""
+    """Whether all replicas are one group in the loop too, so that losing one loses all."""
 
 
 HERE = ScorerPlacement()
@@ -118,39 +119,39 @@ HERE = ScorerPlacement()
 
 def open_scorer(
     spec: ScorerSpec, *, say: Say, placement: ScorerPlacement = HERE
-) -> ContractScorer | BlockingScorer:
-    """Open what a spec describes; leaving its context, or `close`, ends it.
+) -> ModelScorer | BlockingScorer:
+    """Open the scorer of a spec; leaving its context, or `close`, ends it.
 
-    A model makes it prove that it scores as it did when it was saved. Servers are asked for a first
-    score, so that a wrong address or key is told at once.
+    A model must score as it did when it was saved. Servers are asked for a first score, so that a
+    wrong address or key is reported at once.
 
     Args:
         spec: What gives the scores.
-        say: Told what was loaded, found and decided.
+        say: Called with a line on all that was loaded, found and decided.
         placement: Where processes are made.
 
     Raises:
-        UserError: A setting, a model, a server or a function that cannot be used.
+        UserError: A setting, a model, a server or a function cannot be used.
         WorkerError: A worker died, or failed for another reason.
         EngineError: vLLM does not start.
     """
     return blocking(_open(spec, placement, say))
 
 
-def blocking(scorer: Scorer) -> ContractScorer | BlockingScorer:
-    """Any scorer, for callers without an event loop. It ends with what is returned."""
-    return scorer if isinstance(scorer, ContractScorer | BlockingScorer) else BlockingScorer(scorer)
+def blocking(scorer: Scorer) -> ModelScorer | BlockingScorer:
+    """Wrap any scorer for callers without an event loop; it is closed with the wrapper."""
+    return scorer if isinstance(scorer, ModelScorer | BlockingScorer) else BlockingScorer(scorer)
 
 
 def open_local(model: ScorerSpec | str, *, say: Say) -> LocalScorer:
-    """Load a model into this process, and make it prove itself.
+    """Load a model into this process, and check that it scores as it was saved.
 
     Args:
         model: What is loaded, and how; a directory or a name alone means every default.
-        say: Told what was loaded, found and decided.
+        say: Called with a line on all that was loaded, found and decided.
 
     Raises:
-        UserError: Not a reward model, or not the one it was.
+        UserError: The model is not a reward model, or has changed since it was saved.
     """
     spec = ScorerSpec(model=ModelSpec(name=model)) if isinstance(model, str) else model
     with speaking(*spec.terms):
@@ -176,7 +177,7 @@ def _open(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str = ""
         return _open_model(spec, placement, say, name)
 
 
-# ------------------------------------------------------------------- several, and what asks servers
+# ------------------------------------------------------------------- ensembles and servers
 
 
 def _open_members(spec: ScorerSpec, placement: ScorerPlacement, say: Say) -> Scorer:
@@ -186,10 +187,22 @@ def _open_members(spec: ScorerSpec, placement: ScorerPlacement, say: Say) -> Sco
                 _api_key(member.spec.servers, SECTION)
             if member.spec.judge is not None:
                 _api_key(member.spec.judge, f"{SECTION}.judge")
-    statistics = {member.name: _statistics(member) for member in spec.members}
+    statistics: dict[str, tuple[float, float]] = {}
+    for member in spec.members:
+        mean, std = member.mean, member.std
+        if mean is None or std is None:
+            mean, std = read_statistics(member.spec)
+            if mean is None or not std:
+                with speaking(*member.spec.terms):
+                    raise ConfigError(
+                        f"{setting_of(f'{SECTION}.normalize', 'stored')}: "
+                        f"{member.spec.model.name} has no scoring.json with the mean and standard "
+                        "deviation of its scores. Give its mean and std, or normalize=none"
+                    )
+        statistics[member.name] = mean, std
     scorers: dict[str, Scorer] = {}
     with ExitStack() as opened:
-        # What takes no loading is tried first.
+        # What needs no loading is tried first: its errors come sooner.
         for member in sorted(spec.members, key=lambda one: one.spec.loads_model):
             scorer = _open(member.spec, placement, say, member.name)
             opened.callback(_run, partial(close_scorer, scorer))
@@ -206,27 +219,8 @@ def _open_members(spec: ScorerSpec, placement: ScorerPlacement, say: Say) -> Sco
     )
 
 
-def _statistics(member: MemberSpec) -> tuple[float, float]:
-    """What the scores of a member are normalised with.
-
-    Raises:
-        ConfigError: Its model was saved without.
-    """
-    if member.mean is not None and member.std is not None:
-        return member.mean, member.std
-    mean, std = read_statistics(member.spec)
-    if mean is None or not std:
-        with speaking(*member.spec.terms):
-            raise ConfigError(
-                f"{setting_of(f'{SECTION}.normalize', 'stored')}: {member.spec.model.name} has no "
-                "scoring.json with the mean and standard deviation of its scores. Give its mean "
-                "and std, or normalize=none"
-            )
-    return mean, std
-
-
 def read_statistics(spec: ScorerSpec) -> tuple[float | None, float | None]:
-    """Mean and standard deviation that the model of a spec was saved with; None: not known.
+    """Return the mean and standard deviation saved with the model of a spec; None where unknown.
 
     Raises:
         UserError: There is no such model.
@@ -294,7 +288,7 @@ def _checked(
     where: str,
     say: Say,
 ) -> Router:
-    """The scorer, once every server has shown that it can score."""
+    """Return the scorer once every server has shown that it can score."""
     check = ServerCheck(
         patience=config.connect_patience,
         limit=config.attempt_timeout,
@@ -310,7 +304,7 @@ def _checked(
 
 
 def _run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine to its end, whether or not the caller has an event loop."""
+    # In a thread of its own, since the caller may be inside an event loop.
     context = contextvars.copy_context()
     with ThreadPoolExecutor(1) as thread:
         thread.submit(context.run, lambda: asyncio.run(work())).result()
@@ -318,12 +312,10 @@ def _run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 # ----------------------------------------------------------------- a model, here or in processes
 
-C = TypeVar("C", bound=ContractScorer)
+C = TypeVar("C", bound=ModelScorer)
 
 
-def _open_model(
-    spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str
-) -> ContractScorer:
+def _open_model(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str) -> ModelScorer:
     if placement.make_group is None:
         if (ranks := spec.model.tensor_parallel_size) > 1:
             raise ConfigError(
@@ -338,7 +330,7 @@ def _open_model(
     if spec.pooling is not None:
         return _with_workers(load_vllm_scorer(place, spec, say=say), spec, placement)
     scorer = _with_workers(load_scorer(place, spec, say=say), spec, placement)
-    # What comes together is computed together where that pays: on a GPU.
+    # Merging concurrent requests pays on a GPU only.
     is_on_gpu = scorer.model.device.type != "cpu"
     if spec.in_loop and is_on_gpu and scorer.path == "forest" and spec.shares_prompts:
         loop = LoopScorer(scorer)
@@ -358,7 +350,7 @@ def _with_workers(scorer: C, spec: ScorerSpec, placement: ScorerPlacement) -> C:
 
 
 def _processes_here(spec: ScorerSpec, placement: ScorerPlacement) -> ScorerPlacement:
-    """Each replica in a process of this machine, with its part of the cores and of the GPUs."""
+    # Each replica runs in a process of this machine, with its share of the cores and the GPUs.
     number = spec.num_replicas
     if not spec.in_loop:
         raise ConfigError(
@@ -382,12 +374,12 @@ def _open_replicas(
     make_group: Callable[[str, range | None], MakeGroup],
     say: Say,
     name: str,
-) -> ContractScorer:
-    """A model in groups of workers: in the loop each replica in its own, else all in one."""
+) -> ModelScorer:
+    """Open a model in worker groups: in the loop one for each replica, otherwise one for all."""
     shape = placement.shape
     spec = replace(spec, model=replace(spec.model, tensor_parallel_size=shape.tp))
     place, spec = _found(spec, say)
-    # The workers say what is wrong in the words that it is said in here.
+    # Workers report errors in the terms of this spec, as this process does.
     load = partial(spoken_in, terms_in_use(), load_scorer, place, spec)
 
     def open_group(ranks: range | None, shape: ParallelShape, tell: Say) -> GroupScorer:
@@ -395,7 +387,7 @@ def _open_replicas(
             group = make_group(name, ranks)(ScoringWorker, load, shape=shape, device=spec.device)
         except WorkerError as error:
             cause = error.__cause__
-            if isinstance(cause, UserError):  # every rank says the same
+            if isinstance(cause, UserError):  # every rank raises the same
                 raise type(cause)(str(cause)) from error
             raise
         try:
@@ -434,7 +426,7 @@ def _open_replicas(
 
 
 def _found(spec: ScorerSpec, say: Say) -> tuple[ModelPlace, ScorerSpec]:
-    """Where the model of a spec is, its files checked byte for byte; and the spec that fits it."""
+    """Find the model of a spec and check its files; return its place and the spec fitted to it."""
     name = spec.model.name
     if name is None:
         raise ConfigError(
@@ -449,7 +441,7 @@ def _found(spec: ScorerSpec, say: Say) -> tuple[ModelPlace, ScorerSpec]:
 
 
 def _fitted(spec: ScorerSpec, place: ModelPlace, say: Say) -> ScorerSpec:
-    """The spec with the tokenizer that belongs to the weights, where its contract allows it."""
+    """Return the spec with the weights' own tokenizer, where the contract allows it."""
     rules = read_rules(place)
     wanted = spec.model.head.attributes
     if rules is not None and wanted and wanted != list(rules.attributes):
@@ -468,28 +460,27 @@ def _fitted(spec: ScorerSpec, place: ModelPlace, say: Say) -> ScorerSpec:
     return replace(spec, model=replace(spec.model, tokenizer=tokenizer))
 
 
-# ------------------------------------------------------------------------ one model, and its proof
+# ---------------------------------------------------------------- loading one model, and its checks
 
 
 def load_scorer(
     place: ModelPlace, spec: ScorerSpec, *, say: Say, mesh: DeviceMesh | None = None
 ) -> LocalScorer:
-    """Load a model and make it prove that it scores as it did when it was saved.
-
-    Neither the threads of this process nor its random generators are touched.
+    """Load a model and check that it scores as it did when it was saved.
 
     Args:
-        place: Where it is; see `find_reward_model` and `check_files`.
-        spec: How it is loaded and scores.
-        say: Told what was loaded and found.
-        mesh: What it is spread over: a collective call, with the same arguments on every rank.
+        place: Where the model is, as `find_reward_model` returns it.
+        spec: How the model is loaded and scores.
+        say: Called with a line on all that was loaded and found.
+        mesh: Mesh to shard the model over; every rank calls this with the same arguments.
 
     Raises:
-        UserError: Not a reward model, or not the one it was.
+        UserError: The model is not a reward model, or has changed since it was saved.
     """
     rules = read_rules(place)
     max_length, truncation_side = _cut(spec, rules)
     quiet_libraries()
+    # The threads and the random generators of this process stay as they are.
     loaded = load_reward_model(
         _model_of(place, spec, rules),
         seed=0,
@@ -514,21 +505,21 @@ def load_scorer(
 
 
 def read_rules(place: ModelPlace) -> ScoringRules | None:
-    """The scoring contract that was saved with a model, if one was."""
+    """Read the scoring contract that was saved with a model; None where there is none."""
     directory = Path(place.name)
     return ScoringRules.read(directory) if (directory / FILE_NAME).is_file() else None
 
 
 def read_contract(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> ScoringContract:
-    """The contract that a model scores by; its weights are not read, and need not be there.
+    """Read the contract that a model scores by; its weights are not needed.
 
     Args:
-        place: Where it is; see `find_model`.
-        spec: What it would be loaded with.
-        say: Told what was found.
+        place: Where the model is, as `find_model` returns it.
+        spec: How the model would be loaded.
+        say: Called with a line on all that was found.
 
     Raises:
-        UserError: There is no tokenizer or no template that can be used.
+        UserError: There is no usable tokenizer or template.
     """
     rules = read_rules(place)
     max_length, truncation_side = _cut(spec, rules)
@@ -542,7 +533,7 @@ def read_contract(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> ScoringCo
 
 
 def _model_of(place: ModelPlace, spec: ScorerSpec, rules: ScoringRules | None) -> ModelSpec:
-    """The spec that loads the reward model in `place`, with the head that its contract tells."""
+    """Return the spec that loads the reward model in `place`, with the head of its contract."""
     head = spec.model.head
     if rules is not None:
         weights = rules.attribute_weights
@@ -555,7 +546,7 @@ def _model_of(place: ModelPlace, spec: ScorerSpec, rules: ScoringRules | None) -
 
 
 def _cut(spec: ScorerSpec, rules: ScoringRules | None) -> tuple[int, Literal["left", "right"]]:
-    """Where a conversation is cut that is too long: its length, and the side."""
+    # A contract decides on its own; the settings count only for a model without one.
     if rules is not None:
         return rules.max_length, rules.truncation_side
     return spec.max_length or MAX_LENGTH, DataConfig().truncation_side
@@ -569,7 +560,6 @@ def _check(
     has_contract: bool,
     say: Say,
 ) -> None:
-    """The checks of a loaded model, and a line on each."""
     model, rules = loaded.model, loaded.contract.rules
     difference = check_paths(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -608,16 +598,13 @@ def _say_rules(rules: ScoringRules, say: Say) -> None:
 def load_vllm_scorer(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> VllmScorer:
     """Start vLLM with a reward model, and check that it scores as it did when it was saved.
 
-    A model that brings no golden scores is loaded by Hugging Face's own class first, which computes
-    some; its memory is free again before vLLM starts.
-
     Args:
-        place: Where it is; see `find_reward_model` and `check_files`.
-        spec: How it is loaded and scores. vLLM chooses the device.
-        say: Told what was loaded and found.
+        place: Where the model is, as `find_reward_model` returns it.
+        spec: How the model is loaded and scores. vLLM chooses the device.
+        say: Called with a line on all that was loaded and found.
 
     Raises:
-        UserError: Not a reward model, or not the one it was; or vLLM is not installed.
+        UserError: The model is not a reward model, or has changed; or vLLM is not installed.
         EngineError: vLLM does not start.
     """
     rules = read_rules(place)
@@ -625,6 +612,8 @@ def load_vllm_scorer(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> VllmSc
         tokenizer = find_tokenizer(replace(spec.model, name=place.name))
         contract = ScoringContract.load(Path(place.name), tokenizer)
     else:
+        # A model without golden scores is loaded by Hugging Face's own class first, which computes
+        # some; its memory is free again before vLLM starts.
         own = load_scorer(place, spec, say=say)
         say("note    golden scores for vLLM were computed with Hugging Face's own class")
         golden = golden_scores(own.model, own.contract, [CANARY])

@@ -1,4 +1,4 @@
-"""Processes that render and tokenise conversations, so that this one has its hands free."""
+"""Processes that render and tokenise conversations, to relieve the process that scores."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _log = logging.getLogger(__name__)
 
 WORKER = "reward_worker"
 MAX_RESTARTS = 8
-"""Of all workers together."""
+"""Restarts of all workers together."""
 
 
 class PreparingWorker:
-    """The worker of one such process."""
+    """Renders and tokenises in a process of its own."""
 
     def __init__(self, place: RankPlace, contract: ScoringContract) -> None:
         """Hold a contract, with a tokenizer of its own."""
         self._contract = contract
 
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """See `ContractScorer.prepare`."""
+        """Render and tokenise groups."""
         return prepared_by(self._contract, groups)
 
 
 class Preparers:
-    """Several workers that share what is to be prepared. May be asked from several threads.
+    """Divides rendering and tokenising among several workers; thread-safe.
 
-    One that is lost is replaced, and another does what it had: preparing changes nothing.
+    A lost worker is replaced, and its groups go to another one: preparing has no side effects.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class Preparers:
         *,
         say: Callable[[str], None] = _log.warning,
     ) -> None:
-        """Start them.
+        """Start the workers.
 
         Args:
-            contract: What they render by.
-            num_workers: At least one.
-            make_group: Makes a group of one; called with the class and its arguments.
-            say: Told of those that are replaced.
+            contract: Contract to render by.
+            num_workers: Number of workers, at least one.
+            make_group: Makes a group of one worker; called with the class and its arguments.
+            say: Called with a line on every restart.
 
         Raises:
-            WorkerError: One cannot be made.
+            WorkerError: A worker cannot be started.
         """
         self.workers = ReplicaSet[WorkerGroup](
             lambda _: make_group(PreparingWorker, contract),
@@ -72,10 +72,10 @@ class Preparers:
         self._threads = ThreadPoolExecutor(num_workers, "laurel-preparing")
 
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """See `ContractScorer.prepare`.
+        """Render and tokenise groups.
 
         Raises:
-            WorkerError: All were lost, and too many to be replaced; `is_lost`.
+            WorkerError: All workers were lost, too many to restart (`is_lost`).
         """
         share = -(-len(groups) // len(self.workers.replicas))
         parts = [groups[first : first + share] for first in range(0, len(groups), share or 1)]
@@ -90,33 +90,34 @@ class Preparers:
         except WorkerError as error:
             if not error.is_lost:
                 raise (error.__cause__ or error) from None
-            # No conversation is to blame, and none can be scored any more.
+            # No conversation is at fault, and none can be scored any more.
             raise WorkerError(
-                f"{error}. Processes that render are ended most often for want of memory: lower "
-                "num_workers, or set it to 0 and let the run itself render",
+                f"{error}. Tokenizer processes are ended most often for want of memory: lower "
+                "num_workers, or set it to 0 to render in the run's own process",
                 role=WORKER,
                 exit_code=WorkerError.LOST_EXIT_CODE,
             ) from error
 
     def close(self) -> None:
-        """End them. Idempotent."""
+        """End the workers. Idempotent."""
         self._threads.shutdown(cancel_futures=True)
         self.workers.close()
 
 
 # --------------------------------------------------------------------------------------------------
-# Groups on their way to tokens: which completions can be rendered, and why the others cannot.
+# Rendering a group: completions that cannot be rendered fail alone.
 
 Prepared = tuple[TokenGroup | None, tuple[str | None, ...]]
-"""The tokens of the completions of a group that can be rendered, and of each completion why it
-cannot; None where none can."""
+"""Tokens of the completions of a group that can be rendered, None where none can; and the failure
+of each completion, None where it can be rendered.
+"""
 
 
 class Preparing(Protocol):
-    """Renders and tokenises, in other processes. May be asked from several threads."""
+    """Renders and tokenises in other processes; thread-safe."""
 
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """See `prepared_by`.
+        """Render and tokenise groups as `prepared_by` does.
 
         Raises:
             WorkerError: The processes are lost for good (`is_lost`).
@@ -127,7 +128,7 @@ class Preparing(Protocol):
 
 
 def prepared_by(contract: ScoringContract, groups: Sequence[Group]) -> list[Prepared]:
-    """The tokens of the completions that can be rendered, and why each other one cannot."""
+    """Render and tokenise groups; a completion that cannot be rendered carries a failure."""
     groups_left = [group for group in groups if group.completions_G]
     try:
         encoded = iter(contract.encode(groups_left) if groups_left else ())
@@ -154,11 +155,11 @@ def _one_by_one(contract: ScoringContract, group: Group) -> Prepared:
 def filter_readable(
     group: Group, why_not: Callable[[Group], str | None]
 ) -> tuple[Group, tuple[str | None, ...]]:
-    """The group with the completions that can be used, and of each completion why it cannot.
+    """Return the group of the readable completions, and the failure of each completion.
 
     Args:
-        group: Any.
-        why_not: Told of each completion as a group of its own.
+        group: Any group.
+        why_not: Called with each completion as a group of its own; returns why it is unreadable.
     """
     failures = tuple(why_not(replace(group, completions_G=(one,))) for one in group.completions_G)
     sound = tuple(
@@ -170,21 +171,22 @@ def filter_readable(
 
 
 # --------------------------------------------------------------------------------------------------
-# Conversations that clients have rendered themselves, on their way through what takes groups.
+# Conversations that clients have rendered, encoded as groups.
 #
 # Such a group has an empty prompt, and each of its completions is one message: of the role
 # `<rendered>` with the text, of the role `<token ids>` with the ids and a blank between them, or of
 # the role `<sent turn>` with a prompt and a response as JSON. So routers and servers pass it on as
-# any other; a batcher reads it, and nobody else should get it.
+# any other; only a batcher may read it.
 
 Rendered = str | tuple[int, ...] | SentTurn
-"""A whole conversation as its client has sent it: rendered text, the ids of its tokens, or a prompt
-of which only the model's contract can tell whether it was rendered, with its response."""
+"""Whole conversation as its client sent it: rendered text, token ids, or a response with a prompt
+of which only the model's contract can tell whether it was rendered.
+"""
 _RENDERED, _TOKEN_IDS, _SENT_TURN = "<rendered>", "<token ids>", "<sent turn>"
 
 
 def rendered_group(rows: Sequence[Rendered]) -> Group:
-    """Conversations that a client has rendered, as a group that a batcher understands."""
+    """Encode conversations that a client has rendered as a group that a batcher understands."""
     return Group(
         id="",
         prompt=(),
@@ -201,21 +203,22 @@ def _message(row: Rendered) -> Message:
 
 
 def rendered_rows(group: Group) -> list[Rendered | None] | None:
-    """The conversations of a group that a client has rendered, None for what cannot be read;
-    None where it is a group like all others."""
+    """Decode a group of rendered conversations, with None for each unreadable one; return None for
+    an ordinary group.
+    """
     if group.prompt or not group.completions_G:
         return None
     rows: list[Rendered | None] = []
     for completion in group.completions_G:
         if len(completion.messages) != 1:
             return None
-        (said,) = completion.messages
-        if said.role == _RENDERED:
-            rows.append(said.content)
-        elif said.role == _SENT_TURN:
-            rows.append(_turn(said.content))
-        elif said.role == _TOKEN_IDS:
-            rows.append(_ids(said.content))
+        (message,) = completion.messages
+        if message.role == _RENDERED:
+            rows.append(message.content)
+        elif message.role == _SENT_TURN:
+            rows.append(_turn(message.content))
+        elif message.role == _TOKEN_IDS:
+            rows.append(_ids(message.content))
         else:
             return None
     return rows

@@ -1,4 +1,4 @@
-"""A reward model in processes: replicas, the scorer that speaks to one of them, and its ranks."""
+"""A reward model in worker processes: its replicas, the scorer of one of them, and its ranks."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _log = logging.getLogger(__name__)
 
 ROLE = "reward_model"
 MAX_RESTARTS = 3
-"""Of all replicas together, as with the replicas that draw."""
+"""Restarts of all replicas together, as many as generator replicas have."""
 MOST_LOSSES = 2
-"""Replicas that may be lost with a batch before its parts are scored by themselves."""
+"""Replicas that one batch may take down before its parts are scored by themselves."""
 
 
 def scoring_replicas(
@@ -49,18 +49,18 @@ def scoring_replicas(
     say: Callable[[str], None] = _log.warning,
     max_restarts: int = MAX_RESTARTS,
 ) -> BackendReplicas[ContractScorer]:
-    """Replicas of a model that work by themselves, each in processes of its own.
+    """Start replicas of a model, each in processes of its own.
 
     Args:
-        make: Makes the scorer of the replica with this number; called again, when the one before
-            has been closed, to start it anew. Any thread.
-        number: At least one.
-        role: What they are, for messages.
-        say: Told of every restart.
-        max_restarts: Of all replicas together.
+        make: Makes the scorer of the replica with this number; called again, from any thread, to
+            restart a replica after it was closed.
+        number: Number of replicas, at least one.
+        role: Name of the replicas, for messages.
+        say: Called with a line on every restart.
+        max_restarts: Restarts of all replicas together.
 
     Raises:
-        LaurelError: One of them cannot be made.
+        LaurelError: A replica cannot be started.
     """
     return BackendReplicas(
         make,
@@ -74,22 +74,22 @@ def scoring_replicas(
 
 
 def _is_lost(scorer: ContractScorer, error: Exception) -> bool:
-    """Whether processes of the scorer itself are gone, and not those that render for it."""
+    # Lost tokenizer workers are not this scorer's own processes.
     if not isinstance(error, WorkerError) or error.role == WORKER:
         return False
     return error.is_lost or scorer.is_ended
 
 
 # --------------------------------------------------------------------------------------------------
-# One of them, which may be spread over ranks.
+# One replica, which may be sharded over ranks.
 
 
 class GroupScorer(ContractScorer):
-    """Scores groups with the models that a group of `ScoringWorker`s holds.
+    """Scores groups with a worker group of `ScoringWorker`s.
 
-    Conversations are rendered and packed here; each replica gets its share of the tokens. What a
-    replica is given is packed as `LocalScorer` would pack it. A group of workers that fails raises
-    its `WorkerError` from every call after.
+    Conversations are rendered and packed here; each replica gets its share of the tokens, packed as
+    `LocalScorer` would pack it. Once the worker group has failed, every call raises its
+    `WorkerError`.
     """
 
     def __init__(
@@ -100,17 +100,17 @@ class GroupScorer(ContractScorer):
         batch_size: int | None = None,
         batch_timeout: float | None = None,
     ) -> None:
-        """Take over a group of workers; `close` ends it.
+        """Take over a worker group; `close` ends it.
 
         Args:
-            group: Its workers are `ScoringWorker`s.
-            batch_tokens: See `ContractScorer`.
-            batch_size: Likewise.
-            batch_timeout: Seconds of one micro-batch, of `sleep` and of `wake`, after which the
-                group has failed; None: the group's own limit, as for `score_exactly`.
+            group: Workers of the class `ScoringWorker`.
+            batch_tokens: Token budget of one forward pass.
+            batch_size: Rows of one forward pass on the padded path, instead of the budget.
+            batch_timeout: Time limit in seconds of one micro-batch, of `sleep` and of `wake`, after
+                which the group has failed; None: its own limit, as for `score_exactly`.
 
         Raises:
-            WorkerError: They do not answer.
+            WorkerError: The workers do not answer.
         """
         about: tuple[ScoringContract, Path, int, list[str]] = group.call_one(0, "about")
         contract, self._path, self._num_outputs, said = about
@@ -119,28 +119,37 @@ class GroupScorer(ContractScorer):
         self._batch_timeout = batch_timeout
         self._replicas: list[int] = group.call("replica")
         self.said: tuple[str, ...] = tuple(said)
-        """What the first rank found when it loaded the model."""
+        """Lines of the first rank on the model that it loaded."""
 
     @property
     def path(self) -> Path:
-        """See `ContractScorer`."""
+        """Form in which batches reach the model."""
         return self._path
 
     @property
     def num_replicas(self) -> int:
-        """Models that score side by side."""
+        """Number of models that score concurrently."""
         return max(self._replicas) + 1
 
     def _values(
         self, tokens: Sequence[TokenGroup], on_batch: OnBatch | None, *, exactly: bool
     ) -> np.ndarray:
         shares = divide_evenly([group.num_tokens for group in tokens], self.num_replicas)
-        parts = [self._divided(tokens, share) for share in shares]
+        parts: list[list[list[int]]] = []
+        for share in shares:
+            mine = [tokens[i] for i in share]
+            divided = divide_into_micro_batches(
+                self._path, mine, self.batch_tokens, self.batch_size
+            )
+            parts.append([[share[i] for i in part] for part in divided])
         batches = [[[tokens[i] for i in part] for part in mine] for mine in parts]
         pending = self._group.start_each(
             "score", [(batches[replica], exactly) for replica in self._replicas]
         )
-        given = pending.wait(timeout=self._limit(parts, exactly=exactly))
+        limit = None
+        if not exactly and self._batch_timeout is not None:
+            limit = self._batch_timeout * max(1, *map(len, parts))
+        given = pending.wait(timeout=limit)
         values = [given[self._replicas.index(replica)] for replica in range(self.num_replicas)]
         if on_batch is not None:
             for batch in (batch for mine in batches for batch in mine):
@@ -152,29 +161,17 @@ class GroupScorer(ContractScorer):
             num_outputs=self._num_outputs,
         )
 
-    def _limit(self, parts: Sequence[Sequence[object]], *, exactly: bool) -> float | None:
-        """Seconds for micro-batches, of which each replica has its own to do."""
-        if exactly or self._batch_timeout is None:
-            return None
-        return self._batch_timeout * max(1, *map(len, parts))
-
-    def _divided(self, tokens: Sequence[TokenGroup], share: Sequence[int]) -> list[list[int]]:
-        """Micro-batches of one replica, as indices into `tokens`."""
-        mine = [tokens[i] for i in share]
-        parts = divide_into_micro_batches(self._path, mine, self.batch_tokens, self.batch_size)
-        return [[share[i] for i in part] for part in parts]
-
     @property
     def is_ended(self) -> bool:
-        """See `ContractScorer`."""
+        """Whether a worker has ended."""
         return not all(self._group.alive())
 
     def sleep(self) -> None:
-        """See `ContractScorer`."""
+        """Free the device memory of all workers."""
         self._group.call("sleep", timeout=self._batch_timeout)
 
     def wake(self) -> None:
-        """See `ContractScorer`."""
+        """Undo `sleep`."""
         self._group.call("wake", timeout=self._batch_timeout)
 
     def close(self) -> None:
@@ -183,7 +180,7 @@ class GroupScorer(ContractScorer):
 
 
 def divide_evenly(sizes: Sequence[int], shares: int) -> list[list[int]]:
-    """Divide items so that the sums are near each other: the largest first, to the least so far.
+    """Divide items into shares of similar sums: the largest first, to the smallest share so far.
 
     Returns:
         Indices of the items of each share, ascending; they depend only on the arguments.
@@ -198,20 +195,20 @@ def divide_evenly(sizes: Sequence[int], shares: int) -> list[list[int]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# One rank of a group of processes that score. It knows neither Ray nor its group.
+# One rank of a worker group that scores. It knows neither Ray nor its group.
 
 
 class Load(Protocol):
-    """Loads a model, checks it, and says what it found; with a mesh it is a collective call."""
+    """Loads a model, checks it, and reports what it found; with a mesh it is a collective call."""
 
     def __call__(self, *, say: Callable[[str], None], mesh: DeviceMesh | None) -> LocalScorer:
-        """The scorer of this rank."""
+        """Load the scorer of this rank."""
 
 
 class ScoringWorker:
-    """Holds a replica of a model, or its share of one that several ranks compute together.
+    """Holds a replica of a model, or one rank's shards of it.
 
-    The replicas know nothing of each other: each may be given any number of micro-batches.
+    Replicas are independent: each may be given any number of micro-batches.
     """
 
     def __init__(
@@ -222,17 +219,17 @@ class ScoringWorker:
         shape: ParallelShape,
         device: Literal["auto", "cpu", "cuda"] = "auto",
     ) -> None:
-        """Load the model; it has proven itself when this returns.
+        """Load and check the model.
 
         Args:
-            place: Where this rank stands.
-            load: Loads the model onto `device`. It can travel between processes.
-            shape: `dp_replicate` replicas of `tp` ranks each.
-            device: What is computed on.
+            place: Rank and world size of this worker.
+            load: Loads the model onto `device`; it must be picklable.
+            shape: Shape of `dp_replicate` replicas with `tp` ranks each.
+            device: Device to compute on.
 
         Raises:
             ConfigError: Ranks and shape do not fit each other.
-            UserError: Not a reward model, or not the one it was.
+            UserError: The model is not a reward model, or has changed since it was saved.
         """
         if shape.dp_shard != 1 or shape.num_ranks != place.world_size:
             raise ConfigError(
@@ -251,21 +248,21 @@ class ScoringWorker:
         self._scorer: LocalScorer | None = load(say=self._said.append, mesh=mesh)
 
     def replica(self) -> int:
-        """Which replica this rank computes."""
+        """Return the index of the replica that this rank computes."""
         return self._replica
 
     def about(self) -> tuple[ScoringContract, Path, int, list[str]]:
-        """The contract, how batches reach the model, its outputs K, and what was said of it."""
+        """Return the contract, the path of batches, the outputs K, and the notes of loading."""
         scorer = self._open()
         return scorer.contract, scorer.path, scorer.model.num_outputs, self._said
 
     def score(
         self, batches: Sequence[Sequence[TokenGroup]], exactly: bool = False
     ) -> list[np.ndarray] | None:
-        """Score micro-batches. Every rank of a replica is given the same ones.
+        """Score micro-batches; every rank of a replica is given the same ones.
 
         Returns:
-            float32 `[N, K]` of each, from the first rank of the replica alone.
+            float32 `[N, K]` of each micro-batch, from the first rank of the replica alone.
         """
         scorer = self._open()
         with in_higher_precision(scorer.model, wanted=exactly):
@@ -273,15 +270,15 @@ class ScoringWorker:
         return values if self._rank_in_replica == 0 else None
 
     def sleep(self) -> None:
-        """Give the memory of the device back until `wake`."""
+        """Free the memory of the device until `wake`."""
         self._open().sleep()
 
     def wake(self) -> None:
-        """Take it again."""
+        """Undo `sleep`."""
         self._open().wake()
 
     def shutdown(self) -> None:
-        """Let go of the model and of the other ranks."""
+        """Free the model and leave the process group."""
         self._scorer = None
         leave()
 

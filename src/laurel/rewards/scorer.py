@@ -1,4 +1,4 @@
-"""What all scorers share that hold a scoring contract: tokens in, verdicts out."""
+"""The base of all scorers with a scoring contract: tokens in, scores out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Self
@@ -22,8 +22,8 @@ from laurel.models.forest.decoder import Path, RewardModel, weights_as
 from laurel.models.loading.policy import (
     Probe,
     check_batches,
-    draw_probe,
     inputs_alone,
+    make_probe,
     own_attention,
 )
 from laurel.models.scoring import GoldenScore, ScoringContract
@@ -34,11 +34,73 @@ OnBatch = Callable[[int, int], None]
 """Called with the groups and the tokens of each micro-batch that is done."""
 
 
-class ContractScorer(ABC):
-    """Renders groups by a contract and makes scores of what a model says, wherever that is."""
+class ModelScorer(ABC):
+    """Scores by the contract of a model, for callers with and without an event loop."""
+
+    def __init__(self, contract: ScoringContract) -> None:
+        """Hold a contract."""
+        self.contract = contract
+        self.preparers: Preparing | None = None
+        """Workers that render and tokenise instead; they end with the scorer's context."""
+
+    @property
+    @abstractmethod
+    def path(self) -> Path:
+        """Form in which batches reach the model."""
+
+    @property
+    def pad_id(self) -> int:
+        """Token that fills up padded rows."""
+        return self.contract.rules.pad_id or 0
+
+    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """Score groups (`protocols.Scorer`); the model computes in a thread."""
+        return await asyncio.to_thread(self.score_now, groups)
+
+    @abstractmethod
+    def score_now(
+        self, groups: Sequence[Group], on_batch: OnBatch | None = None
+    ) -> list[tuple[Score, ...]]:
+        """Score groups from a thread without an event loop.
+
+        Args:
+            groups: Groups to score.
+            on_batch: Called with the progress after each micro-batch.
+        """
+
+    @abstractmethod
+    def encode(self, groups: Sequence[Group]) -> list[TokenGroup]:
+        """Tokenise groups with at least one completion each.
+
+        Raises:
+            DataError: A conversation cannot be rendered.
+        """
+
+    @abstractmethod
+    def resting(self) -> AbstractContextManager[None]:
+        """Free the memory of devices within the context, once running calls are done.
+
+        Calls for scores block until the context ends, so make none in the same thread.
+        """
+
+    def close(self) -> None:  # noqa: B027  a model in this process is freed with the scorer
+        """Free processes and memory. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the scorer and its tokenizer workers."""
+        self.close()
+        if self.preparers is not None:
+            self.preparers.close()
+
+
+class ContractScorer(ModelScorer):
+    """Renders groups by a contract and turns outputs of a model, here or elsewhere, into scores."""
 
     has_exact_scores = True
-    """Whether it can compute in a higher precision: see `score_exactly`."""
+    """Whether `score_exactly` can compute in a higher precision."""
 
     def __init__(
         self, contract: ScoringContract, *, batch_tokens: int, batch_size: int | None
@@ -46,51 +108,43 @@ class ContractScorer(ABC):
         """Hold a contract.
 
         Args:
-            contract: The contract it scores by.
+            contract: Contract to score by.
             batch_tokens: Token budget of one forward pass.
-            batch_size: Rows of one forward pass on the padded path, instead of the budget. A group
-                of more completions travels alone.
+            batch_size: Rows of one forward pass on the padded path, instead of the budget. A larger
+                group is computed alone.
         """
-        self.contract = contract
+        super().__init__(contract)
         self.batch_tokens = batch_tokens
         self.batch_size = batch_size
-        # Calls run in threads of their own. A tokenizer is not made for that, and the first call
-        # to end would switch dropout on again under the others.
+        # Calls run in threads of their own. A tokenizer is not thread-safe, and the first call to
+        # end would switch dropout on again under the others.
         self._one_at_a_time = threading.Lock()
-        self.preparers: Preparing | None = None
-        """Who renders and tokenises instead. They end with the context of the scorer."""
-
-    @property
-    @abstractmethod
-    def path(self) -> Path:
-        """How batches reach the model."""
 
     @abstractmethod
     def _values(
         self, tokens: Sequence[TokenGroup], on_batch: OnBatch | None, *, exactly: bool
     ) -> np.ndarray:
-        """The outputs for every completion, float32 `[N, K]`, in order; of the same weights in a
-        higher precision where that is asked for."""
+        """Compute the outputs of all completions, float32 `[N, K]`, in order.
+
+        With `exactly`, the same weights compute in a higher precision.
+        """
 
     @abstractmethod
     def sleep(self) -> None:
-        """Give the memory of devices back; `resting` does, and takes care of the rest."""
+        """Free the memory of devices; call `resting`, which locks the scorer meanwhile."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Be as before `sleep`."""
+        """Undo `sleep`."""
 
     @property
     def is_ended(self) -> bool:
-        """Whether what computes is gone, and raises its error from every call."""
+        """Whether the workers are gone, so that every call raises their error."""
         return False
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Give the memory of devices back meanwhile, once what is under way is done.
-
-        Whoever asks for scores waits until it is over, so do not ask in the same thread.
-        """
+        """Let the model sleep within the context, once running calls are done."""
         with self._one_at_a_time:
             self.sleep()
             try:
@@ -98,41 +152,17 @@ class ContractScorer(ABC):
             finally:
                 self.wake()
 
-    def close(self) -> None:  # noqa: B027  a model that is held here goes with the scorer
-        """Free processes and memory. Idempotent."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the scorer, and whoever renders for it."""
-        self.close()
-        if self.preparers is not None:
-            self.preparers.close()
-
-    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `protocols.Scorer`. The arithmetic runs in a thread, beside the event loop."""
-        return await asyncio.to_thread(self.score_now, groups)
-
     def score_now(
         self, groups: Sequence[Group], on_batch: OnBatch | None = None
     ) -> list[tuple[Score, ...]]:
-        """The same for callers without an event loop.
-
-        Completions of a group that say the same are computed once: computed twice, the order of
-        sums would make them differ in the last digit, and a learner take that for a preference.
-
-        Args:
-            groups: What to score.
-            on_batch: Told of progress.
-        """
+        """Score groups from a thread without an event loop, each equal completion once."""
         with self._one_at_a_time:
             return self._scored(groups, on_batch)
 
     def score_exactly(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """The scores that the same weights give in a higher precision.
+        """Score groups with the same weights in a higher precision; several times slower.
 
-        What the rounding in `score_now` is measured against; several times slower.
+        The rounding error of `score_now` is measured against it.
         """
         with self._one_at_a_time:
             return self._scored(groups, None, exactly=True)
@@ -140,6 +170,8 @@ class ContractScorer(ABC):
     def _scored(
         self, groups: Sequence[Group], on_batch: OnBatch | None, *, exactly: bool = False
     ) -> list[tuple[Score, ...]]:
+        # Computed twice, equal completions would differ in the last digit by the order of sums, and
+        # a learner would take that for a preference.
         distinct = [tuple(dict.fromkeys(group.completions_G)) for group in groups]
         prepared = self._encode(
             [replace(group, completions_G=c) for group, c in zip(groups, distinct, strict=True)]
@@ -159,27 +191,23 @@ class ContractScorer(ABC):
         return scores
 
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """The first half of `score_now`; nothing is computed, and equal completions stay."""
+        """Render and tokenise groups, as `score_now` does first; equal completions stay."""
         with self._one_at_a_time:
             return self._encode(groups)
 
     def prepare_rendered(self, row: Rendered) -> TokenGroup:
-        """See `ScoringContract.encode_rendered`."""
+        """Tokenise one conversation that its client has rendered."""
         with self._one_at_a_time:
             return self.contract.encode_rendered(row)
 
     def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
-        """The second half of `score_now`, for what was prepared."""
+        """Score tokenised groups, the second half of `score_now`."""
         with self._one_at_a_time:
             rows = iter(self._values(tokens, None, exactly=False).tolist())
             return [tuple(self._verdicts(group, rows)) for group in tokens]
 
     def encode(self, groups: Sequence[Group]) -> list[TokenGroup]:
-        """What the model reads of groups with at least one completion each.
-
-        Raises:
-            DataError: A conversation that cannot be rendered.
-        """
+        """Tokenise groups with at least one completion each, one call at a time."""
         with self._one_at_a_time:
             return self.contract.encode(groups)
 
@@ -191,43 +219,38 @@ class ContractScorer(ABC):
     def _verdicts(
         self, tokens: TokenGroup | None, rows: Iterator[Sequence[float]]
     ) -> Iterator[Score]:
-        """The scores of a group, in order; takes as many rows as it has completions."""
+        """Return the scores of a group, in order; consumes one row for each completion."""
         if tokens is None:
             return
         for num_tokens, truncated in zip(tokens.lengths_G, tokens.truncated_G, strict=True):
-            yield self._verdict(next(rows), num_tokens, truncated)
-
-    @property
-    def pad_id(self) -> int:
-        """The token that fills rows up."""
-        return self.contract.rules.pad_id or 0
-
-    def _verdict(self, values_K: Sequence[float], num_tokens: int, truncated: bool) -> Score:
-        if not all(math.isfinite(value) for value in values_K):
-            return Score(
-                value=None, num_tokens=num_tokens, truncated=truncated, failure="not finite"
+            values_K = next(rows)
+            if all(math.isfinite(value) for value in values_K):
+                value, values, failure = self.contract.scalar(values_K), tuple(values_K), None
+            else:
+                value, values, failure = None, (), "not finite"
+            yield Score(
+                value=value,
+                values_K=values,
+                num_tokens=num_tokens,
+                truncated=truncated,
+                failure=failure,
             )
-        return Score(
-            value=self.contract.scalar(values_K),
-            values_K=tuple(values_K),
-            num_tokens=num_tokens,
-            truncated=truncated,
-        )
 
 
 # --------------------------------------------------------------------------------------------------
-# A reward model in this process as a Scorer, and the checks it must pass before it is used.
+# A reward model in this process as a Scorer, and the checks at load.
 
 GOLDEN_TOLERANCE = {"float64": 1e-4, "float32": 1e-4}
 """Allowed difference from a golden score, in units of max(1, |score|), by the dtype of the weights.
-They and the arithmetic are the same; what differs is the order of sums on another machine or
-library version."""
+
+Weights and arithmetic are the same; the order of sums differs between machines and versions.
+"""
 LOW_PRECISION_TOLERANCE = 5e-2
-"""The same where the weights were, or now are, in bfloat16 or float16."""
+"""Allowed difference where the weights were, or now are, in bfloat16 or float16."""
 
 
 class LocalScorer(ContractScorer):
-    """Scores groups with a model held here."""
+    """Scores groups with a model held in this process."""
 
     def __init__(
         self,
@@ -237,15 +260,15 @@ class LocalScorer(ContractScorer):
         batch_tokens: int = 8192,
         batch_size: int | None = None,
     ) -> None:
-        """Hold a model; see `ContractScorer` for the rest."""
+        """Hold a model; `ContractScorer` describes the other arguments."""
         super().__init__(contract, batch_tokens=batch_tokens, batch_size=batch_size)
         self.model = model
+        # The device that the weights return to when they sleep on the host.
         self._home: torch.device | None = None
-        """Where the weights belong while they rest on the host."""
 
     @property
     def path(self) -> Path:
-        """See `ContractScorer`."""
+        """Form in which batches reach the model."""
         return self.model.path
 
     def _values(
@@ -324,7 +347,7 @@ def score_batches(
     """Score micro-batches, without gradients.
 
     Returns:
-        float32 `[N, K]` of each.
+        float32 `[N, K]` of each micro-batch.
     """
     values = []
     was_training = model.training
@@ -366,13 +389,13 @@ def in_order(
     *,
     num_outputs: int,
 ) -> np.ndarray:
-    """Scores of micro-batches in the order of the groups, `[N, K]`.
+    """Return the scores of micro-batches in the order of the groups, `[N, K]`.
 
     Args:
-        groups: All of them.
+        groups: All groups.
         parts: Indices of the groups of each micro-batch.
         values: Scores of each micro-batch.
-        num_outputs: K.
+        num_outputs: K, the outputs of the model.
     """
     offsets = np.cumsum([0, *(len(group.branches_ids_G) for group in groups)])
     values_NK = np.empty((offsets[-1], num_outputs), dtype=np.float32)
@@ -388,7 +411,7 @@ def divide_into_micro_batches(
     batch_tokens: int,
     batch_size: int | None = None,
 ) -> list[list[int]]:
-    """Indices of the groups of each micro-batch, by the model's path."""
+    """Return the indices of the groups of each micro-batch, by the model's path."""
     if path == "forest":
         return bin_pack([group.num_tokens for group in groups], batch_tokens)
     lengths = [group.lengths_G for group in groups]
@@ -398,7 +421,7 @@ def divide_into_micro_batches(
 
 
 def _pack_rows(lengths: Sequence[tuple[int, ...]], batch_size: int) -> list[list[int]]:
-    """Groups of similar lengths, so many rows at a time; a larger group travels alone."""
+    # Groups of similar lengths share a batch, as rows are padded to the longest.
     bins: list[list[int]] = []
     rows = 0
     for index in sorted(range(len(lengths)), key=lambda i: (-max(lengths[i]), i)):
@@ -414,7 +437,7 @@ def _pack_rows(lengths: Sequence[tuple[int, ...]], batch_size: int) -> list[list
 def model_batch(
     model: RewardModel, groups: Sequence[TokenGroup], *, pad_id: int, share_prompts: bool = True
 ) -> TokenForest | PaddedRows:
-    """One micro-batch in the form that the model's path reads."""
+    """Build one micro-batch in the form that the model's path reads."""
     if model.path == "forest":
         return to_forest(groups, share_prompts=share_prompts)
     return to_padded(groups, pad_id=pad_id)
@@ -426,11 +449,9 @@ def model_batch(
 def golden_scores(
     model: RewardModel, contract: ScoringContract, groups: Sequence[Group]
 ) -> tuple[GoldenScore, ...]:
-    """Conversations with their scores, for `scoring.json`.
-
-    Each is scored by itself and in the dtype of the weights, so that the check at load can be
-    strict whatever precision either run computes in.
-    """
+    """Score conversations for the golden scores of `scoring.json`."""
+    # Each is scored by itself and in the dtype of the weights, so that the check at load can be
+    # strict in whatever precision either run computes.
     return golden_by(partial(_score_alone, model, pad_id=contract.rules.pad_id), contract, groups)
 
 
@@ -439,12 +460,12 @@ def golden_by(
     contract: ScoringContract,
     groups: Sequence[Group],
 ) -> tuple[GoldenScore, ...]:
-    """`golden_scores` of a model that is elsewhere.
+    """Compute golden scores with a model outside this process.
 
     Args:
-        score_alone: Scores `[N, K]` of whole conversations, as `golden_scores` says.
-        contract: The contract.
-        groups: What is scored.
+        score_alone: Scores each conversation by itself, `[N, K]`, in the dtype of the weights.
+        contract: Contract to tokenise by.
+        groups: Groups whose conversations are scored.
     """
     conversations = [
         group.conversation(index) for group in groups for index in range(len(group.completions_G))
@@ -462,10 +483,10 @@ def check_golden(model: RewardModel, contract: ScoringContract) -> float:
     """Recompute the golden scores of a loaded model, in the precision they were made in.
 
     Returns:
-        The largest difference.
+        The largest difference, in units of max(1, |score|).
 
     Raises:
-        ScoringContractError: A score is not the one the model was saved with.
+        ScoringContractError: A score differs from the one the model was saved with.
     """
     return check_golden_by(
         partial(_score_alone, model, pad_id=contract.rules.pad_id),
@@ -482,13 +503,14 @@ def check_golden_by(
     dtype: str,
     why: Callable[[Sequence[float], Sequence[float]], str],
 ) -> float:
-    """`check_golden` of a model that is elsewhere.
+    """Check the golden scores of a model outside this process.
 
     Args:
-        score_alone: Scores `[N, K]` of whole conversations.
-        contract: The contract.
-        dtype: What they are computed in.
-        why: What may be the cause, for the error, from what came out and what should have, `[K]`.
+        score_alone: Scores each conversation by itself, `[N, K]`.
+        contract: Contract whose golden scores are checked.
+        dtype: Dtype of the computation.
+        why: Names a possible cause for the error message, from the actual and the expected
+            outputs `[K]`.
     """
     worst = 0.0
     tolerance = golden_tolerance(contract, dtype)
@@ -513,36 +535,34 @@ def check_golden_by(
 
 
 def golden_tolerance(contract: ScoringContract, dtype: str) -> float:
-    """Allowed difference from golden scores, in units of max(1, |score|)."""
+    """Return the allowed difference from golden scores, in units of max(1, |score|)."""
     dtypes = (dtype, contract.rules.golden_dtype)
     return max(GOLDEN_TOLERANCE.get(dtype, LOW_PRECISION_TOLERANCE) for dtype in dtypes)
 
 
 def conversation_group(messages: Conversation) -> Group:
-    """A whole conversation as a group of one completion: its last message."""
+    """Convert a whole conversation into a group of one completion: its last message."""
     return Group(id="", prompt=messages[:-1], completions_G=(Completion(messages=messages[-1:]),))
 
 
 def _score_alone(
     model: RewardModel, groups: Sequence[TokenGroup], *, pad_id: int | None
 ) -> np.ndarray:
-    """Scores `[N, K]`, each group by itself and in the dtype of the weights."""
+    # By themselves and in the dtype of the weights, so that any machine can check the scores
+    # strictly.
     with model.in_full_precision():
         return score_tokens(model, groups, batch_tokens=1, pad_id=pad_id or 0)
 
 
 # --------------------------------------------------------------------------------------------------
-# What a loaded reward model must show before it is used: in a batch it scores as it does alone.
+# The self-check at load: a batch must score as its sequences do one by one.
 
 SHAPES = ((11, (5, 1, 8)), (0, (7,)))
-"""Of the probe: see `draw_probe`."""
+"""Trunk and branch lengths of the probe that `make_probe` makes."""
 
 
 def check_paths(model: RewardModel, *, seed: int = 0) -> float:
     """Compare a small batch on the model's path with the model's own forward pass, one by one.
-
-    Hidden states are compared, because a new head makes every score small, and then scores with
-    those that Hugging Face's class returns by itself.
 
     Returns:
         The largest relative difference found.
@@ -550,14 +570,16 @@ def check_paths(model: RewardModel, *, seed: int = 0) -> float:
     Raises:
         ModelError: They disagree, so batches would give wrong scores.
     """
-    probe = draw_probe(model, SHAPES, seed=seed)
+    # Hidden states are compared because a new head makes every score small; scores are then
+    # compared with those that Hugging Face's class returns by itself.
+    probe = make_probe(model, SHAPES, seed=seed)
     return check_batches(
         model, lambda: _largest_difference(model, probe), what="score", role="reward model"
     )
 
 
 def _largest_difference(model: RewardModel, probe: Probe) -> float | None:
-    """Between the batch and one by one; None where the latter is not finite."""
+    """Compare the batch with one-by-one passes; None where the latter are not finite."""
     batch = probe.batch(model.path)
     scores_NK = model(batch).double()
     if model.head_name is None:
@@ -579,13 +601,11 @@ def _largest_difference(model: RewardModel, probe: Probe) -> float | None:
 
 
 def _own_scores(model: RewardModel, ids_L: Tensor) -> Tensor:
-    """What the Hugging Face class returns for one sequence, `[1, K]`."""
     scores_1K: Tensor = model.classifier(**inputs_alone(model, ids_L)).logits
     return scores_1K
 
 
 def _own_hidden(model: RewardModel, ids_L: Tensor) -> Tensor:
-    """Hidden state of the last token of one sequence, `[1, D]`."""
     inputs = inputs_alone(model, ids_L)
     hidden_1D: Tensor = model.classifier.base_model(**inputs).last_hidden_state[:, -1]
     return hidden_1D

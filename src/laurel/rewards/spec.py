@@ -1,4 +1,4 @@
-"""What gives scores and how, and where a reward model lies. Nothing here imports torch."""
+"""Specs of scorers, and the search for a reward model's directory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,116 +25,120 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 Device = Literal["auto", "cpu", "cuda"]
 MAX_LENGTH = PolicyConfig().max_total_sequence_length
-"""Most tokens of a conversation, for a model without a contract, by default."""
+"""Default length limit in tokens of a conversation, for a model without a contract."""
 
+# Endings of transformers' class names of language models.
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
-"""How transformers calls classes that write text."""
+# Prefixes of their weights. The head of any other program has another name.
 _OF_LANGUAGE_MODELS = ("model.", "transformer.", "lm_head.")
-"""How their weights are called. A head of any other program is called otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlace:
-    """Where a reward model lies."""
+    """Locates a reward model."""
 
     name: str
-    """A directory, links followed, or a name on the hub."""
+    """Directory, links followed, or name on the hub."""
     is_checkpoint: bool = False
-    """Whether it has a manifest that its files must fit."""
+    """Whether it has a manifest that its files must match."""
     notes: tuple[str, ...] = ()
-    """What was decided on the way to it."""
+    """Decisions made while it was searched for, as lines for the user."""
 
     @property
     def shown(self) -> str:
-        """Its name for people: without the working directory, where it lies in that."""
+        """Name for messages: relative if it is in the working directory."""
         name, here = Path(self.name), Path.cwd()
         return str(name.relative_to(here)) if name.is_relative_to(here) else self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerSpec:
-    """What gives scores, and how it is opened.
+    """Describes what gives scores, and how it is opened.
 
-    The scores are those of the model `model.name`, unless servers, a judge, a function or members
-    are named. Errors name keys of the section `policy`, and those of what stands in for a model
-    keys of `env.reward_model`; `terms` says what whoever wrote them calls these.
+    The model `model.name` gives the scores, unless servers, a judge, a function or members are
+    named. Errors name keys of the section `policy`, and for what replaces a model keys of
+    `env.reward_model`; `terms` maps these to the keys that the user wrote.
     """
 
     model: ModelSpec = field(default_factory=ModelSpec)
-    """Which model, and how it and its tokenizer are loaded. Its precision is ignored, and so is its
-    head where the model brings a contract."""
+    """Model to load, and its tokenizer. Its precision is ignored, and so is its head where the
+    model brings a contract.
+    """
     found: ModelPlace | None = None
-    """Where the model was found and checked by `find_reward_model`; None: it is looked for."""
+    """Result of `find_reward_model`; None searches for the model on opening."""
     tokenizer_from: str | None = None
-    """The model whose tokenizer is used where none lies beside the weights."""
+    """Model whose tokenizer is used where there is none beside the weights."""
     max_length: int | None = None
-    """Longest conversation in tokens, for a model that brings no contract; None is `MAX_LENGTH`."""
+    """Length limit in tokens of a conversation, for a model without a contract; None:
+    `MAX_LENGTH`.
+    """
     batch_tokens: int = 8192
     """Token budget of one forward pass."""
     batch_size: int | None = None
     """Rows of one forward pass on the padded path, instead of the budget."""
     batch_timeout: float | None = None
-    """Seconds of one forward pass in a process of its own; None: the limit of its group."""
+    """Time limit in seconds of a forward pass in another process; None: its group's limit."""
     precision: Precision = "float32"
     """Dtype of the weights and of the decoder's arithmetic; the head computes in float32."""
     device: Device = "auto"
-    """`auto`: a GPU where there is one."""
+    """Device of the model; `auto` chooses a GPU where there is one."""
     pooling: PoolingOptions | None = None
-    """How vLLM holds the model; None: Laurel computes the scores."""
+    """Options of vLLM to hold the model; None: Laurel computes the scores."""
     servers: ScorerSource | None = None
-    """Its `urls` are asked as it says; of `model` only the tokenizer and the contract are read."""
+    """Servers to ask, at its `urls`; of `model` only the tokenizer and the contract are read."""
     judge: JudgeConfig | None = None
-    """A language model that is asked for a score."""
+    """Language model that is asked for a score."""
     function: FunctionConfig | None = None
-    """A Python function that scores."""
+    """Python function that scores."""
     members: tuple[MemberSpec, ...] = ()
-    """Several scorers, whose scores become one."""
+    """Scorers whose scores are combined into one."""
     combine: Combine = "weighted_sum"
-    """How the scores of members become one."""
+    """Rule by which the scores of members are combined."""
     uncertainty_penalty: float = 1.0
-    """See `EnsembleScorer`."""
+    """Number of standard deviations that `mean_minus_std` subtracts."""
     num_replicas: int = 1
-    """Models that score side by side, where the placement does not say how many."""
+    """Number of models that score concurrently, where the placement does not say."""
     in_loop: bool = False
-    """Completions come while others are still being drawn: replicas work each by itself, and a GPU
-    computes together what comes together."""
+    """Whether completions arrive while others are still being sampled: each replica works by
+    itself, and a GPU merges concurrent requests.
+    """
     shares_prompts: bool = True
-    """The prompt of a group is computed once where the model can do so."""
+    """Whether the prompt of a group is computed once, where the model can do so."""
     num_workers: int = 0
-    """Processes that render and tokenise, or that run the function; 0: threads of this one."""
+    """Processes that render and tokenise, or run the function; 0: threads of this process."""
     terms: tuple[Terms, ...] = ()
-    """What the keys are called by whoever wrote them; see `errors.speaking`."""
+    """Names of the keys in the user's file, for `errors.speaking`."""
 
     @property
     def loads_model(self) -> bool:
-        """Whether the weights of a model are needed: nothing else is to give the scores."""
+        """Whether the weights of a model are needed, as nothing else gives the scores."""
         others = (self.servers, self.judge, self.function, self.members or None)
         return all(other is None for other in others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberSpec:
-    """One of several scorers, and what its scores count."""
+    """Describes one scorer of an ensemble, and its weight."""
 
     name: str
     spec: ScorerSpec
     weight: float = 1.0
-    """In a weighted sum."""
+    """Weight in a weighted sum."""
     mean: float | None = None
-    """Subtracted from its scores; None: what its model was saved with."""
+    """Subtracted from its scores; None: the mean saved with its model."""
     std: float | None = None
-    """What they are then divided by; None: what its model was saved with."""
+    """Divisor of its scores after that; None: the deviation saved with its model."""
 
 
 def find_model(model: str) -> ModelPlace:
-    """The model that a directory or a name means; nothing of it is read yet.
+    """Find the model that a directory or a name means, without reading it.
 
     The directory of a run, which holds `step_<N>` directories, means its best checkpoint, or else
-    the newest whole one.
+    the newest complete one.
 
     Raises:
-        ModelError: Nothing there that could be a model.
-        CheckpointError: Checkpoints, and none of them is whole.
+        ModelError: There is no model.
+        CheckpointError: There are checkpoints, and none is complete.
     """
     path = Path(model).expanduser()
     if not path.is_dir():
@@ -168,10 +172,10 @@ def find_model(model: str) -> ModelPlace:
 
 
 def check_not_missing(name: str, *, key: str) -> None:
-    """Refuse what is written like a directory, or lies in one, and is none.
+    """Raise an error for a name that looks like a directory and is none.
 
     Raises:
-        ModelError: What lies in its place.
+        ModelError: The name looks local; the message lists what is there instead.
     """
     path = Path(name).expanduser()
     folder = path.parent
@@ -210,22 +214,22 @@ def _checkpoint_in(store: CheckpointStore) -> ModelPlace:
 
 
 def check_files(place: ModelPlace) -> Manifest | None:
-    """Check a checkpoint against its manifest, byte for byte; None for what has no manifest.
+    """Check a checkpoint against its manifest, byte for byte; None where there is no manifest.
 
     Raises:
-        CheckpointError: It is torn or altered: which file, and which other checkpoint is whole.
+        CheckpointError: It is torn or altered; names the file, and a complete checkpoint.
     """
     return verify(place.name) if place.is_checkpoint else None
 
 
 def find_reward_model(model: str) -> ModelPlace:
-    """Find a model, and refuse what a moment shows to give no scores, before torch is imported.
+    """Find a model, and refuse what is quickly seen to give no scores, before torch is imported.
 
-    What passes may still be no reward model; loading it reads all of it.
+    A model that passes may still be no reward model; loading it reads all of it.
 
     Raises:
-        ModelError: See `find_model`; or a language model, or a name on a hub that does not answer.
-        CheckpointError: See `find_model`.
+        ModelError: There is no model, or a language model, or a hub does not answer.
+        CheckpointError: There are checkpoints, and none is complete.
     """
     place = find_model(model)
     directory = Path(place.name)
@@ -237,7 +241,7 @@ def find_reward_model(model: str) -> ModelPlace:
 
 
 def headless(name: str) -> str:
-    """The message that a model has no head."""
+    """Return the message that a model has no reward head."""
     return (
         f"{name} is a language model without a reward head, so it has no scores to give. "
         f"Train a reward model from it with: laurel rm policy.model_name={name}"
@@ -245,12 +249,12 @@ def headless(name: str) -> str:
 
 
 def _is_language_model(directory: Path) -> bool:
-    """Whether a model says so, and nothing else is among its weights. Where in doubt, it is not."""
+    # Both its configuration and its weights have to say so; in doubt it is not refused here.
     try:
-        said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    names = said.get("architectures") if isinstance(said, dict) else None
+    names = config.get("architectures") if isinstance(config, dict) else None
     if not names or not all(str(name).endswith(_LANGUAGE_MODELS) for name in names):
         return False
     if any((directory / file).exists() for file in ("scoring.json", *HEAD_FILES)):

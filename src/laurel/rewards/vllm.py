@@ -1,15 +1,14 @@
-"""A saved reward model in vLLM as a Scorer, and the proof that vLLM scores as the model should.
+"""A saved reward model in vLLM as a Scorer, checked against the model's golden scores.
 
-vLLM gives the sigmoid of a score unless it is told not to, and reads the hidden state where the
-model's class says. A word that it has renamed would go unheeded without an error, so the golden
-scores of the contract are recomputed before the first score is believed.
+vLLM returns the sigmoid of a score unless `use_activation` is off, and reads the hidden state where
+the model's class does. An option that vLLM has renamed would be ignored without an error, so the
+golden scores of the contract are recomputed before the first score is used.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path as FilePath
 
 import numpy as np
@@ -31,7 +30,7 @@ from laurel.types import TokenGroup
 class VllmScorer(ContractScorer):
     """Scores groups with a model that vLLM holds in processes of its own.
 
-    Once vLLM has died every call raises `EngineError`; make another one.
+    Once vLLM has died every call raises `EngineError`; make another scorer.
     """
 
     has_exact_scores = False
@@ -48,8 +47,8 @@ class VllmScorer(ContractScorer):
 
         Args:
             model: Hugging Face directory of a classifier, or its name on the hub.
-            contract: Of that model, with golden scores.
-            options: How vLLM is to hold it.
+            contract: Contract of that model, with golden scores.
+            options: How vLLM loads and runs the model.
             batch_tokens: Token budget of one forward pass.
 
         Raises:
@@ -75,7 +74,13 @@ class VllmScorer(ContractScorer):
             reads_last=rules.pooled == "last",
         )
         try:
-            self._check_vocabulary()
+            known = len(self.contract.tokenizer)
+            if known > self._model.vocab_size:
+                raise ModelError(
+                    f"the tokenizer has {known} tokens and the model embeds "
+                    f"{self._model.vocab_size}: they do not belong together "
+                    f"({key_of('policy.tokenizer.name')})"
+                )
             self.golden_difference = self._check_golden()
             """Largest difference from a golden score, in units of max(1, |score|)."""
         except BaseException:
@@ -84,7 +89,7 @@ class VllmScorer(ContractScorer):
 
     @property
     def path(self) -> Path:
-        """See `ContractScorer`. As in a forest, a prompt is computed once for its group."""
+        """Always `forest`: vLLM computes the prompt of a group once, as a forest does."""
         return "forest"
 
     def _values(
@@ -95,11 +100,23 @@ class VllmScorer(ContractScorer):
                 "vLLM holds a reward model in one precision and cannot score in a higher one; let "
                 "Laurel's own engine measure the noise of its scores"
             )
-        started = [self._model.submit(_rows(group)) for group in tokens]
+        # Each conversation is sent whole: vLLM finds the prompt that they share by itself.
+        started = [
+            self._model.submit(
+                [group.trunk_ids.tolist() + branch.tolist() for branch in group.branches_ids_G]
+            )
+            for group in tokens
+        ]
         values = []
         try:
             for group, future in zip(tokens, started, strict=True):
-                values.append(_of_group(future, self._num_outputs))
+                values_NK = future.result()
+                if values_NK.shape[1] != self._num_outputs:
+                    raise ScoringContractError(
+                        f"vLLM gives {values_NK.shape[1]} numbers for a conversation and the model "
+                        f"gave {self._num_outputs} when it was saved"
+                    )
+                values.append(values_NK)
                 if on_batch is not None:
                     on_batch(1, group.num_tokens)
         finally:
@@ -108,28 +125,20 @@ class VllmScorer(ContractScorer):
         return np.concatenate(values) if values else np.empty((0, self._num_outputs), np.float32)
 
     def sleep(self) -> None:
-        """See `ContractScorer`. On a CPU vLLM keeps its memory."""
+        """Free the memory of devices; on a CPU vLLM keeps its memory."""
         self._model.sleep()
 
     def wake(self) -> None:
-        """See `ContractScorer`."""
+        """Undo `sleep`."""
         self._model.wake()
 
     def close(self) -> None:
-        """End vLLM's processes. A call under way gets an `EngineError`. Idempotent."""
+        """End vLLM's processes; a running call gets an `EngineError`. Idempotent."""
         self._model.close()
 
     @property
     def _num_outputs(self) -> int:
         return len(self.contract.rules.golden[0].values_K)
-
-    def _check_vocabulary(self) -> None:
-        known = len(self.contract.tokenizer)
-        if known > self._model.vocab_size:
-            raise ModelError(
-                f"the tokenizer has {known} tokens and the model embeds {self._model.vocab_size}: "
-                f"they do not belong together ({key_of('policy.tokenizer.name')})"
-            )
 
     def _check_golden(self) -> float:
         tolerance = golden_tolerance(self.contract, self._dtype)
@@ -141,24 +150,7 @@ class VllmScorer(ContractScorer):
         )
 
 
-def _rows(group: TokenGroup) -> list[list[int]]:
-    """Each conversation whole: vLLM finds the prompt that they share by itself."""
-    trunk = group.trunk_ids.tolist()
-    return [trunk + branch.tolist() for branch in group.branches_ids_G]
-
-
-def _of_group(future: Future[np.ndarray], num_outputs: int) -> np.ndarray:
-    values_NK = future.result()
-    if values_NK.shape[1] != num_outputs:
-        raise ScoringContractError(
-            f"vLLM gives {values_NK.shape[1]} numbers for a conversation and the model gave "
-            f"{num_outputs} when it was saved"
-        )
-    return values_NK
-
-
 def _cause(values_K: Sequence[float], expected_K: Sequence[float], tolerance: float) -> str:
-    """What most likely made vLLM's scores others than they should be."""
     largest = max(expected_K)
     exponentials_K = [math.exp(value - largest) for value in expected_K]
     squashed = {
@@ -168,7 +160,7 @@ def _cause(values_K: Sequence[float], expected_K: Sequence[float], tolerance: fl
     for name, squashed_K in squashed.items():
         if np.allclose(values_K, squashed_K, rtol=0, atol=tolerance):
             return (
-                f"this is the {name} of the score: vLLM applied an activation although it was told "
+                f"this is the {name} of the score: vLLM applied an activation although it was set "
                 "not to (use_activation=False). Use the version of vLLM that Laurel names"
             )
     return (

@@ -1,15 +1,15 @@
-"""Runs programs that a model wrote, and says what became of them.
+"""Runs programs that a model wrote, and reports how they ended.
 
 ::
 
     SandboxPool --socket--> zygote --fork--> monitor --fork--> the program
        pool, grading         inside/zygote    inside/monitor (pid 1 of its namespaces)
 
-    runner       what runs programs: zygote_process on this machine
-    jobs         what is asked, and what comes back
-    tiers        how well it is locked in, in words
-    detection    which tier this machine gives: found by trying
+runner       the protocol of program runners: zygote_process on this machine
+    jobs         jobs and their results
+    tiers        names and descriptions of the isolation
+    detection    which tier this machine supports: found by trying
     pool         many jobs at a time
-    grading      from how processes ended to a verdict; expected values never leave this side
-    comparison   whether two values are the same
+    grading      turns ends of processes into a verdict; expected values never leave this side
+    comparison   whether two values are equal
 """

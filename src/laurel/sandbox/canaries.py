@@ -1,6 +1,6 @@
-"""Short hostile programs, and a small world outside that must not notice them.
+"""Short hostile programs, and a small world outside that they must not reach.
 
-A tier is only believed when they have been tried in it.
+A tier is only relied on after they have been tried in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RIGHTS = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 
 
 def claims_of(tier: Tier) -> frozenset[Claim]:
-    """What a tier promises to keep programs from."""
+    """Return what a tier claims to protect."""
     claims: set[Claim] = {*_ALWAYS}
     if "seccomp" in tier.layers:
         claims |= {"network", "processes"}
@@ -39,14 +39,14 @@ def claims_of(tier: Tier) -> frozenset[Claim]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EscapeAttempt:
-    """A program that tries one thing, and prints `ESCAPED` where it succeeds.
+    """A program that tries one escape, and prints `ESCAPED` where it succeeds.
 
     Args:
-        name: What it tries, in words.
-        claim: What stops it.
-        code: With the names of `World.facts` in braces.
-        limits: Small ones: it is run whenever a pool is opened.
-        statuses: How it may end.
+        name: Description of the attempt.
+        claim: Claim that it tests.
+        code: The program, with the names of `World.facts` in braces.
+        limits: Small limits, as it runs whenever a pool is opened.
+        statuses: Statuses with which it may end.
     """
 
     name: str
@@ -58,7 +58,7 @@ class EscapeAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """What a canary came to."""
+    """Holds the result of a canary."""
 
     canary: EscapeAttempt
     held: bool
@@ -107,7 +107,7 @@ CANARIES: tuple[EscapeAttempt, ...] = (
     ),
     _tries("start a process", "processes", "if os.fork() == 0: os._exit(0)"),
     _tries("run another program", "processes", "os.execv('/bin/true', ['true'])"),
-    _tries("signal whoever started it", "processes", "os.kill({pid}, 0)"),
+    _tries("signal the process that started it", "processes", "os.kill({pid}, 0)"),
     EscapeAttempt(
         name="sleep for ever",
         claim="time",
@@ -138,14 +138,14 @@ CANARIES: tuple[EscapeAttempt, ...] = (
 
 
 class World:
-    """What canaries are after: a secret, a place to write, servers."""
+    """Holds what canaries try to reach: a secret, a place to write, servers."""
 
     def __init__(self, directory: str) -> None:
         self._secret = os.path.join(directory, "secret")
         self._drop = os.path.join(directory, "drop")
         with open(self._secret, "w") as file:
             file.write("secret")
-        # Anyone may read and write here: it is the sandbox that has to be in the way.
+        # Any account may read and write here: only the sandbox is to prevent it.
         os.chmod(self._secret, _RIGHTS)
         os.chmod(directory, 0o777)
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -160,7 +160,7 @@ class World:
             listening.setblocking(False)
 
     def facts(self) -> dict[str, str]:
-        """What is put into the programs, as Python."""
+        """Return the values to put into the programs, as Python."""
         return {
             "secret": repr(self._secret),
             "drop": repr(self._drop),
@@ -170,7 +170,7 @@ class World:
         }
 
     def noticed(self) -> str:
-        """What has arrived since it was last asked; empty where nothing has."""
+        """Describe what has reached the world since the last call; empty if nothing has."""
         seen = []
         for listening, what in ((self._server, "a connection"), (self._named, "a named socket")):
             with contextlib.suppress(OSError):
@@ -195,7 +195,7 @@ class World:
 
 @contextlib.contextmanager
 def small_world() -> Iterator[World]:
-    """A world in a temporary directory."""
+    """Make a world in a temporary directory."""
     with tempfile.TemporaryDirectory(prefix="laurel-canaries-") as directory:
         world = World(directory)
         try:
@@ -205,7 +205,7 @@ def small_world() -> Iterator[World]:
 
 
 def try_canary(canary: EscapeAttempt, zygote: ZygoteProcess, world: World) -> Sighting:
-    """Run one; `SandboxLostError` where the sandbox itself fails."""
+    """Run one canary; `SandboxLostError` where the sandbox itself fails."""
     code = canary.code
     for name, value in world.facts().items():
         code = code.replace(f"{{{name}}}", value)

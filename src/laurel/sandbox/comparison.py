@@ -1,4 +1,4 @@
-"""Whether what a program gave is what was expected. Both are plain data when they come here."""
+"""Compares a program's values and outputs with the expected ones; both are plain data."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from decimal import Decimal
 from typing import Any, Literal
 
 Comparison = Literal["laurel", "apps", "taco", "livecodebench", "verl"]
-"""Whose way to compare what a program gives with what is expected."""
+"""The grader whose rules decide whether values or outputs are equal."""
 
 
 def same_value(
     expected: Any, given: Any, *, strict_types: bool = True, float_tolerance: float = 0.0
 ) -> bool:
-    """Whether two values are the same.
+    """Whether two values are equal.
 
     Args:
-        expected: The known one.
-        given: The other.
-        strict_types: True is not 1, 1 is not 1.0, a list is not a tuple. Else numbers are compared
-            by value, lists and tuples by items; a bool is never a number.
+        expected: The expected value.
+        given: The program's value.
+        strict_types: Whether types count: True is not 1, 1 is not 1.0, a list is not a tuple.
+            Otherwise numbers are compared by value, lists and tuples by items; a bool is never a
+            number.
         float_tolerance: Largest relative or absolute difference of numbers of which one is a float.
-            NaN is NaN.
+            NaN equals NaN.
     """
     if strict_types and type(expected) is not type(given):
         return False
@@ -69,7 +70,7 @@ def _same_number(expected: Any, given: Any, tolerance: float) -> bool:
 
 
 def _same_keys(expected: Any, given: Any, *, strict_types: bool) -> bool:
-    """Whether two sets, or the keys of two mappings, are the same; for Python 1 and True are."""
+    """Whether two sets, or the keys of two mappings, are equal; to Python 1 and True are."""
     if set(expected) != set(given):
         return False
     if not strict_types:
@@ -78,7 +79,7 @@ def _same_keys(expected: Any, given: Any, *, strict_types: bool) -> bool:
 
 
 def _typed(key: Any) -> Any:
-    """A key together with its type, and those of all within it."""
+    """Combine a key with its type, and the types of all items in it."""
     if isinstance(key, tuple):
         return (tuple, *(_typed(one) for one in key))
     if isinstance(key, frozenset):
@@ -87,21 +88,31 @@ def _typed(key: Any) -> Any:
 
 
 def same_output(expected: str, given: str, *, float_tolerance: float = 0.0) -> bool:
-    """Whether two texts are the same but for blanks at ends of lines and blank lines at the end.
+    """Whether two texts are equal but for blanks at ends of lines and blank lines at the end.
 
     Args:
-        expected: The known one.
-        given: The other.
-        float_tolerance: Where it is not 0, words that are numbers may differ by so much.
+        expected: The expected text.
+        given: The program's text.
+        float_tolerance: If it is not 0, words that are numbers may differ by so much.
     """
     wanted, got = _lines(expected), _lines(given)
     if wanted == got:
         return True
     if not float_tolerance or len(wanted) != len(got):
         return False
-    return all(
-        _same_words(a.split(), b.split(), float_tolerance) for a, b in zip(wanted, got, strict=True)
-    )
+    for wanted_line, got_line in zip(wanted, got, strict=True):
+        wanted_words, got_words = wanted_line.split(), got_line.split()
+        if len(wanted_words) != len(got_words):
+            return False
+        for a, b in zip(wanted_words, got_words, strict=True):
+            if a == b:
+                continue
+            try:
+                if not _same_number(float(a), float(b), float_tolerance):
+                    return False
+            except ValueError:
+                return False
+    return True
 
 
 def _lines(text: str) -> list[str]:
@@ -111,50 +122,36 @@ def _lines(text: str) -> list[str]:
     return lines
 
 
-def _same_words(expected: Sequence[str], given: Sequence[str], tolerance: float) -> bool:
-    if len(expected) != len(given):
-        return False
-    for wanted, got in zip(expected, given, strict=True):
-        if wanted == got:
-            continue
-        try:
-            if not _same_number(float(wanted), float(got), tolerance):
-                return False
-        except ValueError:
-            return False
-    return True
-
-
 # -------------------------------------------------------------------------------- other benchmarks
 #
-# Each as its own grader decides, so that verdicts here and figures there mean the same; also where
-# that is odd. `tests/unit/environments/test_code_graders.py` holds verdicts of those graders.
+# Each follows its own grader, even where that is odd, so that verdicts here and published results
+# mean the same. `tests/unit/environments/test_code_graders.py` holds verdicts of those graders.
 
 
 def same_output_as(comparison: Comparison, expected: str, given: str) -> bool:
-    """Whether a benchmark's own grader takes one text for the other.
+    """Whether a benchmark's own grader accepts one text for the other.
 
     Args:
-        comparison: Whose; not `laurel`, see `same_output`.
-        expected: The known one.
-        given: The other.
+        comparison: Whose grader; not `laurel`, see `same_output`.
+        expected: The expected text.
+        given: The program's text.
     """
     return _OUTPUTS[comparison](expected, given)
 
 
 def same_value_as(comparison: Comparison, expected: Any, given: Any) -> bool:
-    """Whether a benchmark's own grader takes one value for the other.
+    """Whether a benchmark's own grader accepts one value for the other.
 
     Args:
-        comparison: Whose; not `laurel`, see `same_value`.
-        expected: As it stands in the row: most sets put each value into a list of its own.
-        given: The other.
+        comparison: Whose grader; not `laurel`, see `same_value`.
+        expected: Value as it stands in the row: most sets put each value into a list of its own.
+        given: The program's value.
     """
     return _VALUES[comparison](expected, given)
 
 
 def _apps_output(expected: str, given: str) -> bool:
-    """The lines, or numbers that are close; else whatever their order and that of their words."""
+    """Accept equal lines, or close numbers, or the same words in any order."""
     wanted, got = _kept_lines(expected.split("\n")), given.splitlines()
     if _same_lines(expected, wanted, got):
         return True
@@ -167,7 +164,7 @@ def _apps_output(expected: str, given: str) -> bool:
 
 
 def _verl_output(expected: str, given: str) -> bool:
-    """The lines, or numbers that are close where not all of them are whole."""
+    """Accept equal lines, or close numbers where not all of them are whole."""
     wanted, got = _kept_lines(expected.split("\n")), given.splitlines()
     if _same_lines(expected, wanted, got):
         return True
@@ -176,10 +173,10 @@ def _verl_output(expected: str, given: str) -> bool:
 
 
 def _taco_output(expected: str, given: str) -> bool:
-    """The text but for blanks around it.
+    """Accept the text but for blanks around it.
 
-    What that grader tries besides is written for a list of lines and gets a text, so it looks at
-    single characters where lines are meant: "21" is right where "1 2" is.
+    That grader's other rules are written for a list of lines and get a text, so they compare single
+    characters where lines are meant: "21" is right where "1 2" is.
     """
     given = given.replace("\r\n", "\n").replace("\r", "\n")
     if expected.strip() == given.strip():
@@ -193,7 +190,7 @@ def _taco_output(expected: str, given: str) -> bool:
 
 
 def _livecodebench_output(expected: str, given: str) -> bool:
-    """Line by line: the same, or the same numbers."""
+    """Accept equal lines, or lines with the same numbers."""
     wanted, got = expected.strip().split("\n"), given.strip().split("\n")
     if len(wanted) != len(got):
         return False
@@ -204,7 +201,7 @@ def _livecodebench_output(expected: str, given: str) -> bool:
 def _same_decimals(wanted: Sequence[str], got: Sequence[str]) -> bool:
     try:
         return [Decimal(one) for one in wanted] == [Decimal(one) for one in got]
-    except ArithmeticError:  # a word that is no number, or one that cannot be compared
+    except ArithmeticError:  # a word that is no number, or cannot be compared
         return False
 
 
@@ -213,13 +210,13 @@ def _kept_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _same_lines(expected: str, wanted: list[str], got: list[str]) -> bool:
-    """Whether all lines are the same, but for blanks at their ends or for empty ones."""
+    """Whether all lines are equal, but for blanks at their ends or empty lines."""
     whole = ("\n".join(got).strip(), "\n".join(line.strip() for line in got).strip())
     return expected.strip() in whole or wanted in (got, [line for line in got if line])
 
 
 def _all_close(wanted: Sequence[str], got: Sequence[str]) -> bool:
-    """Whether all are numbers, and close to one another as numpy's `allclose` has it."""
+    """Whether all are numbers, and close to one another by the rule of numpy's `allclose`."""
     if len(wanted) != len(got):
         return False
     try:
@@ -242,7 +239,7 @@ def _same_when_rounded(wanted: Collection[frozenset[str]], got: Collection[froze
 
 
 def _apps_value(expected: Any, given: Any) -> bool:
-    """The value as it stands in the row, or the first item of it, where a tuple is a list."""
+    """Accept the value as it stands in the row, or its first item, with tuples as lists."""
     given = list(given) if isinstance(given, tuple) else given
     if given == expected:
         return True
@@ -252,7 +249,7 @@ def _apps_value(expected: Any, given: Any) -> bool:
 
 
 def _verl_value(expected: Any, given: Any) -> bool:
-    """As APPS, of values that can be written as JSON."""
+    """Accept what APPS accepts, of values that can be written as JSON."""
     try:
         json.dumps(given)
     except (TypeError, ValueError):
@@ -265,11 +262,11 @@ def _livecodebench_value(expected: Any, given: Any) -> bool:
 
 
 def _rows_as_lists(value: Any) -> Any:
-    """The value with lists for its items where the first of them is a tuple."""
+    """Convert the items of a value into lists if the first of them is a tuple."""
     if isinstance(value, list | deque) and value and isinstance(value[0], tuple):
         try:
             return [list(one) for one in value]
-        except TypeError:  # other items are no sequences
+        except TypeError:  # other items are not sequences
             return value
     return value
 

@@ -1,11 +1,11 @@
 """A control group around a sandbox: the kernel counts memory and processes of all its programs.
 
-Beside the limits that each process has: pages that processes share, files in memory and what a
-program forgot count here. It is no tier of its own, since few machines give an ordinary account
-one: it is taken up where it is delegated and was seen to hold, and said with the tier.
+It adds to the limits of each process: pages that processes share, files in memory and processes
+that a program left behind count here. It is no tier of its own, since few machines give an ordinary
+account one: it is used where it is delegated and was seen to hold, and reported with the tier.
 
-Both forms are known: version 2 (`memory.max`, `pids.max`, `cgroup.kill`), and version 1 with a
-hierarchy for each controller.
+Both versions are supported: version 2 (`memory.max`, `pids.max`, `cgroup.kill`), and version 1 with
+a hierarchy for each controller.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ CONTROLLERS = ("memory", "pids")
 _NAME = re.compile(r"laurel-(\d+)-[0-9a-f]{8}")
 _OLD_SECONDS = 60.0
 _END_SECONDS = 5.0
+# Concurrent programs of one zygote: two run at once where tests are split from a program.
 _AT_A_TIME = 2
-"""Programs of one zygote: where tests are split from a program, two run at a time."""
 _ZYGOTE_MB = 128
-_ZYGOTE_PROCESSES = 16
-"""Itself, its monitors, and their helpers."""
+_ZYGOTE_PROCESSES = 16  # itself, its monitors, and their helpers
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +37,9 @@ class Hierarchy:
     """A directory in which groups can be made.
 
     Args:
-        folder: It.
+        folder: The directory.
         version: 1 or 2.
-        controllers: What its groups can limit.
+        controllers: Resources that its groups can limit.
     """
 
     folder: Path
@@ -50,17 +49,17 @@ class Hierarchy:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """Where a sandbox can have control groups: one directory, or one for each controller."""
+    """The directories in which groups can be made: one, or one for each controller."""
 
     hierarchies: tuple[Hierarchy, ...]
 
     @property
     def controllers(self) -> frozenset[str]:
-        """What can be limited."""
+        """Resources that can be limited."""
         return frozenset().union(*(one.controllers for one in self.hierarchies))
 
     def only(self, controllers: frozenset[str]) -> GroupPlace:
-        """The same, for fewer controllers."""
+        """Return the same place with fewer controllers."""
         kept = [
             Hierarchy(one.folder, one.version, one.controllers & controllers)
             for one in self.hierarchies
@@ -69,17 +68,17 @@ class GroupPlace:
         return GroupPlace(tuple(kept))
 
     def sentence(self) -> str:
-        """In words."""
+        """Describe the place for a log."""
         versions = " and ".join(str(n) for n in sorted({one.version for one in self.hierarchies}))
         names = " and ".join(name for name in CONTROLLERS if name in self.controllers)
         return f"{names} (version {versions})"
 
 
 class ControlGroup:
-    """A group of processes with limits for all of them together. Used under its zygote's lock."""
+    """A group of processes with limits for all of them together; used under its zygote's lock."""
 
     def __init__(self, place: GroupPlace) -> None:
-        """Make it; it limits nothing yet.
+        """Make the group, without limits.
 
         Raises:
             OSError: It cannot be made.
@@ -98,22 +97,32 @@ class ControlGroup:
             self._parts.append(part)
 
     def take(self, pid: int) -> None:
-        """Put a process into it, and all that it will start; `OSError` where that fails."""
+        """Move a process, and all that it will start, into the group; may raise `OSError`."""
         for part in self._parts:
             _write(part.folder / "cgroup.procs", pid)
 
     def allow(self, limits: Limits) -> None:
-        """Let programs of such limits run in it, two at a time; what it allows never shrinks."""
+        """Raise the limits to fit two programs of such limits at once; they never shrink."""
         megabytes = _ZYGOTE_MB + _AT_A_TIME * (limits.mem_mb + limits.disk_mb)
         self.set_limits(megabytes << 20, _ZYGOTE_PROCESSES + _AT_A_TIME * (limits.threads + 4))
 
     def set_limits(self, memory: int, processes: int) -> None:
-        """Allow at least so many bytes, and processes with their threads."""
+        """Raise the limits to so many bytes, and processes with their threads."""
         if memory > self._memory:
             self._memory = memory
             for part in self._parts:
                 if "memory" in part.controllers:
-                    _limit_memory(part, memory)
+                    if part.version == 2:
+                        _write(part.folder / "memory.max", memory)
+                        with contextlib.suppress(OSError):  # without swap there is no such file
+                            _write(part.folder / "memory.swap.max", 0)
+                        continue
+                    together = part.folder / "memory.memsw.limit_in_bytes"
+                    with contextlib.suppress(OSError):  # it may never be less than memory alone
+                        _write(together, -1)
+                    _write(part.folder / "memory.limit_in_bytes", memory)
+                    with contextlib.suppress(OSError):
+                        _write(together, memory)
         if processes > self._processes:
             self._processes = processes
             for part in self._parts:
@@ -121,7 +130,7 @@ class ControlGroup:
                     _write(part.folder / "pids.max", processes)
 
     def num_killed(self) -> int:
-        """Processes that were ended because the group had no memory left; 0 where nobody counts."""
+        """Count the processes that were killed for want of memory; 0 if not counted."""
         for part in self._parts:
             if "memory" in part.controllers:
                 name = "memory.events" if part.version == 2 else "memory.oom_control"
@@ -131,7 +140,7 @@ class ControlGroup:
         return 0
 
     def end(self) -> None:
-        """End whatever is left in it, and remove it. Idempotent."""
+        """Kill the remaining processes, and remove the group. Idempotent."""
         deadline = time.monotonic() + _END_SECONDS
         while self._parts:
             part = self._parts[-1]
@@ -140,7 +149,7 @@ class ControlGroup:
                 part.folder.rmdir()
             except FileNotFoundError:
                 pass
-            except OSError:  # what was killed is not gone yet
+            except OSError:  # killed processes are not gone yet
                 if time.monotonic() < deadline:
                     time.sleep(0.01)
                     continue
@@ -148,15 +157,15 @@ class ControlGroup:
 
 
 def find_place(folder: str | None = None, *, root: Path = Path("/")) -> tuple[GroupPlace, str]:
-    """Where groups can be made by this process; nothing is left there.
+    """Find where this process can make groups; no group is left there.
 
     Args:
         folder: A directory of version 2 that was delegated for this; by default this process's own
             groups and, of version 2, their parents.
-        root: Of the file system, for tests.
+        root: Root of the file system, for tests.
 
     Returns:
-        A place, whose controllers may be none or not all; and why not more.
+        A place, whose controllers may be none or not all; and the reason why not more.
     """
     if folder is not None:
         given = _version_2(Path(folder))
@@ -165,7 +174,7 @@ def find_place(folder: str | None = None, *, root: Path = Path("/")) -> tuple[Gr
     found: list[Hierarchy] = []
     for candidate in _own_folders(root):
         had = frozenset().union(*(one.controllers for one in found))
-        fits = _version_2(candidate.folder) if candidate.version == 2 else _version_1(candidate)
+        fits = _version_2(candidate.folder) if candidate.version == 2 else _usable(candidate)
         if fits is not None and fits.controllers - had:
             found.append(Hierarchy(fits.folder, fits.version, fits.controllers - had))
     place = GroupPlace(tuple(found))
@@ -177,7 +186,7 @@ def find_place(folder: str | None = None, *, root: Path = Path("/")) -> tuple[Gr
 
 
 def _own_folders(root: Path) -> Iterator[Hierarchy]:
-    """Directories of this process's own groups that are mounted, and what they may control."""
+    """Yield the mounted directories of this process's own groups, with their controllers."""
     paths: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, names, path = line.split(":", 2)
@@ -191,7 +200,7 @@ def _own_folders(root: Path) -> Iterator[Hierarchy]:
         if kind == "cgroup2" and "" in paths:
             own = _inside(mounted, base, paths[""])
             yield Hierarchy(own, 2, frozenset(CONTROLLERS))
-            if own != mounted:  # a leaf of what was delegated: groups are made beside it
+            if own != mounted:  # a leaf of the delegated tree: groups are made beside it
                 yield Hierarchy(own.parent, 2, frozenset(CONTROLLERS))
         elif kind == "cgroup":
             for name in sorted(controlled):
@@ -199,7 +208,7 @@ def _own_folders(root: Path) -> Iterator[Hierarchy]:
 
 
 def _inside(mounted: Path, base: str, path: str) -> Path:
-    """Where a group is, of a hierarchy that is mounted from some group on."""
+    """Return a group's directory in a hierarchy that is mounted from some group on."""
     beneath = os.path.relpath(path, base)
     return mounted if beneath.startswith("..") else mounted / beneath
 
@@ -212,18 +221,14 @@ def _lines(path: Path) -> list[str]:
 
 
 def _version_2(folder: Path) -> Hierarchy | None:
-    """A directory, with the controllers that it hands on; None where it can be of no use."""
+    """Return a directory with the controllers that it delegates; None where it is unusable."""
     wanted = set(CONTROLLERS) & set(_words(folder / "cgroup.controllers"))
     control = folder / "cgroup.subtree_control"
     for name in sorted(wanted - set(_words(control))):
-        with contextlib.suppress(OSError):  # processes are in it themselves, or it is not ours
+        with contextlib.suppress(OSError):  # it contains processes, or is not ours
             _write(control, f"+{name}")
     have = frozenset(wanted & set(_words(control)))
     return _usable(Hierarchy(folder, 2, have)) if have else None
-
-
-def _version_1(candidate: Hierarchy) -> Hierarchy | None:
-    return _usable(candidate)
 
 
 def _usable(one: Hierarchy) -> Hierarchy | None:
@@ -245,23 +250,9 @@ def _remove_old(folder: Path) -> None:
             named = _NAME.fullmatch(old.name)
             if named and not Path(f"/proc/{named[1]}").exists():
                 with contextlib.suppress(OSError):
-                    # Somebody may be making it, whose number means another process here.
+                    # Another container may be making it; its process number is another one here.
                     if time.time() - old.stat().st_mtime > _OLD_SECONDS:
                         old.rmdir()
-
-
-def _limit_memory(part: Hierarchy, memory: int) -> None:
-    if part.version == 2:
-        _write(part.folder / "memory.max", memory)
-        with contextlib.suppress(OSError):  # where there is no swap, nobody counts it
-            _write(part.folder / "memory.swap.max", 0)
-        return
-    together = part.folder / "memory.memsw.limit_in_bytes"  # never less than memory alone
-    with contextlib.suppress(OSError):
-        _write(together, -1)
-    _write(part.folder / "memory.limit_in_bytes", memory)
-    with contextlib.suppress(OSError):
-        _write(together, memory)
 
 
 def _kill(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which tier this machine gives: the best one whose canaries all fail to get out."""
+"""Finds the tier that this machine supports: the best one in which no canary escapes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from laurel.sandbox.zygote_process import ZygoteProcess
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detection:
-    """What was found."""
+    """Holds the result of a detection."""
 
     tier: Tier | None
-    """None: no program can be run here at all."""
+    """The tier; None: no program can be run here at all."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why a layer is missing, or was not believed; and what else is worth saying."""
+    """Why a layer is missing, or did not hold; and other notes."""
     sightings: tuple[Sighting, ...] = ()
-    """Of the canaries in this tier."""
+    """Results of the canaries in this tier."""
 
     def sentence(self) -> str:
-        """One line for a log."""
+        """Describe the result in one line for a log."""
         if self.tier is None:
             return f"no sandbox: {'; '.join(self.reasons.values())}"
-        said = self.tier.sentence(self.reasons)
+        line = self.tier.sentence(self.reasons)
         notes = [self.reasons[name] for name in ("account", "files") if name in self.reasons]
-        return said + "".join(f" Note: {note}." for note in notes)
+        return line + "".join(f" Note: {note}." for note in notes)
 
 
 def detect(
@@ -60,7 +60,13 @@ def detect(
             if zygote.layers != tier.layers:  # try it as it will be used
                 wanted = tier.layers
                 continue
-            sightings = _look(zygote, tier)
+            claims = claims_of(tier)
+            with small_world() as world:
+                sightings = tuple(
+                    try_canary(canary, zygote, world)
+                    for canary in CANARIES
+                    if canary.claim in claims
+                )
         except (SandboxStartError, SandboxLostError) as error:
             if not wanted:
                 return Detection(tier=None, reasons={**reasons, "sandbox": str(error)})
@@ -75,14 +81,6 @@ def detect(
         why = f"'{escaped[0].canary.name}': {escaped[0].detail}"
         if tier is Tier.LIMITS_ONLY:
             return Detection(tier=None, reasons={**reasons, "limits": why}, sightings=sightings)
-        # The layers are there and do not hold: then none of them is believed.
+        # The layers are there and do not hold, so none of them is relied on.
         reasons |= dict.fromkeys(tier.layers, f"it did not hold: {why}")
         wanted = frozenset()
-
-
-def _look(zygote: ZygoteProcess, tier: Tier) -> tuple[Sighting, ...]:
-    claims = claims_of(tier)
-    with small_world() as world:
-        return tuple(
-            try_canary(canary, zygote, world) for canary in CANARIES if canary.claim in claims
-        )

@@ -1,4 +1,4 @@
-"""From how processes ended to a verdict. Expected values are compared here and go no further."""
+"""Turns the ends of processes into a verdict; expected values go no further than here."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ _TOTAL_IS_SPENT = "the time of all tests together was spent"
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
-    """A verdict, its tests, and the processes that it was drawn from."""
+class _Graded:
+    """Holds a verdict, its tests, and the processes that it is based on."""
 
     status: Status
     tests: tuple[TestResult, ...]
     outcomes: Sequence[ProcessOutcome]
+    # The process whose output is shown: of the first failed test, otherwise of the last one.
     shown: ProcessOutcome
-    """The one whose outputs are worth reading: of the first test that failed, else of the shown."""
 
 
 def grade(job: SandboxJob, runner: Runner, *, tier: str, attempt: int) -> SandboxResult:
-    """Run a job and judge it.
+    """Run a job and grade it.
 
     Args:
-        job: What to run.
-        runner: Where.
-        tier: Letter of the tier that it is.
-        attempt: How often it has been tried, this time included.
+        job: The job.
+        runner: Runs its programs.
+        tier: Letter of the runner's tier.
+        attempt: Number of attempts, this one included.
 
     Raises:
-        SandboxLostError: The sandbox failed; the program is not to blame.
-        SandboxStartError: It does not start.
+        SandboxLostError: The sandbox failed, and not the program.
+        SandboxStartError: The sandbox does not start.
     """
-    judges = {"script": _script, "stdio": _stdio, "call": _call, "tests": _tests}
-    judged = judges[job.mode](job, runner)
-    shown = judged.shown
-    times = [outcome.cpu_s for outcome in judged.outcomes]
-    # All results of a batch are there at once. What was judged is done with.
+    graders = {"script": _script, "stdio": _stdio, "call": _call, "tests": _tests}
+    graded = graders[job.mode](job, runner)
+    shown = graded.shown
+    times = [outcome.cpu_s for outcome in graded.outcomes]
+    # All results of a batch are held at once, and graded output is not needed any more.
     kept = shown.stdout if job.mode == "script" else shown.stdout[:_KEPT]
     return SandboxResult(
         id=job.id,
-        status=judged.status,
-        tests=judged.tests,
+        status=graded.status,
+        tests=graded.tests,
         stdout=kept.decode("utf-8", "replace"),
         stderr=shown.stderr.decode("utf-8", "replace"),
         stdout_truncated="stdout" in shown.truncated or len(kept) < len(shown.stdout),
@@ -67,15 +67,15 @@ def grade(job: SandboxJob, runner: Runner, *, tier: str, attempt: int) -> Sandbo
         exit_code=shown.exit_code,
         signal=shown.signal,
         cpu_s=None if None in times else sum(time for time in times if time is not None),
-        wall_s=sum(outcome.wall_s for outcome in judged.outcomes),
-        max_rss_kb=max(outcome.max_rss_kb for outcome in judged.outcomes),
+        wall_s=sum(outcome.wall_s for outcome in graded.outcomes),
+        max_rss_kb=max(outcome.max_rss_kb for outcome in graded.outcomes),
         tier=tier,
         attempt=attempt,
     )
 
 
 def status_of(outcome: ProcessOutcome, limits: Limits) -> Status:
-    """What the end of a process says by itself."""
+    """Return the status that the end of a process shows by itself."""
     if outcome.ended_by == "wall":
         return Status.TIMEOUT_WALL
     if outcome.ended_by == "memory":
@@ -100,12 +100,12 @@ def status_of(outcome: ProcessOutcome, limits: Limits) -> Status:
 # ---------------------------------------------------------------------------------- script, stdio
 
 
-def _script(job: SandboxJob, runner: Runner) -> _Judged:
+def _script(job: SandboxJob, runner: Runner) -> _Graded:
     outcome = _run_script(job, runner, job.stdin, job.limits)
-    return _Judged(status_of(outcome, job.limits), (), [outcome], outcome)
+    return _Graded(status_of(outcome, job.limits), (), [outcome], outcome)
 
 
-def _stdio(job: SandboxJob, runner: Runner) -> _Judged:
+def _stdio(job: SandboxJob, runner: Runner) -> _Graded:
     def run(test: Any, limits: Limits) -> tuple[TestResult, list[ProcessOutcome]]:
         outcome = _run_script(job, runner, test.stdin, limits)
         status = status_of(outcome, limits)
@@ -122,8 +122,8 @@ def _one_by_one(
     job: SandboxJob,
     tests: Sequence[Any],
     run: Callable[[Any, Limits], tuple[TestResult, list[ProcessOutcome]]],
-) -> _Judged:
-    """Judge by tests that are processes of their own, within the time of all of them together."""
+) -> _Graded:
+    """Grade by tests with a process each, within the time limit of all of them together."""
     results: list[TestResult] = []
     outcomes: list[ProcessOutcome] = []
     shown: ProcessOutcome | None = None
@@ -145,12 +145,12 @@ def _one_by_one(
             job.stop_at_failure and result.status is not Status.OK
         ):
             break
-    # What was not run would end as the last one did where that holds for any input or any time.
+    # Tests after a syntax error, or after the time limit, have the status of the last one.
     last = results[-1]
     for_all = last.status is Status.SYNTAX_ERROR or last.detail == _TOTAL_IS_SPENT
     rest = last if for_all else TestResult(status=Status.NOT_RUN)
     results += [rest] * (len(tests) - len(results))
-    return _Judged(_overall(results), tuple(results), outcomes, shown or outcomes[-1])
+    return _Graded(_overall(results), tuple(results), outcomes, shown or outcomes[-1])
 
 
 def _run_script(job: SandboxJob, runner: Runner, stdin: str, limits: Limits) -> ProcessOutcome:
@@ -165,51 +165,51 @@ def _is_output(expected: str, given: str, job: SandboxJob) -> bool:
 
 
 def _overall(results: Sequence[TestResult]) -> Status:
-    """That of the first test that did not pass."""
+    """Return the status of the first test that did not pass."""
     return next((one.status for one in results if one.status is not Status.OK), Status.OK)
 
 
 # -------------------------------------------------------------------------------------------- call
 
 
-def _call(job: SandboxJob, runner: Runner) -> _Judged:
+def _call(job: SandboxJob, runner: Runner) -> _Graded:
     tests = [test for test in job.tests if isinstance(test, CallTest)]
     calls = plain_data.dumps([(list(test.args), dict(test.kwargs)) for test in tests])
     header = {"kind": "call", "entry": job.entry, "prelude": job.prelude}
     outcome = runner.one(header, _bytes(job.code), calls, limits=job.limits)
     ended = status_of(outcome, job.limits)
-    # What a program sends is judged only where it ended as it should after it.
+    # What a program sends counts only if it ended properly afterwards.
     lines = outcome.result.split(b"\n")
     complete, rest = lines[:-1], lines[-1]
     forged = (rest and ended is Status.OK) or len(complete) > len(tests)
     results = []
     for index, test in enumerate(tests):
         if forged:
-            results.append(TestResult(status=Status.BAD_RESULT, detail="more than was asked for"))
+            results.append(TestResult(status=Status.BAD_RESULT, detail="more values than calls"))
         elif index < len(complete):
-            results.append(_judge_line(complete[index], index, test, job))
+            results.append(_grade_line(complete[index], index, test, job))
         else:
             missing = Status.NO_RESULT if ended is Status.OK else ended
             results.append(TestResult(status=missing, detail="it gave no value"))
     if not forged and ended is not Status.OK and len(complete) == len(tests):
-        # It answered everything, and then did not end as the sandbox ends it.
+        # It answered everything, and then did not end as the sandbox would have ended it.
         results[-1] = TestResult(status=ended)
-    return _Judged(_overall(results), tuple(results), [outcome], outcome)
+    return _Graded(_overall(results), tuple(results), [outcome], outcome)
 
 
-def _judge_line(line: bytes, index: int, test: CallTest, job: SandboxJob) -> TestResult:
+def _grade_line(line: bytes, index: int, test: CallTest, job: SandboxJob) -> TestResult:
     try:
         reply = json.loads(line)
         if type(reply) is not dict or reply.get("i") != index:
             return TestResult(status=Status.BAD_RESULT, detail="a value out of order")
         if "error" in reply:
-            said = f"{reply['error']}: {reply.get('text', '')}"[:_DETAIL]
-            return TestResult(status=_status_named(reply.get("kind")), detail=said)
+            detail = f"{reply['error']}: {reply.get('text', '')}"[:_DETAIL]
+            return TestResult(status=_status_named(reply.get("kind")), detail=detail)
         if "bad" in reply:
             return TestResult(status=Status.BAD_RESULT, detail=str(reply["bad"])[:_DETAIL])
         given = plain_data.loads(json.dumps(reply["value"]).encode())
         same = _is_value(test.expected, given, job)
-    except Exception as error:  # whatever it is, the program sent it
+    except Exception as error:  # the program may have sent anything
         return TestResult(status=Status.BAD_RESULT, detail=f"{type(error).__name__} in its value")
     return TestResult(status=Status.OK if same else Status.WRONG_ANSWER)
 
@@ -223,7 +223,7 @@ def _is_value(expected: Any, given: Any, job: SandboxJob) -> bool:
 
 
 def _status_named(name: Any) -> Status:
-    """The failure of that name, which the program may have chosen: it is never OK."""
+    """Return the failure of that name, which the program may have chosen: it is never OK."""
     known = {status.value: status for status in _STATUS_OF_EXIT_CODE.values()}
     return known.get(name, Status.RUNTIME_ERROR) if isinstance(name, str) else Status.BAD_RESULT
 
@@ -231,10 +231,10 @@ def _status_named(name: Any) -> Status:
 # ------------------------------------------------------------------------------------------- tests
 
 
-def _tests(job: SandboxJob, runner: Runner) -> _Judged:
-    """Two processes in two sandboxes: the verdict is that of the one which never saw the program.
+def _tests(job: SandboxJob, runner: Runner) -> _Graded:
+    """Grade by tests in a sandbox that never saw the program; the program runs in another.
 
-    The program's says only why, where there was no answer.
+    The end of the program's process only explains why there was no answer.
     """
     header = {"kind": "tests", "entry": job.entry, "reply_kb": job.limits.result_kb}
 
@@ -247,54 +247,54 @@ def _tests(job: SandboxJob, runner: Runner) -> _Judged:
             limits=limits,
             is_waiting=lambda verdict: lacked_answer(verdict, limits),
         )
-        said = _said_by_tests(verdict, limits)
-        status, detail = _judge_tests(said, verdict, outcome, limits)
+        report = _test_report(verdict, limits)
+        status, detail = _grade_tests(report, verdict, outcome, limits)
         return TestResult(status=status, detail=detail), [verdict, outcome]
 
     return _one_by_one(job, job.tests or (job.test_code,), run)
 
 
 def lacked_answer(verdict: ProcessOutcome, limits: Limits) -> bool:
-    """Whether tests ended because the program went away before it answered.
+    """Whether tests ended because the program ended before it answered.
 
     Args:
-        verdict: How the tests ended.
-        limits: Of each process.
+        verdict: Outcome of the tests.
+        limits: Limits of each process.
     """
-    return bool(_said_by_tests(verdict, limits).get("why") == "gone")
+    return bool(_test_report(verdict, limits).get("why") == "gone")
 
 
-def _said_by_tests(verdict: ProcessOutcome, limits: Limits) -> dict[str, Any]:
-    """What the process with the tests says of them. It is trusted, as they are."""
+def _test_report(verdict: ProcessOutcome, limits: Limits) -> dict[str, Any]:
+    """Read the report of the process with the tests, which is trusted as they are."""
     ended = status_of(verdict, limits)
     lines = verdict.result.splitlines()
     if len(lines) == 1 and ended in (Status.OK, Status.RUNTIME_ERROR):
-        said: dict[str, Any] = json.loads(lines[0])
-        if said["passed"] == (ended is Status.OK):
-            return said
+        report: dict[str, Any] = json.loads(lines[0])
+        if report["passed"] == (ended is Status.OK):
+            return report
     return {"passed": False, "why": "ended", "detail": f"the tests ended with {ended.value}"}
 
 
-def _judge_tests(
-    said: dict[str, Any], verdict: ProcessOutcome, outcome: ProcessOutcome, limits: Limits
+def _grade_tests(
+    report: dict[str, Any], verdict: ProcessOutcome, outcome: ProcessOutcome, limits: Limits
 ) -> tuple[Status, str]:
-    detail = str(said.get("detail", ""))
-    if said["passed"]:
-        # Flooding its outputs, or spending too much on what it was asked, is no right answer.
+    detail = str(report.get("detail", ""))
+    if report["passed"]:
+        # A right answer with too much output, or too much time, does not pass.
         ended = status_of(outcome, limits) if outcome.ended_by != "cancel" else Status.OK
         return ended, ""
-    if said["why"] == "gone":
+    if report["why"] == "gone":
         ended = status_of(outcome, limits)
         return (Status.NO_RESULT if ended is Status.OK else ended), "it ended before it answered"
-    if said["why"] == "bad":
+    if report["why"] == "bad":
         return Status.BAD_RESULT, detail
-    if said["why"] == "ended":
+    if report["why"] == "ended":
         ended = status_of(verdict, limits)
         waited = ended is Status.TIMEOUT_WALL
         return (ended if waited else Status.WRONG_ANSWER), detail
-    if said["why"] == "wrong":
+    if report["why"] == "wrong":
         return Status.WRONG_ANSWER, detail
-    return _status_named(said["why"]), detail
+    return _status_named(report["why"]), detail
 
 
 def _bytes(text: str) -> bytes:

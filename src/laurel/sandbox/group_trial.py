@@ -1,4 +1,4 @@
-"""Whether control groups can be had here, and hold: found by trying, as tiers are."""
+"""Tries whether control groups can be made here, and whether their limits hold."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from laurel.sandbox.zygote_process import own_interpreter
 
 
 def chosen_place(setting: str) -> tuple[GroupPlace | None, str]:
-    """Where a run's sandboxes have control groups, tried; and why nowhere, or not for all.
+    """Find and try a place for control groups; also return why it lacks a limit.
 
     Args:
-        setting: `auto`, `off` or a directory; see `SandboxConfig.cgroup`.
+        setting: `auto`, `off` or a directory, as in `SandboxConfig.cgroup`.
 
     Raises:
-        ConfigError: The directory that is named does not limit memory and processes.
+        ConfigError: The named directory does not limit memory and processes.
     """
     if setting == "off":
         return None, "it is switched off"
@@ -34,7 +34,7 @@ def chosen_place(setting: str) -> tuple[GroupPlace | None, str]:
 
 
 def group_words(place: GroupPlace | None, reason: str) -> str:
-    """What `chosen_place` found, for a line that begins with `control group`."""
+    """Describe the result of `chosen_place`, for a line that begins with `control group`."""
     if place is None:
         return f"no: {reason}"
     return place.sentence() + (f"; {reason}" if reason else "")
@@ -42,24 +42,24 @@ def group_words(place: GroupPlace | None, reason: str) -> str:
 
 @cache
 def _tried_place(folder: str | None) -> tuple[GroupPlace, str]:
-    """Found out once in a process: a quarter of a second."""
+    # Takes a quarter of a second, so it is done once in a process.
     found, missing = find_place(folder)
     place, failed = seen_to_hold(found, own_interpreter())
     return place, "; ".join(reason for reason in (missing, failed) if reason)
 
 
 def seen_to_hold(place: GroupPlace, interpreter: str) -> tuple[GroupPlace, str]:
-    """What of a place holds when it is tried, with programs of our own; and why not the rest."""
+    """Try the limits of a place; return what holds, and why not the rest."""
     held, reasons = set(), []
     for name, code in _TRIALS.items():
         if name not in place.controllers:
             continue
         try:
-            said = _try(place.only(frozenset({name})), interpreter, code)
+            failure = _try(place.only(frozenset({name})), interpreter, code)
         except (OSError, subprocess.SubprocessError) as error:
-            said = str(error)
-        if said:
-            reasons.append(f"{name} does not hold: {said}")
+            failure = str(error)
+        if failure:
+            reasons.append(f"{name} does not hold: {failure}")
         else:
             held.add(name)
     return place.only(frozenset(held)), "; ".join(reasons)
@@ -77,7 +77,7 @@ _TRIALS = {
 
 
 def _try(place: GroupPlace, interpreter: str, code: str) -> str:
-    """Why a limit does not hold; empty where it does."""
+    """Return why a limit does not hold; empty where it does."""
     group = ControlGroup(place)
     try:
         group.set_limits(_TRIAL_MEMORY, _TRIAL_PROCESSES)

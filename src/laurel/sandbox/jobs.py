@@ -1,4 +1,4 @@
-"""What a sandbox is asked to run, within which limits, and what it says of it.
+"""Jobs of a sandbox, their limits and their results.
 
 Only the standard library is used here and below, so that the sandbox can be tried by any account
 and with any Python of the machine.
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from laurel.sandbox.comparison import Comparison
 
 Mode = Literal["script", "stdio", "call", "tests"]
-"""How a program is judged.
+"""The way in which a program is graded.
 
-`script`: it is only run. `stdio`: each test is a text on stdin and the text that has to come out.
-`call`: a function is called with plain data and its values are compared. `tests`: code of the data
-set calls the program, from a second sandbox.
+`script`: it is only run. `stdio`: each test is a text on stdin and the expected output. `call`: a
+function is called with plain data and its values are compared. `tests`: code of the data set calls
+the program, from a second sandbox.
 """
 
 
 class Status(enum.Enum):
-    """What became of a program, or of one test of it."""
+    """The status of a program, or of one test of it."""
 
     OK = "ok"
-    """It ended as it should; with tests: all of them passed."""
+    """It ended properly; with tests: all of them passed."""
     WRONG_ANSWER = "wrong_answer"
     SYNTAX_ERROR = "syntax_error"
     RUNTIME_ERROR = "runtime_error"
-    """An exception that nothing caught, or an exit code that is not 0."""
+    """An uncaught exception, or an exit code that is not 0."""
     TIMEOUT_WALL = "timeout_wall"
     TIMEOUT_CPU = "timeout_cpu"
     MEMORY_LIMIT = "memory_limit"
@@ -39,41 +39,42 @@ class Status(enum.Enum):
     DISK_LIMIT = "disk_limit"
     PROCESS_LIMIT = "process_limit"
     FORBIDDEN = "forbidden"
-    """It asked the system for something that no program is given here, and did not get over it."""
+    """It made a system call that no program may make, and did not survive the refusal."""
     KILLED = "killed"
     """It died of a signal that was not ours: a segmentation fault, an abort."""
     BAD_RESULT = "bad_result"
-    """It answered with something that is no plain data, or is forged, doubled or out of order."""
+    """Its answer is no plain data, or forged, doubled or out of order."""
     NO_RESULT = "no_result"
-    """It went away before it answered."""
+    """It ended before it answered."""
     NOT_RUN = "not_run"
-    """Of one test: an earlier one had failed, and only all of them count."""
+    """Status of a test after a failed one, where only all tests together count."""
     SANDBOX_ERROR = "sandbox_error"
-    """Ours, not the program's: a failure to be masked, never a score."""
+    """The sandbox failed, not the program: a failure to be masked, never a score."""
 
     @property
     def is_verdict(self) -> bool:
-        """Whether it says something about the program."""
+        """Whether the status says something about the program."""
         return self is not Status.SANDBOX_ERROR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one process of a job may use. CPU time is the limit that is meant to be met; wall time
-    is generous, since a busy machine makes it pass faster."""
+    """The limits of one process of a job. CPU time is the limit that counts; wall time is generous,
+    since it passes faster on a busy machine.
+    """
 
     cpu_s: float = 5.0
     wall_s: float = 10.0
     mem_mb: int = 512
     """Address space."""
     disk_mb: int = 32
-    """All files together."""
+    """Size of all files together."""
     inodes: int = 2048
     threads: int = 60
     stdout_kb: int = 64
     stderr_kb: int = 16
     result_kb: int = 256
-    """All values that it returns together."""
+    """Size of all returned values together."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -81,14 +82,15 @@ class Limits:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be more than 0")
 
     def message(self) -> dict[str, float | int]:
-        """As the sandbox reads it."""
+        """Return the limits as the sandbox reads them."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StdioTest:
-    """A text on stdin, and what has to come out. Trailing blanks of lines, and blank lines at the
-    end, do not count."""
+    """A text on stdin, and the expected output. Trailing blanks of lines, and blank lines at the
+    end, do not count.
+    """
 
     stdin: str = ""
     stdout: str = ""
@@ -96,7 +98,7 @@ class StdioTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTest:
-    """A call with plain data, and the value that it has to give."""
+    """A call with plain data, and the expected value."""
 
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -105,31 +107,32 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxJob:
-    """A program and how to judge it.
+    """A program and how to grade it.
 
     Args:
-        id: For whoever asks; comes back in the result.
+        id: Id for the caller; comes back in the result.
         code: The program, in Python.
-        mode: See `Mode`.
-        stdin: Given to the program; of `script` only.
-        tests: Of `stdio` and `call`: what it is judged by. Of `tests`: texts of code, each run for
-            itself in the place of `test_code`.
-        entry: Of `call` and `tests`: the name of the function; `Solution.name` is a method of a
-            class that is made without arguments. Of `call`, a program that has a `Solution` with a
-            method of that name is asked for that.
-        test_code: Of `tests`: run in a process of its own. It ends without an exception where the
-            program is right. Names in it that nobody defines are functions of the program.
-        test_setup: Of `tests`: run before `test_code`: helpers that both need (the prompt).
-        limits: Of each process.
-        strict_types: Of `call`: True is not 1, 1 is not 1.0, a list is not a tuple.
-        float_tolerance: Of `call` and `stdio`: largest relative or absolute difference.
-        comparison: Of `call` and `stdio`: whose way to compare; `strict_types` and
-            `float_tolerance` are of `laurel`.
-        prelude: Code that is run before the program, among its names: the usual imports.
-        stop_at_failure: Of `stdio` and `tests`: only all tests together count, so none is run after
-            one that failed; those are `NOT_RUN`.
-        total_s: Of `stdio` and `tests`: seconds by the clock for all tests together; those that
-            are left then are `TIMEOUT_WALL`. None: each test has its own limit alone.
+        mode: How it is graded.
+        stdin: Input of the program; for `script` only.
+        tests: For `stdio` and `call`: the tests. For `tests`: texts of code, each run by itself
+            instead of `test_code`.
+        entry: For `call` and `tests`: name of the function; `Solution.name` is a method of a class
+            that is made without arguments. For `call`, a program that has a `Solution` with a
+            method of that name is called there.
+        test_code: For `tests`: code that runs in a process of its own, and ends without an
+            exception if the program is right. Undefined names in it are functions of the program.
+        test_setup: For `tests`: code that runs before `test_code`: helpers that both need (the
+            prompt).
+        limits: Limits of each process.
+        strict_types: For `call`: True is not 1, 1 is not 1.0, a list is not a tuple.
+        float_tolerance: For `call` and `stdio`: largest relative or absolute difference.
+        comparison: For `call` and `stdio`: whose rules compare; `strict_types` and
+            `float_tolerance` belong to `laurel`.
+        prelude: Code that runs before the program, among its names: the usual imports.
+        stop_at_failure: For `stdio` and `tests`: only all tests together count, so none is run
+            after a failed one; those are `NOT_RUN`.
+        total_s: For `stdio` and `tests`: seconds of wall time for all tests together; the rest is
+            then `TIMEOUT_WALL`. None: each test has its own limit alone.
     """
 
     code: str
@@ -164,43 +167,43 @@ class SandboxJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestResult:
-    """What became of one test."""
+    """The result of one test."""
 
     __test__ = False  # not for pytest
 
     status: Status
     detail: str = ""
-    """For people: what went wrong, without the expected value."""
+    """Message for people: what went wrong, without the expected value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """What became of a job. Texts are cut at their limits; the program may say anything in them."""
+    """The result of a job. Texts are cut at their limits; the program may have written anything."""
 
     id: str
     status: Status
     tests: tuple[TestResult, ...] = ()
-    """In the order of the job's."""
+    """Results of the tests, in the job's order."""
     stdout: str = ""
-    """Of the last process that ran the program."""
+    """Output of the last process that ran the program."""
     stderr: str = ""
     stdout_truncated: bool = False
     stderr_truncated: bool = False
     exit_code: int | None = None
     signal: int | None = None
     cpu_s: float | None = None
-    """Of all processes; None where nothing ran."""
+    """CPU time of all processes; None where nothing ran."""
     wall_s: float = 0.0
     max_rss_kb: int = 0
     tier: str = ""
-    """Letter of the isolation that it ran in; see `tiers.Tier`."""
+    """Letter of the tier that it ran in."""
     attempt: int = 1
     reason: str = ""
-    """Of a SANDBOX_ERROR."""
+    """Reason of a SANDBOX_ERROR."""
 
     @property
     def passed_share(self) -> float:
-        """Share of tests that passed; without tests, 1.0 for OK and else 0.0.
+        """Share of passed tests; without tests, 1.0 for OK and otherwise 0.0.
 
         Raises:
             ValueError: The sandbox failed: there is nothing to count.

@@ -1,4 +1,4 @@
-"""What this process may use of its machine: cores and memory, by the limits of its container."""
+"""Cores and memory that this process may use, by the limits of its container."""
 
 from __future__ import annotations
 
@@ -8,27 +8,24 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-_NO_LIMIT = 2**60
-"""From so many bytes on, version 1 of control groups means none."""
+_NO_LIMIT = 2**60  # so many bytes or more mean no limit in version 1 of control groups
 
 
 def available_cores() -> int:
-    """Cores that this process may use: of its affinity, no more than its container's quota allows.
-
-    Threads beyond the quota would not compute more: the kernel stops all of them in turns.
-    """
+    """Return the cores that this process may use: its affinity, within its container's quota."""
     cores = _affine_cores()
+    # Threads beyond the quota would not compute more: the kernel stops all of them in turns.
     quota = cpu_quota()
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def has_no_gpu(*, root: Path = Path("/")) -> bool:
-    """Whether this machine certainly has no GPU that torch could use; tells it without torch.
+    """Whether this machine certainly has no GPU that torch could use; found out without torch.
 
-    False is no promise: a driver may be missing, or torch be built without CUDA.
+    False is no guarantee: a driver may be missing, or torch be built without CUDA.
 
     Args:
-        root: Where `dev` is.
+        root: Directory that contains `dev`.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return True
@@ -38,10 +35,10 @@ def has_no_gpu(*, root: Path = Path("/")) -> bool:
 
 
 def cpu_quota(*, root: Path = Path("/")) -> float | None:
-    """Cores' worth of time that the control groups of this process allow; None: no limit.
+    """Return the cores' worth of time that this process's control groups allow; None: no limit.
 
     Args:
-        root: Where `proc` and `sys` are.
+        root: Directory that contains `proc` and `sys`.
     """
     found: list[float] = []
     for folder, version in _groups("cpu", root):
@@ -57,10 +54,10 @@ def cpu_quota(*, root: Path = Path("/")) -> float | None:
 
 
 def memory_limit(*, root: Path = Path("/")) -> int | None:
-    """Bytes that the control groups of this process allow it; None: no limit.
+    """Return the bytes that this process's control groups allow; None: no limit.
 
     Args:
-        root: Where `proc` and `sys` are.
+        root: Directory that contains `proc` and `sys`.
     """
     found: list[int] = []
     for folder, version in _groups("memory", root):
@@ -72,16 +69,16 @@ def memory_limit(*, root: Path = Path("/")) -> int | None:
 
 
 def available_memory(*, root: Path = Path("/")) -> int | None:
-    """Bytes that this process can still take without swapping or being killed; None: not known.
+    """Return the bytes that this process can take without swapping or being killed; None: unknown.
 
-    The least of what the machine has left and what each control group with a limit has left.
+    It is the minimum of what the machine and each control group with a limit have left.
 
     Args:
-        root: Where `proc` and `sys` are.
+        root: Directory that contains `proc` and `sys`.
     """
     found: list[int] = []
     with suppress(OSError, ValueError):
-        machine = _figures(root / "proc/meminfo").get("MemAvailable:")
+        machine = _numbers(root / "proc/meminfo").get("MemAvailable:")
         if machine is not None:
             found.append(machine << 10)
     for folder, version in _groups("memory", root):
@@ -99,22 +96,22 @@ def _group_limit(folder: Path, version: int) -> int | None:
 
 
 def _group_use(folder: Path, version: int) -> int:
-    """Bytes that a group holds, without the cached files that the kernel would give up first.
+    """Return the bytes that a group holds, without cached files that the kernel would drop first.
 
     With them, a group that has read much data looks full for as long as it lives. `MemAvailable`
     leaves them out as well.
     """
     name = "memory.current" if version == 2 else "memory.usage_in_bytes"
     use = int((folder / name).read_text(encoding="ascii"))
-    with suppress(OSError, ValueError):  # no memory.stat: all that is held counts
+    with suppress(OSError, ValueError):  # no memory.stat: everything counts
         # In version 1 only the totals include the groups inside, as the use does.
         cached = "inactive_file" if version == 2 else "total_inactive_file"
-        use -= _figures(folder / "memory.stat").get(cached, 0)
+        use -= _numbers(folder / "memory.stat").get(cached, 0)
     return max(0, use)
 
 
-def _figures(path: Path) -> dict[str, int]:
-    """The figures of a file of lines such as `name 12` or `name: 12 kB`."""
+def _numbers(path: Path) -> dict[str, int]:
+    """Parse a file of lines such as `name 12` or `name: 12 kB`."""
     lines = (line.split() for line in path.read_text(encoding="ascii").splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}
 
@@ -126,10 +123,10 @@ def _affine_cores() -> int:
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """The groups of this process under a controller, with those around them; 1 or 2: the version.
+    """Yield the groups of this process under a controller and those around them, with the version.
 
-    A container may see its group under the host's name while its own tree begins at that group: the
-    folder is not there then, and what is around it, the top at last, is.
+    A container may see its group under the host's name while its own tree begins at that group:
+    then the folder does not exist, and the ones around it, up to the top, do.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Many programs at a time, each in a sandbox of its own; results in the order of the jobs."""
+"""Runs many programs at a time, each in a sandbox of its own; results come in the jobs' order."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from laurel.sandbox.zygote_process import END_SECONDS, ZygoteProcess
 
 ATTEMPTS = 2
 _SHARE_OF_MEMORY = 0.7
+# Seconds that any job has: a process takes hundredths, which become tenths on a busy machine.
 _LEAST_SHARE = 0.5
-"""Seconds that any job has: a process takes hundredths, and a busy machine makes tenths of them."""
 CLOSED = "the sandbox has been shut down"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolReport:
-    """What a pool is and has done."""
+    """Describes a pool, and counts the jobs so far."""
 
     tier: str
     num_workers: int
     zygotes_started: int
     statuses: dict[str, int]
-    """Jobs, by how they ended."""
+    """Number of jobs by status."""
 
 
 class SandboxPool:
-    """Runs jobs side by side.
+    """Runs jobs concurrently.
 
     Zygotes are started with the first jobs. They end with `close`, with the last reference to the
     pool, and with this process, however it ends.
@@ -56,16 +56,16 @@ class SandboxPool:
         scratch: str | None = None,
         place: GroupPlace | None = None,
     ) -> None:
-        """Start nothing yet.
+        """Set up a pool without starting processes.
 
         Args:
-            tier: That this machine was found to have, or a worse one. Where its layers cannot be
-                had any more, every job is a SANDBOX_ERROR: no job runs in less than it was told.
-            num_workers: Jobs at a time.
-            backlog: Jobs that may wait; whoever submits more has to wait, too. 0: any number.
+            tier: Tier that this machine was found to have, or a weaker one. If its layers cannot be
+                had any more, every job is a SANDBOX_ERROR: no job runs in fewer layers.
+            num_workers: Concurrent jobs.
+            backlog: Jobs in the queue, beyond which `submit` blocks. 0: any number.
             interpreter: The Python that runs programs; by default the one that runs this.
             scratch: Directory for temporary ones; by default the system's.
-            place: Where each zygote is to have a control group; by default it has none.
+            place: Where each zygote gets a control group; by default it has none.
         """
         self.tier = tier
         self.num_workers = num_workers
@@ -81,20 +81,29 @@ class SandboxPool:
     def submit(
         self, job: SandboxJob, *, deadline: float | None = None, batch: int = 1
     ) -> Future[SandboxResult]:
-        """The result to come. Waits while the backlog is full.
+        """Queue a job, and return its future; blocks while the backlog is full.
 
         Args:
-            job: What to run.
-            deadline: By `time.monotonic`; a job that has not ended by then is a SANDBOX_ERROR.
-                While others wait, a job has its share of the time until then, and is tried again
-                behind them, each time with twice as much, if that was not enough: a slow program
-                costs itself.
-            batch: How many jobs are submitted together, this one included.
+            job: The job.
+            deadline: Time of `time.monotonic` by which the job must end, or it is a SANDBOX_ERROR.
+                While others wait, a job has its share of the time until then, and if that was not
+                enough is tried again behind them, each time with twice as much, so that a slow
+                program costs only itself.
+            batch: Number of jobs that are submitted together, this one included.
         """
         future: Future[SandboxResult] = Future()
         with self._starting:
             if not self._threads and not self._state.closed:
-                self._start_threads()
+                for index, zygote in enumerate(self._state.zygotes):
+                    # A thread must not reference the pool: that would keep it from being collected.
+                    thread = threading.Thread(
+                        target=_serve,
+                        args=(self._state, zygote),
+                        name=f"laurel-sandbox-{index}",
+                        daemon=True,
+                    )
+                    self._threads.append(thread)
+                    thread.start()
         while not self._state.closed:
             try:
                 self._state.jobs.put(_Waiting(job, deadline, future, batch), timeout=0.5)
@@ -104,7 +113,7 @@ class SandboxPool:
                     return future
             else:
                 if self._state.closed:
-                    _give_back(self._state)
+                    _fail_waiting(self._state)
                 return future
         future.set_result(_failed(job, self.tier, CLOSED))
         return future
@@ -112,18 +121,18 @@ class SandboxPool:
     def run(
         self, jobs: Sequence[SandboxJob], *, timeout_s: float | None = None
     ) -> list[SandboxResult]:
-        """The results, in the order of the jobs.
+        """Run jobs, and return their results in order.
 
         Args:
-            jobs: What to run.
-            timeout_s: After so long nothing is run; jobs that are left are SANDBOX_ERRORs.
+            jobs: The jobs.
+            timeout_s: Seconds after which no more jobs are run; the rest are SANDBOX_ERRORs.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         futures = [self.submit(job, deadline=deadline, batch=len(jobs)) for job in jobs]
         return [future.result() for future in futures]
 
     def report(self) -> PoolReport:
-        """What it is and has done so far."""
+        """Report the state of the pool and the jobs so far."""
         with self._state.lock:
             return PoolReport(
                 tier=self.tier.value,
@@ -133,11 +142,11 @@ class SandboxPool:
             )
 
     def process_ids(self) -> list[int]:
-        """The zygotes that live."""
+        """Return the process ids of the running zygotes."""
         return [pid for zygote in self._state.zygotes if (pid := zygote.pid) is not None]
 
     def close(self) -> None:
-        """End everything. Jobs that run or wait are SANDBOX_ERRORs. Idempotent."""
+        """End all processes; queued and running jobs become SANDBOX_ERRORs. Idempotent."""
         with self._starting:
             self._finalizer()
 
@@ -147,57 +156,44 @@ class SandboxPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start_threads(self) -> None:
-        for index, zygote in enumerate(self._state.zygotes):
-            # A thread must not know the pool: that would keep it from being collected.
-            thread = threading.Thread(
-                target=_serve,
-                args=(self._state, zygote),
-                name=f"laurel-sandbox-{index}",
-                daemon=True,
-            )
-            self._threads.append(thread)
-            thread.start()
-
 
 def affordable_workers(wanted: int, limits_mb: int) -> int:
-    """Workers whose programs fit into memory together if each takes all that it may: at least 1.
+    """Return how many workers fit into memory if each program takes its limit: at least 1.
 
     Args:
-        wanted: How many there should be.
+        wanted: Number of workers that is asked for.
         limits_mb: Memory and disk of one program.
     """
     free = available_memory()
     if free is None:
         return wanted
-    # Two processes run at a time where tests are split from the program.
+    # Two processes run at once where tests are split from the program.
     return max(1, min(wanted, int((free >> 20) * _SHARE_OF_MEMORY) // (2 * limits_mb)))
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A job that waits for its turn."""
+    """Holds a job in the queue."""
 
     job: SandboxJob
     deadline: float | None
     future: Future[SandboxResult]
     batch: int = 1
-    attempts: int = 0
-    """How often it has been tried."""
+    attempts: int = 0  # number of attempts so far
     is_begun: bool = False
+    # Seconds after which it was last ended in favour of others; the next share is twice that.
     share: float = 0.0
-    """Seconds after which it was ended for the sake of those behind it; the next are twice that."""
+    # Whether it may be ended in favour of others; otherwise it may run until the deadline.
     may_be_ended: bool = True
-    """For their sake; else it has all the time until the deadline."""
 
     def begins(self) -> bool:
-        """Whether somebody still wants its result."""
+        """Mark the future as running; False if it was cancelled."""
         self.is_begun = self.is_begun or self.future.set_running_or_notify_cancel()
         return self.is_begun
 
 
 class _State:
-    """What the threads of a pool share."""
+    """Holds what the threads of a pool share."""
 
     def __init__(self, tier: Tier, backlog: int, zygotes: list[ZygoteProcess]) -> None:
         self.tier = tier
@@ -218,14 +214,14 @@ def _serve(state: _State, zygote: ZygoteProcess) -> None:
                 try:
                     state.jobs.put_nowait(item)
                     continue
-                except queue.Full:  # to wait for room could be to wait for all other workers
+                except queue.Full:  # waiting for room could be waiting for all other workers
                     item.may_be_ended = False
                     result = _result(state, zygote, item)
                     assert result is not _LATER
             with state.lock:
                 state.counts[result.status] += 1
             item.future.set_result(result)
-        # Else this thread would hold the job and the result while it waits.
+        # Otherwise this thread would hold the job and the result while it waits.
         del item
     zygote.close()
 
@@ -234,7 +230,7 @@ _LATER = SandboxResult(id="", status=Status.SANDBOX_ERROR, reason="it is tried a
 
 
 def _result(state: _State, zygote: ZygoteProcess, item: _Waiting) -> SandboxResult:
-    """What became of a job; `_LATER` where it had its share of the time, and others wait."""
+    """Return the result of a job, or `_LATER` if its share of time is over and others wait."""
     if item.deadline is not None and time.monotonic() > item.deadline:
         return _failed(item.job, state.tier, "its turn did not come in time")
     until = item.deadline
@@ -252,25 +248,25 @@ def _result(state: _State, zygote: ZygoteProcess, item: _Waiting) -> SandboxResu
 
 
 def _share_of_time(state: _State, item: _Waiting) -> float | None:
-    """Seconds that a job may take while others wait; None where it may take all it wants."""
+    """Return the seconds that a job may take while others wait; None: no limit."""
     num_runners = len(state.zygotes)
     waiting = state.jobs.qsize()
-    if not item.share:  # those that were asked with it may not have been put into the queue yet
+    if not item.share:  # others of its batch may not be in the queue yet
         waiting = max(waiting, item.batch - num_runners)
     if item.deadline is None or waiting <= 0:
         return None
     left = item.deadline - time.monotonic()
-    # Half of the time at first, so that those that are tried again have the other half.
+    # Half of the time at first, which leaves the other half for second attempts.
     share = max(_LEAST_SHARE, left / 2 * num_runners / (waiting + num_runners), 2 * item.share)
     return share if share < left else None
 
 
 class _TimeIsUpError(Exception):
-    """A program was ended for lack of time, not at a limit of its own: no verdict on it."""
+    """Raised where a program was ended for lack of time, not at a limit of its own."""
 
 
 class _Bounded:
-    """A runner that ends what it runs at a moment, and says so instead of calling it slow."""
+    """Runs programs until a moment, at which it raises `_TimeIsUpError`."""
 
     def __init__(self, runner: Runner, until: float | None) -> None:
         self._runner = runner
@@ -280,7 +276,7 @@ class _Bounded:
         return getattr(self._runner, name)
 
     def one(self, *args: Any, limits: Limits, **options: Any) -> ProcessOutcome:
-        """See `Runner`."""
+        """Run a program, as `Runner` describes."""
         bounded, is_shorter = self._bounded(limits)
         outcome = self._runner.one(*args, limits=bounded, **options)
         self._check(is_shorter, outcome)
@@ -289,7 +285,7 @@ class _Bounded:
     def pair(
         self, *args: Any, limits: Limits, **options: Any
     ) -> tuple[ProcessOutcome, ProcessOutcome]:
-        """See `Runner`."""
+        """Run tests with a program, as `Runner` describes."""
         bounded, is_shorter = self._bounded(limits)
         found = self._runner.pair(*args, limits=bounded, **options)
         self._check(is_shorter, *found)
@@ -311,7 +307,7 @@ class _Bounded:
 
 
 def _attempt(state: _State, runner: _Bounded, item: _Waiting) -> SandboxResult:
-    """The result; where the sandbox fails, once more, and then a failure."""
+    """Run a job; where the sandbox fails, once more, and then report a failure."""
     job, reason, tier = item.job, CLOSED, state.tier
     while item.attempts < ATTEMPTS:
         if state.closed:
@@ -327,8 +323,8 @@ def _attempt(state: _State, runner: _Bounded, item: _Waiting) -> SandboxResult:
             raise
         except (SandboxLostError, SandboxStartError) as error:
             reason = str(error)
-            runner.discard()  # it may be the one that is stuck
-        except Exception as error:  # whatever a program made us do, the step goes on
+            runner.discard()  # its zygote may be stuck
+        except Exception as error:  # whatever a program caused, the step goes on
             reason = f"{type(error).__name__}: {error}"
     return _failed(job, tier, reason, attempt=max(1, item.attempts))
 
@@ -339,8 +335,8 @@ def _failed(job: SandboxJob, tier: Tier, reason: str, *, attempt: int = 1) -> Sa
     )
 
 
-def _give_back(state: _State) -> None:
-    """Fail what nobody will run any more."""
+def _fail_waiting(state: _State) -> None:
+    """Fail the jobs that will not be run any more."""
     while True:
         try:
             item = state.jobs.get_nowait()
@@ -354,7 +350,7 @@ def _close(state: _State, threads: list[threading.Thread]) -> None:
     if state.closed or os.getpid() != state.owner:  # a fork of the trainer has only copies
         return
     state.closed = True
-    _give_back(state)
+    _fail_waiting(state)
     for _ in threads:
         try:
             state.jobs.put_nowait(None)
@@ -365,4 +361,4 @@ def _close(state: _State, threads: list[threading.Thread]) -> None:
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(END_SECONDS)
-    _give_back(state)
+    _fail_waiting(state)

@@ -1,4 +1,4 @@
-"""What runs programs, and how one ended."""
+"""The protocol of program runners, and the outcome of a program's process."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from laurel.sandbox.jobs import Limits
 
 
 class SandboxStartError(RuntimeError):
-    """A zygote does not start."""
+    """Raised where a zygote does not start."""
 
 
 class SandboxLostError(RuntimeError):
-    """The sandbox itself failed in the middle of a job, or before it."""
+    """Raised where the sandbox itself failed during a job, or before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOutcome:
-    """How one process that ran a program ended, as seen from outside of it."""
+    """Holds how one process that ran a program ended, as seen from outside of it."""
 
     ended_by: str
-    """`exit` (by itself), `wall`, `stdout`, `stderr`, `result` (that cap was met), `cancel`,
-    `disk` (what it has written cannot be measured), `memory` (the kernel, for its control group had
-    none left)."""
+    """One of `exit` (by itself), `wall`, `stdout`, `stderr`, `result` (that cap was met), `cancel`,
+    `disk` (its files cannot be measured), `memory` (killed by the kernel, as its control group had
+    none left).
+    """
     exit_code: int | None = None
     signal: int | None = None
     cpu_s: float | None = None
@@ -45,14 +46,14 @@ class Runner(Protocol):
         """Run a program to its end.
 
         Args:
-            header: Its kind, `script` or `call`, and what goes with that.
-            parts: Its source, and what goes with its kind.
-            limits: See `Limits`.
-            stdin: What it reads.
+            header: Kind of the job, `script` or `call`, and the fields of that kind.
+            parts: Source of the program, and the parts of its kind.
+            limits: Limits of the process.
+            stdin: Standard input of the program.
 
         Raises:
-            SandboxLostError: The sandbox failed; the program is not to blame.
-            SandboxStartError: It does not start.
+            SandboxLostError: The sandbox failed, and not the program.
+            SandboxStartError: The sandbox does not start.
         """
 
     def pair(
@@ -67,15 +68,15 @@ class Runner(Protocol):
 
         Args:
             code: The program.
-            header: Of the tests.
-            parts: Their source, and what goes with it.
-            limits: Of each.
-            is_waiting: Of how the tests ended: whether the program is to end by itself, for that
-                says why there was no answer. Else it is ended.
+            header: Header of the tests.
+            parts: Source of the tests, and their other parts.
+            limits: Limits of each process.
+            is_waiting: Whether, given how the tests ended, to wait for the program's own end, which
+                says why there was no answer. Otherwise it is killed.
 
         Returns:
-            How the tests ended, and how the program did.
+            The outcomes of the tests and of the program.
 
         Raises:
-            SandboxLostError: As `one`.
+            SandboxLostError: The sandbox failed.
         """

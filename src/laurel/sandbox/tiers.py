@@ -1,7 +1,7 @@
-"""How well this machine can lock a program in, in words.
+"""The tiers of isolation, and their descriptions.
 
-A tier is what was *seen to hold* when the canaries ran (`detection.py`), not what the system says
-of itself.
+A tier is what was *seen to hold* when the canaries ran (`detection.py`), not what the system
+claims.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LAYERS = ("namespaces", "landlock", "seccomp")
-"""Beside what every tier has: a process of its own, started afresh; no environment, no open files;
-resource limits; a kill by the wall clock; caps of outputs; its own account, for root."""
+"""Optional layers. Every tier has: a fresh process of its own; no environment, no open files;
+resource limits; a wall clock limit; output caps; and, for root, an account of its own.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ _LANDLOCK_REMEDY = "a kernel of 5.13 or later with landlock among its security m
 
 
 class Tier(enum.Enum):
-    """Best first. The value is the letter that configurations and results carry."""
+    """The tiers, best first. The value is the letter in configurations and results."""
 
     FULL = "A"
     NO_NAMESPACES = "B"
@@ -42,22 +43,22 @@ class Tier(enum.Enum):
 
     @property
     def layers(self) -> frozenset[str]:
-        """The layers that it has."""
+        """Layers of the tier."""
         return _WORDS[self].layers
 
     @property
     def stops(self) -> str:
-        """What a hostile program cannot do in it."""
+        """Description of what a hostile program cannot do in it."""
         return _WORDS[self].stops
 
     @property
     def lost(self) -> str:
-        """What it does not stop, against the best one; empty for the best."""
+        """Description of what it does not stop, compared with the best one; empty for the best."""
         return _WORDS[self].lost
 
     @property
     def remedy(self) -> str:
-        """What to change for a better one; empty for the best."""
+        """Description of how to get a better one; empty for the best."""
         return _WORDS[self].remedy
 
     def is_at_least(self, other: Tier) -> bool:
@@ -67,23 +68,24 @@ class Tier(enum.Enum):
 
     @classmethod
     def of(cls, layers: frozenset[str]) -> Tier:
-        """The best tier whose layers are all there."""
+        """Return the best tier whose layers are all there."""
         return next(tier for tier in cls if tier.layers <= layers)
 
     def sentence(self, reasons: Mapping[str, str]) -> str:
-        """One line for a log.
+        """Describe the tier in one line for a log.
 
         Args:
             reasons: Why a layer is missing, by its name.
         """
-        said = f"sandbox tier {self.value}"
-        missing = [name for name in LAYERS if name not in self.layers]
+        name = f"sandbox tier {self.value}"
+        missing = [layer for layer in LAYERS if layer not in self.layers]
         if not missing:
-            return f"{said}: {self.stops}."
+            return f"{name}: {self.stops}."
         why = "; ".join(
-            f"no {name}" + (f": {reasons[name]}" if reasons.get(name) else "") for name in missing
+            f"no {layer}" + (f": {reasons[layer]}" if reasons.get(layer) else "")
+            for layer in missing
         )
-        return f"{said} ({why}). Lost: {self.lost}. For a better one: {self.remedy}."
+        return f"{name} ({why}). Lost: {self.lost}. For a better one: {self.remedy}."
 
 
 _WORDS: Mapping[Tier, _Words] = {

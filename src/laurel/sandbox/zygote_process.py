@@ -1,4 +1,4 @@
-"""A zygote, seen from the process that asks it to run programs."""
+"""Controls a zygote from the process that wants programs run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from laurel.sandbox.jobs import Limits
 from laurel.sandbox.runner import ProcessOutcome, SandboxLostError, SandboxStartError
 
 START_SECONDS = 60.0
-"""Limit for a zygote to be ready, on a machine that is busy with other things."""
+"""Time that a zygote has to start, on a machine that is busy with other things."""
 END_SECONDS = 5.0
 GRACE_SECONDS = 10.0
-"""What a monitor may take beyond the wall clock of its job."""
+"""Time that a monitor may take beyond the wall clock of its job."""
 _LONGEST_REPLY = 1 << 14
 _ENVIRONMENT = {
     "LANG": "C.UTF-8",
-    # Else the order of a set of texts, and a verdict that depends on it, would be a matter of luck.
+    # Otherwise the order of a set of texts, and verdicts that depend on it, would be random.
     "PYTHONHASHSEED": "0",
-    # One arena: each thread would else take 64 MB of a program's address space.
+    # One arena, as each more would take 64 MB of a program's address space.
     "MALLOC_ARENA_MAX": "1",
-    # Else each fork would look up the functions of the C library again.
+    # Otherwise each fork would look up the functions of the C library again.
     "LD_BIND_NOW": "1",
 }
 
@@ -51,7 +51,7 @@ main({control})
 
 
 class RunningJob:
-    """A program that runs. Used by one thread."""
+    """Refers to a running program; used by one thread."""
 
     def __init__(
         self, link: socket.socket, limits: Limits, group: ControlGroup | None = None
@@ -65,7 +65,7 @@ class RunningJob:
         """Wait for its end.
 
         Raises:
-            SandboxLostError: It could not be locked in, or its monitor is gone or late.
+            SandboxLostError: It could not be isolated, or its monitor is gone or late.
         """
         try:
             header, parts = receive(self._link, self._deadline)
@@ -75,13 +75,19 @@ class RunningJob:
             raise SandboxLostError("the monitor of the program is gone") from error
         finally:
             self._link.close()
+        # The kernel ends a program whose control group has no memory left.
+        lacked_memory = (
+            self._group is not None
+            and header.get("signal") == signal.SIGKILL
+            and self._group.num_killed() > self._killed_before
+        )
         if not header["ready"]:
             if header.get("ended_by") in ("wall", "cancel") and not header["said"]:
-                raise SandboxLostError("the program did not even start in its time")
+                raise SandboxLostError("the program did not start in time")
             raise SandboxLostError(header["said"] or "the program could not be started")
         stdout, stderr, result = parts
         return ProcessOutcome(
-            ended_by="memory" if self._lacked_memory(header) else header["ended_by"],
+            ended_by="memory" if lacked_memory else header["ended_by"],
             exit_code=header.get("exit_code"),
             signal=header.get("signal"),
             cpu_s=header.get("cpu_s"),
@@ -93,26 +99,18 @@ class RunningJob:
             truncated=frozenset(header["truncated"]),
         )
 
-    def _lacked_memory(self, header: Mapping[str, Any]) -> bool:
-        """Whether the kernel ended it, because its group had no memory left."""
-        return (
-            self._group is not None
-            and header.get("signal") == signal.SIGKILL
-            and self._group.num_killed() > self._killed_before
-        )
-
     def cancel(self) -> None:
-        """End it now, whatever it does; `outcome` may still be asked."""
+        """End the program now; `outcome` may still be called."""
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """End it now, and do not ask for more. Idempotent."""
+        """End the program now, and give up its outcome. Idempotent."""
         self._link.close()
 
 
 class ZygoteProcess:
-    """Starts jobs, and is started anew where it died. Safe to use from several threads."""
+    """Starts jobs from a zygote, which is restarted when it dies; thread-safe."""
 
     def __init__(
         self,
@@ -122,19 +120,19 @@ class ZygoteProcess:
         scratch: str | None = None,
         place: GroupPlace | None = None,
     ) -> None:
-        """Start nothing yet.
+        """Set up a zygote without starting it.
 
         Args:
-            layers: Those to take up, as far as the machine has them.
+            layers: Layers to use, as far as the machine has them.
             interpreter: The Python that runs programs; by default the one that runs this.
             scratch: Directory for temporary ones; by default the system's.
-            place: Where it is to have a control group of its own; by default it has none.
+            place: Where it gets a control group of its own; by default it has none.
         """
         self.wanted = layers
         self.layers: frozenset[str] = frozenset()
-        """Those that it has; known once it has been started."""
+        """Layers in use; known once it has been started."""
         self.reasons: Mapping[str, str] = {}
-        """Why it has not the others."""
+        """Why each other layer is not in use."""
         self.starts = 0
         self._interpreter = interpreter or own_interpreter()
         self._parent_of_scratch = scratch
@@ -148,12 +146,12 @@ class ZygoteProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process, while it has one."""
+        """Process id, while it has a process."""
         with self._lock:
             return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start it, unless it lives; `SandboxStartError` where that fails."""
+        """Start it, unless it is alive; raises `SandboxStartError` where that fails."""
         with self._lock:
             if self._closed:
                 raise SandboxStartError("the sandbox has been shut down")
@@ -173,15 +171,15 @@ class ZygoteProcess:
         """Start a program.
 
         Args:
-            header: Its kind, and what goes with that.
-            parts: Its source, and what goes with its kind.
-            limits: See `Limits`.
-            stdin: What it reads.
-            channel: An end of a connection that it is given; the caller's stays open.
+            header: Kind of the job, and the fields of that kind.
+            parts: Source of the program, and the parts of its kind.
+            limits: Limits of the process.
+            stdin: Standard input of the program.
+            channel: One end of a connection for the program; the caller's own stays open.
 
         Raises:
             SandboxLostError: The zygote died twice.
-            SandboxStartError: It does not start.
+            SandboxStartError: The zygote does not start.
         """
         for _ in range(2):
             here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -204,12 +202,12 @@ class ZygoteProcess:
                 here.close()
                 raise
             return RunningJob(here, limits, group)
-        raise SandboxLostError("the sandbox dies as soon as it is started")
+        raise SandboxLostError("the sandbox dies as soon as it has started")
 
     def one(
         self, header: Mapping[str, Any], *parts: bytes, limits: Limits, stdin: bytes = b""
     ) -> ProcessOutcome:
-        """See `Runner`."""
+        """Run a program, as `Runner` describes."""
         running = self.run(header, *parts, limits=limits, stdin=stdin)
         try:
             return running.outcome()
@@ -224,13 +222,13 @@ class ZygoteProcess:
         limits: Limits,
         is_waiting: Callable[[ProcessOutcome], bool],
     ) -> tuple[ProcessOutcome, ProcessOutcome]:
-        """See `Runner`: two processes in two sandboxes."""
+        """Run tests with a program in two sandboxes, as `Runner` describes."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with ours, theirs:
             candidate = self.run({"kind": "serve"}, code, limits=limits, channel=theirs)
             try:
                 tester = self.run(header, *parts, limits=limits, channel=ours)
-                # Else neither would see that the other is gone.
+                # Otherwise neither would see that the other is gone.
                 ours.close()
                 theirs.close()
                 try:
@@ -244,12 +242,12 @@ class ZygoteProcess:
                 candidate.close()
 
     def discard(self) -> None:
-        """End it and all that it runs; the next job gets a new one."""
+        """End it and its programs; the next job gets a new one."""
         with self._lock:
             self._stop()
 
     def close(self) -> None:
-        """End it and all that it runs, for good. Idempotent."""
+        """End it and its programs for good. Idempotent."""
         with self._lock:
             self._closed = True
             self._stop()
@@ -261,40 +259,36 @@ class ZygoteProcess:
         self._scratch = tempfile.mkdtemp(prefix="laurel-sandbox-", dir=self._parent_of_scratch)
         self.starts += 1
         boot = _BOOT.format(room=str(Path(__file__).parent), control=there.fileno())
-        with tempfile.TemporaryFile() as said, there:
+        with tempfile.TemporaryFile() as output, there:
             self._process = subprocess.Popen(
-                # As -I, but for the hash seed: our variables are all that there are.
+                # Like -I, but with our hash seed: there are no variables but ours.
                 [self._interpreter, "-P", "-s", "-S", "-B", "-c", boot],
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=said,
+                stderr=output,
                 cwd="/",
                 env=_ENVIRONMENT,
-                start_new_session=True,  # Ctrl-C is for the trainer, which saves before it goes
+                start_new_session=True,  # Ctrl-C is for the trainer, which saves before it ends
             )
             there.close()
             try:
-                self._enclose(self._process.pid)
+                if self._place is not None:  # before it starts anything
+                    self._group = ControlGroup(self._place)
+                    self._group.allow(Limits())
+                    self._group.take(self._process.pid)
                 self._greet(here)
             except (OSError, ValueError, SandboxStartError) as error:
                 here.close()
                 self._stop()
-                said.seek(0)
-                last = said.read().decode(errors="replace").strip()[-2000:]
+                output.seek(0)
+                last = output.read().decode(errors="replace").strip()[-2000:]
                 raise SandboxStartError(
                     f"the sandbox does not start: {error}" + (f"\n{last}" if last else "")
                 ) from error
         self._control = here
         if "namespaces" in self.layers:
-            self._remove_scratch()  # nothing is ever in it; nobody can if this process is killed
-
-    def _enclose(self, pid: int) -> None:
-        """Put it into its control group, before it starts anything."""
-        if self._place is not None:
-            self._group = ControlGroup(self._place)
-            self._group.allow(Limits())
-            self._group.take(pid)
+            self._remove_scratch()  # it stays empty, and might be left behind later
 
     def _greet(self, control: socket.socket) -> None:
         control.settimeout(START_SECONDS)
@@ -312,7 +306,7 @@ class ZygoteProcess:
         self.layers, self.reasons = frozenset(reply["layers"]), reply["reasons"]
 
     def _stop(self) -> None:
-        """End the zygote: its jobs end with it, and whoever waits for them sees that."""
+        """End the zygote and with it its jobs, whose outcomes then raise an error."""
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -330,12 +324,12 @@ class ZygoteProcess:
 
     def _remove_scratch(self) -> None:
         if self._scratch is not None:
-            with contextlib.suppress(OSError):  # a program's own account may own what is left
+            with contextlib.suppress(OSError):  # a program's own account may own its files
                 remove_box(self._scratch)
             self._scratch = None
 
 
 def own_interpreter() -> str:
-    """The Python that runs this, without the virtual environment around it."""
+    """Return the Python that runs this, without its virtual environment."""
     base = getattr(sys, "_base_executable", None)
     return os.path.realpath(base or sys.executable)

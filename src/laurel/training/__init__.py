@@ -1,1 +1,1 @@
-"""What all training has in common, and the training of reward models and SFT."""
+"""The training of reward models and by demonstrations, and the parts that all training shares."""

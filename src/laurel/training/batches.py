@@ -1,4 +1,4 @@
-"""What a step reads: its rows, and the micro-batches that their tokens are cut into."""
+"""The rows of a step, and the micro-batches that their tokens are divided into."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Label = TypeVar("Label")
 
 
 class Batcher:
-    """Cuts batches into micro-batches for one model."""
+    """A divider of batches into micro-batches for one model."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Batcher:
         pad_id: int,
         dp_size: int = 1,
     ) -> None:
-        """Say who computes the micro-batches.
+        """Choose the layout and limits of micro-batches.
 
         Args:
             path: How batches reach the model.
@@ -44,7 +44,7 @@ class Batcher:
     def cut(
         self, tokens: Sequence[TokenGroup], labels: Sequence[Label], *, micro_batch_size: int
     ) -> list[MicroBatch[Label]]:
-        """Micro-batches of all groups.
+        """Divide all groups into micro-batches.
 
         Forests are filled up to the token budget, evenly where several ranks compute. Padded rows
         are filled too where dynamic batching is on, or packing is on and the model cannot read
@@ -75,28 +75,26 @@ class Batcher:
         labels: Sequence[Label],
         subset: Callable[[Label, Sequence[int]], Label],
     ) -> tuple[list[TokenGroup], list[Label]]:
-        """Smaller groups, for losses in which each completion stands for itself.
+        """Divide groups into smaller ones, for losses in which each completion stands for itself.
 
         A group that is larger than a forest's budget becomes several, which share the prompt among
         fewer; without prompt sharing, and for padded rows, each completion becomes its own.
 
         Args:
             tokens: The groups.
-            labels: Of each.
+            labels: Label of each group.
             subset: The label of some of a group's completions.
         """
         parts: list[TokenGroup] = []
         their_labels: list[Label] = []
+        shares_prompt = self._is_forest and self.limits.share_prompts
+        budget = self.limits.forest_tokens if shares_prompt else None
         for group, label in zip(tokens, labels, strict=True):
-            for indices in self._shares(group):
+            for indices in shares(group, budget=budget):
                 parts.append(select_completions(group, indices))
                 whole = len(indices) == len(group.branches_ids_G)
                 their_labels.append(label if whole else subset(label, indices))
         return parts, their_labels
-
-    def _shares(self, group: TokenGroup) -> list[list[int]]:
-        shares_prompt = self._is_forest and self.limits.share_prompts
-        return shares(group, budget=self.limits.forest_tokens if shares_prompt else None)
 
     def _lay_out(self, tokens: Sequence[TokenGroup], labels: Sequence[Label]) -> MicroBatch[Label]:
         if self._is_forest:
@@ -107,10 +105,10 @@ class Batcher:
 
 
 def shares(group: TokenGroup, *, budget: int | None) -> list[list[int]]:
-    """Which completions of a group are computed together, as indices of its branches.
+    """Choose which completions of a group are computed together, as indices of its branches.
 
-    All of them where they and the prompt are no more than `budget` tokens, else as many as are;
-    each by itself where there is no budget, as nothing is shared then.
+    All of them where they and the prompt fit into `budget` tokens, else as many as fit; each by
+    itself where there is no budget, as nothing is shared then.
     """
     sizes = [len(ids) for ids in group.branches_ids_G]
     if budget is None:
@@ -121,7 +119,7 @@ def shares(group: TokenGroup, *, budget: int | None) -> list[list[int]]:
 
 
 def select_completions(group: TokenGroup, indices: Sequence[int]) -> TokenGroup:
-    """The group with only these completions."""
+    """Select completions of a group."""
     branches_ids_G = tuple(group.branches_ids_G[i] for i in indices)
     return replace(group, branches_ids_G=branches_ids_G, truncated_G=())
 
@@ -133,11 +131,11 @@ def global_batches(
     *,
     size: int,
 ) -> list[tuple[list[TokenGroup], list[Label]]]:
-    """Batches of `size` completions each, in order; groups are cut where need be.
+    """Divide groups into batches of `size` completions each, in order, splitting groups.
 
     Args:
         groups: All that is to be learned from.
-        labels: Of each group.
+        labels: Label of each group.
         subset: The label of some of a group's completions.
         size: Completions of one optimizer step; the last batch takes what is left.
     """
@@ -163,9 +161,9 @@ def global_batches(
 class StepOrder:
     """The rows of every step as a pure function of the step and a seed.
 
-    There is no state to save: a run that goes on at step `n` reads what an uninterrupted run reads
-    at step `n`. Each epoch has its own permutation; the last step of an epoch takes what is left,
-    so no row is lost.
+    There is no state to save: a run that resumes at step `n` reads what an uninterrupted run reads
+    at step `n`. Each epoch has its own permutation; the last step of an epoch takes the remaining
+    rows, so none is lost.
     """
 
     def __init__(self, num_rows: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
@@ -178,11 +176,11 @@ class StepOrder:
         self._order = np.arange(num_rows)
 
     def epoch_of(self, step: int) -> int:
-        """The epoch that step `step` (from 0) belongs to."""
+        """Compute the epoch of step `step` (from 0)."""
         return step // self.steps_per_epoch
 
     def rows(self, step: int) -> list[int]:
-        """Indices of the rows of step `step` (from 0)."""
+        """List the rows of step `step` (from 0) by index."""
         epoch, within = divmod(step, self.steps_per_epoch)
         if self.shuffle and epoch != self._epoch:
             self._order = permutation(self.num_rows, self.seed, epoch)
@@ -191,13 +189,13 @@ class StepOrder:
         return [int(row) for row in self._order[first : first + self.batch_size]]
 
     def samples_before(self, step: int) -> int:
-        """Rows read before step `step` (from 0)."""
+        """Count the rows read before step `step` (from 0)."""
         epoch, within = divmod(step, self.steps_per_epoch)
         return epoch * self.num_rows + within * self.batch_size
 
 
 class Stream:
-    """The rows of all epochs as one endless stream, a pure function of the place and a seed.
+    """The rows of all epochs as one endless stream, a pure function of position and seed.
 
     For steps that take as many rows as they need. Each epoch has its own permutation; a step may
     take the end of one and the beginning of the next.
@@ -210,7 +208,7 @@ class Stream:
         self._orders: dict[int, np.ndarray] = {}
 
     def rows(self, start: int, count: int) -> list[int]:
-        """Indices of the rows at the places `start` to `start + count`."""
+        """List the rows at positions `start` to `start + count` by index."""
         return [self._row(*divmod(place, self.num_rows)) for place in range(start, start + count)]
 
     def _row(self, epoch: int, within: int) -> int:
@@ -222,7 +220,7 @@ class Stream:
 
 
 def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of the rows in an epoch."""
+    """Shuffle the rows of an epoch."""
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     # argsort of random keys: unlike `permutation`, its stream is fixed by the bit generator
     return np.argsort(generator.random(num_rows), kind="stable")

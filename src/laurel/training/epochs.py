@@ -1,9 +1,9 @@
-"""Learning from rows that are there before the run, epoch after epoch.
+"""The training loop over rows that exist before the run, epoch after epoch.
 
     rows --tokens--> micro-batches --model--> outputs --loss--> gradient --step--> figures
 
-Reward-model training and supervised fine-tuning have this in common; what a row is, what becomes of
-a step that was not applied, and what is measured is theirs.
+Reward-model training and supervised fine-tuning share it; each defines its rows, its reaction to a
+step that was not applied, and its metrics.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from laurel.training.stopping import Position
 from laurel.types import Preference, PreferenceSample, TokenGroup
 
 # --------------------------------------------------------------------------------------------------
-# Validating a reward model on judged groups.
+# Validating a reward model on ranked groups.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Validation:
-    """What validating one set gave."""
+    """The results of validating one set."""
 
     metrics: dict[str, float]
-    """By bare name; what is undefined is absent."""
+    """Values by bare metric name; undefined metrics are absent."""
     scores_BG: tuple[tuple[float, ...], ...] = ()
-    """Scalar reward of every completion of every group; of a policy there are none."""
+    """Scalar reward of every completion of every group; empty for a policy."""
 
 
 def validate(
@@ -53,7 +53,7 @@ def validate(
     contract: ScoringContract,
     on_groups: Callable[[int], None] = lambda done: None,
 ) -> Validation:
-    """Score a validation set and measure how well the scores agree with the judgements.
+    """Score a validation set and measure how well the scores agree with the preferences.
 
     Args:
         learner: Holds the model.
@@ -95,11 +95,11 @@ def validate(
 
 
 class Tokenised(Protocol):
-    """A row that has become tokens."""
+    """A row whose prompt and completions are tokens."""
 
     @property
     def tokens(self) -> TokenGroup:
-        """Its prompt and completions, in tokens."""
+        """Prompt and completions of the row, in tokens."""
         ...
 
 
@@ -111,7 +111,7 @@ EpochSection = RewardTrainingConfig | SFTConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpochParts(Generic[Sample]):
-    """What such a run works with."""
+    """The parts of a run that learns from rows."""
 
     learner: Learner
     batcher: Batcher
@@ -119,27 +119,27 @@ class EpochParts(Generic[Sample]):
     """Rows of one forward pass where nothing is packed."""
     train: Sequence[Sample]
     order: StepOrder
-    """Says which of the training rows each step takes."""
+    """Chooses the training rows of each step."""
     validation: Mapping[str, Sequence[Sample]]
-    """Sets by name."""
+    """Validation sets by name."""
     benchmarks: Mapping[str, BenchmarkSet] = field(default_factory=dict)
-    """What a reward model is validated on besides, by name."""
+    """Further benchmarks that a reward model is validated on, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepResult(Generic[Sample]):
-    """A step that the learner was asked to take."""
+    """A step of the learner and its rows."""
 
     samples: Sequence[Sample]
     update: Update
     num_micro_batches: int
     num_computed: int
-    """Tokens that went through the model: see `MicroBatch.num_tokens`."""
+    """Tokens that went through the model, as `MicroBatch.num_tokens`."""
     seconds: float
 
 
 class EpochTraining(TrainingLoop, Generic[Sample, Label]):
-    """One run over a training set."""
+    """A run over a training set; subclasses define rows, steps and validation."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
 
     @abstractmethod
     def label(self, sample: Sample) -> Label:
-        """What the loss reads of a row."""
+        """Return the label of a row that the loss reads."""
 
     @abstractmethod
     def validate(
@@ -174,7 +174,7 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
         micro_batches: Sequence[MicroBatch[Label]],
         on_rows: Callable[[int], None],
     ) -> Validation:
-        """Measure one set, which is also given cut up.
+        """Measure a set, which is also given as micro-batches.
 
         `on_rows` is to be called with the number of rows of each micro-batch when it is done.
         """
@@ -183,12 +183,12 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
     def report(
         self, name: str, samples: Sequence[Sample], validation: Validation, *, step: int
     ) -> None:
-        """Show how the validation of a set went; its figures are logged without that."""
+        """Show the validation of a set; its metrics are logged elsewhere."""
 
     # ------------------------------------------------------------------------ the parts of a step
 
     def take(self, position: Position) -> StepResult[Sample]:
-        """Learn from the rows of the step after this position."""
+        """Train on the rows of the step after this position."""
         samples = [self.train[row] for row in self.order.rows(position.step)]
         with self.timers.time("total_step_time"):
             micro_batches = self._cut(samples, self.micro_batch_size)
@@ -211,7 +211,7 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
         bad_steps: int,
         figures: Mapping[str, float] | None = None,
     ) -> Position:
-        """Log and show a step that was taken at this position: the position after it.
+        """Log and show a step that was taken at this position; return the next position.
 
         Args:
             position: Before the step.
@@ -238,7 +238,7 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
     # --------------------------------------------------------------------------------- validating
 
     def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
-        """See `TrainingLoop`."""
+        """Validate on all sets: metrics as they are logged, and by the names of `metric_name`."""
         logged: dict[str, float] = {}
         keyed: dict[str, float] = {}
         for name, samples in self.validation.items():
@@ -262,7 +262,7 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
     # ------------------------------------------------------------------------------------- of both
 
     def info(self, position: Position) -> dict[str, object]:
-        """See `TrainingLoop`."""
+        """Describe the position for `training_info.json`."""
         return {
             "epoch": self.order.epoch_of(max(position.step - 1, 0)),
             "step": position.step % self.order.steps_per_epoch,
@@ -280,13 +280,13 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
 
 
 def total_steps(section: EpochSection, order: StepOrder) -> int:
-    """Steps of the run: all epochs, or the limit."""
+    """Count the steps of the run: all epochs, or the limit."""
     steps = section.max_num_epochs * order.steps_per_epoch
     return steps if section.max_num_steps < 0 else min(steps, section.max_num_steps)
 
 
 def rows_to_validate(rows: Sequence[Sample], section: EpochSection) -> Sequence[Sample]:
-    """The rows of a validation set that are used: its first `val_batches`, or all."""
+    """Select the rows of a validation set: its first `val_batches`, or all."""
     if section.val_batches <= 0:
         return rows
     return rows[: section.val_batches * section.val_global_batch_size]

@@ -49,68 +49,68 @@ ELSEWHERE = "the loss of another rank is not finite"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch(Generic[Label]):
-    """What one forward pass computes, and what its outputs are judged by."""
+    """The input of one forward pass, and the labels its outputs are compared with."""
 
     inputs: Inputs
     labels: Sequence[Label]
     num_tokens: int
-    """Tokens that are computed: distinct ones in a forest, padding included in rows."""
+    """Computed tokens: distinct ones in a forest, padding included in rows."""
 
 
 class LossFunction(Protocol[LabelIn]):
-    """How outputs of the model are judged. See `losses.RewardLoss`."""
+    """A loss of the model's outputs, such as `losses.RewardLoss`."""
 
     def count(self, batch: Sequence[LabelIn], /) -> float:
-        """What the batch adds to the denominator."""
+        """Count what the batch adds to the denominator."""
 
     def __call__(
         self, outputs: Any, batch: Sequence[LabelIn], /, *, num_groups: float
     ) -> LossOutput:
-        """The loss of a micro-batch, already divided by the global denominator.
+        """Compute the loss of a micro-batch, already divided by the global denominator.
 
         `outputs` is what the model gives: scores [N, K], or `TokenOutputs` of a policy.
         """
 
     def metrics(self, sums: Mapping[str, SupportsFloat], /) -> dict[str, float]:
-        """Figures from the totals of `LossOutput.sums`."""
+        """Compute metrics from the totals of `LossOutput.sums`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What came of one step."""
+    """The outcome of one step."""
 
     metrics: dict[str, float]
-    """Those of the loss, `grad_norm` and `lr`."""
+    """Metrics of the loss, `grad_norm` and `lr`."""
     failure: str | None = None
     """Why the step was not applied; None where it was."""
     performance: dict[str, float] = field(default_factory=dict)
-    """How well the work was divided, where it was; logged as `performance/...`."""
+    """Metrics of how evenly ranks were loaded, logged as `performance/...`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepReport:
-    """What one rank says of a step."""
+    """One rank's report on a step."""
 
     sums: dict[str, Tensor]
-    """Of its own micro-batches."""
+    """Sums of its own micro-batches."""
     learning_rate: float
-    """That the step was taken with."""
+    """Learning rate of the step."""
     grad_norm: float | None = None
-    """Of all ranks together; None where it was not measured."""
+    """Norm over all ranks; None where it was not measured."""
     failure: str | None = None
-    """As in `Update`."""
+    """Why the step was not applied, as in `Update`."""
 
 
 class Learner(Protocol):
-    """A model with its optimizer and schedule, wherever they are."""
+    """A model with its optimizer and schedule, in this process or spread over ranks."""
 
     @property
     def learning_rate(self) -> float:
-        """That of the next step (of the first parameter group)."""
+        """Learning rate of the next step (of the first parameter group)."""
 
     @property
     def dp_size(self) -> int:
-        """How many micro-batches are computed side by side."""
+        """Number of micro-batches that are computed concurrently."""
 
     def update(self, batch: Sequence[MicroBatch[Label]], loss: LossFunction[Label]) -> Update:
         """Take one optimizer step.
@@ -127,29 +127,29 @@ class Learner(Protocol):
         in_full_precision: bool = False,
         temperature: float | None = None,
     ) -> Iterator[Any]:
-        """What the model gives for each batch, in order, without gradients and dropout.
+        """Compute the outputs of the model for each batch, in order, without gradients and dropout.
 
         Scores `[N, K]` of a reward model; of a policy `TokenOutputs` without entropy. Any number
         of batches; those not asked for need not be computed.
 
         Args:
-            batches: As in `MicroBatch.inputs`.
+            batches: Inputs as in `MicroBatch`.
             of: The model, or the policy as it was before its training.
             in_full_precision: Compute in the dtype of the weights.
-            temperature: Of the log-probabilities; None: that of the run.
+            temperature: Temperature of log-probabilities; None: that of the run.
         """
 
     def named_weights(self, *, changing_only: bool = False) -> Iterable[tuple[str, Tensor]]:
-        """Names and values as `from_pretrained` knows them, adapters merged.
+        """Yield names and values as `from_pretrained` knows them, adapters merged.
 
-        Nobody ever holds the whole model on the way. Copy what you keep.
+        No process ever holds the whole model. Copy what you keep.
 
         Args:
             changing_only: Leave out what training cannot change; see `merged_weights`.
         """
 
     def weights(self, version: int) -> Weights:
-        """The same for a generator.
+        """Export the weights for a generator, as `named_weights`.
 
         Args:
             version: Training steps taken so far.
@@ -168,7 +168,7 @@ class Learner(Protocol):
         Args:
             directory: Exists.
             card: The README.
-            contract: Of reward models: what is saved as their scoring contract.
+            contract: Scoring contract of a reward model.
             in_background: Come back when all that training changes has been copied to the host;
                 `written` tells the rest.
 
@@ -179,13 +179,13 @@ class Learner(Protocol):
     def save_state(
         self, directory: Path, extra: Mapping[str, Any], *, in_background: bool = False
     ) -> None:
-        """Write optimizer, schedule and random generators: see `models.training_state`.
+        """Write optimizer, schedule and random generators, as `models.checkpoint.state` does.
 
         `in_background` as in `export`.
         """
 
     def written(self, *, is_awaited: bool = False) -> float | None:
-        """What became of what was left to the background since this was last told.
+        """Return the seconds that background writing took, once it is done; None while it goes on.
 
         Args:
             is_awaited: Do not come back before all of it is written.
@@ -199,14 +199,14 @@ class Learner(Protocol):
         """
 
     def load_state(self, directory: Path) -> dict[str, Any]:
-        """Put them back; returns `extra`."""
+        """Restore the state that `save_state` wrote; return `extra`."""
 
     def resting(self) -> AbstractContextManager[None]:
-        """Give device memory back for a while; the model is not to be asked meanwhile."""
+        """Release device memory for the duration; the model must not be used meanwhile."""
 
 
 def weights_of(learner: Learner, version: int, *, is_partly_frozen: bool) -> Weights:
-    """See `Learner.weights`; some of its parameters take no gradients, or all of them do."""
+    """Wrap `named_weights` of a learner; `is_partly_frozen`: some parameters take no gradients."""
     return Weights(
         version=version,
         tensors=learner.named_weights,
@@ -215,12 +215,12 @@ def weights_of(learner: Learner, version: int, *, is_partly_frozen: bool) -> Wei
 
 
 def denominator_of(batch: Iterable[MicroBatch[Label]], loss: LossFunction[Label]) -> float:
-    """What the loss of a batch is divided by."""
+    """Count the denominator of a batch's loss."""
     return sum(loss.count(micro_batch.labels) for micro_batch in batch)
 
 
 def update_of(steps: Sequence[StepReport], loss: LossFunction[Any]) -> Update:
-    """What came of a step that the places of the data took together, in their order."""
+    """Combine the reports of all data-parallel ranks into the outcome of a step."""
     first = steps[0]
     failures = [step.failure for step in steps if step.failure is not None]
     # Who only heard of it says less than who saw it.
@@ -238,7 +238,7 @@ def update_of(steps: Sequence[StepReport], loss: LossFunction[Any]) -> Update:
 def add_up(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
     """Add the sums of one micro-batch to those of the batch.
 
-    What is named `..._min` or `..._max` is no sum: the smallest, or the largest, is kept.
+    Of entries named `..._min` or `..._max` the smallest, or the largest, is kept.
     """
     for name, value in sums.items():
         if name not in totals:
@@ -277,13 +277,13 @@ class LocalLearner:
         """Build the optimizer over every parameter that takes gradients.
 
         Args:
-            model: What is trained.
+            model: Model to train.
             optimizer: Its class and arguments.
             scheduler: Likewise.
             max_grad_norm: Larger gradients are scaled down.
             products: Put around forward and backward passes; see `cpu_matmul`.
             reference: The policy before its training.
-            tokenizer: Of a policy: what is saved with it.
+            tokenizer: Tokenizer that is saved with a policy.
             ranks: The others, where the model is spread over several processes.
 
         Raises:
@@ -295,7 +295,7 @@ class LocalLearner:
         self.max_grad_norm = max_grad_norm
         self.ranks = ranks
         self._products = products
-        _let_go(model)  # or some weights would be found whole, as a forward pass has left them
+        _reshard(model)  # or some weights would be found whole, as a forward pass has left them
         self.named_parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.optimizer = build_optimizer(optimizer, self.named_parameters)
         self.scheduler = build_scheduler(scheduler, self.optimizer)
@@ -307,18 +307,18 @@ class LocalLearner:
 
     @property
     def learning_rate(self) -> float:
-        """See `Learner`."""
+        """Learning rate of the next step (of the first parameter group)."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     @property
     def dp_size(self) -> int:
-        """See `Learner`: one, as `update` is for one alone."""
+        """One, as `update` is for a single process."""
         return 1
 
     # ------------------------------------------------------------------------------------- learning
 
     def update(self, batch: Sequence[MicroBatch[Label]], loss: LossFunction[Label]) -> Update:
-        """See `Learner`."""
+        """Take one optimizer step, as `Learner.update`."""
         denominator = denominator_of(batch, loss)
         if denominator == 0:
             self.optimizer.zero_grad(set_to_none=True)
@@ -333,7 +333,7 @@ class LocalLearner:
         denominator: float,
         fillers: Collection[int] = (),
     ) -> StepReport:
-        """This rank's part of `update`.
+        """Compute this rank's part of `update`.
 
         Args:
             batch: Its micro-batches, as many as every other rank has.
@@ -375,11 +375,8 @@ class LocalLearner:
         fillers: Collection[int],
         sums: dict[str, Tensor],
     ) -> list[Tensor]:
-        """Gradients and sums of all micro-batches; returns their losses, 0 for fillers.
-
-        It goes on after a loss that is not finite: to see that, the host would have to wait for the
-        device in every micro-batch, and other ranks wait for this one in every pass.
-        """
+        # Continues after a loss that is not finite: to check, the host would have to wait for the
+        # device in every micro-batch, and other ranks wait for this one in every pass.
         losses: list[Tensor] = []
         with self._products(self.model) if self._products else nullcontext():
             for number, micro_batch in enumerate(batch):
@@ -411,7 +408,7 @@ class LocalLearner:
         in_full_precision: bool = False,
         temperature: float | None = None,
     ) -> Iterator[Any]:
-        """See `Learner`."""
+        """Compute the outputs of the model for each batch, as `Learner.outputs`."""
         asked: Any = self.model if of == "model" else self.reference
         assert asked is not None, "this run has no reference policy"
         network: Any = asked.model if isinstance(asked, Reference) else asked
@@ -430,15 +427,15 @@ class LocalLearner:
                     stack.enter_context(evaluating(network))
                     outputs = network(batch)
             yield outputs
-        _let_go(network)
+        _reshard(network)
 
     def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """See `Learner`."""
+        """Yield names and values of the weights, as `Learner.named_weights`."""
         model: Any = self.model
         return saved_weights(model.network, changing_only=changing_only)
 
     def weights(self, version: int) -> Weights:
-        """See `Learner`."""
+        """Export the weights for a generator."""
         is_partly_frozen = any(not p.requires_grad for p in self.model.parameters())
         return weights_of(self, version, is_partly_frozen=is_partly_frozen)
 
@@ -452,7 +449,7 @@ class LocalLearner:
         contract: ScoringContract | None = None,
         in_background: bool = False,
     ) -> None:
-        """See `Learner`."""
+        """Write a directory that Hugging Face loads, as `Learner.export`."""
         model: Any = self.model
         background = self._writing if in_background else None
         if contract is not None:
@@ -463,7 +460,7 @@ class LocalLearner:
     def save_state(
         self, directory: Path, extra: Mapping[str, Any], *, in_background: bool = False
     ) -> None:
-        """See `Learner`."""
+        """Write optimizer, schedule and random generators."""
         save_training_state(
             directory,
             optimizer=self.optimizer,
@@ -474,26 +471,26 @@ class LocalLearner:
         )
 
     def written(self, *, is_awaited: bool = False) -> float | None:
-        """See `Learner`; of this rank alone, and of no other."""
+        """Report on the background writing of this rank alone, as `Learner.written`."""
         return self._writing.outcome(is_awaited=is_awaited)
 
     def load_state(self, directory: Path) -> dict[str, Any]:
-        """See `Learner`."""
+        """Restore the state that `save_state` wrote; return `extra`."""
         return load_training_state(
             directory, optimizer=self.optimizer, scheduler=self.scheduler, mesh=self._mesh
         )
 
     def sleep(self) -> None:
-        """Give device memory back until `wake`."""
+        """Move model and optimizer to the host until `wake`."""
         self._resting.sleep()
 
     def wake(self) -> None:
-        """Be ready to be asked again."""
+        """Move model and optimizer back to the device."""
         self._resting.wake()
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """See `Learner`."""
+        """Release device memory for the duration."""
         self.sleep()
         try:
             yield
@@ -505,15 +502,16 @@ class LocalLearner:
         return None if self.ranks is None else self.ranks.mesh
 
 
-def _let_go(model: nn.Module) -> None:
-    """Drop weights that a forward pass has gathered from other ranks and kept."""
+def _reshard(model: nn.Module) -> None:
+    # Weights that a forward pass has gathered from other ranks are kept by FSDP until they are
+    # resharded.
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout and gradients, and as it was afterwards."""
+    """Disable dropout and gradients for the duration."""
     was_training = model.training
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""The learner of many ranks, as the loops see it: the batch is divided here, and nowhere else."""
+"""The learner of many ranks: the only place where a batch is divided over them."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ if TYPE_CHECKING:
 
     Loaded = LoadedPolicy | LoadedRewardModel
     Load = Callable[..., Loaded]
-    """Loads a model, given `device` and `mesh` by name: `load_policy` or `load_reward_model` with
-    the rest of their arguments, as `functools.partial` binds them, so that it can travel."""
+    """A picklable function that loads a model, given `device` and `mesh` by name: `load_policy` or
+    `load_reward_model` with the remaining arguments bound by `functools.partial`.
+    """
 
 ROUND = 8
-"""Batches that a place is asked for at a time: while one round travels, nobody computes."""
+"""Batches that each data-parallel rank is sent at a time; nothing is computed while they travel."""
 BUCKET_BYTES = 64 * 2**20
-"""Weights that travel at a time."""
+"""Bytes of weights in one transfer."""
 
 
 class LearnerGroup:
     """A `Learner` over a group of `LearnerWorker`s.
 
-    Whatever a worker raises, or its death, is a `WorkerError` here; but a disk that refuses raises
-    what it would without a group.
+    Errors and deaths of workers are raised as `WorkerError`; errors of a disk keep their class.
     """
 
     def __init__(self, group: WorkerGroup, shape: ParallelShape) -> None:
-        """Speak for a group.
+        """Take a group of workers and the shape of their mesh.
 
         Args:
             group: Its workers have been made with the same shape. It ends with `shutdown`.
@@ -81,22 +81,22 @@ class LearnerGroup:
 
     @property
     def learning_rate(self) -> float:
-        """See `Learner`."""
+        """Learning rate of the next step (of the first parameter group)."""
         return self._learning_rate
 
     @property
     def dp_size(self) -> int:
-        """See `Learner`."""
+        """Number of micro-batches that are computed concurrently."""
         return self.shape.dp
 
     def held_bytes(self) -> list[int]:
-        """Bytes of weights that each rank holds."""
+        """Collect the bytes of weights that each rank holds."""
         return self.group.call("held_bytes")
 
     # ------------------------------------------------------------------------ learning, being asked
 
     def update(self, batch: Sequence[MicroBatch[Label]], loss: LossFunction[Label]) -> Update:
-        """See `Learner`."""
+        """Take one optimizer step, as `Learner.update`."""
         denominator = denominator_of(batch, loss)
         if denominator == 0:
             return Update(metrics={}, failure=NOTHING_TO_LEARN)
@@ -122,7 +122,7 @@ class LearnerGroup:
         in_full_precision: bool = False,
         temperature: float | None = None,
     ) -> Iterator[Any]:
-        """See `Learner`; on the CPU."""
+        """Compute the outputs of the model for each batch, as `Learner.outputs`; on the CPU."""
         each_time = ROUND * self.shape.dp
         for first in range(0, len(batches), each_time):
             some = batches[first : first + each_time]
@@ -147,13 +147,12 @@ class LearnerGroup:
                 yield found.pop(number)
 
     def _of_ranks(self, of_places: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """The arguments of each place for each of its ranks."""
         return [arguments for arguments in of_places for _ in range(self.shape.each)]
 
     # ------------------------------------------------------------------- weights, saving, resting
 
     def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """See `Learner`; on the CPU. While one bucket is read, the ranks gather the next."""
+        """Yield names and values on the CPU; ranks gather the next bucket meanwhile."""
         self.group.call("open_weights", changing_only)
         gathering = self.group.start("next_weights", BUCKET_BYTES)
         while bucket := gathering.wait()[0]:
@@ -161,7 +160,7 @@ class LearnerGroup:
             yield from bucket
 
     def weights(self, version: int) -> Weights:
-        """See `Learner`."""
+        """Export the weights for a generator."""
         from laurel.generation.weights.routes import SentWeights
 
         is_partly_frozen = self.facts.num_trained < self.facts.num_parameters
@@ -178,19 +177,19 @@ class LearnerGroup:
         contract: ScoringContract | None = None,
         in_background: bool = False,
     ) -> None:
-        """See `Learner`. The directory is one that all nodes see."""
+        """Write a directory that Hugging Face loads; all nodes must see it."""
         with _disk_errors():
             self.group.call("export", directory, card, contract, in_background)
 
     def save_state(
         self, directory: Path, extra: Mapping[str, Any], *, in_background: bool = False
     ) -> None:
-        """See `Learner`. The directory is one that all nodes see."""
+        """Write optimizer, schedule and random generators; all nodes must see the directory."""
         with _disk_errors():
             self.group.call("save_state", directory, extra, in_background)
 
     def written(self, *, is_awaited: bool = False) -> float | None:
-        """See `Learner`."""
+        """Report on the background writing of all ranks, as `Learner.written`."""
         answers = self.group.call("written", is_awaited)
         if any(answer is None for answer in answers):
             return None
@@ -200,14 +199,14 @@ class LearnerGroup:
         return float(max(answers))
 
     def load_state(self, directory: Path) -> dict[str, Any]:
-        """See `Learner`. The directory is one that all nodes see."""
+        """Restore the state that `save_state` wrote; all nodes must see the directory."""
         with _disk_errors():
             extra, self._learning_rate = self.group.call("load_state", directory)[0]
         return dict(extra)
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """See `Learner`."""
+        """Release device memory for the duration."""
         self.group.call("sleep")
         try:
             yield
@@ -215,13 +214,13 @@ class LearnerGroup:
             self.group.call("wake")
 
     def shutdown(self) -> None:
-        """End the group."""
+        """Shut the workers down."""
         self.group.shutdown()
 
 
 @contextmanager
 def _disk_errors() -> Iterator[None]:
-    """A disk that refuses as what it is: a run may go on after that."""
+    # Errors of a disk keep their class: a run may continue after them.
     try:
         yield
     except WorkerError as error:
@@ -235,10 +234,10 @@ def _disk_errors() -> Iterator[None]:
 
 
 def divide_micro_batches(sizes: Sequence[int], places: int) -> list[list[int | None]]:
-    """Divide micro-batches over places: as many to each, and about as many tokens.
+    """Divide micro-batches over data-parallel ranks: as many to each, and about as many tokens.
 
-    Places wait for each other in every layer, so what is computed side by side should be of one
-    size: neighbours by size go to the places together, the larger ones to those that have less yet.
+    Ranks wait for each other in every layer, so micro-batches computed together should be of one
+    size: neighbours by size go to the ranks together, the larger ones to those that have less yet.
 
     Args:
         sizes: Tokens of each micro-batch; at least one.
@@ -264,16 +263,16 @@ def divide_micro_batches(sizes: Sequence[int], places: int) -> list[list[int | N
 
 
 def imbalance(sizes: Sequence[int], shares: Sequence[Sequence[int | None]]) -> float:
-    """How much more tokens the fullest place computes than the mean: 0 where all have as many.
+    """Measure how many more tokens the fullest rank computes than the mean: 0 where all are equal.
 
-    What only makes up the number counts as nothing.
+    Fillers that only make up the number count as nothing.
     """
     totals = [sum(sizes[i] for i in share if i is not None) for share in shares]
     return max(totals) * len(totals) / sum(totals) - 1.0
 
 
 def num_tokens_of(inputs: Inputs) -> int:
-    """Tokens that a batch computes, padding included."""
+    """Count the tokens that a batch computes, padding included."""
     ids = inputs.ids_T if isinstance(inputs, TokenForest) else inputs.ids_NL
     return ids.numel()
 
@@ -283,17 +282,20 @@ def num_tokens_of(inputs: Inputs) -> int:
 
 
 class WeightExporter(ABC):
-    """Every rank is asked for the same, as all gather every weight; see `weight_routes`."""
+    """The export of weights to the driver or directly to engines.
+
+    All ranks take part, as each weight is gathered from all of them.
+    """
 
     def __init__(self, place: RankPlace) -> None:
-        """Give nothing yet."""
+        """Set up without a connection."""
         self._place = place
         self._weights: Iterator[tuple[str, Tensor]] = iter(())
         self._link: WeightLink | None = None
 
     @abstractmethod
     def named_weights(self, changing_only: bool) -> Iterator[tuple[str, Tensor]]:
-        """See `Learner.named_weights`."""
+        """Yield names and values of the weights, as `Learner.named_weights`."""
 
     def stop_exporting(self) -> None:
         """Close the connection to the engines. Idempotent."""
@@ -303,13 +305,13 @@ class WeightExporter(ABC):
     # ------------------------------------------------------------------- weights, bucket by bucket
 
     def open_weights(self, changing_only: bool) -> None:
-        """Begin with `next_weights` at the first weight. See `Learner.named_weights`."""
+        """Begin `next_weights` at the first weight of `Learner.named_weights`."""
         self._weights = self.named_weights(changing_only)
 
     def next_weights(self, num_bytes: int) -> list[tuple[str, Tensor]]:
-        """The next weights, at least one and up to a size; none after the last.
+        """Return the next weights, at least one and up to a size; none after the last.
 
-        Every rank takes part, and the first has them.
+        Every rank takes part; only the first returns weights.
         """
         bucket: list[tuple[str, Tensor]] = []
         filled = 0
@@ -325,7 +327,7 @@ class WeightExporter(ABC):
 
     @property
     def link(self) -> WeightLink:
-        """The connection to the engines; made when it is first asked for."""
+        """Connect to the engines at the first call."""
         if self._link is None:
             from laurel.generation.weights.broadcast import WeightLink
 
@@ -333,21 +335,21 @@ class WeightExporter(ABC):
         return self._link
 
     def host(self) -> str:
-        """See `RankPlace.host`."""
+        """Name of this worker's host, as `RankPlace.host`."""
         return self.link.host
 
     def invite(self, address: str, size: int, patience: float) -> int:
-        """See `WeightLink.invite`; asked of the first rank alone."""
+        """Invite engines to a broadcast group, as `WeightLink.invite`; on the first rank only."""
         return self.link.invite(address, size, patience)
 
     def send_weights(self, meeting: Meeting, changing_only: bool, num_bytes: int) -> str | None:
-        """Give weights to engines that call `EngineWorker.receive_weights` at the same time.
+        """Send weights to engines that call `EngineWorker.receive_weights` at the same time.
 
         Every rank takes part, and the first sends.
 
         Args:
-            meeting: See `WeightLink.group`.
-            changing_only: See `Learner.named_weights`.
+            meeting: Meeting of the engines, as `WeightLink.group` takes it.
+            changing_only: Leave out weights that training cannot change.
             num_bytes: Size of a bucket.
 
         Returns:
@@ -369,7 +371,7 @@ class WeightExporter(ABC):
 
 
 def in_own_memory(value: Tensor) -> Tensor:
-    """The tensor on the CPU, in no more memory than it needs: a view travels with all it views."""
+    """Copy a view to memory of its own on the CPU: pickling a view would send all that it views."""
     value = value.detach().cpu()
     is_view = value.untyped_storage().nbytes() > value.nbytes
     return value.clone() if is_view else value
@@ -381,33 +383,35 @@ def in_own_memory(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelFacts:
-    """What a run needs to know of its model when the model itself is elsewhere."""
+    """Facts about a model in another process."""
 
     class_name: str
-    """Of the Hugging Face class."""
+    """Name of the Hugging Face class."""
     base_model: str
     path: Any
-    """`forest` or `padded`: how batches reach it."""
+    """Layout of batches: `forest` or `padded`."""
     notes: tuple[str, ...]
     num_parameters: int
     num_trained: int
     weights_dtype: str
-    """E.g. `float32`; what they are rounded to on their way to other ranks, if they are."""
+    """Dtype of the weights, e.g. `float32`; the dtype they are gathered in, if that is lower."""
     device: str
     """Kind of device, e.g. `cpu`."""
     tokenizer: Any
     self_check: float
-    """Largest relative difference that the check of its batches found."""
+    """Largest relative difference that the check at load found between batches and single
+    sequences.
+    """
     vocab_size: int = 0
-    """Of a policy: logits of a token."""
+    """Size of a policy's vocabulary, in logits."""
     generation_end_ids: Any = None
-    """Of a policy: the end tokens of its generation configuration, as that has them."""
+    """End tokens in a policy's generation configuration, as it has them."""
     contract: ScoringContract | None = None
-    """Of a reward model."""
+    """Scoring contract of a reward model."""
 
     @classmethod
     def of(cls, loaded: Loaded, *, self_check: float) -> ModelFacts:
-        """The facts of a loaded model."""
+        """Collect the facts of a loaded model."""
         model = loaded.model
         parameters = list(model.parameters())
         own: dict[str, Any] = {}
@@ -435,7 +439,7 @@ class ModelFacts:
 
 
 class LearnerWorker(WeightExporter):
-    """One rank. All ranks are given the same calls in the same order, each with its own share."""
+    """One rank of the learner. All ranks get the same calls in the same order."""
 
     def __init__(
         self,
@@ -465,7 +469,7 @@ class LearnerWorker(WeightExporter):
             load_reference: Loads the policy as it was before any training, where log-probabilities
                 under it are needed; `load` itself where that is what it loads. With adapters it is
                 not called: they are left out instead.
-            with_entropy: Of a policy: measure the entropy in updates.
+            with_entropy: Measure a policy's entropy in updates.
 
         Raises:
             UserError: The model cannot be used.
@@ -473,12 +477,23 @@ class LearnerWorker(WeightExporter):
         super().__init__(place)
         quiet_libraries()
         self._shape = shape
-        device = self._prepare(cluster, seed)
-        if shape.num_ranks > 1 and device.type == "cpu":
-            give_back_freed_memory()
-        mesh = _meet(place, shape, device)
+        threads = cluster.cpu_threads
+        if threads is None and choose_device(cluster.device).type == "cpu":
+            threads = max(1, available_cores() // self._place.world_size)
+        device = prepare(cluster.device, cpu_threads=threads, seed=seed)
+        mesh = None
+        if shape.num_ranks > 1:
+            if device.type == "cpu":
+                give_back_freed_memory()
+            join(place, device)
+            mesh = shape.mesh(device.type)
         loaded = load(device=device, mesh=mesh)
-        self._facts = ModelFacts.of(loaded, self_check=_checked(loaded))
+        if isinstance(loaded, LoadedPolicy):
+            difference = check_policy_paths(loaded.model)
+        else:
+            difference = check_paths(loaded.model)
+            check_golden(loaded.model, loaded.contract)
+        self._facts = ModelFacts.of(loaded, self_check=difference)
         products = None
         if isinstance(loaded, LoadedPolicy):
             loaded.model.with_entropy = with_entropy
@@ -500,34 +515,28 @@ class LearnerWorker(WeightExporter):
             ranks=None if mesh is None else AcrossRanks(mesh, cp=shape.cp),
         )
         if data_place := place.rank // shape.tp:
-            # Other data, other dropout. The first place draws what a process alone would.
+            # Other data, other dropout. The first rank uses the random numbers of a process alone.
             seed_everything(seed + data_place)
 
     @property
     def learner(self) -> LocalLearner:
-        """This rank's: all there is, where there is one rank."""
+        """The learner of this rank; of the whole model where there is one rank."""
         return self._learner
 
-    def _prepare(self, cluster: ClusterConfig, seed: int) -> torch.device:
-        threads = cluster.cpu_threads
-        if threads is None and choose_device(cluster.device).type == "cpu":
-            threads = max(1, available_cores() // self._place.world_size)
-        return prepare(cluster.device, cpu_threads=threads, seed=seed)
-
     def describe(self) -> ModelFacts:
-        """What the driver must know of the model."""
+        """Return the facts that the driver needs."""
         return self._facts
 
     def named_weights(self, changing_only: bool) -> Iterator[tuple[str, Tensor]]:
-        """See `Learner`."""
+        """Yield names and values of the weights, as `Learner.named_weights`."""
         return self._learner.named_weights(changing_only=changing_only)
 
     def held_bytes(self) -> int:
-        """See `models.parallel.held_bytes`."""
+        """Count the bytes of weights that this rank holds."""
         return held_bytes(self._learner.model)
 
     def learning_rate(self) -> float:
-        """See `Learner`."""
+        """Learning rate of the next step (of the first parameter group)."""
         return self._learner.learning_rate
 
     # ------------------------------------------------------------------------ learning, being asked
@@ -539,7 +548,7 @@ class LearnerWorker(WeightExporter):
         loss: LossFunction[Any],
         denominator: float,
     ) -> tuple[StepReport | None, float]:
-        """See `LocalLearner.take_step`.
+        """Compute this rank's part of an update, as `LocalLearner.take_step`.
 
         Returns:
             What came of it, from the first rank of each place alone: the others compute the same;
@@ -562,7 +571,7 @@ class LearnerWorker(WeightExporter):
         in_full_precision: bool,
         temperature: float | None,
     ) -> list[Any]:
-        """See `Learner`; from the first rank of each place alone."""
+        """Compute outputs, as `Learner.outputs`; empty except on the first rank of each place."""
         found = self._learner.outputs(
             batches, of=of, in_full_precision=in_full_precision, temperature=temperature
         )
@@ -577,17 +586,17 @@ class LearnerWorker(WeightExporter):
     def export(
         self, directory: Path, card: str, contract: ScoringContract | None, in_background: bool
     ) -> None:
-        """See `Learner`."""
+        """Write a directory that Hugging Face loads."""
         self._learner.export(directory, card, contract=contract, in_background=in_background)
 
     def save_state(self, directory: Path, extra: Mapping[str, Any], in_background: bool) -> None:
-        """See `Learner`."""
+        """Write optimizer, schedule and random generators."""
         self._learner.save_state(directory, extra, in_background=in_background)
 
     def written(self, is_awaited: bool) -> float | CheckpointError | None:
-        """See `Learner`; what the disk of this rank has refused is given, not raised.
+        """Report on the background writing; an error of this rank's disk is returned.
 
-        For the others may go on writing much longer than a group lets who is left end its call.
+        It is not raised: other ranks may still be writing when the group's call limit expires.
         """
         try:
             return self._learner.written(is_awaited=is_awaited)
@@ -597,45 +606,24 @@ class LearnerWorker(WeightExporter):
             return CheckpointError(f"rank {self._place.rank}: {type(error).__name__}: {error}")
 
     def load_state(self, directory: Path) -> tuple[dict[str, Any] | None, float]:
-        """See `Learner`; `extra` from the first rank alone, and the learning rate."""
+        """Restore the saved state; return `extra` (first rank only) and the learning rate."""
         extra = self._learner.load_state(directory)
         return (extra if self._place.rank == 0 else None), self._learner.learning_rate
 
     # -------------------------------------------------------------------------------------- resting
 
     def sleep(self) -> None:
-        """See `LocalLearner`."""
+        """Move model and optimizer to the host until `wake`."""
         self._learner.sleep()
 
     def wake(self) -> None:
-        """See `LocalLearner`."""
+        """Move model and optimizer back to the device."""
         self._learner.wake()
 
     def shutdown(self) -> None:
-        """Leave the others."""
+        """Leave the process group."""
         self.stop_exporting()
         leave()
-
-
-def _meet(place: RankPlace, shape: ParallelShape, device: torch.device) -> DeviceMesh | None:
-    """The mesh of all ranks; None where there are no others."""
-    if shape.num_ranks == 1:
-        return None
-    join(place, device)
-    return shape.mesh(device.type)
-
-
-def _checked(loaded: Loaded) -> float:
-    """The largest difference that the checks of a loaded model found in its batches.
-
-    Raises:
-        ModelError: The model does not pass.
-    """
-    if isinstance(loaded, LoadedPolicy):
-        return check_policy_paths(loaded.model)
-    difference = check_paths(loaded.model)
-    check_golden(loaded.model, loaded.contract)
-    return difference
 
 
 def _reference(
@@ -646,7 +634,7 @@ def _reference(
     device: torch.device,
     mesh: DeviceMesh | None,
 ) -> Reference:
-    """The policy before any training: without its adapters, as a copy, or loaded once more."""
+    # The reference is the policy without its adapters, a copy, or a model loaded once more.
     model: Any = loaded.model
     if adapted_layers(model.network):
         return Reference(model, leaves_adapters_out=True)
@@ -656,7 +644,7 @@ def _reference(
 
 
 def _for_the_way(value: Any) -> Any:
-    """Tensors on the CPU; see `in_own_memory`."""
+    # Tensors travel on the CPU, in memory of their own.
     if isinstance(value, TokenOutputs):
         return TokenOutputs(*(_for_the_way(part) for part in value))
     return in_own_memory(value) if isinstance(value, Tensor) else value

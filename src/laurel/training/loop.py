@@ -1,6 +1,6 @@
-"""What every training run does around its steps: validate, save, resume, stop, survive.
+"""The loop around the steps of every training run: validate, save, resume, stop, survive.
 
-An algorithm says what a step and a validation are (`step`, `measure`); the order of things, and
+An algorithm defines a step and a validation (`step`, `measure`); the order of things, and
 what is lost when a signal, a full disk or a bad batch comes in between, is decided here once.
 """
 
@@ -32,26 +32,26 @@ Ending = Literal["finished", "signal", "deadline", "alarm"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How a run ended."""
+    """The outcome of a run."""
 
     step: int
     ended: Ending
     signal: str | None = None
     latest: Path | None = None
-    """The newest checkpoint."""
+    """Newest checkpoint."""
     best: Path | None = None
-    """The best one by the run's metric."""
+    """Best checkpoint by the run's metric."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The latest of every validation metric, by full name."""
+    """Latest value of every validation metric, by full name."""
     seconds: float = 0.0
     is_early: bool = False
-    """A goal, an alarm or a lack of tasks made an earlier step the last; it was said then."""
+    """A goal, an alarm or a lack of tasks ended the run early; the reason has been logged."""
     run_dir: Path | None = None
-    """Where it logged; see `observe.run_record.read_run_record`."""
+    """Log directory, as `observe.run_record.read_run_record` reads it."""
 
 
 class Periods(Protocol):
-    """What the sections `rm`, `sft` and `grpo` have in common."""
+    """The settings that the sections `rm`, `sft` and `grpo` share."""
 
     @property
     def val_period(self) -> int:
@@ -76,7 +76,7 @@ class Periods(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """When what is due."""
+    """The steps at which validation and saving are due."""
 
     total_steps: int
     save_period: int
@@ -85,9 +85,9 @@ class Schedule:
     val_at_end: bool
     max_bad_steps: int
     has_validation: bool
-    """Whether there is anything to validate on."""
+    """Whether there is a validation set."""
     goal: Goal | None = None
-    """A validation that reaches it makes its step the last one."""
+    """Target of a validation metric that ends the run."""
 
     @classmethod
     def of(
@@ -99,7 +99,7 @@ class Schedule:
         has_validation: bool,
         goal: Goal | None = None,
     ) -> Schedule:
-        """The schedule that the section of an algorithm and `checkpointing` describe."""
+        """Make the schedule that the section of an algorithm and `checkpointing` describe."""
         return cls(
             total_steps=total_steps,
             save_period=saving.save_period,
@@ -114,7 +114,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunServices:
-    """The schedule of a run, and what the run writes to and listens to."""
+    """The services of a run: its schedule, loggers and stop signals."""
 
     schedule: Schedule
     state: RunState
@@ -142,11 +142,11 @@ def long_lived_objects() -> Iterator[None]:
 
 
 class Interrupted(Exception):
-    """A signal came in the middle of what can be done again: a validation, or drawing rollouts."""
+    """Raised when a signal interrupts a phase that can be repeated: validation or rollouts."""
 
 
 class TrainingLoop(ABC):
-    """One run of one algorithm."""
+    """A run of one algorithm: subclasses define a step and a validation."""
 
     def __init__(self, services: RunServices) -> None:
         self.schedule = services.schedule
@@ -182,18 +182,18 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Validate: the figures as they are logged, and by the names that a selection may use.
+        """Validate; return the metrics as they are logged, and by the names of `metric_name`.
 
         Raises:
             Interrupted: A signal came meanwhile (see `check_stop`).
         """
 
     def alarm(self) -> str | None:
-        """Why the run must not go on, though nothing failed; asked after steps and validations."""
+        """Return the reason of an alarm that ends the run; called after steps and validations."""
         return None
 
     def info(self, position: Position) -> dict[str, object]:
-        """`training_info.json`, in the names its readers know."""
+        """Describe the position for `training_info.json`."""
         return {"total_steps": position.step, **position.metrics}
 
     # -------------------------------------------------------------------------------------- running
@@ -228,7 +228,6 @@ class TrainingLoop(ABC):
         )
 
     def _train(self, position: Position) -> tuple[Position, Ending]:
-        """All of it; nothing is left to save afterwards."""
         try:
             position = self._begin(position)
             ended: Ending = "finished" if self.stop.signal is None else "signal"
@@ -237,7 +236,9 @@ class TrainingLoop(ABC):
                     position = self.step(position)
                 except Interrupted:
                     ended = "signal"
-                    self._save_once_more(position)
+                    self.timers.collect()
+                    if position.step > 0 and not self.saving.is_saved(position.step):
+                        self._save(position, goes_on=False)
                 except NothingLeft as reason:
                     position, ended = self._end_early(position, reason)
                 else:
@@ -251,18 +252,18 @@ class TrainingLoop(ABC):
         return position, ended
 
     def check_stop(self) -> None:
-        """Called in the middle of what can be done again: give way to a signal."""
+        """Raise `Interrupted` if a signal has arrived; called in phases that can be repeated."""
         if self.stop.signal is not None:
             raise Interrupted
 
     def bad_steps(self, update: Update, bad_steps: int, *, where: str, kept: str) -> int:
-        """Bad steps in a row after this one; refuses to go on after too many.
+        """Count consecutive bad steps after this one; refuse to continue after too many.
 
         Args:
-            update: What came of the step.
+            update: Outcome of the step.
             bad_steps: How many there were before.
             where: The step and its rows, in words.
-            kept: Where its rows can be read, in words.
+            kept: Description of where its rows were written.
         """
         if update.failure is None:
             return 0
@@ -276,11 +277,8 @@ class TrainingLoop(ABC):
         return bad_steps + 1
 
     def _begin(self, position: Position) -> Position:
-        """What comes before the first step.
-
-        That is a validation where one is asked for, or where a signal took one that was due; the
-        checkpoint that was saved without it then gets its figures.
-        """
+        # The first step follows a validation where one is asked for, or where a signal interrupted
+        # one that was due; the checkpoint that was saved without its metrics then gets them.
         step = position.step
         if self.store is not None and step > 0:
             self.saving.latest = self.store.path_of(step)
@@ -293,7 +291,7 @@ class TrainingLoop(ABC):
         return position
 
     def _after_step(self, position: Position) -> tuple[Position, Ending]:
-        """Validate and save where it is due; a run that is to end only saves."""
+        # A run that is to end only saves.
         self.saving.look(position.step)
         self._check_alarm(position)
         ended = self._reason_to_end(position)
@@ -309,7 +307,7 @@ class TrainingLoop(ABC):
         return position, ended
 
     def _end_early(self, position: Position, reason: NothingLeft) -> tuple[Position, Ending]:
-        """What is due after a last step, as far as that has not been done."""
+        # What a last step calls for, as far as it has not been done.
         if position.step == 0:
             raise TrainingError(f"nothing was learned: {reason}")
         self.timers.collect()
@@ -319,7 +317,6 @@ class TrainingLoop(ABC):
         return position, self._reason_to_end(position)
 
     def _check_goal(self, position: Position) -> None:
-        """The run is over if this position was validated, and is good enough."""
         goal = self.schedule.goal
         if goal is None or position.validated_at != position.step:
             return
@@ -334,7 +331,7 @@ class TrainingLoop(ABC):
             )
 
     def _check_alarm(self, position: Position) -> None:
-        """The run is over where an alarm says so, unless this was its last step anyway."""
+        # An alarm does not end a run whose last step this was anyway.
         why = self.alarm()
         if why is not None and position.step < self.schedule.total_steps:
             self._ended_by_alarm = True
@@ -346,7 +343,7 @@ class TrainingLoop(ABC):
         self.schedule = replace(self.schedule, total_steps=position.step)
 
     def _reason_to_end(self, position: Position) -> Ending:
-        """Why the run ends after this step, if there is more to do."""
+        # Why the run ends after this step although there is more to do.
         is_last = position.step >= self.schedule.total_steps
         if self.stop.signal is not None:
             return "finished" if is_last and not self._validation_is_missing(position) else "signal"
@@ -356,12 +353,6 @@ class TrainingLoop(ABC):
         before += ["save"] if self._save_due(position.step) else []
         before += ["save"] if self.saving.is_under_way else []  # the next one waits for it
         return "deadline" if self.deadline.is_near(before=before) else "finished"
-
-    def _save_once_more(self, position: Position) -> None:
-        """Save what the steps before gave, unless that has been done."""
-        self.timers.collect()
-        if position.step > 0 and not self.saving.is_saved(position.step):
-            self._save(position, goes_on=False)
 
     # ------------------------------------------------------------------------ validating and saving
 
@@ -383,10 +374,8 @@ class TrainingLoop(ABC):
         return self._validation_due(position.step) and position.validated_at != position.step
 
     def _validate(self, position: Position) -> Position:
-        """The position with the figures of all sets; as it was where a signal comes meanwhile.
-
-        There may be little time left to save, and a resumed run makes up for the validation.
-        """
+        # Where a signal comes meanwhile the position stays as it was: there may be little time left
+        # to save, and a resumed run repeats the validation.
         started = time.monotonic()
         try:
             logged, keyed = self.measure(position.step)
@@ -409,7 +398,7 @@ class TrainingLoop(ABC):
 # The checkpoints of a run, as its loop sees them: begun, and then whole or missed.
 
 ALARM_AFTER_MISSES = 2
-"""Saves in a row that fail before the run says so with every step."""
+"""Consecutive failed saves after which the run warns at every step."""
 
 WAITED = "timing/train/checkpointing"
 BEHIND = "timing/train/checkpointing_in_background"
@@ -420,16 +409,16 @@ class _Begun:
     step: int
     save: SaveUnderWay
     seconds: float
-    """That its beginning took."""
+    """Seconds that its beginning took."""
     in_background: bool
     remark: str
 
 
 class Saving:
-    """Saves one checkpoint after the other, in front of training or behind it.
+    """The saving of checkpoints, one after the other, in the foreground or the background.
 
-    A disk that refuses costs a checkpoint and not the run, whenever it refuses. What is behind
-    training is looked after between steps; the next save and the end of the run wait for it.
+    An error of the disk costs a checkpoint, not the run. Background saves are polled between steps;
+    the next save and the end of the run wait for them.
     """
 
     def __init__(
@@ -442,13 +431,13 @@ class Saving:
         progress: TrainingProgress,
         deadline: Deadline,
     ) -> None:
-        """Save nothing yet; see `RunServices`."""
+        """Take the store and its writer; nothing is saved yet."""
         self.latest: Path | None = None
-        """The newest checkpoint that is whole."""
+        """Newest checkpoint that is whole."""
         self.num_missed = 0
-        """Saves in a row that failed."""
+        """Consecutive failed saves."""
         self.failure: CheckpointError | None = None
-        """Of the last save that failed."""
+        """Failure of the last save."""
         self._state = state
         self._store = store
         self._selection = selection
@@ -459,14 +448,14 @@ class Saving:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a checkpoint has been begun and is not known to be whole or missed."""
+        """Whether a checkpoint has been begun and is not known to be whole or failed."""
         return self._begun is not None
 
     def save(self, position: Position, info: Mapping[str, object], *, goes_on: bool) -> None:
-        """Save a position, or begin to.
+        """Save a position, or begin to in the background.
 
         Args:
-            position: Where the run is.
+            position: Position of the run.
             info: Goes into `training_info.json`.
             goes_on: There is training to be done meanwhile; otherwise nothing is copied, and the
                 checkpoint is whole, or missed, when this returns.
@@ -500,19 +489,19 @@ class Saving:
         self._logger.log({WAITED: time.monotonic() - started}, step=position.step)
 
     def look(self, step: int) -> None:
-        """Bring on what is under way, and say what became of it. Never waits.
+        """Advance a background save and log its outcome. Never waits.
 
         Args:
-            step: Where the run is now.
+            step: Current step.
         """
         if self._begun is not None and self._begun.save.ready():
             self.finish(step)
 
     def finish(self, step: int) -> None:
-        """Wait for what is under way, if anything is.
+        """Wait for a background save, if there is one.
 
         Args:
-            step: Where the run is now.
+            step: Current step.
         """
         if self._begun is None:
             return
@@ -530,16 +519,16 @@ class Saving:
         self._progress.message(f"saved {path}{begun.remark}", is_routine=True)
 
     def salvage(self, step: int) -> None:
-        """The run has failed: keep what is under way, if that can still be written.
+        """Finish a background save, if it can still be written, after the run has failed.
 
         Args:
-            step: Where the run is now.
+            step: Current step.
         """
         with suppress(Exception):
             self.finish(step)
 
     def is_saved(self, step: int) -> bool:
-        """Whether there is nothing to save, or that has been done; waits for it where need be."""
+        """Report whether the step is saved or needs no save; waits if necessary."""
         if self._begun is not None and self._begun.step == step:
             self.finish(step)
         return self._store is None or self.latest == self._store.path_of(step)

@@ -1,6 +1,6 @@
-"""What reward-model training minimises: pure functions of scores, and the loss of a configuration.
+"""Losses of reward-model training: pure functions of scores, and the loss of a configuration.
 
-The functions return one loss per pair, list or completion; nobody here takes a mean over a batch.
+The functions return one loss per pair, list or completion; none takes a mean over a batch.
 `RewardLoss` weighs every group 1 and divides by a denominator that the caller counted over all
 micro-batches and ranks before the first of them, so splitting a batch changes nothing.
 
@@ -38,7 +38,7 @@ def bradley_terry(
     target_P: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Loss [P] of `P(i > j) = e^i / (e^i + e^j)`.
+    """Compute the loss [P] of `P(i > j) = e^i / (e^i + e^j)`.
 
     `margin_P` asks for a lead of that size, `l(d - margin)` (Llama 2, arXiv 2307.09288).
     `target_P` is the probability that `better` really is better (soft label), and a share
@@ -59,7 +59,7 @@ def davidson(
     target_P: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Loss [P] where `i wins : j wins : tie = e^i : e^j : nu e^((i+j)/2)` (Davidson 1970).
+    """Compute the loss [P] of `i wins : j wins : tie = e^i : e^j : nu e^((i+j)/2)` (Davidson 1970).
 
     A tie is likeliest between equal scores, then `nu / (2 + nu)`; as nu goes to 0 this becomes
     Bradley-Terry. The options are those of `bradley_terry` and say nothing about ties, whose
@@ -88,11 +88,11 @@ def rao_kupper(
     target_P: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Loss [P] where i wins only with a lead: `P(i > j) = e^i / (e^i + theta e^j)` (1967).
+    """Compute the loss [P] where a win needs a lead: `P(i > j) = e^i / (e^i + theta e^j)` (1967).
 
-    What is left is a tie, `(theta^2 - 1) P(i > j) P(j > i)`; as theta goes to 1 this becomes
-    Bradley-Terry. The options are those of `bradley_terry` and say nothing about ties, whose
-    margin must be 0.
+    The remaining probability is a tie, `(theta^2 - 1) P(i > j) P(j > i)`; as theta goes to 1 this
+    becomes Bradley-Terry. The options are those of `bradley_terry` and say nothing about ties,
+    whose margin must be 0.
 
     Raises:
         ValueError: theta is not above 1.
@@ -107,7 +107,7 @@ def rao_kupper(
 
 
 def plackett_luce(scores_N: Tensor, pairs: PairIndex) -> Tensor:
-    """Loss [B] of ranked lists: each item must be picked before all that rank below it.
+    """Compute the loss [B] of ranked lists: each item must be picked before all that rank below it.
 
     An item's loss is `logsumexp(its own score and those of all strictly worse items) - its own`.
     Items of one rank do not compete with each other; items of the worst rank have nobody to beat
@@ -134,7 +134,7 @@ def plackett_luce(scores_N: Tensor, pairs: PairIndex) -> Tensor:
 
 
 def centering(better_P: Tensor, worse_P: Tensor) -> Tensor:
-    """`(i + j)^2` [P]: keeps scores, of which only differences are learned, near 0.
+    """Compute `(i + j)^2` [P], which keeps scores near 0: the other losses see only differences.
 
     Source: arXiv 2312.09244.
     """
@@ -142,7 +142,7 @@ def centering(better_P: Tensor, worse_P: Tensor) -> Tensor:
 
 
 def regression(predictions_NK: Tensor, targets_NK: Tensor) -> Tensor:
-    """Squared error [N], the mean over the attributes that somebody rated.
+    """Compute the squared error [N], the mean over the attributes that were rated.
 
     NaN in `targets_NK` is "not rated" and teaches nothing; without any rating the loss is 0.
     """
@@ -155,7 +155,7 @@ def regression(predictions_NK: Tensor, targets_NK: Tensor) -> Tensor:
 
 
 def _full_precision(scores: Tensor) -> Tensor:
-    """At least float32: in bfloat16 the rounding of scores would decide close pairs."""
+    # In bfloat16 the rounding of scores would decide close pairs.
     assert scores.is_floating_point(), f"scores are {scores.dtype}, not floating point"
     return scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
 
@@ -168,7 +168,7 @@ def _lead(better_P: Tensor, worse_P: Tensor, margin_P: Tensor | None) -> Tensor:
 def _expected(
     win_P: Tensor, lose_P: Tensor, target_P: Tensor | None, label_smoothing: float
 ) -> Tensor:
-    """The loss under a label that holds only with some probability."""
+    # The label holds only with some probability.
     if target_P is None:
         if label_smoothing == 0.0:
             return win_P
@@ -183,7 +183,7 @@ def _expected(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossOutput:
-    """The loss of a micro-batch, and what it adds to the figures of the step."""
+    """The loss of a micro-batch and the sums of its metrics."""
 
     loss: Tensor
     """Scalar to differentiate, already divided by the global denominator: micro-batches add up."""
@@ -193,7 +193,7 @@ class LossOutput:
 
 
 class RewardLoss:
-    """The loss that `rm.loss` asks for.
+    """The loss of the configuration's `rm.loss`.
 
     `reward_weights_K` turns the outputs of a regression head into the reward that accuracy is
     measured on (None: their mean); it takes no part in the loss.
@@ -211,7 +211,7 @@ class RewardLoss:
         self._reward_weights_K = reward_weights_K
 
     def teaches(self, preference: Preference) -> bool:
-        """Whether the row takes part in the loss at all.
+        """Report whether the row takes part in the loss.
 
         Raises:
             DataError: the row has a soft label and the loss cannot use it.
@@ -229,7 +229,7 @@ class RewardLoss:
         return len(set(preference.ranks_G)) > 1
 
     def count(self, batch: Sequence[Preference]) -> float:
-        """Groups that teach something: summed over all ranks, the denominator of a step.
+        """Count the groups that teach something: summed over all ranks, the denominator of a step.
 
         A step for which it is 0 has nothing to learn from and should be skipped.
         """
@@ -238,7 +238,7 @@ class RewardLoss:
     def __call__(
         self, scores_NK: Tensor, batch: Sequence[Preference], *, num_groups: float
     ) -> LossOutput:
-        """The loss of a micro-batch whose completions, in order, have these scores.
+        """Compute the loss of a micro-batch whose completions, in order, have these scores.
 
         Args:
             scores_NK: K is 1 for all types but regression.
@@ -255,7 +255,11 @@ class RewardLoss:
             f"{num_completions} completions, but scores of shape {tuple(scores_NK.shape)}"
         )
         scores_NK = _full_precision(scores_NK)
-        rewards_N = self._rewards(scores_NK)
+        if self._reward_weights_K is None:
+            rewards_N = scores_NK.mean(-1)
+        else:
+            # Not a matrix product: autocast would round that to bfloat16.
+            rewards_N = (scores_NK * _like(self._reward_weights_K, scores_NK)).sum(-1)
         ranked = ranked_pairs(ranks_per_group, with_ties=False).to(scores_NK)
         if self._config.type == "regression":
             total = self._attributes(scores_NK, batch)
@@ -267,7 +271,7 @@ class RewardLoss:
         return LossOutput(loss=total / num_groups, sums=sums)
 
     def metrics(self, sums: Mapping[str, SupportsFloat]) -> dict[str, float]:
-        """The figures of a step or of a validation set, from its totals of `LossOutput.sums`.
+        """Compute the metrics of a step or a validation set from its totals of `LossOutput.sums`.
 
         `loss`: mean over the groups that teach. `num_valid_samples`: pairs of different rank; over
         those, `accuracy`: share whose better side scores strictly higher (an equal score is a
@@ -283,16 +287,9 @@ class RewardLoss:
                 metrics[name] = totals[name] / totals["num_valid_samples"]
         return metrics
 
-    def _rewards(self, scores_NK: Tensor) -> Tensor:
-        if self._reward_weights_K is None:
-            return scores_NK.mean(-1)
-        # Not a matrix product: autocast would round that to bfloat16.
-        return (scores_NK * _like(self._reward_weights_K, scores_NK)).sum(-1)
-
     def _comparisons(
         self, rewards_N: Tensor, batch: Sequence[Preference], ranked: PairIndex
     ) -> Tensor:
-        """Sum over the groups of the batch."""
         config, pairs = self._config, ranked
         if self._uses_ties:
             ranks_per_group = [preference.ranks_G for preference in batch]
@@ -345,7 +342,7 @@ class RewardLoss:
         )
 
     def _attributes(self, scores_NK: Tensor, batch: Sequence[Preference]) -> Tensor:
-        """Sum over groups of the mean over the rated completions of each."""
+        # Sum over groups of the mean over the rated completions of each.
         width = scores_NK.shape[1]
         targets, weights = list[Sequence[float]](), list[float]()
         for preference in batch:
@@ -373,12 +370,12 @@ def _is_rated(ratings_K: Sequence[float]) -> bool:
 
 
 def _like(values: Sequence[Any], scores: Tensor) -> Tensor:
-    """Numbers with the type of the scores, on their device, for which nobody waits."""
+    # A non-blocking copy: the host does not wait for the device.
     return torch.tensor(values, dtype=scores.dtype).to(scores.device, non_blocking=True)
 
 
 def _ranking_sums(rewards_N: Tensor, ranked: PairIndex) -> dict[str, Tensor]:
-    """What `metrics` divides by the number of pairs."""
+    # `metrics` divides these by the number of pairs.
     better_P, worse_P = rewards_N[ranked.better_P], rewards_N[ranked.worse_P]
     return {
         "accuracy": (better_P > worse_P).sum().to(rewards_N.dtype),
@@ -402,9 +399,9 @@ class PairIndex:
     better_P: Tensor
     """int64 [P]: the completion of lower rank; in a tie, the first of the two."""
     worse_P: Tensor
-    """int64 [P]"""
+    """int64 [P]: the completion of higher rank."""
     is_tie_P: Tensor
-    """bool [P]"""
+    """bool [P]: whether the pair is a tie."""
     group_P: Tensor
     """int64 [P]: index of the group in the batch."""
     weight_P: Tensor
@@ -413,12 +410,12 @@ class PairIndex:
     """float [P]: levels between the two ranks as a share of those between best and worst; 1 in a
     group of two, 0 for a tie."""
     num_groups: int
-    """B: groups of the batch, those without a pair included."""
+    """B: number of groups of the batch, including those without a pair."""
     with_ties: bool
-    """Whether ties were asked for."""
+    """Whether ties are included."""
 
     def to(self, scores: Tensor) -> PairIndex:
-        """The same on the device, and with the floating-point type, of these scores."""
+        """Move the index to the device and floating-point type of these scores."""
         there = partial(Tensor.to, device=scores.device, non_blocking=True)
         return PairIndex(
             better_P=there(self.better_P),
@@ -433,7 +430,7 @@ class PairIndex:
 
 
 def ranked_pairs(ranks_per_group: Sequence[Sequence[int]], *, with_ties: bool) -> PairIndex:
-    """Every pair of different rank (and every tie, where asked) of every group, on the CPU.
+    """Index every pair of different rank (and every tie, where asked) of every group, on the CPU.
 
     The pairs of a group share its weight of 1 (the mean over all pairs of InstructGPT,
     arXiv 2203.02155), so a long list does not drown the short ones.

@@ -1,4 +1,4 @@
-"""Optimizers and schedules by their import paths."""
+"""Build optimizers and schedules from their import paths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from laurel.errors import ConfigError, counted
 def build_optimizer(
     config: NamedCall, named_parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """The optimizer by its import path.
+    """Build the optimizer of an import path.
 
     The fused kernel is used where torch has one and the configuration does not choose: it is the
     same arithmetic in one pass over memory instead of a dozen.
@@ -55,7 +55,7 @@ def build_optimizer(
 def build_scheduler(
     config: NamedCall | list[NamedCall | Milestones] | None, optimizer: torch.optim.Optimizer
 ) -> torch.optim.lr_scheduler.LRScheduler | None:
-    """One scheduler, several handing over at milestones, or none."""
+    """Build one scheduler, several that hand over at milestones, or none."""
     if config is None:
         return None
     if isinstance(config, NamedCall):
@@ -98,22 +98,16 @@ def _scheduler(
         ) from error
 
 
+# Constructors of torch raise these at unusable arguments.
 _REFUSALS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError)
-"""What constructors of torch raise at arguments that they cannot use."""
 
 
 def _needs_argument(step: Callable[..., object]) -> bool:
-    """Whether a method cannot be called without arguments."""
     _self, *others = inspect.signature(step).parameters.values()
     return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in others)
 
 
 def _import(key: str, path: str, kind: type) -> Any:
-    """A class by its import path.
-
-    Raises:
-        ConfigError: Nothing there, or something else.
-    """
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)

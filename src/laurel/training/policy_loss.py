@@ -1,4 +1,4 @@
-"""What GRPO and supervised fine-tuning of a policy minimise.
+"""Losses of GRPO and of supervised fine-tuning of a policy.
 
 With `r = current / old` (probabilities; see `importance`), `A` the advantage of a completion,
 `C(r)` the ratio cut to `[1 - ratio_clip_min, 1 + ratio_clip_max]`, `sg` a value without gradient,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss:
-    """The loss that `loss_fn` asks for.
+    """The policy loss of the configuration's `loss_fn`.
 
     `max_length` is the longest completion, which only `normalizer: max_length` reads.
     """
@@ -63,7 +63,7 @@ class PolicyLoss:
         return self._config.reference_policy_kl_penalty > 0 and not self._config.use_kl_in_reward
 
     def has_signal(self, labels: PolicyLabels) -> bool:
-        """Whether any completion is to become likelier or less likely; the divergence aside."""
+        """Report whether the loss, apart from the divergence, changes any likelihood."""
         imitates = self._config.positive_example_nll_weight > 0.0
         return any(
             used and (advantage != 0.0 or (imitates and reward is not None and reward > 0.0))
@@ -73,7 +73,7 @@ class PolicyLoss:
         )
 
     def count(self, batch: Sequence[PolicyLabels]) -> float:
-        """What the losses of all tokens of the batch are divided by: see `normalizer`."""
+        """Count the denominator of the token losses, as `normalizer` defines it."""
         if self.normalizer == "tokens":
             return float(sum(labels.num_tokens for labels in batch))
         num_samples = sum(labels.num_samples for labels in batch)
@@ -82,10 +82,10 @@ class PolicyLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Sequence[PolicyLabels], *, num_groups: float
     ) -> LossOutput:
-        """The loss of a micro-batch.
+        """Compute the loss of a micro-batch.
 
         Args:
-            outputs: Of all M branch tokens, one branch after the other, groups in order.
+            outputs: Outputs for all M branch tokens, one branch after the other, groups in order.
             batch: The groups of the micro-batch.
             num_groups: The global denominator: `count` over every micro-batch and rank.
         """
@@ -126,7 +126,7 @@ class PolicyLoss:
         return LossOutput(loss=total / num_groups, sums=sums)
 
     def metrics(self, sums: Mapping[str, SupportsFloat]) -> dict[str, float]:
-        """The figures of an update, from its totals of `LossOutput.sums`.
+        """Compute the metrics of an update from its totals of `LossOutput.sums`.
 
         `loss`, `kl_penalty` (before its weight): as the loss is put together.
         `global_valid_toks`, `global_valid_seqs`, `num_valid_samples`, `num_extreme_ratios`: counts.
@@ -162,7 +162,7 @@ class PolicyLoss:
         return metrics
 
     def _actor(self, ratio_U: Tensor, current_U: Tensor, advantages_U: Tensor) -> Tensor:
-        """The policy-gradient term, before its weight."""
+        # The policy-gradient term, before its weight.
         config = self._config
         if config.kind == "reinforce":
             return -advantages_U * current_U
@@ -188,13 +188,12 @@ class PolicyLoss:
             input_clamp=config.kl_input_clamp_value,
             output_clamp=config.kl_output_clamp_value,
         )
-        drawn_from_U = current_U.detach()
+        sampler_U = current_U.detach()
         if config.use_on_policy_kl_approximation:
-            drawn_from_U = tokens.behaviour_U
-        return ratio_of(current_U - drawn_from_U) * kl_U
+            sampler_U = tokens.behaviour_U
+        return ratio_of(current_U - sampler_U) * kl_U
 
     def _total(self, values_U: Tensor, tokens: PolicyTokens) -> Tensor:
-        """What is divided by `count`."""
         if self.normalizer == "sequences":
             return tokens.means(values_U).sum()
         return values_U.sum()
@@ -202,14 +201,13 @@ class PolicyLoss:
     def _figures(
         self, current_U: Tensor, old_U: Tensor, log_ratio_U: Tensor, tokens: PolicyTokens
     ) -> dict[str, Tensor]:
-        """Sums over tokens."""
         count = current_U.new_full((), len(current_U))
         ratio_U = ratio_of(log_ratio_U)
         clamped_U = self._clamped(ratio_U)
         is_low_U = (ratio_U < clamped_U) & (tokens.advantages_U < 0)
         is_high_U = (ratio_U > clamped_U) & (tokens.advantages_U > 0)
         extreme_U = torch.maximum(log_ratio_U.abs(), (old_U - tokens.behaviour_U).abs())
-        drawn_U = ratio_of(current_U - tokens.behaviour_U)
+        sampling_ratio_U = ratio_of(current_U - tokens.behaviour_U)
         sums = {
             "global_valid_toks": count,
             "global_valid_seqs": count.new_full((), tokens.num_samples),
@@ -219,7 +217,7 @@ class PolicyLoss:
             "clip_ratio/low_mean": is_low_U.sum().to(count.dtype),
             "clip_ratio/high_mean": is_high_U.sum().to(count.dtype),
             "clip_ratio/region_mean": (is_low_U | is_high_U).sum().to(count.dtype),
-            "approx_entropy": -(drawn_U * current_U).sum(),
+            "approx_entropy": -(sampling_ratio_U * current_U).sum(),
             **mismatch(old_U, tokens.behaviour_U),
         }
         if len(ratio_U):
@@ -263,16 +261,16 @@ _PER_TOKEN = (
 
 
 class DemonstrationLoss:
-    """Supervised fine-tuning: the mean negative log-likelihood of the tokens to imitate."""
+    """The loss of supervised fine-tuning: mean negative log-likelihood of the tokens to imitate."""
 
     def count(self, batch: Sequence[DemonstrationLabels]) -> float:
-        """Tokens to imitate."""
+        """Count the tokens to imitate."""
         return float(sum(labels.num_tokens for labels in batch))
 
     def __call__(
         self, outputs: TokenOutputs, batch: Sequence[DemonstrationLabels], *, num_groups: float
     ) -> LossOutput:
-        """The loss of a micro-batch; `num_groups` is `count` over every micro-batch and rank."""
+        """Compute the loss of a micro-batch; `num_groups` is the total of `count`."""
         assert num_groups > 0, "nothing to learn from: skip the step"
         logprobs_M = _full_precision(outputs.logprobs_M)
         place_U = kept_places([mask for labels in batch for mask in labels.masks_GL], logprobs_M)
@@ -289,9 +287,9 @@ class DemonstrationLoss:
         return LossOutput(loss=total / num_groups, sums=sums)
 
     def metrics(self, sums: Mapping[str, SupportsFloat]) -> dict[str, float]:
-        """`loss` and, where measured, `entropy`: means over tokens; `perplexity`: `e^loss`.
+        """Compute the means `loss`, `entropy` (where measured) and `perplexity` (`e^loss`).
 
-        And two counts: `num_valid_tokens`, `num_valid_samples`. A mean over nothing is absent.
+        The counts are `num_valid_tokens` and `num_valid_samples`. A mean over nothing is absent.
         """
         totals = {name: float(value) for name, value in sums.items()}
         metrics = {name: totals[name] for name in ("num_valid_tokens", "num_valid_samples")}
@@ -313,7 +311,7 @@ def _full_precision(values: Tensor) -> Tensor:
 #
 # Tensors are [U]: one value for each token that the policy wrote; see `PolicyTokens`. `current` is
 # what the model gives now, `old` what the learner gave before its first update on these rollouts,
-# `behaviour` what the generator said when it drew the token. Each may differ from the next: the
+# `behaviour` the generator's value when it sampled the token. Each may differ from the next: the
 # first
 # two by updates, the others by another engine, another precision or older weights.
 
@@ -324,7 +322,7 @@ clip range, and its products stay finite in float32. Beyond it there is no gradi
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """`exp`, without overflow."""
+    """Compute `exp` without overflow."""
     return torch.exp(log_ratio.clamp(-LIMIT, LIMIT))
 
 
@@ -336,7 +334,7 @@ def token_divergence(
     input_clamp: float | None = None,
     output_clamp: float | None = None,
 ) -> Tensor:
-    """Estimate [U] of the divergence of the policy from the reference, on the policy's own tokens.
+    """Estimate the divergence [U] of the policy from the reference, on the policy's own tokens.
 
     With `d = reference - current`: k1 is `-d`, k2 `d^2 / 2`, k3 `e^d - 1 - d`
     (Schulman, "Approximating KL divergence", 2020).
@@ -353,15 +351,15 @@ def token_divergence(
 
 
 class Correction(NamedTuple):
-    """What tokens are weighted by because another policy drew them."""
+    """Weights of tokens that another policy sampled."""
 
     weights_U: Tensor
     outside_U: Tensor
-    """bool [U]: what the range cut or left out."""
+    """bool [U]: tokens that the range limited or excluded."""
 
 
 def correction(old_U: Tensor, tokens: PolicyTokens, config: PolicyLossConfig) -> Correction:
-    """Weights `old / behaviour` of the policy-gradient term, without a gradient.
+    """Compute weights `old / behaviour` of the policy-gradient term, without a gradient.
 
     One per token, or with sequence-level ratios the product over the completion. Then, with
     `[a, b]` the range (a is 0 where none is given):
@@ -382,10 +380,10 @@ def correction(old_U: Tensor, tokens: PolicyTokens, config: PolicyLossConfig) ->
     low = config.truncated_importance_sampling_ratio_min or 0.0
     high = config.truncated_importance_sampling_ratio
     assert high is not None, "the configuration demands it"
-    judged_U = weights_U
+    checked_U = weights_U
     if kind == "seq-mask-tis":
-        judged_U = tokens.spread(ratio_of(tokens.means(log_U)))
-    outside_U = (judged_U < low) | (judged_U > high)
+        checked_U = tokens.spread(ratio_of(tokens.means(log_U)))
+    outside_U = (checked_U < low) | (checked_U > high)
     if kind in ("tis", "seq-tis"):
         weights_U = weights_U.clamp(low, high)
     else:
@@ -394,7 +392,7 @@ def correction(old_U: Tensor, tokens: PolicyTokens, config: PolicyLossConfig) ->
 
 
 def mismatch(old_U: Tensor, behaviour_U: Tensor) -> dict[str, Tensor]:
-    """Sums over tokens that say how far the generator is from the learner.
+    """Sum measures of the mismatch between generator and learner over tokens.
 
     `token_mult_prob_error` is `e^|old - behaviour|`: 1 where they agree. The others estimate, with
     k3, the divergence of the generator from the learner, the reverse, and Jensen-Shannon's.
@@ -420,22 +418,23 @@ def _k3(lead: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyLabels:
-    """What `PolicyLoss` knows of one group; every list follows the branches of its tree."""
+    """Labels of one group for `PolicyLoss`; every list follows the branches of its tree."""
 
     masks_GL: tuple[Mask, ...]
-    """bool [L]: the tokens of each branch that the policy wrote."""
+    """bool [L]: the tokens of each branch that the policy sampled."""
     advantages_G: tuple[float, ...]
     used_G: tuple[bool, ...]
     """False: the completion takes part in nothing, whatever its other values are."""
     behaviour_GL: tuple[LogProbs, ...]
-    """Log-probabilities when the tokens were drawn. Like the next two, read only under the mask."""
+    """Log-probabilities at sampling time. Like the next two, read only under the mask."""
     old_GL: tuple[LogProbs, ...] | None = None
-    """Under the learner's weights before its first update on these rollouts. None: this is that
-    update, so they are what the model gives now."""
+    """Log-probabilities under the learner's weights before its first update on these rollouts.
+    None: this is that update, so they equal the model's outputs.
+    """
     reference_GL: tuple[LogProbs, ...] | None = None
-    """Under the reference policy."""
+    """Log-probabilities under the reference policy."""
     rewards_G: tuple[float | None, ...]
-    """As the environment gave them: which completions are positive examples."""
+    """Rewards of the environment: they select positive examples."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # One array for all completions of each kind: so many small ones take longer to pickle than
@@ -447,18 +446,18 @@ class PolicyLabels:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the loss counts: the policy's, of completions in use."""
+        """Count the tokens of the policy in completions in use."""
         pairs = zip(self.masks_GL, self.used_G, strict=True)
         return sum(int(np.count_nonzero(mask_L)) for mask_L, used in pairs if used)
 
     @property
     def num_samples(self) -> int:
-        """Completions that the loss counts: in use, with a token of the policy."""
+        """Count the completions in use with a token of the policy."""
         pairs = zip(self.masks_GL, self.used_G, strict=True)
         return sum(used and bool(mask_L.any()) for mask_L, used in pairs)
 
     def subset(self, indices: Iterable[int]) -> PolicyLabels:
-        """The labels of these completions, in this order."""
+        """Select the labels of these completions, in this order."""
         chosen = tuple(indices)
         return PolicyLabels(
             masks_GL=tuple(self.masks_GL[i] for i in chosen),
@@ -499,23 +498,23 @@ def _labels_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DemonstrationLabels:
-    """What `DemonstrationLoss` knows of one group: which tokens of each branch to imitate."""
+    """Labels of one group for `DemonstrationLoss`: the tokens of each branch to imitate."""
 
     masks_GL: tuple[Mask, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the loss counts."""
+        """Count the tokens to imitate."""
         return sum(int(mask_L.sum()) for mask_L in self.masks_GL)
 
     def subset(self, indices: Iterable[int]) -> DemonstrationLabels:
-        """The labels of these completions, in this order."""
+        """Select the labels of these completions, in this order."""
         return DemonstrationLabels(masks_GL=tuple(self.masks_GL[i] for i in indices))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyTokens:
-    """A micro-batch without what does not count.
+    """The tokens of a micro-batch that count in the loss.
 
     U runs over the policy's tokens of the completions in use, N over those completions. Nothing
     else is ever read, so a NaN in a masked place cannot spread, not even through a gradient of 0.
@@ -535,7 +534,7 @@ class PolicyTokens:
 
     @classmethod
     def of(cls, batch: Sequence[PolicyLabels], *, like: Tensor) -> PolicyTokens:
-        """The tokens of a micro-batch whose log-probabilities are `like` [M]."""
+        """Collect the tokens of a micro-batch whose log-probabilities are `like` [M]."""
         places = _places(
             [
                 mask_L & used
@@ -544,7 +543,8 @@ class PolicyTokens:
             ],
             like,
         )
-        branch_M = np.repeat(*_branches(batch))
+        lengths = np.array([len(m) for labels in batch for m in labels.masks_GL], np.int64)
+        branch_M = np.repeat(np.arange(len(lengths)), lengths)
         branches_N, sample_U, lengths_N = np.unique(
             branch_M[places], return_inverse=True, return_counts=True
         )
@@ -580,26 +580,26 @@ class PolicyTokens:
 
     @property
     def num_samples(self) -> int:
-        """N."""
+        """N: number of completions."""
         return len(self.lengths_N)
 
     def sums(self, values_U: Tensor) -> Tensor:
-        """[N]: over the tokens of each completion (deterministic on a GPU too)."""
+        """Sum over the tokens of each completion: [N] (deterministic on a GPU too)."""
         return values_U.new_zeros(self.num_samples).index_put(
             (self.sample_U,), values_U, accumulate=True
         )
 
     def means(self, values_U: Tensor) -> Tensor:
-        """[N]: over the tokens of each completion."""
+        """Average over the tokens of each completion: [N]."""
         return self.sums(values_U) / self.lengths_N
 
     def spread(self, values_N: Tensor) -> Tensor:
-        """[U]: the value of its completion for each token."""
+        """Repeat the value of each completion for its tokens: [U]."""
         return values_N[self.sample_U]
 
 
 def kept_places(masks: Sequence[Mask], like: Tensor) -> Tensor:
-    """int64 [U]: which of the tokens whose outputs are `like` [M] lie under their masks."""
+    """Index the tokens under the masks among those whose outputs are `like` [M]: int64 [U]."""
     return torch.from_numpy(_places(masks, like)).to(like.device, non_blocking=True)
 
 
@@ -612,15 +612,9 @@ def _places(masks: Sequence[Mask], like: Tensor) -> np.ndarray:
 
 
 def to_device(values: np.ndarray, like: Tensor) -> Tensor:
-    """An array with the device and the floating-point type of a tensor."""
+    """Convert an array to the device and floating-point type of a tensor."""
     return torch.from_numpy(values).to(like.device, like.dtype, non_blocking=True)
 
 
 def _flat(rows: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([*rows, np.zeros(0, dtype)]).astype(dtype, copy=False)
-
-
-def _branches(batch: Sequence[PolicyLabels]) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the branches, and their lengths."""
-    lengths = np.array([len(m) for labels in batch for m in labels.masks_GL], np.int64)
-    return np.arange(len(lengths)), lengths

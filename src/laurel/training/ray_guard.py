@@ -1,4 +1,4 @@
-"""A run on Ray, seen from outside: Ray ends a process that loses its cluster, without a word."""
+"""Run on Ray under a parent process, as Ray ends a process that loses its cluster silently."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ LOST = (
     "the same command: it goes on from its newest checkpoint"
 )
 _RAYS_EXIT_CODE = 1
+# Seconds in which a signal may reach the child directly, as from a terminal or Slurm.
 _PASSING_ON = 0.5
-"""Seconds that a signal has to reach the child by itself, as that of a terminal or Slurm does."""
 _PR_SET_PDEATHSIG = 1
 
 
 def guard() -> None:
-    """Go on in a child of this process, which waits for it and ends as it ends.
+    """Continue in a child of this process; the parent waits and exits as the child does.
 
     Where a process loses its raylet, or its connection to the cluster for a minute, Ray's core ends
-    it by `_exit(1)` in the middle of whatever it does: no exception is raised and no handler is
-    called. Only another process can say what happened, and with which exit code.
+    it by `_exit(1)` at any point: no exception is raised and no handler is
+    called. Only another process can report what happened, and with which exit code.
 
     Returns:
         In the child alone, which dies with this process. Where there can be none, nothing happens.
@@ -55,14 +55,14 @@ def guard() -> None:
 
 
 def _say_goodbye(writes: int, process: int) -> None:
-    """This end is Python's, whatever its exit code."""
+    # Written only when Python itself exits, whatever the exit code.
     if os.getpid() == process:  # not one that was forked from it
         with suppress(OSError):
             os.write(writes, b".")
 
 
 def _end_like(child: int, reads: int, heard: stopping.SignalCount) -> None:
-    """Wait for the child, hand it signals that it did not get itself, and end as it did."""
+    # Signals that did not reach the child are passed on to it.
     passed_on = {*stopping.SIGNALS, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, {*passed_on, signal.SIGCHLD})
     received, due = 0, list[tuple[float, int, int]]()

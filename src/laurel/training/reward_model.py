@@ -1,15 +1,15 @@
-"""Training a reward model: the loop.
+"""The training loop of reward models.
 
     preferences --tokens--> micro-batches --model--> scores --loss--> gradient --> step
 
-What it shares with supervised fine-tuning is in `epochs.py`. Everything it needs is made
-elsewhere (`run/reward_model.py`) and handed in.
+The part shared with supervised fine-tuning is in `epochs.py`. Its parts are made elsewhere
+(`run/reward_model.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 
 MOST_ROWS_OF_BASELINE = 2_000
-"""Training rows that the bag of words learns from: a baseline must cost less than a validation."""
+"""Training rows of the bag-of-words baseline, which must cost less than a validation."""
 SHOWN = ("loss", "accuracy", "margin_mean", "score_length_correlation", "ece")
 
 
 class RewardTraining(EpochTraining[PreferenceSample, Preference]):
-    """One run of reward-model training."""
+    """A run of reward-model training."""
 
     state: RewardRunState
     loss: RewardLoss
@@ -74,15 +74,15 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         )
 
     def label(self, sample: PreferenceSample) -> Preference:
-        """See `EpochTraining`."""
+        """Return the preference of a row."""
         return sample.preference
 
     # ------------------------------------------------------------------------------------- a step
 
     def step(self, position: Position) -> Position:
-        """See `TrainingLoop`."""
+        """Take one step; count and keep the rows of a step that was not applied."""
         taken = self.take(position)
-        bad_steps = self._judge(taken, position)
+        bad_steps = self._count_bad_step(taken, position)
         lengths = [length for sample in taken.samples for length in sample.tokens.lengths_G]
         figures = {
             "train/global_valid_seqs": float(len(lengths)),
@@ -93,8 +93,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         }
         return self.log(position, taken, bad_steps=bad_steps, figures=figures)
 
-    def _judge(self, taken: StepResult[PreferenceSample], position: Position) -> int:
-        """Count a step that was not applied, keep its rows, and stop after too many."""
+    def _count_bad_step(self, taken: StepResult[PreferenceSample], position: Position) -> int:
         update, samples, step = taken.update, taken.samples, position.step + 1
         if update.failure is None:
             return 0
@@ -120,7 +119,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         micro_batches: Sequence[MicroBatch[Preference]],
         on_rows: Callable[[int], None],
     ) -> Validation:
-        """See `EpochTraining`."""
+        """Score a set and measure its agreement with the preferences."""
         validation = validate(
             self.learner,
             samples,
@@ -135,11 +134,9 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         return validation
 
     def _bag_of_words_baseline(self, samples: Sequence[PreferenceSample]) -> float | None:
-        """The accuracy of a bag of words that learned from the first training rows.
-
-        It depends on the data alone, so it is computed at the first validation of a set and kept.
-        None where no row has a better and a worse answer.
-        """
+        # The accuracy of a bag of words that learned from the first training rows. It depends on
+        # the data alone, so it is computed at the first validation of a set and kept. None where no
+        # row has a better and a worse answer.
         known = self._baselines.get(id(samples))
         if known is None:
             pairs = [pair for one in samples for pair in unscored_pairs(one.preference)]
@@ -150,7 +147,6 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         return known
 
     def _bag_of_words_on(self, benchmark: BenchmarkSet) -> float | None:
-        """The accuracy of the same bag of words on the rows of a benchmark."""
         known = self._baselines.get(id(benchmark))
         if known is None and (bag := self._learned_bag()) is not None:
             scores = [
@@ -170,7 +166,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         return self._bag_of_words
 
     def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
-        """See `TrainingLoop`; the benchmarks come after the sets."""
+        """Validate on all sets, then on the benchmarks."""
         logged, keyed = super().measure(step)
         for name, benchmark in self.benchmarks.items():
             with (
@@ -186,34 +182,30 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
             logged |= {f"validation-{name}/{key}": value for key, value in figures.items()}
             logged[f"timing/validation-{name}/total_validation_time"] = seconds
             keyed |= {f"validation-{name}_{key}": value for key, value in figures.items()}
-            self._report_benchmark(benchmark, scores, figures, step=step)
+            final = (
+                [f"final_score {figures['final_score']:.4f}"] if "final_score" in figures else []
+            )
+            shown = "  ".join([*final, accuracy_words(figures) or "no row has a verdict"])
+            self.progress.message(
+                f"step {step}  validation-{benchmark.name}  {shown}", is_routine=True
+            )
+            failures = [
+                one.failure for of_row in scores for one in of_row if one.failure is not None
+            ]
+            if failures:
+                self.progress.message(
+                    f"step {step}  validation-{benchmark.name}  {len(failures):,} completions have "
+                    f"no score; the first: {visible(failures[0])}"
+                )
         return logged, keyed
 
     def _scored(self, phase: ProgressPhase, num_groups: int, num_tokens: int) -> None:
         self._validated(phase, num_groups)
 
-    def _report_benchmark(
-        self,
-        benchmark: BenchmarkSet,
-        scores: Sequence[Sequence[Score]],
-        figures: Mapping[str, float],
-        *,
-        step: int,
-    ) -> None:
-        final = [f"final_score {figures['final_score']:.4f}"] if "final_score" in figures else []
-        shown = "  ".join([*final, accuracy_words(figures) or "no row has a verdict"])
-        self.progress.message(f"step {step}  validation-{benchmark.name}  {shown}", is_routine=True)
-        failures = [one.failure for of_row in scores for one in of_row if one.failure is not None]
-        if failures:
-            self.progress.message(
-                f"step {step}  validation-{benchmark.name}  {len(failures):,} completions have no "
-                f"score; the first: {visible(failures[0])}"
-            )
-
     def report(
         self, name: str, samples: Sequence[PreferenceSample], validation: Validation, *, step: int
     ) -> None:
-        """See `EpochTraining`; the scores of the first set become the checkpoint's reference."""
+        """Show the validation of a set; scores of the first become the checkpoint's reference."""
         figures = "  ".join(
             accuracy_words(validation.metrics) or f"accuracy {value:.4f}"
             if key == "accuracy"
@@ -244,11 +236,11 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
 # The model that is being trained, as a scorer: wherever its ranks are, and by its own contract.
 
 Rows = list[int]
-"""Where the outputs for the completions of a group belong."""
+"""Indices of a group's completions among all outputs."""
 
 
 class LearnerScorer(ContractScorer):
-    """Scores as a scorer that loads the checkpoint would; tokens are kept for the next time."""
+    """A scorer over the model in training, equal to one that loads its checkpoint."""
 
     def __init__(
         self,
@@ -258,11 +250,11 @@ class LearnerScorer(ContractScorer):
         *,
         micro_batch_size: int,
     ) -> None:
-        """Hold a learner.
+        """Take the learner of a reward model.
 
         Args:
-            learner: Of a reward model.
-            contract: That is saved with it.
+            learner: Learner of a reward model.
+            contract: Scoring contract that is saved with it.
             batcher: Cuts groups up for it.
             micro_batch_size: Groups of one forward pass where nothing is packed.
         """
@@ -274,7 +266,7 @@ class LearnerScorer(ContractScorer):
 
     @property
     def path(self) -> Path:
-        """See `ContractScorer`."""
+        """The layout of batches."""
         return self._batcher.path
 
     def _values(
@@ -307,24 +299,22 @@ class LearnerScorer(ContractScorer):
         return values_NK
 
     def sleep(self) -> None:
-        """Nothing: the learner rests by itself (`Learner.resting`)."""
+        """Do nothing: the learner rests by itself (`Learner.resting`)."""
 
     def wake(self) -> None:
-        """Likewise."""
+        """Do nothing."""
 
 
 class _Remembering:
-    """Renders and tokenises what it has not seen; see `rewards.to_tokens.Preparing`."""
-
     def __init__(self, contract: ScoringContract) -> None:
         self._contract = contract
         self._known: dict[Group, Prepared] = {}
 
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """See `Preparing`."""
+        """Prepare groups; those seen before come from the cache."""
         new = [group for group in dict.fromkeys(groups) if group not in self._known]
         self._known |= zip(new, prepared_by(self._contract, new), strict=True)
         return [self._known[group] for group in groups]
 
     def close(self) -> None:
-        """See `Preparing`."""
+        """Do nothing."""

@@ -1,6 +1,6 @@
-"""Which metric makes a checkpoint the best, and which is good enough to end the run.
+"""Choose the metric that ranks checkpoints, and the goal that ends a run.
 
-Imports no torch: a wrong name is told at once.
+Imports no torch, so that a wrong name is reported at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TRAIN_METRICS = ("loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_me
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What makes a checkpoint the best."""
+    """The metric that ranks checkpoints."""
 
     key: str | None
     """`validation-<set>_<metric>` or `train_<metric>`; None keeps the most recent."""
@@ -27,12 +27,12 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What a validation must reach for the run to end."""
+    """A target of a validation metric that ends the run."""
 
     key: str
-    """As in `Selection`."""
+    """Metric name, as in `Selection`."""
     threshold: float
-    """Reached by a figure of at least this."""
+    """Value to reach."""
 
 
 def select_by(
@@ -49,11 +49,11 @@ def select_by(
     rows of the first of those. `val_loss`, NeMo RL's name, is the loss of the first set, too.
 
     Args:
-        metric_name: As configured; the forms `validation-<set>_<metric>`, `train_<metric>`, and
-            both with the prefix `val:` or `train:`.
-        higher_is_better: As configured; None is told from the name.
+        metric_name: Name as configured; the forms `validation-<set>_<metric>`, `train_<metric>`,
+            and both with the prefix `val:` or `train:`.
+        higher_is_better: Direction as configured; None: derived from the name.
         sets: Names of the validation sets that will be validated.
-        attributes: Of a regression head.
+        attributes: Attributes of a regression head.
         benchmarks: The figures of each benchmark that will be measured as well.
 
     Raises:
@@ -91,9 +91,9 @@ def select_among(
     """Resolve a name against the metrics that a run can measure.
 
     Args:
-        metric_name: As configured, not `auto`.
-        higher_is_better: As configured; None is told from the name.
-        possible: What the run measures.
+        metric_name: Name as configured, not `auto`.
+        higher_is_better: Direction as configured; None: derived from the name.
+        possible: Metrics that the run measures.
         has_validation: Whether it has a validation set, for the message.
         aliases: Other systems' names.
 
@@ -119,7 +119,7 @@ def _never_measured(setting: str, possible: Iterable[str], *, has_validation: bo
 
 
 def _in_full(metric_name: str) -> str | None:
-    """The name without its prefix; None where the prefix says something else than the name."""
+    # None where the prefix contradicts the name.
     prefix, colon, name = metric_name.partition(":")
     if not colon:
         return metric_name
@@ -130,7 +130,7 @@ def _in_full(metric_name: str) -> str | None:
 
 
 POLICY_METRICS = ("reward_mean", "accuracy", "avg_length", "truncation_rate", "num_failures")
-"""Of a validation of a policy, by bare name."""
+"""Metrics of a policy's validation, by bare name."""
 POLICY_TRAIN_METRICS = ("loss", "reward", "kl_penalty", "entropy", "grad_norm", "truncation_rate")
 DEMONSTRATION_METRICS = ("loss", "perplexity")
 
@@ -178,7 +178,7 @@ def policy_goal(
     task of a validation has.
 
     Args:
-        config: See there.
+        config: The target, as `grpo.stop_at_validation_metric` has it.
         has_validation: Whether the run has a validation set.
         environments: Names of those that may judge.
 

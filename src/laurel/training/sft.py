@@ -1,8 +1,8 @@
-"""Supervised fine-tuning: the loop.
+"""The training loop of supervised fine-tuning.
 
 demonstrations --tokens--> forests --policy--> log-probs --mean over the answers--> gradient
 
-What it shares with the training of reward models is in `epochs.py`.
+The part shared with the training of reward models is in `epochs.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from laurel.training.stopping import Position
 
 
 class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
-    """One run of supervised fine-tuning."""
+    """A run of supervised fine-tuning."""
 
     def __init__(
         self, section: SFTConfig, services: RunServices, parts: EpochParts[Demonstration]
@@ -30,11 +30,11 @@ class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
         super().__init__(section, services, parts, loss=DemonstrationLoss())
 
     def label(self, sample: Demonstration) -> DemonstrationLabels:
-        """See `EpochTraining`."""
+        """Return the tokens of a row to imitate."""
         return DemonstrationLabels(masks_GL=(sample.mask_L,))
 
     def step(self, position: Position) -> Position:
-        """See `TrainingLoop`."""
+        """Take one step; refuse to continue after too many that were not applied."""
         taken = self.take(position)
         step = position.step + 1
         if taken.update.failure is not None:
@@ -54,7 +54,7 @@ class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
         micro_batches: Sequence[MicroBatch[DemonstrationLabels]],
         on_rows: Callable[[int], None],
     ) -> Validation:
-        """See `EpochTraining`."""
+        """Measure the loss on a set."""
         totals: dict[str, Tensor] = {}
         found = self.learner.outputs([micro_batch.inputs for micro_batch in micro_batches])
         for micro_batch, outputs in zip(micro_batches, found, strict=True):
@@ -66,6 +66,6 @@ class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
     def report(
         self, name: str, samples: Sequence[Demonstration], validation: Validation, *, step: int
     ) -> None:
-        """See `EpochTraining`."""
+        """Show the validation of a set."""
         shown = "  ".join(f"{k} {v:.4f}" for k, v in validation.metrics.items())
         self.progress.message(f"step {step}  validation-{name}  {shown}", is_routine=True)

@@ -1,4 +1,4 @@
-"""What a checkpoint of a training run holds, and going on from one."""
+"""The contents of a checkpoint of a training run, and resuming from one."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from laurel.data.forest import to_forest, to_padded
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint.card import CardFacts, policy_card, reward_model_card
 from laurel.models.checkpoint.store import Written
-from laurel.models.scoring import GoldenScore, ScoringContract
+from laurel.models.scoring import ScoringContract
 from laurel.rewards.scorer import divide_into_micro_batches, golden_by, in_order
 from laurel.training.learner import Learner
 from laurel.training.stopping import Position
 from laurel.types import Group, PaddedRows, PreferenceSample, TokenForest, TokenGroup
 
 TRAINING = "training"
-"""Directory inside a checkpoint for what only resuming needs."""
+"""Directory inside a checkpoint that only resuming needs."""
 RUN = "run.json"
-"""In there: where the run logs, and the settings that make it this run."""
+"""File in there: the run's log directory, and the settings that identify the run."""
 TRAINING_DATA = "training data"
 CONFIG = "config.yaml"
 
 
 class RunState(ABC):
-    """Writes and reads the checkpoints of one run."""
+    """Writer and reader of the checkpoints of one run."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class RunState(ABC):
         save_optimizer: bool,
         saves_in_background: bool = False,
     ) -> None:
-        """Hold what does not change during the run.
+        """Take the parts that do not change during the run.
 
         Args:
             learner: The model with its optimizer.
             identity: By dotted name, what must be the same when a run goes on, or it would be
                 another run.
             config_yaml: The resolved configuration.
-            run_dir: Where this run logs.
+            run_dir: Log directory of this run.
             save_optimizer: Whether the run can be resumed.
             saves_in_background: Whether training goes on while a checkpoint is written.
         """
@@ -67,26 +67,26 @@ class RunState(ABC):
 
     @abstractmethod
     def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
-        """Write the weights as a directory that Hugging Face loads: see `Learner.export`."""
+        """Write the weights as a directory that Hugging Face loads, as `Learner.export`."""
 
     def more(self) -> dict[str, Any]:
-        """What the algorithm itself must remember; see `state_encoding.encode`."""
+        """Return the algorithm's own state, in types that `encode` of checkpoints takes."""
         return {}
 
     def restore_more(self, more: Mapping[str, Any]) -> None:
-        """The same, from a checkpoint."""
+        """Restore the algorithm's own state."""
         assert not more, f"nothing here remembers {', '.join(more)}"
 
     def write(self, directory: Path, position: Position, *, in_background: bool = False) -> Written:
-        """Fill a checkpoint directory: a Hugging Face model, and the state to go on.
+        """Fill a checkpoint directory: a Hugging Face model, and the state for resuming.
 
         Args:
             directory: Exists and is empty.
-            position: Where the run is.
+            position: Position of the run.
             in_background: Only begin; training may go on meanwhile.
 
         Returns:
-            Whom to ask for the end.
+            The reporter of when writing has ended.
         """
         if not in_background:
             self._write(directory, position, in_background=False)
@@ -121,7 +121,7 @@ class RunState(ABC):
         )
 
     def restore(self, directory: Path) -> Position:
-        """Put optimizer, schedule and random generators back; the weights are loaded already.
+        """Restore optimizer, schedule and random generators; the weights are loaded already.
 
         Raises:
             CheckpointError: The checkpoint is of another run, or cannot be resumed.
@@ -138,11 +138,11 @@ class RunState(ABC):
 
 
 def check_same_run(directory: Path, identity: Mapping[str, object]) -> None:
-    """Refuse to go on from the checkpoint of a run whose settings were others.
+    """Refuse to resume from the checkpoint of a run with other settings.
 
     Args:
         directory: The checkpoint.
-        identity: See `RunState`; with the training data, where that is known already.
+        identity: Settings as in `RunState`; with the training data, where that is known already.
 
     Raises:
         CheckpointError: It is of another run, or cannot be resumed.
@@ -161,24 +161,24 @@ def check_same_run(directory: Path, identity: Mapping[str, object]) -> None:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     changed = sorted((n for n in names if saved.get(n) != identity.get(n)), key=_weight)
     if changed:
-        told = [
+        named = [
             f"{name}: {_shown(saved.get(name))} then, {_shown(identity.get(name))} now"
-            for name in changed[:_TOLD]
+            for name in changed[:_MOST_NAMED]
         ]
-        if len(changed) > _TOLD:
-            told.append(
-                f"and {len(changed) - _TOLD} more; {directory / CONFIG} has what was set then"
+        if len(changed) > _MOST_NAMED:
+            named.append(
+                f"and {len(changed) - _MOST_NAMED} more; {directory / CONFIG} has what was set then"
             )
         raise CheckpointError(
-            f"{directory} is of another run ({'; '.join(told)}). Give this run another "
+            f"{directory} is of another run ({'; '.join(named)}). Give this run another "
             "checkpointing.checkpoint_dir, or restore what changed."
         )
 
 
-_TOLD = 4
-"""Settings that are told by name where a run is another one."""
+# Changed settings that the message names.
+_MOST_NAMED = 4
+# The most telling changes come first; the rest follow in the order of the file.
 _WEIGHTIEST = ("policy.model_name", TRAINING_DATA, "policy.scratch", "policy.optimizer", "data.")
-"""What says most of why it is another run, in this order; the rest come as they are written."""
 
 
 def _weight(name: str) -> int:
@@ -191,12 +191,12 @@ def _shown(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
+# Characters of a value that are shown.
 _LONGEST = 80
-"""Letters of a value that are shown."""
 
 
 def leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """The entries of nested mappings, by dotted name."""
+    """Yield the entries of nested mappings, by dotted name."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from leaves(f"{name}.{key}" if name else str(key), inner)
@@ -205,7 +205,7 @@ def leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def read_run_dir(directory: Path) -> Path | None:
-    """Where the run that saved a checkpoint logged, if that still exists."""
+    """Read the log directory of the run that saved a checkpoint, if it still exists."""
     try:
         found = Path(json.loads((directory / TRAINING / RUN).read_bytes())["run_dir"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -216,7 +216,7 @@ def read_run_dir(directory: Path) -> Path | None:
 def write_bad_rows(
     run_dir: Path, step: int, rows: Iterable[Mapping[str, object]], *, reason: str
 ) -> Path:
-    """Keep the rows of a step that was not applied, for inspection; JSON, a line each."""
+    """Write the rows of a step that was not applied, for inspection: a line of JSON each."""
     path = run_dir / "bad_steps" / f"step_{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     # Half a surrogate pair, which UTF-8 cannot hold, becomes the JSON escape that can.
@@ -230,12 +230,12 @@ def write_bad_rows(
 # What a checkpoint of reward-model training holds.
 
 NUM_REFERENCE_GROUPS = 64
-"""Training groups that the reference statistics fall back to without a validation set."""
+"""Training groups for reference statistics where there is no validation set."""
 NUM_GOLDEN_GROUPS = 3
 
 
 class RewardRunState(RunState):
-    """Checkpoints that are reward models."""
+    """The checkpoints of a reward model's run."""
 
     def __init__(
         self,
@@ -254,22 +254,22 @@ class RewardRunState(RunState):
         batch_tokens: int,
         saves_in_background: bool = False,
     ) -> None:
-        """Hold what does not change during the run.
+        """Take the parts that do not change during the run.
 
         Args:
             learner: The model with its optimizer.
             contract: The contract it scores by.
             path: How batches reach the model.
-            weights_dtype: Of the model, e.g. `float32`.
+            weights_dtype: Dtype of the model, e.g. `float32`.
             train: The training set.
             golden: Groups whose scores are kept in the contract.
-            identity: See `RunState`.
+            identity: Settings that identify the run.
             config_yaml: The resolved configuration.
-            card: What the model card says besides the figures of the checkpoint.
-            run_dir: Where this run logs.
+            card: Facts of the model card besides the checkpoint's metrics.
+            run_dir: Log directory of this run.
             save_optimizer: Whether the run can be resumed.
             batch_tokens: Token budget of a forward pass.
-            saves_in_background: See `RunState`.
+            saves_in_background: Write files in the background.
         """
         super().__init__(
             learner,
@@ -289,11 +289,11 @@ class RewardRunState(RunState):
         self._reference: tuple[int, list[float]] = (-1, [])
 
     def remember_reference(self, scores_BG: Sequence[Sequence[float]], *, step: int) -> None:
-        """Scores that the mean and standard deviation of the checkpoint of this step are of."""
+        """Remember the scores that become the reference statistics of this step's checkpoint."""
         self._reference = (step, [score for scores_G in scores_BG for score in scores_G])
 
     def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
-        """See `RunState`."""
+        """Write the reward model with its scoring contract and card."""
         contract = self._signed_contract(position.step)
         facts = self._card.measured(position.metrics)
         card = reward_model_card(facts, contract)
@@ -301,22 +301,23 @@ class RewardRunState(RunState):
         facts.save(directory)
 
     def _signed_contract(self, step: int) -> ScoringContract:
-        """The contract with reference statistics and golden scores of the weights as they are.
-
-        Raises:
-            CheckpointError: The model scores nothing any more. An earlier checkpoint stays newest.
-        """
-        golden = self._golden_scores()
+        # Reference statistics and golden scores are those of the weights as they are now.
+        exactly = partial(self.learner.outputs, in_full_precision=True)
+        # A budget of one token leaves each conversation by itself.
+        score_alone = partial(self._scores, exactly, batch_tokens=1)
+        golden = golden_by(score_alone, self.contract, self._golden) if self._golden else ()
         sound = tuple(g for g in golden if all(map(math.isfinite, g.values_K)))
         if golden and not sound:
             raise CheckpointError(
-                "the scores of the model are not finite, so it is of no use. Go on from an earlier "
+                "the scores of the model are not finite, so it is unusable. Resume from an earlier "
                 "checkpoint with a lower policy.optimizer.kwargs.lr, or with "
                 "policy.precision=float32"
             )
         measured_at, scores = self._reference
         if measured_at != step or not scores:
-            scores = self._score_some_training_groups()
+            tokens = [sample.tokens for sample in self._train[:NUM_REFERENCE_GROUPS]]
+            values_NK = self._scores(self.learner.outputs, tokens, batch_tokens=self._batch_tokens)
+            scores = [self.contract.scalar(row) for row in values_NK.tolist()]
         scores = [score for score in scores if math.isfinite(score)]
         return self.contract.with_rules(
             mean=statistics.fmean(scores) if scores else None,
@@ -326,18 +327,6 @@ class RewardRunState(RunState):
             golden_dtype=self._weights_dtype,
             versions=library_versions(),
         )
-
-    def _score_some_training_groups(self) -> list[float]:
-        tokens = [sample.tokens for sample in self._train[:NUM_REFERENCE_GROUPS]]
-        values_NK = self._scores(self.learner.outputs, tokens, batch_tokens=self._batch_tokens)
-        return [self.contract.scalar(row) for row in values_NK.tolist()]
-
-    def _golden_scores(self) -> tuple[GoldenScore, ...]:
-        """See `rewards.local.golden_scores`."""
-        exactly = partial(self.learner.outputs, in_full_precision=True)
-        # A budget of one token leaves each conversation by itself.
-        score_alone = partial(self._scores, exactly, batch_tokens=1)
-        return golden_by(score_alone, self.contract, self._golden) if self._golden else ()
 
     def _scores(
         self, outputs: Scores, tokens: Sequence[TokenGroup], *, batch_tokens: int
@@ -349,22 +338,22 @@ class RewardRunState(RunState):
 
 
 def samples_fingerprint(samples: Sequence[PreferenceSample]) -> str:
-    """A hash of the tokens and judgements of a training set, in order."""
+    """Hash the tokens and preferences of a training set, in order."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(sample.tokens.trunk_ids.tobytes())
         for ids in sample.tokens.branches_ids_G:
             digest.update(b"|" + ids.tobytes())
         preference = sample.preference
-        judged = (preference.ranks_G, preference.margin, preference.target)
-        digest.update(repr((judged, preference.attributes_GK)).encode())
+        values = (preference.ranks_G, preference.margin, preference.target)
+        digest.update(repr((values, preference.attributes_GK)).encode())
     return digest.hexdigest()[:16]
 
 
 def write_bad_step(
     run_dir: Path, step: int, samples: Sequence[PreferenceSample], reason: str
 ) -> Path:
-    """Keep the rows of a step that was not applied, for inspection."""
+    """Write the rows of a step that was not applied, for inspection."""
     rows = (
         {
             "source": sample.preference.source,
@@ -382,7 +371,7 @@ def write_bad_step(
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what computes the scores."""
+    """Collect the versions of the libraries that compute scores."""
     import tokenizers
     import torch
     import transformers
@@ -401,7 +390,7 @@ def library_versions() -> dict[str, str]:
 # Scores of many groups at once, by a learner that may be spread over ranks.
 
 Scores = Callable[[Sequence[TokenForest | PaddedRows]], Iterable[Tensor]]
-"""`Learner.outputs` of a reward model."""
+"""A function that computes a reward model's outputs, such as `Learner.outputs`."""
 
 
 def reward_scores(
@@ -412,7 +401,7 @@ def reward_scores(
     batch_tokens: int,
     pad_id: int,
 ) -> np.ndarray:
-    """Every output of the head for every completion.
+    """Compute every output of the head for every completion: [N, K].
 
     Args:
         outputs: Computes the scores of each batch.
@@ -438,7 +427,7 @@ def reward_scores(
 
 
 class PolicyRunState(RunState):
-    """Checkpoints that are causal language models."""
+    """The checkpoints of a policy's run."""
 
     def __init__(
         self,
@@ -463,14 +452,14 @@ class PolicyRunState(RunState):
         self._card = card
 
     def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
-        """See `RunState`."""
+        """Write the policy with its card."""
         facts = self._card.measured(position.metrics)
         self.learner.export(directory, policy_card(facts), in_background=in_background)
         facts.save(directory)
 
 
 def fingerprint_of_tokens(groups: Sequence[TokenGroup]) -> str:
-    """A hash of the tokens of a training set, in order."""
+    """Hash the tokens of a training set, in order."""
     return hash_of(
         "|".join(str(ids.tolist()) for ids in (group.trunk_ids, *group.branches_ids_G))
         for group in groups
@@ -478,7 +467,7 @@ def fingerprint_of_tokens(groups: Sequence[TokenGroup]) -> str:
 
 
 def hash_of(texts: Iterable[str]) -> str:
-    """A hash of texts, in order."""
+    """Hash texts, in order."""
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text.encode("utf-8", "backslashreplace") + b"\n")

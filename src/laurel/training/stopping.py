@@ -1,6 +1,6 @@
-"""Where a run is, and when it ends before its last step.
+"""The position of a run, and the conditions that end it before its last step.
 
-A signal ends it, a time budget, or that nothing is left to learn.
+A run ends early at a signal, at the end of its time budget, or without further tasks.
 """
 
 from __future__ import annotations
@@ -26,50 +26,51 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 Work = Literal["step", "validation", "save"]
 
 SAVE_SAFETY = 1.5
-"""A disk may be slower the next time."""
+"""Factor on the expected time of a save: a disk may be slower the next time."""
 SHARE_IN_RESERVE, LARGEST_RESERVE = 0.1, 60.0
 """Share of the budget, and seconds at most, kept for a save while none has been measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a run is."""
+    """The position of a run."""
 
     step: int = 0
     bad_steps: int = 0
-    """Steps in a row that were not applied."""
+    """Consecutive steps that were not applied."""
     validated_at: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What was measured of the weights of this very step. Nothing older: an old figure would make
-    weights the best that nobody has measured, or that gave no finite figure."""
+    """Validation metrics of the weights of this very step. Nothing older: an old value would make
+    weights the best that were never measured, or whose metrics were not finite.
+    """
 
     def stepped(self, *, bad_steps: int, metrics: Mapping[str, float]) -> Position:
-        """The position one step on."""
+        """Return the position after one more step."""
         return replace(self, step=self.step + 1, bad_steps=bad_steps, metrics=metrics)
 
     def validated(self, metrics: Mapping[str, float]) -> Position:
-        """The same position with the figures of a validation."""
+        """Return the same position with the metrics of a validation."""
         return replace(self, validated_at=self.step, metrics={**self.metrics, **metrics})
 
 
 class NothingLeft(Exception):
-    """There is no further step; the message says why. What was learned so far is the result."""
+    """Raised where there is no further step; the message gives the reason."""
 
 
 class SignalCount:
-    """Signals that a run has taken, in memory that processes share which are forked afterwards."""
+    """A count of received signals in memory that forked processes share."""
 
     def __init__(self) -> None:
-        """None yet."""
+        """Start at 0."""
         self._memory = mmap.mmap(-1, 1)
 
     @property
     def count(self) -> int:
-        """How many."""
+        """Number of signals received."""
         return self._memory[0]
 
     def add(self) -> None:
-        """One more; beyond the second none is taken."""
+        """Count one more signal; two at most."""
         self._memory[0] = min(self._memory[0] + 1, 255)
 
 
@@ -77,18 +78,18 @@ _counted: SignalCount | None = None
 
 
 def count_signals() -> SignalCount:
-    """Have the `StopRequest`s of this process, and of those forked from it, count together."""
+    """Share one signal count between the `StopRequest`s of this process and of its forks."""
     global _counted
     _counted = SignalCount()
     return _counted
 
 
 class StopRequest:
-    """Turns the first signal into a flag that the loop reads between steps.
+    """A flag that the first signal sets and the loop reads between steps.
 
-    A second one ends the process at once: whoever sends it does not want to wait for a save. Both
-    are heard by a thread of their own, because Python's handlers wait for the main thread to come
-    back from torch, which takes as long as a backward pass.
+    A second signal ends the process at once: the sender does not want to wait for a save. Both are
+    received by a thread of their own, because Python's handlers wait for the main thread to return
+    from torch, which takes as long as a backward pass.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class StopRequest:
         *,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
-        """Remember whom to tell.
+        """Register the handlers' callbacks.
 
         Args:
             on_signal: Called once, in another thread, with the name of the first signal.
@@ -133,11 +134,11 @@ class StopRequest:
 
     @property
     def seconds(self) -> float:
-        """Since the first signal; 0 where there was none."""
+        """Seconds since the first signal; 0 where there was none."""
         return max(time.monotonic() - self._heard_at, 0.0)
 
     def _listen(self, source: socket.socket) -> None:
-        """Read the numbers of signals, which the interpreter writes as they arrive."""
+        # The interpreter writes the numbers of signals to `source` as they arrive.
         with source:
             while numbers := source.recv(16):
                 for number in numbers:
@@ -156,11 +157,11 @@ class StopRequest:
 
 
 def _heard_elsewhere(number: int, frame: FrameType | None) -> None:
-    """Python needs a handler to let the listener have the signal."""
+    """Do nothing: without a handler Python would not write signals to the listener."""
 
 
 class Deadline:
-    """The time by which the last checkpoint has to be complete."""
+    """The deadline of the last checkpoint."""
 
     def __init__(self, budget: str | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Start the clock.
@@ -180,23 +181,23 @@ class Deadline:
         self._seen: set[Work] = set()
 
     def took(self, work: Work, seconds: float) -> None:
-        """Learn how long something takes."""
+        """Record the duration of a piece of work."""
         known = self._longest[work] if work in self._seen else 0.0
         self._longest[work] = max(known, seconds)
         self._seen.add(work)
 
     def is_near(self, *, before: Collection[Work] = ()) -> bool:
-        """Whether one more step, and the save that must follow it, might end too late.
+        """Report whether one more step, and the save that must follow it, might end too late.
 
         Args:
-            before: What the run would do before that step.
+            before: Work that would precede that step.
         """
         to_come = math.fsum(self._longest[work] for work in (*before, "step"))
         return self._clock() + to_come + SAVE_SAFETY * self._longest["save"] >= self._end
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of a `DD:HH:MM:SS`.
+    """Parse `DD:HH:MM:SS` into seconds.
 
     Raises:
         ConfigError: Not of that form.

@@ -1,4 +1,4 @@
-"""What all worker groups share: their calls, and how failures become one error."""
+"""The calls of worker groups, and how their failures become one error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GOING_ON = (
 
 
 class WorkerCall(NamedTuple):
-    """What one worker is asked to do."""
+    """A method call of one worker."""
 
     method: str
     args: tuple[Any, ...] = ()
@@ -30,13 +30,13 @@ class WorkerCall(NamedTuple):
 
 
 class Shared:
-    """An argument for several groups that is made ready to travel once, and not for each of them.
+    """An argument for several groups that is prepared for travel once, not for each of them.
 
-    It is given by position. Workers get the value itself, and may not write into it.
+    It is passed by position. Workers get the value itself, and may not write into it.
     """
 
     def __init__(self, value: Any) -> None:
-        """Nothing is done with the value before a group needs it."""
+        """Wrap the value; it is prepared when a group needs it."""
         self.value = value
         self._carried: Any = None
 
@@ -44,20 +44,20 @@ class Shared:
         return Shared, (self.value,)
 
     def carried(self, carry: Callable[[Any], Any]) -> Any:
-        """What `carry`, which is asked once, makes of the value."""
+        """Prepare the value with `carry`, which is called once."""
         if self._carried is None:
             self._carried = carry(self.value)
         return self._carried
 
 
 def without_shared(call: WorkerCall) -> tuple[WorkerCall, list[Shared]]:
-    """The call without its shared values, and what they were taken out of."""
+    """Separate a call from its shared values."""
     shared = [argument for argument in call.args if isinstance(argument, Shared)]
     return with_shared(call, [Shared(None)] * len(shared)) if shared else call, shared
 
 
 def with_shared(call: WorkerCall, values: Iterable[Any]) -> WorkerCall:
-    """The call with these in the place of its shared arguments."""
+    """Put values in the place of a call's shared arguments."""
     rest = iter(values)
     args = (next(rest) if isinstance(argument, Shared) else argument for argument in call.args)
     return WorkerCall(call.method, tuple(args), call.kwargs)
@@ -65,19 +65,19 @@ def with_shared(call: WorkerCall, values: Iterable[Any]) -> WorkerCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a worker gave no result. It can travel between processes."""
+    """The reason why a worker gave no result, picklable."""
 
     kind: Literal["raised", "died", "late"]
     rank: int
     summary: str = ""
     traceback: str = ""
     cause: BaseException | None = None
-    """What the worker raised, where that can travel."""
+    """Exception of the worker, where it can be pickled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Success:
-    """A worker's result."""
+    """The result of a worker."""
 
     value: Any
 
@@ -96,22 +96,18 @@ def attempt(target: Any, call: WorkerCall, *, rank: int) -> Outcome:
 
 
 def failure_of(error: BaseException, *, rank: int) -> Failure:
-    """The failure that an exception is, from where it was caught in this process."""
+    """Convert an exception caught in this process to a failure."""
     # The first frame is Laurel's own call of the method.
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     return Failure(
         kind="raised",
         rank=rank,
-        summary=_summary(error),
+        summary="".join(traceback.format_exception_only(error)).strip(),
         traceback="".join(traceback.format_exception(type(error), error, frames)).rstrip()
         if frames
         else "",
         cause=error if _can_travel(error) else None,
     )
-
-
-def _summary(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def _can_travel(error: BaseException) -> bool:
@@ -124,14 +120,14 @@ def _can_travel(error: BaseException) -> bool:
 def error_of(
     role: str, size: int, call: str, failures: Sequence[Failure], *, limit: float
 ) -> WorkerError:
-    """One error for all that went wrong in a call.
+    """Combine all failures of a call into one error.
 
-    A death explains what others raise, and what was raised explains who is late, so the error is
-    about the gravest kind and mentions the rest.
+    A death explains the exceptions of others, and an exception explains late workers, so the error
+    reports the gravest kind and mentions the rest.
 
     Args:
-        role: Of the group.
-        size: Of the group.
+        role: Role of the group.
+        size: Number of workers.
         call: Name of the method, '' for the making of the workers.
         failures: In the order in which they were seen, at least one.
         limit: Seconds that were waited, for those who are late.
@@ -173,7 +169,7 @@ def error_of(
 
 
 def again(error: WorkerError) -> WorkerError:
-    """The same error, to be raised once more without the traceback of the first time."""
+    """Copy an error, to be raised once more without its first traceback."""
     copy = WorkerError(
         str(error),
         role=error.role,
@@ -191,25 +187,25 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class GroupCalls(ABC):
-    """The calls of a `WorkerGroup`, over one way to submit them."""
+    """The calls of a `WorkerGroup` over one way to submit them."""
 
     role: str
     size: int
 
     @abstractmethod
     def _submit(self, calls: Mapping[int, WorkerCall]) -> Pending:
-        """Give each of these ranks its call."""
+        """Submit the call of each of these ranks."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End every worker."""
+        """Shut every worker down."""
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> Pending:
-        """See `WorkerGroup.start`."""
+        """Call a method on every worker without waiting."""
         return self._submit(dict.fromkeys(range(self.size), WorkerCall(method, args, kwargs)))
 
     def start_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]]) -> Pending:
-        """See `WorkerGroup.start_each`."""
+        """Call a method on each worker with its own arguments, without waiting."""
         if len(per_rank_args) != self.size:
             raise ValueError(
                 f"{self.role} has {self.size} ranks; arguments came for {len(per_rank_args)}"
@@ -217,7 +213,7 @@ class GroupCalls(ABC):
         return self._submit({r: WorkerCall(method, args) for r, args in enumerate(per_rank_args)})
 
     def start_one(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Pending:
-        """See `WorkerGroup.start_one`."""
+        """Call a method on one worker without waiting; the result list has one entry."""
         if not 0 <= rank < self.size:
             raise ValueError(f"{self.role} has ranks 0 to {self.size - 1}, not {rank}")
         return self._submit({rank: WorkerCall(method, args, kwargs)})
@@ -225,7 +221,7 @@ class GroupCalls(ABC):
     def call(
         self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> list[Any]:
-        """See `WorkerGroup.call`."""
+        """Call a method on every worker and wait."""
         return self.start(method, *args, **kwargs).wait(timeout=timeout)
 
     def call_each(
@@ -235,13 +231,13 @@ class GroupCalls(ABC):
         *,
         timeout: float | None = None,
     ) -> list[Any]:
-        """See `WorkerGroup.call_each`."""
+        """Call a method on each worker with its own arguments, and wait."""
         return self.start_each(method, per_rank_args).wait(timeout=timeout)
 
     def call_one(
         self, rank: int, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> Any:
-        """See `WorkerGroup.call_one`."""
+        """Call a method on one worker, and wait for its result."""
         return self.start_one(rank, method, *args, **kwargs).wait(timeout=timeout)[0]
 
     def __enter__(self) -> Self:
@@ -263,11 +259,11 @@ _log = logging.getLogger(__name__)
 
 
 class LocalGroup(GroupCalls):
-    """A `WorkerGroup` whose one worker is an object of this process and lives in its thread.
+    """A `WorkerGroup` whose one worker is an object in this process and thread.
 
-    What is started is done before `start` returns, so deadlines cannot be kept: nobody is there
-    to notice. Arguments and results are handed over as they are, not copied. More than one rank
-    needs processes, and those are Ray's: `RayCluster` starts them on a laptop, too.
+    Calls run to their end within `start`, so deadlines are not enforced. Arguments and results are
+    passed without copies. More than one rank needs processes of Ray: `RayCluster` starts them on a
+    laptop, too.
     """
 
     def __init__(
@@ -291,11 +287,11 @@ class LocalGroup(GroupCalls):
         return _Done(self.role, call.method, attempt(self._worker, call, rank=0))
 
     def alive(self) -> list[bool]:
-        """See `WorkerGroup.alive`."""
+        """Report whether the worker exists."""
         return [self._is_open]
 
     def shutdown(self) -> None:
-        """See `WorkerGroup.shutdown`."""
+        """Shut the worker down. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
@@ -307,8 +303,6 @@ class LocalGroup(GroupCalls):
 
 
 class _Done:
-    """Work that was over when it was started."""
-
     def __init__(self, role: str, method: str, outcome: Outcome) -> None:
         self._role = role
         self._method = method

@@ -1,4 +1,4 @@
-"""From a plan to slots of a Ray cluster, all reserved before anything is loaded."""
+"""Reserve the slots of a plan on a Ray cluster before anything is loaded."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 Backend = Literal["local", "ray"]
 Device = Literal["cpu", "cuda"]
 LOOKING = 0.25
-"""Seconds between looks at a cluster that is waited for."""
+"""Seconds between checks of a cluster that is not ready."""
 
 
 def plan_to_run(request: ClusterRequest) -> Plan:
-    """The plan of a run that is about to start.
+    """Plan a run that is about to start.
 
     Raises:
         ConfigError: It does not fit; everything that does not is named, with the nearest setting
@@ -41,13 +41,13 @@ def plan_to_run(request: ClusterRequest) -> Plan:
     plan = plan_run(request)
     if not plan.fits:
         conflicts = [conflict for conflict in plan.conflicts if conflict.is_fatal]
-        lines = [f"  {conflict.problem}\n    mend  {conflict.fix}" for conflict in conflicts]
+        lines = [f"  {conflict.problem}\n    fix  {conflict.fix}" for conflict in conflicts]
         raise ConfigError("\n".join(["the run does not fit its cluster", *lines]))
     return plan
 
 
 def backend_of(plan: Plan, config: ClusterConfig) -> Backend:
-    """Whether a run needs Ray: what `cluster.backend` says, or what `auto` means for the plan.
+    """Decide whether a run needs Ray: by `cluster.backend`, or for `auto` by the plan.
 
     Raises:
         ConfigError: It is to run in this process, and has more ranks or slots than one.
@@ -71,7 +71,7 @@ def open_cluster(
 ) -> RayCluster:
     """Connect to the Ray cluster of a run, or start one on this machine.
 
-    What is started has as many CPU slots as the plan asks for, however few cores there are, and
+    A new cluster has as many CPU slots as the plan asks for, however few cores there are, and
     the GPUs of the machine.
 
     Raises:
@@ -99,7 +99,7 @@ def open_cluster(
 
 
 def device_of(config: ClusterConfig, cluster: RayCluster) -> Device:
-    """What a slot is on this cluster: where any node has GPUs, `auto` is a GPU."""
+    """Choose the kind of slot on this cluster: where any node has GPUs, `auto` is a GPU."""
     if config.device != "auto":
         return config.device
     return "cuda" if any(state.total.get("GPU") for state in cluster.nodes()) else "cpu"
@@ -108,7 +108,7 @@ def device_of(config: ClusterConfig, cluster: RayCluster) -> Device:
 def reserve_roles(
     plan: Plan, cluster: RayCluster, device: Device, *, patience: float | None = None
 ) -> dict[RoleName, Reservation]:
-    """All slots of all roles, or none.
+    """Reserve all slots of all roles, or none.
 
     They are reserved in one piece, so that two runs cannot hold half of what they need each, and
     the GPUs of a node are its slots in order. Roles that have parts of the same slots, or take
@@ -116,8 +116,8 @@ def reserve_roles(
 
     Args:
         plan: One that fits.
-        cluster: Where.
-        device: What a slot is.
+        cluster: Cluster to reserve on.
+        device: Kind of a slot.
         patience: Seconds to wait for nodes that are missing or slots that are taken; None: not for
             what the cluster has not, and a moment for what is just being given back.
 
@@ -144,15 +144,17 @@ def reserve_roles(
 
 
 def whole_units(part: float) -> float:
-    """A part of a slot, rounded down: clusters count in ten-thousandths, and parts must not sum to
-    more than the whole."""
+    """Round a part of a slot down: clusters count in ten-thousandths.
+
+    Parts must not sum to more than the whole.
+    """
     return math.floor(part * 1e4 + 1e-6) / 1e4
 
 
 def _find_nodes(
     plan: Plan, cluster: RayCluster, each: Resources, title: str, patience: float | None
 ) -> dict[int, int]:
-    """The cluster's node for each of the plan's."""
+    # Maps each node of the plan to one of the cluster.
     counts = Counter(slot.node for slot in {s for role in plan.roles for s in role.slots})
     nodes = sorted(counts)
     needs = [NodeNeed(slots=counts[n], labels=plan.labels.get(n, frozenset())) for n in nodes]

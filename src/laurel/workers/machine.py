@@ -1,4 +1,4 @@
-"""What this machine has, found out piece by piece. Each probe may fail by itself."""
+"""Probes of this machine, each of which may fail by itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 DISTRIBUTION = "laurel-rl"
 FAST_TYPES = ("avx512_bf16", "amx_bf16", "bf16")
-"""What a CPU calls its own bfloat16 arithmetic (the last one on ARM)."""
+"""Names of bfloat16 arithmetic in a CPU's flags (the last one on ARM)."""
 GIB = 2**30
 LEAST_PRODUCTS = 5
-"""Matrix products of each size that are timed to find the size to measure at."""
+"""Matrix products of each size that are timed to choose the size of the measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeFinding:
-    """What a probe found, for programs and for people."""
+    """The findings of a probe, for programs and for people."""
 
     facts: dict[str, Any]
-    """Values that JSON knows."""
+    """Values that JSON can hold."""
     lines: tuple[str, ...]
 
 
@@ -43,7 +43,7 @@ Probe = Callable[[], ProbeFinding]
 
 
 def system_versions() -> ProbeFinding:
-    """Laurel, Python and the system."""
+    """Identify Laurel, Python and the system."""
     facts = {
         "laurel": __version__,
         "python": platform.python_version(),
@@ -60,23 +60,24 @@ def system_versions() -> ProbeFinding:
 
 
 def libraries() -> ProbeFinding:
-    """The libraries that Laurel needs, and whether their versions are those it was made for."""
+    """Check the libraries that Laurel needs against their supported versions."""
     found: dict[str, str | None] = {}
-    unfit: list[str] = []
+    unsuitable: list[str] = []
     for extra, requirement in _requirements():
         if extra:
             continue
         found[requirement.name] = installed = _installed(requirement.name)
         wanted = requirement.specifier
         if installed is None or not wanted.contains(installed, prereleases=True):
-            unfit.append(f"{requirement.name} {installed or 'is missing'}, {wanted} is needed")
+            unsuitable.append(f"{requirement.name} {installed or 'is missing'}, {wanted} is needed")
     known = [f"{name} {version}" for name, version in found.items() if version is not None]
-    repair = [f"MISFIT {line}; mend with: pip install {DISTRIBUTION}" for line in unfit]
-    return ProbeFinding(facts={**found, "misfits": unfit}, lines=(*_in_rows(known), *repair))
+    repair = [f"MISMATCH {line}; fix with: pip install {DISTRIBUTION}" for line in unsuitable]
+    rows = [", ".join(known[first : first + 5]) for first in range(0, len(known), 5)]
+    return ProbeFinding(facts={**found, "misfits": unsuitable}, lines=(*rows, *repair))
 
 
 def extras() -> ProbeFinding:
-    """What is optional, and the command that brings what is absent."""
+    """List optional packages, and the commands that install missing ones."""
     packages: dict[str, dict[str, str | None]] = {}
     for extra, requirement in _requirements():
         if extra:
@@ -95,10 +96,12 @@ def extras() -> ProbeFinding:
 
 
 def cpu() -> ProbeFinding:
-    """The processor, and how much of it this process may use."""
+    """Describe the processor, and how much of it this process may use."""
     from laurel.sandbox.limits import available_cores, cpu_quota
 
-    model, flags = _read_cpuinfo()
+    table = _table(Path("/proc/cpuinfo"), separator=":")
+    model = table.get("model name") or platform.processor() or platform.machine()
+    flags = set((table.get("flags") or table.get("Features") or "").split())
     cores, quota = available_cores(), cpu_quota()
     waiting = {name: os.environ[name] for name in WAITING_OF_THREADS if name in os.environ}
     fast = [flag for flag in FAST_TYPES if flag in flags]
@@ -122,7 +125,7 @@ def cpu() -> ProbeFinding:
 
 
 def _waiting(chosen: Mapping[str, str]) -> str:
-    """What threads do while they wait for others, and who decided it."""
+    # Whether threads spin or sleep while they wait for others, and which setting decided.
     said = " ".join(f"{name}={value}" for name, value in chosen.items())
     if chosen == SLEEPING_THREADS:
         return f"threads that wait sleep: other processes can compute meanwhile ({said})"
@@ -130,7 +133,7 @@ def _waiting(chosen: Mapping[str, str]) -> str:
 
 
 def memory() -> ProbeFinding:
-    """Main memory."""
+    """Describe main memory."""
     from laurel.sandbox.limits import memory_limit
 
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -148,7 +151,7 @@ def memory() -> ProbeFinding:
 
 
 def gpus() -> ProbeFinding:
-    """The GPUs that torch can use."""
+    """Describe the GPUs that torch can use."""
     import torch
 
     devices = [
@@ -171,7 +174,7 @@ def gpus() -> ProbeFinding:
 
 
 def disk() -> ProbeFinding:
-    """Room for checkpoints and logs, which go under the working directory."""
+    """Measure the free space for checkpoints and logs, which go under the working directory."""
     here = os.getcwd()
     usage = shutil.disk_usage(here)
     return ProbeFinding(
@@ -181,7 +184,7 @@ def disk() -> ProbeFinding:
 
 
 def hub() -> ProbeFinding:
-    """Where models from the Hugging Face hub are kept, and whether it may be asked for more."""
+    """Locate the cache of the Hugging Face hub, and whether the hub may be contacted."""
     from huggingface_hub import constants
 
     cache, is_offline = Path(constants.HF_HUB_CACHE), bool(constants.HF_HUB_OFFLINE)
@@ -194,15 +197,15 @@ def hub() -> ProbeFinding:
 
 
 def sandbox_advice() -> ProbeFinding:
-    """Where to learn how far programs that a model wrote can be held."""
+    """Point to the command that reports on sandbox isolation."""
     return ProbeFinding(facts={}, lines=("laurel sandbox check tries what holds here",))
 
 
 def speed(seconds: float = 0.2) -> ProbeFinding:
-    """Matrix products in both types, on the device that will be used.
+    """Time matrix products in both types on the device that will be used.
 
-    On a CPU one core is measured: threads that wait for each other would measure how busy the
-    machine is with other things.
+    On a CPU one core is measured: threads that wait for each other would measure the load of the
+    machine.
     """
     import torch
 
@@ -230,12 +233,12 @@ def measure_products(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Billions of additions and multiplications a second of square matrix products, by type.
+    """Time square matrix products: billions of additions and multiplications a second, by dtype.
 
-    The types take turns on matrices of one size, for `seconds` each, and the fastest product of
-    each counts: others were held up by something else on the machine. The size is the one at which
-    a product of the first type takes a hundredth of the time, so that a slow machine is not kept
-    waiting and a fast one is kept busy.
+    The types alternate on matrices of one size, for `seconds` each, and the fastest product of each
+    counts: others were delayed by other processes. The size is the one at which a product of the
+    first type takes a hundredth of the time, so that a slow machine is not kept waiting and a fast
+    one is kept busy.
     """
     import torch
 
@@ -266,7 +269,7 @@ def measure_products(
 
 
 def _requirements() -> Iterator[tuple[str, Requirement]]:
-    """What the installed distribution of Laurel asks for, each with its extra (or '')."""
+    # What the installed distribution of Laurel asks for, each with its extra (or '').
     from packaging.requirements import Requirement
 
     for text in metadata.requires(DISTRIBUTION) or ():
@@ -282,22 +285,11 @@ def _installed(name: str) -> str | None:
     return None
 
 
-def _in_rows(words: list[str], each: int = 5) -> Iterable[str]:
-    for first in range(0, len(words), each):
-        yield ", ".join(words[first : first + each])
-
-
 def _table(path: Path, *, separator: str) -> dict[str, str]:
-    """The `key: value` lines of a file of the kernel, the first of each key; empty without it."""
+    # The `key: value` lines of a file of the kernel, the first of each key; empty without it.
     table: dict[str, str] = {}
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(separator)
             table.setdefault(key.strip(), value.strip())
     return table
-
-
-def _read_cpuinfo() -> tuple[str, set[str]]:
-    table = _table(Path("/proc/cpuinfo"), separator=":")
-    model = table.get("model name") or platform.processor() or platform.machine()
-    return model, set((table.get("flags") or table.get("Features") or "").split())

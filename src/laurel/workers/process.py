@@ -1,4 +1,4 @@
-"""This process: its device, its threads, its random generators."""
+"""The device, threads and random generators of this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prepare(device: str, *, cpu_threads: int | None, seed: int) -> torch.device:
     """Choose the device, set the threads and seed every generator.
 
     Args:
-        device: See `choose_device`.
+        device: Choice as in `cluster.device`.
         cpu_threads: Threads of torch on CPU; None is one per core that this process may use.
         seed: Seed of every random generator.
 
@@ -35,7 +35,7 @@ def prepare(device: str, *, cpu_threads: int | None, seed: int) -> torch.device:
 
 
 def choose_device(choice: str) -> torch.device:
-    """The device that `cluster.device` means here."""
+    """Choose the device that `cluster.device` means on this machine."""
     if choice == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if choice == "cuda" and not torch.cuda.is_available():
@@ -45,18 +45,18 @@ def choose_device(choice: str) -> torch.device:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed python, numpy and torch."""
+    """Seed Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def give_back_freed_memory() -> None:
-    """Have blocks of 2 MiB and more go back to the system as soon as they are freed.
+    """Make glibc return blocks of 2 MiB and more to the system as soon as they are freed.
 
-    glibc else learns to keep blocks of up to 32 MiB. The layers that ranks gather, and what gloo
-    sends them in, are of such sizes and cut its heap to pieces: a rank would hold twice what it
-    uses (`benchmarks/parallelism.py`). Where the C library is another one, nothing happens.
+    Otherwise glibc learns to keep blocks of up to 32 MiB. The layers that ranks gather, and gloo's
+    buffers, are of such sizes and fragment its heap: a rank would hold twice what it uses
+    (`benchmarks/parallelism.py`). Where the C library is another one, nothing happens.
     """
     map_from = -3  # M_MMAP_THRESHOLD of malloc.h; once it is set, nothing is learned any more
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -67,22 +67,22 @@ def give_back_freed_memory() -> None:
 # --------------------------------------------------------------------------------------------------
 # A group of processes of which the first tells and the others hear, beside all other groups.
 #
-# torch's own groups have every rank of a program, once and for all. This one has whoever is asked:
+# torch's own groups have every rank of a program, once and for all. This one has those that join:
 # one rank of a learner and engines that come and go. It belongs to nobody's `init_process_group`.
 
 
 class BroadcastGroup:
-    """The processes that have met. After an error it is of no use, and closed."""
+    """A broadcast group of processes that have met. After an error it is closed."""
 
     def __init__(
         self, place: RankPlace, store: Any, device: torch.device, *, patience: float
     ) -> None:
-        """Meet the others.
+        """Join the group and wait for the others.
 
         Args:
             place: In this group; rank 0 tells.
-            store: See `store_of`.
-            device: Where what is told lies: gloo tells what is on a CPU, NCCL what is on GPUs. A
+            store: Store of the group, from `store_of`.
+            device: Device of the tensors: gloo broadcasts those on a CPU, NCCL those on GPUs. A
                 GPU can be of one member only.
             patience: Seconds for the others to come, and for each broadcast.
 
@@ -121,9 +121,9 @@ class BroadcastGroup:
         return kind(self._store, self.place.rank, self.place.world_size, kind.Options())
 
     def start(self, tensor: Tensor) -> PendingBroadcast:
-        """Tell, or hear, one contiguous tensor on the group's device, and do not wait.
+        """Begin to send or receive one contiguous tensor on the group's device, without waiting.
 
-        It may not be touched before `PendingBroadcast.wait` has come back.
+        It may not be touched before `PendingBroadcast.wait` returns.
 
         Raises:
             BroadcastError: Somebody is gone.
@@ -140,30 +140,30 @@ class BroadcastGroup:
 
     @property
     def limit(self) -> timedelta:
-        """Longest time that one broadcast may take."""
+        """Longest duration of one broadcast."""
         return self._limit
 
     def broken(self, error: RuntimeError) -> BroadcastError:
-        """Close the group, so that no other member waits for this one, and say why."""
+        """Close the group, so that no other member waits for this one, and make the error."""
         self.close()
         return BroadcastError(torch_error_text(error))
 
     def close(self) -> None:
-        """Leave. What others still expect from this process fails there. Idempotent."""
+        """Leave the group. Pending broadcasts of others fail. Idempotent."""
         group, self._group = self._group, None
         if group is not None and self.device.type == "cuda":
             group.abort()  # what hangs on the GPU hangs for ever
 
 
 class PendingBroadcast:
-    """One tensor that is on its way."""
+    """A broadcast in progress."""
 
     def __init__(self, group: BroadcastGroup, work: Any) -> None:
-        """Wait for `work`, torch's handle of a broadcast of this group."""
+        """Wrap `work`, torch's handle of a broadcast of this group."""
         self._group, self._work = group, work
 
     def wait(self) -> None:
-        """Until the tensor may be read, or written, again.
+        """Wait until the tensor may be read, or written, again.
 
         Raises:
             BroadcastError: Somebody is gone or did not answer in time.
@@ -175,6 +175,6 @@ class PendingBroadcast:
 
 
 def torch_error_text(error: RuntimeError) -> str:
-    """What torch says, without where in its source it says so."""
+    """Shorten an error of torch to its text, without source locations."""
     line = str(error).partition("\n")[0]
     return line.rpartition("] ")[2] if line.startswith("[/") else line

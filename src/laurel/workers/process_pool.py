@@ -1,7 +1,7 @@
-"""Processes that do one item at a time, each of which can be killed in the middle of it.
+"""A pool of processes that do one item at a time and can be killed in the middle of it.
 
-All processes of a pool are forked from one that has imported what they need and does nothing else
-(the zygote), so that another one takes milliseconds::
+All processes of a pool are forked from one that has done their imports and nothing else
+(the zygote), so that a new one takes milliseconds::
 
     this process ==control==> zygote --fork--> process
           \\========= a connection for each =====/
@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import pkgutil
+import queue
 import resource
 import select
 import signal
@@ -23,7 +24,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -34,44 +35,45 @@ from typing import Any, NamedTuple
 from laurel.errors import ConfigError, EnvironmentFailedError, LaurelError, UserError
 
 START_SECONDS = 120.0
-"""Limit for a process to be ready: it may import a large library from a slow disk."""
+"""Seconds for a process to become ready: it may import a large library from a slow disk."""
 _END_SECONDS = 5.0
 _LOOK_FOR_PARENT_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
 class ProcessDiedError(RuntimeError):
-    """The process died of an item, or by another's hand while it did it."""
+    """Raised when the process of an item died, by the item or by a signal from outside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPoolSpec:
-    """What the processes of a pool do, and within which limits."""
+    """The work of a pool's processes, and its limits."""
 
     name: str
-    """What the pool is, for messages."""
+    """Name of the pool, for messages."""
     prepare: str
-    """`module:function`, called once with the settings in the zygote. What it returns is called
-    without arguments in every process, and gives what is called with each item."""
+    """`module:function`, called once with the settings in the zygote. It returns a factory that
+    every process calls without arguments; the factory returns the function of items.
+    """
     num_workers: int
     timeout_seconds: float
-    """Limit of one item, from the moment that a ready process has it."""
+    """Limit of one item in seconds, from the moment that a process has it."""
     settings: Any = None
     """Plain data that JSON can carry, as items and results are."""
     attempts: int = 1
-    """Processes that may die of an item before it is given up."""
+    """Processes that may die of an item before it fails."""
     items_of_a_life: int | None = None
-    """Items after which a fresh process takes the place of one."""
+    """Items after which a process is replaced."""
     memory_limit: int | None = None
-    """Address space of a process, in bytes. One that has filled half of it is replaced."""
+    """Address space of a process in bytes. A process that has filled half of it is replaced."""
     environment: Mapping[str, str] | None = None
-    """All variables that the processes have; None: those of this process."""
+    """All environment variables of the processes; None: those of this process."""
 
 
 class ProcessPool:
-    """Does items side by side. Any thread may use it.
+    """A pool that does items concurrently. Thread-safe.
 
-    Processes are started when the first item comes. They end with `close`, with the last reference
+    Processes are started with the first item. They end with `close`, with the last reference
     to the pool, and with this process, however it ends.
     """
 
@@ -81,24 +83,29 @@ class ProcessPool:
     # when idle processes die.
 
     def __init__(self, spec: ProcessPoolSpec) -> None:
-        """Start nothing yet."""
+        """Take the specification; nothing starts yet."""
         self.num_workers = spec.num_workers
         self._processes = _Processes(spec)
-        self._threads = ThreadPoolExecutor(spec.num_workers, thread_name_prefix="laurel-pool")
-        # It must not know the pool: that would keep it from being collected.
-        self._finalizer = weakref.finalize(self, self._processes.close)
+        self._items: _Items = queue.SimpleQueue()
+        # Daemon threads and no executor: a program that ends would wait for the items of that.
+        self._threads: list[threading.Thread] = []
+        self._submitting = threading.Lock()
+        # Neither it nor a thread may know the pool: that would keep it from being collected.
+        self._finalizer = weakref.finalize(
+            self, _end_all, self._processes, self._items, self._threads
+        )
 
     def start(self) -> None:
-        """Start one process, to see whether that can be done.
+        """Start one process, to see whether that succeeds.
 
         Raises:
-            ConfigError: What is prepared refuses its settings.
+            ConfigError: The prepared function refuses its settings.
             EnvironmentFailedError: The process does not start.
         """
         self._processes.idle.append(self._processes.start())
 
     def submit(self, item: Any) -> Future[Any]:
-        """Have an item done.
+        """Submit an item.
 
         Returns:
             The result to come. Instead, the future raises `TimeoutError` where the item took more
@@ -109,33 +116,66 @@ class ProcessPool:
             TypeError: JSON cannot carry the item, or (`ValueError`) the item contains itself.
         """
         message = json.dumps(item).encode()
-        try:
-            return self._threads.submit(self._processes.result, message)
-        except RuntimeError:
-            raise self._processes.closed_error() from None
+        future: Future[Any] = Future()
+        with self._submitting:
+            if not self._finalizer.alive:
+                raise self._processes.closed_error()
+            if len(self._threads) < self.num_workers:
+                thread = threading.Thread(
+                    target=_serve,
+                    args=(self._processes, self._items),
+                    name=f"laurel-pool-{len(self._threads)}",
+                    daemon=True,
+                )
+                thread.start()
+                self._threads.append(thread)
+            self._items.put((future, message))
+        return future
 
     def process_ids(self) -> list[int]:
-        """The processes alive now, the zygote first."""
+        """List the process ids alive now, the zygote's first."""
         return self._processes.ids()
 
     def close(self) -> None:
         """End the processes. Items that run or wait fail. Idempotent."""
-        self._finalizer()
-        self._threads.shutdown()
+        with self._submitting:
+            self._finalizer()
+        for thread in self._threads:
+            thread.join()
+
+
+_Items = queue.SimpleQueue[tuple[Future[Any], bytes] | None]
+
+
+def _serve(processes: _Processes, items: _Items) -> None:
+    while (item := items.get()) is not None:
+        future, message = item
+        if future.set_running_or_notify_cancel():
+            try:
+                result = processes.result(message)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+        del item, future  # otherwise this thread would hold them while it waits
+
+
+def _end_all(processes: _Processes, items: _Items, threads: list[threading.Thread]) -> None:
+    processes.close()
+    for _ in threads:
+        items.put(None)
 
 
 class _Process(NamedTuple):
-    """A process that does items. One thread uses it at a time."""
-
+    # One thread uses a process at a time.
     pid: int
     link: Connection
+    # Reports data to receive; a connection's own `poll` costs ten times as much.
     answers: select.poll
-    """Tells when there is something to receive; a connection's own way costs ten times as much."""
 
 
 class _Processes:
-    """The zygote and what was forked from it, seen from here. Safe to use from several threads."""
-
+    # The zygote and its processes, seen from this process. Thread-safe.
     def __init__(self, spec: ProcessPoolSpec) -> None:
         self.idle: list[_Process] = []
         self._spec = spec
@@ -148,7 +188,6 @@ class _Processes:
         self._refusal: LaurelError | None = None
 
     def result(self, message: bytes) -> Any:
-        """What comes of an item, in a process that has nothing else to do."""
         for _ in range(self._spec.attempts):
             process, reply = self._given(message), None
             is_late = not process.answers.poll(self._spec.timeout_seconds * 1e3)
@@ -168,7 +207,6 @@ class _Processes:
         raise ProcessDiedError(f"{self._spec.name}: the process died")
 
     def _given(self, message: bytes) -> _Process:
-        """A process that has nothing else to do, and now has this."""
         while True:
             try:
                 process, is_fresh = self.idle.pop(), False
@@ -183,7 +221,6 @@ class _Processes:
             return process
 
     def start(self) -> _Process:
-        """A process that is ready for its first item; see `ProcessPool.start` for the errors."""
         for _ in range(2):  # the second with a new zygote, where the first was killed
             with self._lock:
                 control = self._running()
@@ -212,7 +249,7 @@ class _Processes:
         raise EnvironmentFailedError(f"{self._spec.name}: processes die as soon as they start")
 
     def end(self, process: _Process) -> None:
-        """Kill a process and what it has started, whatever it is doing."""
+        # The process may be busy; its children are killed too.
         with self._lock:
             process.link.close()
             # By itself and not by its number, which another process may have by now.
@@ -225,19 +262,16 @@ class _Processes:
                     self._stop()
 
     def ids(self) -> list[int]:
-        """The zygote and its processes, as far as they live."""
         with self._lock:
             return [*([self._zygote.pid] if self._zygote else []), *self._living]
 
     def close(self) -> None:
-        """End everything for good."""
         if os.getpid() == self._owner:  # a fork of this process has only copies
             with self._lock:
                 self._closed = True
                 self._stop()
 
     def closed_error(self) -> EnvironmentFailedError:
-        """What is raised where the pool has been closed."""
         return EnvironmentFailedError(f"{self._spec.name} has been shut down")
 
     # ------------------------------------------------------------------------- under the lock
@@ -279,14 +313,13 @@ class _Processes:
         return self._control
 
     def _refuse(self, said: dict[str, Any]) -> None:
-        """Raise what a process said of why it cannot be ready."""
         if said["refused"] is not None:
             if said["is_setting"]:
                 raise ConfigError(said["refused"])
             raise EnvironmentFailedError(f"{self._spec.name} does not start: {said['refused']}")
 
     def _stop(self) -> None:
-        """End the zygote, which ends its processes; the threads that wait for them see that."""
+        # The end of the zygote ends its processes; threads that wait for them notice.
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -305,7 +338,7 @@ class _Processes:
 
 
 def be_zygote(descriptor: int, parent: int) -> None:
-    """Serve the process at the other end of a connection until it is gone.
+    """Serve the process at the other end of a connection until it exits.
 
     Args:
         descriptor: The connection's.
@@ -365,7 +398,6 @@ def _be_process(
     items_of_a_life: int | None,
     memory_limit: int | None,
 ) -> None:
-    """Do one item after the other; never come back."""
     try:
         os.setpgid(0, 0)  # so that all that it starts can be killed with it
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -400,7 +432,7 @@ def _send(link: Connection, message: object) -> None:
 
 
 def _receive(link: Connection, limit: float | None = None) -> Any:
-    """The next message; EOFError or OSError where there is none within the limit."""
+    # EOFError or OSError where no message arrives within the limit.
     if limit is not None and not link.poll(limit):
         raise TimeoutError
     return json.loads(link.recv_bytes())

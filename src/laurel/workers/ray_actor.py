@@ -1,4 +1,4 @@
-"""An object of any class as a Ray actor: `ActorMaker(MyClass).remote(...)`."""
+"""Objects of any class as Ray actors: `ActorMaker(MyClass).remote(...)`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from laurel.workers.ray_cluster import RayCluster, Reservation
 from laurel.workers.ray_group import RayGroup
 
 ADDRESS = "RAY_ADDRESS"
-"""The variable that names the cluster to use."""
+"""Environment variable that names the cluster to use."""
 
 _starting = threading.Lock()
+# The cluster that actors were started on, until this process ends.
 _own: RayCluster | None = None
-"""The cluster that actors were started on, until this process ends."""
 
 
 class ActorMaker:
-    """Makes Ray actors that hold an object of a class each.
+    """A factory of Ray actors that each hold an object of a class.
 
-    The handle has every public method of the class. An object that cannot be made says why in
-    each call of its methods, with the class of the error that it was. Nothing is left of an actor
-    when its last handle is gone, or this process.
+    The handle has every public method of the class. Where the object cannot be made, each call of
+    its methods raises that error. An actor ends with its last handle, and with this process.
     """
 
     def __init__(
@@ -49,14 +48,14 @@ class ActorMaker:
         gpus: Callable[..., float] | None = None,
         **options: Any,
     ) -> None:
-        """Say what is made, and how.
+        """Take the class and the function that makes its objects.
 
         Args:
             held: The class, whose public methods the handle has.
             make: Makes the object in the actor, of the arguments of `remote`; None: the class.
             gpus: How many GPUs the actor takes, of the same arguments, where the cluster has any
                 and `options` do not say; None: none.
-            options: Of Ray, for the actor: `num_cpus`, `num_gpus`, `name`, ...
+            options: Ray's options of the actor: `num_cpus`, `num_gpus`, `name`, ...
         """
         self._held = held
         self._make = make or held
@@ -64,12 +63,12 @@ class ActorMaker:
         self._options = options
 
     def options(self, **options: Any) -> ActorMaker:
-        """The same with other options of Ray's."""
+        """Copy the factory with other options of Ray."""
         merged = self._options | options
         return ActorMaker(self._held, make=self._make, gpus=self._gpus, **merged)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the object in a process of its own, and give the actor's handle at once.
+        """Make the object in a process of its own, and return the actor's handle at once.
 
         Where this process is not connected to Ray, it uses the cluster that RAY_ADDRESS names, or
         starts one on this machine that ends with this process.
@@ -84,14 +83,21 @@ class ActorMaker:
         connect_ray()
         if wanted and has_gpus():
             options["num_gpus"] = wanted
-        _refuse_what_never_starts(self._held.__name__, options)
+        # Ray would wait without a message for resources that no node will ever have.
+        if _own is not None and not os.environ.get(ADDRESS):
+            each = Resources(
+                cpus=options.get("num_cpus", 1),  # Ray's own rule for where an actor may start
+                gpus=options.get("num_gpus") or 0,
+                others=options.get("resources") or {},
+            )
+            _nodes_with_room(_own, self._held.__name__, each, groups=1, size=1)
         actor: Any = ray.remote(_actor_class(self._held))
         payload = cloudpickle.dumps((self._make, args, kwargs))
         return (actor.options(**options) if options else actor).remote(payload, sys.path)
 
 
 def connect_ray() -> None:
-    """Connect this process to Ray where it is not yet; see `ActorMaker.remote`."""
+    """Connect this process to Ray if necessary, as `ActorMaker.remote` describes."""
     global _own
     with _starting:
         if ray.is_initialized():
@@ -104,7 +110,7 @@ def connect_ray() -> None:
 
 
 def has_gpus() -> bool:
-    """Whether the cluster has any GPU."""
+    """Report whether the cluster has any GPU."""
     return bool(ray.cluster_resources().get("GPU", 0) > 0)
 
 
@@ -113,29 +119,10 @@ def _end() -> None:
         _own.shutdown()
 
 
-def _refuse_what_never_starts(name: str, options: dict[str, Any]) -> None:
-    """Say at once what Ray would wait for without a word, where nobody adds nodes.
-
-    Raises:
-        ConfigError: The slots are not there, or others hold them.
-    """
-    if _own is not None and not os.environ.get(ADDRESS):
-        each = Resources(
-            cpus=options.get("num_cpus", 1),  # Ray's own rule for where an actor may start
-            gpus=options.get("num_gpus") or 0,
-            others=options.get("resources") or {},
-        )
-        _nodes_with_room(_own, name, each, groups=1, size=1)
-
-
 def _nodes_with_room(
     cluster: RayCluster, role: str, each: Resources, *, groups: int, size: int
 ) -> list[str]:
-    """The node of each worker of several groups; waits for what is just being given back.
-
-    Raises:
-        ConfigError: There is no room; the message says what is free and who holds the rest.
-    """
+    # The node of each worker of several groups; waits for resources that are just being released.
     deadline = time.monotonic() + SETTLING
     while True:
         states = cluster.nodes()
@@ -150,7 +137,7 @@ def _nodes_with_room(
 
 
 def assign_nodes(rooms: Sequence[int], groups: int, size: int) -> list[int] | None:
-    """The node of each worker of several groups; None where there is no room.
+    """Assign a node to each worker of several groups; None where there is no room.
 
     Args:
         rooms: For how many workers each node has room.
@@ -167,10 +154,10 @@ def assign_nodes(rooms: Sequence[int], groups: int, size: int) -> list[int] | No
 
 
 class GroupBeside(RayGroup):
-    """A group of workers that an actor has beside itself, on the cluster that it is on.
+    """A group of workers that an actor starts, on the cluster that it is on.
 
-    Slots that are reserved are a run's, and would be lost to it when the actor is killed. These are
-    taken: they are free as soon as the workers are gone, and those go with the actor.
+    Reserved slots are a run's, and would be lost to it when the actor is killed. These are not
+    reserved: they are free as soon as the workers end, and those end with the actor.
     """
 
     def __init__(
@@ -183,11 +170,11 @@ class GroupBeside(RayGroup):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Make the workers; see `RayGroup`.
+        """Start the workers, as `RayGroup` does.
 
         Args:
-            role: What they are.
-            each: What each takes.
+            role: Role of the workers.
+            each: Resources of each worker.
             groups: Groups whose workers are to share a node.
             size: Workers of each.
             worker_class: A class that every node can import.
@@ -208,9 +195,9 @@ class GroupBeside(RayGroup):
 
 
 class SpreadGroup(RayGroup):
-    """A group of one without a slot. Several are spread over the nodes, as evenly as Ray can.
+    """A group of one worker without a slot; several are spread evenly over the nodes.
 
-    What takes the place of one that was lost may be on another node than it was.
+    The replacement of a lost worker may be on another node.
     """
 
     def __init__(
@@ -221,11 +208,11 @@ class SpreadGroup(RayGroup):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Make the worker; see `RayGroup`.
+        """Start the worker, as `RayGroup` does.
 
         Args:
-            role: What it is.
-            each: What it takes; not nothing, or Ray would put it anywhere.
+            role: Role of the worker.
+            each: Resources of the worker; never none, as Ray would place it anywhere.
             worker_class: A class that every node can import.
             args: For the class.
             kwargs: Likewise.
@@ -243,14 +230,14 @@ class SpreadGroup(RayGroup):
 
 
 class Holder:
-    """The actor: it holds the object, or the reason why there is none."""
+    """The actor: it holds the object, or the error of making it."""
 
     def __init__(self, payload: bytes, paths: list[str]) -> None:
         """Make the object.
 
         Args:
-            payload: What makes it, and the arguments.
-            paths: Where whoever asked for it looks for modules.
+            payload: Pickled factory and arguments.
+            paths: Module search path of the process that asked for it.
         """
         sys.path += [path for path in paths if path not in sys.path]
         if not ray.get_gpu_ids():
@@ -269,7 +256,7 @@ class Holder:
 
 
 def _actor_class(held: type) -> type[Holder]:
-    """A holder with the public methods of a class, except those that the class itself answers."""
+    # A holder with the public methods of a class, except those that the class itself answers.
     methods = {
         name: _forwarded(name)
         for name in dir(held)

@@ -1,4 +1,4 @@
-"""A Ray cluster, and slots that are reserved on it.
+"""Ray clusters, and slots that are reserved on them.
 
 Only this, `ray_group.py`, `ray_node_group.py` and `ray_actor.py` import Ray.
 """
@@ -48,27 +48,27 @@ except ImportError as error:
     raise MissingDependencyError.of("ray", extra="ray", purpose="more than one worker") from error
 
 KNOCKING = 5.0
-"""Seconds that a cluster that runs already has to answer."""
+"""Seconds for a running cluster to answer."""
 NOTICING = 60.0
-"""Seconds that Ray has to notice that a node is gone."""
+"""Seconds for Ray to notice that a node is gone."""
 ANSWERING = 3.0
-"""Seconds that a node has to take a connection."""
+"""Seconds for a node to accept a connection."""
 START_ATTEMPTS = 2
-"""How often a cluster on this machine is started, where the machine is too busy for Ray."""
+"""Attempts to start a cluster on this machine, which may be too busy for Ray."""
 
 
 _log = logging.getLogger(__name__)
 
 
 class RayCluster:
-    """A Ray cluster that this process uses: its own, or one that runs already.
+    """A Ray cluster that this process uses: its own, or a running one.
 
     Its own has no dashboard, keeps its files in a folder that goes with it, and ends with this
     process; where that is killed, workers and servers end within seconds, Ray's two agents
-    within about a minute, and the folder stays. On Linux Ray listens on all interfaces whatever
-    it is told, so the cluster answers only to a token, made for it alone and known to this
-    process and its children (or to the user's, where RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH is
-    set). A cluster that runs already is used with the token that the user has for it.
+    within about a minute, and the folder stays. On Linux Ray listens on all interfaces whatever it
+    is configured to, so the cluster answers only to a token, made for it alone and known to this
+    process and its children (or to the user's, where RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH is set).
+    A cluster that runs already is used with the token that the user has for it.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class RayCluster:
         """Start a cluster on this machine, or connect to one.
 
         Args:
-            address: Of a cluster that runs, e.g. `auto`; None: start one, or use the one that
+            address: Address of a running cluster, e.g. `auto`; None: start one, or use the one that
                 this process is already connected to.
             cpus: Slots for CPU workers of a cluster that is started; None: the cores.
-            gpus: The same for GPUs; None: those there are.
+            gpus: Number of GPU slots; None: the GPUs of the machine.
             object_store_bytes: Shared memory of a cluster that is started; None: Ray's choice.
 
         Raises:
@@ -153,7 +153,7 @@ class RayCluster:
                     raise
 
     def nodes(self) -> list[NodeState]:
-        """The nodes that are alive, the head first, then by address."""
+        """List the nodes that are alive, the head first, then by address."""
         alive = [node for node in ray.nodes() if node["Alive"]]
         alive.sort(
             key=lambda node: (
@@ -179,27 +179,29 @@ class RayCluster:
     def wait_until_settled(self, limit: float = NOTICING) -> None:
         """Wait until every node that Ray lists answers.
 
-        A node that has died is listed among the living until Ray has missed its health checks,
-        which takes some twenty seconds. What is placed there meanwhile is never placed.
+        Ray lists a dead node as alive until its health checks fail, which takes some twenty
+        seconds. Workers placed there meanwhile never start.
 
         Args:
             limit: Seconds at most; after that it goes on with the nodes that Ray lists.
         """
         deadline = time.monotonic() + limit
-        is_told = False
+        is_logged = False
         while silent := [node for node in ray.nodes() if node["Alive"] and not _answers(node)]:
-            names = ", ".join(sorted(f"{_short(node)}" for node in silent))
+            names = ", ".join(
+                sorted(f"node {n['NodeID'][:8]} ({n['NodeManagerAddress']})" for n in silent)
+            )
             if time.monotonic() > deadline:
                 _log.warning("%s: Ray lists it, and it does not answer", names)
                 return
-            if not is_told:
+            if not is_logged:
                 _log.warning(
                     "%s does not answer; waiting %.0f s at most for Ray to notice, or for it to "
                     "come back",
                     names,
                     limit,
                 )
-                is_told = True
+                is_logged = True
             time.sleep(0.5)
 
     def reserve(
@@ -211,10 +213,10 @@ class RayCluster:
         nodes: Sequence[int] | None = None,
         patience: float | None = None,
     ) -> Reservation:
-        """Set slots aside, before anything is loaded into them.
+        """Reserve slots before anything is loaded into them.
 
         Args:
-            role: Who they are for.
+            role: Role that they are for.
             workers: How many slots.
             each: Size of a slot.
             nodes: Index into `nodes()` for each rank; None: as close together as possible.
@@ -277,7 +279,7 @@ class RayCluster:
         return reservation
 
     def shutdown(self) -> None:
-        """Give all slots back, with whatever runs in them; end the cluster if it is our own."""
+        """Release all slots and end everything in them; end the cluster if it is our own."""
         if not self._is_open:
             return
         self._is_open = False
@@ -306,7 +308,7 @@ class RayCluster:
 
 @dataclass(kw_only=True)
 class Reservation:
-    """Slots of a cluster, one per rank. They outlive the groups that run in them."""
+    """The reserved slots of a cluster, one per rank. They outlive the groups that run in them."""
 
     role: str
     each: Resources
@@ -315,13 +317,13 @@ class Reservation:
     node_ids: list[str]
     """The node of each rank."""
     bundles: list[int]
-    """Which of the placement group's is each rank's."""
+    """Bundle of the placement group, of each rank."""
     share: float = 1.0
     """Part of each slot; groups of other roles have the rest."""
     devices: list[str] | None = None
-    """The GPUs of each rank, as CUDA_VISIBLE_DEVICES has them; None: nobody has asked."""
+    """GPUs of each rank, as in CUDA_VISIBLE_DEVICES; None: not yet determined."""
     slots_each: int = 1
-    """Slots of a rank; the process is in the first, and has the GPUs of all."""
+    """Slots of a rank; its process is in the first, and has the GPUs of all."""
 
     @property
     def size(self) -> int:
@@ -329,11 +331,11 @@ class Reservation:
         return len(self.node_ids)
 
     def part(self, role: str, ranks: Sequence[int], *, share: float | None = None) -> Reservation:
-        """Some of the slots, or a share of them, for a role; they are given back with the rest.
+        """Take some of the slots, or a share of them, for a role; they are released with the rest.
 
         Args:
-            role: Who they are for.
-            ranks: Of this reservation, in the order of those of the new one.
+            role: Role that they are for.
+            ranks: Ranks of this reservation, in the order of the new one.
             share: Part of each slot; None: as much as this reservation has.
         """
         return replace(
@@ -346,10 +348,9 @@ class Reservation:
         )
 
     def joined(self, slots_each: int) -> Reservation:
-        """The same slots for fewer ranks, each with so many that are neighbours here.
+        """Join neighbouring slots: fewer ranks with `slots_each` slots each.
 
-        A rank's one process may start others, which compute in its other slots: nobody else has
-        those, for they stay reserved.
+        A rank's process may start others that compute in its other slots, which stay reserved.
 
         Raises:
             ConfigError: They do not divide, or slots of a rank are on several nodes.
@@ -370,13 +371,13 @@ class Reservation:
         )
 
     def release(self) -> None:
-        """Give the slots back, with all parts of them; what runs there is killed. Idempotent."""
+        """Release the slots, with all parts of them; processes in them are killed. Idempotent."""
         with suppress(RayError):
             remove_placement_group(self.group)
 
 
 def _answers(node: Mapping[str, Any]) -> bool:
-    """Whether the process of Ray's on a node takes connections."""
+    # The process of Ray's on a node accepts connections.
     try:
         address = (node["NodeManagerAddress"], node["NodeManagerPort"])
         socket.create_connection(address, timeout=ANSWERING).close()
@@ -385,12 +386,8 @@ def _answers(node: Mapping[str, Any]) -> bool:
     return True
 
 
-def _short(node: Mapping[str, Any]) -> str:
-    return f"node {node['NodeID'][:8]} ({node['NodeManagerAddress']})"
-
-
 def is_connected() -> bool:
-    """Whether this process uses a cluster already; a new `RayCluster` without address is that."""
+    """Report whether this process uses a cluster, which a new `RayCluster` would then use."""
     return bool(ray.is_initialized())
 
 
@@ -399,7 +396,7 @@ _NAME = "laurel:"
 
 
 def _held_by_role() -> dict[str, dict[str, dict[str, float]]]:
-    """Node -> role -> resource -> amount, of all placement groups of the cluster."""
+    # Node -> role -> resource -> amount, of all placement groups of the cluster.
     held: dict[str, dict[str, dict[str, float]]] = {}
     for entry in placement_group_table().values():
         if entry["state"] != "CREATED":
@@ -413,7 +410,7 @@ def _held_by_role() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def _labels(node: Mapping[str, Any]) -> frozenset[str]:
-    """Those that somebody gave the node, or that tell what it is; its own number is none."""
+    # Ray gives each node a label with its own number, which identifies no property.
     labels = node.get("Labels", {}).items()
     return frozenset(f"{key}={value}" for key, value in labels if key != "ray.io/node-id")
 
@@ -421,7 +418,7 @@ def _labels(node: Mapping[str, Any]) -> frozenset[str]:
 def _in_device_order(
     group: Any, node_ids: Sequence[str], gpus: float
 ) -> tuple[list[int], list[str]]:
-    """The bundles of each node in the order of the GPUs that Ray gave them, and those GPUs."""
+    # Ray numbers the bundles of a node in any order; ranks follow the order of GPUs.
     asking = [
         ray.remote(_gpus)
         .options(
@@ -445,7 +442,7 @@ def _in_device_order(
 
 
 def _gpus() -> list[tuple[int, str]]:
-    """Numbers of the GPUs that this process has, so that they sort."""
+    # As numbers, so that they sort.
     return sorted((len(str(number)), str(number)) for number in ray.get_gpu_ids())
 
 
@@ -457,7 +454,7 @@ def _role_of(name: str) -> str:
 
 @contextmanager
 def _kept_signals() -> Iterator[None]:
-    """Ray takes SIGTERM for itself; Laurel's own handling of it goes on."""
+    # Ray takes SIGTERM for itself; Laurel's own handler stays.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -473,18 +470,18 @@ def _kept_signals() -> Iterator[None]:
 
 
 def in_a_thread_that_stays(start: Callable[[], None], *, until: threading.Event) -> None:
-    """Start processes that are to live longer than the calling thread.
+    """Start processes that outlive the calling thread.
 
-    On Linux, Ray has its processes killed when the thread that started them ends, and a process
-    whose cluster is gone is ended by Ray a minute later, without a word. The main thread lasts as
-    long as the process; for any other, one that waits stands in.
+    On Linux, Ray has its processes killed when the thread that started them ends, and Ray ends a
+    process whose cluster is gone a minute later, without a message. The main thread lasts as long
+    as the process; for any other, one that waits stands in.
 
     Args:
         start: Starts them.
         until: Set when they are needed no more.
 
     Raises:
-        BaseException: What `start` raised.
+        BaseException: Any exception of `start`.
     """
     if threading.current_thread() is threading.main_thread():
         start()
@@ -508,8 +505,10 @@ def in_a_thread_that_stays(start: Callable[[], None], *, until: threading.Event)
 
 
 def end_those_of(folder: str) -> None:
-    """End processes that this one has started for a cluster that did not come up, and that Ray
-    would keep to the end: those with the cluster's folder in their command line."""
+    """Kill the processes of a cluster that did not come up; Ray would keep them.
+
+    They have the cluster's folder in their command line.
+    """
     psutil: Any = importlib.import_module("psutil")
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):

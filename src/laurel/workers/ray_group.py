@@ -39,9 +39,9 @@ from laurel.workers.worker_actor import Packed, WorkerActor, package_versions
 _log = logging.getLogger(__name__)
 
 BLAMING = 10.0
-"""Seconds that the others have to end, after one of them raised."""
+"""Seconds for the other workers to end after one of them raised."""
 ENDING = 10.0
-"""Seconds that a process has to end by itself."""
+"""Seconds for a process to end by itself."""
 SEPARATE_BYTES = 4096
 """Arrays of at least this size travel beside the pickle of their call."""
 _ARRAY_DTYPES = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64)
@@ -62,7 +62,7 @@ class RayGroup(GroupCalls):
         blaming: float = BLAMING,
         **kwargs: Any,
     ) -> None:
-        """Make the workers: `worker_class(place, *args, **kwargs)` in every slot.
+        """Make a worker `worker_class(place, *args, **kwargs)` in every slot.
 
         Args:
             reservation: The slots, or shares of them; its role is the group's.
@@ -116,8 +116,17 @@ class RayGroup(GroupCalls):
     def _build(self, reservation: Reservation, payload: bytes) -> None:
         about = self._collect(dict(enumerate(s.about.remote() for s in self._actors)), "", None)
         self._pids = [pid for pid, _ in about]
-        self._node_ids = [_node_of(actor) for actor in self._actors]
-        self._check_versions([found for _, found in about])
+        self._node_ids = [
+            str(ray_state.actor_table(actor._actor_id.hex())["Address"]["NodeID"])
+            for actor in self._actors
+        ]
+        mine = package_versions()
+        for rank, (_, theirs) in enumerate(about):
+            if theirs != mine:
+                raise ConfigError(
+                    f"{self.role} rank {rank} runs on a node with {theirs}; here it is {mine}. "
+                    "Install the same versions on every node"
+                )
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         several = len(set(self._node_ids)) > 1
         master = addresses[self._node_ids[0]] if several else LOOPBACK
@@ -144,24 +153,11 @@ class RayGroup(GroupCalls):
             making[rank] = actor.build.remote(sent, place, environment)
         self._collect(making, "", None)
 
-    def _check_versions(self, found: list[dict[str, str]]) -> None:
-        mine = package_versions()
-        for rank, theirs in enumerate(found):
-            if theirs != mine:
-                raise ConfigError(
-                    f"{self.role} rank {rank} runs on a node with {theirs}; here it is {mine}. "
-                    "Install the same versions on every node"
-                )
-
     def _submit(self, calls: Mapping[int, WorkerCall]) -> _RayPending:
         self._check_open()
-        sent = sent_once(calls, self._put)
+        sent = sent_once(calls, ray.put)
         refs = {rank: self._actors[rank].run.remote(*sent[rank]) for rank in calls}
         return _RayPending(self, refs, next(iter(calls.values())).method)
-
-    def _put(self, value: Any) -> Any:
-        """A value of `Shared` where all workers find it, arrays without another copy of each."""
-        return ray.put(value)
 
     def _check_open(self) -> None:
         if self._failure is not None:
@@ -170,7 +166,7 @@ class RayGroup(GroupCalls):
             raise WorkerError(f"{self.role}: the group has been shut down", role=self.role)
 
     def _collect(self, refs: Mapping[int, Any], method: str, timeout: float | None) -> list[Any]:
-        """The results in the order of the ranks, or one error for all that went wrong."""
+        # The results in the order of the ranks, or one error for all failures.
         limit = self._limit if timeout is None else timeout
         deadline = time.monotonic() + limit
         waiting = {ref: rank for rank, ref in refs.items()}
@@ -214,11 +210,11 @@ class RayGroup(GroupCalls):
         return f"{where}node {self._node_ids[rank][:8]} is gone ({detail})"
 
     def alive(self) -> list[bool]:
-        """See `WorkerGroup.alive`."""
+        """Report for each rank whether its process lives."""
         return [self._is_open and _state(actor) not in ("DEAD", "") for actor in self._actors]
 
     def shutdown(self) -> None:
-        """See `WorkerGroup.shutdown`. The slots stay reserved."""
+        """Shut every worker down. The slots stay reserved."""
         if not self._is_open:
             return
         self._is_open = False
@@ -240,7 +236,7 @@ class RayGroup(GroupCalls):
         self._wait_gone(ENDING)
 
     def _wait_gone(self, limit: float) -> bool:
-        """Whether all actors are dead, and their processes where they are on this machine."""
+        # Processes are checked where they are on this machine.
         here = ray.util.get_node_ip_address()
         near = {n["NodeID"] for n in ray.nodes() if n["NodeManagerAddress"] == here}
         pids = [p for p, node in zip(self._pids, self._node_ids, strict=False) if node in near]
@@ -304,8 +300,6 @@ def _packed(value: Any) -> Packed:
 
 
 class _RayPending:
-    """Work that is under way in actors."""
-
     def __init__(self, group: RayGroup, refs: dict[int, Any], method: str) -> None:
         self._group = group
         self._refs = refs
@@ -334,7 +328,7 @@ class _RayPending:
 
 
 def _devices(reservation: Reservation, rank: int) -> dict[str, str]:
-    """What a process has to be told of the GPUs that are its own: Ray knows those of one slot."""
+    # Ray knows the GPUs of one slot; a process may own those of several.
     if not reservation.each.gpus:
         return {"CUDA_VISIBLE_DEVICES": ""}
     if reservation.slots_each == 1:
@@ -344,13 +338,8 @@ def _devices(reservation: Reservation, rank: int) -> dict[str, str]:
 
 
 def _state(actor: Any) -> str:
-    """The actor's state as the cluster knows it, '' where it has forgotten it."""
+    # '' where the cluster has forgotten the actor.
     return str(ray_state.actor_table(actor._actor_id.hex()).get("State", ""))
-
-
-def _node_of(actor: Any) -> str:
-    """The id of the node of an actor that has answered."""
-    return str(ray_state.actor_table(actor._actor_id.hex())["Address"]["NodeID"])
 
 
 def _runs(pid: int) -> bool:
@@ -374,10 +363,10 @@ except ImportError as error:
 
 
 class NodeGroup(RayGroup):
-    """A group of one without a slot, on one node and on no other.
+    """A group of one worker without a slot, bound to one node.
 
-    Its worker's methods may run side by side, unlike those of other groups, and in any order. Any
-    thread may ask for them; whoever does must have ended before the cluster is left.
+    Its worker's methods may run concurrently, unlike those of other groups, and in any order. Any
+    thread may call them; all calls must have ended before the cluster is left.
     """
 
     def __init__(
@@ -390,11 +379,11 @@ class NodeGroup(RayGroup):
         limit: float,
         **kwargs: Any,
     ) -> None:
-        """Make the worker; see `RayGroup`.
+        """Start the worker, as `RayGroup` does.
 
         Args:
-            role: What it is.
-            node_id: Where.
+            role: Role of the worker.
+            node_id: Id of the node.
             worker_class: A class that the node can import.
             args: For the class.
             at_a_time: Calls that may run at a time; more wait.
@@ -424,17 +413,23 @@ class NodeGroup(RayGroup):
         )
         return options.remote(rank, sys.path)
 
+    def _strategy(self, reservation: Reservation, rank: int) -> Any:
+        return PlacementGroupSchedulingStrategy(
+            placement_group=reservation.group,
+            placement_group_bundle_index=reservation.bundles[rank],
+        )
+
 
 def is_on_the_only_node() -> bool:
-    """Whether there is one node to work on, and this process is on it."""
+    """Report whether there is only one node to work on, and this process is on it."""
     return [state.id for state in nodes_to_work_on()] == [ray.get_runtime_context().get_node_id()]
 
 
 def nodes_to_work_on() -> list[NodeState]:
-    """The nodes that are alive, the head first.
+    """List the nodes that are alive, the head first.
 
-    One that was started without CPUs is to be left alone, as the head of a large cluster is; where
-    that is said of all of them, none is left out.
+    Nodes without CPUs are left out, such as the head of a large cluster; where no node has any,
+    none is left out.
     """
     states = RayCluster().nodes()
     return [state for state in states if state.total.get("CPU")] or states

@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other for torch.distributed."""
+"""The rendezvous of a group's ranks for torch.distributed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where a worker stands in its group: the first argument that its class is made with."""
+    """A worker's rank and addresses in its group: the first argument of its class."""
 
     role: str
     rank: int = 0
@@ -29,14 +29,14 @@ class RankPlace:
     """Index of its device among those that it sees (0 where it sees only its own)."""
     master_address: str = LOOPBACK
     master_port: int = 0
-    """0 where there is nobody to meet."""
+    """Port of the master; 0 where there is no other rank."""
     listener: int | None = None
-    """In the process of rank 0: descriptor of the socket that is bound to the master port."""
+    """Descriptor of the socket bound to the master port, in the process of rank 0."""
     host: str = LOOPBACK
-    """Address of its machine for those of other groups; that of the master is for its own."""
+    """Address of its machine for other groups; the master's address is for its own."""
 
     def environment(self) -> dict[str, str]:
-        """The same as the environment variables that libraries for torchrun read."""
+        """Convert it to the environment variables that libraries for torchrun read."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -47,9 +47,9 @@ class RankPlace:
 
 
 def bind_master(address: str = LOOPBACK) -> tuple[int, int]:
-    """A free port at an address of this machine, and the socket that keeps it.
+    """Bind a free port at an address of this machine; return it with its socket.
 
-    The port is held from here until rank 0 serves on it, so nobody can take it in between.
+    The port is held until rank 0 serves on it, so no other process can take it.
 
     Returns:
         The port, and the descriptor of the bound socket. Who calls owns the descriptor.
@@ -64,7 +64,7 @@ def bind_master(address: str = LOOPBACK) -> tuple[int, int]:
     except OSError as error:
         holder.close()
         raise ConfigError(
-            f"no port can be had at {address} ({error.strerror}): "
+            f"no port can be bound at {address} ({error.strerror}): "
             "give an address of the node that rank 0 runs on"
         ) from error
     port = int(holder.getsockname()[1])
@@ -74,14 +74,13 @@ def bind_master(address: str = LOOPBACK) -> tuple[int, int]:
 def join(
     place: RankPlace, device: torch.device | str = "cpu", *, timeout: timedelta = COLLECTIVE_TIMEOUT
 ) -> None:
-    """Set up torch.distributed among the ranks of the group: gloo, and NCCL where devices are GPUs.
+    """Set up torch.distributed among the ranks: gloo, and NCCL where devices are GPUs.
 
-    Every rank must call it; it returns when all have. A world of one meets nobody and opens no
-    port.
+    Every rank must call it; it returns when all have. A world of one opens no port.
 
     Args:
-        place: As the worker was given it.
-        device: What the worker computes on.
+        place: Place of the worker.
+        device: Device of the worker.
         timeout: Limit of each collective. The group has its own, usually shorter, limits.
     """
     import torch
@@ -109,10 +108,10 @@ def join(
 
 
 def store_of(place: RankPlace, *, timeout: timedelta) -> Any:
-    """Where the ranks of a group leave word for each other; rank 0 holds it.
+    """Open the key-value store of a group's ranks; rank 0 holds it.
 
     Args:
-        place: Of this process in the group.
+        place: Place of this process in the group.
         timeout: Limit of reaching rank 0, and of waiting for a word.
     """
     import torch.distributed as dist
@@ -131,14 +130,14 @@ def store_of(place: RankPlace, *, timeout: timedelta) -> Any:
 
 
 def leave() -> None:
-    """Take torch.distributed down in this process. Idempotent."""
-    # Whoever has joined has it loaded; to load it takes seconds.
+    """Shut torch.distributed down in this process. Idempotent."""
+    # A process that has joined has it loaded; loading takes seconds.
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def loopback_interface() -> str:
-    """Name of the network interface that only this machine sees (`lo` on Linux)."""
+    """Name the loopback network interface (`lo` on Linux)."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), "lo")

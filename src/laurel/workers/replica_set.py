@@ -1,4 +1,4 @@
-"""Equal processes that share calls, of which any may die, hang or be ended."""
+"""Equal processes that share calls, any of which may die or hang."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ R = TypeVar("R")
 
 
 class TakesDownError(WorkerError):
-    """A call that several replicas, one after the other, were lost with: it may be why."""
+    """Raised for a call with which several replicas were lost in turn: it may be the cause."""
 
 
 def is_lost(value: object, error: Exception) -> bool:
-    """Whether the error of a call means that the process behind `value` is gone."""
+    """Report whether the error of a call means that the process behind `value` is gone."""
     return isinstance(error, WorkerError) and error.is_lost
 
 
 class ReplicaSet(Supervisor[T]):
-    """Gives each call to a replica that is free; one that is lost is started again meanwhile.
+    """A set of replicas: each call goes to a free one, and lost ones are restarted.
 
     A call that was lost with its replica goes to another one, so calls may be made twice and must
     change nothing. A replica has one call at a time.
@@ -43,25 +43,25 @@ class ReplicaSet(Supervisor[T]):
         ping: Callable[[T], str | None] | None = None,
         ping_seconds: float = 0.25,
     ) -> None:
-        """Start all of them; see `Supervisor` for what is not said here.
+        """Start all replicas; parameters not listed here are those of `Supervisor`.
 
         Args:
-            make: See there.
+            make: Starts a replica by its number.
             number: At least one.
-            name: What they are called, before their number.
-            end: See there.
-            restarts: See there.
+            name: Name of the replicas, before their number.
+            end: Ends a replica.
+            restarts: Budget of restarts.
             is_lost: Whether what a call raised means that its replica is lost.
             most_losses: Replicas that one call may be lost with before it is refused; None: any.
-            ping: What a replica has died of, None where it lives; asked of those that have nothing
-                to do, so that they are there again when they are needed. None: not asked.
+            ping: Cause of a replica's death, None where it lives; called for those that have
+                nothing to do, so that they are there again when they are needed. None: not asked.
             ping_seconds: How often.
 
         Raises:
-            Exception: See there.
+            Exception: The first failure to start one.
         """
         self.failure: WorkerError | None = None
-        """Why nobody can be asked any more."""
+        """Why no replica can be called any more."""
         self._is_lost = is_lost
         self._most_losses = most_losses
         self._new: Callable[[T], None] | None = None
@@ -74,14 +74,14 @@ class ReplicaSet(Supervisor[T]):
 
     @property
     def num_ready(self) -> int:
-        """How many are there now."""
+        """Number of replicas that are running now."""
         return sum(replica.state == "ready" for replica in self.replicas)
 
     def call(self, work: Callable[[T], R], *, proves: bool = True) -> R:
-        """What `work` makes of a replica that is free; waits for one.
+        """Run `work` on a free replica; waits for one.
 
         Args:
-            work: What to do.
+            work: Function of the replica.
             proves: Whether a replica that has done it works, and may be started again when it fails
                 once more as it did before.
 
@@ -89,7 +89,7 @@ class ReplicaSet(Supervisor[T]):
             TakesDownError: Too many were lost with it.
             WorkerError: No replica is left.
             EngineError: All have been ended.
-            Exception: What `work` raised for another reason than a loss.
+            Exception: An exception of `work` that is no loss.
         """
         losses = 0
         while True:
@@ -117,21 +117,21 @@ class ReplicaSet(Supervisor[T]):
                 return found
 
     def each(self, work: Callable[[T], None], *, new: Callable[[T], None] | None) -> None:
-        """Do something to every replica that is left, between its calls.
+        """Run a function on every remaining replica, between its calls.
 
         Args:
-            work: What. One that is lost by it is started again.
-            new: What is done from now on to those that are started again.
+            work: Function of the replica. A replica that it loses is restarted.
+            new: Function that is run from now on with restarted replicas.
 
         Raises:
-            Exception: What `work` raised first for another reason than a loss.
+            Exception: The first exception of `work` that is no loss.
         """
         errors: list[Exception] = []
         with self._changed:
             self._new = new
             as_they_are = [(replica, replica.value) for replica in self.replicas]
         for replica, value in as_they_are:
-            # One that was started meanwhile has been told by whoever started it.
+            # One that was started meanwhile has run it in its start.
             if self._take_this(replica) and replica.value is value:
                 try:
                     work(value)
@@ -148,7 +148,7 @@ class ReplicaSet(Supervisor[T]):
             raise errors[0]
 
     def _lost(self, replica: Replica[T], failure: Exception) -> None:
-        """Begin to start a replica again; whoever calls has taken it."""
+        # The caller has taken the replica.
         with self._changed:
             replica.state = "starting"
             replica.is_busy = False
@@ -161,10 +161,13 @@ class ReplicaSet(Supervisor[T]):
     # ------------------------------------------------------------------------- whose turn it is
 
     def _take(self) -> Replica[T]:
-        """The replica that has done least, of those that are free."""
+        # The free replica that has done the fewest calls.
         with self._changed:
             while True:
-                self._check_open()
+                if self.failure is not None:
+                    raise again(self.failure) from self.failure.__cause__
+                if self.is_closed:
+                    raise self._ended()
                 free = [r for r in self.replicas if r.state == "ready" and not r.is_busy]
                 if free:
                     chosen = min(free, key=lambda replica: replica.num_done)
@@ -173,7 +176,7 @@ class ReplicaSet(Supervisor[T]):
                 self._changed.wait()
 
     def _take_this(self, replica: Replica[T]) -> bool:
-        """Wait for a replica; False where it is gone."""
+        # False where the replica is gone.
         with self._changed:
             while not self.is_closed and replica.state != "gone":
                 if replica.state == "ready" and not replica.is_busy:
@@ -186,12 +189,6 @@ class ReplicaSet(Supervisor[T]):
         with self._changed:
             replica.is_busy = False
             self._changed.notify_all()
-
-    def _check_open(self) -> None:
-        if self.failure is not None:
-            raise again(self.failure) from self.failure.__cause__
-        if self.is_closed:
-            raise self._ended()
 
     def _ended(self) -> EngineError:
         return EngineError(f"{self.replicas[0].name} has been shut down")

@@ -1,6 +1,6 @@
-"""What workers need of a cluster, whether it has it, and who holds what is not free.
+"""The resources that workers need, the shortfall of a cluster, and who holds the rest.
 
-Arithmetic only: whoever runs the cluster says what its nodes have.
+Arithmetic only: `ray_cluster` supplies the state of the nodes.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 SLACK = 1e-4
-"""Clusters count in ten-thousandths."""
+"""Tolerance: clusters count in ten-thousandths."""
 SETTLING = 5.0
-"""Seconds to wait for what others are just giving back."""
+"""Seconds to wait for resources that are just being released."""
 PLACING = 60.0
-"""Seconds to wait for a cluster to place what it has room for."""
+"""Seconds to wait for a cluster to place workers that it has room for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What one worker needs."""
+    """The resources of one worker."""
 
     cpus: float = 1
     gpus: float = 0
     others: Mapping[str, float] = field(default_factory=dict)
-    """Resources with names that the nodes of a cluster were given."""
+    """Custom resources of the cluster's nodes, by name."""
 
     def amounts(self) -> dict[str, float]:
-        """Each that is not zero, by the name that the cluster has for it."""
+        """List the resources that are not zero, by the cluster's names."""
         named = {"CPU": self.cpus, "GPU": self.gpus, **self.others}
         return {name: float(amount) for name, amount in named.items() if amount}
 
@@ -37,28 +37,28 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """A node: what it has, what is free, and what the reservations on it hold."""
+    """A node: its resources, those that are free, and the reservations on it."""
 
     id: str
     address: str
     total: Mapping[str, float]
     free: Mapping[str, float]
     held: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Role -> what it has reserved here."""
+    """Reserved resources by role."""
     labels: frozenset[str] = frozenset()
-    """`key=value`."""
+    """Labels as `key=value`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeNeed:
-    """What a node of a plan must have."""
+    """The requirements of one node of a plan."""
 
     slots: int
     labels: frozenset[str] = frozenset()
 
 
 def room(each: Resources, amounts: Mapping[str, float]) -> int:
-    """How many workers there is room for."""
+    """Count the workers that there is room for."""
     needs = each.amounts()
     if not needs:
         return 2**31
@@ -74,11 +74,11 @@ def shortfall(
     *,
     nodes: Sequence[int] | None = None,
 ) -> str | None:
-    """Why the workers do not fit into the nodes; None where they do.
+    """Explain why the workers do not fit into the nodes; None where they do.
 
     Args:
         workers: How many.
-        each: What each needs.
+        each: Resources of each worker.
         rooms: For how many of them each node has room.
         nodes: Index of the node of each rank; None where any will do.
     """
@@ -97,12 +97,12 @@ def shortfall(
 def match(
     needs: Sequence[NodeNeed], rooms: Sequence[int], labels: Sequence[frozenset[str]]
 ) -> dict[int, int]:
-    """As many needs as possible with a node each that has room and the labels, the first that do.
+    """Match as many needs as possible with nodes that have room and the labels, earlier ones first.
 
     Args:
-        needs: Of the nodes of a plan.
+        needs: Requirements of the nodes of a plan.
         rooms: Slots of each node.
-        labels: Of each node.
+        labels: Labels of each node.
 
     Returns:
         Index of the need -> index of the node; short where no assignment serves all.
@@ -129,7 +129,7 @@ def match(
 
 
 def _hand_over(free: int, first: int, came: Mapping[int, int], owner: dict[int, int]) -> None:
-    """Everybody on the way moves one node on."""
+    # Everybody on the augmenting path moves one node on.
     has = {need: node for node, need in owner.items()}
     node = free
     while True:
@@ -143,13 +143,13 @@ def _hand_over(free: int, first: int, came: Mapping[int, int], owner: dict[int, 
 def refusal(
     role: str, workers: int, each: Resources, states: Sequence[NodeState], why: str, *, busy: bool
 ) -> str:
-    """The message of a reservation that failed: what is free on each node and who holds the rest.
+    """Explain a failed reservation: the free resources of each node, and who holds the rest.
 
     Args:
-        role: Who asked.
+        role: Role that asked.
         workers: For how many workers.
-        each: What each needs.
-        states: Of all nodes.
+        each: Resources of each worker.
+        states: States of all nodes.
         why: From `shortfall`.
         busy: Whether it would fit, were the cluster empty.
     """

@@ -1,4 +1,4 @@
-"""A worker group of one, in a process of its own on this machine, where there is no Ray."""
+"""A worker group of one, in a process of its own on this machine, without Ray."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from laurel.workers.calls import (
 from laurel.workers.rendezvous import RankPlace
 
 ENDING = 10.0
-"""Seconds that a process has to end by itself."""
+"""Seconds for a process to end by itself."""
 
 
 class SpawnedGroup(GroupCalls):
-    """A `WorkerGroup` whose one worker lives in a process that this one starts.
+    """A `WorkerGroup` whose one worker lives in a process started by this one.
 
     The process ends with this one, however it ends: it reads from a pipe that this one holds.
     """
@@ -49,14 +49,14 @@ class SpawnedGroup(GroupCalls):
         local_rank: int = 0,
         **kwargs: Any,
     ) -> None:
-        """Start the process and make the worker: `worker_class(place, *args, **kwargs)`.
+        """Start the process and make the worker `worker_class(place, *args, **kwargs)`.
 
         Args:
-            role: What the worker is, for messages.
+            role: Role of the worker, for messages.
             worker_class: A class that can be imported.
             args: For the class.
             limit: Seconds until a call is late, where the call does not say.
-            cpu_threads: Of its arithmetic; None: one per core.
+            cpu_threads: Threads of its arithmetic; None: one per core.
             local_rank: Which GPU it takes, where there are any.
             kwargs: For the class.
 
@@ -116,17 +116,20 @@ class SpawnedGroup(GroupCalls):
         return self._ask("run", call.method, pickle.dumps((None, call)), *values)
 
     def _listen(self) -> None:
-        """Hand out answers until there are no more."""
         with suppress(EOFError, OSError):
             while True:
                 number, answer = self._pipe.recv()
                 with self._lock:
                     future = self._owed.pop(number)
-                future.set_result(_read(answer))
+                try:
+                    outcome: Outcome = pickle.loads(answer)
+                except Exception as error:  # an exception's class may want more than its text
+                    outcome = failure_of(error, rank=0)
+                future.set_result(outcome)
         self._give_up()
 
     def _give_up(self) -> None:
-        """Its process is gone: nothing that is owed will come."""
+        # The process is gone: no outstanding answer will come.
         with self._lock:
             owed, self._owed = self._owed, {}
         if owed:
@@ -138,11 +141,11 @@ class SpawnedGroup(GroupCalls):
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Process id of the worker."""
         return self._process.pid
 
     def death(self) -> str | None:
-        """How its process has ended; None where it lives."""
+        """Explain how the process ended; None where it lives."""
         status = self._process.poll()
         if status is None:
             return None
@@ -150,7 +153,7 @@ class SpawnedGroup(GroupCalls):
         return f"its process is gone ({how})"
 
     def taken(self, outcome: Outcome, method: str, *, limit: float) -> Any:
-        """What came of a call; raises where nothing did."""
+        """Return the result of a call, or raise its failure."""
         if isinstance(outcome, Success):
             return outcome.value
         error = error_of(self.role, 1, method, [outcome], limit=limit)
@@ -165,11 +168,11 @@ class SpawnedGroup(GroupCalls):
         return self._limit
 
     def alive(self) -> list[bool]:
-        """See `WorkerGroup.alive`."""
+        """Report whether the process lives."""
         return [self._is_open and self._process.poll() is None]
 
     def shutdown(self) -> None:
-        """See `WorkerGroup.shutdown`."""
+        """Shut the worker down and end its process. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
@@ -186,18 +189,7 @@ class SpawnedGroup(GroupCalls):
         self._give_up()
 
 
-def _read(answer: bytes) -> Outcome:
-    """An answer, whatever it is: the thread that listens must go on."""
-    try:
-        outcome: Outcome = pickle.loads(answer)
-    except Exception as error:  # of an exception's own class, say, which wants more than its text
-        return failure_of(error, rank=0)
-    return outcome
-
-
 class _Asked:
-    """A call that is under way, or over."""
-
     def __init__(self, group: SpawnedGroup, method: str, future: Future[Outcome]) -> None:
         self._group, self._method, self._future = group, method, future
 
@@ -218,7 +210,7 @@ class _Asked:
 
 
 def serve_calls(asked: Connection) -> None:
-    """Answer every call with its number; end with whoever asks."""
+    """Answer every call with its number; end with the process that asks."""
     from laurel.workers.worker_actor import WorkerActor
 
     calls: SimpleQueue[Any] = SimpleQueue()
@@ -227,7 +219,7 @@ def serve_calls(asked: Connection) -> None:
         with suppress(EOFError, OSError):
             while True:
                 calls.put(asked.recv())
-        os._exit(1)  # whoever asks is gone, in the middle of a call as well
+        os._exit(1)  # the process that asks is gone, perhaps in the middle of a call
 
     actor = WorkerActor(0, asked.recv())
     threading.Thread(target=listen, name="laurel-calls", daemon=True).start()

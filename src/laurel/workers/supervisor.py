@@ -1,4 +1,4 @@
-"""Replaceable processes: started, looked after, started again where they are lost, and ended."""
+"""The supervision of replaceable processes: starting, restarting and ending them."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 LAST_RESTART = 120.0
-"""Seconds that the end of all waits for a replica that is just being started."""
+"""Seconds that `close` waits for a replica that is just being started."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 
 
 class ReplicaLoss(NamedTuple):
-    """What became of a replica, and what is done about it."""
+    """The loss of a replica, and the reaction to it."""
 
     notice: str
     refused: str | None
-    """Why it is not started again; None: it is."""
+    """Why it is not restarted; None: it is."""
     pause: float = 0.0
-    """Seconds before it is started again."""
+    """Seconds before the restart."""
 
     def __str__(self) -> str:
         return self.notice if self.refused is None else f"{self.notice}; no restart: {self.refused}"
 
 
 class Restartable(Protocol):
-    """What a budget of restarts knows of a replica."""
+    """The state of a replica that a budget of restarts reads."""
 
     name: str
     last_failure: str | None
-    """Why it was started again, as long as it has done nothing since."""
+    """Reason of its restart, as long as it has done nothing since."""
 
 
 class Restarts:
-    """Allows restarts up to a number, and none of a replica that fails as it did before.
+    """A budget of restarts; a replica that fails twice in the same way is not restarted.
 
-    What fails in the same way when it has just been started is no accident. Any thread may ask.
+    A repeated failure right after a start is no accident. Thread-safe.
     """
 
     def __init__(self, most: int, say: Callable[[str], None] = _log.warning) -> None:
-        """Begin without a loss.
+        """Start without losses.
 
         Args:
             most: Restarts of all replicas together.
-            say: Told of every restart.
+            say: Reports every restart.
         """
         self.most = most
         self.say = say
@@ -61,11 +61,11 @@ class Restarts:
 
     @property
     def number(self) -> int:
-        """How many there have been."""
+        """Number of restarts so far."""
         return self._number
 
     def after(self, failure: BaseException, of: Restartable) -> ReplicaLoss:
-        """Count a loss, and say so where the replica may be started again."""
+        """Count a loss, and report it where the replica may be restarted."""
         # What follows the first line is about the end of a run, or a traceback.
         reason = str(failure).partition("\n")[0]
         notice = f"{of.name} was lost ({reason})"
@@ -83,18 +83,19 @@ class Restarts:
 
 
 class EndlessRestarts(Restarts):
-    """Allows any number of restarts of a replica that worked in between, for what runs for months.
+    """A budget without a total limit, for servers that run for months.
 
-    One that is lost so often in a row without having done anything is given up, after pauses.
+    A replica that is lost `most` times in a row without having done anything is not restarted;
+    pauses between its restarts grow.
     """
 
     def __init__(self, most: int, say: Callable[[str], None] = _log.warning) -> None:
-        """Begin without a loss; `most` is how often one may be lost in a row."""
+        """Start without losses; `most` is the limit of losses in a row."""
         super().__init__(most, say)
         self._in_a_row: dict[str, int] = {}
 
     def after(self, failure: BaseException, of: Restartable) -> ReplicaLoss:
-        """Count a loss, and say what is done about it."""
+        """Count a loss and decide on the restart."""
         reason = str(failure).partition("\n")[0]
         ended = re.search(r"signal \d+|exit code \d+", reason)
         notice = f"warning: {of.name} died ({ended[0] if ended else reason})"
@@ -103,7 +104,7 @@ class EndlessRestarts(Restarts):
             self._in_a_row[of.name] = losses
             of.last_failure = reason
             if losses > self.most:
-                return ReplicaLoss(notice, f"it died {losses} times and stays away")
+                return ReplicaLoss(notice, f"it died {losses} times in a row")
             self._number += 1
         self.say(f"{notice}; it is started again")
         pause = _FIRST_PAUSE * 2 ** (losses - 2) if losses > 1 else 0.0
@@ -111,27 +112,27 @@ class EndlessRestarts(Restarts):
 
 
 class Replica(Generic[T]):
-    """One of several equal processes, whichever process it is at the moment."""
+    """One of several equal processes; its process may be replaced."""
 
     value: T
-    """What speaks to the process."""
+    """Handle of the process."""
 
     def __init__(self, index: int, name: str) -> None:
-        """Begin without a process."""
+        """Create it without a process."""
         self.index = index
         self.name = name
         self.state: Literal["starting", "ready", "waiting", "gone"] = "starting"
         self.is_busy = False
         self.num_done = 0
-        """Calls that it has answered."""
+        """Number of calls that it has answered."""
         self.last_failure: str | None = None
-        """See `Restartable`."""
+        """Reason of its restart, as in `Restartable`."""
 
 
 class Supervisor(Generic[T]):
-    """Starts replicas, starts again those that are lost, as often as is allowed, and ends them.
+    """A supervisor that starts replicas, restarts lost ones within a budget, and ends them.
 
-    All methods may be called by any thread, and block.
+    All methods are thread-safe, and block.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Supervisor(Generic[T]):
         restarts: Restarts,
         bring_up: Callable[[T, int], str] = lambda value, index: "",
     ) -> None:
-        """Start all of them, at the same time.
+        """Start all replicas at the same time.
 
         Args:
             make: Starts the replica with this number; called again, when the one before has been
@@ -155,7 +156,8 @@ class Supervisor(Generic[T]):
                 said after "is back".
 
         Raises:
-            Exception: What `make` raised first, where one cannot be started; the others are ended.
+            Exception: The first exception of `make`, where one cannot be started; the others are
+                ended.
         """
         self.restarts = restarts
         self.replicas = replicas
@@ -193,7 +195,7 @@ class Supervisor(Generic[T]):
             raise WorkerError(f"{replica.name} was started while all were ended")
 
     def restart(self, replica: Replica[T], failure: Exception) -> ReplicaLoss | None:
-        """Start a replica again, until it works; why not, where that is not allowed any more."""
+        """Restart a replica until it works; return the reason where that is no longer allowed."""
         reason: Exception | None = failure
         while reason is not None and not self.is_closed:
             with suppress(LaurelError):  # it is lost: however it ends
@@ -216,7 +218,7 @@ class Supervisor(Generic[T]):
         return None
 
     def close(self, *, patience: float = LAST_RESTART) -> None:
-        """End all of them, also those that are just being started. Idempotent.
+        """End all replicas, also those that are just being started. Idempotent.
 
         Args:
             patience: Seconds to wait for a replica that is just being started. Where that uses Ray
@@ -235,11 +237,11 @@ class Supervisor(Generic[T]):
             for thread in restarting:
                 thread.join(patience)
                 if thread.is_alive():
-                    _log.warning("a replica is still being started; it is left behind")
+                    _log.warning("a replica is still starting and has not been ended")
 
 
 def in_parallel(work: Callable[[R], Any], arguments: Iterable[R]) -> None:
-    """Call a function in a thread for each argument; raises, in the end, what was raised first."""
+    """Call a function in a thread for each argument; the first exception is raised at the end."""
     errors: list[BaseException] = []
 
     def attempt(argument: R) -> None:

@@ -1,4 +1,4 @@
-"""The process of one rank of a worker group, whoever started the process."""
+"""The process of one rank of a worker group."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ class Packed(NamedTuple):
 
 
 class WorkerActor:
-    """The actor of one rank. It holds the worker, which knows nothing of it."""
+    """The actor of one rank. It holds the worker, which does not know it."""
 
     def __init__(self, rank: int, paths: list[str]) -> None:
-        """Start the actor.
+        """Set up the process.
 
         Args:
-            rank: Of the worker.
-            paths: Where whoever made the group looks for modules: the worker's may be there.
+            rank: Rank of the worker.
+            paths: Module search path of the process that made the group: the worker's module may be
+                there.
         """
         sys.path += [path for path in paths if path not in sys.path]
         self._rank = rank
         self._worker: Any = None
 
     def about(self) -> tuple[int, dict[str, str]]:
-        """This process, and the versions of what must be the same everywhere."""
+        """Return the process id, and the versions that must be the same everywhere."""
         return os.getpid(), package_versions()
 
     def bind(self, address: str) -> tuple[int, int]:
-        """See `bind_master`."""
+        """Bind the master's port, as `bind_master`."""
         return bind_master(address)
 
     def build(self, payload: bytes, place: RankPlace, environment: dict[str, str]) -> bytes:
@@ -71,7 +72,7 @@ class WorkerActor:
             return pickle.dumps(failure_of(error, rank=self._rank))
 
     def close(self) -> bytes:
-        """Let the worker go."""
+        """Shut the worker down."""
         worker, self._worker = self._worker, None
         outcome: Outcome = Success(None)
         if hasattr(worker, "shutdown"):
@@ -99,7 +100,7 @@ class WorkerActor:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the packages that processes compare, of those that are installed."""
+    """Collect the versions of the installed packages that processes compare."""
     found = {}
     for package in COMPARED:
         with suppress(metadata.PackageNotFoundError):

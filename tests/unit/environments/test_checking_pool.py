@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from laurel.environments.math.answers import Candidate
-from laurel.environments.math.pool import AnswerChecker
+from laurel.environments.math.checker import AnswerChecker
 from laurel.errors import EnvironmentFailedError
 from laurel.sandbox.limits import available_cores
 
@@ -214,7 +214,7 @@ def test_a_forgotten_pool_takes_its_processes_with_it():
 PROGRAM = """
 import time
 from laurel.environments.math.answers import Candidate
-from laurel.environments.math.pool import AnswerChecker
+from laurel.environments.math.checker import AnswerChecker
 checker = AnswerChecker(num_workers=1, timeout_seconds=100.0)
 checker.check([r"\\boxed{\\sqrt{16}}"], ["4"])
 checker._ask(b"", "4", Candidate(text="9^{9^{9}}"))

@@ -396,7 +396,7 @@ environment.shutdown()
 
 
 def test_a_part_that_never_comes_back_takes_no_more_threads_than_its_bound(monkeypatch):
-    monkeypatch.setattr(composite_parts, "MOST_AT_ONCE", 3)
+    monkeypatch.setattr(composite_parts, "MAX_CALLS", 3)
     monkeypatch.setattr(composite_parts, "PATIENCE_SECONDS", 0.01)
     has_begun, comes_back = threading.Semaphore(0), threading.Event()
 
@@ -422,7 +422,7 @@ def test_a_part_that_never_comes_back_takes_no_more_threads_than_its_bound(monke
 
 
 def test_calls_beyond_the_bound_wait_for_their_turn(monkeypatch):
-    monkeypatch.setattr(composite_parts, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(composite_parts, "MAX_CALLS", 2)
     lock, at_once, most = threading.Lock(), 0, 0
 
     def judge(text):

@@ -236,7 +236,7 @@ def test_the_contract_that_is_read_without_weights_is_that_of_the_loaded_model(m
     [
         (sigmoid, "this is the sigmoid of the score"),
         (lambda value: 0.25, "gives every conversation the same score"),
-        (lambda value: value + 0.5, "another model or another chat template"),
+        (lambda value: value + 0.5, "another model or chat template"),
     ],
 )
 def test_a_server_with_other_scores_is_refused_with_both_numbers(models, scorers, change, cause):
@@ -302,8 +302,8 @@ def closing_environment(settings: dict[str, Any], say: Any) -> RewardModelEnviro
         (Answer(status=401), "refuses to score: answered 401; .* its key in api_key_env$"),
         (Answer(status=404), "refuses to score: answered 404; look at the path of its address"),
         (Answer(status=422), r"refuses to score: answered 422\. Are the address, the protocol"),
-        (Answer(body=b"<html>"), "answers something else than its protocol says: reply"),
-        (Answer(body=b'{"scores": []}'), "answers something else than its protocol says"),
+        (Answer(body=b"<html>"), "does not follow its protocol: reply"),
+        (Answer(body=b'{"scores": []}'), "does not follow its protocol"),
     ],
 )
 def test_a_server_that_cannot_score_is_told_at_once(answer, message):

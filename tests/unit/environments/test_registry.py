@@ -16,10 +16,10 @@ from laurel.environments.interface import (
 )
 from laurel.environments.math_environment import MathEnvironment
 from laurel.environments.registry import (
-    _undecorated,
     create_environment,
     create_environments,
     environment_names,
+    imported,
     register_env,
 )
 from laurel.errors import ConfigError
@@ -265,11 +265,11 @@ def test_a_class_behind_ray_remote_is_made_as_the_class():
     assert environment.reward == 3.0
 
 
-def test_rays_own_decorator_is_seen_through():
+def test_rays_own_decorator_is_seen_through(monkeypatch):
     ray = pytest.importorskip("ray")
-    assert _undecorated(ray.remote(Constant)) is Constant
-    assert _undecorated(ray.remote(num_cpus=2)(Constant)) is Constant
-    assert _undecorated(Constant) is Constant
+    for found in (ray.remote(Constant), ray.remote(num_cpus=2)(Constant), Constant):
+        monkeypatch.setattr(sys.modules[__name__], "Found", found, raising=False)
+        assert imported(f"{__name__}.Found", "a test") is Constant
 
 
 class Counting(Constant):
@@ -356,8 +356,8 @@ class NoSpec(Constant):
             Silent,
             r"Silent has state_dict, load_state_dict, end_batch, but no state.*has_state=True",
         ),
-        (Older, "Older has judges, noise_floor, which nobody asks for: .* EnvironmentSpec"),
-        (PlainAndMore, "PlainAndMore has validate, spec, which nobody asks for: derive it from"),
+        (Older, "Older has judges, noise_floor, which would be ignored: .* EnvironmentSpec"),
+        (PlainAndMore, "PlainAndMore has validate, spec, which would be ignored: derive it from"),
         (NoSpec, "its spec is {'judges': 'completion'}, and must be an EnvironmentSpec"),
     ],
 )

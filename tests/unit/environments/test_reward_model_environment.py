@@ -420,7 +420,7 @@ BROKEN = [
     ([*log("Where?"), {"role": "assistant", "content": None}], "message 2 has no role or no conte"),
     ([*log("Where?"), {"role": "assistant"}], "message 2 has no role or no content"),
     ([*log("Where?"), "By the gate."], "message 2 has no role or no content"),
-    (log("Where?", "half \ud800 a character"), "half a character"),
+    (log("Where?", "half \ud800 a character"), "an unpaired UTF-16 surrogate"),
 ]
 
 

@@ -17,7 +17,7 @@ from laurel.grpo.judging import (
     RolloutInProgress,
     RolloutStats,
     copy_reward_to_duplicates,
-    judged_parts,
+    parts_to_judge,
 )
 from laurel.types import JudgingUnit, Message, RolloutGroup, Task
 from policy_fakes import SAMPLING, Judge, Say, ScriptedGenerator, rollouts_of, saying, task
@@ -152,7 +152,7 @@ def test_parts_hold_each_once_and_do_not_depend_on_anything_else(
     size: int, judges: JudgingUnit
 ) -> None:
     rollouts = [RolloutInProgress(index=i, metadata=None) for i in range(size)]
-    parts = judged_parts(Judge(judges=judges), rollouts)
+    parts = parts_to_judge(Judge(judges=judges), rollouts)
     assert [rollout for part in parts for rollout in part] == rollouts
     assert all(parts)
     if judges == "part":

@@ -136,7 +136,7 @@ def test_many_prompts_are_as_one_and_one():
 
 def test_a_prompt_without_a_token_is_told():
     chat = with_template(CONCATENATION)
-    with pytest.raises(DataError, match=r"^a:1: the prompt has not a single token"):
+    with pytest.raises(DataError, match=r"^a:1: the prompt has no token"):
         chat.prompts_ids([(Message("user", ""),)], sources=["a:1"])
 
 
@@ -172,7 +172,7 @@ def test_a_slip_in_the_generation_prompt_shows():
     assert with_template(CHATML).asks_as_it_answers
     slip = with_template(CHATML.replace("<|im_start|>assistant", "<|im_end|>assistant"))
     assert not slip.asks_as_it_answers
-    with pytest.raises(DataError, match=r"other words.*im_end"):
+    with pytest.raises(DataError, match=r"other text.*im_end"):
         slip.demonstration(TALK, demonstration_id="x")
 
 

@@ -69,8 +69,8 @@ class Stubborn(Endless):
 
 @pytest.mark.parametrize("holds_up_the_loop", [False, True])
 def test_what_does_not_end_when_it_is_closed_is_left_behind(monkeypatch, caplog, holds_up_the_loop):
-    monkeypatch.setattr(blocking, "_SECONDS_TO_END", 0.05)
-    monkeypatch.setattr(blocking, "_SECONDS_TO_LET_GO", 0.05)
+    monkeypatch.setattr(blocking, "_CANCEL_SECONDS", 0.05)
+    monkeypatch.setattr(blocking, "_CLOSE_SECONDS", 0.05)
     inner = Stubborn(holds_up_the_loop=holds_up_the_loop)
     scorer = BlockingScorer(inner)
     with ThreadPoolExecutor(2) as threads:
@@ -78,15 +78,15 @@ def test_what_does_not_end_when_it_is_closed_is_left_behind(monkeypatch, caplog,
         try:
             assert inner.asked.wait(30)
             threads.submit(scorer.close).result(30)
-            with pytest.raises(EnvironmentFailedError, match="it is left behind"):
+            with pytest.raises(EnvironmentFailedError, match="it is abandoned"):
                 asking.result(30)
-            assert "does not end what it was asked" in caplog.text
+            assert "did not end when it was cancelled" in caplog.text
         finally:
             inner.may_end.set()
 
 
 def test_a_scorer_that_does_not_end_is_left_behind(monkeypatch, caplog):
-    monkeypatch.setattr(blocking, "_SECONDS_TO_LET_GO", 0.05)
+    monkeypatch.setattr(blocking, "_CLOSE_SECONDS", 0.05)
     may_end = threading.Event()
 
     class Unending(WordScorer):
@@ -99,7 +99,7 @@ def test_a_scorer_that_does_not_end_is_left_behind(monkeypatch, caplog):
     with ThreadPoolExecutor(1) as threads:
         try:
             threads.submit(scorer.close).result(30)
-            assert "has not ended within 0.05 s" in caplog.text
+            assert "did not close within 0.05 s" in caplog.text
         finally:
             may_end.set()
 

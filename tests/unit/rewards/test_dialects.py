@@ -8,7 +8,7 @@ import pytest
 
 import scoring_groups
 from laurel.errors import ConfigError, ProtocolError
-from laurel.rewards.remote.foreign import dialect_of
+from laurel.rewards.remote.dialects import dialect_of
 from laurel.types import Completion, Group, Message, group_of
 from scripted_replicas import question
 
@@ -156,7 +156,7 @@ def test_slime_judges_answers_of_the_assistant_only():
     )
     question = dialect_of("slime").ask([asked_by_user], request_id="r", version="")
     assert question.value is None
-    assert "no answer of the assistant" in question.read(None).scores[0][0].failure
+    assert "with an answer of the assistant" in question.read(None).scores[0][0].failure
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang", "sglang_embeddings", "openrlhf"])

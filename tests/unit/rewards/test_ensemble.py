@@ -165,7 +165,7 @@ def test_what_cannot_be_added_up_is_a_failure():
     ):
         scores = asyncio.run(EnsembleScorer(made).score(GROUPS))
         assert scores[0][0].value is None
-        assert scores[0][0].failure == "nan: the scores of the models cannot be added up"
+        assert scores[0][0].failure == "nan: the scores of the models cannot be combined"
         assert scores[1][0].value == 0.0
 
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from laurel.errors import ProtocolError
 from laurel.rewards.preparing import rendered_rows
 from laurel.rewards.remote import foreign
+from laurel.rewards.remote.dialects import dialect_of
 from laurel.rewards.remote.foreign import (
     ClassifyRequest,
     EmbeddingsRequest,
     GetRewardRequest,
     RemoteRmRequest,
-    dialect_of,
     sigmoid,
 )
 from laurel.rewards.remote.wire import validated
@@ -31,7 +31,7 @@ def rows_of(request):
 
 
 def scored(*values):
-    return foreign.Scored(
+    return foreign.ScoredRows(
         scores=values, num_tokens=[3] * len(values), model="m", request_id="r", created=1
     )
 

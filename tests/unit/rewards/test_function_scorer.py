@@ -246,7 +246,7 @@ def test_one_that_takes_too_long_fails_alone(is_async):
 
 
 def test_when_too_many_hang_in_threads_no_more_are_begun(monkeypatch):
-    monkeypatch.setattr("laurel.rewards.function.MOST_HUNG", 3)
+    monkeypatch.setattr("laurel.rewards.function.MAX_HUNG", 3)
     release, begun = threading.Event(), []
 
     def compute_score(data_source, solution_str, ground_truth, extra_info):

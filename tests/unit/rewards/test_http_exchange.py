@@ -211,7 +211,7 @@ def test_compressed_answers_are_refused():
 
 
 def test_answers_without_end_are_cut_off(monkeypatch):
-    monkeypatch.setattr(http_exchange, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(http_exchange, "MAX_BYTES", 100_000)
 
     def pour(connection):
         connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")

@@ -124,7 +124,7 @@ def test_the_default_template_asks_for_the_key_and_the_limits():
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ response", r"template: line 1 is no Jinja2"),
+        ("{{ response", r"template: line 1 is not valid Jinja2"),
         ("{{ respones }}", r"there is no 'respones'; it may use prompt, response"),
         ("Good?", r"does not show the judge the response"),
     ],
@@ -272,7 +272,7 @@ def test_one_reply_without_a_score_is_a_failure_and_not_asked_for_again():
             chat_answer("Score: 1", finish_reason="length"),
             "the reply was cut off: raise max_tokens",
         ),
-        (chat_answer(None), "the reply says nothing"),
+        (chat_answer(None), "the reply has no text"),
     ],
 )
 def test_a_reply_that_was_cut_off_or_is_empty_has_no_score(answer, why):

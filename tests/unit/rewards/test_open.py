@@ -149,8 +149,7 @@ def test_a_model_that_was_found_is_not_looked_for_again(
 
     for module in (opening, service):
         monkeypatch.setattr(module, "find_reward_model", counted)
-    settings = service.ModelSettings(model=model, device="cpu")
-    found = service.check_settings(settings)
-    assert asked == [model]
-    service.open_backend(settings, say=lambda _: None, found=found)
+    scorer = ScorerSpec(model=ModelSpec(name=model), device="cpu")
+    for spec in (scorer, replace(scorer, found=find_reward_model(model))):
+        service.open_backend(service.ServingSpec(scorer=spec), say=lambda _: None)
     assert asked == [model]

@@ -202,7 +202,7 @@ def test_a_replica_that_fails_in_the_same_way_at_once_is_given_up(
 def test_what_is_asked_directly_outlives_a_replica_too(replica_set: Callable[..., Made]) -> None:
     made = replica_set(2)
     made.kill(0)
-    exact = made.scorer.score_exactly(groups(2))
+    exact = made.scorer.directly(lambda scorer: scorer.score_exactly(groups(2)))
     expected = scoring_groups.local(True).score_exactly(groups(2))
     assert [s.value for row in exact for s in row] == pytest.approx(
         [s.value for row in expected for s in row], abs=NEAR
@@ -279,7 +279,7 @@ def test_nothing_is_under_way_while_they_rest_and_nothing_is_lost() -> None:
         tasks.append(threads.submit(scorer.score_now, asked[1:2]))
         while scorer.batcher.stats().waiting < 6:
             time.sleep(0.001)
-        resting = threads.submit(scorer.sleep)
+        resting = threads.submit(scorer.batcher.sleep_now)
         while not scorer.batcher.is_asleep:
             time.sleep(0.001)
         assert one.said == ["score"], "what is being computed ends first"
@@ -287,7 +287,7 @@ def test_nothing_is_under_way_while_they_rest_and_nothing_is_lost() -> None:
         resting.result(20)
         tasks.append(threads.submit(scorer.score_now, asked[2:]))
         assert one.said == ["score", "sleep"]
-        scorer.wake()
+        scorer.batcher.wake_now()
         found = [task.result(20)[0][0].value for task in tasks]
     assert found == pytest.approx(expected, abs=NEAR)
     assert scorer.batcher.stats().computed == 3 * 3
@@ -308,9 +308,10 @@ def test_who_renders_for_all_is_lost_and_no_replica_is_to_blame(
         assert isinstance(group, SpawnedGroup)
         group._process.kill()
         group._process.wait()
-        for ask in (made.scorer.score_now, made.scorer.prepare):
+        direct = partial(made.scorer.directly, lambda scorer: scorer.prepare(groups(1)))
+        for ask in (partial(made.scorer.score_now, groups(1)), direct):
             with pytest.raises(WorkerError, match="reward_worker 0 was lost") as end:
-                ask(groups(1))
+                ask()
             assert end.value.is_lost
         assert made.replicas.restarts.number == 0
     finally:

@@ -9,17 +9,25 @@ import psutil
 import pytest
 
 from laurel.errors import BusyError, ConfigError, EngineError, ModelError
+from laurel.models.spec import ModelSpec
+from laurel.rewards.batching import BatcherLimits
 from laurel.rewards.server import replicas as served_replicas
 from laurel.rewards.server.app import GateOptions, make_app
 from laurel.rewards.server.replicas import ModelWorker, open_replicas
-from laurel.rewards.server.service import ModelSettings, RewardService
+from laurel.rewards.server.service import RewardService, ServingSpec
+from laurel.rewards.spec import ScorerSpec
 from laurel.types import Message, group_of
 from laurel.workers.rendezvous import RankPlace
 from reward_models import small_model, write_model
 from reward_servers import wait_until
 from scripted_backend import ScriptedBackend, null_scores
 
-NULL = ModelSettings()
+NULL = ServingSpec()
+
+
+def serving(model, **limits):
+    scorer = ScorerSpec(model=ModelSpec(name=str(model)), device="cpu", batch_tokens=512)
+    return ServingSpec(scorer=scorer, limits=BatcherLimits(**limits))
 
 
 def group(name, *answers):
@@ -120,11 +128,11 @@ def test_what_cannot_be_served(tmp_path):
     with pytest.raises(ConfigError, match="at least one"):
         refused(NULL, 0)
     with pytest.raises(ModelError, match="/nowhere/rm"):
-        refused(ModelSettings(model="/nowhere/rm"), 2)
+        refused(serving("/nowhere/rm"), 2)
     (tmp_path / "config.json").write_text("{}")
     before = psutil.Process().children()
     with pytest.raises(ModelError):  # only the process that loads it finds out
-        refused(ModelSettings(model=str(tmp_path), device="cpu"), 2)
+        refused(serving(tmp_path), 2)
     assert len(psutil.Process().children()) <= len(before)
 
 
@@ -190,7 +198,7 @@ def test_the_queue_has_an_end_and_the_figures_say_how_long_it_is():
         processes[0].kill()
         await until(lambda: served.stats().ready == 1)
 
-    with opened(2, ModelSettings(max_waiting=6)) as (model, _):
+    with opened(2, ServingSpec(limits=BatcherLimits(max_waiting=6))) as (model, _):
         asyncio.run(main(model))
 
 
@@ -198,9 +206,7 @@ def test_the_queue_has_an_end_and_the_figures_say_how_long_it_is():
 def test_what_nobody_waits_for_any_more_leaves_the_queue(tmp_path):
     directory = tmp_path / "rm"
     write_model(small_model(max_length=512), directory)
-    settings = ModelSettings(
-        model=str(directory), device="cpu", batch_tokens=512, max_waiting=10_000
-    )
+    settings = serving(directory, max_waiting=10_000)
 
     async def main(served, pid):
         long = " ".join(f"word {i}" for i in range(120))

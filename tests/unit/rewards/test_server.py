@@ -268,7 +268,7 @@ def test_a_bad_item_never_fails_its_batch():
             None,
             "the model",
             "4xx: 101 ",
-            "it holds ",
+            "it contai",
             None,
         ]
         # The others have no place for a failure, so they are told.

@@ -259,7 +259,7 @@ def test_of_two_keys_or_hosts_none_is_chosen(plain, again):
 
 
 def test_more_connections_than_it_has_room_for_are_closed(monkeypatch):
-    monkeypatch.setattr(server_protocol, "MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(server_protocol, "MAX_CONNECTIONS", 4)
     with Running() as it:
         assert it.score("a").status_code == 200
         idle = [socket.create_connection(("127.0.0.1", it.port)) for _ in range(6)]

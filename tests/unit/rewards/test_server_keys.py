@@ -104,7 +104,9 @@ def test_no_public_address_may_do_without_a_key(text):
 def test_who_sends_no_key_is_told_that_one_is_needed_and_how(plain, said):
     response = plain.client.get("/ready", headers={"Authorization": said})
     message = response.json()["error"]["message"]
-    assert message.startswith("a key is needed: Authorization: Bearer KEY; what the server printed")
+    assert message.startswith(
+        "a key is needed: Authorization: Bearer KEY; the lines that the server"
+    )
     assert response.status_code == 401
 
 
@@ -113,8 +115,8 @@ def test_who_sends_a_wrong_key_is_told_that_and_nothing_of_the_right_one(plain, 
     response = plain.client.get("/ready", headers=bearer(key))
     message = response.json()["error"]["message"]
     assert message == (
-        "this key is not one of the server's; what the server printed at its start says where "
-        "its key is"
+        "this key is not one of the server's; the lines that the server "
+        "printed at its start say where its key is"
     )
     assert error(response) == (401, "key")
     assert key not in message

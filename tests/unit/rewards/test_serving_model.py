@@ -5,9 +5,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from laurel.errors import CheckpointError, ConfigError, MissingDependencyError, ModelError
-from laurel.generation.vllm import settings as vllm_settings
-from laurel.rewards.server.service import ModelSettings, check_settings, model_version, open_backend
+from laurel.errors import CheckpointError, ModelError
+from laurel.models.spec import ModelSpec
+from laurel.rewards.server.service import ServingSpec, model_version, open_backend
+from laurel.rewards.spec import ScorerSpec
 from reward_models import small_model, write_model
 
 
@@ -16,6 +17,11 @@ def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models") / "rm\n1"
     write_model(small_model(), directory)
     return directory
+
+
+def opened(model, **options):
+    spec = ScorerSpec(model=ModelSpec(name=str(model)), device="cpu", **options)
+    return open_backend(ServingSpec(scorer=spec), say=lambda _: None)
 
 
 def test_equal_files_have_equal_versions_wherever_they_lie(model, tmp_path):
@@ -39,7 +45,7 @@ def test_pickled_weights_are_refused(model, tmp_path):
     torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
     (copied / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="safetensors"):
-        open_backend(ModelSettings(model=str(copied), device="cpu"), say=lambda _: None)
+        opened(copied)
 
 
 def test_a_model_that_brings_code_is_refused(model, tmp_path):
@@ -51,7 +57,7 @@ def test_a_model_that_brings_code_is_refused(model, tmp_path):
     proof = tmp_path / "it-ran"
     (copied / "own.py").write_text(f"open({str(proof)!r}, 'w')\n")
     with pytest.raises(ModelError):
-        open_backend(ModelSettings(model=str(copied), device="cpu"), say=lambda _: None)
+        opened(copied)
     assert not proof.exists()
 
 
@@ -70,17 +76,8 @@ def test_a_template_that_reaches_out_or_counts_for_ever_is_refused(model, tmp_pa
     copied = tmp_path / "rm"
     shutil.copytree(model, copied)
     (copied / "chat_template.jinja").write_text(template)
-    settings = ModelSettings(model=str(copied), device="cpu", max_length=256)
     with pytest.raises(CheckpointError, match="not the one this model was trained with"):
-        open_backend(settings, say=lambda _: None)
+        opened(copied, max_length=256)
     (copied / "scoring.json").unlink()  # whoever made it need not have made one
     with pytest.raises(ModelError, match=said):
-        open_backend(settings, say=lambda _: None)
-
-
-def test_vllm_is_asked_for_where_it_is_not(monkeypatch, model):
-    monkeypatch.setattr(vllm_settings.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'laurel-rl\[vllm\]'"):
-        check_settings(ModelSettings(model=str(model), engine="vllm"))
-    with pytest.raises(ConfigError, match="needs a model"):
-        check_settings(ModelSettings(engine="vllm"))
+        opened(copied, max_length=256)

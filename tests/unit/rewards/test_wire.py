@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from laurel.errors import ProtocolError
 from laurel.rewards.remote.wire import (
-    MOST_DEPTH,
+    MAX_DEPTH,
     ScoreReply,
     ScoreRequest,
     dump,
@@ -127,11 +127,11 @@ def nested(depth, opening="[", closing="]"):
         b"[1,",
         b'"\xed\xa0\x80"',
         b"1" * 100_000,
-        nested(MOST_DEPTH + 1),
+        nested(MAX_DEPTH + 1),
         nested(200_000),
         nested(100, '{"a":[', "]}"),
         b"[[],[]," * 10 + b"1" + b"]" * 10 + b" " * 9 + b"x",
-        b"[" + b'"[",' * 30 + nested(MOST_DEPTH) + b"]",
+        b"[" + b'"[",' * 30 + nested(MAX_DEPTH) + b"]",
     ],
 )
 def test_what_is_not_strict_json_is_refused(body):
@@ -145,7 +145,7 @@ def test_what_is_not_strict_json_is_refused(body):
         ["[" * 100 + "{" * 50],
         ['\\"[[[[[[[[[[[[[[[[[[['],
         [[["]"] * 30] * 30],
-        json.loads(nested(MOST_DEPTH)),
+        json.loads(nested(MAX_DEPTH)),
         {"a\\": {"b[": ["}"] * 99}},
         "é\u2028\x00",
         1e308,

@@ -70,7 +70,7 @@ def test_a_run_that_does_not_fit_does_not_start() -> None:
     lines = str(refused.value).splitlines()
     assert lines[0] == "the run does not fit its cluster"
     assert "env.reward_model.resources.num_nodes=2: there is one node to divide" in lines[1]
-    assert lines[2] == "    mend  env.reward_model.resources.num_nodes=1"
+    assert lines[2] == "    fix  env.reward_model.resources.num_nodes=1"
     assert "reward model 4 + policy at least 1 = 5 slots" in lines[3]
     assert plan_to_run(request_of(run())).fits
 

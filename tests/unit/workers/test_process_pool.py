@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 
 import psutil
 import pytest
@@ -214,6 +215,17 @@ def test_a_forgotten_pool_takes_its_processes_with_it(tmp_path, opened):
     assert all(map(is_gone, ids))
 
 
+def test_a_late_end_of_a_process_spares_another_one_of_the_same_number(opened):
+    pool = opened()
+    first = done(pool, "where")
+    (process,) = pool._processes.idle
+    earlier = process._replace(link=Pipe()[0])  # one that had this number before
+    pool._processes.end(earlier)
+    assert done(pool, "where") == first
+    pool._processes.end(process)
+    assert is_gone(process.pid)
+
+
 PROGRAM = """
 import sys, time
 from laurel.workers.process_pool import ProcessPool, ProcessPoolSpec
@@ -226,23 +238,28 @@ pool.submit(["start_another", sys.argv[1]])
 while not open(sys.argv[1]).read():
     time.sleep(0.05)
 print(*pool.process_ids(), flush=True)
-time.sleep(1000)
+time.sleep(1000 * (sys.argv[2] == "stays"))
 """
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_a_program_that_is_killed_and_has_no_guard_of_its_main_part(
-    opened, tmp_path
+@pytest.mark.parametrize("how", ["stays", "ends"])
+def test_nothing_is_left_of_a_program_that_is_killed_or_ends_in_the_middle_of_an_item(
+    opened, tmp_path, how
 ):
+    """Nor does it wait for the item; its main part has no guard."""
     path, program = tmp_path / "pid", tmp_path / "program.py"
     path.touch()
     program.write_text(PROGRAM)
-    command = [sys.executable, str(program), str(path)]
+    command = [sys.executable, str(program), str(path), how]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         ids = [int(pid) for pid in owner.stdout.readline().split()]
         assert len(ids) == 3
-        time.sleep(0.2)
-        owner.kill()
+        if how == "stays":
+            time.sleep(0.2)
+            owner.kill()
+        else:
+            assert owner.wait(END) == 0
     for pid in (*ids, int(path.read_text())):
         wait_until(lambda pid=pid: is_gone(pid))

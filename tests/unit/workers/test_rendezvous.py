@@ -22,7 +22,7 @@ def test_a_bound_port_is_nobody_elses():
 
 
 def test_an_address_of_another_machine():
-    with pytest.raises(ConfigError, match=r"no port can be had at 192\.0\.2\.77"):
+    with pytest.raises(ConfigError, match=r"no port can be bound at 192\.0\.2\.77"):
         bind_master("192.0.2.77")
 
 

@@ -67,5 +67,5 @@ def test_one_that_does_nothing_in_between_is_given_up_after_pauses() -> None:
     losses = [restarts.after(RuntimeError("exit code 70"), replica) for _ in range(9)]
     assert [loss.pause for loss in losses[:8]] == [0, 0.5, 1, 2, 4, 8, 16, 30]
     assert str(losses[8]) == (
-        "warning: replica 0 died (exit code 70); no restart: it died 9 times and stays away"
+        "warning: replica 0 died (exit code 70); no restart: it died 9 times in a row"
     )

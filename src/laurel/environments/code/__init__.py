@@ -1,4 +1,4 @@
-"""Programs in completions: found, run against a task's tests, and judged.
+"""Runs the programs in completions, and scores them by a task's tests.
 
 ::
 

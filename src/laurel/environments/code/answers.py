@@ -1,4 +1,4 @@
-"""The program in a completion."""
+"""Finds the program in a completion, and runs code as a tool."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from typing import Any
 from laurel.protocols import MessageLog
 from laurel.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
 
-# Nothing is tried twice, or a long line of a hostile text would take for ever.
+# Possessive quantifiers: with backtracking a long hostile line would take forever.
+# A line that a block begins after: with its language first, or at its end.
 _OPENING = re.compile(r"^[ \t]*+`{3,}+[ \t]*+([\w.+-]*+)[^`]*+$|[^`]`{3,}+([\w.+-]*+)[ \t]*+\r?$")
-"""A line that a block begins after: with its language first, or at its end."""
 _PYTHON = ("python", "py", "python3")
 _OPEN_TAG, _CLOSE_TAG = "<code>", "</code>"
+# The remainder of a stop string that begins the next statement of a file.
 _STOPPED = re.compile(r"\n(?:async def|def|class|if|print|assert|import|from|@|#|```)[ \t(]*\Z")
-"""What a stop string that begins the next thing of a file leaves behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block."""
+    """Holds a fenced block."""
 
     language: str
-    """As it says after the fence, in lower case; may be empty."""
+    """Language after the fence, in lower case; may be empty."""
     code: str
 
 
-def last_said(message_log: MessageLog) -> str:
-    """The policy's last message; empty where it has said nothing."""
-    said = (m["content"] for m in reversed(message_log) if m["role"] == "assistant")
-    return next(said, "")
+def last_answer(message_log: MessageLog) -> str:
+    """Return the policy's last message; empty where there is none."""
+    answers = (m["content"] for m in reversed(message_log) if m["role"] == "assistant")
+    return next(answers, "")
 
 
 def tagged(text: str) -> tuple[str, str] | None:
-    """The last `<code>` of a text and what follows it; None where there is none.
+    """Return the last `<code>` of a text and the text after it; None where there is none.
 
-    One that is not closed ends with the text: the stop string may have been left out of it.
+    A block that is not closed ends with the text, as the stop string may be missing.
     """
     _, opened, rest = text.rpartition(_OPEN_TAG)
     if not opened:
@@ -53,7 +53,7 @@ def tagged(text: str) -> tuple[str, str] | None:
 
 
 def fenced(text: str) -> list[Block]:
-    """The blocks between fences of backticks; the last may lack its end."""
+    """Return the blocks between fences of backticks; the last one may be unclosed."""
     found: list[Block] = []
     language: str | None = None
     lines: list[str] = []
@@ -73,7 +73,7 @@ def fenced(text: str) -> list[Block]:
             if before := line.rstrip().removesuffix("```").rstrip("`").rstrip():
                 lines += [] if bare.startswith("```") else [before]
             close()
-            # A block may begin where the one before it was not ended.
+            # A block may begin where the previous one was not closed.
             language, lines = begun or None, []
         else:
             lines.append(line)
@@ -82,41 +82,18 @@ def fenced(text: str) -> list[Block]:
 
 
 def program_of(text: str, *, entry: str = "", prefix: str = "") -> str | None:
-    """The program that a completion is meant to be; None where it holds none.
+    """Return the program that a completion contains; None where there is none.
 
     It is the last fenced block of Python (of those that define the function, if any does), else the
-    last fenced block, else the last `<code>`, else all of the text. Where there is a prefix: a
-    program that does not define the function goes on where the prefix ends; one that does
-    comes after it, for what the prefix imports and defines.
+    last fenced block, else the last `<code>`, else the whole text. With a prefix, a program that
+    does not define the function continues it; one that does comes after it, for the prefix's
+    imports and definitions.
 
     Args:
         text: The completion.
-        entry: Name of the function that is asked for; empty: none is.
-        prefix: What the completion may go on from, such as the head of the function.
+        entry: Name of the function that the task asks for; empty: none.
+        prefix: Code that the completion may continue, such as the head of the function.
     """
-    code, is_block = _written(text, entry)
-    if not code.strip():
-        return None
-    if prefix:
-        return join_code(code, entry=entry, prefix=prefix)
-    if not is_block and entry and not re.search(rf"\b{re.escape(_first(entry))}\b", code):
-        return None  # words, not a program: it could not have the function
-    return code
-
-
-def join_code(code: str, *, entry: str, prefix: str) -> str:
-    """A program and what comes before it; see `program_of`."""
-    if not prefix:
-        return code
-    if not entry or not _defines(code, entry):
-        return prefix + _STOPPED.sub("\n", code)
-    if "from __future__" in code or not _compiles(prefix):
-        return code
-    return f"{prefix}\n\n{code}"
-
-
-def _written(text: str, entry: str) -> tuple[str, bool]:
-    """The code, and whether it was marked as such."""
     blocks = fenced(text)
     python = [block for block in blocks if block.language in _PYTHON]
     defining = [
@@ -124,10 +101,31 @@ def _written(text: str, entry: str) -> tuple[str, bool]:
         for block in python
         if entry and (_defines(block.code, entry) or _solves(block.code, entry))
     ]
+    is_block = True
     if chosen := defining or python or blocks:
-        return chosen[-1].code, True
-    found = tagged(text)
-    return (found[0], True) if found is not None else (text, False)
+        code = chosen[-1].code
+    elif (found := tagged(text)) is not None:
+        code = found[0]
+    else:
+        code, is_block = text, False
+    if not code.strip():
+        return None
+    if prefix:
+        return join_code(code, entry=entry, prefix=prefix)
+    if not is_block and entry and not re.search(rf"\b{re.escape(_first(entry))}\b", code):
+        return None  # prose, not a program: it cannot have the function
+    return code
+
+
+def join_code(code: str, *, entry: str, prefix: str) -> str:
+    """Join a prefix and a program, as `program_of` describes."""
+    if not prefix:
+        return code
+    if not entry or not _defines(code, entry):
+        return prefix + _STOPPED.sub("\n", code)
+    if "from __future__" in code or not _compiles(prefix):
+        return code
+    return f"{prefix}\n\n{code}"
 
 
 def _first(entry: str) -> str:
@@ -141,7 +139,6 @@ def _defines(code: str, entry: str) -> bool:
 
 
 def _solves(code: str, entry: str) -> bool:
-    """Whether a class Solution has the function as a method."""
     method = rf"^[ \t]+(?:async[ \t]+)?def[ \t]+{re.escape(entry)}\b"
     return (
         re.search(r"^class[ \t]+Solution\b", code, re.MULTILINE) is not None
@@ -160,18 +157,16 @@ def _compiles(prefix: str) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Code as a tool: variables last from turn to turn, and nothing is left running in between.
+# Code as a tool: variables last from turn to turn, and no process runs in between.
 #
-# What lasts is the code itself. Every turn is a fresh process that runs the earlier blocks again,
-# silently, with the same seed of `random`, and then the new one: nothing that a program made is
-# ever
-# read from it. So side effects are repeated; a clock and `os.urandom` may say something else the
-# next time; and the cost of a turn grows with the number of turns before it. A block that raised is
-# run again up to where it raised. One that its process did not survive (a limit, `os._exit`) is
-# undone: later turns begin as if it had not been.
+# Only the code itself is kept. Every turn is a fresh process that runs the earlier blocks again,
+# silently, with the same seed of `random`, and then the new one: no data of a program is ever read
+# from it. So side effects are repeated; a clock and `os.urandom` may differ the next time; and the
+# cost of a turn grows with the number of turns before it. A block that raised is run again up to
+# where it raised. A block that its process did not survive (a limit, `os._exit`) is undone: later
+# turns run without it.
 
-_SPARE = 2.0
-"""How much longer than before the earlier blocks may take."""
+_SPARE = 2.0  # factor on the time that the earlier blocks took before
 _DEATHS = {
     Status.TIMEOUT_CPU: "TimeoutError: it took more than {cpu_s:g} s of computing time",
     Status.TIMEOUT_WALL: "TimeoutError: it took more than {wall_s:g} s",
@@ -184,41 +179,41 @@ _DEATHS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """What a conversation has run so far. Plain data, as metadata holds it."""
+    """Holds the blocks that a conversation has run so far, as plain data of its metadata."""
 
     blocks: tuple[str, ...] = ()
     cpu_s: float = 0.0
     wall_s: float = 0.0
-    """Of the last turn, earlier blocks included."""
+    """Wall time of the last turn, earlier blocks included."""
     num_calls: int = 0
     num_errors: int = 0
 
     @classmethod
-    def of(cls, said: Any) -> Session:
-        """From metadata; a new one where that says nothing.
+    def of(cls, given: Any) -> Session:
+        """Read a session from metadata, or make a new one.
 
         Raises:
             ValueError: It is not what `as_metadata` made.
         """
-        if said is None:
+        if given is None:
             return cls()
-        if not isinstance(said, Mapping) or not said.keys() <= set(cls.__slots__):
-            raise ValueError(f"code_session is {type(said).__name__}, and not what this returned")
-        return cls(**{**said, "blocks": tuple(said.get("blocks", ()))})
+        if not isinstance(given, Mapping) or not given.keys() <= set(cls.__slots__):
+            raise ValueError(f"code_session is {type(given).__name__}, and not what this returned")
+        return cls(**{**given, "blocks": tuple(given.get("blocks", ()))})
 
     def as_metadata(self) -> dict[str, Any]:
-        """What `of` reads."""
+        """Return the metadata that `of` reads."""
         return {name: getattr(self, name) for name in self.__slots__} | {
             "blocks": list(self.blocks)
         }
 
     def job(self, code: str, *, limits: Limits, most: int) -> SandboxJob:
-        """The next block, after the earlier ones.
+        """Make the job of the next block, after the earlier ones.
 
         Args:
             code: The block.
-            limits: Of the block alone; the earlier ones get what they took, and some to spare.
-            most: Characters of a value.
+            limits: Limits of the block alone; the earlier ones get their former time and a margin.
+            most: Limit of characters of a value.
         """
         code = _dedented(code)
         request = {"blocks": self.blocks, "code": code, "mark": self._mark(code), "most": most}
@@ -232,20 +227,23 @@ class Session:
         )
 
     def after(self, code: str, result: SandboxResult, limits: Limits) -> tuple[Session, BlockReply]:
-        """What a turn came to.
+        """Read the result of a turn; return the session after it, and the reply.
 
         Args:
             code: The block, as it was given to `job`.
-            result: Of that job: a verdict.
-            limits: As given to `job`.
+            result: Result of that job: a verdict.
+            limits: Limits as they were given to `job`.
         """
         code = _dedented(code)
         mark = self._mark(code)
-        printed, ended, said = result.stdout.rpartition(f"{mark}{{")
-        reply = _read(said) if ended else None
+        printed, ended, answer = result.stdout.rpartition(f"{mark}{{")
+        reply = _read(answer) if ended else None
         if reply is None:
             printed = result.stdout.rpartition(mark)[2]
-            kind, text = "killed", _death(result, limits)
+            death = _DEATHS.get(
+                result.status, "RuntimeError: the process ended before the code did"
+            )
+            kind, text = "killed", death.format(**limits.message())
         else:
             printed = printed.rpartition(mark)[2]
             kind, text = reply
@@ -260,46 +258,46 @@ class Session:
                 cpu_s=result.cpu_s or 0.0,
                 wall_s=result.wall_s,
             )
-        # The tokenizer takes no halves of surrogate pairs.
+        # The tokenizer takes no unpaired surrogates.
         shown = "\n".join(part for part in (printed.rstrip("\n"), text) if part)
         shown = shown.encode("utf-8", "replace").decode()
         return session, BlockReply(text=shown, value=text if kind == "value" else None)
 
     def _mark(self, code: str) -> str:
-        """What no output holds by chance; the same each time."""
+        # No output holds it by chance, and a repeated turn has the same one.
         digest = blake2b(json.dumps([self.blocks, code]).encode(), digest_size=16)
         return f"\n\x00{digest.hexdigest()}\x00"
 
 
 @dataclass(frozen=True, slots=True)
 class BlockReply:
-    """What the policy is told of a block."""
+    """Holds the reply to the policy on a block."""
 
     text: str
-    """What it printed, and the value of its last statement or its error."""
+    """Output of the block, and the value of its last statement or its error."""
     value: str | None
-    """That value, where the last statement is an expression and was evaluated; may be empty."""
+    """Value of the last statement, if it is an expression that was evaluated; may be empty."""
 
 
 def observation(reply: BlockReply, code: str, after: str, *, most: int) -> str:
-    """A result as the policy sees it; empty where there is nothing to be seen.
+    """Format a result for the policy; empty where there is no result.
 
     Args:
         reply: The result.
-        code: Of which block.
-        after: What the policy's last token said after the block, which is not said again.
-        most: Characters of the result.
+        code: The block.
+        after: Text after the block in the policy's last token, which is not repeated.
+        most: Limit of characters of the result.
     """
     if not reply.text:
         return ""
     shown = cut_middle(reply.text, most)
     has_lines = "\n" in shown or "\n" in code
-    said = f"\n\n<result>\n{shown}\n</result>" if has_lines else f"<result>{shown}</result>"
-    return said.removeprefix(after)
+    result = f"\n\n<result>\n{shown}\n</result>" if has_lines else f"<result>{shown}</result>"
+    return result.removeprefix(after)
 
 
 def cut_middle(text: str, most: int) -> str:
-    """The text, without its middle where it is longer than that."""
+    """Cut the middle out of a text that is longer than the limit."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -311,21 +309,15 @@ def _dedented(code: str) -> str:
     return textwrap.dedent(code.replace("\r\n", "\n")).strip("\n").rstrip()
 
 
-def _read(said: str) -> tuple[str, str] | None:
-    """The kind and text of a reply; None where it is none."""
+def _read(answer: str) -> tuple[str, str] | None:
     try:
-        reply, _ = json.JSONDecoder().raw_decode("{" + said)
+        reply, _ = json.JSONDecoder().raw_decode("{" + answer)
         kind, text = reply["kind"], reply["text"]
     except (ValueError, KeyError, RecursionError):
         return None
     if kind not in ("value", "done", "error") or not isinstance(text, str):
         return None
     return kind, text
-
-
-def _death(result: SandboxResult, limits: Limits) -> str:
-    said = _DEATHS.get(result.status, "RuntimeError: the process ended before the code did")
-    return said.format(**limits.message())
 
 
 @cache

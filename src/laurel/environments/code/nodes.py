@@ -1,4 +1,4 @@
-"""Programs on every node of a cluster: a pool of sandboxes on each, and who is asked for what."""
+"""Runs programs on every node of a cluster, each with a pool of sandboxes."""
 
 from __future__ import annotations
 
@@ -36,76 +36,75 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 8
-"""Of all nodes together."""
+"""Restarts of all nodes together."""
 OPENING_SECONDS = 180.0
-"""Limit for a node to start its process, and then to try its canaries."""
+"""Time that a node has to start its process, and then again to try its canaries."""
 MARGIN_SECONDS = 60.0
-"""What a call to a node may take beyond what is waited for there, on one that is busy with other
-things; with a later one its process is lost."""
+"""Time that a call to a busy node may take beyond its wait before its process counts as lost."""
 COLLECT_SECONDS = 5.0
-"""How long a node is asked for results before it is asked again."""
+"""Time that one call waits for results."""
 AT_A_TIME = 8
-"""Calls to a node at a time."""
+"""Concurrent calls to a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterNodes:
-    """The nodes of a cluster, and how a worker is started on one."""
+    """Describes the nodes of a cluster, and how a worker is started on one."""
 
     alive: Callable[[], Sequence[NodeState]]
-    """Those that are there."""
+    """Returns the nodes that are alive."""
     make: Callable[..., WorkerGroup]
-    """A group of one: `(role, node_id, worker_class, *, at_a_time, limit)`. Its calls may be made
-    by several threads, `at_a_time` of them at once."""
+    """Makes a group of one worker: `(role, node_id, worker_class, *, at_a_time, limit)`. Its calls
+    may be made from several threads, `at_a_time` of them at once.
+    """
     is_only_this: Callable[[], bool]
-    """Whether the one node that there is, is where this process runs: then a pool of its own is
-    quicker."""
+    """Whether the only node is the one of this process: then a local pool is quicker."""
 
 
 class NodeWorker:
-    """The pool of one node, held by a process there that knows nothing of Ray."""
+    """Holds the pool of one node, in a process there that knows nothing of Ray."""
 
     def __init__(self, place: RankPlace) -> None:
-        """Have no pool yet.
+        """Start without a pool.
 
         Args:
-            place: Where it is.
+            place: Rank of the worker, which is not used.
         """
         self._pool: SandboxPool | None = None
         self._ended: queue.SimpleQueue[tuple[int, SandboxResult] | None] = queue.SimpleQueue()
 
     def find(self, num_workers: int, limits_mb: int) -> tuple[Detection, int]:
-        """How well this node locks programs in, and how many it runs at a time.
+        """Return how well this node isolates programs, and how many it can run at once.
 
         Args:
-            num_workers: As many as are wanted.
+            num_workers: Number of concurrent programs that is asked for.
             limits_mb: Memory and disk of one program.
         """
         return detect(), affordable_workers(min(num_workers, available_cores()), limits_mb)
 
     def prepare(self, tier: Tier, num_workers: int, cgroup: str) -> None:
-        """Have a pool, whose sandboxes start with their first programs.
+        """Make a pool, whose sandboxes start with their first programs.
 
         Args:
-            tier: The one that was found here, whose layers each must have.
-            num_workers: Programs at a time.
-            cgroup: See `SandboxConfig.cgroup`.
+            tier: Tier that was found here, whose layers every sandbox must have.
+            num_workers: Concurrent programs.
+            cgroup: Control group, as in `SandboxConfig.cgroup`.
 
         Raises:
             ConfigError: This node has no such control group.
         """
         place, _ = chosen_place(cgroup)
-        # Whoever asks bounds the backlog: a call that waited here would hold up the others.
+        # The caller limits the backlog: a call that waited here would block the others.
         self._pool = SandboxPool(tier=tier, num_workers=num_workers, backlog=0, place=place)
 
     def submit(self, number: int, job: SandboxJob, seconds: float | None, batch: int) -> None:
-        """Run a job some time.
+        """Queue a job.
 
         Args:
-            number: That its result is given with.
-            job: What to run.
-            seconds: Until its deadline; None: it has none.
-            batch: How many are submitted here together.
+            number: Number that comes back with its result.
+            job: The job.
+            seconds: Time until its deadline; None: it has none.
+            batch: Number of jobs that are submitted here together.
         """
         assert self._pool is not None
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -113,7 +112,7 @@ class NodeWorker:
         future.add_done_callback(lambda done: self._ended.put((number, done.result())))
 
     def collect(self, seconds: float) -> list[tuple[int, SandboxResult]]:
-        """The results that have come, each with its number; waits for the first."""
+        """Wait for the first result, and return all that have come, each with its number."""
         found = []
         with suppress(queue.Empty):
             found.append(self._ended.get(timeout=seconds))
@@ -122,26 +121,25 @@ class NodeWorker:
         return [one for one in found if one is not None]
 
     def shutdown(self) -> None:
-        """End the pool for good, with what it runs."""
+        """End the pool for good, with its running programs."""
         if self._pool is not None:
             self._pool.close()
-        self._ended.put(None)  # for a call that waits
+        self._ended.put(None)  # wakes a waiting `collect`
 
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """A job that is with a node, or waits for one."""
+    """Holds a job that a node has, or that waits for one."""
 
     job: SandboxJob
     deadline: float | None
     batch: int
     future: Future[SandboxResult]
-    losses: int = 0
-    """How often the process of a node was lost that may have run it."""
+    losses: int = 0  # number of lost node processes that may have run it
 
 
 class NodePool:
-    """Runs jobs on all nodes; like a `SandboxPool`, but each result has the tier of its node."""
+    """Runs jobs on all nodes, like a `SandboxPool`; each result has the tier of its node."""
 
     def __init__(
         self,
@@ -151,16 +149,16 @@ class NodePool:
         say: Callable[[str], None] = _log.warning,
         max_restarts: int = MAX_RESTARTS,
     ) -> None:
-        """Start a process on every node, at the same time, and have it try its canaries.
+        """Start a process on every node at once, and let each try its canaries.
 
         Args:
-            config: What is asked for; its number of workers is that of every node.
-            nodes: Of the cluster.
-            say: Told of every restart, and of nodes that are given up.
-            max_restarts: Of all nodes together.
+            config: The sandbox section; its number of workers is that of every node.
+            nodes: The nodes of the cluster.
+            say: Called with a line on every restart, and on nodes that are given up.
+            max_restarts: Restarts of all nodes together.
 
         Raises:
-            ConfigError: Nodes lock programs in less well than is asked for; all of them are named.
+            ConfigError: Nodes isolate programs less than is asked for; all of them are named.
             WorkerError: A process could not be started.
         """
         self._nodes = _Nodes(config, nodes, say, max_restarts)
@@ -179,19 +177,19 @@ class NodePool:
     def submit(
         self, job: SandboxJob, *, deadline: float | None = None, batch: int = 1
     ) -> Future[SandboxResult]:
-        """The result to come; see `SandboxPool.submit`."""
+        """Queue a job, as `SandboxPool.submit` does, and return its future."""
         return self._nodes.submit(_Sent(job, deadline, batch, Future()))
 
     def run(
         self, jobs: Sequence[SandboxJob], *, timeout_s: float | None = None
     ) -> list[SandboxResult]:
-        """The results, in the order of the jobs; see `SandboxPool.run`."""
+        """Run jobs, as `SandboxPool.run` does, and return their results in order."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         futures = [self.submit(job, deadline=deadline, batch=len(jobs)) for job in jobs]
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End everything. Jobs that run or wait are SANDBOX_ERRORs. Idempotent."""
+        """End all processes; queued and running jobs become SANDBOX_ERRORs. Idempotent."""
         self._finalizer()
 
     def __enter__(self) -> NodePool:
@@ -202,7 +200,7 @@ class NodePool:
 
 
 class _Nodes:
-    """What the threads of a pool share; they must not know the pool, or it is never collected."""
+    # The threads share this and not the pool, or the pool would never be collected.
 
     def __init__(
         self,
@@ -216,11 +214,10 @@ class _Nodes:
         self.say = say
         self.restarts = Restarts(max_restarts, say)
         self.closed = False
+        # Held while nodes or jobs are read or changed.
         self.changed = threading.Condition()
-        """Held where nodes or jobs are looked at or changed."""
         self.members = [_Node(self, state) for state in cluster.alive()]
-        self._waiting: deque[_Sent] = deque()
-        """Jobs that no node can have now."""
+        self._waiting: deque[_Sent] = deque()  # jobs for which no node is ready
         self._owner = os.getpid()
         try:
             self._open()
@@ -250,11 +247,11 @@ class _Nodes:
             raise ConfigError("\n".join(["not every node can run programs", *refused]))
 
     def num_left(self) -> int:
-        """Programs at a time, on the nodes that are not given up."""
+        """Count the concurrent programs of the nodes that are not given up."""
         return sum(node.num_workers for node in self.members if node.gone is None)
 
     def submit(self, sent: _Sent) -> Future[SandboxResult]:
-        """Have a job run; waits while the backlog is full."""
+        """Queue a job; blocks while the backlog is full."""
         with self.changed:
             while not self.closed:
                 unfinished = sum(len(node.outstanding) for node in self.members)
@@ -269,7 +266,7 @@ class _Nodes:
         return sent.future
 
     def place(self, *jobs: _Sent) -> None:
-        """Give each job to the node that has the least to do for its size."""
+        """Give each job to the node with the least load for its size."""
         for sent in jobs:
             with self.changed:
                 living = [node for node in self.members if node.gone is None]
@@ -283,7 +280,7 @@ class _Nodes:
                     self._waiting.append(sent)
 
     def place_waiting(self) -> None:
-        """Place what has waited for a node that has come back, or that is given up."""
+        """Place the jobs that waited for a node to come back or be given up."""
         with self.changed:
             waiting, self._waiting = self._waiting, deque()
         self.place(*waiting)
@@ -295,14 +292,14 @@ class _Nodes:
         self.end(sent, replace(result, tier=self.tier.value, attempt=attempt))
 
     def end(self, sent: _Sent, result: SandboxResult) -> None:
-        """Hand out a result."""
+        """Set the result of a job."""
         with self.changed:
-            self.changed.notify_all()  # somebody may wait for room in the backlog
+            self.changed.notify_all()  # a caller may wait for room in the backlog
         if sent.future.set_running_or_notify_cancel():
             sent.future.set_result(result)
 
     def close(self) -> None:
-        """End all processes, with the programs that they run, for good. Idempotent."""
+        """End all processes and their programs for good. Idempotent."""
         if os.getpid() != self._owner:  # a fork has only copies
             return
         with self.changed:
@@ -314,7 +311,7 @@ class _Nodes:
 
 
 class _Node:
-    """A node, seen from the process of the run."""
+    """Holds the state of a node, in the process of the run."""
 
     def __init__(self, nodes: _Nodes, state: NodeState) -> None:
         self.address = f"node {state.address} ({state.id[:8]})"
@@ -323,22 +320,20 @@ class _Node:
         self.detection = Detection(tier=None)
         self.tier = Tier.LIMITS_ONLY
         self.num_workers = 0
-        self.group: WorkerGroup | None = None
-        """Its process; None while it has none."""
-        self.gone: str | None = None
-        """Why it is given up."""
+        self.group: WorkerGroup | None = None  # its process, if it has one
+        self.gone: str | None = None  # why it was given up
+        # Jobs that its process has, in the order in which they were sent.
         self.outstanding: dict[int, _Sent] = {}
-        """What its process has, in the order in which it was given."""
         self.thread = threading.Thread(target=self._serve, name="laurel-node", daemon=True)
         self._id = state.id
         self._nodes = nodes
         self._number = 0
 
     def open(self) -> None:
-        """Start its process, and find out how well it locks programs in.
+        """Start its process, and find out how well it isolates programs.
 
         Raises:
-            ConfigError: Not well enough.
+            ConfigError: Less than is asked for.
             WorkerError: Its process could not be started.
         """
         config = self._nodes.config
@@ -350,18 +345,18 @@ class _Node:
         self._prepare(self.group)
 
     def give(self, sent: _Sent) -> None:
-        """Send a job to its process. The lock is held."""
+        """Send a job to its process; the caller holds the lock."""
         assert self.group is not None
         self._number += 1
         self.outstanding[self._number] = sent
         seconds = None if sent.deadline is None else sent.deadline - time.monotonic()
         share = math.ceil(sent.batch * self.num_workers / self._nodes.num_left())
-        # Nobody waits for this call: where it fails, so does the one that waits for results.
+        # No result is awaited: where this call fails, the one that collects results fails too.
         try:
             self.group.start_one(0, "submit", self._number, sent.job, seconds, share)
         except WorkerError:
             pass
-        except Exception as error:  # what cannot travel
+        except Exception as error:  # a job that cannot be sent
             del self.outstanding[self._number]
             self._nodes.fail(sent, f"{type(error).__name__}: {error}")
 
@@ -375,7 +370,7 @@ class _Node:
             self.thread.join(END_SECONDS + MARGIN_SECONDS)
 
     def _serve(self) -> None:
-        """Hand out its results, until the pool is closed or it is given up."""
+        """Set the results of its jobs, until the pool is closed or the node is given up."""
         while (group := self.group) is not None:
             try:
                 limit = COLLECT_SECONDS + MARGIN_SECONDS
@@ -391,11 +386,10 @@ class _Node:
                 self._nodes.end(sent, replace(result, attempt=result.attempt + sent.losses))
 
     def _hand_over(self, group: WorkerGroup, error: WorkerError) -> None:
-        """Let others run what its process had."""
         with self._nodes.changed:
             self.group = None
             had, self.outstanding = list(self.outstanding.values()), {}
-        for sent in had[: self.num_workers]:  # these may have been running, and be to blame
+        for sent in had[: self.num_workers]:  # these may have been running, and be the cause
             sent.losses += 1
         for sent in had:
             if sent.losses < ATTEMPTS or self._nodes.closed:
@@ -405,7 +399,6 @@ class _Node:
         group.shutdown()
 
     def _restart(self, loss: LaurelError) -> None:
-        """Start another process, unless there is to be none."""
         nodes = self._nodes
         while not nodes.closed:
             if self._id in {state.id for state in nodes.cluster.alive()}:

@@ -1,7 +1,7 @@
 """Runs in the sandbox: the blocks of a conversation so far, silently, and then the new one.
 
-Its source is sent there as a program, so it needs nothing but the standard library. The program
-that it runs can forge what it says: it would deceive nobody but itself.
+Its source is sent there as a program, so it needs only the standard library. A program that forges
+the reply deceives only its own conversation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STDOUT = 1
 
 
 class _Gate(io.RawIOBase):
-    """The standard output, or nowhere."""
+    """Writes to the standard output, or discards, depending on `is_open`."""
 
     is_open = False
 
@@ -34,17 +34,17 @@ class _Gate(io.RawIOBase):
 
 
 def main(request: dict[str, Any]) -> None:
-    """Run everything, write what became of the new block, and end this process.
+    """Run all blocks, write the result of the new one, and end this process.
 
     Args:
-        request: `blocks` that ran before, the new `code`, the `mark` that parts its output from
-            what else is written, and `most`: the longest text of a value.
+        request: `blocks` that ran before, the new `code`, the `mark` that separates its output from
+            other output, and `most`: the longest text of a value.
     """
     gate = _Gate()
     stream = io.TextIOWrapper(
         io.BufferedWriter(gate), encoding="utf-8", errors="backslashreplace", line_buffering=True
     )
-    for name in ("stdout", "__stdout__"):  # what some programs restore
+    for name in ("stdout", "__stdout__"):  # some programs restore the latter
         setattr(sys, name, stream)
     random.seed(0)
     module = ModuleType("__main__")
@@ -58,11 +58,11 @@ def main(request: dict[str, Any]) -> None:
     reply = _run(request["code"], module.__dict__, request["most"])
     _flush()
     os.write(_STDOUT, (request["mark"] + json.dumps(reply)).encode())
-    os._exit(0)  # a thread that it left behind may run for ever
+    os._exit(0)  # a thread of the program may never end
 
 
 def _run(code: str, names: dict[str, Any], most: int) -> dict[str, Any]:
-    """What became of a block: `kind` is error, value (of its last statement) or done."""
+    """Run a block; the reply's `kind` is error, value (of its last statement) or done."""
     try:
         tree = ast.parse(code, "<code>")
         last = tree.body[-1] if tree.body else None
@@ -74,20 +74,17 @@ def _run(code: str, names: dict[str, Any], most: int) -> dict[str, Any]:
         text = "" if value is None or not most else pprint.pformat(value)
         return {"kind": "value", "text": text[: most + 1]}
     except BaseException as error:
-        return {"kind": "error", "text": _said(error)[: most + 1]}
+        # Only the last line of the traceback.
+        try:
+            text = traceback.format_exception_only(type(error), error)[-1].strip()
+        except BaseException:  # its class may be the program's own
+            text = "an exception that cannot be printed"
+        return {"kind": "error", "text": text[: most + 1]}
 
 
 def _compiled(tree: ast.Module | ast.Expression) -> Any:
     kind = "exec" if isinstance(tree, ast.Module) else "eval"
     return compile(tree, "<code>", kind, dont_inherit=True)
-
-
-def _said(error: BaseException) -> str:
-    """The last line of a traceback."""
-    try:
-        return traceback.format_exception_only(type(error), error)[-1].strip()
-    except BaseException:  # its class may be the program's own
-        return "an exception that cannot be printed"
 
 
 def _flush() -> None:

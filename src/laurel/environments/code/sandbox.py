@@ -1,4 +1,4 @@
-"""A pool as a configuration asks for it, or the reason why not."""
+"""Opens the sandbox pool that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _log = logging.getLogger(__name__)
 
 
 def open_pool(config: SandboxConfig, *, detection: Detection | None = None) -> SandboxPool:
-    """A pool in the best tier that this machine gives; says which in the log.
+    """Open a pool in the best tier that this machine supports, and log the tier.
 
     Args:
-        config: What is asked for.
-        detection: What was found on this machine; by default it is found out now (a few seconds).
+        config: The sandbox section.
+        detection: The isolation that this machine supports; by default it is detected now, which
+            takes a few seconds.
 
     Raises:
-        ConfigError: The machine gives no tier that the configuration accepts, or lacks the control
-            group that the configuration names.
+        ConfigError: The machine has no tier that the configuration accepts, or lacks the control
+            group that it names.
     """
     found = detection or detect()
     tier = accepted_tier(config, found)
@@ -37,13 +38,13 @@ def open_pool(config: SandboxConfig, *, detection: Detection | None = None) -> S
 
 
 def say_tier(found: Detection, tier: Tier, *, where: str = "", beside: str = "") -> None:
-    """Log what programs are locked in by.
+    """Log how programs are isolated.
 
     Args:
-        found: What a machine was found to give.
-        tier: The one that they run in.
-        where: The machine, before the sentence.
-        beside: What else is to be said, after it.
+        found: The isolation that a machine supports.
+        tier: Tier that programs run in.
+        where: Name of the machine, before the sentence.
+        beside: Further text after the sentence.
     """
     _log.log(
         logging.INFO if tier is Tier.FULL else logging.WARNING,
@@ -61,15 +62,15 @@ def say_tier(found: Detection, tier: Tier, *, where: str = "", beside: str = "")
 
 
 def accepted_tier(config: SandboxConfig, found: Detection) -> Tier:
-    """The tier to run in; `ConfigError` where the configuration does not accept it."""
+    """Return the tier to run in; raise `ConfigError` where the configuration does not accept it."""
     if found.tier is None:
         raise ConfigError(f"programs cannot be run here: {found.sentence()}")
     if found.tier is Tier.LIMITS_ONLY:
         if config.allow_unsafe:
             return found.tier
         raise ConfigError(
-            f"{found.sentence()} Programs of a model are not run like this unless "
-            "sandbox.allow_unsafe=true says so"
+            f"{found.sentence()} Programs of a model are only run like this with "
+            "sandbox.allow_unsafe=true"
         )
     if not found.tier.is_at_least(Tier(config.min_tier)):
         raise ConfigError(
@@ -80,7 +81,7 @@ def accepted_tier(config: SandboxConfig, found: Detection) -> Tier:
 
 
 def program_limits(config: SandboxConfig) -> Limits:
-    """The limits of a program."""
+    """Return the limits of a program."""
     return Limits(
         cpu_s=config.cpu_seconds,
         wall_s=config.wall_seconds,

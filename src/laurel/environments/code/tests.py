@@ -1,4 +1,4 @@
-"""The tests in a task's metadata: as jobs of the sandbox, and as a verdict and a reward."""
+"""The tests in a task's metadata, as jobs of the sandbox and as a verdict and a reward."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from laurel.sandbox.inside.plain_data import NotPlainDataError, dumps
 from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, SandboxResult, Status, StdioTest
 
 FORMS = ("test_code", "test_list", "stdio_tests", "call_tests")
-"""Keys of metadata that hold tests. A task has one of them, or none: then code is its tool."""
+"""Metadata keys that hold tests. A task has one of them, or none: then code is its tool."""
 COMPARISONS: tuple[Comparison, ...] = get_args(Comparison)
 NO_CODE = "no_code"
-"""The verdict on a completion without a program."""
+"""Verdict on a completion without a program."""
 
+# A program may print or return so many times the expected size.
 _ROOM = 4
-"""Times what is expected that a program may print or return."""
 _CHATTER_KB = 1024
 
 
 class MalformedTaskError(ValueError):
-    """Metadata whose tests cannot be run; says why."""
+    """Raised for metadata whose tests cannot be run; says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTests:
-    """What a task is judged by."""
+    """Holds the tests of a task, and how results are compared."""
 
     form: str
     """One of `FORMS`."""
     tests: tuple[str, ...] | tuple[StdioTest, ...] | tuple[CallTest, ...]
-    """Code where the form is of code, each item a test of its own."""
+    """The tests; where the form is of code, each item is a test of its own."""
     entry: str = ""
     setup: str = ""
     prefix: str = ""
@@ -48,14 +48,14 @@ class TaskTests:
     def job(
         self, code: str, limits: Limits, *, one_by_one: bool, total_s: float | None = None
     ) -> SandboxJob:
-        """What has to be run to judge a program.
+        """Make the job that tests a program.
 
         Args:
             code: The program.
-            limits: Of each process.
-            one_by_one: Whether it matters how many tests pass, so that code that asserts several
-                things must be run in parts, and tests after a failure are run, too.
-            total_s: Seconds of all tests together; see `SandboxJob`.
+            limits: Limits of each process.
+            one_by_one: Whether the number of passed tests matters, so that code with several
+                asserts must be run in parts, and tests after a failure are run, too.
+            total_s: Time limit of all tests together, in seconds.
         """
         job = SandboxJob(
             code=code,
@@ -75,15 +75,15 @@ class TaskTests:
         parts = parts if one_by_one else ["\n".join(parts)]
         setup = self.setup
         if self.form == "test_list":
-            # Part of each test: what asserts are about may be made with classes of the program.
+            # Part of each test: asserts may need objects of the program's classes.
             parts, setup = [f"{setup}\n{one}" for one in parts], ""
         return replace(job, mode="tests", entry=self.entry, test_setup=setup, tests=parts)
 
     def _roomy(self, limits: Limits) -> Limits:
-        """The limits, with room for what is expected, and more: 1 may be written as 1.000000."""
+        # Room for the expected output, and to spare: 1 may be written as 1.000000.
         printed = [len(one.stdout) for one in self.tests if isinstance(one, StdioTest)]
         returned = [len(repr(one.expected)) for one in self.tests if isinstance(one, CallTest)]
-        # What a function prints besides its value is nobody's business.
+        # Output of a function besides its value is ignored.
         stdout_kb = _ROOM * max(printed) // 1024 + 1 if printed else _CHATTER_KB
         result_kb = _ROOM * sum(returned) // 1024 + 1
         return replace(
@@ -95,17 +95,19 @@ class TaskTests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeVerdict:
-    """What a program is worth."""
+    """Holds the verdict on a program."""
 
     status: str
-    """`Status` in words, or `NO_CODE`."""
+    """Value of `Status`, or `NO_CODE`."""
     reward: float = 0.0
     passed_share: float = 0.0
-    """Of the tests that were run apart; those that were not run after a failure count as failed."""
+    """Share of passed tests among all that are counted apart; tests after a failure count as
+    failed.
+    """
     failure: str | None = None
-    """Why there is no verdict: then the rest means nothing."""
+    """Why there is no verdict; the other fields are then meaningless."""
     hint: str = ""
-    """For the policy: which test failed and how, without expected values."""
+    """Message for the policy: which test failed and how, without expected values."""
 
     @property
     def is_right(self) -> bool:
@@ -116,13 +118,13 @@ class CodeVerdict:
 def program_verdict(
     tests: TaskTests, result: SandboxResult, reward: str, *, most: int
 ) -> CodeVerdict:
-    """The verdict on a program.
+    """Convert a result into the verdict on a program.
 
     Args:
-        tests: What it was judged by.
-        result: Of the job that `tests.job` gave.
-        reward: As in the configuration.
-        most: Characters of what it said that a hint repeats.
+        tests: Tests of the program.
+        result: Result of the job that `tests.job` made.
+        reward: Kind of reward, as in the configuration.
+        most: Limit of characters of the program's errors that a hint repeats.
     """
     status = result.status
     if not status.is_verdict:
@@ -149,9 +151,9 @@ def _hint(result: SandboxResult, most: int) -> str:
     where = f"test {first + 1} of {len(each)}" if len(each) > 1 else "the tests"
     lines = [f"{where}: {each[first].status.value}"]
     if each[first].status is not Status.WRONG_ANSWER and each[first].detail:
-        lines[0] += f" ({each[first].detail})"  # of a wrong one it may say what was asserted
-    if said := result.stderr.strip():
-        lines.append(said[-most:])
+        lines[0] += f" ({each[first].detail})"  # for a wrong answer it may reveal the assert
+    if errors := result.stderr.strip():
+        lines.append(errors[-most:])
     return "\n".join(lines)
 
 
@@ -159,12 +161,12 @@ def _hint(result: SandboxResult, most: int) -> str:
 
 
 def has_tests(metadata: Mapping[str, Any]) -> bool:
-    """Whether a task is judged by tests."""
+    """Whether a task has tests."""
     return any(metadata.get(form) is not None for form in FORMS)
 
 
 def problem_of(metadata: Mapping[str, Any], config: CodeEnvironmentConfig) -> str | None:
-    """Why the tests of a task cannot be run; None where they can, or where it has none."""
+    """Return why the tests of a task cannot be run; None where they can, or where it has none."""
     if not has_tests(metadata):
         return None
     try:
@@ -175,7 +177,7 @@ def problem_of(metadata: Mapping[str, Any], config: CodeEnvironmentConfig) -> st
 
 
 def read_tests(metadata: Mapping[str, Any], config: CodeEnvironmentConfig) -> TaskTests:
-    """The tests of a task that has some.
+    """Read the tests of a task that has some.
 
     Raises:
         MalformedTaskError: They cannot be run as they are.
@@ -209,7 +211,7 @@ def read_tests(metadata: Mapping[str, Any], config: CodeEnvironmentConfig) -> Ta
         )
     chosen: Comparison = config.comparison or comparison or "laurel"
     if chosen == "laurel" and comparison not in (None, "laurel") and form == "call_tests":
-        tests = _without_lists_around(tests)
+        tests = _unwrapped(tests)
     return TaskTests(
         form=form,
         tests=tests,
@@ -286,8 +288,8 @@ def _calls(value: Any, key: str) -> tuple[CallTest, ...]:
     return tuple(found)
 
 
-def _without_lists_around(tests: Sequence[CallTest]) -> tuple[CallTest, ...]:
-    """The tests without the list that most benchmarks put around each value, if all have one."""
+def _unwrapped(tests: Sequence[CallTest]) -> tuple[CallTest, ...]:
+    # Most benchmarks put a list around each expected value; it is removed if all have one.
     values = [test.expected for test in tests]
     if not all(isinstance(one, list) and len(one) == 1 for one in values):
         return tuple(tests)

@@ -1,7 +1,7 @@
-"""Whether a written answer is the known one.
+"""Checks whether a written answer equals the known one.
 
 ::
 
-    answers    the answer in a response, and all that can be told without a parser
-    pool       processes that can be killed, in which math-verify decides the rest
+    answers    the answer in a response, and comparisons that need no parser
+    checker    processes that can be killed, in which math-verify decides the rest
 """

@@ -1,4 +1,4 @@
-"""The answer in a response. Needs nothing but the standard library: workers import it too."""
+"""Finds the answer in a response; needs only the standard library."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from fractions import Fraction
 from typing import Literal
 
 MAX_CHARACTERS = 2_000
-"""Longest answer that is looked at, and how much of the end of a response without a box."""
+"""Longest answer that is read, and the part of a response without a box, from its end, that is
+searched.
+"""
 MAX_NESTING = 200
-"""Deepest braces and brackets of an answer that is looked at."""
+"""Deepest braces and brackets of an answer that is read."""
 
 END_OF_THINKING = re.compile(
     r"</think(?:ing)?>|</thought>|</reason(?:ing)?>|\[/THINK\]|◁/think▷|<\|end_of_thought\|>"
@@ -88,11 +90,11 @@ _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[a-zA-Z])
 
 
 def read_answer(response: str) -> Candidate | None:
-    """What a response gives as its answer; None where it gives none.
+    """Read the answer of a response; None where there is none.
 
-    Only what comes after the last end of thinking counts. In it, the last closed `\\boxed{}` is the
-    answer. Without a box, it is looked for in the end of the text, or where the text last speaks of
-    "the answer" if that is earlier.
+    Only the text after the last end of thinking counts. In it, the last closed `\\boxed{}` is the
+    answer. Without a box, the answer is searched for in the end of the text, or from the last
+    mention of "the answer" on, if that is earlier.
     """
     text = response[last_end(END_OF_THINKING, response) :]
     boxed = last_box(text)
@@ -104,7 +106,7 @@ def read_answer(response: str) -> Candidate | None:
 
 
 def last_end(pattern: re.Pattern[str], text: str) -> int:
-    """Where the last match ends; 0 where there is none."""
+    """Return where the last match ends; 0 where there is none."""
     end = 0
     for match in pattern.finditer(text):
         end = match.end()
@@ -112,7 +114,7 @@ def last_end(pattern: re.Pattern[str], text: str) -> int:
 
 
 def last_box(text: str) -> str | None:
-    """What the last box that is closed holds."""
+    """Return the content of the last closed box."""
     boxes = list(_BOX.finditer(text))
     closing = _closing_braces(text, boxes[0].start()) if boxes else {}
     for box in reversed(boxes):
@@ -124,10 +126,8 @@ def last_box(text: str) -> str | None:
 
 
 def _closing_braces(text: str, start: int) -> dict[int, int]:
-    """Where each brace closes that is opened from `start` on; `\\{` and `\\}` are characters.
-
-    One pass for all of them: a response may hold a box on every line.
-    """
+    """Map each brace that is opened from `start` on to where it closes, escaped ones apart."""
+    # It takes one pass for all of them, as a response may hold a box on every line.
     opened: list[int] = []
     closing: dict[int, int] = {}
     for mark in _BRACE.finditer(text, start):
@@ -139,21 +139,17 @@ def _closing_braces(text: str, start: int) -> dict[int, int]:
 
 
 def _spaced(text: str) -> str:
-    """The text with blanks and full stops where East Asian writing needs none.
-
-    A number that touches a letter is no number to the parser.
-    """
-    return (
-        text if text.isascii() else _BESIDE_EAST_ASIAN.sub(" ", text).translate(_EAST_ASIAN_STOPS)
-    )
+    # East Asian writing needs no blanks, but a number that touches a letter is none to the parser.
+    if text.isascii():
+        return text
+    return _BESIDE_EAST_ASIAN.sub(" ", text).translate(_EAST_ASIAN_STOPS)
 
 
 def _passage(text: str) -> str:
-    """Where an answer without a box is looked for."""
     text = text.rstrip()
-    said = "" if text.isascii() else _last_sentence_with_answer(text)
-    if said:
-        return said
+    sentence = "" if text.isascii() else _last_sentence_with_answer(text)
+    if sentence:
+        return sentence
     if len(text) <= MAX_CHARACTERS:
         return text
     start = len(text) - MAX_CHARACTERS
@@ -161,13 +157,13 @@ def _passage(text: str) -> str:
     if phrases and phrases[-1] < start:
         line = text[phrases[-1] :].split("\n", 1)[0]
         return line[:MAX_CHARACTERS]
-    # From a new line on: a formula cut in two would turn all dollar signs after it inside out.
+    # From a new line on: after half a formula, all dollar signs would be read the wrong way round.
     newline = text.find("\n", start)
     return text[newline + 1 :] if newline >= 0 else text[start:]
 
 
 def _last_sentence_with_answer(text: str) -> str:
-    """What a Chinese or Japanese text says the answer is; the parser knows no such phrase."""
+    # The parser knows no Chinese or Japanese phrase for "the answer is".
     for sentence in reversed(_END_OF_SENTENCE.split(text)):
         end = last_end(_EAST_ASIAN_ANSWER, sentence)
         if end and _SAYS_SOMETHING.search(sentence, end):
@@ -176,12 +172,10 @@ def _last_sentence_with_answer(text: str) -> str:
 
 
 def in_known_characters(text: str) -> str:
-    """The text with look-alikes, full-width forms and typographic mathematics spelled plainly.
-
-    NFKC alone would turn 10² into 102 and 1½ into 11/2, so those are spelled out first.
-    """
+    """Spell look-alikes, full-width forms and typographic mathematics plainly."""
     if text.isascii():
         return text
+    # NFKC alone would turn 10² into 102 and 1½ into 11/2, so those are spelled out first.
     text = _SUPERSCRIPT_RUN.sub(lambda run: f"^{{{run[0].translate(_SUPERSCRIPTS)}}}", text)
     for vulgar, plain in _VULGAR.items():
         numerator, denominator = plain.split("/")
@@ -230,7 +224,7 @@ _DEEPEST_FRACTION = 4
 
 
 def is_unevaluated(text: str) -> bool:
-    """Whether an integral, a sum, a product or arithmetic with plain numbers is left to do.
+    """Whether an integral, a sum, a product or arithmetic with plain numbers is left to evaluate.
 
     A fraction, a mixed number, a power and a number such as 3*10^5 are values as they stand.
     """
@@ -245,13 +239,13 @@ def is_unevaluated(text: str) -> bool:
 
 
 def _with_numbers_bare(text: str) -> str:
-    """A 1 in place of each number that is written with operators."""
+    # A number that is written with operators counts as a value, so a 1 takes its place.
     text = _SCIENTIFIC.sub("1", text)
     for _ in range(_DEEPEST_FRACTION):
         text, count = _FRACTION.subn("1", text)
         if not count:
             break
-    return text.replace(r"\frac", "")  # of a fraction in which there is something to do
+    return text.replace(r"\frac", "")  # of a fraction with something left to evaluate
 
 
 # ------------------------------------------------------------------------------------- inequalities
@@ -266,7 +260,7 @@ _COMMAND = re.compile(r"\\[a-zA-Z]+")
 
 
 def solved_as_interval(text: str) -> str | None:
-    """The interval that a solved inequality says its variable is in: `x<3` is `(-\\infty,3)`.
+    """Return the interval that a solved inequality describes: `x<3` is `(-\\infty,3)`.
 
     None for anything else. An inequality that is still to be solved (`2x+1<7`) is none: it may be
     the question itself.
@@ -278,13 +272,14 @@ def solved_as_interval(text: str) -> str | None:
 def _interval(text: str) -> str | None:
     text = _THOUSANDS.sub("", text)
     if "," in text.replace(r"\,", "") or "=" in re.sub("[<>]=", "", text):
-        return None  # more than an inequality
+        return None  # not only an inequality
     sides = [side.strip() for side in _RELATION.split(text)]
     bounds, relations = sides[::2], sides[1::2]
     if len(relations) == 1 and not _is_variable(bounds[0], bounds[1]):
         # 3 > x is x < 3.
         bounds.reverse()
-        relations = [_turned(relations[0])]
+        sign = ">" if _is_less(relations[0]) else "<"
+        relations = [sign + ("=" if _is_or_equal(relations[0]) else "")]
         if not _is_variable(bounds[0], bounds[1]):
             return None
     if len(relations) == 1:
@@ -305,7 +300,6 @@ def _interval(text: str) -> str | None:
 
 
 def _is_variable(text: str, bounds: str) -> bool:
-    """Whether it is a variable alone, and bounds are without it."""
     if not _VARIABLE.fullmatch(text) or not bounds.strip():
         return False
     return text not in (_COMMAND.findall(bounds) if "\\" in text else _COMMAND.sub("", bounds))
@@ -319,15 +313,11 @@ def _is_or_equal(relation: str) -> bool:
     return relation not in ("<", ">", r"\lt", r"\gt")
 
 
-def _turned(relation: str) -> str:
-    return ("<" if not _is_less(relation) else ">") + ("=" if _is_or_equal(relation) else "")
-
-
 # --------------------------------------------------------------------------------------------------
-# What can be told of two answers without a parser, exactly and in microseconds.
+# Comparing answers without a parser, exactly and in microseconds.
 
 LARGEST_EXPONENT = 99_999
-"""An exponent or a factorial beyond it makes a number that nobody means to be evaluated."""
+"""Largest exponent or factorial that is evaluated: larger ones make absurd numbers."""
 
 _WRAPPING = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _IGNORED = re.compile(r"\\[,;:!]|\\(?:left|right|displaystyle)(?![a-zA-Z])|\s+")
@@ -344,23 +334,23 @@ _NUMBER = re.compile(
 )
 _LONGEST_NUMBER = 60
 _IN_BASE = re.compile(r"[+-]?[0-9A-Za-z]+_(?:\{(\d{1,3})\}|(\d))")
-_SAID_LAST = re.compile(
+_STATED_LAST = re.compile(
     r"(?:answer\s+is\s*:?|answer\s*:|####)\s*\$?\s*([+-]?[\d.,/]*\d)\s*\$?\s*\.?\Z", re.IGNORECASE
 )
 
 
 def same_or_not(gold: str, candidate: Candidate) -> bool | None:
-    """Whether an answer is the known one; None where that takes a parser.
+    """Whether an answer is the known one; None where that needs a parser.
 
-    Equal texts are equal. Two exact numbers are compared as such; an inexact decimal is left to the
-    parser, which rounds.
+    Equal texts are equal. Two exact numbers are compared as numbers; an inexact decimal is left to
+    the parser, which rounds.
     """
     text = candidate.text
     if not candidate.boxed:
-        said = _SAID_LAST.search(text)
-        if said is None:
+        stated = _STATED_LAST.search(text)
+        if stated is None:
             return None
-        text = said[1]
+        text = stated[1]
     if bare(gold) == bare(text):
         return True
     if base_of(gold) != base_of(text) and None not in (base_of(gold), base_of(text)):
@@ -374,13 +364,13 @@ def same_or_not(gold: str, candidate: Candidate) -> bool | None:
 
 
 def base_of(text: str) -> int | None:
-    """The base that a number says it is written in, as in `110_2`."""
+    """Return the base that a number is marked with, as in `110_2`."""
     written = _IN_BASE.fullmatch(bare(text).replace(" ", ""))
     return None if written is None else int(written[1] or written[2])
 
 
 def bare(text: str) -> str:
-    """The text without what only changes how it looks."""
+    """Remove from a text what only changes its looks."""
     text = _unwrapped(text)
     return _IGNORED.sub(" ", text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")).strip()
 
@@ -395,7 +385,7 @@ def _unwrapped(text: str) -> str:
 
 
 def exact_number(text: str) -> Fraction | None:
-    """The value of a plain integer, decimal, fraction or mixed number."""
+    """Return the value of a plain integer, decimal, fraction or mixed number."""
     text = _unwrapped(text).removeprefix(r"\$").strip()
     if len(text) > _LONGEST_NUMBER:
         return None
@@ -429,10 +419,10 @@ _LONG_FACTORIAL = re.compile(r"(?:\d{6,}|[)}])\s*!")
 
 
 def is_absurd(text: str) -> bool:
-    """Whether a number is asked for that would fill the memory: a tower of powers of numbers, an
-    exponent or a factorial of more than five digits, a factorial of a power.
+    """Whether a number would fill the memory: a tower of powers, an exponent or a factorial of more
+    than five digits, a factorial of a power.
 
-    Powers of letters are none of these, and small towers (2^{2^3}) are left alone.
+    Powers of letters are none of these, and small towers (2^{2^3}) are allowed.
     """
     compact = "".join(text.split())
     for power in _POWER.finditer(compact):
@@ -446,10 +436,10 @@ def is_absurd(text: str) -> bool:
 
 
 def _operand(text: str, start: int) -> str:
-    """What stands to the right of a power: a group, or a number and the powers on it."""
+    """Return the exponent that starts at `start`: a group, or a number with its own powers."""
     closing = _GROUP.get(text[start : start + 1])
     if closing is None:
-        # `^12` is `^{1}2` to LaTeX; read here as a person means it, which only errs to the larger.
+        # `^12` is `^{1}2` to LaTeX; read here as a person means it, which can only be larger.
         match = re.match(r"-?\d+(?:(?:\*\*|\^).+)?", text[start:], re.DOTALL)
         return match[0] if match else ""
     opening, depth = text[start], 0
@@ -461,7 +451,7 @@ def _operand(text: str, start: int) -> str:
 
 
 def _size(exponent: str) -> float:
-    """About how large an exponent of numbers is; infinite where that is past telling."""
+    """Estimate an exponent of numbers; infinite where it is too large to evaluate."""
     if len(exponent) > _LONGEST_EXPONENT:
         return float("inf")
     exponent = exponent.strip("{}()").lstrip("-")
@@ -479,6 +469,7 @@ def _size(exponent: str) -> float:
 # --------------------------------------------------------------------------------------------------
 # The letter of a multiple-choice answer. The last "Answer: X" of a response counts.
 
+# The word for "Answer" in multilingual prompts.
 ANSWER_WORDS: dict[str, tuple[str, ...]] = {
     "English": ("Answer",),
     "Arabic": ("الإجابة", "الاجابة", "الجواب", "إجابة", "جواب"),
@@ -502,8 +493,8 @@ ANSWER_WORDS: dict[str, tuple[str, ...]] = {
     "Vietnamese": ("Đáp án", "Câu trả lời", "Trả lời"),
     "Yoruba": ("Ìdáhùn", "Idahun"),
 }
-"""How multilingual prompts ask for the letter."""
 
+# Letters of other scripts that stand for A to D, and Cyrillic ones that look like them.
 _LETTERS = str.maketrans(
     {
         "أ": "A",
@@ -521,11 +512,10 @@ _LETTERS = str.maketrans(
         "С": "C",
     }
 )
-"""Letters of other scripts that stand for A to D, and Cyrillic ones that look like them."""
 
+# Marks around a letter: bold, brackets, dollar signs, a box.
 _DRESSING = r"[\s*_`$(\[{\"'：]*(?:\\(?:boxed|text|textbf|mathbf|mathrm)\s*\{\s*)*[(\[]?"
-"""Marks around a letter: bold, brackets, dollar signs, a box."""
-# A small letter counts only where the line ends with it: "Answer: a fair coin" names no option.
+# A small letter counts only at the end of a line: "Answer: a fair coin" names no option.
 _LATIN = r"([A-Z](?!\w)|[a-z](?=[\s*_`$)\]}.\"']*(?:\n|\Z)))"
 _ENGLISH = re.compile(rf"(?i:\banswer)[*_]*\s*:{_DRESSING}{_LATIN}")
 
@@ -540,7 +530,7 @@ def _pattern_of_all() -> re.Pattern[str]:
 
 
 def _normal(text: str) -> str:
-    """One spelling of each letter: full-width forms and full-width colons are plain."""
+    # Full-width forms and colons, and those of other scripts, become plain.
     return unicodedata.normalize("NFKC", text).replace("ঃ", ":").replace("؛", ":")
 
 
@@ -548,52 +538,50 @@ _ANY_LANGUAGE = _pattern_of_all()
 
 
 def check_choice(response: str, gold: str, *, multilingual: bool) -> Checked:
-    """Whether the last letter that a response names as its answer is the right one.
+    """Check whether the last letter that a response names as its answer is the right one.
 
     Args:
-        response: What the policy said.
+        response: Text of the policy.
         gold: The right letter.
-        multilingual: Take the word for "Answer", and the letter, in any of the languages above.
+        multilingual: Whether to accept the word for "Answer", and the letter, in all languages
+            above.
     """
     right = _normal(gold).strip().strip("().").translate(_LETTERS).upper()
     if re.fullmatch("[A-Z]", right) is None:
         return Checked(verdict="error", reason=f"the known answer {gold!r} is not a letter")
     text = response[last_end(END_OF_THINKING, response) :]
-    letter = _last_letter(text, multilingual)
+    letter = None
+    for match in (_ANY_LANGUAGE if multilingual else _ENGLISH).finditer(_normal(text)):
+        letter = match[match.lastindex or 0].translate(_LETTERS).upper()
     if letter is None:
         return Checked(verdict="unparseable")
     return Checked(verdict="correct" if letter == right else "incorrect", answer=letter)
-
-
-def _last_letter(text: str, multilingual: bool) -> str | None:
-    pattern = _ANY_LANGUAGE if multilingual else _ENGLISH
-    found = None
-    for match in pattern.finditer(_normal(text)):
-        found = match[match.lastindex or 0]
-    return found.translate(_LETTERS).upper() if found else None
 
 
 # --------------------------------------------------------------------------------------------------
 # The values of answer checking.
 
 Verdict = Literal["correct", "incorrect", "unparseable", "timeout", "error"]
-"""`unparseable`: the response holds no answer that can be read. `timeout`: it holds one that could
-not be checked within the limits of time and memory. Both are the policy's doing and worth 0.
-`error`: the checker is to blame, or the known answer is; there is no reward."""
+"""The outcomes of a check.
+
+`unparseable`: the response holds no readable answer. `timeout`: it holds one that could not be
+checked within the limits of time and memory. Both are the policy's fault and worth 0. `error`: the
+checker or the known answer is at fault, and there is no reward.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What may be the answer in a response."""
+    """Holds the text of a response in which its answer is."""
 
     text: str
     boxed: bool = True
-    """Whether it is all answer, as in a box, or a passage in which the answer is to be found."""
+    """Whether the text is the answer, as in a box, or a passage that contains it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """The verdict on one response."""
+    """Holds the verdict on one response."""
 
     verdict: Verdict
     answer: str | None = None

@@ -1,8 +1,4 @@
-"""The call of math-verify. The only file that imports it; runs in processes that can be killed.
-
-Its own timeouts are switched off: they are alarms, which cannot interrupt a long computation in C
-and would take the alarm of whoever else uses one. The process that asked owns the clock.
-"""
+"""Calls math-verify, in processes that can be killed; no other file imports it."""
 
 from __future__ import annotations
 
@@ -36,12 +32,13 @@ SELF_TEST: tuple[tuple[str, str, bool], ...] = (
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\3\end{pmatrix}", False),
     (r"\text{Evelyn}", r"\text{Evelyn}", True),
 )
-"""Known answer, given answer, whether they are the same. A checker that fails one is not used: one
-that always says no is the worst failure there is, for nobody sees it."""
+"""Known answer, given answer, and whether they are equal. A checker that fails one is not used: a
+checker that always says no would go unnoticed.
+"""
 
 
 def answers_match(gold: str, candidate: Candidate, *, forbid_unevaluated: bool) -> Checked:
-    """Whether math-verify takes the candidate for the known answer. May take for ever."""
+    """Whether math-verify finds the candidate equal to the known answer. It may never return."""
     known = _known_answer(gold)
     if not known:
         return Checked(verdict="error", reason=f"the known answer {gold!r} cannot be read")
@@ -57,8 +54,8 @@ def answers_match(gold: str, candidate: Candidate, *, forbid_unevaluated: bool) 
     if not same and (interval := solved_as_interval(answer)) is not None:
         if forbid_unevaluated and is_unevaluated(interval) and not is_unevaluated(gold):
             return Checked(verdict="incorrect", answer=answer)
-        said = _parsed(rf"\boxed{{{interval}}}", (LatexExtractionConfig(),))
-        same = verify(list(known), said, timeout_seconds=None)
+        solved = _parsed(rf"\boxed{{{interval}}}", (LatexExtractionConfig(),))
+        same = verify(list(known), solved, timeout_seconds=None)
     return Checked(verdict="correct" if same else "incorrect", answer=answer)
 
 
@@ -68,11 +65,14 @@ def _known_answer(gold: str) -> tuple[Any, ...]:
 
 
 def _parsed(text: str, extraction: tuple[Any, ...]) -> list[Any]:
+    # Its own timeouts are switched off: they are alarms, which cannot interrupt a long computation
+    # in C and would replace an alarm that the program itself uses. The calling process keeps the
+    # time limit.
     return list(parse(text, extraction, parsing_timeout=0))  # 0: none
 
 
 def failed_self_test() -> list[str]:
-    """The known pairs that do not come out as they must."""
+    """Return the known pairs with a wrong verdict."""
     failed = []
     for gold, text, expected in SELF_TEST:
         checked = answers_match(gold, Candidate(text=text), forbid_unevaluated=True)
@@ -82,7 +82,7 @@ def failed_self_test() -> list[str]:
 
 
 def prepare(settings: None) -> Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]:
-    """Make this process ready to check answers; see `ProcessPoolSpec.prepare`.
+    """Prepare this process to check answers, as `ProcessPoolSpec.prepare` asks.
 
     Raises:
         EnvironmentFailedError: math-verify gives wrong verdicts.
@@ -94,12 +94,12 @@ def prepare(settings: None) -> Callable[[], Callable[[dict[str, Any]], dict[str,
             "math-verify gives wrong verdicts on known answers; is its version one that Laurel "
             f"is tested with? {'; '.join(failed)}"
         )
-    with open(os.devnull, "wb") as nowhere:  # what a parser says of each bad answer
+    with open(os.devnull, "wb") as nowhere:  # a parser writes a line on each bad answer
         os.dup2(nowhere.fileno(), sys.stderr.fileno())
-    return lambda: _checked
+    return lambda: _check
 
 
-def _checked(item: dict[str, Any]) -> dict[str, Any]:
+def _check(item: dict[str, Any]) -> dict[str, Any]:
     candidate = Candidate(text=item["text"], boxed=item["boxed"])
     forbid = item["forbid_unevaluated"]
     try:

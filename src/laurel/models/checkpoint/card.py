@@ -1,7 +1,6 @@
-"""The README of a checkpoint or export: what a model is, what it learned from, how good, its use.
+"""The README of a checkpoint or export: the model, its training data, its quality and its use.
 
-A card says the same of the same weights whenever it is written: there is no time in it. What is
-not known is left out.
+Equal weights get equal cards: a card holds no time. Unknown facts are left out.
 """
 
 from __future__ import annotations
@@ -21,49 +20,49 @@ from laurel.types import Message, group_of
 
 CARD = "README.md"
 FACTS = "model_card.json"
-"""What the card of a checkpoint was written from, for cards that are written later."""
+"""File of the facts that a checkpoint's card was written from, for later cards."""
 
 HERE = "."
-"""Where programs in a card find the model, run in its directory."""
+"""Default location of the model in a card's programs: their working directory."""
 
 _TAGS = {"reward model": "reward-model", "policy": "policy"}
 
 
 class CardFacts(BaseModel):
-    """What the card of a model says that the model itself does not know."""
+    """Facts for the card that the model itself does not hold."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     base_model: str = ""
-    """What training started from, in words."""
+    """Description of the model that training started from."""
     hub_base: str | None = None
-    """The same as a name on the hub."""
+    """Its hub name, where it has one."""
     method: str = ""
     """How it was trained, e.g. `GRPO`."""
     data: Mapping[str, str] = {}
-    """What each data set is, by name."""
+    """Description of each data set, by name."""
     settings: Mapping[str, str | int | float | bool | None] = {}
-    """Those that made it what it is."""
+    """Settings that shaped the model."""
     metrics: Mapping[str, float] = {}
-    """Figures by name."""
+    """Values by metric name."""
     max_length: int | None = None
     """Tokens of the longest text that a policy was trained on."""
     notes: tuple[str, ...] = ()
     """Further paragraphs."""
 
     def measured(self, metrics: Mapping[str, float]) -> CardFacts:
-        """The same with figures; what is not finite is no figure."""
+        """Return a copy with metrics; values that are not finite are left out."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return self.model_copy(update={"metrics": finite})
 
     def save(self, directory: Path) -> None:
-        """Write them down beside the card."""
+        """Write the facts beside the card."""
         text = json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False)
         (directory / FACTS).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, directory: Path) -> CardFacts | None:
-        """Those of a checkpoint; None where there are none.
+        """Read the facts of a checkpoint; None where there are none.
 
         Raises:
             CheckpointError: They cannot be read.
@@ -75,13 +74,13 @@ class CardFacts(BaseModel):
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"{path} cannot be read: {error}. Delete it to go without what it says"
+                f"{path} cannot be read: {error}. Delete it to write the card without it"
             ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRow:
-    """One figure of an evaluation, and what a scorer by length has there."""
+    """One metric of an evaluation, beside that of a scorer by length."""
 
     name: str
     value: float | None
@@ -92,7 +91,7 @@ class EvaluationRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationTable:
-    """What an evaluation of the model gave."""
+    """The results of an evaluation of the model."""
 
     title: str
     data: tuple[str, ...]
@@ -113,13 +112,13 @@ def reward_model_card(
     evaluations: Sequence[EvaluationTable] = (),
     place: str = HERE,
 ) -> str:
-    """The README of a reward model.
+    """Write the README of a reward model.
 
     Args:
-        facts: What is known of its making.
+        facts: Facts about its training.
         contract: It scores by this.
         evaluations: Tables to show.
-        place: Where the programs in it find the model: a name on the hub, or the directory itself.
+        place: Location of the model in its programs: a name on the hub, or the directory itself.
     """
     rules, tokenizer = contract.rules, contract.tokenizer
     return _render(
@@ -141,7 +140,7 @@ def reward_model_card(
 
 
 def policy_card(facts: CardFacts, *, place: str = HERE) -> str:
-    """The README of a policy; see `reward_model_card`."""
+    """Write the README of a policy; parameters as for `reward_model_card`."""
     return _render(
         "policy.md.j2",
         facts=facts,
@@ -167,7 +166,7 @@ def _render(template: str, **values: Any) -> str:
     )
     environment.filters |= {
         "figure": _figure,
-        "cell": _cell,
+        "cell": lambda value: _line(value).replace("|", "\\|"),
         "line": _line,
         "string_literal": json.dumps,
     }
@@ -175,7 +174,7 @@ def _render(template: str, **values: Any) -> str:
 
 
 def _front(facts: CardFacts, *, kind: str, task: str) -> str:
-    """What the hub reads."""
+    # The front matter that the hub reads.
     import yaml
 
     content: dict[str, object] = {
@@ -189,7 +188,6 @@ def _front(facts: CardFacts, *, kind: str, task: str) -> str:
 
 
 def _beside_baseline(metrics: Mapping[str, float]) -> list[dict[str, object]]:
-    """The accuracy on each validation set beside that of a scorer by length."""
     rows: list[dict[str, object]] = []
     for key in sorted(metrics):
         prefix = key.removesuffix("_accuracy")
@@ -208,7 +206,7 @@ def _beside_baseline(metrics: Mapping[str, float]) -> list[dict[str, object]]:
 
 
 def _pooled_token(contract: ScoringContract) -> str:
-    """Which token is read, where the template says it whatever the answer is."""
+    # The pooled token is named only where the template always ends with the same one.
     last = []
     for answer in ("By the gate.", "No"):
         asked = group_of((Message("user", "Where?"),), (answer,), group_id="")
@@ -221,7 +219,6 @@ def _pooled_token(contract: ScoringContract) -> str:
 
 
 def _keeps(contract: ScoringContract) -> str:
-    """What a cut leaves in its place."""
     kept = []
     if contract.opening_bos is not None and contract.rules.truncation_side == "left":
         kept.append("the first token")
@@ -231,7 +228,7 @@ def _keeps(contract: ScoringContract) -> str:
 
 
 def _cut(contract: ScoringContract) -> str:
-    """Python that cuts `ids` as `ScoringContract` does."""
+    # Python that cuts `ids` as `ScoringContract` does.
     rules: ScoringRules = contract.rules
     longest = rules.max_length
     if rules.truncation_side == "right" or rules.pooled == "model":
@@ -249,7 +246,3 @@ def _figure(value: float | None) -> str:
 
 def _line(value: object) -> str:
     return " ".join(str(value).split())
-
-
-def _cell(value: object) -> str:
-    return _line(value).replace("|", "\\|")

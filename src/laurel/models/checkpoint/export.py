@@ -1,4 +1,4 @@
-"""Writing a reward model as a directory that Hugging Face loads with the same scores."""
+"""Write models as directories that Hugging Face loads with the same scores."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def save_reward_model(
         directory: Exists, for the rank that writes.
         model: Whole, or spread over ranks, which then all call this; one of them writes.
         contract: With the golden scores of these weights.
-        card: See `reward_model_card`.
-        background: See `write_model`.
+        card: Text of `reward_model_card`.
+        background: Worker that writes the files, as for `write_model`.
     """
 
     def write_rest() -> None:
@@ -61,16 +61,16 @@ def write_model(
     max_file_bytes: int = FILE_BYTES,
     background: Background | None = None,
 ) -> None:
-    """Write the weights and configuration of a model, its adapters if any, and what goes with it.
+    """Write weights and configuration of a model, its adapters if any, and the remaining files.
 
     Args:
-        directory: See `save_reward_model`.
-        model: See `save_reward_model`.
+        directory: An empty directory.
+        model: A reward model or policy.
         write_rest: Writes the other files; called by the process that writes.
-        max_file_bytes: Of one file of weights: so much of the model, and no more, is copied to the
-            memory of the process that writes, one file after the other.
+        max_file_bytes: Size limit of one file of weights: so much of the model, and no more, is
+            copied to the memory of the process that writes, one file after the other.
         background: Writes the weights, all of them from copies on the host that are taken before
-            this returns; what goes wrong in that is told by it. None: they are written here.
+            this returns; it reports what goes wrong. None: they are written here.
 
     Raises:
         CheckpointError: Another rank could not write.
@@ -109,8 +109,7 @@ def write_model(
 
 
 def _handed_out(files: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Each in turn, and let go."""
-    while files:
+    while files:  # popped, so that the weights of a file are freed once it is written
         yield files.pop(0)
 
 
@@ -135,8 +134,8 @@ def save_policy(
         directory: Exists, for the rank that writes.
         model: Whole, or spread over ranks, which then all call this; one of them writes.
         tokenizer: Its own.
-        card: See `policy_card`.
-        background: See `write_model`.
+        card: Text of `policy_card`.
+        background: Worker that writes the files, as for `write_model`.
     """
 
     def write_rest() -> None:
@@ -159,9 +158,9 @@ ROWS = 4
 def plain_scores(
     directory: Path, conversations: Sequence[Conversation], *, device: torch.device
 ) -> np.ndarray:
-    """Scores `[N, K]` of conversations by `AutoModelForSequenceClassification`.
+    """Score conversations with `AutoModelForSequenceClassification`: `[N, K]`.
 
-    In padded batches, neighbours of different lengths together.
+    Batches are padded; neighbours of different lengths share one.
 
     Raises:
         ScoringContractError: It does not load, or only with weights left out or made up.
@@ -185,11 +184,12 @@ def plain_scores(
 def plain_logprobs(
     directory: Path, sequences_N: Sequence[Tensor], starts_N: Sequence[int], *, device: torch.device
 ) -> np.ndarray:
-    """Log-probabilities of the tokens of sequences from their starts on, one after the other, by
-    `AutoModelForCausalLM` in one padded batch.
+    """Compute log-probabilities with `AutoModelForCausalLM` in one padded batch.
+
+    They are those of the tokens of each sequence from its start on, concatenated.
 
     Raises:
-        ScoringContractError: See `plain_scores`.
+        ScoringContractError: The directory does not load, or differs from its contract.
     """
     from transformers import AutoModelForCausalLM
 
@@ -206,7 +206,9 @@ def plain_logprobs(
 
 
 def largest_difference(found: np.ndarray, expected: np.ndarray) -> float:
-    """In units of max(1, |expected|), as golden scores are compared; infinite where not a number.
+    """Measure the largest difference in units of max(1, |expected|), as for golden scores.
+
+    It is infinite where a value is not a number.
 
     Raises:
         ScoringContractError: Another number of them.
@@ -240,7 +242,7 @@ def _load(factory: Any, directory: Path, device: torch.device) -> tuple[Any, Any
 
 
 def _ids(tokenizer: Any, conversation: Conversation, rules: ScoringRules) -> list[int]:
-    """What the program in the model card makes of a conversation."""
+    # As the program in the model card does.
     messages = [{"role": m.role, "content": m.content} for m in conversation]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     ids: list[int] = tokenizer(text, add_special_tokens=rules.pooled == "model")["input_ids"]

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint directory: which files it holds, byte for byte, and since when.
+"""The manifest of a checkpoint directory: its files with sizes and hashes.
 
 `MANIFEST.json` is the last file written into a directory, so one that has it is complete; sizes
 and hashes tell whether it still is. Torch is not needed to read or check it.
@@ -33,21 +33,21 @@ _VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "nu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """What a file was when it was saved."""
+    """Size and hash of a file when it was saved."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     sha256: str
-    """Hexadecimal."""
+    """SHA-256 in hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint directory holds and how it ranks among its neighbours."""
+    """The contents of a checkpoint directory and its rank among its neighbours."""
 
     step: int
     metric_name: str | None
-    """Which number decides what is best; ranks are compared only where the names agree."""
+    """Name of the metric that ranks checkpoints; only equal names are compared."""
     metric: float | None
     """Its value, always finite; None where the run had none."""
     created_by: Mapping[str, str]
@@ -63,7 +63,7 @@ class Manifest:
 
 @cache
 def software_versions() -> dict[str, str]:
-    """What writes checkpoints here: see `Manifest.created_by`."""
+    """Collect the versions of the software that writes checkpoints, for `Manifest.created_by`."""
     found = {"laurel": laurel.__version__, "python": platform.python_version()}
     for package in _VERSIONED_PACKAGES:
         try:
@@ -102,7 +102,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest, itself unaltered.
+    """Read the manifest; it must be unaltered.
 
     Raises:
         CheckpointError: it is missing, unreadable, altered, or of a format this version cannot
@@ -132,7 +132,13 @@ def read_manifest(directory: Path) -> Manifest:
             f"{FORMAT_VERSION}; load it with the version that wrote it: {fields.get('created_by')}"
         )
     try:
-        manifest = _parse(fields)
+        manifest = Manifest(
+            step=fields["step"],
+            metric_name=fields["metric_name"],
+            metric=fields["metric"],
+            created_by=dict(fields["created_by"]),
+            files={name: FileRecord(**record) for name, record in fields["files"].items()},
+        )
         unaltered = _render(manifest).encode("ascii") == content
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
@@ -144,7 +150,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def find_problems(directory: Path, manifest: Manifest, *, hashes: bool) -> list[str]:
-    """What differs between the directory and its manifest: one line per bad file, worst first.
+    """List the differences between a directory and its manifest, a line per file, worst first.
 
     Sizes are always compared; contents (a full read) only with `hashes`.
     """
@@ -168,7 +174,7 @@ def find_problems(directory: Path, manifest: Manifest, *, hashes: bool) -> list[
 
 
 def list_files(directory: Path) -> Iterator[str]:
-    """Relative paths of the regular files below `directory`, sorted within each folder.
+    """Yield relative paths of the regular files below `directory`, sorted within each folder.
 
     Raises:
         CheckpointError: there is a link, socket or the like, which a manifest cannot vouch for.
@@ -202,16 +208,6 @@ def _render(manifest: Manifest) -> str:
     return json.dumps({**fields, "sha256": digest}, indent=2, allow_nan=False) + "\n"
 
 
-def _parse(fields: dict[str, Any]) -> Manifest:
-    return Manifest(
-        step=fields["step"],
-        metric_name=fields["metric_name"],
-        metric=fields["metric"],
-        created_by=dict(fields["created_by"]),
-        files={name: FileRecord(**record) for name, record in fields["files"].items()},
-    )
-
-
 def _raise(error: OSError) -> None:
     raise error
 
@@ -226,12 +222,12 @@ _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewestCheckpoint:
-    """Where a run goes on, and what was passed over on the way there."""
+    """The checkpoint from which a run resumes, and newer ones that were skipped."""
 
     path: Path | None
     """The newest whole checkpoint; None where there is none."""
     manifest: Manifest | None
-    """What it holds; None exactly where `path` is."""
+    """Its manifest; None exactly where `path` is."""
     skipped: tuple[str, ...]
     """Newer directories that cannot be used, newest first, each with the reason."""
 
@@ -251,7 +247,7 @@ def verify(path: str | os.PathLike[str], *, hashes: bool = True) -> Manifest:
 
 
 def read_training_info(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `CheckpointStore.save` was given as `info`."""
+    """Read the `info` that `CheckpointStore.save` was given."""
     file = Path(path) / INFO_NAME
     try:
         info = json.loads(file.read_bytes())
@@ -269,7 +265,7 @@ def steps_to_keep(
     higher_is_better: bool,
     just_saved: int,
 ) -> set[int]:
-    """Which of the steps in `metrics` stay.
+    """Choose which of the steps in `metrics` stay.
 
     The best `keep_top_k` (ties: the newer; no metric: worse than any), the one just saved and the
     latest. At least two stay, so that a damaged one always has another behind it. Where no step
@@ -285,7 +281,7 @@ def steps_to_keep(
 
 
 def verify_directory(directory: Path, *, hashes: bool) -> Manifest:
-    """`verify` without the look at the neighbours."""
+    """Verify a directory like `verify`, without looking at its neighbours."""
     try:
         os.scandir(directory).close()
     except OSError as error:
@@ -304,7 +300,7 @@ def verify_directory(directory: Path, *, hashes: bool) -> Manifest:
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether every byte is as it was saved."""
+    """Report whether every byte is as it was saved."""
     try:
         verify_directory(directory, hashes=True)
     except CheckpointError:
@@ -313,7 +309,7 @@ def is_whole(directory: Path) -> bool:
 
 
 def find_newest(root: Path, steps: Iterable[int], *, hashes: bool) -> NewestCheckpoint:
-    """The newest of these steps that is whole."""
+    """Find the newest of these steps that is whole."""
     skipped: list[str] = []
     for step in sorted(steps, reverse=True):
         path = root / f"step_{step}"
@@ -327,7 +323,7 @@ def find_newest(root: Path, steps: Iterable[int], *, hashes: bool) -> NewestChec
 
 
 def steps_in(root: Path) -> list[int]:
-    """Steps that have a directory here, in rising order; other names are passed over.
+    """List the steps that have a directory here, in rising order; other names are passed over.
 
     Raises:
         CheckpointError: `root` exists and cannot be listed.
@@ -347,7 +343,7 @@ def steps_in(root: Path) -> list[int]:
 
 
 def best_first(metrics: Mapping[int, float | None], higher_is_better: bool) -> list[int]:
-    """The steps in order of rank: by metric, then the newer first; no metric is worse than any."""
+    """Order steps by rank: by metric, then the newer first; no metric is worse than any."""
     sign = -1.0 if higher_is_better else 1.0
 
     def rank(step: int) -> tuple[bool, float, int]:
@@ -358,7 +354,6 @@ def best_first(metrics: Mapping[int, float | None], higher_is_better: bool) -> l
 
 
 def _hint(directory: Path, *, hashes: bool) -> str:
-    """What could be used instead of a directory that cannot."""
     try:
         if directory.is_dir() and (inside := steps_in(directory)):
             return f" It holds checkpoints: name one of them, e.g. '{directory}/step_{inside[-1]}'."

@@ -1,4 +1,4 @@
-"""What a run needs besides the model to go on as if it had never stopped.
+"""Training state besides the model: a resumed run continues as if it had never stopped.
 
 `training_state.json` holds the settings of the optimizer, the state of the scheduler and of the
 random generators, and what the caller adds; `optimizer.safetensors` holds the tensors. Neither can
@@ -50,9 +50,9 @@ from laurel.models.parallel.mesh import fail_together, host_copy
 STATE_NAME = "training_state.json"
 TENSORS_NAME = "optimizer.safetensors"
 SHARES_NAME = "optimizer"
-"""Folder instead of that file, where ranks have written."""
+"""Folder that replaces `optimizer.safetensors` where ranks have written."""
 ALONE, BY_RANKS = 1, 2
-"""Versions of the format: of a single process, and of ranks."""
+"""Versions of the format: written by a single process, and by ranks."""
 
 _DAMAGED = (KeyError, TypeError, ValueError, AttributeError, RuntimeError)
 
@@ -76,7 +76,7 @@ def save_training_state(
         extra: Position in the data and the like; see `state_encoding.encode` for what it may hold.
         parameter_names: Names of the optimizer's parameters, group after group. Not needed where
             it was made from `named_parameters()`.
-        mesh: What the model is spread over: a collective call, with the same `extra` on all ranks.
+        mesh: Mesh the model is spread over: a collective call, with the same `extra` on all ranks.
         background: Writes, from copies on the host that are taken before this returns; each rank
             has its own, which tells what goes wrong in that. None: all is written here.
 
@@ -93,7 +93,11 @@ def save_training_state(
             fail_together(error, mesh, "saving the training state")
         raise
     if mesh is None:
-        held = _separate(tensors) if background is None else _copied(tensors)
+        held = (
+            _separate(tensors)
+            if background is None
+            else {name: host_copy(tensor) for name, tensor in tensors.items()}
+        )
         write = partial(_write_alone, directory, held, state)
     else:
         fail_together(None, mesh, "saving the training state")
@@ -145,7 +149,7 @@ def load_training_state(
 ) -> dict[str, Any]:
     """Put the saved state into `optimizer`, `scheduler` and the random generators; return `extra`.
 
-    Call it last before the loop: whatever draws random numbers after it changes the run. With
+    Call it last before the loop: random numbers sampled after it change the run. With
     None for both, only the random generators are restored. Nothing has changed when it raises,
     unless torch itself refuses the state half-way.
 
@@ -183,11 +187,6 @@ def _read(
     groups: Groups,
     mesh: DeviceMesh | None,
 ) -> dict[str, Any]:
-    """What was saved, once it is known to fit.
-
-    Raises:
-        CheckpointError: see `load_training_state`.
-    """
     file = directory / STATE_NAME
     try:
         state = json.loads(file.read_bytes())
@@ -201,11 +200,22 @@ def _read(
         if optimizer is not None:
             check_optimizer_state(file, state["optimizer"], optimizer, groups)
         tensors = _read_tensors(directory, version, groups, mesh)
-        state["random"] = _random_of_rank(directory, state, mesh)
+        if mesh is not None and state.get("num_ranks") == mesh.size():
+            # Each rank goes on with its own generators; the file holds those of rank 0.
+            rank = torch.distributed.get_rank()
+            if rank:
+                state["random"] = json.loads((directory / _random_name(rank)).read_bytes())
         kept = ("scheduler", "random", "extra", *(["optimizer"] if optimizer is not None else []))
         saved = {key: decode(state[key], tensors) for key in kept}
         if optimizer is not None or scheduler is not None:
-            _check_scheduler(file, saved["scheduler"], scheduler)
+            scheduled = saved["scheduler"]
+            was = "no scheduler" if scheduled is None else scheduled["class"]
+            now = "no scheduler" if scheduler is None else _class_names(scheduler)
+            if was != now:
+                raise CheckpointError(
+                    f"'{file}' has the state of {was}, and this run uses {now}. Set "
+                    "policy.scheduler back, or start a new run from the checkpoint's weights."
+                )
     except CheckpointError:
         raise
     except (OSError, SafetensorError) as error:
@@ -229,15 +239,15 @@ def _encode(
     parameter_names: Sequence[str] | None,
     tensors: dict[str, torch.Tensor],
 ) -> dict[str, Json]:
-    """All of the state as JSON; tensors in it are added to `tensors`.
-
-    Raises:
-        ConfigError: part of it is of a kind that cannot be saved.
-    """
     try:
+        encoded_optimizer = encode_optimizer(optimizer, parameter_names, tensors)
+        encoded_scheduler: Json = None
+        if scheduler is not None:
+            fields = {"class": _class_names(scheduler), "state": scheduler.state_dict()}
+            encoded_scheduler = encode(fields, "scheduler", tensors)
         return {
-            "optimizer": encode_optimizer(optimizer, parameter_names, tensors),
-            "scheduler": _encode_scheduler(scheduler, tensors),
+            "optimizer": encoded_optimizer,
+            "scheduler": encoded_scheduler,
             "random": encode(random_states(), "random", tensors),
             "extra": encode(dict(extra), "extra", tensors),
         }
@@ -255,14 +265,6 @@ def _write_json(file: Path, value: Json) -> None:
 
 def _random_name(rank: int) -> str:
     return f"random-{rank}.json"
-
-
-def _random_of_rank(directory: Path, state: Mapping[str, Json], mesh: DeviceMesh | None) -> Json:
-    """The states of the generators that this process goes on with."""
-    if mesh is None or state.get("num_ranks") != mesh.size() or torch.distributed.get_rank() == 0:
-        return state["random"]
-    found: Json = json.loads((directory / _random_name(torch.distributed.get_rank())).read_bytes())
-    return found
 
 
 def _read_tensors(
@@ -284,35 +286,14 @@ def _read_tensors(
 # -------------------------------------------------------------------------- scheduler, tensors
 
 
-def _encode_scheduler(scheduler: LRScheduler | None, tensors: dict[str, torch.Tensor]) -> Json:
-    if scheduler is None:
-        return None
-    fields = {"class": _class_names(scheduler), "state": scheduler.state_dict()}
-    return encode(fields, "scheduler", tensors)
-
-
-def _check_scheduler(file: Path, saved: Any, scheduler: LRScheduler | None) -> None:
-    was = "no scheduler" if saved is None else saved["class"]
-    now = "no scheduler" if scheduler is None else _class_names(scheduler)
-    if was != now:
-        raise CheckpointError(
-            f"'{file}' has the state of {was}, and this run uses {now}. Set "
-            "policy.scheduler back, or start a new run from the checkpoint's weights."
-        )
-
-
 def _class_names(scheduler: LRScheduler) -> str:
-    """The class, and in brackets those it is made of."""
+    # The class, and in brackets those it is made of.
     inner = [_class_names(part) for part in getattr(scheduler, "_schedulers", [])]
     return type(scheduler).__qualname__ + (f"[{', '.join(inner)}]" if inner else "")
 
 
-def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: host_copy(tensor) for name, tensor in tensors.items()}
-
-
 def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors, contiguous and each in memory of its own, as the file format demands."""
+    # The file format demands contiguous tensors, each in memory of its own.
     separate: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -327,7 +308,7 @@ def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # The state of an optimizer by the names of its parameters: what is saved, checked and put back.
 
 STATE = "optimizer/state/"
-"""How the names of its tensors begin; the name of a parameter follows."""
+"""Prefix of the names of its tensors; the name of a parameter follows."""
 
 _SHOWN_NAMES = 3
 
@@ -340,7 +321,7 @@ def encode_optimizer(
     parameter_names: Sequence[str] | None,
     tensors: dict[str, torch.Tensor],
 ) -> Json:
-    """Class, parameters, settings and state as JSON; tensors in it are added to `tensors`.
+    """Encode class, parameters, settings and state as JSON; tensors in it are added to `tensors`.
 
     Raises:
         UnencodableError: part of it is of a kind that cannot be saved.
@@ -367,11 +348,6 @@ def encode_optimizer(
 
 
 def _refuse_undivided(packed: Mapping[str, Any], names: Mapping[int, str], groups: Groups) -> None:
-    """Refuse state of spread weights that is not spread as they are.
-
-    Raises:
-        UnencodableError: it is of another shape, so another mesh could not divide it.
-    """
     parameters = {name: p for group in groups for name, p in group.items()}
     for index, entries in packed["state"].items():
         parameter = parameters[names[index]]
@@ -388,9 +364,9 @@ def check_optimizer_state(file: Path, saved: Any, optimizer: Optimizer, groups: 
     """Refuse the state of another optimizer or model.
 
     Args:
-        file: Where it is from.
-        saved: What `encode_optimizer` gave.
-        optimizer: Of this run.
+        file: File it was read from, for errors.
+        saved: Result of `encode_optimizer`.
+        optimizer: Optimizer of this run.
         groups: Its parameters.
 
     Raises:
@@ -416,7 +392,7 @@ def check_optimizer_state(file: Path, saved: Any, optimizer: Optimizer, groups: 
 
 
 def load_optimizer(saved: Any, optimizer: Optimizer, groups: Groups) -> None:
-    """Put decoded state, which `check_optimizer_state` has let pass, into an optimizer."""
+    """Load decoded state, which `check_optimizer_state` has accepted, into an optimizer."""
     packed = optimizer.state_dict()
     names = _names_by_index(packed, groups)
     settings = []
@@ -440,7 +416,7 @@ def load_optimizer(saved: Any, optimizer: Optimizer, groups: Groups) -> None:
 
 
 def named_groups(optimizer: Optimizer, parameter_names: Sequence[str] | None) -> Groups:
-    """The parameters of an optimizer by name.
+    """Group the parameters of an optimizer by name.
 
     Raises:
         ValueError: it does not know their names, or there are others in number.
@@ -471,7 +447,6 @@ def _names_by_index(packed: Mapping[str, Any], groups: Groups) -> dict[int, str]
 
 
 def _describe(groups: Groups) -> list[list[tuple[str, list[int]]]]:
-    """Name and shape of each parameter, group by group."""
     return [[(name, list(value.shape)) for name, value in group.items()] for group in groups]
 
 
@@ -504,7 +479,7 @@ _log = logging.getLogger(__name__)
 
 
 def random_states() -> dict[str, Any]:
-    """States of the global generators: Python's, numpy's, torch's on the CPU and on each GPU.
+    """Capture the states of the global generators: Python's, numpy's, torch's on CPU and each GPU.
 
     GPUs are left out while this process has not used one.
     """
@@ -519,7 +494,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Put the generators back to what `random_states` returned."""
+    """Restore the generators to the states that `random_states` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(torch.from_numpy(states["torch"]))
@@ -529,7 +504,7 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
     if available < len(states["cuda"]):
         _log.warning(
             "the checkpoint has random states of %d GPUs and %d are here: the run goes on, but "
-            "not with the numbers it would have drawn",
+            "not with the random numbers it would have sampled",
             len(states["cuda"]),
             available,
         )
@@ -548,11 +523,11 @@ _NUMBER_KINDS = "biufc"
 
 
 class UnencodableError(TypeError):
-    """A value of a kind that cannot be saved; the message says where it is."""
+    """A value of a kind that cannot be saved; the message names its place."""
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Json:
-    """The value as JSON. Tensors in it are added to `tensors`, under names that begin with `name`.
+    """Encode a value as JSON; tensors in it are added to `tensors`, named after `name`.
 
     Floats come back bit by bit: `json` writes the shortest text that reads as the same number.
 
@@ -589,7 +564,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Json:
 
 
 def decode(value: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value that `encode` was given.
+    """Decode a value that `encode` was given.
 
     Raises:
         KeyError, TypeError, ValueError: this is nothing that `encode` wrote.
@@ -653,7 +628,7 @@ _DECODERS: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
 # Tensors that ranks hold in shares, in safetensors files: each rank writes and reads its own.
 #
 # The files are those of torch's distributed checkpoints in their safetensors form; the header of
-# each says where in the whole tensor its parts begin. Whoever reads takes what overlaps with its
+# each says where in the whole tensor its parts begin. A reader takes what overlaps with its
 # own shares, so the ranks may be others than those that wrote, or a single process. Nothing in the
 # files can run code. A file that holds whole tensors is read in the same way.
 #
@@ -663,7 +638,7 @@ _DECODERS: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
 
 
 def plan_shares(directory: Path, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-    """Copy to the host what this rank is to write of some tensors: a collective call.
+    """Copy the parts of tensors that this rank writes to the host: a collective call.
 
     Args:
         directory: Made if need be; the same on every rank, on a disk that all share.
@@ -690,10 +665,10 @@ def plan_shares(directory: Path, tensors: Mapping[str, Tensor]) -> Callable[[], 
 def read_shares(
     directory: Path, like: Callable[[str], Tensor | None], *, leave_out: str | None = None
 ) -> dict[str, Tensor]:
-    """The tensors in the files of a directory. Each rank reads by itself.
+    """Read the tensors in the files of a directory. Each rank reads by itself.
 
     Args:
-        directory: What `plan_shares` had filled, or one with files of whole tensors.
+        directory: One that `plan_shares` filled, or one with files of whole tensors.
         like: Of the name of a tensor one of its shape that is spread as it shall be; None where it
             has a shape of its own. What is not spread comes on the CPU.
         leave_out: Beginning of the names of tensors that are not wanted.
@@ -706,11 +681,18 @@ def read_shares(
     from torch.distributed.checkpoint.state_dict_loader import load
 
     reader = HuggingFaceStorageReader(path=str(directory))
+    entries: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     targets: dict[str, Any] = {}
-    for name, entry in reader.read_metadata().state_dict_metadata.items():
+    for name, entry in entries.items():
         if leave_out is not None and name.startswith(leave_out):
             continue
-        _refuse_gaps(directory, name, entry)
+        # torch would leave the memory of what is missing as it was.
+        present = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        if present != math.prod(entry.size):
+            raise CheckpointError(
+                f"'{directory}' has {present:,} of the {math.prod(entry.size):,} numbers of {name}"
+                ": a file is missing"
+            )
         targets[name] = _target(directory, name, entry, like(name))
     if not targets:
         return {}
@@ -724,18 +706,7 @@ def read_shares(
     return targets
 
 
-def _refuse_gaps(directory: Path, name: str, entry: Any) -> None:
-    """Refuse a tensor that the files do not have all of, which torch would leave as memory was."""
-    present = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-    if present != math.prod(entry.size):
-        raise CheckpointError(
-            f"'{directory}' has {present:,} of the {math.prod(entry.size):,} numbers of {name}: "
-            "a file is missing"
-        )
-
-
 def _target(directory: Path, name: str, entry: Any, like: Tensor | None) -> Tensor:
-    """Memory for what is read of a tensor."""
     dtype = entry.properties.dtype
     if like is None or not entry.size:
         return torch.empty(entry.size, dtype=dtype)
@@ -749,7 +720,7 @@ def _target(directory: Path, name: str, entry: Any, like: Tensor | None) -> Tens
 
 
 def _said(error: Any) -> str:
-    """What failed, on the first rank where something did."""
+    # The message of the first rank that failed.
     rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {type(cause).__name__}: {cause}"
 
@@ -759,14 +730,14 @@ def _said(error: Any) -> str:
 
 
 class ShareWriter(HuggingFaceStorageWriter):
-    """Plans with all ranks and copies this rank's part; the file is written by a call of its own.
+    """Writer of this rank's shares: plans with all ranks and copies; `write` writes the file later.
 
-    That needs no other rank and no device, so it may go on while they train; and it cannot wait for
-    a rank that was lost.
+    Writing needs no other rank and no device, so it may go on during training; and it cannot wait
+    for a lost rank.
     """
 
     def __init__(self, directory: Path) -> None:
-        """See `HuggingFaceStorageWriter`."""
+        """Prepare to write into `directory`."""
         super().__init__(path=str(directory), save_distributed=True)
         self._directory = directory
         self._file_name = ""
@@ -774,7 +745,7 @@ class ShareWriter(HuggingFaceStorageWriter):
         self._offsets: dict[str, dict[str, list[int]]] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Called by torch when all have agreed: take the copies."""
+        """Take the copies: torch calls this when all ranks have agreed on the plan."""
         for item in plan.items:
             assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
             name = item.index.fqn
@@ -789,7 +760,7 @@ class ShareWriter(HuggingFaceStorageWriter):
         return done
 
     def write(self) -> None:
-        """Write this rank's file, where it has one, and let the copies go.
+        """Write this rank's file, where it has one, and release the copies.
 
         Raises:
             OSError, SafetensorError: The disk refuses.
@@ -797,6 +768,6 @@ class ShareWriter(HuggingFaceStorageWriter):
         parts, self._parts = self._parts, {}
         if not parts:
             return
-        # One entry alone: of several the order would be drawn anew in every file.
+        # One entry alone: the order of several would differ in every file.
         metadata = {CUSTOM_METADATA_KEY: json.dumps(self._offsets)}
         save_file(parts, self._directory / self._file_name, metadata=metadata)

@@ -89,9 +89,9 @@ class CheckpointStore:
 
         Args:
             root: Holds the `step_<N>` directories; made when the store is entered.
-            keep_top_k: See `steps_to_keep`.
-            metric_name: What `save(metric=...)` measures. Checkpoints that recorded another name
-                rank as if they had no metric.
+            keep_top_k: Number of best checkpoints that stay, as in `steps_to_keep`.
+            metric_name: Name of the value in `save(metric=...)`. Checkpoints that recorded another
+                name rank as if they had no metric.
             higher_is_better: Direction of the metric.
             on_phase: Called with the name of every phase of a save, in the thread that does it, so
                 that a test can break it there: begin, written, file:<name>, fsynced, manifest,
@@ -109,7 +109,10 @@ class CheckpointStore:
 
     def __enter__(self) -> CheckpointStore:
         try:
-            _make_directory(self.root)
+            missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
+            self.root.mkdir(parents=True, exist_ok=True)
+            for made in missing:
+                sync_directory(made.parent)
             self._lock.acquire()
             clear_up(self.root)
         except OSError as error:
@@ -131,7 +134,7 @@ class CheckpointStore:
             self._lock.release()
 
     def pin(self, checkpoint: Path) -> None:
-        """Keep a checkpoint for as long as this store is open, whatever `keep_top_k` says.
+        """Keep a checkpoint for as long as this store is open, whatever `keep_top_k` is.
 
         Args:
             checkpoint: One of this store, such as that which workers are started from again. Others
@@ -142,14 +145,14 @@ class CheckpointStore:
                 self._pinned.add(step)
 
     def require_room(self, num_saves: int, *, estimated_bytes: int) -> str | None:
-        """Look before a run whether the disk has room for what it will save.
+        """Check before a run whether the disk has room for its checkpoints.
 
         A save replaces nothing before it is whole, so there must be room for two checkpoints, less
         one that is there already.
 
         Args:
             num_saves: Checkpoints that the run will write.
-            estimated_bytes: Of one, where none is there that tells.
+            estimated_bytes: Size of one, where no checkpoint exists yet.
 
         Returns:
             What to say where two fit, but not all that `keep_top_k` keeps at a time.
@@ -186,19 +189,19 @@ class CheckpointStore:
         return sound[max(sound)].num_bytes if sound else self._expected_bytes
 
     def path_of(self, step: int) -> Path:
-        """The directory of a step, whether or not it exists."""
+        """Name the directory of a step, whether or not it exists."""
         return self.root / f"step_{step}"
 
     def steps(self) -> list[int]:
-        """Steps that have a directory, whole or not, in rising order."""
+        """List the steps that have a directory, whole or not, in rising order."""
         return steps_in(self.root)
 
     def newest_whole(self, *, hashes: bool = True) -> NewestCheckpoint:
-        """The newest checkpoint that passes `verify`, and what was skipped for it."""
+        """Find the newest checkpoint that passes `verify`, and those that were skipped for it."""
         return find_newest(self.root, self.steps(), hashes=hashes)
 
     def best(self) -> Path | None:
-        """The checkpoint with the best metric (ties: the newer); None where none has a metric."""
+        """Find the checkpoint with the best metric (ties: the newer); None without any metric."""
         metrics = {step: value for step, value in self._metrics().items() if value is not None}
         ranked = best_first(metrics, self._higher_is_better)
         return self.path_of(ranked[0]) if ranked else None
@@ -221,7 +224,7 @@ class CheckpointStore:
             metric: Ranks the checkpoint; a number that is not finite counts as none.
             info: Goes into `training_info.json`; numbers that are not finite become null.
             estimated_bytes: Size to expect, for the check of free space; by default that of the
-                newest checkpoint, or what `require_room` was told.
+                newest checkpoint, or the estimate given to `require_room`.
 
         Raises:
             CheckpointError: the disk is full or refuses. Earlier checkpoints are as they were, and
@@ -244,20 +247,20 @@ class CheckpointStore:
         info: Mapping[str, Any] | None = None,
         estimated_bytes: int | None = None,
     ) -> SaveUnderWay:
-        """The same, of which one at a time may go on while others work.
+        """Begin to write the checkpoint of a step; one at a time may go on in the background.
 
-        What is left when the store is exited is waited for; where an exception passes, it is
-        dropped, unless all of it has been written.
+        Leaving the store waits for it; on an exception it is dropped, unless all of it has been
+        written.
 
         Args:
-            step: See `save`.
-            write: Begins to fill the empty directory it is given, and says whom to ask.
-            metric: See `save`.
-            info: See `save`.
-            estimated_bytes: See `save`.
+            step: Step of the run.
+            write: Begins to fill the empty directory it is given, and returns its reporter.
+            metric: Its value of `metric_name`.
+            info: JSON for `training_info.json`.
+            estimated_bytes: Size of the checkpoint, for the check of free space.
 
         Raises:
-            CheckpointError: See `save`. What goes wrong later is raised by what is returned.
+            CheckpointError: It cannot begin. Later failures are raised by the returned save.
         """
         if not self._lock.held:
             raise RuntimeError("enter the store first: `with CheckpointStore(...) as store:`")
@@ -291,7 +294,7 @@ class CheckpointStore:
 
     @contextmanager
     def _whole_or_absent(self, step: int, temporary: Path) -> Iterator[None]:
-        """Leave nothing of a checkpoint where a stage fails, and say so."""
+        # Nothing of a checkpoint stays where a stage fails.
         try:
             yield
         except BaseException as error:
@@ -304,7 +307,7 @@ class CheckpointStore:
             raise
 
     def _end_of_saving(self, *, is_orderly: bool) -> None:
-        """Wait for what is under way, or give it up: what is left of it goes at the next start."""
+        # A save that is given up leaves files that the next start clears up.
         save, self._under_way = self._under_way, None
         if save is None or save.is_over:
             return
@@ -389,7 +392,7 @@ class CheckpointStore:
     # -------------------------------------------------------------------------- what is there
 
     def _sound(self) -> dict[int, Manifest]:
-        """Checkpoints whose files have the right sizes. Others are never ranked nor deleted."""
+        # Checkpoints whose files have the right sizes. Others are never ranked nor deleted.
         sound = {}
         for step in self.steps():
             try:
@@ -405,26 +408,19 @@ class CheckpointStore:
         }
 
 
-def _make_directory(directory: Path) -> None:
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    for made in missing:
-        sync_directory(made.parent)
-
-
 # --------------------------------------------------------------------------------------------------
 # What a writer of checkpoints that was killed has left behind: names that begin with a dot.
 
 _LEFTOVER = re.compile(
     r"\.(?P<kind>tmp|old|del)-(?P<step>step_(?:0|[1-9][0-9]*))-(?P<id>[0-9a-f]{32})"
 )
+# Initial weights of generation replicas.
 _LEFTOVER_START = re.compile(r"\.start-[0-9a-f]{32}")
-"""Weights that replicas of generation were started from."""
 _LEFTOVER_LINK = re.compile(r"\.best-[0-9a-f]{32}")
 
 
 def clear_up(root: Path) -> None:
-    """Finish or undo what was cut off, and delete the rest. For who holds the lock."""
+    """Finish or undo interrupted saves, and delete the rest. The caller must hold the lock."""
     names = os.listdir(root)
     leftovers = [match for name in names if (match := _LEFTOVER.fullmatch(name))]
     for match in leftovers:
@@ -464,7 +460,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class DirectoryLock:
-    """Holds `directory/.lock` from `acquire` to `release`. The file itself stays for good."""
+    """A lock on a directory: the file `.lock` itself stays for good."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK_NAME
@@ -506,7 +502,7 @@ class DirectoryLock:
         _held.add(descriptor)
 
     def release(self) -> None:
-        """Give the lock back; nothing happens where it is not held."""
+        """Release the lock; nothing happens where it is not held."""
         if self._descriptor is not None and self._descriptor in _held:
             _held.remove(self._descriptor)
             os.close(self._descriptor)
@@ -517,22 +513,23 @@ class DirectoryLock:
 # A checkpoint between its beginning and its name: who wants it asks now and then, or waits.
 
 Written = Callable[[bool], float | None]
-"""Asks whoever fills the directory of a checkpoint: the seconds that the writing took, or None
-while it goes on; given True, it waits for the end. It raises what went wrong, after all have ended
-that wrote, and is asked from the thread that began the save alone."""
+"""Reports on the writing of a checkpoint's files: the seconds it took, or None while it goes on;
+given True, it waits for the end. It raises what went wrong after all writers have ended, and is
+called only from the thread that began the save.
+"""
 
 
 class SaveUnderWay:
-    """One save: first it is being written, then sealed, then it is whole or there is none."""
+    """One save: it is written, then sealed, then whole or absent."""
 
     def __init__(self, written: Written, seal: Callable[[], Path], *, seconds: float) -> None:
-        """Nothing is asked yet.
+        """Take the stages of the save; nothing runs yet.
 
         Args:
-            written: See there.
+            written: Reports on the writing, as `Written` describes.
             seal: Forces the files to the disk and gives them their name; leaves nothing behind
                 where it fails.
-            seconds: What the beginning took.
+            seconds: Seconds that the beginning took.
         """
         self._written = written
         self._seal = seal
@@ -543,7 +540,7 @@ class SaveUnderWay:
 
     @property
     def seconds(self) -> float:
-        """Of work since its beginning, without the time in which nobody asked."""
+        """Seconds of work since its beginning, without the time between calls."""
         return self._seconds
 
     @property
@@ -553,11 +550,11 @@ class SaveUnderWay:
 
     @property
     def is_sealing(self) -> bool:
-        """Whether all is written, and the rest needs nobody but time."""
+        """Whether all files are written, and sealing goes on by itself."""
         return self._sealing is not None
 
     def ready(self) -> bool:
-        """Whether `finish` would come back at once. It never waits, and brings the save on."""
+        """Report whether `finish` would return at once. Never waits, and advances the save."""
         if self.is_over:
             return True
         if self._sealing is None:
@@ -569,11 +566,11 @@ class SaveUnderWay:
         return self._sealing.outcome(is_awaited=False) is not None
 
     def finish(self) -> Path:
-        """Wait for the end; where the checkpoint is. May be called again, with the same outcome.
+        """Wait for the end and return the directory. May be called again, with the same outcome.
 
         Raises:
             CheckpointError: The disk is full or refuses. Earlier checkpoints are as they were.
-            Exception: What else went wrong in writing it.
+            Exception: Another failure in writing it.
         """
         if not self.is_over:
             if self._sealing is not None:
@@ -611,48 +608,48 @@ class SaveUnderWay:
 
 
 class Background:
-    """Pieces of work in the order in which they were given; after one that fails, none is begun.
+    """A thread that does pieces of work in order; after one that fails, none is begun.
 
-    They are of one batch until somebody was told what came of it; then a new batch begins. The
+    Pieces form one batch until its outcome was reported; then a new batch begins. The
     process does not end before its pieces have.
     """
 
     def __init__(self, name: str) -> None:
-        """Start nothing yet.
+        """Prepare the thread; nothing starts yet.
 
         Args:
-            name: Of the thread.
+            name: Name of the thread.
         """
         self._name = name
         self._pieces: list[Future[float]] = []
-        self._has_told = False
+        self._is_reported = False
 
     def start(self, work: Callable[[], object]) -> None:
-        """Do a piece of work when those before it are done.
+        """Queue a piece of work.
 
         Args:
-            work: Let go, with all that it holds, as soon as it is done.
+            work: Released, with all that it holds, as soon as it is done.
         """
-        if self._has_told:
+        if self._is_reported:
             self._pieces = []
-            self._has_told = False
+            self._is_reported = False
         thread = ThreadPoolExecutor(1, self._name)
         self._pieces.append(thread.submit(_timed, work, tuple(self._pieces)))
         thread.shutdown(wait=False)  # it ends with the piece
 
     def outcome(self, *, is_awaited: bool) -> float | None:
-        """Seconds of work, once all pieces are done; None while they are not.
+        """Return the seconds of work once all pieces are done; None while they are not.
 
         Args:
             is_awaited: Do not come back before they are.
 
         Raises:
-            Exception: What went wrong in one of them; again in every call, until a new batch.
+            Exception: The failure of a piece; again in every call, until a new batch.
         """
         if not is_awaited and not all(piece.done() for piece in self._pieces):
             return None
         wait(self._pieces)
-        self._has_told = True
+        self._is_reported = True
         return sum(piece.result() for piece in self._pieces)
 
 

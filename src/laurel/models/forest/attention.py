@@ -2,9 +2,9 @@
 
 `register()` makes `laurel_forest` an attention implementation of transformers. The plan of the
 forest travels as the keyword argument `forest_plan` of the model's forward, so there is no global
-state, and activation checkpointing sees the same plan when it recomputes. A plan decides who
-attends to whom: `ForestPlan` here for whole sequences, those of `models/forest/decoding.py` for
-generation.
+state, and activation checkpointing sees the same plan when it recomputes. A plan decides
+which keys a query sees: `ForestPlan` here for whole sequences, those of `models/forest/decoding.py`
+for generation.
 
 In a forest, each trunk attends causally to itself, and each branch to its trunk and causally to
 itself. Sliding windows, soft-capping and attention sinks arrive as keyword arguments from the
@@ -52,7 +52,7 @@ PLAN_ARGUMENT = "forest_plan"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """What the model of a layer asks of its attention."""
+    """Options of a layer's attention that its model passes."""
 
     scaling: float | None
     """Factor of the logits; None means `D ** -0.5`."""
@@ -67,7 +67,7 @@ class AttentionOptions:
 
 
 class AttentionPlan(Protocol):
-    """Who attends to whom in one forward pass of the model."""
+    """A rule of which keys each query of a forward pass sees."""
 
     def attend(
         self,
@@ -77,14 +77,14 @@ class AttentionPlan(Protocol):
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """The attention of one layer.
+        """Compute the attention of one layer.
 
         Args:
             module: The attention layer.
             query: `[1, H, T, D]`, rotated by position already.
             key: `[1, H_kv, T, D]`.
             value: `[1, H_kv, T, D_v]`.
-            options: What the model asks for.
+            options: Options of the layer.
 
         Returns:
             `[1, H, T, D_v]`.
@@ -92,7 +92,7 @@ class AttentionPlan(Protocol):
 
 
 class ForestPlan:
-    """Where each trunk and branch lies, and what all layers share.
+    """The plan of whole sequences: segments of trunks and branches, shared by all layers.
 
     One plan serves one micro-batch: indices and masks are made at first use and kept until it is
     dropped.
@@ -102,8 +102,8 @@ class ForestPlan:
         self.trees = tuple(trees)
         self.lengths: list[int] = []
         """Lengths of all segments in the order of the row: trunk, its branches, next trunk, ..."""
+        # Tokens of the longest sequence: a trunk and one of its branches.
         self._longest = 0
-        """Tokens of the longest sequence: a trunk and one of its branches."""
         for tree in self.trees:
             branches = [branch.length for branch in tree.branches_G]
             self.lengths += [tree.trunk.length, *branches]
@@ -120,7 +120,9 @@ class ForestPlan:
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """See `AttentionPlan`. Tokens after the last tree fill the row, and their result is 0."""
+        """Attend as `AttentionPlan.attend`. The result of filling tokens after the last tree is
+        0.
+        """
         query, key, value = as_computed(query, key, value)
         if options.sliding_window is not None and options.sliding_window >= self._longest:
             options = replace(options, sliding_window=None)
@@ -141,7 +143,7 @@ class ForestPlan:
         return F.pad(found, (0, 0, 0, filling)) if filling else found
 
     def _cascade(self, device: torch.device, window: int | None) -> tuple[KeyCall, ...]:
-        """The calls of a layer: at most two on CUDA, whatever the number of trees and branches."""
+        # At most two calls on CUDA, whatever the number of trees and branches.
         known = (device, window)
         if known not in self._calls:
             calls: list[KeyCall]
@@ -154,7 +156,7 @@ class ForestPlan:
         return self._calls[known]
 
     def block_mask(self, device: torch.device, window: int | None) -> BlockMask:
-        """Who sees whom, as FlexAttention wants it: by segment and position."""
+        """Make FlexAttention's mask: by segment and position."""
         known = (device, window)
         if known not in self._blocks:
             numbers: list[tuple[int, int, int]] = []  # own segment, trunk's segment, position
@@ -180,7 +182,7 @@ class ForestPlan:
     def mask(
         self, num_queries: int, num_keys: int, window: int | None, like: Tensor
     ) -> Tensor | None:
-        """Additive mask of queries that are the last of the keys; None where none is needed.
+        """Make the additive mask of queries that are the last of the keys; None if none is needed.
 
         Query `i` sits at position `num_keys - num_queries + i` and sees the keys at positions up
         to its own and, with a window `w`, later than its own minus `w`.
@@ -205,7 +207,7 @@ class ForestPlan:
     def attend_by_segments(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """`attend` of one trunk or branch after the other: slower, and able to do everything."""
+        """Attend one trunk or branch after the other: slower, and able to do everything."""
         key, value = _repeat_heads(query, key), _repeat_heads(query, value)
         queries = query.split_with_sizes(self.lengths, dim=2)
         keys = key.split_with_sizes(self.lengths, dim=2)
@@ -214,7 +216,6 @@ class ForestPlan:
         return torch.cat([self._segment(q, k, v, options) for q, k, v in segments], dim=2)
 
     def _segment(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Causal attention of queries that are the last of the keys."""
         mask = self.mask(q.shape[2], k.shape[2], options.sliding_window, q)
         if options.softcap is not None or options.s_aux is not None:
             return _attend_by_hand(q, k, v, mask, options)
@@ -244,20 +245,20 @@ def forest_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in every layer.
+    """Dispatch the attention of a layer to its plan: transformers calls it in every layer.
 
     Args:
         module: The attention layer.
         query: `[1, H, T, D]`, rotated by position already.
         key: `[1, H_kv, T, D]`.
         value: `[1, H_kv, T, D_v]`.
-        attention_mask: Always None: the plan says who sees whom.
+        attention_mask: Always None: the plan decides.
         forest_plan: The plan of this forward pass.
-        scaling: See `AttentionOptions`, as for all that follow.
-        dropout: See there.
-        sliding_window: See there.
-        softcap: See there.
-        s_aux: See there.
+        scaling: Factor of the logits; this and the options below are those of `AttentionOptions`.
+        dropout: Probability of dropping an attention weight.
+        sliding_window: Number of latest positions a token sees.
+        softcap: Limit of the logits.
+        s_aux: Logits of attention sinks.
 
     Returns:
         `[1, T, H, D_v]`, and None for the weights.
@@ -278,7 +279,7 @@ def forest_attention(
 
 
 def as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the dtype that autocast gives to products, where it is on."""
+    """Cast tensors to the dtype that autocast gives to products, where it is on."""
     kind = tensors[0].device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return tensors
@@ -286,7 +287,6 @@ def as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _suits_cascade(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
-    """Whether flash kernels can do it."""
     width = query.shape[-1]
     is_plain = options.dropout == 0.0 and options.softcap is None and options.s_aux is None
     if not is_plain or value.shape[-1] != width:
@@ -304,13 +304,13 @@ def _suits_flex(query: Tensor, value: Tensor, options: AttentionOptions) -> bool
 
 
 def _is_gpu(tensor: Tensor) -> bool:
-    """Tensors that have shapes alone stand for those of a GPU."""
+    # Meta tensors stand for those of a GPU.
     return tensor.device.type in ("cuda", "meta")
 
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """FlexAttention is fast, and has a backward pass, only as compiled code."""
+    """Compile FlexAttention: only compiled it is fast and has a backward pass."""
     return torch.compile(function)
 
 
@@ -322,7 +322,7 @@ def attend_by_blocks(
     blocks: BlockMask,
     options: AttentionOptions,
 ) -> Tensor:
-    """FlexAttention. A sink takes its share of the weights afterwards."""
+    """Attend with FlexAttention. A sink takes its share of the weights afterwards."""
     softcap = options.softcap
 
     def cap(logit: Tensor, *_: Tensor) -> Tensor:
@@ -345,12 +345,12 @@ def attend_by_blocks(
 
 
 def hidden_keys(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
-    """Which keys a query must not see: later ones, and those that its window has left.
+    """Find the keys a query must not see: later ones, and those that its window has left.
 
     Args:
         keys: Their positions.
         queries: Positions of the queries, to be broadcast against those of the keys.
-        window: See `AttentionOptions.sliding_window`.
+        window: Sliding window, as in `AttentionOptions`.
     """
     hidden = keys > queries
     if window is not None:
@@ -361,7 +361,7 @@ def hidden_keys(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
 def _segments(
     plan: ForestPlan, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Each trunk, then each of its branches with the trunk's keys and values before its own."""
+    # Each trunk, then each of its branches with the trunk's keys and values before its own.
     segment = 0
     for tree in plan.trees:
         trunk = segment
@@ -377,7 +377,6 @@ def _segments(
 
 
 def _repeat_heads(query: Tensor, shared: Tensor) -> Tensor:
-    """Give every query head its own copy of the key or value head it shares."""
     repeats = query.shape[1] // shared.shape[1]
     return shared if repeats == 1 else shared.repeat_interleave(repeats, dim=1)
 
@@ -389,10 +388,8 @@ def _attend_by_hand(
     mask: Tensor | None,
     options: AttentionOptions,
 ) -> Tensor:
-    """What the fused kernels cannot do: capped logits and attention sinks.
-
-    Softmax in float32, as the models themselves do it, and in float64 where the weights are.
-    """
+    # The fused kernels lack capped logits and attention sinks. Softmax in float32, as the models
+    # themselves do it, and in float64 where the weights are.
     logits = (query @ key.transpose(2, 3)) * (
         query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
     )
@@ -414,9 +411,9 @@ def _attend_by_hand(
 
 
 def register() -> None:
-    """Make `laurel_forest` known to transformers. Calling it again changes nothing.
+    """Register `laurel_forest` with transformers. Calling it again changes nothing.
 
-    It has no function that makes masks: then transformers makes none, and does not look at the
-    positions for sequences that share a row, for which a host would wait for its device.
+    It registers no function that makes masks: then transformers makes none, and does not look at
+    the positions for sequences that share a row, for which a host would wait for its device.
     """
     AttentionInterface.register(FOREST, cast(Any, forest_attention))

@@ -25,35 +25,35 @@ from laurel.types import Span, Tree
 _aten = torch.ops.aten
 
 CAUSAL_PIECE = 192
-"""Tokens that the kernel of CPUs is asked for causally at a time.
+"""Tokens of a causal call of the CPU kernel.
 
-What lies above the diagonal of a block is computed for nothing, and its blocks grow with the
-number of queries: 2,048 tokens in such pieces took 0.90, 512 tokens 0.73 of the time of one call.
+The kernel computes whole blocks on the diagonal, and they grow with the number of queries:
+2,048 tokens in such pieces took 0.90, 512 tokens 0.73 of the time of one call.
 """
 
 Rows = slice | Tensor
-"""Some tokens of the row: neighbours as a slice, others by int64 indices."""
+"""Tokens of a row: neighbours as a slice, others by int64 indices."""
 
 
 class Seen(NamedTuple):
-    """Queries that lie side by side, and the keys that they see."""
+    """Adjacent queries and the keys that they see."""
 
     queries: Span
     keys: tuple[Span, ...]
 
 
 class Attended(NamedTuple):
-    """Attention of some queries to some of their keys."""
+    """Attention of some queries to some of their keys, before it is merged."""
 
     queries: Rows
     out: Tensor
     """`[queries, H, D]`"""
     lse: Tensor
-    """`[H, queries]`: the log of the sum of their weights' exponentials."""
+    """`[H, queries]`: the log-sum-exp of their logits."""
 
 
 class Gradients(NamedTuple):
-    """What a part adds to the gradients of its queries, keys and values."""
+    """A call's contribution to the gradients of its queries, keys and values."""
 
     queries: Rows
     keys: Rows
@@ -63,10 +63,10 @@ class Gradients(NamedTuple):
 
 
 class KeyCall(Protocol):
-    """One kind of keys, for all the queries that have them."""
+    """Attention to one kind of keys, for all the queries that see them."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Attended]:
-        """Attention to these keys alone; no query comes twice."""
+        """Attend to these keys alone; no query comes twice."""
 
     def backward(
         self,
@@ -78,16 +78,16 @@ class KeyCall(Protocol):
         lse: Tensor,
         scale: float | None,
     ) -> Iterator[Gradients]:
-        """Gradients through these keys, from the merged output and its log-sum-exp."""
+        """Compute gradients through these keys, from the merged output and its log-sum-exp."""
 
 
 def own_keys(trees: Sequence[Tree]) -> list[Seen]:
-    """Every trunk and branch sees itself, causally."""
+    """List each trunk and branch with itself as causal keys."""
     return [Seen(span, (span,)) for span in _segments(trees)]
 
 
 def trunk_keys(trees: Sequence[Tree]) -> list[Seen]:
-    """All branches of a tree see the whole trunk."""
+    """List the branches of each tree with the whole trunk as keys."""
     return [
         Seen(Span(tree.branches_G[0].start, tree.branches_G[-1].end), (tree.trunk,))
         for tree in trees
@@ -96,7 +96,7 @@ def trunk_keys(trees: Sequence[Tree]) -> list[Seen]:
 
 
 def in_pieces(trees: Sequence[Tree], size: int = CAUSAL_PIECE) -> tuple[list[Seen], list[Seen]]:
-    """Long trunks and branches cut into pieces: what each sees causally, and what it sees whole.
+    """Cut long trunks and branches into pieces: keys seen causally, and keys seen whole.
 
     A piece sees itself causally, and all of its segment before it.
     """
@@ -111,7 +111,7 @@ def in_pieces(trees: Sequence[Tree], size: int = CAUSAL_PIECE) -> tuple[list[See
 
 
 def keys_in_window(trees: Sequence[Tree], window: int) -> list[Seen]:
-    """Every trunk sees itself, every branch the end of its trunk and itself.
+    """List the keys within a window: a branch sees the end of its trunk and itself.
 
     The first token of a branch sees `window - 1` tokens of the trunk, and the others see fewer.
     """
@@ -127,7 +127,6 @@ def keys_in_window(trees: Sequence[Tree], window: int) -> list[Seen]:
 
 
 def _segments(trees: Sequence[Tree]) -> Iterator[Span]:
-    """Every trunk and branch that has tokens, in the order of the row."""
     return (span for tree in trees for span in (tree.trunk, *tree.branches_G) if span.length)
 
 
@@ -138,14 +137,21 @@ class Cascade(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: tuple[KeyCall, ...], scale: float | None
     ) -> Tensor:
-        """Attention `[T, H, D]`."""
+        """Compute attention `[T, H, D]`."""
         out = q.new_zeros(q.shape)
         lse = q.new_empty(q.shape[1::-1], dtype=torch.promote_types(q.dtype, torch.float32))
         for part in calls[0].forward(q, k, v, scale):
             out[part.queries], lse[:, part.queries] = part.out, part.lse
         for call in calls[1:]:
             for part in call.forward(q, k, v, scale):
-                _merge(out, lse, part)
+                # More keys under the softmax: a mean of both results by the share that each has.
+                before = lse[:, part.queries]
+                share = torch.sigmoid(part.lse - before).T[..., None]
+                merged = torch.lerp(
+                    out[part.queries].to(share.dtype), part.out.to(share.dtype), share
+                )
+                out[part.queries] = merged.to(out.dtype)
+                lse[:, part.queries] = torch.logaddexp(before, part.lse)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.calls, ctx.scale = calls, scale
         return out
@@ -153,7 +159,7 @@ class Cascade(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Gradients of queries, keys and values."""
+        """Compute the gradients of queries, keys and values."""
         q, k, v, out, lse = ctx.saved_tensors
         by_q, by_k, by_v = (
             torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)
@@ -166,17 +172,8 @@ class Cascade(torch.autograd.Function):
         return by_q, by_k, by_v, None, None
 
 
-def _merge(out: Tensor, lse: Tensor, part: Attended) -> None:
-    """Put more keys under the softmax: a mean of both results by the share that each has."""
-    before = lse[:, part.queries]
-    share = torch.sigmoid(part.lse - before).T[..., None]
-    merged = torch.lerp(out[part.queries].to(share.dtype), part.out.to(share.dtype), share)
-    out[part.queries] = merged.to(out.dtype)
-    lse[:, part.queries] = torch.logaddexp(before, part.lse)
-
-
 def _add(total: Tensor, rows: Rows, part: Tensor) -> None:
-    """Add to some rows of the total; indices may come more than once."""
+    # Indices may come more than once.
     if isinstance(rows, slice):
         total[rows] += part
     else:
@@ -184,15 +181,15 @@ def _add(total: Tensor, rows: Rows, part: Tensor) -> None:
 
 
 class SpanCall:
-    """Span by span, with the flash kernel of CPUs. Query heads may share heads of keys."""
+    """Attention span by span, with the flash kernel of CPUs; query heads may share key heads."""
 
     def __init__(self, seen: Sequence[Seen], *, is_causal: bool) -> None:
-        """Say who sees what, of keys one span each."""
+        """Take the spans; the keys of each are one span."""
         self._pairs = [(slice(*queries), slice(*keys)) for queries, (keys,) in seen]
         self._is_causal = is_causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Attended]:
-        """See `KeyCall`."""
+        """Attend to these keys alone; no query comes twice."""
         q, k, v = (_heads_first(t) for t in (q, k, v))
         for rows, seen in self._pairs:
             out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -210,7 +207,7 @@ class SpanCall:
         lse: Tensor,
         scale: float | None,
     ) -> Iterator[Gradients]:
-        """See `KeyCall`."""
+        """Compute gradients through these keys, from the merged output and its log-sum-exp."""
         grad, q, k, v, out = (_heads_first(t) for t in (grad, q, k, v, out))
         for rows, seen in self._pairs:
             found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -247,7 +244,7 @@ class PackedCall:
         kernel: Callable[..., Any] = _aten._flash_attention_forward,
         backward_kernel: Callable[..., Any] = _aten._flash_attention_backward,
     ) -> None:
-        """Say who sees what; indices go to the device here, once for all layers."""
+        """Take the spans; their indices go to the device here, once for all layers."""
         lengths = [pair.queries.length for pair in seen]
         key_lengths = [sum(span.length for span in pair.keys) for pair in seen]
         self._rows = _rows([pair.queries for pair in seen], device)
@@ -261,7 +258,7 @@ class PackedCall:
         self._kernel, self._backward_kernel = kernel, backward_kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Attended]:
-        """See `KeyCall`."""
+        """Attend to these keys alone; no query comes twice."""
         out, lse, *_ = self._kernel(
             q[self._rows],
             k[self._seen],
@@ -286,7 +283,7 @@ class PackedCall:
         lse: Tensor,
         scale: float | None,
     ) -> Iterator[Gradients]:
-        """See `KeyCall`."""
+        """Compute gradients through these keys, from the merged output and its log-sum-exp."""
         nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout, no state of it
         found = self._backward_kernel(
             grad[self._rows],
@@ -310,10 +307,10 @@ class PackedCall:
 def packed_calls(
     trees: Sequence[Tree], device: torch.device, window: int | None, **kernels: Any
 ) -> list[KeyCall]:
-    """The calls of a layer: at most two, whatever the number of trees and branches.
+    """Make the calls of a layer: at most two, whatever the number of trees and branches.
 
-    With a window there is one. The keys of a trunk then stand before those of each of its branches:
-    copies, but of no more tokens than the window has.
+    With a window there is one. The keys of a trunk are then copied before those of each of its
+    branches: copies, but of no more tokens than the window has.
     """
     if window is not None:
         seen = keys_in_window(trees, window)
@@ -325,13 +322,12 @@ def packed_calls(
 
 
 def _rows(spans: Sequence[Span], device: torch.device) -> Rows:
-    """The tokens of all spans, in their order."""
     if all(one.end == other.start for one, other in pairwise(spans)):
         return slice(spans[0].start, spans[-1].end)
     return torch.cat([torch.arange(*span) for span in spans]).to(device, non_blocking=True)
 
 
 def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """int32: where each sequence begins, and the last one ends."""
+    # int32: the beginning of each sequence, and the end of the last one.
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     return ends.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""A Hugging Face model that reads forests or padded rows, and the one that makes scores of them.
+"""Hugging Face decoders that read forests or padded rows, and the reward model on top.
 
 Policies, which make log-probabilities, are in `models/forest/policy.py`.
 """
@@ -22,21 +22,21 @@ Path = Literal["forest", "padded"]
 
 
 class Decoder(nn.Module):
-    """The layers below the head, called the way that the batch asks for.
+    """The layers below the head; batches are forests or padded rows.
 
     Their arithmetic is in `precision`: autocast over float32 master weights, or the weights' own
     dtype.
     """
 
     def __init__(self, *, path: Path, precision: torch.dtype) -> None:
-        """Say how batches arrive and what is computed in."""
+        """Choose the batch layout (`path`) and the compute dtype (`precision`)."""
         super().__init__()
         self.path: Path = path
         self.precision = precision
         self.mesh: DeviceMesh | None = None
-        """What `parallelise` spread it over; None where this process has all of it."""
+        """Mesh that `parallelise` spread it over; None: this process holds all of it."""
         self.gathered_dtype: torch.dtype | None = None
-        """What `parallelise` rounds the weights of layers to on their way; None: not at all."""
+        """Dtype that weights of layers are rounded to when they are gathered; None: not rounded."""
 
     @property
     @abstractmethod
@@ -45,7 +45,7 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes. Weights of a spread model may rest elsewhere between uses."""
+        """Device that computes. Weights of a spread model may lie elsewhere between uses."""
         if self.mesh is not None and self.mesh.device_type != "cpu":
             return torch.device(self.mesh.device_type, torch.cuda.current_device())
         return next(self.parameters()).device
@@ -57,18 +57,19 @@ class Decoder(nn.Module):
 
     @property
     def exact_dtype(self) -> torch.dtype:
-        """What weights are rounded to even `in_full_precision`."""
+        """Dtype that weights have even `in_full_precision`."""
         return self.gathered_dtype or self.weights_dtype
 
     def without_gradients(self) -> contextlib.AbstractContextManager[Any]:
-        """Compute alone. A spread model cannot write its gathered weights in inference mode."""
+        """Compute without gradients, and without inference mode where the model is spread."""
+        # In inference mode a spread model could not write the weights that it gathers.
         return torch.inference_mode() if self.mesh is None else torch.no_grad()
 
     @contextlib.contextmanager
     def in_full_precision(self) -> Iterator[None]:
-        """Compute in the dtype of the weights for a while, whatever `precision` says.
+        """Compute in the dtype of the weights for the duration, whatever `precision` is.
 
-        For the checks: the rounding of bfloat16 would hide the errors they look for. Weights that
+        For checks: the rounding of bfloat16 would hide the errors they look for. Weights that
         are rounded on their way from other ranks stay so, but nothing else is.
         """
         precision, self.precision = self.precision, self.weights_dtype
@@ -80,7 +81,9 @@ class Decoder(nn.Module):
             self.precision = precision
 
     def hidden(self, batch: TokenForest | PaddedRows) -> Tensor:
-        """Hidden state of every token after the last norm: `[T, D]`, of rows `[N, L, D]`."""
+        """Compute every token's hidden state after the last norm: `[T, D]`, or `[N, L, D]` of
+        rows.
+        """
         with self.autocast():
             if isinstance(batch, TokenForest):
                 ids_T, plan = batch.ids_T.long(), ForestPlan(batch.trees)
@@ -90,9 +93,9 @@ class Decoder(nn.Module):
             return rows
 
     def hidden_of_row(self, ids_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
-        """`hidden` of tokens in one row, `[T, D]`; the plan says who attends to whom.
+        """Compute `hidden` of tokens in one row, `[T, D]`; the plan decides which tokens attend.
 
-        In the precision around it: `hidden` puts `autocast` there.
+        The surrounding precision holds: `hidden` puts `autocast` there.
         """
         hidden_1TD: Tensor = self.network.base_model(
             input_ids=ids_T[None].to(self.device, non_blocking=True),
@@ -103,7 +106,7 @@ class Decoder(nn.Module):
         return hidden_1TD[0]
 
     def padded_inputs(self, rows: PaddedRows) -> dict[str, Tensor]:
-        """The keyword arguments of transformers' models for padded rows."""
+        """Build the keyword arguments of transformers' models for padded rows."""
         column_L = torch.arange(rows.ids_NL.shape[1])
         mask_NL = column_L[None] < rows.lengths_N[:, None]
         return {
@@ -112,7 +115,9 @@ class Decoder(nn.Module):
         }
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Lower precision where the weights are float32 masters and less was asked for."""
+        """Autocast to lower precision where the weights are float32 masters and less is
+        configured.
+        """
         is_master = self.weights_dtype == torch.float32
         if self.precision == torch.float32 or not is_master:
             return contextlib.nullcontext()
@@ -124,7 +129,7 @@ class Decoder(nn.Module):
 
 
 class RewardModel(Decoder):
-    """The decoder, its reward head, and the one place where a score is read.
+    """The decoder and its reward head, with the only code that reads scores.
 
     The head always runs in float32, because the noise of bfloat16 is of the size of the differences
     that decide a comparison.
@@ -138,7 +143,7 @@ class RewardModel(Decoder):
         path: Path,
         precision: torch.dtype,
     ) -> None:
-        """Wrap a classifier.
+        """Wrap a classifier of transformers.
 
         Args:
             classifier: A Hugging Face `...ForSequenceClassification`.
@@ -153,12 +158,12 @@ class RewardModel(Decoder):
 
     @property
     def network(self) -> Any:
-        """See `Decoder`."""
+        """The Hugging Face model, head included."""
         return self.classifier
 
     @property
     def num_outputs(self) -> int:
-        """K: outputs of the head."""
+        """K: number of outputs of the head."""
         return int(self.classifier.config.num_labels)
 
     def forward(self, batch: TokenForest | PaddedRows) -> Tensor:
@@ -169,11 +174,13 @@ class RewardModel(Decoder):
         """
         if self.head_name is None:
             assert isinstance(batch, PaddedRows)
-            return self._pooled_by_model(batch)
+            with self.autocast():
+                logits_NK: Tensor = self.classifier(**self.padded_inputs(batch)).logits
+            return logits_NK.float()
         return self.judge(self.last_hidden(batch))
 
     def last_hidden(self, batch: TokenForest | PaddedRows) -> Tensor:
-        """The decoder's hidden state of the last token of every completion, `[N, D]`."""
+        """Return the decoder's hidden state of the last token of every completion, `[N, D]`."""
         hidden = self.hidden(batch)
         if isinstance(batch, TokenForest):
             last_N = torch.tensor(batch.last_N).to(hidden.device, non_blocking=True)
@@ -182,24 +189,19 @@ class RewardModel(Decoder):
         return hidden[index_N, batch.lengths_N.to(self.device, non_blocking=True) - 1]
 
     def judge(self, hidden_ND: Tensor) -> Tensor:
-        """The head: scores `[N, K]` of hidden states."""
+        """Apply the head to hidden states: scores `[N, K]`."""
         head = getattr(self.classifier, self.head_name or "")
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
         with torch.autocast(self.device.type, enabled=False):
             bias = None if head.bias is None else head.bias.to(dtype)
             return nn.functional.linear(hidden_ND.to(dtype), head.weight.to(dtype), bias)
 
-    def _pooled_by_model(self, rows: PaddedRows) -> Tensor:
-        with self.autocast():
-            logits_NK: Tensor = self.classifier(**self.padded_inputs(rows)).logits
-        return logits_NK.float()
-
 
 @contextmanager
 def weights_as(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Give every module its own weights in another dtype, for as long as it computes.
+    """Convert the weights of each module to another dtype while it computes.
 
-    Widening loses nothing, so what comes out is what these very weights mean. Only the modules that
+    Widening loses nothing, so the outputs are exactly those of these weights. Only the modules that
     compute at the moment hold their weights twice.
     """
     narrow: dict[nn.Module, dict[str, Any]] = {}
@@ -208,7 +210,7 @@ def weights_as(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         narrow[module] = dict(module._parameters)
         for name, parameter in narrow[module].items():
             if parameter is not None and parameter.is_floating_point():
-                module._parameters[name] = _wide(parameter, dtype)
+                module._parameters[name] = parameter.detach().to(dtype)
 
     def restore(module: nn.Module, *_: Any) -> None:
         module._parameters.update(narrow.pop(module, {}))
@@ -222,19 +224,15 @@ def weights_as(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def _wide(parameter: Tensor, dtype: torch.dtype) -> Any:
-    return parameter.detach().to(dtype)
-
-
 # --------------------------------------------------------------------------------------------------
 # Models and their optimizer on the host for a while, when others need the memory of the device.
 
 
 class Resting:
-    """What a learner keeps on a device. On a CPU there is nothing to give back."""
+    """The memory that a learner holds on a device, moved to the host and back; nothing on CPUs."""
 
     def __init__(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-        """Name what lies there; nothing is moved yet."""
+        """Register the models and the optimizer; nothing is moved yet."""
         self._models = models
         self._optimizer = optimizer
         self._homes: list[tuple[nn.Module, torch.device]] = []

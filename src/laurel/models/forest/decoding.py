@@ -1,4 +1,4 @@
-"""Attention while completions are drawn, under unmodified Hugging Face decoders.
+"""Attention during generation, under unmodified Hugging Face decoders.
 
 The plans of two kinds of forward pass, both through `laurel_forest` (models/forest/attention.py).
 `PrefillPlan` reads whole prompts, several in one row, and keeps their keys and values.
@@ -35,18 +35,18 @@ class KVBlock:
     def __init__(self, length: int) -> None:
         self.length = length
         self.owners: list[int] = []
-        """Whose the slots are. When one leaves, the last takes its slot."""
+        """Owner of each slot; removal moves the last one into the gap."""
         self._slots: dict[int, int] = {}
         self._capacity = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all layers."""
+        """Bytes of memory of all layers."""
         return sum(t.nbytes for pair in self._layers.values() for t in pair)
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """What the used slots hold of one layer, made at the first call.
+        """Return keys and values of the used slots of one layer, allocated at the first call.
 
         Args:
             index: Number of the layer.
@@ -66,7 +66,7 @@ class KVBlock:
         return like.new_zeros((self._capacity, like.shape[-2], self.length, like.shape[-1]))
 
     def add(self, owners: Sequence[int]) -> None:
-        """Give each a slot after those in use."""
+        """Assign each owner a slot after those in use."""
         for owner in owners:
             self._slots[owner] = len(self.owners)
             self.owners.append(owner)
@@ -89,11 +89,11 @@ class KVBlock:
             self._resize(2 * len(self.owners))
 
     def slot(self, owner: int) -> int:
-        """Where a sequence lies."""
+        """Find the slot of a sequence."""
         return self._slots[owner]
 
     def take(self, other: KVBlock, owners: Sequence[int]) -> None:
-        """Copy what another, shorter block holds of sequences that have slots on both."""
+        """Copy the contents of a shorter block for sequences that have slots in both."""
         theirs = torch.tensor([other.slot(owner) for owner in owners])
         mine = torch.tensor([self.slot(owner) for owner in owners])
         for index, (keys, values) in other._layers.items():
@@ -122,9 +122,9 @@ class Branches(NamedTuple):
     start: int
     end: int
     oldest: int
-    """When its longest completion was born."""
+    """Birth of its longest completion."""
     is_even: bool
-    """Whether all have the same length."""
+    """Whether all completions have the same length."""
 
 
 class Trunks(NamedTuple):
@@ -140,7 +140,7 @@ class Trunks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which row of a step is whose. Holds until a completion comes, goes or moves."""
+    """The owner of each row of a step. Valid until a completion is added, removed or moved."""
 
     ids: tuple[int, ...]
     born_N: Tensor
@@ -148,9 +148,9 @@ class Layout:
     branches: tuple[Branches, ...]
     trunks: tuple[Trunks, ...]
     places_N: Tensor
-    """Where each row is among the entries of all `rows_SC`, one after the other."""
+    """Index of each row among the concatenated entries of all `rows_SC`."""
     is_in_order: bool
-    """Whether that is simply 0, 1, 2, ..."""
+    """Whether `places_N` is simply 0, 1, 2, ..."""
 
 
 class PrefillPlan(ForestPlan):
@@ -182,7 +182,7 @@ class PrefillPlan(ForestPlan):
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """See `AttentionPlan`."""
+        """Attend as `AttentionPlan.attend`, each prompt to itself."""
         query, key, value = as_computed(query, key, value)
         layer = _layer_of(module)
         for tree, (owner, block, length) in zip(self.trees, self._prompts, strict=True):
@@ -195,8 +195,6 @@ class PrefillPlan(ForestPlan):
 
 
 class _Half(NamedTuple):
-    """Attention to some of the keys, to be joined with attention to the others."""
-
     sums: Tensor
     """`[rows, H_kv, R, D_v]`: values, weighted by `exp(logit - top)`."""
     totals: Tensor
@@ -218,7 +216,7 @@ class DecodePlan:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Whose token each place of the row is."""
+        """Owner of each row."""
         return self._layout.ids
 
     @property
@@ -228,7 +226,6 @@ class DecodePlan:
 
     @property
     def _lengths_N(self) -> Tensor:
-        """Tokens of each completion before this step."""
         return self._clock - self._layout.born_N
 
     def attend(
@@ -239,7 +236,7 @@ class DecodePlan:
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """See `AttentionPlan`."""
+        """Attend as `AttentionPlan.attend`, each completion to its prompt and itself."""
         dtype = query.dtype
         query, key, value = as_computed(query, key, value)
         scaling = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
@@ -254,13 +251,23 @@ class DecodePlan:
         with torch.autocast(query.device.type, enabled=False):
             own = self._to_branches(layer, query_NKRD, key_NKD, value_NKD, options)
             shared = self._to_trunks(layer, query_NKRD, key_NKD, value_NKD, options)
-            joined_NKRD = _join(own, shared, options.s_aux)
+            # Attention to both halves of the keys, joined by their totals. A sink takes its share
+            # of the weights and adds nothing.
+            sinks = options.s_aux
+            tops = torch.maximum(own.tops, shared.tops)
+            if sinks is not None:
+                sinks = sinks.to(tops.dtype).view(1, tops.shape[1], -1, 1)
+                tops = torch.maximum(tops, sinks)
+            mine, theirs = (own.tops - tops).exp_(), (shared.tops - tops).exp_()
+            totals = own.totals * mine + shared.totals * theirs
+            if sinks is not None:
+                totals = totals + (sinks - tops).exp_()
+            joined_NKRD = (own.sums * mine + shared.sums * theirs) / totals
         return joined_NKRD.to(dtype).reshape(num_rows, -1, value.shape[-1]).transpose(0, 1)[None]
 
     def _to_branches(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> _Half:
-        """Keep the new keys and values; attend to each completion's own."""
         halves = []
         for number, part in enumerate(self._layout.branches):
             rows = slice(part.start, part.end)
@@ -280,7 +287,7 @@ class DecodePlan:
     def _to_trunks(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> _Half:
-        """Attend to the prompts, all completions of one in the same product."""
+        # All completions of a prompt in one product.
         halves = []
         for number, part in enumerate(self._layout.trunks):
             num_prompts, width = part.rows_SC.shape
@@ -298,7 +305,7 @@ class DecodePlan:
         return _Half(*(tensor[self._layout.places_N] for tensor in stacked))
 
     def _hidden_of_branches(self, number: int, part: Branches, window: int | None) -> Tensor | None:
-        """bool `[rows, 1, 1, 1, keys]`: the keys each row must not see; None where it sees all."""
+        # bool `[rows, 1, 1, 1, keys]`: the keys each row must not see; None where it sees all.
         longest = self._clock - part.oldest
         if window is not None and window > longest:
             window = None
@@ -312,7 +319,7 @@ class DecodePlan:
         return self._hidden[known]
 
     def _hidden_of_trunks(self, number: int, part: Trunks, window: int | None) -> Tensor | None:
-        """bool `[prompts, 1, C or 1, 1, keys]`, as for branches."""
+        # bool `[prompts, 1, C or 1, 1, keys]`, as for branches.
         if part.is_even and window is None:
             return None
         known = (number, False, window)
@@ -327,7 +334,7 @@ class DecodePlan:
 
 
 def _layer_of(module: nn.Module) -> int:
-    """The number of an attention layer, which transformers gives every one of them."""
+    # transformers numbers the attention layers.
     index = module.layer_idx
     assert isinstance(index, int)
     return index
@@ -336,20 +343,12 @@ def _layer_of(module: nn.Module) -> int:
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, softcap: float | None
 ) -> _Half:
-    """Attention before its division by the total.
-
-    Args:
-        query: `[B, H_kv, C, R, D]`, scaled.
-        keys: `[B, H_kv, L, D]`.
-        values: `[B, H_kv, L, D_v]`.
-        hidden: bool, broadcast to `[B, H_kv, C, R, L]`.
-        softcap: See `AttentionOptions`.
-
-    Returns:
-        `B * C` rows, in float32 at least.
-    """
+    # Attention before its division by the total.
     shape = query.shape[:-1]
-    logits = _logits(query.flatten(2, 3), keys)
+    queries = query.flatten(2, 3)
+    if query.dtype.itemsize < 4:  # half precision has too few digits for exponents
+        queries, keys = queries.float(), keys.float()
+    logits = queries @ keys.transpose(2, 3)
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     if hidden is not None:
@@ -368,38 +367,14 @@ def _attend(
     return _Half(by_row(sums), by_row(totals), by_row(tops))
 
 
-def _logits(query: Tensor, keys: Tensor) -> Tensor:
-    """Products in float32 at least: half of it has too few digits for what is exponentiated."""
-    if query.dtype.itemsize >= 4:
-        return query @ keys.transpose(2, 3)
-    return query.float() @ keys.float().transpose(2, 3)
-
-
 def _stack(halves: Sequence[_Half]) -> _Half:
-    """The rows of all, one after the other."""
     if len(halves) == 1:
         return halves[0]
     return _Half(*(torch.cat(tensors) for tensors in zip(*halves, strict=True)))
 
 
-def _join(own: _Half, shared: _Half, sinks: Tensor | None) -> Tensor:
-    """Attention to both halves of the keys, `[N, H_kv, R, D_v]`.
-
-    A sink takes its share of the weights and adds nothing.
-    """
-    tops = torch.maximum(own.tops, shared.tops)
-    if sinks is not None:
-        sinks = sinks.to(tops.dtype).view(1, tops.shape[1], -1, 1)
-        tops = torch.maximum(tops, sinks)
-    mine, theirs = (own.tops - tops).exp_(), (shared.tops - tops).exp_()
-    totals = own.totals * mine + shared.totals * theirs
-    if sinks is not None:
-        totals = totals + (sinks - tops).exp_()
-    return (own.sums * mine + shared.sums * theirs) / totals
-
-
 # --------------------------------------------------------------------------------------------------
-# Keys and values while completions are drawn: those of each prompt once for all its completions.
+# Keys and values during generation: those of each prompt once for all its completions.
 #
 # Sequences of about the same length share a block. A completion that outgrows its block moves to
 # one
@@ -418,13 +393,13 @@ class _Prompt:
 @dataclass(slots=True)
 class _Completion:
     prompt: int
+    # Value of the clock when it had no token: its length is the time since then.
     born: int
-    """What the clock said when it had no token: its length is the time since then."""
     block: KVBlock
 
 
 class KeyValueStore:
-    """Keys and values of prompts, and of the completions that are being drawn to them."""
+    """Keys and values of prompts and of the completions in progress."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -437,12 +412,12 @@ class KeyValueStore:
 
     @property
     def num_bytes(self) -> int:
-        """Memory in use."""
+        """Bytes of memory in use."""
         blocks = [*self._trunk_blocks.values(), *self._branch_blocks.values()]
         return sum(block.num_bytes for block in blocks)
 
     def add_prompts(self, lengths: dict[int, int]) -> PrefillPlan:
-        """Make room for prompts.
+        """Allocate slots for prompts.
 
         Args:
             lengths: Tokens of each, by an id of the caller's choice.
@@ -451,19 +426,22 @@ class KeyValueStore:
             The plan of the forward pass that must follow: the prompts in one row, in this order.
         """
         for prompt, length in lengths.items():
-            size = _trunk_size(length)
+            # Blocks of prompts hold 64, 96, 128, 192, 256, 384, ... tokens.
+            size = SHORTEST
+            while size < length:
+                size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
             block = self._trunk_blocks.setdefault(size, KVBlock(size))
             block.add([prompt])
             self._prompts[prompt] = _Prompt(length, block)
         return PrefillPlan([(p, self._prompts[p].block, length) for p, length in lengths.items()])
 
     def remove_prompt(self, prompt: int) -> None:
-        """Forget a prompt that has no completion any more."""
+        """Forget a prompt that has no completion left."""
         self._prompts.pop(prompt).block.remove(prompt)
         self._layout = None
 
     def add_completions(self, prompt: int, completions: Sequence[int]) -> None:
-        """Begin completions of a prompt that has been read; ids are of the caller's choice."""
+        """Begin completions of a prompt that has been read; the caller chooses their ids."""
         block = self._branch_blocks.setdefault(SHORTEST, KVBlock(SHORTEST))
         block.add(completions)
         for completion in completions:
@@ -476,7 +454,7 @@ class KeyValueStore:
         self._layout = None
 
     def next_step(self) -> DecodePlan:
-        """The plan of a forward pass over one new token of every completion.
+        """Plan a forward pass over one new token of every completion.
 
         That pass must follow: the completions count as one token longer from now on.
         """
@@ -488,7 +466,7 @@ class KeyValueStore:
         return plan
 
     def _make_room(self) -> None:
-        """Move completions that fill their block to a longer one."""
+        # Completions that fill their block move to a longer one.
         for size in sorted(self._branch_blocks, reverse=True):
             block = self._branch_blocks[size]
             born = self._clock - size
@@ -534,7 +512,7 @@ class KeyValueStore:
     def _lay_trunks(
         self, rows_of: dict[int, list[int]]
     ) -> tuple[tuple[Trunks, ...], list[int | None]]:
-        """The prompts of each block, and the row of each of their entries (None: filled up)."""
+        # The prompts of each block, and the row of each of their entries (None: filling).
         trunks = []
         order: list[int | None] = []
         for _, block in sorted(self._trunk_blocks.items()):
@@ -560,11 +538,3 @@ class KeyValueStore:
 
     def _numbers(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64).to(self.device)
-
-
-def _trunk_size(length: int) -> int:
-    """Shelves for prompts: 64, 96, 128, 192, 256, 384, ... tokens."""
-    size = SHORTEST
-    while size < length:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return size

@@ -25,18 +25,18 @@ from laurel.errors import DataError
 from laurel.types import PaddedRows, TokenForest
 
 CHUNK_LOGITS = 2**24
-"""Logits of one chunk, where nobody says how many tokens: 64 MiB."""
+"""Logits of one chunk unless a size is configured: 64 MiB."""
 CACHED_LOGITS = 2**20
-"""Logits that are worked on at a time once they are there: what stays in a processor's cache."""
+"""Logits that are worked on at a time, to stay in a processor's cache."""
 
 
 class TokenOutputs(NamedTuple):
-    """What the policy says of the completion tokens of a micro-batch."""
+    """The policy's outputs for the completion tokens of a micro-batch."""
 
     logprobs_M: Tensor
     """float32 [M], differentiable: log-probability of each token."""
     entropy_M: Tensor | None
-    """float32 [M], without gradient: entropy in nats of the distribution each was drawn from."""
+    """float32 [M], without gradient: entropy in nats of each token's distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +44,31 @@ class VocabularyShare:
     """The part of the vocabulary whose embeddings or logits this rank has: all are of one size."""
 
     group: dist.ProcessGroup
-    """The ranks that have the other parts."""
+    """Process group of the ranks that have the other parts."""
     start: int
-    """Of its first token."""
+    """Id of the first token."""
     size: int
 
     @classmethod
     def of(cls, weight_VD: DTensor) -> VocabularyShare:
-        """That of a weight which is divided by vocabulary."""
+        """Find the part of a weight that is divided by vocabulary."""
         mesh = weight_VD.device_mesh
         size = weight_VD.shape[0] // mesh.size()
         return cls(mesh.get_group(), mesh.get_local_rank() * size, size)
 
     def mine(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens are in this part, and where in it; 0 for the others."""
+        """Locate tokens in this part: a mask, and indices into the part (0 for other tokens)."""
         there = ids - self.start
         is_mine = (there >= 0) & (there < self.size)
         return is_mine, there.where(is_mine, 0)
 
     def reduce(self, values: Tensor, kind: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Sums over the parts, the very same bits on every rank, in place."""
+        """Reduce values over the parts in place: the same bits on every rank."""
         dist.all_reduce(values, op=kind, group=self.group)
         return values
 
     def gather(self, logits_XV: Tensor) -> Tensor:
-        """The logits of all parts, side by side."""
+        """Concatenate the logits of all parts."""
         ranks = dist.get_world_size(self.group)
         parts_XV = [torch.empty_like(logits_XV) for _ in range(ranks)]
         dist.all_gather(parts_XV, logits_XV.contiguous(), group=self.group)
@@ -76,10 +76,10 @@ class VocabularyShare:
 
 
 def predictors(batch: TokenForest | PaddedRows) -> tuple[Tensor, Tensor]:
-    """Which hidden state predicts each completion token.
+    """Find the hidden state that predicts each completion token.
 
-    That of the token before it: within a branch the previous one, for the first token of a branch
-    the last one of its trunk.
+    It is that of the token before it: within a branch the previous one, for the first token of a
+    branch the last one of its trunk.
 
     Returns:
         int64 [M], indices into the hidden states of the micro-batch with all dimensions but the
@@ -126,7 +126,7 @@ def token_logprobs(
     with_entropy: bool = False,
     share: VocabularyShare | None = None,
 ) -> TokenOutputs:
-    """Log-probabilities of tokens under `softmax(logits / temperature)`.
+    """Compute log-probabilities of tokens under `softmax(logits / temperature)`.
 
     Never holds `[M, V]`, forward or backward: the largest matrix is `[chunk_size, V]`. Tokens that
     get no gradient cost nothing in the backward pass.
@@ -138,7 +138,7 @@ def token_logprobs(
     Args:
         hidden_MD: Hidden state that predicts each token, after the last norm.
         targets_M: int64, the tokens.
-        weight_VD: Of the language-model head; this rank's part where a share is given.
+        weight_VD: Weights of the language-model head; this rank's part where a share is given.
         bias_V: Likewise.
         temperature: Above 0.
         softcap: Logits are squashed to `softcap * tanh(logits / softcap)`.
@@ -165,9 +165,9 @@ def all_logits(
     logit_scale: float = 1.0,
     share: VocabularyShare | None = None,
 ) -> Tensor:
-    """The logits that `token_logprobs` reads, at temperature 1, all at once: float32 `[X, V]`.
+    """Compute the logits that `token_logprobs` reads, all at once, at temperature 1: `[X, V]`.
 
-    Without gradients: they are for drawing tokens.
+    Without gradients: they are for sampling tokens.
     """
     options = _Options(1.0, softcap, logit_scale, len(hidden_XD), with_entropy=False, share=share)
     with torch.no_grad(), torch.autocast(hidden_XD.device.type, enabled=False):
@@ -177,8 +177,6 @@ def all_logits(
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The arguments of `token_logprobs` that are no tensors."""
-
     temperature: float
     softcap: float | None
     logit_scale: float
@@ -188,8 +186,6 @@ class _Options:
 
 
 class _Head:
-    """The language-model head, ready to give the logits of one chunk after the other."""
-
     def __init__(
         self, weight_VD: Tensor, bias_V: Tensor | None, hidden: torch.dtype, options: _Options
     ) -> None:
@@ -206,7 +202,7 @@ class _Head:
         self._space: Tensor | None = None
 
     def chunk(self, hidden_CD: Tensor) -> Tensor:
-        """The logits `[C, V]`, in the space that the next call will write to as well."""
+        # The next call overwrites the logits `[C, V]`.
         if self._space is None and not self.is_low:
             size = (min(self._chunk_size, len(hidden_CD)), len(self.weight_VD))
             self._space = hidden_CD.new_empty(size, dtype=self.precise)
@@ -214,24 +210,23 @@ class _Head:
         return self._multiply(hidden_CD, space)
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        """The logits `[X, V]`, finished."""
         return self.finish(self._multiply(hidden_XD, None))
 
     def finish(self, logits_CV: Tensor) -> Tensor:
-        """Cap the logits and divide them by the temperature, in place."""
+        # Caps the logits and divides them by the temperature, in place.
         if self.softcap is None:
             return logits_CV
         return logits_CV.div_(self.softcap).tanh_().mul_(self.softcap / self.temperature)
 
     def slopes(self, logits_CV: Tensor) -> Tensor | None:
-        """Derivatives of the finished logits by those before the cap; None where all are 1."""
+        # Derivatives of the finished logits by those before the cap; None where all are 1.
         if self.softcap is None:
             return None
         share_CV = logits_CV * (self.temperature / self.softcap)  # what tanh gave
         return share_CV.square_().neg_().add_(1.0).div_(self.temperature)
 
     def gradient_by_hidden(self, by_logits_CV: Tensor) -> Tensor:
-        """`[C, D]`, from the gradients by what the weights and hidden states give alone."""
+        # `[C, D]`, from gradients by the bare products of hidden states and weights.
         if self.is_low:
             low_CV = by_logits_CV.to(self.weight_VD.dtype)
             return torch.mm(low_CV, self.weight_VD, out_dtype=torch.float32)
@@ -240,7 +235,6 @@ class _Head:
     def add_gradient_by_weight(
         self, total_VD: Tensor, by_logits_CV: Tensor, hidden_CD: Tensor
     ) -> None:
-        """Likewise."""
         if self.is_low:
             low_VC = by_logits_CV.T.to(self.weight_VD.dtype)
             total_VD.add_(torch.mm(low_VC, hidden_CD, out_dtype=torch.float32))
@@ -259,8 +253,6 @@ class _Head:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Saves the hidden states and one number per token; makes the logits again in backward."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -341,10 +333,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _reduce(logits_CV: Tensor, entropy_C: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The largest logit of each token, and how much larger the logarithm of the sum is.
-
-    Overwrites the logits. The entropy goes into `entropy_C`, where one is given.
-    """
+    # The largest logit of each token, and how much larger the log-sum-exp is. Overwrites the
+    # logits. The entropy goes into `entropy_C`, where one is given.
     peak_C = logits_CV.new_empty(len(logits_CV))
     rest_C = torch.empty_like(peak_C)
     for part in _cached(logits_CV):
@@ -365,7 +355,7 @@ def _reduce(logits_CV: Tensor, entropy_C: Tensor | None) -> tuple[Tensor, Tensor
 def _reduce_shared(
     logits_CV: Tensor, targets_C: Tensor, entropy_C: Tensor | None, share: VocabularyShare
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_reduce` over all parts of the vocabulary; the logit of each target before it."""
+    # `_reduce` over all parts of the vocabulary, and the logit of each target before it.
     is_mine_C, there_C = share.mine(targets_C)
     chosen_C = logits_CV.gather(1, there_C[:, None])[:, 0].masked_fill_(~is_mine_C, 0.0)
     peak_C = share.reduce(logits_CV.amax(dim=1), dist.ReduceOp.MAX)
@@ -393,11 +383,9 @@ def _by_logits(
     by_logprobs_C: Tensor,
     share: VocabularyShare | None,
 ) -> Tensor:
-    """Gradients by what the weights and hidden states give alone, in the place of the logits.
-
-    The derivative of a log-probability by a finished logit is 1 for the token's own, less the
-    probability of that logit's token.
-    """
+    # Gradients by the bare products of hidden states and weights, in the memory of the logits. The
+    # derivative of a log-probability by a finished logit is 1 for the token's own, less the
+    # probability of that logit's token.
     weights_C = by_logprobs_C.to(logits_CV.dtype) * head.factor
     own_C = weights_C
     if share is not None:
@@ -419,6 +407,6 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 
 
 def _cached(logits_CV: Tensor) -> Iterator[slice]:
-    """Parts of the rows: on a processor as many as its cache holds, on a GPU all of them."""
+    # On a processor as many rows as its cache holds, on a GPU all of them.
     length, width = logits_CV.shape
     return _slices(length, length if logits_CV.is_cuda else max(1, CACHED_LOGITS // width))

@@ -48,7 +48,7 @@ class PolicyModel(Decoder):
             causal_lm: A Hugging Face `...ForCausalLM`, with or without adapters.
             path: How batches reach it.
             precision: Dtype of the decoder's arithmetic.
-            temperature: That completions are drawn with; log-probabilities are taken at the same.
+            temperature: Sampling temperature; log-probabilities are taken at the same.
                 0 counts as 1, as in `Generated`.
             logprob_chunk_size: Tokens whose logits are in memory at a time; None: about 16M logits.
             with_entropy: Also measure the entropy of each token's distribution.
@@ -70,7 +70,7 @@ class PolicyModel(Decoder):
 
     @property
     def network(self) -> Any:
-        """See `Decoder`."""
+        """The Hugging Face model, head included."""
         return self.causal_lm
 
     @property
@@ -84,7 +84,7 @@ class PolicyModel(Decoder):
         return int(self.head.weight.shape[0])
 
     def forward(self, batch: TokenForest | PaddedRows) -> TokenOutputs:
-        """Log-probabilities of all completion tokens of a micro-batch.
+        """Compute the log-probabilities of all completion tokens of a micro-batch.
 
         Raises:
             DataError: A completion without a prompt.
@@ -107,7 +107,7 @@ class PolicyModel(Decoder):
         )
 
     def logprobs(self, batch: TokenForest | PaddedRows) -> Tensor:
-        """The log-probabilities alone, float32 [M], without gradients and dropout."""
+        """Compute the log-probabilities alone, float32 [M], without gradients and dropout."""
         was_training, measures = self.training, self.with_entropy
         self.eval()
         self.with_entropy = False
@@ -120,7 +120,7 @@ class PolicyModel(Decoder):
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
-        """Take log-probabilities at another temperature for a while."""
+        """Take log-probabilities at another temperature for the duration."""
         usual, self.temperature = self.temperature, temperature or 1.0
         try:
             yield
@@ -128,9 +128,10 @@ class PolicyModel(Decoder):
             self.temperature = usual
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        """The logits of hidden states, float32 `[X, V]`, at temperature 1, without gradients."""
+        """Compute the logits of hidden states, float32 `[X, V]`, at temperature 1, no gradients."""
         hidden_XD, weight_VD = self._factors(hidden_XD)
-        if self._head_is_plain and hidden_XD.dtype == weight_VD.dtype == torch.float32:
+        is_plain = self.softcap is None and self.logit_scale == 1.0
+        if is_plain and hidden_XD.dtype == weight_VD.dtype == torch.float32:
             # Through the layer itself, whose product a generator may have exchanged for a quicker.
             with torch.no_grad(), torch.autocast(hidden_XD.device.type, enabled=False):
                 return self.head(hidden_XD)  # type: ignore[no-any-return]
@@ -143,15 +144,10 @@ class PolicyModel(Decoder):
             logit_scale=self.logit_scale,
         )
 
-    @property
-    def _head_is_plain(self) -> bool:
-        """Whether its products are the logits."""
-        return self.softcap is None and self.logit_scale == 1.0
-
     def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Names and values as `from_pretrained` knows them, adapters merged: for `types.Weights`.
+        """Yield names and values as `from_pretrained` knows them, adapters merged.
 
-        See `merged_weights`. Values are those that the model trains on, in the dtype of its
+        Values are those that the model trains on, in the dtype of its
         weights; copy what you keep. Of a spread model they come whole, one at a time: a collective
         call.
         """
@@ -159,7 +155,6 @@ class PolicyModel(Decoder):
 
     @property
     def _share(self) -> VocabularyShare | None:
-        """The part of the vocabulary that this rank's head has; None: all of it."""
         weight = self.head.weight
         return VocabularyShare.of(weight) if isinstance(weight, DTensor) else None
 
@@ -168,11 +163,9 @@ class PolicyModel(Decoder):
         return None if self.head.bias is None else local(self.head.bias)
 
     def _factors(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states and weights in the dtype that they are multiplied in.
-
-        On a GPU, float32 products over a large vocabulary would take longer than the rest of the
-        model. There both are rounded to the decoder's precision; sums and logits stay float32.
-        """
+        # On a GPU, float32 products over a large vocabulary would take longer than the rest of the
+        # model. There both factors are rounded to the decoder's precision; sums and logits stay
+        # float32.
         weight_VD = local(self.head.weight)
         if hidden_XD.is_cuda and self.precision.itemsize < 4:
             return hidden_XD.to(self.precision), weight_VD.to(self.precision)
@@ -180,10 +173,10 @@ class PolicyModel(Decoder):
 
 
 class Reference:
-    """The policy as it was before training, for the divergence from it. Never trained."""
+    """The frozen policy before training, for the divergence from it."""
 
     def __init__(self, model: PolicyModel, *, leaves_adapters_out: bool = False) -> None:
-        """Hold a model that nobody trains: one loaded for this, when a run goes on.
+        """Take a model that is never trained: loaded for this when a run is resumed.
 
         Args:
             model: Weights, temperature and path.
@@ -198,10 +191,10 @@ class Reference:
 
     @classmethod
     def of(cls, model: PolicyModel) -> Reference:
-        """The reference of a policy whose training begins now.
+        """Make the reference of a policy whose training begins now.
 
-        With adapters it is the same model with them switched off, in no memory of its own, also
-        when a run goes on; otherwise a copy of the weights as they are now.
+        With adapters it is the same model with them switched off, without memory of its own, also
+        in a resumed run; otherwise a copy of the weights as they are now.
         """
         if adapted_layers(model.causal_lm):
             return cls(model, leaves_adapters_out=True)
@@ -212,11 +205,11 @@ class Reference:
 
     @property
     def path(self) -> Path:
-        """How batches reach it."""
+        """The layout of batches."""
         return self.model.path
 
     def logprobs(self, batch: TokenForest | PaddedRows) -> Tensor:
-        """Log-probabilities of all completion tokens, float32 [M], without gradients."""
+        """Compute log-probabilities of all completion tokens, float32 [M], without gradients."""
         if not self._leaves_adapters_out:
             return self.model.logprobs(batch)
         with without_adapters(self.model.causal_lm):
@@ -224,10 +217,8 @@ class Reference:
 
 
 def _logit_rules(causal_lm: Any) -> tuple[float, float | None]:
-    """What the model does to the products of its head: a factor, then a cap.
-
-    transformers has no common name for it. What is missing here, the check at loading refuses.
-    """
+    # Factor and cap of the head's products. transformers has no common name for them; the check at
+    # load refuses models that this misses.
     config = causal_lm.config.get_text_config()
     scale = 1.0
     scaling = getattr(config, "logits_scaling", None)

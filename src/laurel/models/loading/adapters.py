@@ -16,7 +16,7 @@ from laurel.errors import CheckpointError, ConfigError, MissingDependencyError, 
 from laurel.models.parallel.mesh import host_copy, whole
 
 ADAPTERS = Path("adapter", "adapters.safetensors")
-"""Where they lie in a checkpoint."""
+"""Path of the adapters within a checkpoint."""
 
 
 def with_adapters(
@@ -91,10 +91,9 @@ def add_adapters(network: Any, config: LoraConfig, *, trains_head: bool) -> Any:
 
 @contextmanager
 def _standing_in(network: nn.Module) -> Iterator[None]:
-    """Let weights without memory pass for some on the CPU, so that what is put beside them is real.
-
-    A stand-in is one number, seen as if it were as many as the weight has.
-    """
+    # Adapters are made beside the weights they adapt: where those are on the meta device, a
+    # stand-in on the CPU (one number, expanded to the shape of the weight) takes their place
+    # meanwhile.
     places = [
         (module, name, parameter)
         for module in network.modules()
@@ -114,7 +113,7 @@ def _standing_in(network: nn.Module) -> Iterator[None]:
 
 
 def adapted_layers(network: nn.Module) -> dict[str, Any]:
-    """The layers that carry adapters, by their names."""
+    """Collect the layers that carry adapters, by name."""
     return {
         name: module
         for name, module in network.named_modules()
@@ -124,7 +123,7 @@ def adapted_layers(network: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def without_adapters(network: nn.Module) -> Iterator[None]:
-    """Compute as if there were no adapters, for a while."""
+    """Disable the adapters for the duration."""
     layers = adapted_layers(network).values()
     try:
         for layer in layers:
@@ -136,11 +135,11 @@ def without_adapters(network: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(network: Any, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names of the model without adapters, adapters merged in.
+    """Yield the weights under their names without adapters, adapters merged in.
 
     One after the other, so that no second copy of the model is made. A weight that is tied to
-    another comes once, under the name of the other, as in a saved model. What is not adapted comes
-    as it is in the model: copy it before it is trained further.
+    another comes once, under the name of the other, as in a saved model. Weights without adapters
+    are those of the model itself: copy them before training goes on.
 
     Of a spread model they come whole, gathered one at a time: all ranks go through all of them.
 
@@ -172,7 +171,7 @@ def merged_weights(network: Any, *, changing_only: bool = False) -> Iterator[tup
 
 
 def _block_of(name: str) -> str:
-    """The part of a layer that a weight is in, `model.layers.3.mlp`, or its module outside them."""
+    # The part of a layer that a weight is in, `model.layers.3.mlp`, or its module outside layers.
     path = name.split(".")
     for index, part in enumerate(path):
         if part.isdigit():
@@ -183,7 +182,7 @@ def _block_of(name: str) -> str:
 
 
 def _delta(layer: Any, adapter: str) -> Tensor:
-    """What an adapter adds to the weight of its layer, whole."""
+    # The factors of a spread layer are gathered first.
     factors = (layer.lora_A[adapter], layer.lora_B[adapter])
     shares = [factor.weight for factor in factors]
     try:
@@ -197,7 +196,7 @@ def _delta(layer: Any, adapter: str) -> Tensor:
 
 
 def trained_weights(network: Any) -> dict[str, Tensor]:
-    """The trainable weights of a model with adapters by their own names, whole and on the CPU.
+    """Collect the trainable weights of a model with adapters by name, whole and on the CPU.
 
     Nothing where there are no adapters. A collective call on a spread model.
     """
@@ -211,14 +210,14 @@ def trained_weights(network: Any) -> dict[str, Tensor]:
 
 
 def save_adapters(directory: Path, trained: dict[str, Tensor]) -> None:
-    """Write `trained_weights`."""
+    """Write `trained_weights` into a checkpoint."""
     path = directory / ADAPTERS
     path.parent.mkdir()
     save_file(trained, path)
 
 
 def load_adapters(directory: Path, network: Any) -> None:
-    """Put the adapters of a checkpoint, and the head where it is trained, into a model with them.
+    """Load the adapters of a checkpoint, and the head where it is trained, into a model with them.
 
     Raises:
         CheckpointError: The checkpoint has none, or others.

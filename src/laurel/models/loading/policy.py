@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.errors import ConfigError, ModelError, key_of, setting_of
@@ -41,17 +41,17 @@ from laurel.models.spec import ModelSpec
 from laurel.types import PaddedRows, Span, TokenForest, Tree
 
 SHAPES = ((11, (5, 1, 8)), (1, (7,)))
-"""Of the probe: see `draw_probe`."""
+"""Length of the trunk and of each branch of the probe, tree by tree."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadedPolicy:
-    """A policy with its tokenizer, and what was decided on the way."""
+    """A policy with its tokenizer and the notes on loading it."""
 
     model: PolicyModel
     tokenizer: Any
     notes: list[str] = field(default_factory=list)
-    """What a user should know: random weights, the padded path."""
+    """Remarks for the user: random weights, the padded path."""
     base_model: str = ""
     has_random_weights: bool = False
 
@@ -74,12 +74,12 @@ def load_policy(
         spec: Which model.
         seed: Seeds adapters and a model from scratch.
         max_length: Longest prompt with its completion.
-        device: Where it goes.
-        texts: What a tokenizer from scratch is trained on.
+        device: Device that it is moved to.
+        texts: Training texts of a tokenizer from scratch.
         weights_dtype: float32 for training (master weights).
         resume_from: Checkpoint of the same run: its tokenizer and weights are used.
-        temperature: That completions are drawn with.
-        mesh: What it is spread over: a collective call, with the same arguments on every rank.
+        temperature: Sampling temperature of completions.
+        mesh: Mesh to spread it over: a collective call, with the same arguments on every rank.
 
     Raises:
         ModelError: Not a model that writes text, or one that is unsafe to load.
@@ -123,7 +123,6 @@ def _fitted(
     resume_from: Path | None,
     mesh: DeviceMesh | None,
 ) -> tuple[Any, Any]:
-    """The language model and its tokenizer, once they are known to belong together."""
     tokenizer = find_tokenizer(spec, texts, resume_from=resume_from, pad_may_end=True)
     source = spec.weights_from(resume_from)
     if source is None:
@@ -132,59 +131,7 @@ def _fitted(
         causal_lm = make_network(AutoModelForCausalLM, spec, tokenizer, max_length)
     else:
         causal_lm = _load(spec, source, weights_dtype, mesh)
-    _refuse_unfit(causal_lm, source or "policy.scratch", max_length)
-    refuse_large_tokenizer(causal_lm, tokenizer)
-    agree_on_padding(causal_lm, tokenizer, teaches_padding=True)
-    return causal_lm, tokenizer
-
-
-def _load(spec: ModelSpec, name: str, dtype: torch.dtype, mesh: DeviceMesh | None) -> Any:
-    """The language model.
-
-    Raises:
-        ModelError: See `load_policy`.
-    """
-    from transformers import AutoModelForCausalLM
-
-    hf_config = read_config(spec, name)
-    architectures: list[str] = hf_config.architectures or []
-    if any(a.endswith("ForSequenceClassification") for a in architectures):
-        raise ModelError(_is_reward_model(name, architectures[0]))
-    causal_lm, info = read_weights(
-        AutoModelForCausalLM, spec, name, hf_config, dtype, may_be_empty=mesh is not None
-    )
-    refuse_other_sizes(name, info["mismatched_keys"])
-    _refuse_headless(name, causal_lm, info)
-    refuse_missing(name, info["missing_keys"])
-    return causal_lm
-
-
-def _refuse_headless(name: str, causal_lm: nn.Module, info: Mapping[str, Any]) -> None:
-    """Refuse weights that are those of a reward model, or of a decoder alone."""
-    foreign = sorted(key for key in info["unexpected_keys"] if key.startswith(REWARD_HEADS))
-    if foreign:
-        raise ModelError(_is_reward_model(name, f"its weights hold {foreign[0]}"))
-    head = causal_lm.get_output_embeddings()  # type: ignore[operator]
-    names = {f"{n}.weight" for n, module in causal_lm.named_modules() if module is head}
-    lacking = sorted(names & set(info["missing_keys"]))
-    if lacking:
-        raise ModelError(
-            f"{name}: the weights lack {lacking[0]}, the head that turns hidden states into words, "
-            "and the configuration does not say that it is the embeddings' (tie_word_embeddings). "
-            "It is a decoder without its head: name the language model it was taken from."
-        )
-
-
-def _is_reward_model(name: str, evidence: str) -> str:
-    return (
-        f"{setting_of('policy.model_name', name)} is a reward model or classifier ({evidence}), "
-        "which gives scores and writes no text. A policy is a causal language model; to train "
-        "against this reward model, name it in env.reward_model.model_name."
-    )
-
-
-def _refuse_unfit(causal_lm: Any, name: str, max_length: int) -> None:
-    """Refuse what reads later tokens, or cannot number as many as are wanted."""
+    name = source or "policy.scratch"
     is_causal = [m.is_causal for m in causal_lm.modules() if hasattr(m, "is_causal")]
     if causal_lm.config.is_encoder_decoder or not all(is_causal):
         raise ModelError(
@@ -197,6 +144,44 @@ def _refuse_unfit(causal_lm: Any, name: str, max_length: int) -> None:
             f"{setting_of('policy.max_total_sequence_length', max_length)}: {name} has "
             f"{positions:,} positions; set it no higher"
         )
+    refuse_large_tokenizer(causal_lm, tokenizer)
+    agree_on_padding(causal_lm, tokenizer, teaches_padding=True)
+    return causal_lm, tokenizer
+
+
+def _load(spec: ModelSpec, name: str, dtype: torch.dtype, mesh: DeviceMesh | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    hf_config = read_config(spec, name)
+    architectures: list[str] = hf_config.architectures or []
+    if any(a.endswith("ForSequenceClassification") for a in architectures):
+        raise ModelError(_is_reward_model(name, architectures[0]))
+    causal_lm, info = read_weights(
+        AutoModelForCausalLM, spec, name, hf_config, dtype, may_be_empty=mesh is not None
+    )
+    refuse_other_sizes(name, info["mismatched_keys"])
+    foreign = sorted(key for key in info["unexpected_keys"] if key.startswith(REWARD_HEADS))
+    if foreign:
+        raise ModelError(_is_reward_model(name, f"its weights hold {foreign[0]}"))
+    head = causal_lm.get_output_embeddings()
+    names = {f"{n}.weight" for n, module in causal_lm.named_modules() if module is head}
+    lacking = sorted(names & set(info["missing_keys"]))
+    if lacking:
+        raise ModelError(
+            f"{name}: the weights lack {lacking[0]}, the head that turns hidden states into words, "
+            "and the configuration does not say that it is the embeddings' (tie_word_embeddings). "
+            "It is a decoder without its head: name the language model it was taken from."
+        )
+    refuse_missing(name, info["missing_keys"])
+    return causal_lm
+
+
+def _is_reward_model(name: str, evidence: str) -> str:
+    return (
+        f"{setting_of('policy.model_name', name)} is a reward model or classifier ({evidence}), "
+        "which gives scores and writes no text. A policy is a causal language model; to train "
+        "against this reward model, name it in env.reward_model.model_name."
+    )
 
 
 # --------------------------------------------------------------------------------------- before use
@@ -214,14 +199,13 @@ def check_policy_paths(model: PolicyModel, *, seed: int = 0) -> float:
     Raises:
         ModelError: They disagree, so training would follow wrong gradients.
     """
-    probe = draw_probe(model, SHAPES, seed=seed)
+    probe = make_probe(model, SHAPES, seed=seed)
     return check_batches(
         model, lambda: _largest_difference(model, probe), what="log-probability", role="policy"
     )
 
 
 def _largest_difference(model: PolicyModel, probe: Probe) -> float | None:
-    """Between the batch and one by one; None where the latter is not finite."""
     batch = probe.batch(model.path)
     logprobs_M = model(batch).logprobs_M.double()
     index_M, _ = predictors(batch)
@@ -244,8 +228,8 @@ def _largest_difference(model: PolicyModel, probe: Probe) -> float | None:
 
 
 def _alone(model: PolicyModel, ids_L: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Of one completion: the hidden states that predict it, and its log-probabilities, by the
-    Hugging Face class."""
+    # The hidden states that predict one completion, and its log-probabilities, both by the Hugging
+    # Face class.
     inputs = inputs_alone(model, ids_L)
     hidden_LD = model.causal_lm.base_model(**inputs).last_hidden_state[0, start - 1 : -1]
     logits_LV = model.causal_lm(**inputs).logits[0, start - 1 : -1].double() / model.temperature
@@ -261,10 +245,10 @@ TOLERANCE = 1e-4
 in float32 makes about 1e-6; a key too many or a position off by one shows as 1e-3 and more even in
 an untrained model."""
 LOW_PRECISION_TOLERANCE = 0.1
-"""The same for weights in bfloat16 or float16, whose rounding alone reaches a few hundredths."""
+"""`TOLERANCE` of weights in bfloat16 or float16, whose rounding alone reaches a few hundredths."""
 
 WINDOW = 6
-"""Sliding windows are this narrow during the check, shorter than its texts."""
+"""Sliding windows are narrowed to this during the check: shorter than its texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -277,15 +261,15 @@ class Probe:
     """int64 [L] each."""
 
     def batch(self, path: ComputePath) -> TokenForest | PaddedRows:
-        """All of them, for a model of this path."""
+        """Return all sequences in the form that a model of this path reads."""
         return self.forest if path == "forest" else self.rows
 
 
-def draw_probe(model: Decoder, shapes: Sequence[tuple[int, Sequence[int]]], *, seed: int) -> Probe:
-    """Random tokens; none is padding, by which Hugging Face finds the last one.
+def make_probe(model: Decoder, shapes: Sequence[tuple[int, Sequence[int]]], *, seed: int) -> Probe:
+    """Make a probe of random tokens; none is padding, by which Hugging Face finds the last one.
 
     Args:
-        model: It says which tokens there are.
+        model: Model whose vocabulary the tokens are from.
         shapes: Length of the trunk and of each branch, tree by tree.
         seed: Seeds the tokens.
     """
@@ -320,13 +304,13 @@ def draw_probe(model: Decoder, shapes: Sequence[tuple[int, Sequence[int]]], *, s
 def check_batches(
     model: Decoder, difference: Callable[[], float | None], *, what: str, role: str
 ) -> float:
-    """Run a comparison in full precision, with narrow windows and without dropout; judge it.
+    """Compare in full precision, with narrow windows and without dropout; check the result.
 
     Args:
-        model: Is as it was afterwards.
+        model: Restored to its state afterwards.
         difference: Between a batch and one by one, relative; None where the latter is not finite.
-        what: What the model gives.
-        role: What it is loaded as.
+        what: Name of the model's output.
+        role: Role of the model: policy or reward model.
 
     Returns:
         The difference.
@@ -366,14 +350,14 @@ def check_batches(
 
 
 def inputs_alone(model: Decoder, ids_L: Tensor) -> dict[str, Tensor]:
-    """The keyword arguments of transformers' models for one sequence."""
+    """Build the keyword arguments of transformers' models for one sequence."""
     ids_1L = ids_L[None].to(model.device)
     return {"input_ids": ids_1L, "attention_mask": torch.ones_like(ids_1L)}
 
 
 @contextmanager
 def own_attention(model: Decoder) -> Iterator[None]:
-    """The plainest attention the model brings, where batches use ours."""
+    """Use eager attention of transformers for the duration, where batches use `laurel_forest`."""
     implementation = model.network.config._attn_implementation
     if model.path == "forest":
         model.network.set_attn_implementation("eager")
@@ -386,11 +370,8 @@ def own_attention(model: Decoder) -> Iterator[None]:
 
 @contextmanager
 def _narrow_windows(model: Decoder) -> Iterator[None]:
-    """Sliding windows shorter than the probe.
-
-    A model that narrows only its masks, and does not tell its attention of the window, would
-    otherwise pass, and go wrong on the first text longer than its window.
-    """
+    # A model that narrows only its masks, and does not pass the window to its attention, would
+    # otherwise pass, and be wrong on the first text longer than its window.
     holders: list[Any] = [model.network.config.get_text_config(), *model.network.modules()]
     wide = [(h, vars(h)["sliding_window"]) for h in holders if "sliding_window" in vars(h)]
     wide = [(holder, window) for holder, window in wide if type(window) is int and window > WINDOW]

@@ -1,4 +1,4 @@
-"""What loading a reward model and loading a policy have in common."""
+"""Steps shared by the loading of reward models and of policies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from laurel.observe.hub import check_fetchable
 from laurel.planning.memory import ModelShape
 
 REWARD_HEADS = ("score.", "classifier.")
-"""What the names of a reward head's weights begin with: decoders', then encoders'."""
+"""Prefixes of a reward head's weights: of decoders, then of encoders."""
 PLAIN_ATTENTION = {"full_attention", "sliding_attention"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,7 +37,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def start_of(spec: ModelSpec) -> tuple[str, list[str]]:
-    """What training starts from, in words, and the notes on it: a name that is not loaded."""
+    """Name what training starts from, with notes on a model name that is not loaded."""
     if spec.scratch is None:
         return str(spec.name), []
     notes = []
@@ -77,7 +77,7 @@ def find_tokenizer(
 def make_network(
     factory: Any, spec: ModelSpec, tokenizer: Any, max_length: int, **special: Any
 ) -> Any:
-    """A small random network for a tokenizer.
+    """Make a small random network for a tokenizer.
 
     Args:
         factory: transformers' `AutoModelFor...`.
@@ -104,7 +104,7 @@ def make_network(
 
 
 def read_config(spec: ModelSpec, name: str) -> Any:
-    """The configuration that lies with a model, changed as the run asks.
+    """Read the configuration of a model and apply the run's overrides.
 
     Raises:
         ModelError: There is none that can be read.
@@ -136,14 +136,14 @@ def read_weights(
     *,
     may_be_empty: bool = False,
 ) -> tuple[Any, Any]:
-    """The network, and what transformers says of its weights: missing, unexpected, mismatched.
+    """Read a network with transformers' report on its weights: missing, unexpected, mismatched.
 
     Args:
         factory: transformers' `AutoModelFor...`.
         spec: Which model.
         name: Directory or hub name.
         hf_config: Its configuration.
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
         may_be_empty: Whether it may come without memory; see `empty_network`.
 
     Raises:
@@ -169,7 +169,7 @@ def read_weights(
 
 
 def refuse_other_sizes(name: str, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
-    """Refuse weights of another size than the configuration says.
+    """Refuse weights whose sizes differ from the configuration's.
 
     Raises:
         ModelError: The first of them.
@@ -183,7 +183,7 @@ def refuse_other_sizes(name: str, mismatched: Iterable[tuple[str, Any, Any]]) ->
 
 
 def refuse_missing(name: str, missing: Iterable[str]) -> None:
-    """Refuse a network some of whose weights were not there.
+    """Refuse a network that lacks some weights.
 
     Raises:
         ModelError: With the first of them.
@@ -222,7 +222,7 @@ def _not_loadable(name: str, error: Exception) -> str:
 
 
 def refuse_large_tokenizer(network: Any, tokenizer: Any) -> None:
-    """Refuse a tokenizer that gives ids which the network does not embed.
+    """Refuse a tokenizer with ids that the network does not embed.
 
     Raises:
         ModelError: It does.
@@ -236,7 +236,7 @@ def refuse_large_tokenizer(network: Any, tokenizer: Any) -> None:
 
 
 def agree_on_padding(network: Any, tokenizer: Any, *, teaches_padding: bool) -> None:
-    """One padding token for network and tokenizer.
+    """Set one padding token for network and tokenizer.
 
     Hugging Face's own reward heads find the last token by it.
 
@@ -254,14 +254,14 @@ def agree_on_padding(network: Any, tokenizer: Any, *, teaches_padding: bool) -> 
 
 
 def compute_dtype(spec: ModelSpec, weights_dtype: torch.dtype) -> torch.dtype:
-    """What a model computes in: as the configuration says, unless its weights are lower."""
+    """Choose the dtype of arithmetic: the configured one, unless the weights are lower."""
     return DTYPES[spec.precision] if weights_dtype == torch.float32 else weights_dtype
 
 
 def finalize_model(
     model: Decoder, spec: ModelSpec, device: torch.device, mesh: DeviceMesh | None
 ) -> None:
-    """Bring a model to where it computes, spread over a mesh if there is one, and set how."""
+    """Move a model to its device, spread it over the mesh if there is one, and set its mode."""
     network = model.network
     if spec.activation_checkpointing:
         recompute_activations(network)
@@ -276,7 +276,7 @@ def finalize_model(
 
 
 def recompute_activations(network: Any) -> None:
-    """Keep no activations of a layer for the backward pass; compute them there again.
+    """Recompute the activations of each layer in the backward pass instead of keeping them.
 
     Raises:
         ConfigError: The architecture has no layers that could.
@@ -293,12 +293,9 @@ def recompute_activations(network: Any) -> None:
 
 
 def _leave_file(network: nn.Module) -> None:
-    """Copy every weight out of the mapped file it was loaded from, to memory of its own.
-
-    In the file it lies at some multiple of 8 bytes, and the last bits of a product depend on where
-    its factors lie: a resumed run would drift from the run it goes on from. Nor may a checkpoint
-    that is deleted or replaced meanwhile change the model.
-    """
+    # In the mapped file weights lie at some multiple of 8 bytes, and the last bits of a product
+    # depend on the alignment of its factors: a resumed run would drift from the run it continues. A
+    # checkpoint that is deleted or replaced meanwhile must not change the model either.
     for tensor in (*network.parameters(), *network.buffers()):
         tensor.data = tensor.data.clone()
 
@@ -309,7 +306,7 @@ def _leave_file(network: nn.Module) -> None:
 def take_path(
     network: Any, spec: ModelSpec, notes: list[str], *, pools_itself: bool = False
 ) -> Path:
-    """Prepare the network for the way that batches suit it best, and note why if not as forests."""
+    """Prepare the network for forests or padded rows, and note why it does not read forests."""
     reason = _why_padded(network, spec, pools_itself=pools_itself)
     if reason is not None:
         notes.append(f"padded path: {reason}")
@@ -319,7 +316,6 @@ def take_path(
 
 
 def _why_padded(network: Any, spec: ModelSpec, *, pools_itself: bool) -> str | None:
-    """Why the network cannot or shall not read forests; None where it can."""
     if not spec.reads_forests:
         return "policy.sequence_packing.enabled is false"
     kind = type(network).__name__
@@ -337,11 +333,11 @@ def _why_padded(network: Any, spec: ModelSpec, *, pools_itself: bool) -> str | N
 
 
 def num_positions(network: Any) -> int | None:
-    """Tokens of the longest conversation that the network can number; None where it does not say.
+    """Find the longest conversation that the network can number; None where there is no limit.
 
     Rotary embeddings of type `longrope` (Phi-3) turn all texts of a batch differently as soon as
-    one is longer than they were first trained for. What a model says of a text must not depend on
-    what else is in the batch, so there that length is the limit.
+    one is longer than they were first trained for. The output for a text must not depend on the
+    rest of its batch, so there that length is the limit.
     """
     hf_config = network.config.get_text_config()
     positions: int | None = getattr(hf_config, "max_position_embeddings", None)
@@ -358,7 +354,7 @@ def num_positions(network: Any) -> int | None:
 
 
 def read_shape(spec: ModelSpec, *, has_language_head: bool) -> ModelShape:
-    """The sizes of a model, read from its configuration; no weights are read.
+    """Read the sizes of a model from its configuration; no weights are read.
 
     Args:
         spec: The model. Its parallel plan says how its layers are split over tensor-parallel ranks.
@@ -377,6 +373,14 @@ def read_shape(spec: ModelSpec, *, has_language_head: bool) -> ModelShape:
     heads = int(text_config.num_attention_heads)
     hidden = int(text_config.hidden_size)
     names = {key.rsplit(".", 1)[-1] for key, _ in network.named_modules()}
+    # A plan for one rank is refused for the same reasons as one for any number of ranks.
+    refusal: str | None = None
+    try:
+        splits = tensor_plan(network, 1, spec.parallel_plan)
+        if spec.sequence_parallel:
+            token_styles(network, splits)
+    except ConfigError as error:
+        refusal = str(error)
     return ModelShape(
         hidden_size=hidden,
         num_layers=len(layers),
@@ -389,23 +393,12 @@ def read_shape(spec: ModelSpec, *, has_language_head: bool) -> ModelShape:
         layer_parameters=max(_count(layer) for layer in layers),
         normalises_heads="q_norm" in names,
         divides_vocabulary=len(vocabulary_layers(network, 1)) == (2 if has_language_head else 1),
-        refuses_tensor_parallel=_refusal(network, spec),
+        refuses_tensor_parallel=refusal,
     )
 
 
-def _refusal(network: Any, spec: ModelSpec) -> str | None:
-    """What loading would say of splitting its layers, whatever the number of ranks."""
-    try:
-        splits = tensor_plan(network, 1, spec.parallel_plan)
-        if spec.sequence_parallel:
-            token_styles(network, splits)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
 def count_parameters(spec: ModelSpec) -> int:
-    """Of a causal language model; 0 for what is none, of which loading tells the reason.
+    """Count the parameters of a causal language model; 0 for anything else, which loading refuses.
 
     Raises:
         ModelError: There is no configuration that can be read.
@@ -418,11 +411,6 @@ def count_parameters(spec: ModelSpec) -> int:
 
 
 def _on_meta(hf_config: Any, spec: ModelSpec, *, has_language_head: bool) -> Any:
-    """The network without memory.
-
-    Raises:
-        ModelError: No such network can be made of the configuration.
-    """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     factory: Any = AutoModelForCausalLM
@@ -453,10 +441,10 @@ SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer with ChatML tokens: no text is out of its vocabulary.
+    """Train a byte-level BPE tokenizer with ChatML tokens: no text is out of its vocabulary.
 
     Args:
-        texts: What the merges are learned from.
+        texts: Training texts of the merges.
         vocab_size: Entries, the 256 bytes and the special tokens included.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -483,7 +471,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
 
 
 def scratch_config(config: ScratchConfig, tokenizer: Any, *, max_length: int) -> Any:
-    """The Hugging Face configuration of the small model.
+    """Make the Hugging Face configuration of the small model.
 
     Raises:
         ConfigError: transformers does not know the architecture or a key.

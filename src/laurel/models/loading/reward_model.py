@@ -77,28 +77,28 @@ _OPENRLHF_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueHead:
-    """A head that was found, and where."""
+    """The reward head of another program, found in the files of a model."""
 
     program: Program
     file: Path
     weight: str
     bias: str | None
     mean: float | None = None
-    """Of the scores that the program measured, with `std`."""
+    """Mean of the scores that the program measured."""
     std: float | None = None
 
     @property
     def truncation_side(self) -> Literal["left", "right"] | None:
-        """Where the program cuts what is too long; None where it is not one side of the whole."""
+        """Name the side on which the program cuts long texts; None where it cuts in the middle."""
         return "right" if self.program == "OpenRLHF" else None
 
     @property
     def is_apart(self) -> bool:
-        """Whether it is read from its file here; else transformers reads it with the weights."""
+        """Report whether the head has a file of its own; else transformers reads it."""
         return self.file.name != PICKLED
 
     def describe(self) -> str:
-        """What was found, in words."""
+        """Describe the head that was found."""
         where = f"{self.file.name}: {self.weight}" + (f" and {self.bias}" if self.bias else "")
         rule = {
             "OpenRLHF": "a text loses its last line breaks and ends with EOS, read there",
@@ -108,7 +108,7 @@ class ValueHead:
         return f"made by {self.program}; its head is from {where}; {rule}"
 
     def settle_tokenizer(self, tokenizer: Any, notes: list[str]) -> None:
-        """Have the tokenizer write what the program scores, and pad with what ends no text.
+        """Make the tokenizer write what the program scores, and pad with a token that ends no text.
 
         These programs find the last token by the attention mask, so that padding with EOS, which
         they often do, has no part in their scores; Hugging Face's own classes find it by its id.
@@ -126,7 +126,7 @@ class ValueHead:
             _end_as_openrlhf(tokenizer)
 
     def put_into(self, classifier: Any, *, keeps_bias: bool) -> float:
-        """Give the classifier this head.
+        """Put this head into the classifier.
 
         Args:
             classifier: A Hugging Face `...ForSequenceClassification`; its configuration forgets
@@ -161,26 +161,29 @@ class ValueHead:
         return 0.0 if bias is None else float(bias.reshape(()))
 
     def statistics(self) -> dict[str, float]:
-        """Mean and standard deviation as rules of a contract, where the program measured them."""
+        """Return mean and standard deviation as contract rules, where the program measured them."""
         if self.mean is None or self.std is None:
             return {}
         return {"mean": self.mean, "std": self.std}
 
 
 def find_value_head(directory: Path, *, safetensors_only: bool = True) -> ValueHead | None:
-    """The head of another program's reward model; None for anything else, also for ours.
+    """Find the head of another program's reward model; None for anything else, also for Laurel's.
 
     Only names are read, and no pickled file is opened.
 
     Args:
-        directory: Of a model; any other gives None.
+        directory: Directory of a model; any other gives None.
         safetensors_only: Refuse pickled weights.
 
     Raises:
         ModelError: It is one of these programs', but not a reward model, or not whole.
     """
-    config = _config_of(directory)
-    if config is None or (directory / FILE_NAME).is_file():
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # loading reports it best
+    if not isinstance(config, dict) or (directory / FILE_NAME).is_file():
         return None
     for name in HEAD_FILES:
         if (directory / name).is_file():
@@ -203,7 +206,7 @@ def find_value_head(directory: Path, *, safetensors_only: bool = True) -> ValueH
 
 
 def refuse_hub_name(name: str, hf_config: Any) -> None:
-    """Refuse a model of OpenRLHF that is named by its place on the hub.
+    """Refuse a model of OpenRLHF that is named by its hub name.
 
     Raises:
         ModelError: It is one, and its files have to be looked at.
@@ -217,7 +220,7 @@ def refuse_hub_name(name: str, hf_config: Any) -> None:
 
 
 def foreign_heads(unexpected: Iterable[str]) -> list[str]:
-    """Weights that a classifier has no place for, other than a language model's head."""
+    """List weights that a classifier has no place for, other than a language model's head."""
     return sorted(key for key in unexpected if not key.startswith("lm_head."))
 
 
@@ -255,11 +258,6 @@ def _of_openrlhf(directory: Path, config: dict[str, Any], *, safetensors_only: b
 
 
 def _end_as_openrlhf(tokenizer: Any) -> None:
-    """Have the template end a conversation as OpenRLHF ends it.
-
-    Raises:
-        ModelError: There is no EOS, or the template does not do as it is told.
-    """
     eos, template = tokenizer.eos_token, tokenizer.chat_template
     if eos is None:
         raise ModelError(
@@ -286,21 +284,7 @@ def _end_as_openrlhf(tokenizer: Any) -> None:
 # ------------------------------------------------------------------------------------------- files
 
 
-def _config_of(directory: Path) -> dict[str, Any] | None:
-    """What `config.json` says; None where that is no model's, which loading it will tell best."""
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
-
-
 def _tensors(path: Path, names: Iterable[str | None]) -> dict[str, Tensor]:
-    """Some tensors of a file.
-
-    Raises:
-        ModelError: It cannot be read, must not be, or holds others.
-    """
     wanted = [name for name in names if name is not None]
     if path.suffix != ".safetensors":
         raise ModelError(
@@ -326,16 +310,16 @@ def _tensors(path: Path, names: Iterable[str | None]) -> dict[str, Tensor]:
 
 @dataclass(slots=True, kw_only=True)
 class LoadedRewardModel:
-    """A model, the contract it scores by, and what was decided on the way."""
+    """A reward model, its scoring contract and the notes on loading it."""
 
     model: RewardModel
     contract: ScoringContract
     notes: list[str] = field(default_factory=list)
-    """What a user should know: a new head, the padded path, a pinned date."""
+    """Remarks for the user: a new head, the padded path, a pinned date."""
     has_new_head: bool = False
     base_model: str = ""
     strange_weights: tuple[str, ...] = ()
-    """Weights of the files that the network has no place for, besides a language model's head."""
+    """Weights in the files that the network has no place for, except a language model's head."""
 
 
 def load_reward_model(
@@ -358,11 +342,11 @@ def load_reward_model(
         seed: Seeds a new head and a model from scratch.
         max_length: Longest conversation, where the model brings no contract of its own.
         truncation_side: Likewise.
-        device: Where it goes.
-        texts: What a tokenizer from scratch is trained on.
+        device: Device that it is moved to.
+        texts: Training texts of a tokenizer from scratch.
         weights_dtype: float32 for training (master weights); lower to score in less memory.
         resume_from: Checkpoint of the same run: its tokenizer, contract and weights are used.
-        mesh: What it is spread over: a collective call, with the same arguments on every rank.
+        mesh: Mesh to spread it over: a collective call, with the same arguments on every rank.
         keeps_bias: Score with the bias of another program's head, which no checkpoint can hold.
 
     Raises:
@@ -381,7 +365,8 @@ def load_reward_model(
         else:
             tokenizer, read = _from_files(spec, resume_from, weights_dtype, mesh, seed, notes)
     _take_head(read, notes, keeps_bias=keeps_bias)
-    _agree(read.classifier, tokenizer)
+    refuse_large_tokenizer(read.classifier, tokenizer)
+    agree_on_padding(read.classifier, tokenizer, teaches_padding=False)
     head_name = _head_name(read.classifier)
     path = take_path(read.classifier, spec, notes, pools_itself=head_name is None)
     name = str(resume_from or spec.name)
@@ -414,7 +399,7 @@ def load_contract(
     truncation_side: Literal["left", "right"],
     for_training: bool = False,
 ) -> tuple[ScoringContract, list[str]]:
-    """The contract that a reward model scores by, without its weights, and what to know of it.
+    """Load the contract of a reward model without its weights, with notes for the user.
 
     Args:
         spec: Which model.
@@ -454,24 +439,12 @@ def load_contract(
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A classifier as it was made or read."""
+    """A classifier that was made or read."""
 
     classifier: Any
     has_new_head: bool
     strange_weights: tuple[str, ...] = ()
     foreign: ValueHead | None = None
-
-
-def _foreign_head(spec: ModelSpec, source: str, mesh: DeviceMesh | None) -> ValueHead | None:
-    """The head of another program, where the model is one's."""
-    foreign = find_value_head(Path(source), safetensors_only=spec.safetensors_only)
-    if foreign is not None and mesh is not None:
-        raise ConfigError(
-            f"{source} was made by {foreign.program}, and such a model is not spread over ranks. "
-            "Write it as any program reads it, and name that: "
-            f"laurel export --model {source} --output DIR"
-        )
-    return foreign
 
 
 def _from_files(
@@ -482,9 +455,14 @@ def _from_files(
     seed: int,
     notes: list[str],
 ) -> tuple[Any, _Read]:
-    """The tokenizer and the classifier; of another program's model, both as that program reads."""
     source = str(spec.weights_from(resume_from))
-    foreign = _foreign_head(spec, source, mesh)
+    foreign = find_value_head(Path(source), safetensors_only=spec.safetensors_only)
+    if foreign is not None and mesh is not None:
+        raise ConfigError(
+            f"{source} was made by {foreign.program}, and such a model is not spread over ranks. "
+            "Write it as any program reads it, and name that: "
+            f"laurel export --model {source} --output DIR"
+        )
     is_theirs = foreign is not None and resume_from is None
     tokenizer = find_tokenizer(spec, resume_from=resume_from, pad_may_end=is_theirs)
     if foreign is not None and resume_from is None:
@@ -493,7 +471,6 @@ def _from_files(
 
 
 def _take_head(read: _Read, notes: list[str], *, keeps_bias: bool) -> None:
-    """Give the classifier the head of another program, if it is one's."""
     foreign = read.foreign
     if foreign is None:
         return
@@ -512,7 +489,6 @@ def _take_head(read: _Read, notes: list[str], *, keeps_bias: bool) -> None:
 
 
 def _make(spec: ModelSpec, tokenizer: Any, max_length: int, seed: int) -> Any:
-    """A small random classifier for a tokenizer."""
     from transformers import AutoModelForSequenceClassification
 
     factory: Any = AutoModelForSequenceClassification
@@ -530,11 +506,6 @@ def _load(
     seed: int,
     foreign: ValueHead | None,
 ) -> _Read:
-    """The classifier; a new head is drawn from a seed, another program's not yet read.
-
-    Raises:
-        ModelError: See `load_reward_model`.
-    """
     from transformers import AutoModelForSequenceClassification
 
     hf_config = read_config(spec, name)
@@ -543,7 +514,14 @@ def _load(
     hf_config.num_labels = _num_outputs(spec)
     factory = AutoModelForSequenceClassification
     model, info = read_weights(factory, spec, name, hf_config, dtype, may_be_empty=mesh is not None)
-    _check_outputs(name, info["mismatched_keys"], _num_outputs(spec))
+    for key, found, expected in info["mismatched_keys"]:
+        if key.startswith(REWARD_HEADS) and found[0] != expected[0]:
+            raise ModelError(
+                f"{name}: {key} has {found[0]} outputs and this run needs {_num_outputs(spec)}. "
+                "A reward model has one label; for a model with several ratings set "
+                f"{key_of('policy.reward_model_cfg.reward_model_type')}=regression and list "
+                f"{key_of('policy.reward_model_cfg.attributes')}."
+            )
     refuse_other_sizes(name, info["mismatched_keys"])
     lacks_head = any(key.startswith(REWARD_HEADS) for key in info["missing_keys"])
     may_lack_head = not is_classifier if foreign is None else foreign.is_apart
@@ -562,36 +540,17 @@ def _is_classifier(hf_config: Any) -> bool:
     return any(n.endswith("ForSequenceClassification") for n in hf_config.architectures or [])
 
 
-def _agree(classifier: Any, tokenizer: Any) -> None:
-    """Refuse a tokenizer with more tokens than are embedded; pad alike."""
-    refuse_large_tokenizer(classifier, tokenizer)
-    agree_on_padding(classifier, tokenizer, teaches_padding=False)
-
-
-def _check_outputs(name: str, mismatched: Iterable[tuple[str, Any, Any]], wanted: int) -> None:
-    """Refuse a head with another number of outputs."""
-    for key, found, expected in mismatched:
-        if key.startswith(REWARD_HEADS) and found[0] != expected[0]:
-            raise ModelError(
-                f"{name}: {key} has {found[0]} outputs and this run needs {wanted}. "
-                "A reward model has one label; for a model with several ratings set "
-                f"{key_of('policy.reward_model_cfg.reward_model_type')}=regression and list "
-                f"{key_of('policy.reward_model_cfg.attributes')}."
-            )
-
-
 def _num_outputs(spec: ModelSpec) -> int:
     return len(spec.head.attributes) if spec.head.reward_model_type == "regression" else 1
 
 
 def _head_name(classifier: Any) -> str | None:
-    """The attribute that maps the last hidden state to scores; None where the model pools."""
     head = getattr(classifier, "score", None)
     return "score" if isinstance(head, nn.Linear) else None
 
 
 def _init_head(classifier: Any, seed: int) -> None:
-    """Small random scores: a standard deviation of about `hidden ** -0.5` over conversations."""
+    # A standard deviation of about `hidden ** -0.5` over conversations: small random scores.
     if _head_name(classifier) is None:
         return  # one that pools has a head of its own making
     head: nn.Linear = classifier.score
@@ -615,7 +574,6 @@ def _contract(
     truncation_side: Literal["left", "right"],
     notes: list[str],
 ) -> ScoringContract:
-    """The contract saved with the model, or a new one."""
     directory = Path(base)
     classifier, foreign = read.classifier, read.foreign
     if (directory / FILE_NAME).is_file():
@@ -633,7 +591,10 @@ def _contract(
                 f"{rules.truncation_side} to {rules.max_length:,} tokens, as it was trained"
             )
         return contract
-    positions = _num_positions(classifier, tokenizer)
+    positions = num_positions(classifier)
+    if positions is not None and _head_name(classifier) is None:
+        # Encoders like RoBERTa number from an offset, which their tokenizer takes into account.
+        positions = min(positions, tokenizer.model_max_length)
     if positions is not None and max_length > positions:
         notes.append(f"the model has {positions:,} positions: longer conversations are cut to that")
         max_length = positions
@@ -657,12 +618,3 @@ def _contract(
         )
     check_rendering(contract)
     return contract if foreign is None else contract.with_rules(**foreign.statistics())
-
-
-def _num_positions(classifier: Any, tokenizer: Any) -> int | None:
-    """Tokens of the longest conversation that the model can number; None where it does not say."""
-    positions = num_positions(classifier)
-    if positions is not None and _head_name(classifier) is None:
-        # Encoders like RoBERTa number from an offset, which their tokenizer takes into account.
-        positions = min(positions, tokenizer.model_max_length)
-    return positions

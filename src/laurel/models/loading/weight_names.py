@@ -1,4 +1,4 @@
-"""The names of a model's weights, from its safetensors files; no weight is read, and no torch."""
+"""Read the names of a model's weights from its safetensors files, without torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from safetensors import SafetensorError, safe_open
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEAD_FILES = ("value_head.safetensors", "value_head.bin")
-"""Of LLaMA-Factory's reward models, beside the weights; the first that is there counts, as it does
-there."""
+"""Files of LLaMA-Factory's reward heads, beside the weights; the first that exists counts, as
+there.
+"""
 
 
 def weight_names(directory: Path) -> dict[str, Path]:
-    """The file of each weight, by name; nothing where they cannot be read."""
+    """Map each weight's name to its file; empty where they cannot be read."""
     try:
         if (directory / SINGLE).is_file():
             with safe_open(directory / SINGLE, framework="numpy") as file:
@@ -23,5 +24,5 @@ def weight_names(directory: Path) -> dict[str, Path]:
             weight_map = json.loads((directory / INDEX).read_text())["weight_map"]
             return {name: directory / file for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, SafetensorError):
-        return {}  # torn files are told of when the weights are read
+        return {}  # torn files are reported when the weights are read
     return {}

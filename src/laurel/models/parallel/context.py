@@ -1,8 +1,8 @@
-"""Context parallelism: the tokens of a row are divided over ranks, from the embedding to the norm.
+"""Context parallelism: ranks divide the tokens of a row, from the embedding to the last norm.
 
-Only attention looks beyond a rank's tokens. There heads and tokens change places (DeepSpeed
-Ulysses, https://arxiv.org/abs/2309.14509): every rank has all tokens of some of the heads, so who
-attends to whom is asked of the same plan as in one process, and gives its own tokens of all heads
+Only attention needs tokens of other ranks. There heads and tokens are exchanged (DeepSpeed
+Ulysses, https://arxiv.org/abs/2309.14509): every rank has all tokens of some of the heads, so
+the plan of one process decides which keys a query sees, and gives the results of its own tokens
 back. After the last norm every rank has all tokens again, and computes the head and the loss alike.
 """
 
@@ -28,11 +28,11 @@ _HEADS, _TOKENS = (Shard(1),), (Shard(2),)
 
 
 def share_context(network: Any, mesh: DeviceMesh) -> None:
-    """Divide the tokens of every forest that the network reads; rows of another kind stay whole.
+    """Divide the tokens of every forest that the network reads; other batches stay whole.
 
     Args:
         network: A Hugging Face model, split over tensor-parallel ranks already.
-        mesh: Of one dimension; its ranks are given the same forests.
+        mesh: Mesh of one dimension; its ranks are given the same forests.
     """
     # On a CPU torch says once in every process that it gathers where a GPU would exchange.
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
@@ -52,8 +52,7 @@ def check_context(model: Decoder, *, cp: int, tp: int) -> None:
     if model.path != "forest":
         raise ConfigError(
             f"{key_of(KEY)}={cp}: only token forests are divided, and this model reads padded rows "
-            "(why "
-            "is in the run's notes). Set it to 1"
+            "(the run's notes say why). Set it to 1"
         )
     heads = int(model.network.config.get_text_config().num_attention_heads) // tp
     if heads % cp:
@@ -64,17 +63,15 @@ def check_context(model: Decoder, *, cp: int, tp: int) -> None:
 
 
 class _Sharing:
-    """The hooks around the layers, and what they must remember from one to the other."""
-
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
+        # Tokens of the row in progress; None: it is not divided.
         self._length: int | None = None
-        """Of the row that is under way; None: it is not divided."""
 
     def take(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Leave this rank its share of the tokens."""
+        """Keep this rank's share of the tokens."""
         self._length = None
         if kwargs.get(PLAN_ARGUMENT) is None:
             return args, kwargs
@@ -88,7 +85,7 @@ class _Sharing:
         return args, {**filled, **shared, PLAN_ARGUMENT: plan}
 
     def gather(self, _: nn.Module, _args: Any, output: Any) -> Any:
-        """Give every rank all of the tokens.
+        """Gather all of the tokens on every rank.
 
         What they are used for is computed on every rank: gradients are summed here, and in the
         weights above, and `parallelise` divides them all by the number of ranks.
@@ -104,8 +101,6 @@ class _Sharing:
 
 
 class _AcrossRanks:
-    """A plan for all tokens, asked by ranks that have some of them each."""
-
     def __init__(self, plan: AttentionPlan, mesh: DeviceMesh) -> None:
         self._plan, self._mesh = plan, mesh
 
@@ -117,7 +112,7 @@ class _AcrossRanks:
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """See `AttentionPlan`; of this rank's tokens."""
+        """Attend with the tokens of this rank, as `AttentionPlan.attend`."""
         ranks, mine = self._mesh.size(), self._mesh.get_local_rank()
         # Where there are fewer key and value heads than ranks, several ranks need the same one.
         copies = math.lcm(key.shape[1], ranks) // key.shape[1]

@@ -1,4 +1,4 @@
-"""A model spread over the processes of a device mesh: FSDP2 over data, tensor parallelism inside.
+"""Spread a model over the processes of a device mesh: FSDP2 over data, tensor parallelism inside.
 
 Every rank runs the same program. Ranks of one data-parallel place (those that differ in `cp` and
 `tp` alone) are given the same micro-batch; others have their own, and as many of them as any other.
@@ -52,7 +52,7 @@ REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelShape:
-    """How many ranks a model is spread over, in each direction."""
+    """The number of ranks that a model is spread over, by kind of parallelism."""
 
     dp_replicate: int = 1
     """Copies of the sharded model; each reads other data."""
@@ -64,10 +64,9 @@ class ParallelShape:
     """Ranks that compute a share of every layer, on the same data."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no number of ranks.
+        """Refuse sizes that are not positive.
 
-        Raises:
-            ConfigError: One of them is below 1.
+        Raises:\n        ConfigError: A size is below 1.
         """
         for name in (REPLICATE, SHARD, CONTEXT, TENSOR):
             if getattr(self, name) < 1:
@@ -75,7 +74,7 @@ class ParallelShape:
 
     @classmethod
     def of(cls, num_ranks: int, *, tp: int, dp_replicate: int = 1) -> ParallelShape:
-        """The mesh of so many ranks, all that are left over sharding the weights.
+        """Make the shape of so many ranks: the weights are sharded over all that remain.
 
         Raises:
             ConfigError: They cannot be divided so.
@@ -90,21 +89,21 @@ class ParallelShape:
 
     @property
     def num_ranks(self) -> int:
-        """Processes in all."""
+        """Count all processes."""
         return self.dp * self.each
 
     @property
     def each(self) -> int:
-        """Ranks that are given the same data; they are neighbours."""
+        """Count the ranks that are given the same data; they are neighbours."""
         return self.cp * self.tp
 
     @property
     def dp(self) -> int:
-        """Places that read data of their own."""
+        """Count the ranks that read data of their own."""
         return self.dp_replicate * self.dp_shard
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh, with the dimensions `dp_replicate`, `dp_shard` and `tp`; a collective call.
+        """Make the mesh with the dimensions `dp_replicate`, `dp_shard` and `tp`; a collective call.
 
         Weights are shared out over `cp` as they are over data: both are in `dp_shard`.
 
@@ -140,9 +139,9 @@ def parallelise(
 
     Args:
         model: Changed in place. Called as before, through its `forward`.
-        mesh: See `ParallelShape.mesh`.
+        mesh: Mesh that `ParallelShape.mesh` made.
         cp: Neighbours of `dp_shard` that divide the tokens of every forest (`share_context`).
-        plan: See `tensor_plan`.
+        plan: Tensor-parallel plan, as `tensor_plan` takes it.
         sequence_parallel: Between attention and feed-forward, divide the tokens over `tp`.
         precision: Dtype that the weights of layers are gathered and multiplied in; None: their
             own, which changes no number. Gradients are summed in float32 (float64 where the
@@ -174,7 +173,10 @@ def parallelise(
     if shares_tokens:  # outside of the hooks of FSDP, which wants no views from a layer
         share_tokens(model.network, mesh[TENSOR])
     if cp > 1:
-        share_context(model.network, _context_mesh(mesh, cp))
+        sizes = (mesh[REPLICATE].size(), mesh[SHARD].size() // cp, cp, mesh[TENSOR].size())
+        names = (REPLICATE, SHARD, CONTEXT, TENSOR)
+        split = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)
+        share_context(model.network, split[CONTEXT])
     model.mesh, model.gathered_dtype = mesh, precision
 
 
@@ -187,7 +189,7 @@ def _shard(
     reshard_after_forward: bool,
     divisor: int,
 ) -> None:
-    """FSDP2 around every layer, and around what is left; sums of gradients are divided."""
+    # FSDP2 around every layer, and around the rest; summed gradients are divided by `divisor`.
     data = mesh[REPLICATE, SHARD] if mesh[REPLICATE].size() > 1 else mesh[SHARD]
     on_host = cpu_offload and mesh.device_type != "cpu"
     offload = CPUOffloadPolicy() if on_host else OffloadPolicy()
@@ -208,13 +210,6 @@ def _shard(
             module.set_gradient_divide_factor(float(divisor))
             # Without this a factor is applied within the sum, which gloo cannot do.
             module.set_force_sum_reduction_for_comms(enable=True)
-
-
-def _context_mesh(mesh: DeviceMesh, cp: int) -> DeviceMesh:
-    """The ranks that this one divides tokens with."""
-    sizes = (mesh[REPLICATE].size(), mesh[SHARD].size() // cp, cp, mesh[TENSOR].size())
-    names = (REPLICATE, SHARD, CONTEXT, TENSOR)
-    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)[CONTEXT]
 
 
 def _split_layers(
@@ -243,7 +238,6 @@ def _split_layers(
 
 
 def _split_vocabulary(network: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide embedding and head over the ranks by vocabulary, where they can be."""
     parted: list[tuple[nn.Parameter, nn.Parameter]] = []  # whole and divided: tied ones stay one
     for name in vocabulary_layers(network, mesh.size()):
         module = network.get_submodule(name)
@@ -259,7 +253,7 @@ def _split_vocabulary(network: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _look_up(module: nn.Embedding, mesh: DeviceMesh, ids: Tensor) -> Tensor:
-    """The embeddings of tokens: each rank gives those of its part of the vocabulary, and zeros."""
+    # Each rank gives the embeddings of its part of the vocabulary, and zeros for other tokens.
     share = VocabularyShare.of(cast(DTensor, module.weight))
     is_mine, there = share.mine(ids)
     with _as_plain(module):
@@ -270,10 +264,8 @@ def _look_up(module: nn.Embedding, mesh: DeviceMesh, ids: Tensor) -> Tensor:
 
 
 def _multiply(module: nn.Linear, mesh: DeviceMesh, hidden: Tensor) -> Tensor:
-    """All logits on every rank, as the class of transformers wants them: for checks and drawing.
-
-    Training reads log-probabilities of the divided logits (`token_logprobs`).
-    """
+    # All logits on every rank, as transformers' class returns them: for checks and sampling.
+    # Training reads log-probabilities of the divided logits (`token_logprobs`).
     spread = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
     with _as_plain(module):
         part = type(module).forward(module, spread.to_local(grad_placements=[Partial()]))
@@ -283,7 +275,6 @@ def _multiply(module: nn.Linear, mesh: DeviceMesh, hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _as_plain(module: nn.Module) -> Iterator[None]:
-    """Let a module compute with its part of the vocabulary, as if that were all."""
     spread: dict[str, Any] = dict(module._parameters)
     padding = getattr(module, "padding_idx", None)
     for name, parameter in spread.items():
@@ -305,12 +296,12 @@ def _as_plain(module: nn.Module) -> Iterator[None]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds: all of it where it is not spread."""
+    """Return the part of a tensor that this rank holds: all of it where it is not spread."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, gathered where it is spread: a collective call of those that share it."""
+    """Gather all of a tensor where it is spread: a collective call of the ranks that share it."""
     if not isinstance(tensor, DTensor):
         return tensor
     # It may rest on the host.
@@ -324,12 +315,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A copy on the host: dense, and in memory of its own, whatever becomes of the tensor."""
+    """Copy a tensor to the host: dense, in memory of its own."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Bytes of the memory that this rank's shares of the weights keep alive."""
+    """Count the bytes of memory that this rank's shares of the weights keep alive."""
     storages = {p.untyped_storage().data_ptr(): p for p in map(local, model.parameters())}
     return sum(share.untyped_storage().nbytes() for share in storages.values())
 
@@ -339,18 +330,18 @@ def held_bytes(model: nn.Module) -> int:
 #
 # Every method is a collective call: all ranks make it, in the same order.
 
+# Bytes of a failed rank's message that the others repeat.
 _SAID_BYTES = 2000
-"""Of what a failed rank says, for the others to repeat."""
 
 
 class AcrossRanks:
-    """The ranks of a mesh as one."""
+    """The ranks of a mesh as one unit: sums, clipping, shared failures."""
 
     def __init__(self, mesh: DeviceMesh, *, cp: int = 1) -> None:
-        """Speak to the ranks of a mesh that `ParallelShape.mesh` made.
+        """Make the groups of a mesh that `ParallelShape.mesh` made.
 
         Args:
-            mesh: Of all ranks.
+            mesh: Mesh of all ranks.
             cp: So many neighbours of its `dp_shard` read the same data, and say the same of it.
         """
         self.mesh = mesh
@@ -361,24 +352,27 @@ class AcrossRanks:
 
     @property
     def place(self) -> int:
-        """Which part of the data this rank reads, from 0: the same for those that read the same."""
+        """Index of the part of the data that this rank reads, from 0.
+
+        Ranks that differ in `cp` and `tp` alone read the same part.
+        """
         ranks = self.mesh.get_local_rank(REPLICATE), self.mesh.get_local_rank(SHARD)
         return (ranks[0] * self.mesh[SHARD].size() + ranks[1]) // self._cp
 
     @property
     def dp_size(self) -> int:
-        """Parts that the data is divided into."""
+        """Number of parts that the data is divided into."""
         return self.mesh[REPLICATE].size() * self.mesh[SHARD].size() // self._cp
 
     def total(self, value: float) -> float:
-        """The sum of a number over all places: what a loss is divided by."""
+        """Sum a number over all data-parallel ranks: the denominator of a loss."""
         return float(self._over_data(torch.tensor(value, dtype=torch.float64)))
 
     def totals(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The sums of a loss over all places.
+        """Sum the totals of a loss over all data-parallel ranks.
 
-        What is named `..._min` or `..._max` is no sum, as in `learner.add_up`. Every place has the
-        same names.
+        Totals named `..._min` or `..._max` are reduced by that, as in `learner.add_up`. Every place
+        has the same names.
         """
         kinds = {"_min": dist.ReduceOp.MIN, "_max": dist.ReduceOp.MAX}
         return {
@@ -387,7 +381,7 @@ class AcrossRanks:
         }
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
-        """Scale all gradients down to a norm, and give what it was: that of the whole model.
+        """Scale all gradients down to a norm and return the norm before, of the whole model.
 
         Weights that are whole on several ranks count once.
 
@@ -433,12 +427,12 @@ class AcrossRanks:
 
 
 def fail_together(error: Exception | None, mesh: DeviceMesh, what: str) -> None:
-    """Raise on every rank what has gone wrong on one; also a barrier, where nothing has.
+    """Raise on every rank what failed on one; without failures, a barrier.
 
     Args:
-        error: Of this rank.
+        error: Error of this rank, if any.
         mesh: The ranks.
-        what: What they were doing, in words.
+        what: Description of the work, for the message.
 
     Raises:
         Exception: The rank's own, if it has one.
@@ -461,7 +455,7 @@ def fail_together(error: Exception | None, mesh: DeviceMesh, what: str) -> None:
 
 
 def divided_over(gradient: Tensor) -> tuple[str, ...]:
-    """The dimensions of the mesh that a tensor, mostly a gradient, is divided over.
+    """List the dimensions of the mesh that a tensor, mostly a gradient, is divided over.
 
     Raises:
         ModelError: It is not summed yet.

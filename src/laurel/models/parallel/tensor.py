@@ -1,4 +1,4 @@
-"""How the layers of a decoder are split over tensor-parallel ranks: by the names of its modules.
+"""Tensor-parallel plans of decoders: how each layer is split over ranks, by module name.
 
 A pair of linear layers is split in the middle: the first by its outputs (`colwise`), the second by
 its inputs (`rowwise`), so that a rank computes whole attention heads and whole neurons, and one sum
@@ -54,7 +54,7 @@ STYLES: dict[Split, Callable[[], ParallelStyle]] = {
 
 
 def decoder_layers(network: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The repeated layers of a model, with the name that leads to them.
+    """Find the repeated layers of a model and the name that leads to them.
 
     Raises:
         ConfigError: There are none.
@@ -71,7 +71,7 @@ def decoder_layers(network: nn.Module) -> tuple[str, nn.ModuleList]:
 def tensor_plan(
     network: nn.Module, size: int, plan: str | Mapping[str, Any] | None = None
 ) -> dict[str, Split]:
-    """Which module of a model is split how.
+    """Choose how each module of a model is split.
 
     Args:
         network: A Hugging Face model, whole, with or without adapters.
@@ -89,11 +89,23 @@ def tensor_plan(
     """
     splits = derived_plan(network) if plan is None else _written_plan(network, plan)
     _refuse_remainders(network, splits, size)
-    return _with_adapters(network, splits)
+    # Adapters: of a layer split by outputs the second factor is split so, of one split by inputs
+    # the first. The other factor is small and whole everywhere.
+    full: dict[str, Split] = {}
+    for name, split in splits.items():
+        module: Any = network.get_submodule(name)
+        if not hasattr(module, "base_layer"):
+            full[name] = split
+            continue
+        full[f"{name}.base_layer"] = split
+        factor = "lora_B" if split == "colwise" else "lora_A"
+        for adapter in getattr(module, factor):
+            full[f"{name}.{factor}.{adapter}"] = split
+    return full
 
 
 def vocabulary_layers(network: Any, size: int) -> list[str]:
-    """Full names of the embedding and the language-model head that ranks divide by vocabulary.
+    """Name the embedding and the language-model head that ranks divide by vocabulary.
 
     What is left out stays whole on every rank: a vocabulary that does not divide, a class that may
     do more than look up or multiply. Where both are one matrix, both are divided or neither.
@@ -120,7 +132,7 @@ def vocabulary_layers(network: Any, size: int) -> list[str]:
 
 
 def derived_plan(network: nn.Module) -> dict[str, Split]:
-    """The plan of a model whose layers are named as those of Qwen, Llama, Mistral, Gemma or Phi.
+    """Derive the plan of a model whose layers are named as in Qwen, Llama, Mistral, Gemma or Phi.
 
     Raises:
         ConfigError: A layer holds something that these names do not explain.
@@ -129,7 +141,9 @@ def derived_plan(network: nn.Module) -> dict[str, Split]:
     splits: dict[str, Split] = {}
     for name, module in layers.named_modules(prefix=prefix):
         parent = network.get_submodule(name.rpartition(".")[0])
-        if _is_inside_adapted(name, network):
+        parts = name.split(".")
+        parents = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+        if any(hasattr(network.get_submodule(one), "base_layer") for one in parents):
             continue
         if isinstance(_plain(module), nn.Linear):
             splits[name] = _split_of(name)
@@ -140,7 +154,9 @@ def derived_plan(network: nn.Module) -> dict[str, Split]:
         elif any(True for _ in module.parameters(recurse=False)) and not is_norm(module):
             raise _unknown(name, f"a {type(module).__name__}")
         elif _is_attention(parent) and is_norm(module):
-            if _weights(module) != {int(cast(Any, parent).head_dim)}:
+            if {p.numel() for p in module.parameters(recurse=False)} != {
+                int(cast(Any, parent).head_dim)
+            }:
                 raise _unknown(name, "a norm over several heads, which no rank has all of")
             splits[name] = "per_head"
     return splits
@@ -170,24 +186,15 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether all weights of a module are vectors, as those of a norm."""
+    """Report whether all weights of a module are vectors, as those of a norm."""
     shapes = [p.ndim for p in module.parameters(recurse=False)]
     return bool(shapes) and max(shapes) == 1
-
-
-def _weights(norm: nn.Module) -> set[int]:
-    return {p.numel() for p in norm.parameters(recurse=False)}
 
 
 # -------------------------------------------------------------------------------------- by the user
 
 
 def _written_plan(network: nn.Module, plan: str | Mapping[str, Any]) -> dict[str, Split]:
-    """A plan of the user's, every pattern spelled out.
-
-    Raises:
-        ConfigError: Not a plan, or not of this model.
-    """
     mapping = _imported(plan, network) if isinstance(plan, str) else plan
     names = [name for name, _ in network.named_modules() if name]
     splits: dict[str, Split] = {}
@@ -198,7 +205,10 @@ def _written_plan(network: nn.Module, plan: str | Mapping[str, Any]) -> dict[str
             )
         matches = fnmatch.filter(names, pattern)
         if not matches:
-            near = difflib.get_close_matches(pattern, _patterns(names), n=1, cutoff=0.3)
+            # Names as a user would write them: with a star for the number of a layer, each once.
+            starred = (".".join("*" if p.isdigit() else p for p in n.split(".")) for n in names)
+            written = list(dict.fromkeys((*starred, *names)))
+            near = difflib.get_close_matches(pattern, written, n=1, cutoff=0.3)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{key_of(PLAN_KEY)}: the model has no module {pattern}.{hint}")
         for name in matches:
@@ -207,14 +217,7 @@ def _written_plan(network: nn.Module, plan: str | Mapping[str, Any]) -> dict[str
     return splits
 
 
-def _patterns(names: list[str]) -> list[str]:
-    """Names as they would be written: with a star for the number of a layer, each once."""
-    starred = (".".join("*" if p.isdigit() else p for p in name.split(".")) for name in names)
-    return list(dict.fromkeys((*starred, *names)))
-
-
 def _refuse_outside(network: nn.Module, name: str, split: str) -> None:
-    """Refuse what a rank computes as a whole, and layers that cannot be split so."""
     prefix, _ = decoder_layers(network)
     if not name.startswith(f"{prefix}."):
         raise ConfigError(
@@ -249,11 +252,7 @@ def _imported(path: str, network: nn.Module) -> Mapping[str, Any]:
 
 
 def _refuse_remainders(network: nn.Module, splits: Mapping[str, Split], size: int) -> None:
-    """Refuse to cut a head or a neuron in two.
-
-    Raises:
-        ConfigError: With the sizes that would do.
-    """
+    # A head or a neuron must not be cut in two.
     counts: dict[str, int] = {}
     for name, split in splits.items():
         linear = _plain(network.get_submodule(name))
@@ -282,33 +281,7 @@ def _refuse_remainders(network: nn.Module, splits: Mapping[str, Split], size: in
 
 
 def _plain(module: nn.Module) -> Any:
-    """The layer below its adapters."""
     return getattr(module, "base_layer", module)
-
-
-def _is_inside_adapted(name: str, network: nn.Module) -> bool:
-    parts = name.split(".")
-    parents = (".".join(parts[:depth]) for depth in range(1, len(parts)))
-    return any(hasattr(network.get_submodule(parent), "base_layer") for parent in parents)
-
-
-def _with_adapters(network: nn.Module, splits: Mapping[str, Split]) -> dict[str, Split]:
-    """The plan where layers carry adapters.
-
-    Of a layer split by outputs, the second factor is split so; of one split by inputs, the first.
-    The other factor is small and whole everywhere.
-    """
-    full: dict[str, Split] = {}
-    for name, split in splits.items():
-        module: Any = network.get_submodule(name)
-        if not hasattr(module, "base_layer"):
-            full[name] = split
-            continue
-        full[f"{name}.base_layer"] = split
-        factor = "lora_B" if split == "colwise" else "lora_A"
-        for adapter in getattr(module, factor):
-            full[f"{name}.{factor}.{adapter}"] = split
-    return full
 
 
 # --------------------------------------------------------------------------------------------------
@@ -323,16 +296,16 @@ def _with_adapters(network: nn.Module, splits: Mapping[str, Split]) -> dict[str,
 
 SEQUENCE_KEY = "policy.dtensor_cfg.sequence_parallel"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and by name, as hooks take and give them."""
+"""Positional and keyword arguments, as hooks take and return them."""
 _SHARED, _WHOLE = (Shard(1),), (Replicate(),)
 
 
 def token_styles(network: nn.Module, splits: Mapping[str, Split]) -> dict[str, ParallelStyle]:
-    """How each module of the layers works where tokens are divided between its blocks.
+    """Choose how each module of the layers works where blocks exchange divided tokens.
 
     Args:
         network: A Hugging Face model, with or without adapters.
-        splits: See `tensor_plan`.
+        splits: Plan that `tensor_plan` returned.
 
     Raises:
         ConfigError: A weight of a layer is neither split nor that of a norm between blocks.
@@ -342,7 +315,12 @@ def token_styles(network: nn.Module, splits: Mapping[str, Split]) -> dict[str, P
         styles[name] = RowwiseParallel(output_layouts=Shard(1))
         if ".lora_A." in name:  # what follows is whole, and has seen the tokens of its rank alone
             styles[name.replace(".lora_A.", ".lora_B.")] = _on_tokens()
-    blocks = {_block_of(name) for name, split in splits.items() if split == "colwise"}
+    # The modules that split linear layers, or their adapters, belong to.
+    blocks = {
+        name.partition(".base_layer")[0].partition(".lora_")[0].rpartition(".")[0]
+        for name, split in splits.items()
+        if split == "colwise"
+    }
     prefix, layers = decoder_layers(network)
     for name, module in layers.named_modules(prefix=prefix):
         if name in blocks and name.removeprefix(f"{prefix}.").isdigit():
@@ -358,7 +336,7 @@ def token_styles(network: nn.Module, splits: Mapping[str, Split]) -> dict[str, P
 
 
 def share_tokens(network: Any, mesh: DeviceMesh) -> None:
-    """Share the tokens out before the first layer and gather them after the last."""
+    """Divide the tokens over ranks before the first layer and gather them after the last."""
     _, layers = decoder_layers(network)
     filling = _Filling(mesh.size())
     network.base_model.register_forward_pre_hook(filling.add, with_kwargs=True)
@@ -368,14 +346,8 @@ def share_tokens(network: Any, mesh: DeviceMesh) -> None:
 
 
 def _on_tokens() -> ParallelStyle:
-    """A module that is whole on every rank and sees other tokens there: gradients are summed."""
+    # The module is whole on every rank and sees other tokens on each: gradients are summed.
     return SequenceParallel(use_local_output=True)
-
-
-def _block_of(name: str) -> str:
-    """The module that a linear layer, or what its adapters have made of it, is a part of."""
-    layer = name.partition(".base_layer")[0].partition(".lora_")[0]
-    return layer.rpartition(".")[0]
 
 
 def _impossible(what: str) -> ConfigError:
@@ -389,8 +361,6 @@ def _impossible(what: str) -> ConfigError:
 
 
 class _AllTokens(ParallelStyle):
-    """A block that is given the tokens of its rank and computes with all of them."""
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # A distributed tensor lets all linear layers of the block sum their gradients at once, but
         # does not go together with the plain ones of adapters.
@@ -426,7 +396,6 @@ def _spread(tensor: Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
 def _hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Callable[[Tensor], Arguments]]:
-    """The hidden states a module is given, and how to give it others."""
     if args:
         return args[0], lambda other: ((other, *args[1:]), kwargs)
     return kwargs["hidden_states"], lambda other: ((), {**kwargs, "hidden_states": other})
@@ -436,12 +405,11 @@ def _hidden(
 
 
 class _Filling:
-    """Tokens at the end of every row, so that all ranks have as many."""
-
+    # Filling tokens at the end of every row make the number of tokens divisible by the ranks.
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
+        # Tokens of the rows without filling, from `add` to `cut`.
         self._length = 0
-        """Of the rows before they were filled, from `add` to `cut`."""
 
     def add(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         ids = args[0] if args else kwargs["input_ids"]
@@ -460,7 +428,7 @@ class _Filling:
 
 
 def filled_row(kwargs: Mapping[str, Any], missing: int) -> dict[str, Any]:
-    """The arguments of a model, with so many tokens more at the end of every row."""
+    """Extend every row of a model's arguments by filling tokens at its end."""
     filled = dict(kwargs)
     for name in ("input_ids", "position_ids", "attention_mask"):
         if filled.get(name) is not None:
@@ -469,10 +437,10 @@ def filled_row(kwargs: Mapping[str, Any], missing: int) -> dict[str, Any]:
 
 
 class FilledPlan:
-    """A plan of the tokens before the filling, which sees nobody and is not seen."""
+    """A plan of the tokens without filling; filling tokens neither attend nor are attended to."""
 
     def __init__(self, plan: AttentionPlan, length: int) -> None:
-        """Of a row that had so many tokens."""
+        """Wrap the plan of a row of `length` tokens."""
         self._plan, self._length = plan, length
 
     def attend(
@@ -483,7 +451,7 @@ class FilledPlan:
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """See `AttentionPlan`."""
+        """Attend as `AttentionPlan.attend`; the result of filling tokens is 0."""
         if isinstance(self._plan, ForestPlan):  # which needs no copy for it
             return self._plan.attend(module, query, key, value, options)
         missing = query.shape[2] - self._length

@@ -1,4 +1,4 @@
-"""Weights between files and a model that is spread over ranks: none ever holds the whole model."""
+"""Weights between files and a spread model: no rank ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from laurel.models.parallel.tensor import decoder_layers
 from laurel.models.spec import ModelSpec
 
 FILE_BYTES = 2_000_000_000
+# First part of a file name whose number of files is not yet known.
 _UNNAMED = "model.part-"
-"""How a file begins whose name says how many there are, before that is known."""
 
 
 def fill_shares(
@@ -39,12 +39,12 @@ def fill_shares(
     others: Mapping[str, Tensor] | None = None,
     on_host: bool = False,
 ) -> None:
-    """Give a spread model on the meta device its weights: each rank reads its own shares alone.
+    """Fill the shares of a spread model on the meta device: each rank reads only its own.
 
     Args:
         model: Made on the meta device and spread by `parallelise`.
         directory: A model in safetensors, as `from_pretrained` reads it.
-        device: Where it computes.
+        device: Device that computes.
         others: Whole values that come from elsewhere, the same on every rank, by the names of
             parameters: adapters, a new head.
         on_host: Its weights rest on the host between uses.
@@ -54,7 +54,11 @@ def fill_shares(
             that the files do not have them.
     """
     network: Any = model.network
-    _refuse_conversions(network)
+    if has_conversions(network):
+        raise ModelError(
+            f"{type(network).__name__}: its files hold its weights in another form than memory, "
+            "so they cannot be read straight into shares: load it whole"
+        )
     others = others or {}
     persistent = set(network.state_dict())
     model.to_empty(device=torch.device("cpu") if on_host else device)
@@ -85,7 +89,7 @@ def fill_shares(
 
 
 def saved_weights(network: Any, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Names and values as `from_pretrained` knows them, adapters merged, one after the other.
+    """Yield names and values as `from_pretrained` knows them, adapters merged, one at a time.
 
     Exactly what `save_pretrained` writes: with tied embeddings there is no `lm_head.weight`, and
     experts that transformers joins in memory come one by one. See `merged_weights`.
@@ -110,10 +114,10 @@ def saved_weights(network: Any, *, changing_only: bool = False) -> Iterator[tupl
 def in_files(
     weights: Iterable[tuple[str, Tensor]], *, max_file_bytes: int = FILE_BYTES
 ) -> Iterator[dict[str, Tensor]]:
-    """Copies of weights on the host, as many together as go into one file.
+    """Yield copies of weights on the host, as many together as go into one file.
 
     Args:
-        weights: See `saved_weights`.
+        weights: Names and values from `saved_weights`.
         max_file_bytes: A larger weight has a file of its own.
     """
     file: dict[str, Tensor] = {}
@@ -131,7 +135,7 @@ def write_weights(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> Non
 
     Args:
         directory: Exists.
-        files: See `in_files`. None is held longer than it takes to write it.
+        files: Contents from `in_files`. None is held longer than it takes to write it.
 
     Raises:
         OSError, SafetensorError: The disk refuses.
@@ -159,7 +163,7 @@ def write_weights(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> Non
 
 
 def open_weights(files: ExitStack, directory: Path) -> dict[str, Any]:
-    """The file that holds each weight, open.
+    """Open the files of all weights and map each weight's name to its file.
 
     Raises:
         ModelError: There is none, or one is torn.
@@ -179,7 +183,7 @@ def open_weights(files: ExitStack, directory: Path) -> dict[str, Any]:
 
 
 def _fill(target: Tensor, shape: tuple[int, ...], source: Any, where: str) -> None:
-    """Read what this rank holds of a weight, and nothing else of it."""
+    # Reads what this rank holds of a weight, and nothing else of it.
     if shape != tuple(target.shape):
         raise ModelError(
             f"{where} is {list(shape)} in the weights and {list(target.shape)} by the "
@@ -201,7 +205,7 @@ def _fill(target: Tensor, shape: tuple[int, ...], source: Any, where: str) -> No
 
 
 def _compute_buffers(network: Any, saved: set[str]) -> None:
-    """Give buffers that no file holds the values that the architecture computes for them."""
+    # No file holds these buffers; the architecture computes them.
     for parameter in network.parameters():
         parameter._is_hf_initialized = True  # transformers then leaves it as it was read
     for name, module in network.named_modules():
@@ -212,24 +216,11 @@ def _compute_buffers(network: Any, saved: set[str]) -> None:
 
 
 def has_conversions(network: Any) -> bool:
-    """Whether transformers keeps some weights otherwise than it saves them."""
+    """Report whether transformers saves some weights in another form than it keeps them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     known = getattr(network, "_weight_conversions", None)
     return bool(get_model_conversion_mapping(network, add_legacy=False) if known is None else known)
-
-
-def _refuse_conversions(network: nn.Module) -> None:
-    """Refuse architectures whose weights transformers joins when it loads them.
-
-    Raises:
-        ModelError: It is one.
-    """
-    if has_conversions(network):
-        raise ModelError(
-            f"{type(network).__name__}: its files hold its weights in another form than memory, "
-            "so they cannot be read straight into shares: load it whole"
-        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -240,12 +231,12 @@ def _refuse_conversions(network: nn.Module) -> None:
 # they do not, it is loaded whole on every rank, as in one process, and spread then.
 
 NEW_HEAD = ("score.weight", "score.bias")
-"""What may be missing of a decoder that becomes a reward model."""
+"""Weights that a decoder may lack when it becomes a reward model."""
 WEIGHT_FILES = [SINGLE, INDEX, "model-*.safetensors"]
 
 
 def refuse_unspreadable(spec: ModelSpec, mesh: DeviceMesh) -> None:
-    """Refuse ways to spread a model over a mesh that there are not.
+    """Refuse unsupported ways to spread a model over a mesh.
 
     Raises:
         ConfigError: With the key.
@@ -265,14 +256,14 @@ def refuse_unspreadable(spec: ModelSpec, mesh: DeviceMesh) -> None:
 def empty_network(
     factory: Any, spec: ModelSpec, name: str, hf_config: Any, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Any]] | None:
-    """The network without memory, if its files can be read straight into shares.
+    """Make the network on the meta device, if its files can be read straight into shares.
 
     Args:
         factory: transformers' `AutoModelFor...`.
         spec: Which model.
         name: Directory or hub name.
         hf_config: Its configuration.
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
 
     Returns:
         The network, in evaluation mode, with an untouched new head in memory where the files have
@@ -298,7 +289,7 @@ def empty_network(
         return None
     if info is None:
         return None
-    for key in info["missing_keys"]:  # of a new head, as transformers would draw it
+    for key in info["missing_keys"]:  # of a new head, initialised as transformers would
         head = network.get_submodule(key.rpartition(".")[0])
         if any(p.is_meta for p in head.parameters()):
             head.to_empty(device="cpu")
@@ -314,7 +305,7 @@ def empty_network(
 
 
 def weight_files(spec: ModelSpec, name: str) -> Path | None:
-    """The directory of a model's safetensors; those of a hub are fetched if they are not here."""
+    """Locate the directory of a model's safetensors; missing files of a hub are fetched."""
     directory = Path(name)
     if not directory.is_dir():
         from huggingface_hub import snapshot_download
@@ -331,7 +322,7 @@ def weight_files(spec: ModelSpec, name: str) -> Path | None:
 
 
 def is_empty(network: nn.Module) -> bool:
-    """Whether weights of it are still to be read from files."""
+    """Report whether weights of the network are still to be read from files."""
     return any(parameter.is_meta for parameter in network.parameters())
 
 
@@ -342,7 +333,7 @@ def shard_model(model: Decoder, spec: ModelSpec, mesh: DeviceMesh, device: torch
         model: Whole, or without memory as `empty_network` gives it.
         spec: How it is spread, and where its files are.
         mesh: See `ParallelShape.mesh`.
-        device: Where this rank computes.
+        device: Device of this rank.
 
     Raises:
         ConfigError: It cannot be split so.
@@ -371,11 +362,7 @@ def shard_model(model: Decoder, spec: ModelSpec, mesh: DeviceMesh, device: torch
 
 
 def _compare(network: Any, directory: Path) -> dict[str, Any] | None:
-    """What the files have more and less than the network; None where transformers must judge.
-
-    Raises:
-        ModelError: They are unreadable.
-    """
+    # What the files have more and less than the network; None where only transformers can decide.
     state = network.state_dict()
     own = {n for n, _ in network.named_parameters()} | {n for n, _ in network.named_buffers()}
     wanted = {n: tuple(t.shape) for n, t in state.items() if n in own}  # tied weights come once
@@ -396,6 +383,6 @@ def _compare(network: Any, directory: Path) -> dict[str, Any] | None:
 
 
 def _keeps_float32(network: Any) -> bool:
-    """Whether transformers would leave some weights in float32 where others are less."""
+    # Some architectures keep weights in float32 whatever dtype is asked for.
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     return any(getattr(network, name, None) for name in names)

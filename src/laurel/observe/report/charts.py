@@ -95,6 +95,7 @@ def plot_chart(chart: Chart, *, name: str) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
+    # Texts stay texts, which the page's fonts show, and ids are the same in every rendering.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9}):
         labels = [line.label for line in chart.lines if line.series]
         longest = max(map(len, labels), default=1)
@@ -142,6 +143,7 @@ def _range(series: Series) -> str:
 def _plot_line(axes: Axes, line: Line, index: int) -> None:
     """Plot a curve in its band; one of many points is smoothed, with its extremes beneath it."""
     # The page shows and hides the parts by their ids, which begin with `raw`, `band` and `line`.
+    # A placeholder: the page's style sheet has a light and a dark colour for it.
     colour = f"#0{3 + index % 6}0{3 + index % 6}0{3 + index % 6}"
     smoothed = smooth(line.series)
     shown = line.series if smoothed is None else smoothed.mean
@@ -284,6 +286,7 @@ def extremes(series: Series, num_stretches: int = NUM_PLACES) -> Series:
         part = values[start:end]
         kept += sorted({start + int(part.argmin()), start + int(part.argmax())})
     # The ends are what a reader looks for first.
+    # A set, as a stretch of one point has the same lowest and highest.
     places = sorted({0, *kept, count - 1})
     return Series(
         steps=tuple(series.steps[i] for i in places), values=tuple(series.values[i] for i in places)
@@ -322,6 +325,7 @@ def over_seeds(several: Sequence[Series]) -> Smoothed | None:
     shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
     if not shared:
         return None
+    # Only common steps: a mean over fewer runs would jump where one of them ended.
     values = np.array([[table[step] for step in shared] for table in tables])
     steps = tuple(shared)
     return Smoothed(

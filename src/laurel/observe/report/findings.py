@@ -63,6 +63,7 @@ def failed_rewards(record: RunRecord) -> Iterator[RunFinding]:
     """Report completions that could not be scored."""
     left_out = record.total("train/num_failures_left_out")
     num_failures = record.total("train/num_failures") + left_out
+    # The number of completions is not logged; that of turns, and turns per completion, are.
     turns = record.series("train/total_turns")
     each = record.series("train/avg_turns_per_sample")
     if not num_failures or turns.steps != each.steps:
@@ -187,9 +188,11 @@ def reward_without_success(record: RunRecord) -> Iterator[RunFinding]:
     if record.kind != "grpo" or len(reward.values) < MIN_STEPS:
         return
     first, last = beginning(reward), ending(reward)
+    # Two standard errors of the difference of the two means.
     noise = 2 * math.sqrt(variance(first) / len(first) + variance(last) / len(last))
     change = fmean(last) - fmean(first)
     said = f"from {format_number(fmean(first))} to {format_number(fmean(last))}"
+    # Two points of accuracy may be chance; a rise of the reward beyond its noise is not.
     truth = record.series("validation/accuracy")
     if change > noise and len(truth.values) > 1 and truth.values[-1] < truth.values[0] - 0.02:
         yield RunFinding(
@@ -720,6 +723,7 @@ def gold_course(record: RunRecord) -> GoldCourse | None:
         fmean(series.values[end - window : end]) for end in range(window, len(series.values) + 1)
     ]
     # The latest of equal ones: its checkpoint has learned the most.
+    # Means of windows, not single values: the best of many noisy values would always be a peak.
     best = max(range(len(means)), key=lambda index: (means[index], index))
     least = max(
         LEAST_FALL * abs(means[best]), _gold_by_chance(record, name, series, window, means[best])

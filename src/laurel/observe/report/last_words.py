@@ -27,6 +27,7 @@ def accuracy_words(figures: Mapping[str, float]) -> str | None:
     rows = figures.get("num_rows")  # benchmarks log this one
     if accuracy is None:
         return None
+    # Only reward models are validated on pairs; both metrics are theirs alone.
     has_pairs = "longer_wins_baseline" in figures or "margin_mean" in figures
     said = f"accuracy {accuracy:.4f}"
     if count is not None:

@@ -81,6 +81,7 @@ class FollowedRuns:
             DataError: There is no page yet, and a directory holds no run, or a broken file.
         """
         started = time.perf_counter()
+        # Before reading: what is written meanwhile makes the next look find a difference.
         seen = [_stamps(run) for run in self._runs]
         try:
             if seen != self._seen:
@@ -97,6 +98,7 @@ class FollowedRuns:
                 raise
             self._tell(f"the page stays as it was: {error}")
         spent = time.perf_counter() - started
+        # Long runs take long to render: the wait grows with it, within limits.
         self.seconds_to_wait = min(max(MIN_SECONDS, spent / SHARE_OF_TIME), MAX_SECONDS)
         self._describe(seen)
 

@@ -81,6 +81,7 @@ def changed_settings(kind: str, config: Mapping[str, Any]) -> list[ChangedSettin
         return None
     defaults = dict(flat(schema().model_dump(mode="json")))
     # A block that is empty or null by default has no keys of its own to compare with.
+    # E.g. the arguments of an optimizer, or names of environments.
     blocks = {key for key, value in defaults.items() if value in (None, {}, [])}
     settings = []
     for key, value in flat(config):
@@ -427,6 +428,7 @@ def page_of(
     """
     compared = compare_runs(records)
     tables = [reader.tables(record) for reader, record in zip(samples, records, strict=True)]
+    # All tables of the page share one limit, so that they are cut together.
     kept = iter(within([table for of_run in tables for table in of_run], MAX_SAMPLE_BYTES))
     sections = [
         _section(record, f"run{i}", compared, [next(kept) for _ in of_run])
@@ -472,6 +474,7 @@ def page_of(
 
 def content_policy(script: str, live: Live | None) -> str:
     """Return the Content-Security-Policy: this script, requests to this server, nothing else."""
+    # The hash of the page's only script: text that slipped through the escaping cannot run.
     digest = base64.b64encode(hashlib.sha256(str(script).encode()).digest()).decode()
     asks = "connect-src 'self'; " if live else ""
     return (
@@ -704,6 +707,7 @@ def compare_runs(records: Sequence[RunRecord]) -> SideBySide:
         for mark, record, place in zip(marks, records, places, strict=True)
     ]
     kinds = [record.kind for record in records]
+    # Curves of different kinds of runs have nothing in common.
     most = max(kinds, key=kinds.count)
     chosen = [index for index, kind in enumerate(kinds) if kind == most]
     if len(chosen) < 2:

@@ -131,12 +131,14 @@ class Chooser:
         for kind, value in _values(row):
             heap = self._heaps.setdefault(kind, [])
             # Among equal ones the earlier stays.
+            # The number, which is unique, keeps rows from being compared.
             heapq.heappush(heap, (value, -number, row))
             if len(heap) > self.num_of_a_kind:
                 heapq.heappop(heap)
         if len(self._random) < self.num_random:
             self._random.append((number, row))
         else:
+            # Reservoir sampling (Vitter's algorithm R): each row so far is equally likely kept.
             place = self._generator.randrange(self.num_rows)
             if place < self.num_random:
                 self._random[place] = (number, row)
@@ -351,6 +353,7 @@ def within(tables: Sequence[SampleTable], num_bytes: int) -> list[SampleTable]:
     sizes = [_size(table.rows) for table in tables]
     if sum(sizes) <= num_bytes:
         return list(tables)
+    # In proportion to their sizes: a small table keeps as large a part as a large one.
     share = num_bytes / sum(sizes)
     return [
         _thinned(table, math.floor(size * share)) for table, size in zip(tables, sizes, strict=True)
@@ -531,6 +534,7 @@ def one_line(text: str, length: int) -> str:
 
 def script_json(value: object) -> str:
     """Write JSON for the inside of a `<script>` element, which nothing in it can end."""
+    # `</script>` and `<!--` would end the element, whatever the JSON around them.
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

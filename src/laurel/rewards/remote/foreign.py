@@ -1,4 +1,4 @@
-"""What reward servers and trainers of other projects say to each other, both ways.
+"""The bodies of other projects' reward servers and trainers, for both directions.
 
 ::
 
@@ -20,12 +20,13 @@
     slime      POST any path        {"prompt": text | messages, "response": text, "label": any}
                                     -> the score itself
 
-Texts are whole conversations that the client has rendered, but those of `/score`: there a query is
-what the user says and a document what the assistant answers. None of the formats has a place for a
+Texts are whole conversations that the client has rendered, except in `/score`: there a query is a
+message of the user and a document the assistant's answer. None of the formats has a place for a
 completion without a score, so one of those fails its request.
 
 vLLM answers with the sigmoid of a score unless `use_activation` is false. The key was once called
-`activation`, and before that `softmax`; whoever sends all three gets the score of every version.
+`activation`, and before that `softmax`; a client that sends all three gets the score of every
+version.
 """
 
 from __future__ import annotations
@@ -33,11 +34,10 @@ from __future__ import annotations
 import base64
 import math
 import struct
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -51,73 +51,68 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from laurel.config.environments import UrlProtocol
-from laurel.errors import ConfigError, DataError, ProtocolError
-from laurel.models.scoring import ScoringContract
-from laurel.rewards.preparing import Prepared, Preparing, Rendered, prepared_by, rendered_group
-from laurel.rewards.remote.replica import ReplicaReply, failed
+from laurel.errors import ProtocolError
+from laurel.rewards.preparing import Rendered, rendered_group
 from laurel.rewards.remote.wire import (
     MOST_ROWS,
-    SCORE_PATH,
     Body,
     List,
     Messages,
-    ScoreReply,
-    ScoreRequest,
     ScoringRequest,
     conversation_of,
-    messages_of,
     validated,
 )
-from laurel.types import Completion, Conversation, Group, Message, Score, SentTurn, TokenGroup
+from laurel.types import Completion, Conversation, Group, Message, SentTurn
 
 CLASSIFY_PATH = "/classify"
 POOLING_PATH = "/pooling"
 PAIRS_PATH = "/score"
-"""vLLM answers the same at `/v1/score`, which is our own path: see `names_pairs`."""
+"""Path of vLLM's pairs. vLLM answers the same at `/v1/score`, which is Laurel's own path: see
+`names_pairs`.
+"""
 EMBEDDINGS_PATH = "/v1/embeddings"
 GET_REWARD_PATH = "/get_reward"
 REMOTE_RM_PATH = "/remote_rm"
-"""Where our server answers slime, which takes any."""
+"""Path at which Laurel's server answers slime, whose own servers take any path."""
 
 
 def sigmoid(score: float) -> float:
-    """Of any finite score, without an overflow."""
+    """Return the sigmoid of any finite score, without overflow."""
     if score >= 0:
         return 1.0 / (1.0 + math.exp(-score))
     return math.exp(score) / (1.0 + math.exp(score))
 
 
-# ----------------------------------------------------------------- what several of them have
+# ----------------------------------------------------------------- common parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """What an answer is made of."""
+class ScoredRows:
+    """Holds the scores of a request's conversations, and the facts of the answer."""
 
     scores: Sequence[float]
     num_tokens: Sequence[int]
-    """Of each conversation."""
+    """Number of tokens of each conversation."""
     model: str
     request_id: str
     created: int
-    """Seconds since 1970."""
+    """Unix time in seconds."""
 
 
 class ForeignRequest(ScoringRequest):
-    """What a client of another project sends, and the form of the answer that it expects."""
+    """A request of another project's client, which defines the form of its answer."""
 
     @abstractmethod
-    def reply(self, scored: Scored) -> Any:
-        """The answer: a body, a list of them, or a number.
+    def reply(self, scored: ScoredRows) -> Any:
+        """Build the answer: a body, a list of them, or a number.
 
         Raises:
-            OverflowError: It wants float32, which has no such number.
+            OverflowError: The score exceeds float32, which the client asked for.
         """
 
 
 def _without_fractions(value: Any) -> Any:
-    """JSON knows no difference between 7 and 7.0."""
+    # JSON has one type of numbers: a client may write 7 as 7.0.
     if isinstance(value, list) and float in set(map(type, value)):
         is_whole = [isinstance(one, float) and one.is_integer() for one in value]
         return [int(one) if whole else one for one, whole in zip(value, is_whole, strict=True)]
@@ -133,7 +128,6 @@ _Texts = Annotated[List[str], Field(max_length=MOST_ROWS)]
 
 
 def _rows_of(value: str | list[Any]) -> tuple[list[Rendered], bool]:
-    """Rows from a text, ids, or a list of either; and whether it was a list of them."""
     if isinstance(value, str):
         return [value], False
     if value and isinstance(value[0], int):
@@ -147,7 +141,7 @@ def _answered(conversation: Conversation) -> list[Group]:
 
 
 def _exactly_one(*forms: tuple[str, ...]) -> ConfigDict:
-    """Says in a schema that a body has all keys of exactly one of some forms."""
+    """Return schema settings for a body with all keys of exactly one of some forms."""
     keys = {key for form in forms for key in form}
     one_of: list[Any] = [
         {"required": list(form), "properties": dict.fromkeys(sorted(keys - {*form}), False)}
@@ -157,11 +151,11 @@ def _exactly_one(*forms: tuple[str, ...]) -> ConfigDict:
 
 
 class _OneForm(ForeignRequest):
-    """A request of which exactly one of several keys holds what is to be scored."""
+    """A request in which exactly one of several keys holds the conversations."""
 
     @property
     def form(self) -> str:
-        """The key."""
+        """The key that holds the conversations."""
         return next(key for key in _FORMS if key in self.model_fields_set)
 
     @model_validator(mode="after")
@@ -177,7 +171,7 @@ class _OneForm(ForeignRequest):
 
     @cached_property
     def as_groups(self) -> Sequence[Group]:
-        """What is to be scored."""
+        """Groups to score."""
         value = getattr(self, self.form)
         if self.form == "messages":
             return _answered(conversation_of(value, role="user"))
@@ -186,11 +180,12 @@ class _OneForm(ForeignRequest):
 
 _FORMS = ("input", "messages", "text", "input_ids")
 _ACTIVATION_KEYS = ("use_activation", "activation", "softmax")
-_RAW: dict[str, Any] = dict.fromkeys(_ACTIVATION_KEYS, False)
+RAW: dict[str, Any] = dict.fromkeys(_ACTIVATION_KEYS, False)
+"""Keys of a request for scores without an activation, for all versions of vLLM."""
 
 
 class _Activated(ForeignRequest):
-    """A request that is answered with the sigmoid of scores unless it says otherwise."""
+    """A request that is answered with the sigmoid of scores unless it asks for the scores."""
 
     model: Any = Field(default=None, json_schema_extra={"type": "string"})
     use_activation: bool | None = None
@@ -198,13 +193,13 @@ class _Activated(ForeignRequest):
     softmax: bool | None = Field(default=None, description="`use_activation` of older vLLM")
 
     def activated(self, scores: Sequence[float]) -> list[float]:
-        """Scores as they are wanted."""
+        """Apply the sigmoid, unless the request asks for the scores."""
         named = (getattr(self, key) for key in _ACTIVATION_KEYS if key in self.model_fields_set)
         return list(scores) if next(named, None) is False else list(map(sigmoid, scores))
 
 
 class _Encoded(ForeignRequest):
-    """A request that can ask for base64, which is of float32, little-endian."""
+    """A request that may ask for base64, of float32 in little-endian order."""
 
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Literal[1] | None = None
@@ -212,7 +207,7 @@ class _Encoded(ForeignRequest):
     endianness: Literal["native", "little"] = "native"
 
     def encoded(self, score: float) -> list[float] | str:
-        """A score as it is wanted."""
+        """Encode a score as the request asks."""
         if self.encoding_format == "float":
             return [score]
         return base64.b64encode(struct.pack("<f", score)).decode("ascii")
@@ -222,7 +217,7 @@ def _is_single(numbers: list[float]) -> list[float]:
     if len(numbers) != 1:
         raise PydanticCustomError(
             "values",
-            "has {count} numbers; the one score of a reward model was expected",
+            "has {count} numbers, and a reward model gives one score",
             {"count": len(numbers)},
         )
     return numbers
@@ -233,7 +228,7 @@ _Base64 = Annotated[str, Field(json_schema_extra={"contentEncoding": "base64"})]
 
 
 class Usage(Body):
-    """How many tokens were read."""
+    """The number of tokens read."""
 
     prompt_tokens: int
     total_tokens: int
@@ -241,7 +236,7 @@ class Usage(Body):
 
 
 class _Answer(Body):
-    """What the answers of vLLM's and OpenAI's endpoints have in common."""
+    """The common keys of answers of vLLM's and OpenAI's endpoints."""
 
     object: Literal["list"] = "list"
     model: str
@@ -253,7 +248,7 @@ class _VllmAnswer(_Answer):
     created: int
 
 
-def _about(kind: str, scored: Scored) -> dict[str, Any]:
+def _about(kind: str, scored: ScoredRows) -> dict[str, Any]:
     tokens = sum(scored.num_tokens)
     usage = Usage(prompt_tokens=tokens, total_tokens=tokens, completion_tokens=0)
     found: dict[str, Any] = {"model": scored.model, "usage": usage}
@@ -263,23 +258,24 @@ def _about(kind: str, scored: Scored) -> dict[str, Any]:
 
 
 def _in_order(entries: Iterable[tuple[int | None, Any]], *, count: int) -> list[float]:
-    """The scores in the entries of an answer, which may come in another order.
+    """Return the scores of an answer's entries, which may come in another order.
 
     Raises:
-        ProtocolError: Another count, or an index twice.
+        ProtocolError: The count is wrong, or an index comes twice.
     """
     listed = list(entries)
-    _check_count(len(listed), count)
+    check_count(len(listed), count)
     found: dict[int, float] = {}
-    for position, (told, numbers) in enumerate(listed):
-        index = position if told is None else told
+    for position, (given, numbers) in enumerate(listed):
+        index = position if given is None else given
         if index >= count or index in found:
             raise ProtocolError(f"'data' has an entry with the index {index!r}, or has it twice")
         found[index] = numbers[0]
     return [found[index] for index in range(count)]
 
 
-def _check_count(found: int, wanted: int) -> None:
+def check_count(found: int, wanted: int) -> None:
+    """Raise a `ProtocolError` unless there is one score for each conversation."""
     if found != wanted:
         raise ProtocolError(f"{found} scores came back for {wanted} conversations", kind="count")
 
@@ -288,7 +284,7 @@ def _check_count(found: int, wanted: int) -> None:
 
 
 class ClassifyEntry(Body):
-    """The verdict on one conversation."""
+    """The score of one conversation."""
 
     index: Annotated[int, Field(ge=0)] | None = None
     label: str | None = "LABEL_0"
@@ -297,43 +293,43 @@ class ClassifyEntry(Body):
 
 
 class ClassifyScores(Body):
-    """What a client reads of vLLM's answer."""
+    """The part of vLLM's answer that a client reads."""
 
     data: List[ClassifyEntry]
 
     def in_order(self, count: int) -> list[float]:
-        """The scores of so many conversations.
+        """Return the scores of `count` conversations.
 
         Raises:
-            ProtocolError: Another count, or an index twice.
+            ProtocolError: The count is wrong, or an index comes twice.
         """
         return _in_order(((one.index, one.probs) for one in self.data), count=count)
 
 
 class ClassifyReply(_VllmAnswer, ClassifyScores):
-    """vLLM's answer to `/classify`."""
+    """The answer of vLLM to `/classify`."""
 
 
 class NativeScore(Body):
-    """What a client reads of SGLang's answer."""
+    """The part of SGLang's answer that a client reads."""
 
     embedding: _Single
 
 
 class MetaInfo(Body):
-    """What SGLang says besides a score."""
+    """The facts that SGLang adds to a score."""
 
     prompt_tokens: int
 
 
 class NativeReply(NativeScore):
-    """SGLang's answer to `/classify`, or one of a list of them."""
+    """The answer of SGLang to `/classify`, or one of a list of them."""
 
     meta_info: MetaInfo
 
 
 class ClassifyRequest(_OneForm, _Activated):
-    """With `input` or `messages` it is vLLM's, with `text` or `input_ids` SGLang's."""
+    """A request of vLLM (`input` or `messages`) or of SGLang (`text` or `input_ids`)."""
 
     model_config = _exactly_one(*((key,) for key in _FORMS))
 
@@ -344,8 +340,8 @@ class ClassifyRequest(_OneForm, _Activated):
     add_special_tokens: Any = Field(default=None, description="Not read: none are ever added")
     add_generation_prompt: Any = Field(default=None, description="Not read")
 
-    def reply(self, scored: Scored) -> ClassifyReply | NativeReply | list[NativeReply]:
-        """The sigmoid of scores to vLLM's clients, the scores to SGLang's."""
+    def reply(self, scored: ScoredRows) -> ClassifyReply | NativeReply | list[NativeReply]:
+        """Answer vLLM's clients with the sigmoid of scores, and SGLang's with the scores."""
         if self.form in ("input", "messages"):
             data = [
                 ClassifyEntry(index=index, label="LABEL_0", probs=[score], num_classes=1)
@@ -363,7 +359,7 @@ class ClassifyRequest(_OneForm, _Activated):
 
 
 class PoolingEntry(Body):
-    """The score of one conversation, as the request wants it."""
+    """The score of one conversation, encoded as the request asks."""
 
     index: int
     object: Literal["pooling"] = "pooling"
@@ -371,13 +367,13 @@ class PoolingEntry(Body):
 
 
 class PoolingReply(_VllmAnswer):
-    """vLLM's answer to `/pooling`."""
+    """The answer of vLLM to `/pooling`."""
 
     data: List[PoolingEntry]
 
 
 class PoolingRequest(_OneForm, _Activated, _Encoded):
-    """As `/classify` with `input` or `messages`."""
+    """A request as of `/classify`, with `input` or `messages`."""
 
     model_config = _exactly_one(("input",), ("messages",))
 
@@ -385,8 +381,8 @@ class PoolingRequest(_OneForm, _Activated, _Encoded):
     messages: Messages = Field(default_factory=list, min_length=1)
     task: Literal["classify"] | None = None
 
-    def reply(self, scored: Scored) -> PoolingReply:
-        """The sigmoid of scores, unless the request says otherwise."""
+    def reply(self, scored: ScoredRows) -> PoolingReply:
+        """Answer with the sigmoid of scores, unless the request asks for the scores."""
         data = [
             PoolingEntry(index=index, object="pooling", data=self.encoded(score))
             for index, score in enumerate(self.activated(scored.scores))
@@ -400,7 +396,7 @@ PAIR_KEYS = (
     ("data_1", "data_2"),
     ("text_1", "text_2"),
 )
-"""What vLLM's clients call the two sides of `/score`."""
+"""Names that vLLM's clients give the two sides of `/score`."""
 _SIDES = frozenset(key for keys in PAIR_KEYS for key in keys)
 
 
@@ -420,13 +416,13 @@ class PairsEntry(Body):
 
 
 class PairsReply(_VllmAnswer):
-    """vLLM's answer to `/score`."""
+    """The answer of vLLM to `/score`."""
 
     data: List[PairsEntry]
 
 
 class PairsRequest(_Activated):
-    """One query, which the user says, and its documents, which are answers; or as many of both."""
+    """Queries of the user, and documents, which are answers: one query, or as many of both."""
 
     model_config = _exactly_one(*PAIR_KEYS)
 
@@ -445,7 +441,7 @@ class PairsRequest(_Activated):
 
     @cached_property
     def as_groups(self) -> Sequence[Group]:
-        """A group for each query."""
+        """One group for each query."""
         named = _SIDES & self.model_fields_set
         keys = next((keys for keys in PAIR_KEYS if named == {*keys}), None)
         if keys is None:
@@ -467,14 +463,14 @@ class PairsRequest(_Activated):
                 id=str(index),
                 prompt=(Message("user", query),),
                 completions_G=tuple(
-                    Completion(messages=(Message("assistant", one),)) for one in said
+                    Completion(messages=(Message("assistant", one),)) for one in documents_G
                 ),
             )
-            for index, (query, said) in enumerate(zip(queries, answers, strict=True))
+            for index, (query, documents_G) in enumerate(zip(queries, answers, strict=True))
         ]
 
-    def reply(self, scored: Scored) -> PairsReply:
-        """The sigmoid of scores, unless the request says otherwise."""
+    def reply(self, scored: ScoredRows) -> PairsReply:
+        """Answer with the sigmoid of scores, unless the request asks for the scores."""
         data = [
             PairsEntry(index=index, object="score", score=score)
             for index, score in enumerate(self.activated(scored.scores))
@@ -486,7 +482,7 @@ class PairsRequest(_Activated):
 
 
 class EmbeddingsEntry(Body):
-    """The score of one conversation, as the request wants it."""
+    """The score of one conversation, encoded as the request asks."""
 
     object: str | None = "embedding"
     index: Annotated[int, Field(ge=0)] | None = None
@@ -494,34 +490,34 @@ class EmbeddingsEntry(Body):
 
 
 class EmbeddingsScores(Body):
-    """What a client reads of the answer."""
+    """The part of the answer that a client reads."""
 
     data: List[EmbeddingsEntry]
 
     def in_order(self, count: int) -> list[float]:
-        """The scores of so many conversations; see `ClassifyScores`."""
+        """Return the scores of `count` conversations."""
         if any(isinstance(one.embedding, str) for one in self.data):
-            raise ProtocolError("'embedding' is base64, which was not asked for")
+            raise ProtocolError("'embedding' is base64, which the request did not ask for")
         return _in_order(((one.index, one.embedding) for one in self.data), count=count)
 
 
 class EmbeddingsReply(_Answer, EmbeddingsScores):
-    """SGLang's form of OpenAI's answer."""
+    """The answer to OpenAI's embeddings in SGLang's form."""
 
 
 class EmbeddingsRequest(_Encoded):
-    """SGLang's form of OpenAI's request."""
+    """The request of OpenAI's embeddings in SGLang's form."""
 
     model: Any = Field(default=None, json_schema_extra={"type": "string"})
     input: _Rows
 
     @cached_property
     def as_groups(self) -> Sequence[Group]:
-        """What is to be scored."""
+        """Groups to score."""
         return [rendered_group(_rows_of(self.input)[0])]
 
-    def reply(self, scored: Scored) -> EmbeddingsReply:
-        """The scores as embeddings of one number."""
+    def reply(self, scored: ScoredRows) -> EmbeddingsReply:
+        """Answer with the scores as embeddings of one number."""
         data = [
             EmbeddingsEntry(object="embedding", index=index, embedding=self.encoded(score))
             for index, score in enumerate(scored.scores)
@@ -533,25 +529,25 @@ class EmbeddingsRequest(_Encoded):
 
 
 class GetRewardScores(Body):
-    """What a client reads of the answer."""
+    """The part of the answer that a client reads."""
 
     rewards: List[float]
 
     def in_order(self, count: int) -> list[float]:
-        """The scores of so many conversations; see `ClassifyScores`."""
-        _check_count(len(self.rewards), count)
+        """Return the scores of `count` conversations."""
+        check_count(len(self.rewards), count)
         return self.rewards
 
 
 class GetRewardReply(GetRewardScores):
-    """OpenRLHF's answer."""
+    """The answer of OpenRLHF's server."""
 
     scores: List[float]
     extra_logs: dict[str, Any] = Field(default_factory=dict)
 
 
 class GetRewardRequest(ForeignRequest):
-    """OpenRLHF's: whole conversations that the client has rendered; the rest is not read."""
+    """A request of OpenRLHF: whole rendered conversations; the rest is not read."""
 
     query: _Texts
     prompts: Any = Field(default=None, json_schema_extra={"type": "array"})
@@ -559,11 +555,11 @@ class GetRewardRequest(ForeignRequest):
 
     @cached_property
     def as_groups(self) -> Sequence[Group]:
-        """What is to be scored."""
+        """Groups to score."""
         return [rendered_group(self.query)]
 
-    def reply(self, scored: Scored) -> GetRewardReply:
-        """The scores, twice."""
+    def reply(self, scored: ScoredRows) -> GetRewardReply:
+        """Answer with the scores under both keys."""
         scores = list(scored.scores)
         return GetRewardReply(rewards=scores, scores=scores, extra_logs={})
 
@@ -572,7 +568,7 @@ class GetRewardRequest(ForeignRequest):
 
 
 class RemoteRmRequest(ForeignRequest):
-    """slime's: a prompt and its response; the label is not read."""
+    """A request of slime: a prompt and its response; the label is not read."""
 
     prompt: str | Messages
     response: str
@@ -580,28 +576,28 @@ class RemoteRmRequest(ForeignRequest):
     _is_rendered: bool | None = PrivateAttr(default=None)
 
     def model_post_init(self, context: Mapping[str, Any] | None) -> None:
-        """Take what the address says of a prompt that is a text: whether it was rendered."""
+        """Store whether the URL says that the prompt is rendered."""
         self._is_rendered = (context or {}).get("rendered")
 
     @cached_property
     def as_groups(self) -> Sequence[Group]:
-        """What is to be scored."""
+        """Groups to score."""
         if isinstance(self.prompt, str):
             return [rendered_group([SentTurn(self.prompt, self.response, self._is_rendered)])]
-        said = conversation_of(self.prompt, role="user")
-        return _answered((*said, Message("assistant", self.response)))
+        prompt = conversation_of(self.prompt, role="user")
+        return _answered((*prompt, Message("assistant", self.response)))
 
-    def reply(self, scored: Scored) -> float:
-        """The score itself."""
+    def reply(self, scored: ScoredRows) -> float:
+        """Answer with the score itself."""
         return scored.scores[0]
 
 
 def read_remote_rm_reply(value: Any, *, key: str = "") -> float:
-    """The score that came back.
+    """Read the score of a reply.
 
     Args:
-        value: Of the reply: a number, or an object of several.
-        key: Which of an object's.
+        value: Value of the reply: a number, or an object of several.
+        key: Key of the score in an object.
 
     Raises:
         ProtocolError: There is no finite number.
@@ -615,271 +611,3 @@ def read_remote_rm_reply(value: Any, *, key: str = "") -> float:
 
 
 _NUMBER: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(strict=True, allow_inf_nan=False)])
-
-
-# --------------------------------------------------------------------------------------------------
-# The protocols that reward servers speak, as seen by one who asks.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignQuery:
-    """A request, and how its answer is to be read."""
-
-    value: Any
-    """JSON; None where nothing is left to be asked."""
-    read: Callable[[Any], ReplicaReply]
-    """Raises `ProtocolError`."""
-
-
-class Dialect(ABC):
-    """One protocol."""
-
-    path: str
-    """Of the endpoint, if the address does not name one; empty: the address is whole."""
-    max_completions: int | None = None
-    """Of one request."""
-    takes_long: bool = False
-    """Whether making a request would hold up an event loop: then it is made in a thread."""
-
-    @abstractmethod
-    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> ForeignQuery:
-        """The request for the scores of groups."""
-
-
-class LaurelDialect(Dialect):
-    """Our own: whole groups of messages, and a verdict on each completion."""
-
-    path = SCORE_PATH
-
-    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> ForeignQuery:
-        """See `Dialect`."""
-        request = ScoreRequest.of(groups, request_id=request_id, version=version)
-
-        def read(value: Any) -> ReplicaReply:
-            reply = ScoreReply.read(value, "the reply")
-            return ReplicaReply(scores=reply.scores_of(request), version=reply.model_version)
-
-        return ForeignQuery(value=request.model_dump(exclude_unset=True), read=read)
-
-
-class RenderedDialect(Dialect):
-    """Whole conversations, rendered here by the model's own contract."""
-
-    takes_long = True
-
-    def __init__(
-        self,
-        path: str,
-        contract: ScoringContract,
-        *,
-        as_text: bool,
-        make: Callable[[Sequence[Any]], Body],
-        read: Callable[[Any, int], list[float]],
-        preparers: Preparing | None = None,
-    ) -> None:
-        """Describe a protocol.
-
-        Args:
-            path: See `Dialect`.
-            contract: Renders, and cuts what is too long.
-            as_text: Send text, which the server tokenizes without adding to it; else token ids.
-            make: The request for rows: texts, or lists of ids.
-            read: The scores of so many conversations, in the value of an answer.
-            preparers: Tokenise instead; None: this process does.
-        """
-        self.path = path
-        self._contract = contract
-        self._one_at_a_time = threading.Lock()  # tokenizers are not for several threads
-        self._as_text = as_text
-        self._make = make
-        self._read = read
-        self._preparers = preparers
-
-    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> ForeignQuery:
-        """See `Dialect`. A conversation that cannot be rendered has failed, and is not sent.
-
-        Raises:
-            WorkerError: Too many of those who tokenise were lost.
-        """
-        lines = list(map(self._line, groups, self._prepared(groups)))
-        rows = [row for line in lines for row, _ in line if row is not None]
-
-        def read(value: Any) -> ReplicaReply:
-            values = iter(self._read(value, len(rows)) if rows else ())
-            return ReplicaReply(
-                scores=[
-                    tuple(
-                        _filled(about, values) if row is not None else about for row, about in line
-                    )
-                    for line in lines
-                ]
-            )
-
-        asked = self._make(rows).model_dump(exclude_unset=True) if rows else None
-        return ForeignQuery(value=asked, read=read)
-
-    def _prepared(self, groups: Sequence[Group]) -> list[Prepared]:
-        if self._preparers is not None:
-            return self._preparers.prepare(groups)
-        with self._one_at_a_time:
-            return prepared_by(self._contract, groups)
-
-    def _line(self, group: Group, prepared: Prepared) -> list[tuple[Any, Score]]:
-        """Of each completion: what is sent, and the score without its number; or the failure."""
-        tokens, failures = prepared
-        line: list[tuple[Any, Score]] = [(None, failed(failure or "")) for failure in failures]
-        if tokens is None:
-            return line
-        sound = [i for i, failure in enumerate(failures) if failure is None]
-        rows: Sequence[Any] = self._texts(group, sound) if self._as_text else _id_rows(tokens)
-        facts = zip(sound, rows, tokens.lengths_G, tokens.truncated_G, strict=True)
-        for i, row, num_tokens, is_cut in facts:
-            line[i] = row, Score(value=None, num_tokens=num_tokens, truncated=is_cut)
-        return line
-
-    def _texts(self, group: Group, sound: Sequence[int]) -> list[str]:
-        with self._one_at_a_time:
-            return [self._contract.render(group.conversation(i)) for i in sound]
-
-
-class SingleDialect(Dialect):
-    """One conversation at a time, which the server renders."""
-
-    max_completions = 1
-
-    def __init__(
-        self,
-        path: str,
-        *,
-        make: Callable[[Conversation], Body],
-        read: Callable[[Any], float],
-    ) -> None:
-        """Describe a protocol; see `RenderedDialect`."""
-        self.path = path
-        self._make = make
-        self._read = read
-
-    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> ForeignQuery:
-        """See `Dialect`."""
-        (group,) = groups
-        try:
-            request = self._make(group.conversation(0)).model_dump(exclude_unset=True)
-        except DataError as error:
-            verdict = ReplicaReply(scores=[(failed(str(error)),)])
-            return ForeignQuery(value=None, read=lambda _: verdict)
-
-        def read(value: Any) -> ReplicaReply:
-            score = self._read(value)
-            return ReplicaReply(scores=[(Score(value=score, values_K=(score,)),)])
-
-        return ForeignQuery(value=request, read=read)
-
-
-def _id_rows(tokens: TokenGroup) -> list[list[int]]:
-    trunk = tokens.trunk_ids.tolist()
-    return [[*trunk, *branch.tolist()] for branch in tokens.branches_ids_G]
-
-
-def _filled(about: Score, values: Any) -> Score:
-    value = next(values)
-    return replace(about, value=value, values_K=(value,))
-
-
-def dialect_of(
-    protocol: UrlProtocol,
-    *,
-    contract: ScoringContract | None = None,
-    model: str = "",
-    reward_key: str = "",
-    preparers: Preparing | None = None,
-) -> Dialect:
-    """A protocol by its name.
-
-    Args:
-        protocol: The name.
-        contract: Renders conversations, for servers that take them as text or tokens. vLLM takes
-            messages as well, one conversation in a request, and renders by its own template.
-        model: What the server calls the model, where it asks for that.
-        reward_key: The key of the score, where slime's server answers with an object.
-        preparers: Tokenise instead, where a contract renders.
-
-    Raises:
-        ConfigError: It needs a contract.
-    """
-    # Servers of one model need not be told which.
-    named: dict[str, Any] = {"model": model} if model else {}
-    if protocol == "laurel":
-        return LaurelDialect()
-    if protocol == "slime":
-        return SingleDialect(
-            "", make=_remote_rm, read=partial(read_remote_rm_reply, key=reward_key)
-        )
-    if contract is None:
-        if protocol == "vllm":
-            return SingleDialect(
-                CLASSIFY_PATH,
-                make=lambda conversation: ClassifyRequest(
-                    messages=messages_of(conversation),
-                    add_generation_prompt=False,
-                    **_RAW,
-                    **named,
-                ),
-                read=lambda value: ClassifyScores.read(value, "the reply").in_order(1)[0],
-            )
-        raise ConfigError(
-            f"url_protocol={protocol}: its servers take rendered conversations, so name the reward "
-            "model (model_name), whose template and tokenizer are used"
-        )
-    rendered = partial(RenderedDialect, contract=contract, preparers=preparers)
-    if protocol == "openrlhf":
-        return rendered(
-            GET_REWARD_PATH,
-            as_text=True,
-            make=_get_reward,
-            read=lambda value, count: GetRewardScores.read(value, "the reply").in_order(count),
-        )
-    if protocol == "vllm":
-        return rendered(
-            CLASSIFY_PATH,
-            as_text=False,
-            make=lambda rows: ClassifyRequest(
-                input=list(rows), add_special_tokens=False, **_RAW, **named
-            ),
-            read=lambda value, count: ClassifyScores.read(value, "the reply").in_order(count),
-        )
-    if protocol == "sglang":
-        return rendered(
-            CLASSIFY_PATH,
-            as_text=False,
-            make=lambda rows: ClassifyRequest(input_ids=list(rows)),
-            read=_read_native,
-        )
-    return rendered(
-        EMBEDDINGS_PATH,
-        as_text=False,
-        make=lambda rows: EmbeddingsRequest(input=list(rows), **named),
-        read=lambda value, count: EmbeddingsScores.read(value, "the reply").in_order(count),
-    )
-
-
-def _remote_rm(conversation: Conversation) -> RemoteRmRequest:
-    if not conversation or conversation[-1].role != "assistant":
-        raise DataError("the conversation ends with no answer of the assistant to judge")
-    said = messages_of(conversation[:-1])
-    return RemoteRmRequest(prompt=said, response=conversation[-1].content, label=None)
-
-
-def _get_reward(texts: Sequence[str]) -> GetRewardRequest:
-    empty = [""] * len(texts)
-    return GetRewardRequest(query=list(texts), prompts=empty, labels=empty)
-
-
-def _read_native(value: Any, count: int) -> list[float]:
-    """SGLang answers one conversation without a list."""
-    found = [value] if isinstance(value, dict) else value
-    scores = validated(_NATIVE.validate_python, found, "the reply")
-    _check_count(len(scores), count)
-    return [one.embedding[0] for one in scores]
-
-
-_NATIVE = TypeAdapter(List[NativeScore])

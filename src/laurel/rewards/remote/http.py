@@ -1,4 +1,4 @@
-"""A reward model behind addresses, in any of the protocols that reward servers speak."""
+"""A reward model behind HTTP addresses, in any protocol of a reward server."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,17 +17,17 @@ from laurel.config.environments import UrlProtocol
 from laurel.errors import ConfigError, ProtocolError, key_of
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.preparing import Preparing
-from laurel.rewards.remote.foreign import Dialect, ForeignQuery, dialect_of
+from laurel.rewards.remote.dialects import Dialect, ServerQuery, dialect_of
 from laurel.rewards.remote.replica import Clock, RefusedError, ReplicaFault, ReplicaReply, failed
 from laurel.rewards.remote.router import Router, RouterOptions
 from laurel.rewards.remote.wire import VERSION_HEADER, dump, parse, read_error
-from laurel.types import Completion, Conversation, Group, Score
+from laurel.types import Conversation, Group
 
-NOT_TEXT = "text: the conversation holds half a character (a lone surrogate)"
+NOT_TEXT = "text: the conversation contains an unpaired UTF-16 surrogate"
 
 
 class HttpReplica:
-    """A reward server as a `Replica`."""
+    """Asks a reward server; a `Replica` of the router."""
 
     def __init__(
         self,
@@ -40,11 +41,11 @@ class HttpReplica:
         """Hold an address.
 
         Args:
-            url: Of the server, or of the endpoint itself.
-            dialect: What it speaks.
+            url: Address of the server, or of the endpoint itself.
+            dialect: Protocol of the server.
             api_key: Sent as a bearer token.
-            version: The version of the model that is asked for, where the protocol can say that.
-            connections: At most at once.
+            version: Model version to ask for, where the protocol can name one.
+            connections: Limit of concurrent connections.
 
         Raises:
             ConfigError: The address cannot be used.
@@ -57,20 +58,24 @@ class HttpReplica:
 
     @property
     def name(self) -> str:
-        """See `Replica`."""
+        """Name of the server, for messages."""
         return self._http.name
 
     @property
     def max_completions(self) -> int | None:
-        """See `Replica`."""
+        """Limit of completions in one request; None: no limit."""
         return self._dialect.max_completions
 
     async def attempt(
         self, groups: Sequence[Group], *, request_id: str, timeout: float
     ) -> ReplicaReply:
-        """See `Replica`."""
-        sound = [_sound(group) for group in groups]
-        question = await self._question([one for one in sound if one.completions_G], request_id)
+        """Score groups once; completions that are not valid text fail without being sent."""
+        sendable = [_sendable(group) for group in groups]
+        left = [one for one in sendable if one.completions_G]
+        question: ServerQuery | None = None
+        if left:
+            ask = partial(self._dialect.ask, left, request_id=request_id, version=self.version)
+            question = await asyncio.to_thread(ask) if self._dialect.takes_long else ask()
         version, value = "", None
         if question is not None and question.value is not None:
             answer = await self._http.post(question.value, request_id=request_id, timeout=timeout)
@@ -80,29 +85,29 @@ class HttpReplica:
         except ProtocolError as error:
             raise self._http.fault(error) from error
         rows = iter(reply.scores)
-        scores = [
-            _with_unsound(group, one, next(rows) if one.completions_G else ())
-            for group, one in zip(groups, sound, strict=True)
-        ]
+        scores = []
+        for group, one in zip(groups, sendable, strict=True):
+            sent = {id(completion) for completion in one.completions_G}
+            found = iter(next(rows) if one.completions_G else ())
+            scores.append(
+                tuple(
+                    next(found) if id(completion) in sent else failed(NOT_TEXT)
+                    for completion in group.completions_G
+                )
+            )
         return ReplicaReply(scores=scores, version=reply.version or version)
 
-    async def _question(self, groups: Sequence[Group], request_id: str) -> ForeignQuery | None:
-        if not groups:
-            return None
-        ask = partial(self._dialect.ask, groups, request_id=request_id, version=self.version)
-        return await asyncio.to_thread(ask) if self._dialect.takes_long else ask()
-
     async def probe(self, *, timeout: float) -> None:
-        """See `Replica`. Any answer will do but one that says that it is not well."""
+        """Ask whether the server is healthy; any reply passes but one that says it is not."""
         await self._http.look("/health", timeout=timeout)
 
     async def aclose(self) -> None:
-        """See `Replica`."""
+        """Close the connections."""
         await self._http.aclose()
 
 
 class HttpScorer(Router):
-    """A `Scorer` over one or several servers of the same model; see `Router`.
+    """Scores with one or several servers of the same model, as a `Router` does.
 
     Example::
 
@@ -126,18 +131,18 @@ class HttpScorer(Router):
         """Hold addresses; nothing is asked before the first score is.
 
         Args:
-            urls: One for each server.
-            protocol: What all of them speak.
+            urls: Address of each server.
+            protocol: Protocol of all servers.
             api_key: Sent as a bearer token.
-            contract: See `dialect_of`.
-            model: Likewise.
-            reward_key: Likewise.
-            preparers: Likewise. Whoever closes the scorer closes them (`close_scorer`).
-            options: See `RouterOptions`.
-            clock: Seconds; monotonic.
+            contract: Renders conversations, for protocols that take text or tokens.
+            model: Name of the model on the servers, for protocols that name it.
+            reward_key: Key of the score, where slime's server answers with an object.
+            preparers: Tokenise instead of this process; `close_scorer` closes them with the scorer.
+            options: Options of the router.
+            clock: Returns monotonic seconds.
 
         Raises:
-            ConfigError: An address or a protocol that cannot be used.
+            ConfigError: An address or a protocol cannot be used.
         """
         options = options or RouterOptions()
         self.preparers = preparers
@@ -161,7 +166,7 @@ class HttpScorer(Router):
 
 
 def endpoint(url: str, path: str) -> str:
-    """The address of an endpoint, from that of its server or from its own."""
+    """Return the URL of an endpoint, given that of its server or its own."""
     found = checked_url(url)
     own = found.path.rstrip("/")
     if not path or own.endswith(path):
@@ -179,66 +184,54 @@ def _is_text(conversation: Conversation) -> bool:
     return True
 
 
-def _sound(group: Group) -> Group:
-    """Without the completions that cannot be sent as text."""
+def _sendable(group: Group) -> Group:
+    """Return the group without the completions that are not valid text."""
     if not _is_text(group.prompt):
         return Group(id=group.id, prompt=(), completions_G=())
-    sound = tuple(one for one in group.completions_G if _is_text(one.messages))
-    if len(sound) == len(group.completions_G):
+    kept = tuple(one for one in group.completions_G if _is_text(one.messages))
+    if len(kept) == len(group.completions_G):
         return group
-    return Group(id=group.id, prompt=group.prompt, completions_G=sound)
-
-
-def _with_unsound(group: Group, sound: Group, scores: Sequence[Score]) -> tuple[Score, ...]:
-    """The scores of a group, with failures where nothing was sent."""
-    sent: set[int] = set(map(id, sound.completions_G))
-    left = iter(scores)
-
-    def verdict(one: Completion) -> Score:
-        return next(left) if id(one) in sent else failed(NOT_TEXT)
-
-    return tuple(verdict(one) for one in group.completions_G)
+    return Group(id=group.id, prompt=group.prompt, completions_G=kept)
 
 
 # --------------------------------------------------------------------------------------------------
-# JSON over HTTP to a server that nobody can vouch for: what it may say, and whose fault it is.
+# JSON over HTTP to an untrusted server: limits of its answers, and which side is at fault.
 
-MOST_BYTES = 16 * 2**20
-"""Of an answer."""
+MAX_BYTES = 16 * 2**20
+"""Limit of an answer's size."""
 _CONNECT_SECONDS = 5.0
+# Less than servers keep an idle connection, or requests would be sent on closed ones.
 _KEEP_SECONDS = 4.0
-"""Less than servers keep an idle connection, or requests would go into closed ones."""
 _ABOUT_ONE_ITEM = (400, 413, 422)
-_ABOUT_US = (401, 403, 404, 405, 407)
+# The address or the key is wrong, whatever the request.
+_ABOUT_CLIENT = (401, 403, 404, 405, 407)
 _ABOUT_THE_KEY = (401, 403)
-"""The address or the key is wrong, whatever was asked."""
 _BUSY = (429, 503)
-_SHOWN = 200
-"""Letters of what a server says that messages repeat."""
+_SHOWN = 200  # characters of a server's message that errors repeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpAnswer:
-    """What a server said with status 200."""
+    """Holds the answer of a server with status 200."""
 
     value: Any
     version: str
-    """Of its model; empty where it does not say."""
+    """Version of the server's model; empty where it gives none."""
 
 
 class HttpExchange:
-    """Connections to one server. Redirects, proxies and compressed answers are refused."""
+    """Keeps connections to one server; refuses redirects, proxies and compressed answers."""
 
     def __init__(self, url: str, *, api_key: str | None = None, connections: int = 64) -> None:
         """Hold an address; nothing is sent yet.
 
         Args:
-            url: Of the endpoint.
+            url: URL of the endpoint.
             api_key: Sent as a bearer token.
-            connections: At most at once.
+            connections: Limit of concurrent connections.
 
         Raises:
-            ConfigError: Not an address of HTTP, or one with a password in it.
+            ConfigError: Not an HTTP address, or one with a password in it.
         """
         self.url = checked_url(url)
         self._api_key = api_key
@@ -252,15 +245,15 @@ class HttpExchange:
 
     @property
     def name(self) -> str:
-        """The address without its query, which may hold a secret; for messages."""
+        """Address without its query, which may hold a secret; for messages."""
         return str(self.url.copy_with(query=None, fragment=None))
 
     async def post(self, value: Any, *, request_id: str = "", timeout: float) -> HttpAnswer:
-        """Ask, once.
+        """Send one request.
 
         Raises:
-            ReplicaFault: No answer, or none that is JSON.
-            RefusedError: A status that blames the request.
+            ReplicaFault: There is no answer, or it is not JSON.
+            RefusedError: The status says that the request is at fault.
         """
         headers = {"Content-Type": "application/json"}
         if request_id:
@@ -276,17 +269,17 @@ class HttpExchange:
             raise self.fault(error, body) from error
 
     def fault(self, error: ProtocolError, body: bytes = b"") -> ReplicaFault:
-        """A reply that does not keep to its protocol, as a fault of its kind."""
-        said = ascii(self._without_key(str(error))[:_SHOWN])[1:-1]
+        """Convert a violation of the protocol into a fault of its kind."""
+        message = ascii(self._without_key(str(error))[:_SHOWN])[1:-1]
         if body and error.kind == "reply":
-            said += f"; it begins {self._without_key(body.decode('utf-8', 'replace'))[:40]!a}"
-        return ReplicaFault(error.kind, f"{self.name}: {said}")
+            message += f"; it begins {self._without_key(body.decode('utf-8', 'replace'))[:40]!a}"
+        return ReplicaFault(error.kind, f"{self.name}: {message}")
 
     async def look(self, path: str, *, timeout: float) -> None:
-        """See whether the server answers at all; it need not know the path.
+        """Send a GET request to see whether the server answers at all; it need not know the path.
 
         Raises:
-            ReplicaFault: It does not, or says that it is not well.
+            ReplicaFault: It does not answer, or reports that it is unhealthy.
         """
         url = self.url.copy_with(path=path, query=None)
         status, found, body = await self._exchange("GET", url, timeout=timeout)
@@ -307,11 +300,11 @@ class HttpExchange:
             async with self._open().stream(method, url, timeout=limits, **content) as response:
                 return response.status_code, response.headers, await self._body(response)
         except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
-            raise ReplicaFault("connection", f"{self.name}: {_said(error)}") from error
+            raise ReplicaFault("connection", f"{self.name}: {_text_of(error)}") from error
         except httpx2.TimeoutException as error:
-            raise ReplicaFault("timeout", f"{self.name}: {_said(error)}") from error
+            raise ReplicaFault("timeout", f"{self.name}: {_text_of(error)}") from error
         except httpx2.HTTPError as error:
-            message = f"{self.name}: {_said(error)}"
+            message = f"{self.name}: {_text_of(error)}"
             raise ReplicaFault("connection", message, in_mid_request=True) from error
 
     async def _body(self, response: httpx2.Response) -> bytes:
@@ -321,8 +314,8 @@ class HttpExchange:
         body = bytearray()
         async for piece in response.aiter_raw():
             body += piece
-            if len(body) > MOST_BYTES:
-                raise ReplicaFault("reply", f"{self.name} answered more than {MOST_BYTES:,} bytes")
+            if len(body) > MAX_BYTES:
+                raise ReplicaFault("reply", f"{self.name} answered more than {MAX_BYTES:,} bytes")
         return bytes(body)
 
     def _open(self) -> httpx2.AsyncClient:
@@ -344,12 +337,15 @@ class HttpExchange:
         return self._client[1]
 
     def _error(self, status: int, headers: httpx2.Headers, body: bytes) -> Exception:
-        """Whose fault a status is."""
+        """Convert a status into an error of the replica or of the request."""
         message = f"{self.name} answered {status}"
-        if said := self._without_key(_reason_in(body)):
-            message += f": {ascii(said[:_SHOWN])[1:-1]}"
+        with suppress(ProtocolError):
+            if reason := self._without_key(read_error(parse(body))):
+                message += f": {ascii(reason[:_SHOWN])[1:-1]}"
         if status in _BUSY:
-            return ReplicaFault("busy", message, retry_after=_seconds(headers.get("Retry-After")))
+            wait = headers.get("Retry-After", "")
+            is_number = re.fullmatch(r"\d{1,6}(\.\d{1,6})?", wait) is not None
+            return ReplicaFault("busy", message, retry_after=float(wait) if is_number else None)
         if status == 408:
             return ReplicaFault("timeout", message)
         if status == 409:
@@ -357,31 +353,28 @@ class HttpExchange:
         if 300 <= status < 400:
             message += ": a redirect, which is not followed; name the final address"
             return ReplicaFault("4xx", message)
-        if status in _ABOUT_US:
-            return ReplicaFault("4xx", f"{message}; {_cure(status, has_key=bool(self._api_key))}")
+        if status in _ABOUT_CLIENT:
+            if status not in _ABOUT_THE_KEY:
+                cure = "look at the path of its address, and whether it speaks this protocol"
+            elif self._api_key:
+                cure = f"does the variable of {key_of('api_key_env')} hold the key of this server?"
+            else:
+                cure = f"name the variable that holds its key in {key_of('api_key_env')}"
+            return ReplicaFault("4xx", f"{message}; {cure}")
         if 400 <= status < 500:
             return RefusedError(message, may_be_one_item=status in _ABOUT_ONE_ITEM)
         return ReplicaFault("5xx" if status >= 500 else "reply", message)
 
-    def _without_key(self, said: str) -> str:
-        """What a server says may hold what it was told."""
-        return said.replace(self._api_key, "***") if self._api_key else said
-
-
-def _cure(status: int, *, has_key: bool) -> str:
-    """What whoever named the server can do about one of `_ABOUT_US`."""
-    if status not in _ABOUT_THE_KEY:
-        return "look at the path of its address, and whether it speaks this protocol"
-    if has_key:
-        return f"is what the variable of {key_of('api_key_env')} holds the key of this server?"
-    return f"name the variable that holds its key in {key_of('api_key_env')}"
+    def _without_key(self, text: str) -> str:
+        # A server may repeat the request, and with it the key.
+        return text.replace(self._api_key, "***") if self._api_key else text
 
 
 def checked_url(url: str) -> httpx2.URL:
-    """An address, if it can be used.
+    """Parse an HTTP address.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The address cannot be used.
     """
     try:
         found = httpx2.URL(url)
@@ -398,24 +391,10 @@ def checked_url(url: str) -> httpx2.URL:
 
 
 def _shown(url: str) -> str:
-    """Without what may be a secret: a password, a query."""
+    # Without what may be a secret: a password, a query.
     address = url.partition("?")[0].partition("#")[0]
     return ascii(address.rpartition("@")[2])
 
 
-def _said(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return str(error) or type(error).__name__
-
-
-def _reason_in(body: bytes) -> str:
-    try:
-        return read_error(parse(body))
-    except ProtocolError:
-        return ""
-
-
-def _seconds(header: str | None) -> float | None:
-    """What `Retry-After` says, where it is a number of seconds."""
-    if header is None or not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", header):
-        return None
-    return float(header)

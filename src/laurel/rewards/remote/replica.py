@@ -1,7 +1,7 @@
-"""One place that scores, one try at it, and the ways in which a try fails.
+"""A replica of a reward model, one attempt at it, and the ways in which an attempt fails.
 
-Every failure of a `Score` that comes from a replica begins with a word of `REASONS` and a colon,
-so that failures can be counted by their reason (`failure_reason`).
+Every failure of a `Score` that comes from a replica begins with a word of `REASONS` and a colon, so
+that failures can be counted by their reason (`failure_reason`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ FaultKind = Literal[
     "4xx",
 ]
 REASONS = (*get_args(FaultKind), "poison", "text")
-"""What failures begin with. `poison`: it takes down whoever scores it; `text`: not Unicode."""
+"""First words of failures. `poison`: it takes down every replica that scores it; `text`: it is not
+Unicode.
+"""
 
 
 class ReplicaFault(Exception):
-    """The replica is to blame, not what it was given: another try, or another one, may do."""
+    """Raised when a replica is at fault, and not the request: another attempt may succeed."""
 
     def __init__(
         self,
@@ -46,73 +48,73 @@ class ReplicaFault(Exception):
         super().__init__(f"{kind}: {message}")
         self.kind = kind
         self.message = message
-        """Without the word that it is counted under."""
+        """Message without the word that it is counted under."""
         self.retry_after = retry_after
-        """Seconds that it wants to be left alone for; `busy` only."""
+        """Seconds to wait before the next request; `busy` only."""
         self.in_mid_request = in_mid_request
-        """Whether it was lost while it had the request, which may be why."""
+        """Whether the replica was lost during the request, which may be the cause."""
 
 
 class RefusedError(Exception):
-    """What was asked is to blame. The same is never asked again, of nobody."""
+    """Raised when the request is at fault; it is not sent again to any replica."""
 
     def __init__(self, message: str, *, may_be_one_item: bool) -> None:
         super().__init__(f"4xx: {message}")
         self.message = message
-        """See `ReplicaFault`."""
+        """Message without the word that it is counted under."""
         self.may_be_one_item = may_be_one_item
-        """Whether a part of the request may be welcome without the rest."""
+        """Whether a part of the request may be accepted without the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReply:
-    """What a replica said to one try."""
+    """Holds the reply of a replica to one attempt."""
 
     scores: list[tuple[Score, ...]]
     version: str = ""
-    """Of the model that scored; empty where the replica does not say."""
+    """Version of the model that scored; empty where the replica gives none."""
 
 
 class Replica(Protocol):
-    """Scores what it is given, once, and says whose fault it is if it cannot."""
+    """Scores groups once, and says which side is at fault if it cannot."""
 
     @property
     def name(self) -> str:
-        """For messages; different from those of the others."""
+        """Unique name, for messages."""
 
     @property
     def max_completions(self) -> int | None:
-        """Of one request; None: as many as anybody wants."""
+        """Limit of completions in one request; None: no limit."""
 
     async def attempt(
         self, groups: Sequence[Group], *, request_id: str, timeout: float
     ) -> ReplicaReply:
-        """One try. A score with a failure is the verdict on that completion.
+        """Make one attempt; a score with a failure is final for that completion.
 
         Args:
-            groups: With at least one completion each.
-            request_id: Of all tries of the same request: whoever has it done may answer again
-                without computing.
-            timeout: Seconds.
+            groups: Groups with at least one completion each.
+            request_id: Id of all attempts at the same request, so that a server that has scored it
+                may answer again without computing.
+            timeout: Time limit in seconds.
 
         Raises:
-            ReplicaFault: Nothing of it was scored.
-            RefusedError: Likewise, and the request is why.
+            ReplicaFault: Nothing was scored, and the replica is at fault.
+            RefusedError: Nothing was scored, and the request is at fault.
         """
 
     async def probe(self, *, timeout: float) -> None:
-        """Look whether it lives.
+        """Ask whether the replica is alive.
 
         Raises:
-            ReplicaFault: It does not.
+            ReplicaFault: It is not.
         """
 
     async def aclose(self) -> None:
-        """Let connections go. Idempotent."""
+        """Close its connections. Idempotent."""
 
 
 async def close_scorer(scorer: object) -> None:
-    """End a scorer by whatever way it has: `aclose`, `close`, or none; then who prepares for it."""
+    """Close a scorer with its `aclose` or `close`, if it has one, and then its preparers."""
     if callable(end := getattr(scorer, "aclose", None)):
         await end()
     elif callable(end := getattr(scorer, "close", None)):
@@ -122,7 +124,7 @@ async def close_scorer(scorer: object) -> None:
 
 
 def check_scores(groups: Sequence[Group], scores: Sequence[Sequence[Score]], *, name: str) -> None:
-    """Refuse a whole reply for anything in it that is no verdict on what was asked.
+    """Reject a reply unless it has one valid score for each completion.
 
     Raises:
         ReplicaFault: Too few, too many, or neither a finite number nor a failure.
@@ -140,33 +142,32 @@ def check_scores(groups: Sequence[Group], scores: Sequence[Sequence[Score]], *, 
 
 
 def failed(reason: str) -> Score:
-    """The verdict on a completion that could not be scored."""
+    """Return a failed score."""
     return Score(value=None, failure=reason)
 
 
 def failure_reason(failure: str) -> str:
-    """The word that a failure is counted under; `other` for what a model says of its own."""
+    """Return the word that a failure is counted under; `other` for a model's own failures."""
     word = failure.partition(":")[0]
     return word if word in REASONS else "other"
 
 
 # --------------------------------------------------------------------------------------------------
-# What a router knows of one replica: what it has under way, and whether to trust it.
+# The health of one replica: its running requests, and whether it is trusted.
 #
-# A replica is trusted once a probe of it has succeeded. Faults in a row, or one that leaves no
-# doubt,
-# end the trust: it is left alone for a rest, then probed. If the probe succeeds it is on trial and
-# gets one request at a time: the first success ends the trial, the first fault means a longer rest.
+# A replica is trusted once a probe of it has succeeded. Faults in a row, or a conclusive one, end
+# the trust: it gets nothing for a rest, and is then probed. If the probe succeeds it is on trial
+# and gets one request at a time: the first success ends the trial, a fault means a longer rest.
 
 Clock = Callable[[], float]
 
 FAULTS_TO_TRIP = 3
-"""Faults in a row that end the trust."""
+"""Number of faults in a row that end the trust."""
 FIRST_REST, LONGEST_REST = 0.5, 15.0
-"""Seconds of a rest; it doubles with each that no success has followed."""
+"""Bounds of a rest in seconds; it doubles each time without a success in between."""
 LONGEST_BUSY = 30.0
-"""Seconds that a replica may ask to be left alone for."""
-_NO_DOUBT = ("version", "canary", "4xx")
+"""Longest time in seconds for which a replica may ask to get no requests."""
+_CONCLUSIVE = ("version", "canary", "4xx")
 _REMEMBERED = 128
 _TO_JOIN = 0.5
 _LEAST_PATIENCE = 0.05
@@ -174,7 +175,7 @@ _ENOUGH_TO_TELL = 20
 
 
 class ReplicaHealth:
-    """The record of one replica. Times are of a monotonic clock."""
+    """Records the health of one replica; times are of a monotonic clock."""
 
     def __init__(
         self, replica: Replica, *, window: int, clock: Clock, has_canary: bool = False
@@ -182,38 +183,35 @@ class ReplicaHealth:
         """Begin a record.
 
         Args:
-            replica: Whose; it is probed before it gets anything.
-            window: Requests that it may have at once; fewer while it says that it is busy.
-            clock: Seconds.
-            has_canary: Whether a probe asks for known scores. Then a lost connection is reason
-                enough for one: what listens there may be another server by now.
+            replica: Replica, which is probed before its first request.
+            window: Limit of concurrent requests; lowered while the replica is busy.
+            clock: Returns monotonic seconds.
+            has_canary: Whether probes ask for known scores. A lost connection is then reason enough
+                for one: another server may listen there by now.
         """
         self.replica = replica
         self.clock = clock
-        self.tokens = 0
-        """Outstanding, roughly."""
+        self.tokens = 0  # outstanding, roughly
         self.in_flight = 0
         self.needs_probe = True
         self.is_on_trial = False
-        self.probing_since: float | None = None
-        """When the probe that is under way began."""
+        self.probing_since: float | None = None  # start of the running probe
         self.probed_at = -float("inf")
-        self.last_fault = ""
-        """Of those since the latest success."""
+        self.last_fault = ""  # since the latest success
         self._num_dangerous = 0
         self._has_canary = has_canary
         self._most = float(window)
         self._window = float(window)
         self._faults_in_a_row = 0
         self._rests = 0
+        # Results of requests sent before say nothing about its health now.
         self._trusted_since = -float("inf")
-        """What it got before is no news of how it is."""
         self._not_before = -float("inf")
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
 
     @property
     def is_usable(self) -> bool:
-        """Whether it is trusted and takes requests; perhaps it has all it may have at once."""
+        """Whether it is trusted and takes requests, even if it is full at the moment."""
         return not self.needs_probe and self.clock() >= self._not_before
 
     @property
@@ -223,13 +221,13 @@ class ReplicaHealth:
 
     @property
     def wants_probe(self) -> bool:
-        """Whether a probe is due that nobody has begun."""
+        """Whether a probe is due that has not begun."""
         is_due = self.needs_probe and self.clock() >= self._not_before
         return is_due and self.probing_since is None
 
     @property
     def joins_until(self) -> float | None:
-        """Until when its first probe is worth a short wait, or the others would get everything."""
+        """Time to wait for its first probe, so that it gets its share of the first requests."""
         if self.probing_since is None or self.probed_at > -float("inf"):
             return None
         until = self.probing_since + _TO_JOIN
@@ -237,27 +235,28 @@ class ReplicaHealth:
 
     @property
     def refuses_us(self) -> bool:
-        """Whether it lives, and wants nothing from this address or with this key."""
+        """Whether it is alive but refuses this client or its key."""
         return self.needs_probe and self.last_fault.startswith("4xx")
 
     @property
     def rests_until(self) -> float:
-        """When it may be asked again."""
+        """Time from which it may be asked again."""
         return self._not_before
 
     @property
     def seconds(self) -> Sequence[float]:
-        """How long its latest answers took."""
+        """Durations of its latest answers."""
         return self._seconds
 
     @property
     def has_dangerous(self) -> bool:
-        """Whether it has a request that may take it down. It gets no second one: then its end tells
-        which of them is to blame."""
+        """Whether it has a request that may take it down. It gets no second one, so that its loss
+        shows which of them is at fault.
+        """
         return self._num_dangerous > 0
 
     def begin(self, tokens: int, *, is_dangerous: bool = False) -> Callable[[], None]:
-        """A request goes to it. To be called when it has come back, however: what this returns."""
+        """Record the start of a request; return a function to call when the request has ended."""
         self.in_flight += 1
         self.tokens += tokens
         self._num_dangerous += is_dangerous
@@ -270,9 +269,9 @@ class ReplicaHealth:
         return end
 
     def succeeded(self, seconds: float) -> None:
-        """It answered, and well."""
+        """Record a valid answer."""
         self._seconds.append(seconds)
-        if self.needs_probe:  # begun before it went wrong: no news of how it is now
+        if self.needs_probe:  # sent before the fault: says nothing about now
             return
         self.last_fault = ""
         self.is_on_trial = False
@@ -281,30 +280,31 @@ class ReplicaHealth:
         self._window = min(self._most, self._window + 1 / self._window)
 
     def failed(self, fault: ReplicaFault, *, began: float) -> None:
-        """It is to blame for a request that was not scored.
+        """Record a fault of the replica.
 
         Args:
-            fault: How.
-            began: When it got the request. What it got before it was last trusted does not count,
-                or the many requests that one death ends would be as many deaths.
+            fault: The fault.
+            began: Time at which the request was sent. Requests sent before the replica was last
+                trusted do not count, or the many requests that one death ends would be as many
+                deaths.
         """
-        if fault.kind == "busy":  # as it should be: no mark against it
+        if fault.kind == "busy":  # normal behaviour, which does not count against it
             self.last_fault = str(fault)
             self._window = max(1.0, self._window / 2)
-            self._leave_alone(fault)
+            self._postpone(fault)
             return
         if self.needs_probe or began < self._trusted_since:
             return
         self.last_fault = str(fault)
         self._faults_in_a_row += 1
         is_enough = self.is_on_trial or self._faults_in_a_row >= FAULTS_TO_TRIP
-        if is_enough or fault.kind in _NO_DOUBT:
+        if is_enough or fault.kind in _CONCLUSIVE:
             self._rest()
         elif fault.kind == "connection" and self._has_canary:
             self.needs_probe = True
 
     def proved(self) -> None:
-        """A probe of it succeeded."""
+        """Record a successful probe."""
         self.probed_at = self.clock()
         if self.needs_probe:
             self.needs_probe = False
@@ -313,7 +313,7 @@ class ReplicaHealth:
             self._trusted_since = self.clock()
 
     def failed_probe(self, fault: ReplicaFault, *, began: float) -> None:
-        """A probe of it failed."""
+        """Record a failed probe."""
         self.probed_at = self.clock()
         if began < self._trusted_since:
             return
@@ -322,11 +322,11 @@ class ReplicaHealth:
             return
         self.last_fault = str(fault)
         if fault.kind == "busy" and fault.retry_after is not None:
-            self._leave_alone(fault)
+            self._postpone(fault)
         else:
             self._rest()
 
-    def _leave_alone(self, fault: ReplicaFault) -> None:
+    def _postpone(self, fault: ReplicaFault) -> None:
         if fault.retry_after is not None:
             self._not_before = self.clock() + min(fault.retry_after, LONGEST_BUSY)
 
@@ -338,9 +338,9 @@ class ReplicaHealth:
 
 
 def patience(replica_health: Collection[ReplicaHealth]) -> float | None:
-    """Seconds after which an answer is slow: twice what 95 % of the latest took.
+    """Return the seconds after which an answer counts as slow: twice what 95 % of the latest took.
 
-    None: there is only one replica, or too few answers are known to tell.
+    None: there is only one replica, or too few answers are known.
     """
     known = sorted(seconds for health in replica_health for seconds in health.seconds)
     if len(replica_health) < 2 or len(known) < _ENOUGH_TO_TELL:

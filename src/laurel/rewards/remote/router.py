@@ -1,7 +1,7 @@
-"""One scorer over several replicas, of which any may die, lie, hang or be slow.
+"""One scorer over several replicas, any of which may die, lie, hang or be slow.
 
-Every completion gets exactly one verdict: that of the first whole and valid reply to a request it
-was in. Scoring changes nothing, so a request may be sent twice; of two replies one is dropped.
+Every completion gets exactly one score: that of the first complete and valid reply to a request it
+was in. Scoring has no side effects, so a request may be sent twice; one of two replies is dropped.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import random
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 from laurel.errors import WorkerError, is_lost_worker
@@ -30,21 +29,20 @@ from laurel.rewards.remote.replica import (
 )
 from laurel.types import Completion, Group, Message, Score, group_of
 
-LOOKING = 0.25
-"""Seconds between looks whether enough answers are known to call one slow."""
+POLL_SECONDS = 0.25
+"""Time between checks whether enough answers are known to call one slow."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
-"""Bounds in seconds of the random pause before another try; the bound doubles each time."""
+"""Bounds in seconds of the random pause before another attempt; the bound doubles each time."""
 ALIVE_PAUSE = 0.2
-"""The longest after a wrong answer: who gives one is neither dead nor overloaded."""
-_PROBE_SECONDS = 10.0
-"""Limit of a probe that only looks whether a replica lives."""
+"""Bound of the pause after a wrong answer: its replica is neither dead nor overloaded."""
+_PROBE_SECONDS = 10.0  # limit of a probe that only asks whether a replica is alive
 
 
 class Router:
-    """A `Scorer` over replicas of one model.
+    """Scores with the replicas of one model.
 
-    Each try goes to the replica with the fewest outstanding tokens that is trusted, and the next
-    one to another. All calls come from one event loop.
+    Each attempt goes to the trusted replica with the fewest outstanding tokens, and the next one to
+    another replica. All calls come from one event loop.
     """
 
     def __init__(
@@ -58,14 +56,14 @@ class Router:
         """Take over replicas; `aclose` ends them.
 
         Args:
-            replicas: At least one when the first score is asked for.
-            options: See there.
-            clock: Seconds; never one that is set by hand or from outside.
-            seed: Of the pauses.
+            replicas: Replicas, at least one when the first score is asked for.
+            options: Limits and checks.
+            clock: Returns monotonic seconds.
+            seed: Seed of the random pauses.
         """
         self.options = options or RouterOptions()
         self.counts: Counter[str] = Counter()
-        """`requests`, `attempts`, `hedges`, `splits`, and `fault_<kind>` of each kind."""
+        """Counts `requests`, `attempts`, `hedges`, `splits`, and `fault_<kind>` of each kind."""
         self._checks = ReplyChecks(version=self.options.version, canary=self.options.canary)
         self._clock = clock
         self._random = random.Random(seed)
@@ -85,7 +83,7 @@ class Router:
         """Use one more replica, once a probe of it has succeeded.
 
         Raises:
-            ValueError: There is one of that name.
+            ValueError: There is already a replica of that name.
         """
         if replica.name in self._replica_health:
             raise ValueError(f"there is a replica called {replica.name} already")
@@ -100,16 +98,16 @@ class Router:
 
     @property
     def version(self) -> str:
-        """Of the model whose scores are believed; empty before the first answer that has one."""
+        """Version of the accepted model; empty before the first answer that has one."""
         return self._checks.version
 
     @property
     def replica_health(self) -> Mapping[str, ReplicaHealth]:
-        """What is known of each replica."""
+        """Health record of each replica, by name."""
         return self._replica_health
 
     async def aclose(self) -> None:
-        """End the replicas. Idempotent."""
+        """Close the replicas. Idempotent."""
         for probe in self._probes:
             probe.cancel()
         await asyncio.gather(*self._probes, return_exceptions=True)
@@ -120,12 +118,12 @@ class Router:
     # --------------------------------------------------------------------------------- scoring
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `protocols.Scorer`. Failures begin with one of `replica.REASONS`.
+        """Score groups; failures begin with one of `replica.REASONS`.
 
-        Completions of a group that say the same are asked once.
+        Equal completions of a group are sent once.
 
         Raises:
-            WorkerError: Who renders for all replicas is lost.
+            WorkerError: The tokenizer workers for all replicas are lost.
         """
         distinct = [
             replace(group, completions_G=tuple(dict.fromkeys(group.completions_G)))
@@ -151,7 +149,7 @@ class Router:
         ]
 
     async def _settle_in_turn(self, job: RouterJob, verdicts: list[list[Score | None]]) -> None:
-        """No more at a time than replicas can take, or waking all who wait would take for ever."""
+        # Requests under way are limited to what replicas can take: waking every waiter is O(n^2).
         async with self._gate():
             await self._settle(job, verdicts)
 
@@ -163,14 +161,12 @@ class Router:
         return self._gate_of[1]
 
     def _open_gate(self) -> None:
-        """As wide as the replicas need."""
         wanted = self.options.window * (len(self._replica_health) + 1)
         while self._gate_of is not None and self._places < wanted:
             self._gate_of[1].release()
             self._places += 1
 
     async def _settle(self, job: RouterJob, verdicts: list[list[Score | None]]) -> None:
-        """Ask until there is a verdict on every completion of a request."""
         while True:
             try:
                 reply = await self._ask(job)
@@ -191,14 +187,14 @@ class Router:
                 return job.put_all(verdicts, reply.scores)
 
     async def _settle_parts(self, job: RouterJob, verdicts: list[list[Score | None]]) -> None:
-        """Half by half, to find the one that spoils the rest."""
+        # Halves find the completion that spoils the others in few requests.
         self.counts["splits"] += 1
         async with asyncio.TaskGroup() as tasks:
             for half in halve_job(job, began=self._clock()):
                 tasks.create_task(self._settle(half, verdicts))
 
     async def _pause(self, job: RouterJob) -> None:
-        self._begin_probes()  # who comes back meanwhile is the better one to ask
+        self._begin_probes()  # a replica that recovers is the better choice
         longest = ALIVE_PAUSE if job.got_an_answer else LONGEST_PAUSE
         bound = min(longest, FIRST_PAUSE * 2 ** min(job.tries, 16))
         elsewhere = any(
@@ -231,34 +227,33 @@ class Router:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _until_slow(self, attempt: asyncio.Task[ReplicaReply], began: float) -> None:
-        """Wait until an attempt has ended, or is slow, as soon as enough is known to tell."""
         while (seconds := patience(self._replica_health.values())) is None and not attempt.done():
-            await asyncio.wait((attempt,), timeout=LOOKING)
+            await asyncio.wait((attempt,), timeout=POLL_SECONDS)
         if seconds is not None and not attempt.done():
             await asyncio.wait((attempt,), timeout=max(0.0, began + seconds - self._clock()))
 
     async def _another(
         self, job: RouterJob, first: ReplicaHealth, attempt: asyncio.Task[ReplicaReply]
     ) -> ReplicaHealth | None:
-        """A second replica, as soon as there is one; None where the first has answered by then."""
+        """Wait for a second free replica; None if the attempt ends first."""
         while not attempt.done():
             if (other := self._best(job, besides=first)) is not None:
                 return other
-            await self._news(attempt, timeout=1.0)
+            await self._wait_for_change(attempt, timeout=1.0)
         return None
 
     def _begin(self, health: ReplicaHealth, job: RouterJob) -> asyncio.Task[ReplicaReply]:
         ending = health.begin(job.tokens, is_dangerous=job.is_dangerous)
         task = asyncio.create_task(self._attempt(health, job))
-        task.add_done_callback(partial(self._end, ending))
+
+        def end(_: asyncio.Task[ReplicaReply]) -> None:
+            ending()  # in a callback: a task that is cancelled early runs nothing else
+            self._wake_waiting()
+
+        task.add_done_callback(end)
         return task
 
-    def _end(self, ending: Callable[[], None], _: asyncio.Task[ReplicaReply]) -> None:
-        ending()  # in a callback: a task that is cancelled early runs nothing else
-        self._wake_waiting()
-
     async def _attempt(self, health: ReplicaHealth, job: RouterJob) -> ReplicaReply:
-        """One try at one replica."""
         began = self._clock()
         limit = max(0.001, min(self.options.attempt_timeout, job.deadline - began))
         self.counts["attempts"] += 1
@@ -269,7 +264,10 @@ class Router:
         except ReplicaFault as fault:
             self.counts[f"fault_{fault.kind}"] += 1
             job.failed_at(health.replica.name, fault)
-            if not job.is_to_blame_for(fault) and self._was_fair(fault, limit):
+            # A deadline that leaves hardly any time is not the replica's fault.
+            enough = min(self.options.attempt_timeout, self.options.timeout) / 2
+            was_fair = fault.kind != "timeout" or limit >= enough
+            if not job.is_to_blame_for(fault) and was_fair:
                 health.failed(fault, began=began)
             raise
         except RefusedError:
@@ -280,18 +278,13 @@ class Router:
             self._last_success = self._clock()
             return reply
 
-    def _was_fair(self, fault: ReplicaFault, limit: float) -> bool:
-        """Whether the replica is to blame, and not a deadline that left it hardly any time."""
-        enough = min(self.options.attempt_timeout, self.options.timeout) / 2
-        return fault.kind != "timeout" or limit >= enough
-
     # ------------------------------------------------------------------------------- choosing
 
     async def _take(self, job: RouterJob) -> ReplicaHealth:
-        """A replica for the next try.
+        """Wait for a replica for the next attempt.
 
         Raises:
-            _NobodyError: None could be had in time.
+            _NobodyError: There was none in time.
         """
         while True:
             now = self._clock()
@@ -305,7 +298,7 @@ class Router:
             if not ends and (best := self._best(job)) is not None:
                 return best
             ends += [s.rests_until for s in self._replica_health.values() if s.rests_until > now]
-            await self._news(timeout=max(0.001, min([job.deadline, *ends]) - now))
+            await self._wait_for_change(timeout=max(0.001, min([job.deadline, *ends]) - now))
 
     def _best(
         self, job: RouterJob, *, besides: ReplicaHealth | None = None
@@ -323,7 +316,6 @@ class Router:
         return min(with_room, key=lambda s: (s.tokens, len(s.seconds)), default=None)
 
     def _all_refuse(self, job: RouterJob) -> bool:
-        """Whether there are replicas, and none of them will ever want what is asked."""
         return bool(self._replica_health) and all(
             health.refuses_us or name in job.refused_by
             for name, health in self._replica_health.items()
@@ -336,8 +328,8 @@ class Router:
         found = "; ".join(filter(None, faults)) or "all were busy" if faults else "there is none"
         return f"{kind}: no replica could be asked ({found})"
 
-    async def _news(self, *attempts: asyncio.Task[ReplicaReply], timeout: float) -> None:
-        """Wait until a replica is free or changes its mind, an attempt ends, or for so long."""
+    async def _wait_for_change(self, *attempts: asyncio.Task[ReplicaReply], timeout: float) -> None:
+        """Wait until a replica's state changes, an attempt ends, or the time is over."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         try:
@@ -384,11 +376,10 @@ class Router:
 
 
 class _NobodyError(Exception):
-    """No replica could be had in time; the message is a failure."""
+    """Raised when no replica could be had in time; the message is a failure."""
 
 
 def _worker_error_in(group: BaseExceptionGroup[BaseException]) -> WorkerError | None:
-    """The one that ended a group of tasks, where one did."""
     for error in group.exceptions:
         found = _worker_error_in(error) if isinstance(error, BaseExceptionGroup) else error
         if isinstance(found, WorkerError):
@@ -397,15 +388,15 @@ def _worker_error_in(group: BaseExceptionGroup[BaseException]) -> WorkerError | 
 
 
 # --------------------------------------------------------------------------------------------------
-# Several attempts at the same request: which of them counts.
+# Concurrent attempts at the same request.
 
 
 async def first_good(running: Sequence[asyncio.Task[ReplicaReply]]) -> ReplicaReply:
-    """The first reply, or the first refusal; where there is neither, the error of the last.
+    """Return the first reply, or raise the first refusal, or else the error of the last attempt.
 
     Raises:
-        RefusedError: The request is to blame.
-        ReplicaFault: None of the attempts was any good.
+        RefusedError: The request is at fault.
+        ReplicaFault: All attempts failed.
     """
     pending = set(running)
     while True:
@@ -427,20 +418,20 @@ def succeeded(task: asyncio.Task[ReplicaReply]) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a reply must be to be believed: whole, finite, of the right model, and in time.
+# Checks of a reply: complete, finite, of the right model, and in time.
 
 T = TypeVar("T")
 
 
 class ReplyChecks:
-    """Asks replicas, and lets through what can be believed."""
+    """Asks replicas, and rejects invalid replies."""
 
     def __init__(self, *, version: str, canary: CanaryGroup | None) -> None:
-        """Begin.
+        """Start with the expected version and scores.
 
         Args:
-            version: Of the model; empty: that of the first answer.
-            canary: A group whose scores are known, if there is one.
+            version: Version of the model; empty: that of the first answer.
+            canary: A group with known scores, if there is one.
         """
         self.version = version
         self._is_wanted = bool(version)
@@ -450,11 +441,11 @@ class ReplyChecks:
     async def ask(
         self, replica: Replica, groups: Sequence[Group], *, request_id: str, limit: float
     ) -> ReplicaReply:
-        """A reply that can be believed.
+        """Ask a replica for scores, and check its reply.
 
         Raises:
-            ReplicaFault: There is none within `limit` seconds.
-            RefusedError: The replica blames the request.
+            ReplicaFault: There is no valid reply within `limit` seconds.
+            RefusedError: The replica says that the request is at fault.
         """
         asked = replica.attempt(groups, request_id=request_id, timeout=limit)
         reply = await _in_time(asked, replica, limit)
@@ -462,14 +453,16 @@ class ReplyChecks:
         if reply.version and self.version and reply.version != self.version:
             message = f"{replica.name} has {reply.version[:80]!r}, not {self.version!r}"
             raise ReplicaFault("version", message)
-        if self._is_wanted and not reply.version and _has_a_score(reply):
+        # A reply without any score comes from no model, so it has no version.
+        has_score = any(score.value is not None for row in reply.scores for score in row)
+        if self._is_wanted and not reply.version and has_score:
             message = f"{replica.name} does not say its version, which is to be {self.version!r}"
             raise ReplicaFault("version", message)
         self.version = self.version or reply.version
         return reply
 
     async def prove(self, replica: Replica, *, limit: float) -> None:
-        """See whether a replica lives, and whether it gives the scores that it should.
+        """Check that a replica is alive and, with a canary, that it gives the expected scores.
 
         Raises:
             ReplicaFault: It does not.
@@ -487,7 +480,7 @@ class ReplyChecks:
         most = replica.max_completions or len(canary.group.completions_G)
         found: list[float] = []
         for _, part in parts(canary.group, most):
-            # An id of its own each time: a server may answer one that it knows without computing.
+            # A new id each time: a server may answer a known one without computing.
             reply = await self.ask(replica, [part], request_id=uuid.uuid4().hex, limit=limit)
             for score in reply.scores[0]:
                 if score.value is None:
@@ -506,11 +499,6 @@ class ReplyChecks:
                 )
 
 
-def _has_a_score(reply: ReplicaReply) -> bool:
-    """Whether any model is behind it: who finds that there is nothing to ask asks none."""
-    return any(score.value is not None for scores_G in reply.scores for score in scores_G)
-
-
 async def _in_time(asked: Awaitable[T], replica: Replica, limit: float) -> T:
     try:
         async with asyncio.timeout(limit):
@@ -521,96 +509,99 @@ async def _in_time(asked: Awaitable[T], replica: Replica, limit: float) -> T:
         message = f"{replica.name} did not answer in {limit:.3g} s"
         raise ReplicaFault("timeout", message) from error
     except Exception as error:  # whatever is wrong with one replica, the others go on
-        if is_lost_worker(error):  # it renders for all of them
+        if is_lost_worker(error):  # the tokenizer workers serve all replicas
             raise
         message = f"{replica.name}: {type(error).__name__}: {error}"
         raise ReplicaFault("error", message, in_mid_request=True) from error
 
 
 # --------------------------------------------------------------------------------------------------
-# Groups on their way to replicas: cut into requests, asked again, halved, and put together.
+# Groups as requests: divided, retried, halved, and put together again.
 
 FAULTS_TO_SPLIT = 2
-"""Faults after which the completions of a request are asked in halves."""
+"""Faults after which the completions of a request are sent in halves."""
 DEATHS_TO_CONDEMN = 3
-"""Replicas that a completion may take down, or hang, before it is taken for the cause. Those that
-were lost while they had another one that is suspected do not count: that may have done it."""
+"""Replicas that a completion may take down, or hang, before it counts as the cause.
+
+A loss does not count if the replica had another suspected request at the time.
+"""
 ANSWERS_TO_CONDEMN = 12
-"""Bad answers to one completion by itself after which no better one is expected: of a replica that
-fails at random, 30 times in 100, so many in a row come once in two million."""
+"""Bad answers to a single completion after which it fails.
+
+From a replica that fails at random, 30 times in 100, so many in a row come once in two million.
+"""
 _WRONG_ANSWERS = ("nan", "count", "reply")
 _BAD_ANSWERS = (*_WRONG_ANSWERS, "5xx")
+# Faults that say as much about a request as the loss of its replica does.
 _DEATHS = ("timeout",)
-"""Kinds that are like the end of a replica, as far as what it was given is concerned."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RouterJob:
-    """A request: completions of one group, and what has become of it so far."""
+    """Holds a request: completions of one group, and the faults so far."""
 
     group: Group
     row: int
-    """The group's index in the call."""
+    """Index of the group in the call."""
     first: int
     """Index of its first completion in that group."""
     deadline: float
     began: float
-    """When it was first asked, or became a part of its own."""
+    """Time at which it was first sent, or split off another request."""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     tries: int = 0
     deaths: int = 0
     deaths_alone: int = 0
-    """Those that nothing else is suspected of."""
+    """Deaths of which no other request is suspected."""
     losses: int = 0
-    """Those that ended a connection, and with it whatever else the replica had."""
+    """Deaths that ended a connection, and with it all other requests of the replica."""
     bad_answers: int = 0
     errors: int = 0
-    """Of the bad answers those that were an error of the server."""
+    """Bad answers that were a server error."""
     is_part_of_suspect: bool = False
     is_part_of_dangerous: bool = False
     reason: str = ""
-    """Why the latest try failed."""
+    """Reason for the latest failure."""
     avoided: frozenset[str] = frozenset()
     """Replicas that have failed with it."""
     refused_by: frozenset[str] = frozenset()
-    """Those that want nothing from this address or with this key; never asked again."""
+    """Replicas that refuse this client or its key; never asked again."""
 
     @property
     def num_completions(self) -> int:
-        """Of the request."""
+        """Number of completions in the request."""
         return len(self.group.completions_G)
 
     @property
     def got_an_answer(self) -> bool:
-        """Whether the latest try ended with a wrong answer, rather than with none."""
+        """Whether the latest attempt ended with a wrong answer, rather than with none."""
         return self.reason.startswith(_WRONG_ANSWERS)
 
     @property
     def is_dangerous(self) -> bool:
-        """Whether it may be what takes replicas down, with all that they have."""
+        """Whether it may be what takes replicas down, with all their requests."""
         return self.is_part_of_dangerous or self.losses >= FAULTS_TO_SPLIT
 
     @property
     def tokens(self) -> int:
-        """Roughly: four letters each."""
-        said = (*self.group.prompt, *(m for c in self.group.completions_G for m in c.messages))
-        return 1 + sum(len(message.content) for message in said) // 4
+        """Rough number of tokens: four characters each."""
+        group = self.group
+        messages = (*group.prompt, *(m for one in group.completions_G for m in one.messages))
+        return 1 + sum(len(message.content) for message in messages) // 4
 
     def failed_at(self, name: str, fault: ReplicaFault) -> None:
-        """A replica has failed with it: go elsewhere next, if there is an elsewhere."""
+        """Record a fault at a replica, so that the next attempt goes to another if there is one."""
         self.avoided |= {name}
         if fault.kind == "4xx":
             self.refused_by |= {name}
 
     def is_to_blame_for(self, fault: ReplicaFault) -> bool:
-        """Whether a fault may be due to what is asked: there was a bad answer to it before.
-
-        It is not held against the replica then, or bad items would have good replicas set aside.
-        """
+        """Whether the request may have caused a fault, as there was a bad answer to it before."""
+        # Such a fault does not count against the replica, or bad items would exclude good replicas.
         return fault.kind in _BAD_ANSWERS and (self.is_part_of_suspect or self.bad_answers > 0)
 
     def blame(self, fault: ReplicaFault) -> None:
-        """Remember why a try failed."""
+        """Record why an attempt failed."""
         self.tries += 1
         self.reason = str(fault)
         is_late = fault.kind in _DEATHS
@@ -621,11 +612,9 @@ class RouterJob:
         self.errors += fault.kind == "5xx"
 
     def is_suspect(self, last_success: float) -> bool:
-        """Whether what it holds may be the cause, rather than whoever was asked.
-
-        Where nobody has scored anything since it began it is an outage, which says nothing of it:
-        deaths do not count then, nor do errors of servers. A wrong answer does, for it is one.
-        """
+        """Whether the request is the likely cause of its faults, rather than the replicas."""
+        # If no replica has scored anything since the request began, there is an outage, which says
+        # nothing about the request: deaths and server errors do not count then. Wrong answers do.
         is_outage = last_success <= self.began
         if self.num_completions > 1:
             spoiled = self.bad_answers >= FAULTS_TO_SPLIT
@@ -639,19 +628,19 @@ class RouterJob:
 
     @property
     def verdict_of_suspect(self) -> str:
-        """Why one completion by itself is given up."""
+        """Failure of a single completion that is given up."""
         if not self._is_poison:
             return self.reason
         return f"poison: {self.deaths} replicas were lost while they scored it ({self.reason})"
 
     def put(self, verdicts: list[list[Score | None]], score: Score) -> None:
-        """The same verdict on every completion."""
+        """Store the same score for every completion."""
         self.put_all(verdicts, [(score,) * self.num_completions])
 
     def put_all(
         self, verdicts: list[list[Score | None]], scores: Sequence[Sequence[Score]]
     ) -> None:
-        """The verdicts of a reply."""
+        """Store the scores of a reply."""
         (scores_G,) = scores
         for index, score in enumerate(scores_G, start=self.first):
             assert verdicts[self.row][index] is None, "a completion got two verdicts"
@@ -661,7 +650,7 @@ class RouterJob:
 def divide_into_jobs(
     groups: Sequence[Group], most: int, *, deadline: float, began: float
 ) -> list[RouterJob]:
-    """The requests that groups make, of so many completions at most."""
+    """Divide groups into requests of at most `most` completions."""
     return [
         RouterJob(group=part, row=row, first=first, deadline=deadline, began=began)
         for row, group in enumerate(groups)
@@ -670,7 +659,7 @@ def divide_into_jobs(
 
 
 def parts(group: Group, most: int) -> list[tuple[int, Group]]:
-    """A group in parts of so many completions at most, each with the index of its first."""
+    """Divide a group into parts of at most `most` completions, each with the index of its first."""
     number = len(group.completions_G)
     if 0 < number <= most:
         return [(0, group)]
@@ -681,7 +670,7 @@ def parts(group: Group, most: int) -> list[tuple[int, Group]]:
 
 
 def halve_job(job: RouterJob, *, began: float) -> list[RouterJob]:
-    """A request that may hold something bad as two, with the same deadline."""
+    """Split a request into two with the same deadline."""
     middle = job.num_completions // 2
     completions = job.group.completions_G
     return [
@@ -706,7 +695,7 @@ def halve_job(job: RouterJob, *, began: float) -> list[RouterJob]:
 def scatter_scores(
     group: Group, distinct: Sequence[Completion], verdicts: Sequence[Score | None]
 ) -> tuple[Score, ...]:
-    """The verdicts on all completions of a group, from those on its different ones."""
+    """Return the scores of all completions of a group, given those of its distinct ones."""
     given = [score for score in verdicts if score is not None]
     assert len(given) == len(distinct), "a completion was left without a verdict"
     of = dict(zip(distinct, given, strict=True))
@@ -714,7 +703,7 @@ def scatter_scores(
 
 
 # --------------------------------------------------------------------------------------------------
-# How a router asks, how long it waits, and what it probes replicas with.
+# Options of a router.
 
 CANARY = group_of(
     (Message("user", "How many are two and two?"),), ("Four.", "Five."), group_id="canary"
@@ -723,32 +712,34 @@ CANARY = group_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryGroup:
-    """A group whose scores tell whether a replica computes what it should."""
+    """Holds a group whose scores show whether a replica computes correctly."""
 
     group: Group = CANARY
     values_G: tuple[float, ...] | None = None
-    """Its scores; None: those that the first replica gives."""
+    """Expected scores; None: those that the first replica gives."""
     tolerance: float = 5e-2
     """Allowed difference, in units of max(1, |score|)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions:
-    """How long a router waits, and how it asks."""
+    """Sets the limits and the checks of a router."""
 
     timeout: float = 120.0
-    """Seconds for everything that one call asks; what has no score then has failed."""
+    """Time limit in seconds of one call; completions without a score by then fail."""
     attempt_timeout: float = 30.0
-    """Seconds of one try."""
+    """Time limit in seconds of one attempt."""
     completions_per_request: int = 64
-    """Of one group at most; a longer one is asked in parts."""
+    """Limit of completions in one request; a larger group is sent in parts."""
     window: int = 32
-    """Requests that one replica may have at once."""
+    """Limit of concurrent requests to one replica."""
     hedge: bool = False
-    """Ask another replica as well where an answer takes twice as long as 95 % of them."""
+    """Whether to ask another replica as well, where an answer takes twice as long as 95 % of
+    them.
+    """
     canary: CanaryGroup | None = None
-    """What replicas are probed with, besides whether they live. None: their scores may vary."""
+    """Group with known scores to probe replicas with; None: only ask whether they are alive."""
     probe_seconds: float = 5.0
-    """How often a replica with a canary is probed while there is work."""
+    """Interval of the canary's probes while there is work, in seconds."""
     version: str = ""
-    """Of the model; scores of another are not believed. Empty: that of the first answer."""
+    """Required version of the model; empty: that of the first answer."""

@@ -1,4 +1,4 @@
-"""What a server that somebody else has started must show before its first score is believed."""
+"""Checks a running reward server before its first score is used."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ from laurel.types import Group
 
 T = TypeVar("T")
 
+# Faults that a server may have while it starts.
 _MAY_PASS = ("connection", "timeout", "busy", "5xx")
-"""Faults that a server may have while it starts."""
 _PROBE_SECONDS = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
-_SECONDS_BETWEEN_WORDS = 10.0
+_SECONDS_BETWEEN_NOTES = 10.0
 _QUESTION = Group(id="opening", prompt=CANARY.prompt, completions_G=CANARY.completions_G[:1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCheck:
-    """Waits until servers answer, and sees whether they can score, and score as they should."""
+    """Waits until servers answer, and checks that they score as their model should."""
 
     patience: float
-    """Seconds to wait for each."""
+    """Seconds to wait for each server."""
     limit: float
-    """Seconds of one request."""
+    """Time limit of one request, in seconds."""
     say: Callable[[str], None]
-    """Told of the wait, and of what was found."""
+    """Called with lines on the wait and on the result."""
     where: str
-    """The section, for messages."""
+    """Name of the section, for messages."""
     contract: ScoringContract | None = None
-    """Of the model that they should have, if that is known: its golden scores are compared."""
+    """Contract of the expected model, if known, whose golden scores are compared."""
     has_canary: bool = False
-    """Whether the router will trust only those that have a score for a plain question."""
+    """Whether the router will trust only servers that can score a plain conversation."""
     version: str = ""
-    """The only one of the model whose scores are wanted; empty: any."""
+    """Required version of the model; empty: any."""
     clock: Callable[[], float] = time.monotonic
-    """Seconds."""
+    """Returns monotonic seconds."""
 
     async def check_all(self, replicas: Sequence[Replica]) -> None:
-        """Check servers side by side, so that several which are absent are waited for once.
+        """Check servers concurrently, so that several absent ones are waited for once.
 
         Raises:
-            UserError: See `check`; of the first that fails.
+            UserError: The first error of `check`.
         """
         checks = [asyncio.ensure_future(self.check(replica)) for replica in replicas]
         try:
@@ -70,11 +70,11 @@ class ServerCheck:
             await asyncio.gather(*checks, return_exceptions=True)
 
     async def check(self, replica: Replica) -> None:
-        """Check one server. Its connections are closed at the end.
+        """Check one server, and close its connections.
 
         Raises:
             ConfigError: It cannot be reached, or cannot score.
-            ScoringContractError: It gives other scores than its model should.
+            ScoringContractError: Its scores differ from those of its model.
         """
         end = self.clock() + self.patience
         golden = self.contract.rules.golden if self.contract is not None else ()
@@ -90,10 +90,10 @@ class ServerCheck:
         finally:
             await replica.aclose()
         if self.version and (found := replies[0].version) != self.version:
-            said = repr(found[:80]) if found else "an unknown one: its answers do not say"
+            has = repr(found[:80]) if found else "an unknown one: its answers do not say"
             raise ConfigError(
                 f"{setting_of(f'{self.where}.model_version', self.version)}: {replica.name} has "
-                f"{said}"
+                f"{has}"
             )
         if self.contract is not None and golden:
             worst = _compare(replica.name, self.contract, replies)
@@ -101,14 +101,12 @@ class ServerCheck:
             return
         failure = replies[0].scores[0][0].failure
         if failure is not None:
-            told = f"{replica.name} has no score for a plain question: {failure}"
+            problem = f"{replica.name} has no score for a plain question: {failure}"
             if self.has_canary:
-                raise ConfigError(f"{about(self.where)}{told}; it could score nothing else either")
-            self.say(f"warning: {told}")
+                raise ConfigError(f"{about(self.where)}{problem}; it would score nothing else")
+            self.say(f"warning: {problem}")
         if self.contract is not None:
-            self.say(
-                f"note    no golden scores that those of {replica.name} could be compared with"
-            )
+            self.say(f"note    there are no golden scores to compare with those of {replica.name}")
 
     async def _ask(self, replica: Replica, group: Group) -> ReplicaReply:
         async with asyncio.timeout(self.limit):
@@ -119,14 +117,12 @@ class ServerCheck:
     async def _patiently(
         self, replica: Replica, ask: Callable[[], Coroutine[Any, Any, T]], end: float
     ) -> T:
-        """What a server answers, as soon as it does.
-
-        A refused connection is waited for as long as any other fault: a server that is started
-        together with the run has no open port for as long as it imports and, with vLLM, loads. So a
-        wrong port cannot be told from that before `patience` is over; the first words, at once, say
-        what is waited for.
-        """
-        pause, speaks_at = _FIRST_PAUSE, self.clock()
+        """Ask a server until it answers, for at most `patience` seconds."""
+        # A refused connection is waited for as long as any other fault: a server that is started
+        # together with the run has no open port while it imports and, with vLLM, loads. A wrong
+        # port can therefore not be distinguished before `patience` is over; the first note says at
+        # once what is waited for.
+        pause, notes_at = _FIRST_PAUSE, self.clock()
         while True:
             try:
                 return await ask()
@@ -141,35 +137,32 @@ class ServerCheck:
                 raise self._refused(replica, fault) from fault
             if fault.kind not in _MAY_PASS:
                 raise ConfigError(
-                    f"{about(self.where)}{replica.name} answers something else than its protocol "
-                    "says: "
-                    f"{fault}"
+                    f"{about(self.where)}{replica.name} does not follow its protocol: {fault}"
                 ) from fault
             if left <= 0:
-                given = f" It was given {self.patience:g} s (connect_patience)."
+                waited = f" It was given {self.patience:g} s (connect_patience)."
                 raise ConfigError(
                     f"{about(self.where)}{replica.name} does not answer: {fault}."
-                    f"{given if self.patience else ''} Is the address right, and the server "
+                    f"{waited if self.patience else ''} Is the address right, and the server "
                     "started?"
                 ) from fault
-            if self.clock() >= speaks_at:
+            if self.clock() >= notes_at:
                 self.say(
                     f"waiting for {replica.name}, {left:.0f} s more at most (connect_patience): "
                     f"{fault}"
                 )
-                speaks_at = self.clock() + _SECONDS_BETWEEN_WORDS
+                notes_at = self.clock() + _SECONDS_BETWEEN_NOTES
             await asyncio.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _refused(self, replica: Replica, why: RefusedError | ReplicaFault) -> ConfigError:
-        said = why.message.removeprefix(f"{replica.name} ")
+        reason = why.message.removeprefix(f"{replica.name} ")
         if isinstance(why, RefusedError):  # nothing in it says what to do
-            said += ". Are the address, the protocol and the name of the model right?"
-        return ConfigError(f"{about(self.where)}{replica.name} refuses to score: {said}")
+            reason += ". Are the address, the protocol and the name of the model right?"
+        return ConfigError(f"{about(self.where)}{replica.name} refuses to score: {reason}")
 
 
 def _compare(name: str, contract: ScoringContract, replies: Sequence[ReplicaReply]) -> float:
-    """The largest difference from a golden score, in units of max(1, |score|)."""
     expected = [contract.scalar(entry.values_K) for entry in contract.rules.golden]
     found: list[float] = []
     for reply in replies:
@@ -194,7 +187,6 @@ def _difference(found: float, expected: float) -> float:
 
 
 def _cause(found: Sequence[float], expected: Sequence[float]) -> str:
-    """What most likely made the scores of a server others than they should be."""
     squashed = [sigmoid(value) for value in expected]
     if all(
         _difference(f, s) <= LOW_PRECISION_TOLERANCE for f, s in zip(found, squashed, strict=True)
@@ -209,6 +201,6 @@ def _cause(found: Sequence[float], expected: Sequence[float]) -> str:
             "The server must pool at the last token"
         )
     return (
-        "it has another model or another chat template, or pools at another token than the last. "
+        "it has another model or chat template, or does not pool at the last token. "
         "Start it with the directory that model_name names"
     )

@@ -1,4 +1,4 @@
-"""What travels between a reward server and its clients: strict JSON, and our own endpoint.
+"""The bodies between a reward server and its clients: strict JSON, and Laurel's own endpoint.
 
 `POST /v1/score` takes whole groups::
 
@@ -13,11 +13,11 @@ and gives, in the same order and with the same ids::
                                          "truncated": false, "failure": null}, ...]}, ...],
      "model": "...", "model_version": "...", "request_id": "..."}
 
-Where a score came about from several numbers it has them by name, too: `"parts": {"kind": 0.5}`.
-A completion without a score has `"value": null` and a reason in `failure`, and the others are not
-affected. Instead of messages a prompt may be a text, which the user says, and a completion a text,
-which the assistant says; for what its client has rendered itself see `rendered`. An error is
-`{"error": {"code": "...", "message": "..."}}`.
+A score that was combined from several numbers has them by name, too: `"parts": {"kind": 0.5}`. A
+completion without a score has `"value": null` and a reason in `failure`, and the others are not
+affected. Instead of messages a prompt may be a text, of the user, and a completion a text, of the
+assistant; `preparing` says how rendered conversations are sent. An error is `{"error": {"code":
+"...", "message": "..."}}`.
 
 The models below are the only definition of each body: the server reads and documents requests with
 them, and the client reads its answers. The formats of other programs are in `foreign`.
@@ -44,50 +44,49 @@ from laurel.data.sources import json_kind
 from laurel.errors import ProtocolError
 from laurel.types import Completion, Conversation, Group, Message, Score
 
-MOST_DEPTH = 16
-"""Objects and lists in each other, in anything that is read."""
+MAX_DEPTH = 16
+"""Limit of nested objects and lists in a body."""
 
 SCORE_PATH = "/v1/score"
 VERSION_HEADER = "X-Model-Version"
-"""Every answer of a reward server has it."""
+"""Header of every answer of a reward server."""
 
 
 # -------------------------------------------------------------------------------------------- JSON
 
 
 def parse(body: bytes) -> Any:
-    """A JSON text; without NaN, infinities, keys that come twice, and other bytes than UTF-8.
-
-    pydantic's own parser takes the last of two equal keys, NaN, and any depth, so values are parsed
-    here and validated by the models afterwards.
+    """Parse a JSON text without NaN, infinities, repeated keys, or bytes that are not UTF-8.
 
     Raises:
-        ProtocolError: It is not that.
+        ProtocolError: It is not such a text.
     """
+    # pydantic's own parser takes the last of two equal keys, NaN, and any depth, so values are
+    # parsed here and validated by the models afterwards.
     try:
         found = json.loads(
-            body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object
+            body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys
         )
     except ProtocolError:
         raise
     except RecursionError:
         raise ProtocolError(_TOO_DEEP) from None
     except ValueError as error:
-        raise ProtocolError(f"not the JSON that is expected here: {error}") from error
+        raise ProtocolError(f"not the expected JSON: {error}") from error
     _check_depth(body)
     return found
 
 
-_TOO_DEEP = f"the JSON is nested more than {MOST_DEPTH} deep"
+_TOO_DEEP = f"the JSON is nested more than {MAX_DEPTH} deep"
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
 _BEGINS_A_VALUE = re.compile(rb'[,\[{]|"[^"\\]*+(?:\\.[^"\\]*+)*+"')
 _NO_BRACKET = bytes(sorted(set(range(256)) - set(b"[]{}")))
 
 
 def has_more_values(body: bytes, most: int, most_nested: int) -> bool:
-    """Whether a JSON text has more than `most` values, or more than `most_nested` that nest.
+    """Whether a JSON text exceeds limits of its values, and of its lists and objects.
 
-    Commas and opening brackets are counted, of which there is about one for each value. Only where
+    Commas and opening brackets are counted, of which there is about one for each value. Only if
     they are too many is the text searched for those outside of strings. Other threads can run
     during that search, but not while the text is parsed.
 
@@ -103,7 +102,7 @@ def has_more_values(body: bytes, most: int, most_nested: int) -> bool:
     found = nested = 0
     for piece in _BEGINS_A_VALUE.finditer(body):
         sign = piece[0]
-        if len(sign) == 1:  # no text is so short
+        if len(sign) == 1:  # a string has at least two
             found += 1
             nested += sign != b","
         if found > most or nested > most_nested:
@@ -112,11 +111,11 @@ def has_more_values(body: bytes, most: int, most_nested: int) -> bool:
 
 
 def _check_depth(body: bytes) -> None:
-    """Refuse a JSON text, known to be one, that is deep; level by level from the inside."""
-    if body.count(b"[") + body.count(b"{") <= MOST_DEPTH:
+    # Level by level from the inside: an empty pair of brackets is removed in each round.
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKET)
-    for _ in range(MOST_DEPTH):
+    for _ in range(MAX_DEPTH):
         if not brackets:
             return
         brackets = re.sub(rb"\[\]|\{\}", b"", brackets)
@@ -125,7 +124,7 @@ def _check_depth(body: bytes) -> None:
 
 
 def dump(value: Any) -> bytes:
-    """The JSON text of a value.
+    """Return the JSON text of a value.
 
     Raises:
         ValueError: A number in it is not finite.
@@ -137,7 +136,7 @@ def _refuse_constant(name: str) -> None:
     raise ProtocolError(f"{name} is no JSON", kind="nan")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ProtocolError("an object has the same key twice")
@@ -150,24 +149,24 @@ Wanted = TypeVar("Wanted")
 Item = TypeVar("Item")
 
 List = Annotated[list[Item], Field(fail_fast=True)]
-"""A list whose first wrong entry is told, and not a million of them."""
+"""A list whose first wrong entry is reported, and not a million of them."""
 
 
 class TooLargeError(ProtocolError):
-    """A body that asks for more than one request may."""
+    """Raised for a body that is larger than one request may be."""
 
 
 class Body(BaseModel):
-    """What a body of a request or an answer is made of: JSON's own types, never converted."""
+    """Base of all bodies: JSON's own types, never converted."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @classmethod
     def read(cls, value: Any, what: str = "the request") -> Self:
-        """The body that a JSON value is.
+        """Validate a JSON value as this body.
 
         Raises:
-            ProtocolError: It is none; see `validated`.
+            ProtocolError: It is not such a body; `validated` says where and why.
         """
         return validated(cls.model_validate, value, what)
 
@@ -175,16 +174,16 @@ class Body(BaseModel):
 def validated(
     read: Callable[..., Wanted], value: Any, what: str = "the request", **context: Any
 ) -> Wanted:
-    """A body from the value of a JSON text.
+    """Validate the value of a JSON text as a body.
 
     Args:
         read: A model's `model_validate`, or a type's `validate_python`.
-        value: See `parse`.
-        what: The body's name in messages.
-        **context: What else its models may ask for.
+        value: Value that `parse` returned.
+        what: Name of the body in messages.
+        **context: Context for the validators of the models.
 
     Raises:
-        ProtocolError: It is none; says where and why.
+        ProtocolError: It is not such a body; says where and why.
     """
     try:
         return read(value, context=context)
@@ -193,7 +192,7 @@ def validated(
 
 
 def _as_protocol_error(error: ValidationError, value: Any, what: str) -> ProtocolError:
-    """The innermost fault: where several forms are allowed, of the one that fits best."""
+    """Report the innermost error: where several forms are allowed, that of the best match."""
     errors = error.errors(include_url=False)
     depth = max(len(one["loc"]) for one in errors)
     inner = [one for one in errors if one["type"] == "too_long"]
@@ -207,35 +206,35 @@ def _as_protocol_error(error: ValidationError, value: Any, what: str) -> Protoco
             path, at = f"{path}.{step}".removeprefix("."), at[step]
         elif kind == "missing" and number == len(steps):
             path = f"{path}.{step}".removeprefix(".")
-        # Else it is not of the value, but the name of one of several forms.
+        # Otherwise the step is the name of one of several forms, and not in the value.
     where = f"{path!r} of {what}" if path else what
     if kind == "missing":
         return ProtocolError(f"{where} is missing")
     if kind == "finite_number" or (kind == "float_type" and type(at) is int):  # 10**400
         return ProtocolError(f"{where} is not finite", kind="nan")
-    said = " or ".join(dict.fromkeys(_WORDS.get(one["type"], one["msg"]) for one in inner))
-    said = said.replace("Input should", "should")
+    problem = " or ".join(dict.fromkeys(_WORDS.get(one["type"], one["msg"]) for one in inner))
+    problem = problem.replace("Input should", "should")
     if kind == "too_long":
-        return TooLargeError(f"{where} {said}")
+        return TooLargeError(f"{where} {problem}")
     if kind == "count":
-        return ProtocolError(f"{where} has {said}", kind="count")
+        return ProtocolError(f"{where} has {problem}", kind="count")
     if kind in ("extra_forbidden", "values"):
-        return ProtocolError(f"{where} {said}")
-    return ProtocolError(f"{where} {said}, and is {json_kind(at)}")
+        return ProtocolError(f"{where} {problem}")
+    return ProtocolError(f"{where} {problem}, and is {json_kind(at)}")
 
 
+# pydantic's own messages for these name Python's types.
 _WORDS = {
     "model_type": "should be an object",
     "model_attributes_type": "should be an object",
 }
-"""What pydantic says in Python's terms."""
 
 
 # ------------------------------------------------------------------------------------- /v1/score
 
 
-# A dictionary and no model: of 65,536 messages models are made in one step of 160 ms, in which no
-# other thread runs and /health waits; dictionaries in 30 ms.
+# A dictionary and no model: 65,536 models are made in one step of 160 ms, in which no other thread
+# runs and /health waits; dictionaries in 30 ms.
 @with_config(ConfigDict(strict=True, extra="forbid"))
 class MessageBody(TypedDict):
     """One turn of a conversation."""
@@ -245,24 +244,26 @@ class MessageBody(TypedDict):
 
 
 MOST_ROWS = 4096
-"""Conversations and groups of one request; each group takes time to read, also without any."""
+"""Limit of conversations and groups in one request; each takes time to read, even if it is
+empty.
+"""
 Messages = Annotated[List[MessageBody], Field(max_length=65_536)]
 
 
 def messages_of(conversation: Conversation) -> list[MessageBody]:
-    """A conversation as it travels."""
+    """Convert a conversation into its body."""
     return [{"role": one.role, "content": one.content} for one in conversation]
 
 
-def conversation_of(said: str | Sequence[MessageBody], *, role: str) -> Conversation:
-    """The conversation that messages are, or a text that `role` says."""
-    if isinstance(said, str):
-        return (Message(role, said),)
-    return tuple(Message(one["role"], one["content"]) for one in said)
+def conversation_of(messages: str | Sequence[MessageBody], *, role: str) -> Conversation:
+    """Convert messages, or a text of `role`, into a conversation."""
+    if isinstance(messages, str):
+        return (Message(role, messages),)
+    return tuple(Message(one["role"], one["content"]) for one in messages)
 
 
 class GroupBody(Body, extra="forbid"):
-    """A prompt and its completions; texts are what the user and the assistant say."""
+    """A prompt and its completions; texts are of the user and of the assistant."""
 
     id: str
     prompt: str | Messages
@@ -272,26 +273,26 @@ class GroupBody(Body, extra="forbid"):
 
 
 class ScoringRequest(Body):
-    """A body that asks for scores."""
+    """Base of bodies that ask for scores."""
 
     @cached_property
     def as_groups(self) -> Sequence[Group]:
-        """What is to be scored."""
+        """Groups to score."""
         raise NotImplementedError
 
 
 class ScoreRequest(ScoringRequest, extra="forbid"):
-    """What `/v1/score` is asked."""
+    """The request of `/v1/score`."""
 
     groups: Annotated[List[GroupBody], Field(max_length=MOST_ROWS)]
     request_id: str = ""
-    """Comes back; asked again with the same one, the same answer is given."""
+    """Comes back in the answer; a request with the same id gets the same answer."""
     model_version: str = ""
-    """The only version whose scores are wanted; empty: any."""
+    """The required version of the model; empty: any."""
 
     @classmethod
     def of(cls, groups: Sequence[Group], *, request_id: str = "", version: str = "") -> Self:
-        """The request for the scores of groups."""
+        """Build the request for the scores of groups."""
         named = {"request_id": request_id, "model_version": version}
         bodies = [
             GroupBody(
@@ -305,7 +306,7 @@ class ScoreRequest(ScoringRequest, extra="forbid"):
 
     @cached_property
     def as_groups(self) -> Sequence[Group]:
-        """What is to be scored."""
+        """Groups to score."""
         return [
             Group(
                 id=group.id,
@@ -320,7 +321,7 @@ class ScoreRequest(ScoringRequest, extra="forbid"):
 
 
 class ScoreBody(Body):
-    """The verdict on one completion: a number, or the reason there is none."""
+    """The score of one completion: a number, or the reason why there is none."""
 
     value: float | None = None
     values: List[float] = Field(default_factory=list)
@@ -328,14 +329,14 @@ class ScoreBody(Body):
     truncated: bool
     failure: str | None = None
     parts: dict[str, float] = Field(
-        default_factory=dict,  # older servers say nothing of them
+        default_factory=dict,  # older servers do not send them
         exclude_if=lambda parts: not parts,
-        description="Numbers that the value came about from, by name",
+        description="Numbers that the value was combined from, by name",
     )
 
     @classmethod
     def of(cls, score: Score) -> Self:
-        """A score as it travels."""
+        """Convert a score into its body."""
         return cls(
             value=score.value,
             values=list(score.values_K),
@@ -346,10 +347,10 @@ class ScoreBody(Body):
         )
 
     def as_score(self) -> Score:
-        """The score that it is.
+        """Convert the body into a score.
 
         Raises:
-            ProtocolError: It is neither a number nor a failure, or both.
+            ProtocolError: It has neither a value nor a failure, or both.
         """
         has_failed = self.failure is not None
         if has_failed == (self.value is not None):
@@ -366,24 +367,24 @@ class ScoreBody(Body):
 
 
 class ScoredGroup(Body):
-    """The verdicts on the completions of one group, in their order."""
+    """The scores of the completions of one group, in their order."""
 
     id: str
     scores: List[ScoreBody]
 
 
 class ScoreReply(Body):
-    """What `/v1/score` answers."""
+    """The answer of `/v1/score`."""
 
     groups: List[ScoredGroup]
     model: str
     model_version: str
-    """The version that gave every one of the scores."""
+    """Version of the model that gave all scores."""
     request_id: str = Field(default="", exclude_if=lambda request_id: not request_id)
 
     @classmethod
     def of(cls, groups: Sequence[Group], scores: Sequence[Sequence[Score]], **about: str) -> Self:
-        """The answer to a request for groups, in the order of their scores."""
+        """Build the answer to a request for groups, in the order of their scores."""
         scored = [
             ScoredGroup(id=group.id, scores=list(map(ScoreBody.of, scores_G)))
             for group, scores_G in zip(groups, scores, strict=True)
@@ -391,14 +392,14 @@ class ScoreReply(Body):
         return cls(groups=scored, **about)
 
     def scores_of(self, request: ScoreRequest) -> list[tuple[Score, ...]]:
-        """The scores that were asked for, whole or not at all.
+        """Check the answer to a request, and return all of its scores.
 
         Raises:
-            ProtocolError: Another count, order, id or version than asked.
+            ProtocolError: Count, order, ids or version differ from the request's.
         """
         version, wanted = self.model_version, request.model_version
         if wanted and version != wanted:
-            message = f"scores of version {version!r}; asked was {wanted!r}"
+            message = f"scores of version {version!r}; the request asked for {wanted!r}"
             raise ProtocolError(message, kind="version")
         if self.request_id != request.request_id:
             message = f"the reply is to request {self.request_id!r}, not {request.request_id!r}"
@@ -422,20 +423,20 @@ class ScoreReply(Body):
 
 
 class ErrorFacts(Body):
-    """What went wrong: a word for programs, and a sentence for people."""
+    """The error: a code for programs, and a message for people."""
 
     code: str
     message: str
 
 
 class ErrorBody(Body):
-    """What every error of the server looks like."""
+    """The body of every error of the server."""
 
     error: ErrorFacts
 
 
 def read_error(value: Any) -> str:
-    """What an error says, of our server or another; empty where it says nothing readable."""
+    """Return the message of an error, of Laurel's server or another; empty if it has none."""
     if not isinstance(value, dict):
         return ""
     error = value.get("error", value.get("detail", value.get("message", "")))

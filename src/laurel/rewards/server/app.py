@@ -1,4 +1,4 @@
-"""A reward server as an ASGI application. Importing this needs the extra `serve`."""
+"""The reward server as an ASGI application; needs the extra `serve`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ from laurel.rewards.server.service import (
 from laurel.types import Group, Score
 
 # --------------------------------------------------------------------------------------------------
-# What every request must pass before anybody reads it: host, key, size, time; and its log line.
+# The gate of every request: host, key, size and time, and the line of the access log.
 
 _log = logging.getLogger(__name__)
 
@@ -85,43 +85,45 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CALL = "laurel.call"
-"""Key of the scope that has the `HttpCall`."""
+"""Key of the ASGI scope that holds the `HttpCall`."""
 ADMIN_PATHS = "/admin/"
-"""They need a key from every address."""
+"""Prefix of the paths that need a key from every address."""
 HEALTH_PATH = "/health"
-"""It needs no key."""
+"""Path that needs no key."""
 DOCS_PATH = "/docs"
 DESCRIPTION_PATHS = (DOCS_PATH, "/openapi.json")
-"""They say nothing of this server, and need no key on this machine: browsers cannot send one."""
-_WHERE = "what the server printed at its start says where its key is"
+"""Paths that describe the API, and nothing of this server; they need no key on this machine, as
+browsers cannot send one.
+"""
+# A client that sends a key knows that it sent one; the answers reveal nothing about the right ones.
+_WHERE = "the lines that the server printed at its start say where its key is"
 _NO_KEY = f"a key is needed: Authorization: Bearer KEY; {_WHERE}"
 _WRONG_KEY = f"this key is not one of the server's; {_WHERE}"
-"""Who sends a key knows that it sent one; the answer tells nothing of the right ones."""
+# Most answers are ready before it pays to watch whether the client is still connected.
 _SECONDS_BEFORE_WATCHING = 0.05
-"""Most answers are there before anybody has to watch whether the client still is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateOptions:
-    """Who may ask, and how much at once."""
+    """Sets who may send requests, and how large they may be."""
 
     api_key: str | None
-    """None: whoever reaches the address."""
+    """Key for scores; None: no key is needed."""
     admin_key: str | None = None
-    """For `/admin` too; None: the API key is."""
+    """Key for `/admin` too; None: the API key is used there."""
     allow_from: tuple[Network, ...] = ()
-    """Whose requests for scores need no key; see `OpenAddresses`."""
+    """Networks whose requests for scores need no key; see `OpenAddresses`."""
     hosts: tuple[str, ...] | None
-    """Names that a request may call this server by; None: any."""
+    """Host names by which requests may call this server; None: any."""
     body_bytes: int = 8 * 2**20
     body_seconds: float = 15.0
     log_texts: bool = False
-    """Whether the log has the bodies of requests."""
+    """Whether the access log contains the bodies of requests."""
 
 
 @dataclass(slots=True)
 class HttpCall:
-    """One request on its way, and what is written about it in the end."""
+    """Holds one request, and what the access log says about it."""
 
     method: str
     path: str
@@ -141,7 +143,7 @@ class HttpCall:
 
 
 class Gate:
-    """The outermost layer of the server. Nothing behind it sees a request that it refuses."""
+    """The outermost layer of the server; the endpoints see only requests that it admits."""
 
     def __init__(
         self,
@@ -163,22 +165,36 @@ class Gate:
         self._open_addresses = OpenAddresses(options.allow_from)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle one request, as ASGI defines it."""
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} is not served here")
-        call = _call_of(scope)
+        headers = dict(scope["headers"])
+        client = scope.get("client")
+        wanted = headers.get(b"x-request-id", b"").decode("latin-1")
+        is_usable = 0 < len(wanted) <= 128 and wanted.isprintable()
+        call = HttpCall(
+            method=scope["method"],
+            path=scope["path"],
+            query=scope["query_string"].decode("latin-1"),
+            headers=headers,
+            client=client[0] if client else "",
+            started=time.perf_counter(),
+            # Not the system's randomness: asking for it lets other threads run, and takes longer
+            # than the rest of the gate.
+            request_id=wanted if is_usable else f"{_ORIGIN}-{next(_NUMBERS)}",
+        )
         watch = _Watch(call, receive)
 
         async def counting(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 call.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *_headers_of(call)]
+                message["headers"] = [*message.get("headers", ()), *_added_headers(call)]
             else:
                 call.sent_bytes += len(message.get("body", b""))
             await send(message)
 
         try:
-            _refuse_repeated(scope["headers"], len(call.headers))
+            _check_not_repeated(scope["headers"], len(call.headers))
             self._check(call)
             call.body = await self._body(call, receive)
             scope[CALL], scope["app"] = call, self._api
@@ -206,25 +222,24 @@ class Gate:
             self._note(call)
 
     def _check(self, call: HttpCall) -> None:
-        """Whether anybody may ask that here at all."""
         if not self._is_known_host(call.headers.get(b"host", b"")):
             raise RefusedRequestError(403, "host", "this server is not called by that name")
         call.role = self._keys.role_of(call.headers.get(b"authorization", b""))
         may_be_open = call.role is None and not call.path.startswith(ADMIN_PATHS)
         if may_be_open and self._open_addresses.opens(call.client, call.headers):
-            # Clients that know no key often send any, such as "EMPTY": it does not matter here.
+            # Clients without a key often send a dummy such as "EMPTY", which is ignored here.
             call.role = "score"
         is_open = call.path == HEALTH_PATH or (
             call.path in DESCRIPTION_PATHS and is_loopback(call.client)
         )
         if call.role is None and not is_open:
-            said = call.headers.get(b"authorization", b"")
-            raise RefusedRequestError(401, "key", _WRONG_KEY if names_a_key(said) else _NO_KEY)
+            sent = call.headers.get(b"authorization", b"")
+            raise RefusedRequestError(401, "key", _WRONG_KEY if names_a_key(sent) else _NO_KEY)
         if call.path.startswith(ADMIN_PATHS):
             if not is_loopback(call.client):
-                raise RefusedRequestError(403, "admin", "only this machine may ask that")
+                raise RefusedRequestError(403, "admin", "only this machine may send such requests")
             if call.role != "admin":
-                message = "that needs the admin key, and not the API key"
+                message = "this path needs the admin key, not the API key"
                 raise RefusedRequestError(403, "admin", message)
 
     def _is_known_host(self, header: bytes) -> bool:
@@ -235,7 +250,6 @@ class Gate:
         return name in self._options.hosts
 
     async def _body(self, call: HttpCall, receive: Receive) -> bytes:
-        """All of the body, if it is no more than allowed and comes in time."""
         most = self._options.body_bytes
         too_large = RefusedRequestError(413, "size", f"a request has {most:,} bytes at most")
         length = call.headers.get(b"content-length", b"0")
@@ -291,7 +305,7 @@ class Gate:
 
 
 class _Watch:
-    """Cancels a request whose client has gone."""
+    """Cancels a request whose client has disconnected."""
 
     def __init__(self, call: HttpCall, receive: Receive) -> None:
         self._call = call
@@ -302,10 +316,11 @@ class _Watch:
 
     def begin(self) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(_SECONDS_BEFORE_WATCHING, self._start)
 
-    def _start(self) -> None:
-        self._watching = asyncio.ensure_future(self._watch())
+        def start() -> None:
+            self._watching = asyncio.ensure_future(self._watch())
+
+        self._timer = loop.call_later(_SECONDS_BEFORE_WATCHING, start)
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -315,7 +330,7 @@ class _Watch:
             self._task.cancel()
 
     def forgive(self) -> None:
-        """The cancellation has been dealt with."""
+        """Undo the cancellation, which has been handled."""
         if self._task is not None:
             self._task.uncancel()
 
@@ -326,23 +341,8 @@ class _Watch:
             self._watching.cancel()
 
 
-def _call_of(scope: Scope) -> HttpCall:
-    headers = dict(scope["headers"])
-    client = scope.get("client")
-    wanted = headers.get(b"x-request-id", b"").decode("latin-1")
-    return HttpCall(
-        method=scope["method"],
-        path=scope["path"],
-        query=scope["query_string"].decode("latin-1"),
-        headers=headers,
-        client=client[0] if client else "",
-        started=time.perf_counter(),
-        request_id=wanted if 0 < len(wanted) <= 128 and wanted.isprintable() else _new_id(),
-    )
-
-
-def _refuse_repeated(headers: Sequence[tuple[bytes, bytes]], distinct: int) -> None:
-    """Of two keys nobody can say which one is meant: a proxy may have checked the other."""
+def _check_not_repeated(headers: Sequence[tuple[bytes, bytes]], distinct: int) -> None:
+    # Two keys are ambiguous: a proxy may have checked the other one.
     if len(headers) == distinct:
         return
     seen = [name for name, _ in headers if name in _ONCE]
@@ -355,17 +355,12 @@ def _refuse_repeated(headers: Sequence[tuple[bytes, bytes]], distinct: int) -> N
 _ONCE = (b"authorization", b"host", b"content-length", b"x-request-id")
 
 
-def _new_id() -> str:
-    """Of one request among all of all servers. Not by the system's randomness: asking for that lets
-    other threads in, and takes longer than all the rest of the gate."""
-    return f"{_ORIGIN}-{next(_NUMBERS)}"
-
-
+# Together an id that is unique among the requests of all servers.
 _ORIGIN = secrets.token_hex(8)
 _NUMBERS = itertools.count(1)
 
 
-def _headers_of(call: HttpCall) -> list[tuple[bytes, bytes]]:
+def _added_headers(call: HttpCall) -> list[tuple[bytes, bytes]]:
     found = [
         (b"x-request-id", call.request_id.encode("latin-1")),
         (b"x-content-type-options", b"nosniff"),
@@ -373,15 +368,15 @@ def _headers_of(call: HttpCall) -> list[tuple[bytes, bytes]]:
     ]
     if call.version:
         found.append((VERSION_HEADER.lower().encode(), call.version.encode("ascii", "replace")))
-    if call.status in (408, 413):  # what is left of the body is not waited for
+    if call.status in (408, 413):  # the rest of the body is not read
         found.append((b"connection", b"close"))
     return found
 
 
 def error_response(refusal: RefusedRequestError) -> Response:
-    """What a client is told that gets no scores."""
+    """Build the answer to a refused request."""
     headers = {}
-    if refusal.retry_after is not None:  # clients know whole seconds only
+    if refusal.retry_after is not None:  # the header has whole seconds only
         headers["retry-after"] = str(max(1, math.ceil(refusal.retry_after)))
     if refusal.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -401,9 +396,9 @@ def _refusal_of(error: RefusedRequestError | ProtocolError) -> RefusedRequestErr
 
 
 async def _not_served(request: Request, error: Exception) -> Response:
-    """No such path, or another method; says which there are."""
+    # The message lists the paths that there are.
     assert isinstance(error, HTTPException)
-    shown = ascii(request.url.path[:_MOST_OF_A_PATH])[1:-1]
+    shown = ascii(request.url.path[:_SHOWN_PATH])[1:-1]
     routes = [one for one in request.app.routes if isinstance(one, APIRoute)]
     methods = {one.path: ", ".join(one.methods or ()) for one in routes if one.include_in_schema}
     if error.status_code == 404:
@@ -421,17 +416,16 @@ async def _not_served(request: Request, error: Exception) -> Response:
     return response
 
 
-_MOST_OF_A_PATH = 80
-"""Characters of a path that there is not, in a message."""
+_SHOWN_PATH = 80  # characters of an unknown path in a message
 
 # --------------------------------------------------------------------------------------------------
-# Figures of a reward server for Prometheus.
+# Metrics of a reward server for Prometheus.
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class ServerMetrics:
-    """Counts requests; all else is asked for when somebody looks."""
+    """Counts requests; further metrics are read when they are collected."""
 
     def __init__(
         self,
@@ -440,12 +434,12 @@ class ServerMetrics:
         counters: Callable[[], Mapping[str, float]],
         gauges: Callable[[], Mapping[str, float]],
     ) -> None:
-        """Begin to count.
+        """Start counting.
 
         Args:
-            paths: Those that have a name of their own in the figures; others are `other`.
-            counters: Further figures that only grow, by name.
-            gauges: Further figures, by name.
+            paths: Paths with a label of their own in the metrics; others are `other`.
+            counters: Returns further metrics that only grow, by name.
+            gauges: Returns further metrics, by name.
         """
         self._paths = frozenset(paths)
         self._registry = CollectorRegistry()
@@ -483,11 +477,11 @@ class ServerMetrics:
         self._failed += failures
 
     def note_failures(self, reasons: Iterable[str]) -> None:
-        """Count completions without a score by why they have none."""
+        """Count completions without a score by reason."""
         self._failures.update(reasons)
 
     def collect(self) -> Iterable[Metric]:
-        """What `prometheus_client` asks for."""
+        """Yield the further metrics, for `prometheus_client`."""
         counts = {"completions": self._completions, "completions_failed": self._failed}
         for name, value in {**counts, **self._counters()}.items():
             yield CounterMetricFamily(f"laurel_{name}", f"{name} so far.", value=value)
@@ -499,35 +493,34 @@ class ServerMetrics:
             yield GaugeMetricFamily(f"laurel_{name}", f"{name} now.", value=value)
 
     def text(self) -> bytes:
-        """All figures in Prometheus' format."""
+        """Return all metrics in Prometheus' format."""
         return generate_latest(self._registry)
 
 
 # --------------------------------------------------------------------------------------------------
-# What is done with each request that the gate lets in: the body in, the answer out.
+# Bodies of admitted requests, and their answers.
 
+# Failures that another attempt at the same request would not change.
 _OF_THE_REQUEST = ("4xx", "poison", "text", "other")
-"""Reasons of failures for which another try would be in vain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """How much one request may ask, beside what its model says."""
+    """Limits one request, besides the limits of its body's model."""
 
     completions: int = MOST_ROWS
-    """Of all groups together."""
+    """Completions of all groups together."""
     values: int = 2**20
     """Numbers, texts, lists and objects of its JSON: token ids, above all."""
     nested: int = 2**17
     """Lists and objects among these: more than all messages, groups and completions need."""
     characters: int = 200_000
-    """Of one conversation; a longer one has failed, and the others are scored."""
+    """Characters of one conversation; a longer one fails, and the others are scored."""
 
 
-_LARGE_BODY = 2**18
-"""Bytes that are read in some milliseconds."""
+_LARGE_BODY = 2**18  # bytes that are parsed in a few milliseconds
+# Large bodies that are parsed concurrently: more would only take longer each.
 _READERS = 2
-"""Large bodies that are read at a time: more would only take longer each."""
 
 
 class Scoring:
@@ -543,24 +536,24 @@ class Scoring:
         self._reading = asyncio.Semaphore(_READERS)
 
     async def read(self, call: HttpCall, kind: TypeAdapter[Any]) -> Any:
-        """The body of a request. A large one is read beside the event loop, for others wait there.
+        """Read the body of a request; a large one in a thread, as other requests wait in the loop.
 
         Raises:
-            ProtocolError: It is none.
+            ProtocolError: It is not a valid body.
             RefusedRequestError: It has too many groups, messages or values.
         """
 
         def work() -> Any:
             value = parse(call.body)
-            said = parse_qs(call.query).get("rendered") if call.query else None
-            rendered = None if said is None else said[-1] in ("1", "true")
+            flags = parse_qs(call.query).get("rendered") if call.query else None
+            rendered = None if flags is None else flags[-1] in ("1", "true")
             body = validated(kind.validate_python, value, rendered=rendered)
             if isinstance(body, ScoringRequest):
-                _ = body.as_groups  # made here, for it takes long where rows are
+                _ = body.as_groups  # built here, since many rows take long
             return body
 
         def work_beside() -> Any:
-            # Parsing is one step for all other threads, so its length is bounded first.
+            # Parsing blocks all other threads, so the number of values is bounded first.
             values, nested = self._limits.values, self._limits.nested
             if has_more_values(call.body, values, nested):
                 message = f"a request has {values:,} numbers, texts and lists at most"
@@ -574,7 +567,7 @@ class Scoring:
             return await asyncio.to_thread(work_beside)
 
     async def answer(self, call: HttpCall, body: ScoreRequest) -> Response:
-        """Our own form: whole groups, each completion with its score or its failure."""
+        """Answer in Laurel's form: whole groups, each completion with its score or its failure."""
 
         async def make() -> ScoringAnswer:
             groups = body.as_groups
@@ -586,13 +579,13 @@ class Scoring:
         return await self._once(call, body.request_id, make)
 
     async def answer_foreign(self, call: HttpCall, body: foreign.ForeignRequest) -> Response:
-        """The form of another project, without a place for a failure: all scores, or an error."""
+        """Answer in another project's form, which has no failures: all scores, or an error."""
 
         async def make() -> ScoringAnswer:
             scored = await self._scored(call, body.as_groups)
             scores = [score for scores_G in scored.scores for score in scores_G]
             values = [_value_of(score, index) for index, score in enumerate(scores)]
-            facts = foreign.Scored(
+            facts = foreign.ScoredRows(
                 scores=values,
                 num_tokens=[score.num_tokens for score in scores],
                 model=scored.model.name,
@@ -602,7 +595,7 @@ class Scoring:
             try:
                 return _answer(body.reply(facts), scored)
             except OverflowError as error:
-                message = "a score is beyond float32, which base64 is of; ask for "
+                message = "a score exceeds float32, the type of base64; ask for "
                 message += "'encoding_format' float"
                 raise RefusedRequestError(422, "failed", message) from error
 
@@ -614,7 +607,7 @@ class Scoring:
         request_id: str,
         make: Callable[[], Coroutine[Any, Any, ScoringAnswer]],
     ) -> Response:
-        """An answer; the same one where the client has named its request and asks again."""
+        """Return an answer; the stored one where the client repeats a request with its id."""
         request_id = request_id or call.headers.get(b"x-request-id", b"").decode("latin-1")
         if request_id:
             asked = f"{call.path}?{call.query}\0".encode() + call.body
@@ -637,7 +630,10 @@ class Scoring:
             groups, too_long = _without_too_long(groups, self._limits.characters)
         scored = await self.service.score(groups, version=version)
         if too_long:
-            scored = replace(scored, scores=_with(scored.scores, too_long))
+            rows = list(map(list, scored.scores))
+            for (row, index), score in sorted(too_long.items(), key=lambda item: item[0]):
+                rows[row].insert(index, score)
+            scored = replace(scored, scores=list(map(tuple, rows)))
         failures = [
             score.failure
             for scores_G in scored.scores
@@ -653,7 +649,7 @@ class Scoring:
 def _answer(reply: Any, scored: ScoredRequest) -> ScoringAnswer:
     try:
         text = to_json(reply)
-    except PydanticSerializationError:  # half a character, of a group's id
+    except PydanticSerializationError:  # an unpaired surrogate in a group's id
         text = dump(reply.model_dump())
     return ScoringAnswer(text, version=scored.model.version)
 
@@ -671,13 +667,13 @@ def _value_of(score: Score, index: int) -> float:
 def _without_too_long(
     groups: Sequence[Group], most: int
 ) -> tuple[list[Group], dict[tuple[int, int], Score]]:
-    """Groups without the conversations that are too long, and the verdicts on those."""
+    """Remove conversations that are too long; return the rest, and their failures."""
     left, found = [], {}
     for row, group in enumerate(groups):
         kept = []
-        said = sum(len(message.content) for message in group.prompt)
+        prompt = sum(len(message.content) for message in group.prompt)
         for index, completion in enumerate(group.completions_G):
-            length = said + sum(len(message.content) for message in completion.messages)
+            length = prompt + sum(len(message.content) for message in completion.messages)
             if length > most:
                 reason = f"4xx: {length:,} characters; a conversation has {most:,} at most"
                 found[row, index] = failed(reason)
@@ -687,28 +683,17 @@ def _without_too_long(
     return left, found
 
 
-def _with(
-    scores: Sequence[Sequence[Score]], too_long: Mapping[tuple[int, int], Score]
-) -> list[tuple[Score, ...]]:
-    """Scores, with further verdicts in their places."""
-    found = list(map(list, scores))
-    for (row, index), score in sorted(too_long.items(), key=lambda item: item[0]):
-        found[row].insert(index, score)
-    return list(map(tuple, found))
-
-
 # --------------------------------------------------------------------------------------------------
-# The endpoints. Their signatures and docstrings are what /docs and /openapi.json say of them.
+# The endpoints. /docs and /openapi.json show their signatures and docstrings.
 
 
 class BodyRoute(APIRoute):
-    """An endpoint that FastAPI documents, and whose body `Scoring` reads."""
+    """Documents an endpoint with FastAPI, and reads its body with `Scoring`."""
 
     # FastAPI's own way to an endpoint parses bodies in the event loop, where one of some megabytes
-    # keeps all others waiting, and takes NaN and keys that come twice. Its router, middleware and
-    # handler cost each request 60 us, where all else here, with a scorer that takes no time, costs
-    # 75. So the gate calls these routes itself, and FastAPI for the rest: the description, and
-    # what there is not.
+    # blocks all others, and accepts NaN and repeated keys. Its router, middleware and handler cost
+    # each request 60 us, where all else here, with a scorer that takes no time, costs 75. So the
+    # gate calls these routes itself, and FastAPI for the rest: the description, and unknown paths.
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, endpoint, **options)
@@ -716,7 +701,7 @@ class BodyRoute(APIRoute):
         self._kind = None if form is None else TypeAdapter(form)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; as ASGI."""
+        """Answer one request, as ASGI defines it."""
         request = Request(scope)
         body = []
         if self._kind is not None:
@@ -736,14 +721,14 @@ class ModelBody(Body):
 
 
 class ModelsReply(Body):
-    """Models in OpenAI's form."""
+    """The models in OpenAI's form."""
 
     object: Literal["list"] = "list"
     data: list[ModelBody]
 
 
 class StateReply(Body):
-    """What the server does with requests, and the model, once it has one."""
+    """The state of the server, and the model, once it has one."""
 
     state: State
     model: str = Field(default="", exclude_if=lambda model: not model)
@@ -751,9 +736,9 @@ class StateReply(Body):
 
 
 class LoadRequest(Body):
-    """Another model."""
+    """A request to serve another model."""
 
-    model: str = Field(description="A directory of this machine")
+    model: str = Field(description="A directory on this machine")
 
 
 EitherScoreRequest = Annotated[
@@ -763,13 +748,13 @@ EitherScoreRequest = Annotated[
 
 
 async def score_groups(request: Request, body: EitherScoreRequest) -> Response:
-    """Scores of whole groups. A prompt and its completions are one group.
+    """Score whole groups; a prompt and its completions are one group.
 
-    A completion without a score has a failure that says why, and the others are not affected. A
-    list of nothing, here and wherever a path takes a list to score, is answered with a list of
-    nothing. A `request_id` that comes again with the same request gets the same answer. A
-    `model_version` is the only one that is wanted. vLLM's pairs are answered here, too; see
-    `/score`.
+    A completion without a score has a failure that says why, and the others are not affected. An
+    empty list, here and wherever a path takes a list to score, is answered with an empty list. A
+    `request_id` that comes again with the same request gets the same answer. With a
+    `model_version`, a server of another version refuses the request. vLLM's pairs are answered
+    here, too; see `/score`.
     """
     scoring: Scoring = request.app.state.scoring
     if isinstance(body, ScoreRequest):
@@ -778,7 +763,7 @@ async def score_groups(request: Request, body: EitherScoreRequest) -> Response:
 
 
 async def classify(request: Request, body: foreign.ClassifyRequest) -> Response:
-    """vLLM's and SGLang's `/classify`.
+    """Score conversations as vLLM's and SGLang's `/classify` do.
 
     With `input` or `messages` it is vLLM's, whose answer is the sigmoid of the score unless
     `use_activation` (once `activation`, and before that `softmax`) is false. With `text` or
@@ -788,25 +773,26 @@ async def classify(request: Request, body: foreign.ClassifyRequest) -> Response:
 
 
 async def pooling(request: Request, body: foreign.PoolingRequest) -> Response:
-    """vLLM's `/pooling`.
+    """Score conversations as vLLM's `/pooling` does.
 
-    As `/classify` with `input` or `messages`. `base64` is of float32, little-endian.
+    The request is that of `/classify` with `input` or `messages`. `base64` is of float32,
+    little-endian.
     """
     return await _answer_foreign(request, body)
 
 
 async def score_pairs(request: Request, body: foreign.PairsRequest) -> Response:
-    """vLLM's `/score`.
+    """Score pairs as vLLM's `/score` does.
 
-    A query is what the user says, a document the answer that is judged; one query and its
-    documents, or as many of both. The answer is the sigmoid of the score unless `use_activation`
-    is false. The same is answered at `/v1/score`, where `groups` tells our own form from this one.
+    A query is a message of the user, and a document the answer to score; send one query and its
+    documents, or as many of both. The answer is the sigmoid of the score unless `use_activation` is
+    false. `/v1/score` answers the same, and distinguishes Laurel's own form by its `groups`.
     """
     return await _answer_foreign(request, body)
 
 
 async def embeddings(request: Request, body: foreign.EmbeddingsRequest) -> Response:
-    """SGLang's and OpenAI's `/v1/embeddings`.
+    """Score conversations as SGLang's and OpenAI's `/v1/embeddings` do.
 
     The embedding of a conversation is its score. OpenAI's client asks for `base64`, which is of
     float32, little-endian.
@@ -815,7 +801,7 @@ async def embeddings(request: Request, body: foreign.EmbeddingsRequest) -> Respo
 
 
 async def get_reward(request: Request, body: foreign.GetRewardRequest) -> Response:
-    """OpenRLHF's remote reward model.
+    """Score conversations as OpenRLHF's remote reward model does.
 
     `query` has whole conversations that the client has rendered; the rest is not read.
     """
@@ -825,11 +811,11 @@ async def get_reward(request: Request, body: foreign.GetRewardRequest) -> Respon
 async def remote_rm(
     request: Request, body: foreign.RemoteRmRequest, rendered: Literal["0", "1"] | None = None
 ) -> Response:
-    """slime's `remote_rm`.
+    """Score a response as slime's `remote_rm` does.
 
-    The answer is the score. A prompt that is a text counts as rendered where it ends as the
-    model's chat template asks for an answer, and else as what the user says; with marks of a
-    template elsewhere it is refused, unless `?rendered=1` or `?rendered=0` says what it is.
+    The answer is the score. A prompt that is a text counts as rendered where it ends with the
+    model's request for an answer, and otherwise as a message of the user; with marks of a template
+    elsewhere it is refused, unless `?rendered=1` or `?rendered=0` says which it is.
     """
     return await _answer_foreign(request, body)
 
@@ -840,13 +826,13 @@ async def _answer_foreign(request: Request, body: foreign.ForeignRequest) -> Res
 
 
 async def health(request: Request) -> Response:
-    """Whether the process lives, and can still become ready. It needs no key."""
+    """Report whether the process is alive and can still become ready; needs no key."""
     is_lost = _service(request).is_lost
     return Response(b"{}", 503 if is_lost else 200, media_type="application/json")
 
 
 async def ready(request: Request) -> Response:
-    """Whether it takes requests."""
+    """Report whether the server takes requests."""
     service = _service(request)
     if service.served is not None:
         request.scope[CALL].version = service.served.version
@@ -854,21 +840,21 @@ async def ready(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """The model that is served, in OpenAI's form."""
+    """List the model that is served, in OpenAI's form."""
     served = _service(request).served
     data = [] if served is None else [ModelBody(id=served.name, version=served.version)]
     return Response(to_json(ModelsReply(data=data)), media_type="application/json")
 
 
 async def metrics(request: Request) -> Response:
-    """Figures for Prometheus."""
+    """Return the metrics for Prometheus."""
     scoring: Scoring = request.app.state.scoring
     kind = "text/plain; version=0.0.4; charset=utf-8"
     return Response(scoring.metrics.text(), media_type=kind)
 
 
 async def sleep(request: Request) -> Response:
-    """Finish what was accepted, and give the memory of devices back."""
+    """Finish accepted requests, and free the memory of devices."""
     await _service(request).sleep()
     return _state(request)
 
@@ -880,7 +866,7 @@ async def wake(request: Request) -> Response:
 
 
 async def load(request: Request, body: LoadRequest) -> Response:
-    """Serve the model of another directory once it has given its golden scores."""
+    """Serve the model of another directory once it has reproduced its golden scores."""
     try:
         await _service(request).load(body.model)
     except (UserError, OSError) as error:
@@ -926,11 +912,11 @@ _ADMIN: dict[str, tuple[Callable[..., Any], Any]] = {
     "/admin/load": (load, StateReply),
 }
 _REFUSALS = {
-    400: "Not the JSON that is described here",
+    400: "Not the JSON that this page describes",
     401: "No key, or one that is not the server's; the message says which",
-    403: "Another host name, or what only this machine and the admin key may ask",
+    403: "Another host name, or a path that needs this machine and the admin key",
     408: "The body did not come in time",
-    409: "Not the version that was asked for, or another change is under way",
+    409: "Not the requested version, or another change of state is running",
     413: "Too large",
     415: "Not `application/json`, or compressed",
     422: "A conversation that cannot be scored where the format has no place for that, a request "
@@ -947,7 +933,7 @@ def make_api(
     limits: RequestLimits | None = None,
     access_log: AccessLog | None = None,
 ) -> FastAPI:
-    """The endpoints, and their description; see `make_app`."""
+    """Build the endpoints and their description; `make_app` adds the gate."""
     api = FastAPI(
         title="Laurel reward server",
         version=__version__,
@@ -964,7 +950,7 @@ def make_api(
     api.state.scoring = Scoring(service, metrics_of, limits or RequestLimits())
     api.router.route_class = BodyRoute
     refusals: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorBody, "description": said} for status, said in _REFUSALS.items()
+        status: {"model": ErrorBody, "description": text} for status, text in _REFUSALS.items()
     }
     done: dict[int | str, dict[str, Any]] = {
         200: {"headers": {VERSION_HEADER: {"schema": {"type": "string"}}}}
@@ -991,7 +977,7 @@ def make_api(
             responses={
                 200: {} if reply is not None else {"content": {"text/plain": {}}},
                 **{status: refusals[status] for status in (401, 403)},
-                503: {"model": reply, "description": "It does not"},
+                503: {"model": reply, "description": "It is not ready"},
             },
             dependencies=key if path != HEALTH_PATH else [],
         )
@@ -1006,25 +992,25 @@ def make_app(
     limits: RequestLimits | None = None,
     access_log: AccessLog | None = None,
 ) -> App:
-    """The whole server.
+    """Build the server.
 
     Args:
-        service: What it serves; it may still be without a model.
-        options: Who may ask.
-        limits: See there.
-        access_log: Where requests are noted; None: nowhere.
+        service: Scores the requests; it may still be without a model.
+        options: Keys and limits of the gate.
+        limits: Limits of one request.
+        access_log: Log of all requests; None: there is none.
     """
     needs_key = options.api_key is not None or options.admin_key is not None
     api = make_api(service, needs_key=needs_key, limits=limits, access_log=access_log)
     return Gate(api, options, access_log=access_log)
 
 
+# Statistics of a scorer that do not only grow, and their names as metrics.
 _GAUGES = {"waiting": "completions_waiting", "ready": "replicas_ready"}
-"""Figures of a scorer that do not only grow, and what they are called."""
 
 
 def _counters(service: RewardService, access_log: AccessLog | None) -> dict[str, float]:
-    scorer = _of_the_scorer(service)
+    scorer = _scorer_stats(service)
     found = {f"scorer_{name}": count for name, count in scorer.items() if name not in _GAUGES}
     if access_log is not None:
         found["access_log_lines_lost"] = access_log.dropped
@@ -1035,12 +1021,11 @@ def _gauges(service: RewardService) -> dict[str, float]:
     found: dict[str, float] = {"ready": float(service.state == "ready")}
     if service.served is not None:
         found["requests_in_flight"] = service.served.in_flight
-    scorer = _of_the_scorer(service)
-    return found | {told: scorer[name] for name, told in _GAUGES.items() if name in scorer}
+    scorer = _scorer_stats(service)
+    return found | {metric: scorer[name] for name, metric in _GAUGES.items() if name in scorer}
 
 
-def _of_the_scorer(service: RewardService) -> dict[str, float]:
-    """What the scorer counts, if it counts."""
+def _scorer_stats(service: RewardService) -> dict[str, float]:
     stats: Any = getattr(service.served and service.served.scorer, "stats", None)
     if stats is None:
         return {}

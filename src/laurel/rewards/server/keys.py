@@ -1,5 +1,4 @@
-"""Who may ask what: the keys of a reward server, addresses that need none, and how those are slowed
-who try other keys."""
+"""Keys of a reward server, addresses that need none, and the delay of clients that guess keys."""
 
 from __future__ import annotations
 
@@ -13,30 +12,29 @@ from typing import Literal
 
 Role = Literal["score", "admin"]
 
+# Wrong keys that one address may send within a period, in seconds, before answers are delayed.
 _TRIES = 10
 _PERIOD = 60.0
-"""Seconds in which one address may try so many wrong keys without being slowed."""
-_PAUSE = 1.0
-"""Seconds that the answer to every further one takes."""
+_PAUSE = 1.0  # seconds of that delay
 _MOST_ADDRESSES = 1024
 
 
 class Keys:
-    """The keys, of which only digests are held, and what each of them opens."""
+    """Holds digests of the keys, and the role that each of them grants."""
 
     def __init__(self, api_key: str | None, admin_key: str | None) -> None:
-        """Take the keys.
+        """Store the digests.
 
         Args:
-            api_key: For scores; None: nobody needs one for those.
-            admin_key: For everything. None: the API key is; then that of who only asks for scores
-                may change the server as well.
+            api_key: Key for scores; None: none is needed.
+            admin_key: Key for everything. None: the API key grants both roles, so that any client
+                with it may change the server.
         """
         self._api_key = None if api_key is None else _digest(api_key.encode())
         self._admin_key = None if admin_key is None else _digest(admin_key.encode())
 
     def role_of(self, authorization: bytes) -> Role | None:
-        """What a header opens; None: nothing."""
+        """Return the role that an `Authorization` header grants; None: none."""
         is_bearer, key = _bearer(authorization)
         digest = _digest(key)
         if is_bearer and _is_same(digest, self._admin_key):
@@ -47,19 +45,18 @@ class Keys:
 
 
 def names_a_key(authorization: bytes) -> bool:
-    """Whether a header has a key in the form that is read here, be it right or wrong."""
+    """Whether a header has a bearer key, be it right or wrong."""
     is_bearer, key = _bearer(authorization)
     return is_bearer and bool(key)
 
 
 def _bearer(authorization: bytes) -> tuple[bool, bytes]:
-    """Whether the scheme of a header is the one that is read here, and what follows it."""
     scheme, _, key = authorization.partition(b" ")
     return scheme.lower() == b"bearer", key.strip()
 
 
 def _digest(key: bytes) -> bytes:
-    """As long for every key, so the time of a comparison tells nothing, not even its length."""
+    # Digests are equally long, so the time of a comparison does not even reveal the key's length.
     return hashlib.sha256(key).digest()
 
 
@@ -68,19 +65,18 @@ def _is_same(digest: bytes, other: bytes | None) -> bool:
 
 
 class WrongKeys:
-    """Slows an address that keeps trying keys.
-
-    It shuts nobody out: behind a proxy, and on loopback, everybody has the same address, and one
-    client with an old key must not end the scores of all others. What keeps a key from being
-    guessed is its length; this keeps whoever tries from filling the log, and the server's time.
-    """
+    """Delays the answers to an address that keeps guessing keys."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._tried: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
+    # No address is shut out: behind a proxy, and on loopback, all clients have the same address,
+    # and one client with an old key must not end the scores of all others. Keys are safe from
+    # guessing by their length; the delay keeps a guessing client from filling the log, and the
+    # server's time.
     def pause(self, client: str) -> float:
-        """Note a wrong key; seconds that its answer should take."""
+        """Count a wrong key; return the seconds to delay its answer."""
         now = self._clock()
         began, count = self._tried.pop(client, (now, 0))
         if now - began >= _PERIOD:
@@ -93,6 +89,7 @@ class WrongKeys:
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
+# Loopback, private and link-local addresses: packets with one of them arrive from nowhere else.
 _PRIVATE = tuple(
     ipaddress.ip_network(one)
     for one in (
@@ -106,15 +103,14 @@ _PRIVATE = tuple(
         "fe80::/10",
     )
 )
-"""Loopback, private and link-local addresses: from elsewhere no packet with one of them arrives."""
 _OF_PROXIES = frozenset((b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip"))
 
 
 def private_network(text: str) -> Network:
-    """A range of addresses such as 10.0.0.0/8, or a single address.
+    """Parse a range of private addresses such as 10.0.0.0/8, or a single address.
 
     Raises:
-        ValueError: It is none, or not all of it is loopback or private. Says which.
+        ValueError: It is not a range, or not all of it is loopback or private. Says which.
     """
     try:
         found = ipaddress.ip_network(text)
@@ -129,11 +125,11 @@ def private_network(text: str) -> Network:
 
 
 class OpenAddresses:
-    """Addresses whose requests for scores need no key.
+    """Holds addresses whose requests for scores need no key.
 
-    What counts is the other end of the connection; no header can change it. A request that came
-    through a proxy has the proxy's address, and one that a web page sends has that of whoever looks
-    at the page: where a header tells of either, the address opens nothing.
+    The other end of the connection counts; no header can change it. A request that came through a
+    proxy has the proxy's address, and one that a web page sends has that of the person who views
+    the page: where a header shows either, a key is needed.
     """
 
     def __init__(self, networks: Sequence[Network]) -> None:
@@ -143,8 +139,8 @@ class OpenAddresses:
         """Whether a request needs no key.
 
         Args:
-            client: The address at the other end of its connection.
-            headers: Names of its headers, in small letters.
+            client: Address at the other end of its connection.
+            headers: Names of its headers, in lower case.
         """
         if not self._networks or b"origin" in headers or not _OF_PROXIES.isdisjoint(headers):
             return False
@@ -158,7 +154,7 @@ class OpenAddresses:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is of this machine; a name is not one."""
+    """Whether an address is of this machine; a name is not an address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""A served model in processes of this machine, of which any may die: one batcher asks them all.
+"""A served model in several processes of this machine, any of which may die, behind one batcher.
 
 They end with this process, however it ends, because they read from a pipe that it holds.
 """
@@ -22,9 +22,8 @@ from laurel.errors import (
 from laurel.rewards.batching import BackendReplicas, BatcherStats, BatchingScorer
 from laurel.rewards.preparing import Prepared, Rendered
 from laurel.rewards.server.service import (
-    ModelSettings,
     ServedModel,
-    batcher_limits,
+    ServingSpec,
     open_backend,
 )
 from laurel.rewards.spec import Say
@@ -35,36 +34,34 @@ from laurel.workers.spawned import SpawnedGroup
 from laurel.workers.supervisor import EndlessRestarts
 
 MOST_RESTARTS = 8
-"""Of one replica in a row that scores nothing in between; then it stays away."""
+"""Restarts of one replica in a row without a score in between, after which it stays dead."""
 MOST_LOSSES = 2
-"""Replicas that may be lost with a batch before its parts are scored by themselves."""
+"""Replicas that one batch may take down before its parts are scored by themselves."""
+# The code of an internal error in sysexits.h. The process is restarted.
 _BROKEN_EXIT_CODE = 70
-"""What sysexits.h calls an internal error. The process is started again."""
 _SLEEP_SECONDS = 60.0
 
 
-def open_replicas(
-    settings: ModelSettings, num_replicas: int, *, limit: float, say: Say
-) -> ServedModel:
-    """Start processes that hold a model each, and wait until each has proven it.
+def open_replicas(spec: ServingSpec, num_replicas: int, *, limit: float, say: Say) -> ServedModel:
+    """Start replica processes, and wait until each has loaded and checked its model.
 
     Args:
-        settings: Of each. Without `cpu_threads` they share the cores.
-        num_replicas: At least 1.
-        limit: Seconds of a batch after which a replica hangs, and is started again.
-        say: Told what the first of them loads, and what dies. From any thread.
+        spec: Model of each replica. Without `cpu_threads` they share the cores.
+        num_replicas: Number of replicas, at least 1.
+        limit: Seconds of a batch after which a replica counts as hung, and is restarted.
+        say: Called from any thread, with lines on the first model that is loaded, and on deaths.
 
     Raises:
         UserError: The model cannot be used.
-        EngineError: One of them died while it started.
+        EngineError: A replica died while it started.
     """
     if num_replicas < 1:
         raise ConfigError(f"num_replicas={num_replicas}: at least one is needed")
-    if settings.cpu_threads is None:
-        settings = replace(settings, cpu_threads=max(1, available_cores() // num_replicas))
+    if spec.cpu_threads is None:
+        spec = replace(spec, cpu_threads=max(1, available_cores() // num_replicas))
     terms = terms_in_use()
     replicas = BackendReplicas(
-        lambda index: ReplicaProcess(index, settings, terms, limit=limit),
+        lambda index: ReplicaProcess(index, spec, terms, limit=limit),
         num_replicas,
         name="replica",
         end=lambda process: process.close(),
@@ -75,39 +72,39 @@ def open_replicas(
     first = replicas.replicas[0].value
     for line in first.said:
         say(line)
-    scorer = ServedReplicas(replicas, settings, first.version)
+    scorer = ServedReplicas(replicas, spec, first.version)
     return ServedModel(name=first.model, version=first.version, scorer=scorer)
 
 
 @dataclass(slots=True, kw_only=True)
 class ReplicasStats(BatcherStats):
-    """What happened so far, and to whom."""
+    """Counts what the batcher and its replicas have done so far."""
 
     attempts: int = 0
     """Calls of replicas."""
     faults: int = 0
     """Replicas that were lost."""
     ready: int = 0
-    """Replicas that can be asked now."""
+    """Replicas that are ready now."""
 
 
 class ServedReplicas(BatchingScorer):
-    """A batcher over processes; `close` ends them."""
+    """Batches requests for replica processes; `close` ends them."""
 
     def __init__(
-        self, replicas: BackendReplicas[ReplicaProcess], settings: ModelSettings, version: str
+        self, replicas: BackendReplicas[ReplicaProcess], spec: ServingSpec, version: str
     ) -> None:
         """Take over processes that hold the same version of a model."""
         super().__init__(
             replicas,
             model_version=version,
-            limits=batcher_limits(settings),
+            limits=spec.batcher_limits,
             num_threads=len(replicas.replicas),
         )
         self.replicas = replicas
 
     def stats(self) -> ReplicasStats:
-        """What happened so far; a copy."""
+        """Return a copy of the statistics so far."""
         faults = self.replicas.restarts.number
         return ReplicasStats(
             **asdict(super().stats()),
@@ -118,41 +115,41 @@ class ServedReplicas(BatchingScorer):
 
     @property
     def is_broken(self) -> bool:
-        """Whether nobody is left who could score."""
+        """Whether all replicas are lost."""
         return self.is_lost
 
     @property
     def is_lost(self) -> bool:
-        """The same, and nobody is started again."""
+        """Whether all replicas are lost, and none is restarted."""
         return self.replicas.failure is not None
 
     def close(self) -> None:
-        """End the processes first: nobody waits for one that is being started. Idempotent."""
+        """End the processes first, so that no thread waits for one that is starting. Idempotent."""
         self.replicas.close()
         super().close()
 
 
 class ReplicaProcess:
-    """One process, as the backend of a batcher that it is."""
+    """Runs a model in a process of its own, as the backend of a batcher."""
 
     def __init__(
-        self, index: int, settings: ModelSettings, terms: Sequence[Terms], *, limit: float
+        self, index: int, spec: ServingSpec, terms: Sequence[Terms], *, limit: float
     ) -> None:
-        """Start it and have it load the model.
+        """Start the process, and load the model there.
 
         Args:
-            index: Among the replicas.
-            settings: Of the model.
-            terms: What settings are called in messages.
-            limit: Seconds of one call.
+            index: Index of the replica.
+            spec: The model, and how it is served.
+            terms: Names of settings in messages.
+            limit: Time limit of one call, in seconds.
 
         Raises:
             UserError: The model cannot be used.
-            EngineError: It died meanwhile.
+            EngineError: The process died meanwhile.
         """
         self._limit = limit
         try:
-            self._group = SpawnedGroup("replica", ModelWorker, settings, terms, local_rank=index)
+            self._group = SpawnedGroup("replica", ModelWorker, spec, terms, local_rank=index)
         except WorkerError as error:
             if isinstance(error.__cause__, LaurelError):
                 raise error.__cause__ from None
@@ -162,38 +159,38 @@ class ReplicaProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id."""
         return self._group.pid
 
     def death(self) -> str | None:
-        """How the process has ended; None where it lives."""
+        """Return how the process has ended; None while it is alive."""
         return self._group.death()
 
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """See `Encoder`."""
+        """Tokenise groups in the process."""
         found: list[Prepared] = self._ask("prepare", groups)
         return found
 
     def prepare_rendered(self, row: Rendered) -> TokenGroup:
-        """See `Encoder`."""
+        """Tokenise one rendered conversation in the process."""
         found: TokenGroup = self._ask("prepare_rendered", row)
         return found
 
     def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
-        """See `Backend`."""
+        """Score tokenised groups in the process."""
         found: list[tuple[Score, ...]] = self._ask("score_tokens", tokens)
         return found
 
     def sleep(self) -> None:
-        """See `Backend`."""
+        """Free the memory of the device."""
         self._ask("sleep", timeout=_SLEEP_SECONDS)
 
     def wake(self) -> None:
-        """See `Backend`."""
+        """Undo `sleep`."""
         self._ask("wake", timeout=_SLEEP_SECONDS)
 
     def close(self) -> None:
-        """See `Backend`. What it has under way is finished, if that is soon."""
+        """End the process; a running call is finished, if that is soon."""
         self._group.shutdown()
 
     def _ask(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
@@ -206,42 +203,46 @@ class ReplicaProcess:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is in such a process.
+# The worker inside a replica process.
 
 
 class ModelWorker:
-    """The worker of one process: a model, as what a batcher asks."""
+    """Holds the model of one replica process."""
 
-    def __init__(self, place: RankPlace, settings: ModelSettings, terms: Sequence[Terms]) -> None:
-        """Load the model, and make it prove itself.
+    def __init__(self, place: RankPlace, spec: ServingSpec, terms: Sequence[Terms]) -> None:
+        """Load and check the model.
 
         Args:
-            place: Which of several GPUs it takes, by turns.
-            settings: Of the model.
-            terms: What settings are called in messages.
+            place: Rank, which chooses among several GPUs in turn.
+            spec: The model, and how it is served.
+            terms: Names of settings in messages.
         """
-        _choose_device(settings, place.local_rank)
+        if spec.scorer is not None and spec.scorer.device != "cpu":
+            import torch
+
+            if (count := torch.cuda.device_count()) > 1:
+                torch.cuda.set_device(place.local_rank % count)
         self._said: list[str] = []
         self._model, self._version, self._backend = spoken_in(
-            terms, open_backend, settings, say=self._said.append
+            terms, open_backend, spec, say=self._said.append
         )
+        # A conversation that the model could score.
         self._known: list[TokenGroup] = []
-        """A conversation that the model could score."""
 
     def about(self) -> tuple[str, str, list[str]]:
-        """The model's name and version, and what was said of it."""
+        """Return the model's name and version, and the lines logged while it was loaded."""
         return self._model, self._version, self._said
 
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """See `Encoder`."""
+        """Tokenise groups."""
         return self._backend.prepare(groups)
 
     def prepare_rendered(self, row: Rendered) -> TokenGroup:
-        """See `Encoder`."""
+        """Tokenise one rendered conversation."""
         return self._backend.prepare_rendered(row)
 
     def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
-        """See `Backend`. A device that fails at everything comes back only with a new process."""
+        """Score tokenised groups; end the process, to be restarted, if all fails."""
         try:
             scores = self._backend.score_tokens(tokens)
         except EngineError:
@@ -257,22 +258,13 @@ class ModelWorker:
         return scores
 
     def sleep(self) -> None:
-        """See `Backend`."""
+        """Free the memory of the device."""
         self._backend.sleep()
 
     def wake(self) -> None:
-        """See `Backend`."""
+        """Undo `sleep`."""
         self._backend.wake()
 
     def shutdown(self) -> None:
-        """Let the model go."""
+        """Free the model."""
         self._backend.close()
-
-
-def _choose_device(settings: ModelSettings, index: int) -> None:
-    if not settings.model or settings.device == "cpu":
-        return
-    import torch
-
-    if (count := torch.cuda.device_count()) > 1:
-        torch.cuda.set_device(index % count)

@@ -1,4 +1,4 @@
-"""A reward server in this process: its socket, its event loop, its signals, its end."""
+"""Runs a reward server in this process: its socket, event loop, signals and end."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ Result = TypeVar("Result")
 
 _IDLE_SECONDS = 75
 _BACKLOG = 4096
+# Time that a connection without a byte has when the server is asked to end.
 _SILENT_SECONDS = 2.0
-"""What is left to a connection that has sent nothing when the server is told to end."""
 _ROUND_SECONDS = 0.05
-_MOST_ACCEPTING = 5.0
-"""Clients that open connections without end must not keep a server from its end."""
+# Clients that keep opening connections must not keep a server from ending.
+_ACCEPT_SECONDS = 5.0
+# Time that other connections without an answer have when the drain time is over.
 _LAST_SECONDS = 0.5
-"""What is left to every other one that has no answer yet, where all its time is over."""
-_LOOK_SECONDS = 0.5
-"""Between two looks whether anybody is left who could score."""
+# Interval of the checks whether any replica is left.
+_CHECK_SECONDS = 0.5
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 is any that is free.
+    """Open a listening socket; port 0 is any that is free.
 
     Raises:
-        ConfigError: The address cannot be had.
+        ConfigError: The address or the port cannot be used.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -59,14 +59,14 @@ def listen(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError(f"--host {host} is no address of this machine") from error
         raise ConfigError(
-            f"--port {port} of {host} cannot be had: {error.strerror}. Name another one, or 0 for "
+            f"--port {port} of {host} cannot be used: {error.strerror}. Name another one, or 0 for "
             "any that is free"
         ) from error
     return listener
 
 
 class ServerRun:
-    """One server from its start to its end. `run` blocks; `stop` may be called from any thread."""
+    """Runs one server from start to end. `run` blocks; `stop` is thread-safe."""
 
     def __init__(
         self,
@@ -76,13 +76,13 @@ class ServerRun:
         *,
         drain_seconds: float = 30.0,
     ) -> None:
-        """Hold all that is needed; nothing is started.
+        """Hold the parts of a server; nothing is started.
 
         Args:
-            app: See `server.make_app`.
-            service: What it serves.
-            listener: See `listen`; it is closed in the end.
-            drain_seconds: What was accepted may take when it is told to end.
+            app: Application that `make_app` returned.
+            service: Service of that application.
+            listener: Socket that `listen` returned; it is closed at the end.
+            drain_seconds: Time that accepted requests have when the server is asked to end.
         """
         config = uvicorn.Config(
             app,
@@ -102,11 +102,11 @@ class ServerRun:
         self._listener = listener
         self._drain_seconds = drain_seconds
         self.unanswered = 0
-        """Requests, whole or begun, that were left without an answer in the end."""
+        """Requests, complete or begun, that had no answer at the end."""
         self.silent = 0
-        """Connections that were closed in the end without a byte having come."""
+        """Connections without a single byte that were closed at the end."""
         self.lost_all = False
-        """Whether it ended because nobody is left who could score."""
+        """Whether it ended because all replicas are lost."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
 
@@ -116,21 +116,21 @@ class ServerRun:
         *,
         on_ready: Callable[[ServedModel], None] = lambda _: None,
     ) -> None:
-        """Serve until told to end. Requests are refused until the model is there.
+        """Serve until asked to end; requests are refused until the model is loaded.
 
-        In the main thread SIGTERM and SIGINT end it: first what was accepted is finished; a second
-        one ends the process at once.
+        In the main thread SIGTERM and SIGINT end it after accepted requests are finished; a second
+        signal ends the process at once.
 
         Args:
-            open_model: Gives the model; its error ends the server and is raised.
-            on_ready: Told of it.
+            open_model: Opens the model; its error ends the server and is raised.
+            on_ready: Called with the model.
         """
         factory = self._server.config.get_loop_factory()
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.run(self._run(open_model, on_ready))
 
     def stop(self) -> None:
-        """Finish what was accepted, and end."""
+        """Finish accepted requests, and end."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._end)
 
@@ -152,7 +152,17 @@ class ServerRun:
                 model = opening.result()
                 self._service.begin(model)
                 on_ready(model)
-            watching = asyncio.ensure_future(self._end_when_lost())
+
+            async def end_when_lost() -> None:
+                # A supervisor can start the server again; by itself it would refuse forever.
+                while not self._service.is_lost:
+                    await asyncio.sleep(_CHECK_SECONDS)
+                self.lost_all = True
+                self._service.give_up()
+                await self._answer_all(_SILENT_SECONDS)
+                self._server.should_exit = True
+
+            watching = asyncio.ensure_future(end_when_lost())
             await serving
         finally:
             opening.cancel()
@@ -163,36 +173,26 @@ class ServerRun:
                 await serving
             await self._service.aclose()
 
-    async def _end_when_lost(self) -> None:
-        """A supervisor can start the server again; by itself it would refuse for ever."""
-        while not self._service.is_lost:
-            await asyncio.sleep(_LOOK_SECONDS)
-        self.lost_all = True
-        self._service.give_up()
-        await self._answer_all(_SILENT_SECONDS)
-        self._server.should_exit = True
-
     def _end(self) -> None:
         if self._ending is not None:
             os._exit(1)
-        self._ending = asyncio.ensure_future(self._drain())
 
-    async def _drain(self) -> None:
-        began = time.monotonic()
-        await self._service.drain(self._drain_seconds)
-        await self._answer_all(self._drain_seconds - (time.monotonic() - began))
-        self._server.should_exit = True
+        async def drain() -> None:
+            began = time.monotonic()
+            await self._service.drain(self._drain_seconds)
+            await self._answer_all(self._drain_seconds - (time.monotonic() - began))
+            self._server.should_exit = True
+
+        self._ending = asyncio.ensure_future(drain())
 
     async def _answer_all(self, seconds: float) -> None:
-        """Let every connection that has no answer yet have one, which by now is most often a no.
-
-        What a client has sent, or is sending, would be lost without a word if its connection were
-        closed: the system resets connections that hold what nobody has read.
-        """
+        """Let every connection without an answer get one, which by now is most often a refusal."""
+        # A request that was sent, or is being sent, would be lost without a message if its
+        # connection were closed: the system resets connections with unread bytes.
         began = time.monotonic()
         connections = self._server.server_state.connections
-        while _have_come([self._listener]) and time.monotonic() - began < _MOST_ACCEPTING:
-            await asyncio.sleep(_ROUND_SECONDS)  # those that wait to be accepted are
+        while _unread([self._listener]) and time.monotonic() - began < _ACCEPT_SECONDS:
+            await asyncio.sleep(_ROUND_SECONDS)  # connections in the backlog are accepted meanwhile
         for server in getattr(self._server, "servers", ()):
             server.close()
         while True:
@@ -200,7 +200,7 @@ class ServerRun:
             of_kind: dict[str, list[Any]] = {"silent": [], "begun": [], "idle": []}
             for connection in list(connections):
                 of_kind[_kind_of(connection)].append(connection)
-            unread = _have_come([one.transport for one in of_kind["idle"]])
+            unread = _unread([one.transport for one in of_kind["idle"]])
             begun, silent = len(of_kind["begun"]) + len(unread), len(of_kind["silent"])
             for connection in of_kind["idle"]:
                 if connection.transport not in unread:
@@ -212,8 +212,8 @@ class ServerRun:
                 return
 
 
-def _have_come(sources: Sequence[socket.socket | asyncio.Transport]) -> list[Any]:
-    """Those of some sockets and transports at which something waits that nobody has read."""
+def _unread(sources: Sequence[socket.socket | asyncio.Transport]) -> list[Any]:
+    # The system resets a connection that is closed with unread bytes, so these are found first.
     poll = select.poll()
     of = {}
     for source in sources:
@@ -228,7 +228,7 @@ def _have_come(sources: Sequence[socket.socket | asyncio.Transport]) -> list[Any
 
 
 def _kind_of(connection: Any) -> Literal["silent", "begun", "idle"]:
-    """Of a connection: nothing has come, something has come that has no answer, or neither."""
+    """Classify a connection: no byte yet, a request without its answer, or neither."""
     cycle = connection.cycle
     if getattr(connection, "is_before_a_head", False):
         return "begun" if connection.has_begun else "silent"
@@ -240,14 +240,22 @@ def _kind_of(connection: Any) -> Literal["silent", "begun", "idle"]:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """`ServerRun` does that."""
+        """Leave the signals to `ServerRun`."""
         yield
 
 
 async def in_thread(work: Callable[[], Result], *, name: str) -> Result:
-    """The result of work that may take long and that the end of the process does not wait for."""
+    """Run work in a daemon thread, so that the end of the process does not wait for it."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Result | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
 
     def run() -> None:
         try:
@@ -255,93 +263,84 @@ async def in_thread(work: Callable[[], Result], *, name: str) -> Result:
         except BaseException as raised:
             result, error = None, raised
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(_settle, future, result, error)
+            loop.call_soon_threadsafe(settle, result, error)
 
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(run,), name=name, daemon=True).start()
     return await future
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-
-
 # --------------------------------------------------------------------------------------------------
-# uvicorn's reading of HTTP, with limits that it does not have.
+# uvicorn's HTTP protocol, with limits that it lacks.
 
-MOST_CONNECTIONS = 8192
+MAX_CONNECTIONS = 8192
+# From the first byte of a request, or the start of a connection, to the end of the head.
 _HEAD_SECONDS = 10.0
-"""From the first byte of a request, or the beginning of a connection, to the end of its head."""
-_MOST_HEAD_BYTES, _MOST_HEADERS = 16 * 2**10, 64
+_MAX_HEAD_BYTES, _MAX_HEADERS = 16 * 2**10, 64
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Closes connections that send a head slowly or without end, and those beyond the most."""
+    """Closes connections that send a head slowly or without end, and those above the limit."""
 
     _timer: asyncio.TimerHandle | None = None
-    _head_bytes = 0
-    """Of a head that has not ended, as they came."""
-    _parsed_bytes = 0
-    """Of a head, as the parser gives its parts: also where it came in one read."""
+    _head_bytes = 0  # of an unfinished head, as received
+    _parsed_bytes = 0  # of a head, as parsed: also where it came in one read
     _is_in_head = True
     has_begun = False
     """Whether the first byte of a request has come."""
 
     @property
     def is_before_a_head(self) -> bool:
-        """Whether a request is expected whose head has not all come: the first one of a connection,
-        or one that has begun."""
+        """Whether the head of the first or a begun request is incomplete."""
         return self._timer is not None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is there."""
+        """Start the time limit of the first head, or close a connection above the limit."""
         super().connection_made(transport)
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS:
             transport.close()
         else:
             self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has gone."""
+        """Stop the time limit of a closed connection."""
         self._have_head()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Part of a request, or several."""
+        """Parse received bytes, within the limit of a head's size."""
         if self._is_in_head and b"pgrade" in data:
-            data = _without_upgrade(data)
+            # A server may ignore the request for another protocol (RFC 9110, 7.8), and the parser
+            # would take the body as that protocol's: Java's client asks for h2c with every POST.
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"", head) + end + rest
         super().data_received(data)
         if self._is_in_head:
             self._head_bytes += len(data)
-            if self._head_bytes > _MOST_HEAD_BYTES:
+            if self._head_bytes > _MAX_HEAD_BYTES:
                 self.transport.close()
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Start the time limit of a request's head."""
         super().on_message_begin()
         self.has_begun = True
         self._expect_head()
 
     def on_url(self, url: bytes) -> None:
-        """Part of the first line."""
+        """Count the bytes of the first line."""
         self._parsed_bytes += len(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
+        """Count the bytes of one header."""
         self._parsed_bytes += len(name) + len(value)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The end of a head."""
+        """Check the limits of a complete head."""
         self._have_head()
-        if len(self.headers) > _MOST_HEADERS or self._parsed_bytes > _MOST_HEAD_BYTES:
+        if len(self.headers) > _MAX_HEADERS or self._parsed_bytes > _MAX_HEAD_BYTES:
             self.transport.close()
             return
         super().on_headers_complete()
@@ -361,12 +360,3 @@ class LimitedProtocol(HttpToolsProtocol):
     def _close_slow(self) -> None:
         self._timer = None
         self.transport.close()
-
-
-def _without_upgrade(data: bytes) -> bytes:
-    """The same without the wish for another protocol, which a server may pass over (RFC 9110, 7.8).
-
-    The parser would take the body for that protocol's: Java's client asks for h2c with every POST.
-    """
-    head, end, rest = data.partition(b"\r\n\r\n")
-    return _UPGRADE.sub(b"", head) + end + rest

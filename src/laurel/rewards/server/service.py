@@ -1,4 +1,4 @@
-"""What a reward server does, without a word of HTTP: which model answers, and whether it may now.
+"""States of a reward server, independent of HTTP: which model answers, and whether it may now.
 
 ::
 
@@ -18,20 +18,17 @@ import re
 import threading
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from laurel.config.policy import Precision
-from laurel.errors import BusyError, ConfigError, DataError, LaurelError
-from laurel.generation.vllm.settings import check_has_vllm
-from laurel.models.spec import ModelSpec
+from laurel.errors import BusyError, DataError, LaurelError
 from laurel.rewards.batching import Backend, BatcherLimits, BatchingScorer
 from laurel.rewards.preparing import Rendered
 from laurel.rewards.remote.replica import close_scorer
-from laurel.rewards.spec import ModelPlace, Say, ScorerSpec, find_reward_model
+from laurel.rewards.spec import Say, ScorerSpec, find_reward_model
 from laurel.types import (
     Conversation,
     Group,
@@ -51,38 +48,38 @@ State = Literal["loading", "ready", "asleep", "draining", "broken"]
 
 
 class RefusedRequestError(Exception):
-    """A request that is answered with an error."""
+    """Raised for a request that is answered with an error."""
 
     def __init__(
         self, status: int, code: str, message: str, *, retry_after: float | None = None
     ) -> None:
         super().__init__(message)
         self.status = status
-        """Of HTTP."""
+        """Status code of HTTP."""
         self.code = code
         self.retry_after = retry_after
-        """Seconds."""
+        """Seconds after which the client may try again."""
 
 
 class ServedScorer(Protocol):
-    """A scorer that a server can serve. It is ended by `aclose` or `close`."""
+    """A scorer that a server can serve, closed by its `aclose` or `close`."""
 
     @property
     def is_broken(self) -> bool:
-        """Whether it has long failed at everything."""
+        """Whether it has long failed at every request."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether that is for good: only another start of the server can mend it."""
+        """Whether that is permanent: only a new start of the server can fix it."""
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """See `protocols.Scorer`."""
+        """Score groups, as `protocols.Scorer` describes."""
 
     async def sleep(self) -> None:
-        """Give the memory of devices back."""
+        """Free the memory of devices."""
 
     async def wake(self) -> None:
-        """Be as before `sleep`."""
+        """Undo `sleep`."""
 
 
 _LOST = "every replica of the model is lost for good; the server ends, to be started again"
@@ -90,34 +87,30 @@ _LOST = "every replica of the model is lost for good; the server ends, to be sta
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ServedModel:
-    """A model that has proven itself, and how many requests it has under way."""
+    """Holds a checked model, and the number of its running requests."""
 
     name: str
     version: str
     scorer: ServedScorer
     in_flight: int = 0
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by the last request that ends."""
+    """Event that the last running request sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRequest:
-    """Scores, and the model that gave every one of them."""
+    """Holds the scores of a request, and the model that gave all of them."""
 
     scores: list[tuple[Score, ...]]
     model: ServedModel
 
 
 OpenModel = Callable[[str], Awaitable[ServedModel]]
-"""Loads the model of a directory and makes it prove itself."""
+"""Loads and checks the model of a directory."""
 
 
 class RewardService:
-    """A model behind its states. Everything runs in one event loop.
-
-    A change of state goes on where whoever asked for it leaves: half of one would be a model that
-    sleeps and passes for awake, or one that is loaded and that nobody ends.
-    """
+    """Serves a model through the states of a server, in one event loop."""
 
     def __init__(
         self,
@@ -129,9 +122,9 @@ class RewardService:
         """Begin without a model.
 
         Args:
-            open_model: For `load`; None: there is no other model.
-            request_seconds: Of one request.
-            sleep_seconds: What is under way may take before the model sleeps all the same.
+            open_model: Opens the models for `load`; None: the model cannot be changed.
+            request_seconds: Time limit of one request.
+            sleep_seconds: Time that running requests have before the model sleeps anyway.
         """
         self._open_model = open_model
         self._request_seconds = request_seconds
@@ -145,7 +138,7 @@ class RewardService:
 
     @property
     def state(self) -> State:
-        """What it does with requests."""
+        """Current state, which decides on requests."""
         if self._is_draining:
             return "draining"
         if self._served is None:
@@ -156,7 +149,7 @@ class RewardService:
 
     @property
     def served(self) -> ServedModel | None:
-        """The model that the next request gets; None while it is loaded."""
+        """Model that the next request gets; None while it is loaded."""
         return self._served
 
     def begin(self, model: ServedModel) -> None:
@@ -164,14 +157,15 @@ class RewardService:
         self._served = model
 
     async def score(self, groups: Sequence[Group], *, version: str = "") -> ScoredRequest:
-        """Scores by the model that is served now.
+        """Score groups with the current model.
 
         Args:
-            groups: See `protocols.Scorer`.
-            version: The only one that is wanted; empty: any.
+            groups: Groups to score.
+            version: Required version of the model; empty: any.
 
         Raises:
-            RefusedRequestError: Not in this state, not this version, not now, or not in time.
+            RefusedRequestError: The state or the version is wrong, the queue is full, or time is
+                over.
         """
         served = self._admitted(version)
         served.in_flight += 1
@@ -182,7 +176,7 @@ class RewardService:
             async with asyncio.timeout(self._request_seconds):
                 scores = await served.scorer.score(groups)
         except TimeoutError as error:
-            message = f"no score came within {self._request_seconds:g} s"
+            message = f"there was no score within {self._request_seconds:g} s"
             raise RefusedRequestError(503, "timeout", message, retry_after=1.0) from error
         except BusyError as error:
             raise RefusedRequestError(
@@ -204,11 +198,11 @@ class RewardService:
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody who could score is left, nor will come back."""
+        """Whether all replicas are lost, and none will be restarted."""
         return self._served is not None and self._served.scorer.is_lost
 
     def give_up(self) -> None:
-        """Refuse what waits for those who are lost: no score will come."""
+        """Refuse requests that wait for lost replicas: no score will come."""
         for task in self._scoring:
             task.cancel()
 
@@ -224,12 +218,12 @@ class RewardService:
         return self._served
 
     async def sleep(self) -> None:
-        """Finish what was accepted, refuse what comes, and give the memory of devices back.
+        """Finish accepted requests, refuse new ones, and free the memory of devices.
 
         Raises:
-            RefusedRequestError: Not in this state.
+            RefusedRequestError: The state does not allow it.
         """
-        await self._to_its_end(self._sleep())
+        await self._run_to_end(self._sleep())
 
     async def _sleep(self) -> None:
         async with self._one_change() as served:
@@ -244,8 +238,8 @@ class RewardService:
                 raise
 
     async def wake(self) -> None:
-        """Take requests again; see `sleep`."""
-        await self._to_its_end(self._wake())
+        """Take requests again after `sleep`."""
+        await self._run_to_end(self._wake())
 
     async def _wake(self) -> None:
         async with self._one_change() as served:
@@ -254,15 +248,15 @@ class RewardService:
                 self._is_asleep = False
 
     async def load(self, name: str) -> ServedModel:
-        """Serve another model as soon as it has proven itself; until then the old one answers.
+        """Serve another model once it is loaded and checked; until then the old one answers.
 
         Raises:
-            RefusedRequestError: Not in this state, or there is no other model.
+            RefusedRequestError: The state does not allow it, or the model cannot be changed.
             UserError: It cannot be used; the old one stays.
         """
         if self._open_model is None:
-            raise RefusedRequestError(409, "fixed", "this server serves no other model")
-        return await self._to_its_end(self._load(name, self._open_model))
+            raise RefusedRequestError(409, "fixed", "this server cannot change its model")
+        return await self._run_to_end(self._load(name, self._open_model))
 
     async def _load(self, name: str, open_model: OpenModel) -> ServedModel:
         async with self._one_change() as old:
@@ -278,18 +272,20 @@ class RewardService:
             return new
 
     async def drain(self, seconds: float) -> bool:
-        """Refuse what comes and finish what was accepted. False: some of it was left."""
+        """Refuse new requests and finish accepted ones; False if some did not end in time."""
         self._is_draining = True
         return self._served is None or await _until_quiet(self._served, seconds)
 
     async def aclose(self) -> None:
-        """End the model. Idempotent."""
+        """Close the model. Idempotent."""
         self._is_draining = True
         served, self._served = self._served, None
         if served is not None:
             await close_scorer(served.scorer)
 
-    async def _to_its_end(self, change: Coroutine[Any, Any, Changed]) -> Changed:
+    async def _run_to_end(self, change: Coroutine[Any, Any, Changed]) -> Changed:
+        # A change of state runs to its end even if its caller is cancelled: an interrupted one
+        # could leave a sleeping model that counts as awake, or a loaded one that is never closed.
         task = asyncio.ensure_future(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
@@ -297,9 +293,10 @@ class RewardService:
 
     @contextlib.asynccontextmanager
     async def _one_change(self) -> AsyncIterator[ServedModel]:
-        """The model, for one change of state at a time."""
+        # A second change is refused, not queued: its caller could not know which model it would
+        # meet.
         if self._changing.locked():
-            raise RefusedRequestError(409, "changing", "another change is under way", retry_after=1)
+            raise RefusedRequestError(409, "changing", "another change is running", retry_after=1)
         served, state = self._served, self.state
         if served is None or state == "draining":
             raise RefusedRequestError(503, state, f"the server is {state}", retry_after=1.0)
@@ -308,7 +305,7 @@ class RewardService:
 
 
 async def _until_quiet(served: ServedModel, seconds: float) -> bool:
-    """Wait until a model that gets nothing new has nothing under way."""
+    """Wait until a model that gets no new requests has finished all; False if time is over."""
     try:
         async with asyncio.timeout(seconds):
             while served.in_flight:
@@ -321,16 +318,16 @@ async def _until_quiet(served: ServedModel, seconds: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ScoringAnswer:
-    """What a request for scores is answered with."""
+    """Holds the body of an answer to a request for scores."""
 
     body: bytes
-    """JSON."""
+    """The JSON text."""
     version: str = ""
-    """Of the model that scored."""
+    """Version of the model that scored."""
 
 
 class _Answering:
-    """An answer that is being made, and how many wait for it."""
+    """Holds an answer that is being computed, and the number of requests that wait for it."""
 
     def __init__(self, digest: bytes, making: asyncio.Task[ScoringAnswer]) -> None:
         self.digest = digest
@@ -339,10 +336,10 @@ class _Answering:
 
 
 class AnswerMemory:
-    """Answers by the id of their request: asked again, the same is not computed again."""
+    """Stores answers by request id, so that a repeated request is not computed again."""
 
     def __init__(self, *, max_entries: int = 10_000, max_bytes: int = 2**26) -> None:
-        """Remember so many at most, and so many bytes of them."""
+        """Store at most so many answers, and so many bytes of them."""
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._bytes = 0
@@ -352,13 +349,13 @@ class AnswerMemory:
     async def once(
         self, request_id: str, digest: bytes, make: Callable[[], Coroutine[Any, Any, ScoringAnswer]]
     ) -> ScoringAnswer:
-        """The answer to a request; made unless it is known or being made.
+        """Return the answer to a request, computed only if it is neither stored nor being computed.
 
         Args:
-            request_id: Of all tries of the same request.
-            digest: Of all that was asked.
-            make: Makes the answer. It is cancelled when all who wait have gone. What it raises is
-                not remembered.
+            request_id: Id of all attempts at the same request.
+            digest: Digest of the whole request.
+            make: Computes the answer; cancelled when all callers have left. Its errors are not
+                stored.
 
         Raises:
             RefusedRequestError: Another request had this id.
@@ -381,7 +378,12 @@ class AnswerMemory:
                 entry.making.cancel()
             if self._under_way.get(request_id) is entry and not entry.waiting:
                 del self._under_way[request_id]
-        self._remember(request_id, digest, answer)
+        if request_id not in self._known:
+            self._known[request_id] = digest, answer
+            self._bytes += len(answer.body)
+            while len(self._known) > self._max_entries or self._bytes > self._max_bytes:
+                _, (_, dropped) = self._known.popitem(last=False)
+                self._bytes -= len(dropped.body)
         return answer
 
     def _check(self, digest: bytes, known: bytes, request_id: str) -> None:
@@ -390,18 +392,9 @@ class AnswerMemory:
                 422, "request_id", f"another request had the id {request_id[:80]!r}"
             )
 
-    def _remember(self, request_id: str, digest: bytes, answer: ScoringAnswer) -> None:
-        if request_id in self._known:
-            return
-        self._known[request_id] = digest, answer
-        self._bytes += len(answer.body)
-        while len(self._known) > self._max_entries or self._bytes > self._max_bytes:
-            _, (_, dropped) = self._known.popitem(last=False)
-            self._bytes -= len(dropped.body)
-
 
 # --------------------------------------------------------------------------------------------------
-# From a directory to a model that can be served: found, loaded, proven, and known by a version.
+# Opening the model of a directory: found, loaded, checked, and named by a version.
 
 NULL_NAME, NULL_VERSION = "null", "null"
 _READ_BYTES = 2**20
@@ -409,109 +402,64 @@ _OF_THE_MODEL = (".json", ".safetensors", ".jinja", ".model", ".txt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
-    """A model that is to be served, and how. It can travel as JSON."""
+class ServingSpec:
+    """Describes a model to serve, in this process or in others."""
 
-    model: str = ""
-    """A directory or a hub name; empty: none, which scores trivially, to measure all the rest."""
-    engine: Literal["laurel", "vllm"] = "laurel"
-    precision: Precision = "float32"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    max_length: int | None = None
-    """Of a model that brings no contract."""
-    batch_tokens: int = 8192
-    """Distinct tokens of a batch."""
-    max_delay: float = 0.002
-    """Seconds that an idle model waits for company."""
-    max_waiting: int = 2000
-    """Completions that may wait."""
+    scorer: ScorerSpec | None = None
+    """Scorer of the model; None: no model and trivial scores, to measure everything else."""
+    limits: BatcherLimits = field(default_factory=BatcherLimits)
     cpu_threads: int | None = None
-    """None: one per core."""
+    """Threads of a CPU; None: one per core."""
+
+    @property
+    def batcher_limits(self) -> BatcherLimits:
+        """Limits of the batcher: as set, with batches of the scorer's size."""
+        if self.scorer is None:
+            return replace(self.limits, cache_entries=0)  # trivial scores cost less than a look-up
+        return replace(self.limits, batch_tokens=self.scorer.batch_tokens)
 
 
-def check_settings(settings: ModelSettings) -> ModelPlace | None:
-    """Refuse what cannot be served, as far as that can be told without loading anything.
-
-    Returns:
-        Where the model was found; None: trivial scores need none.
-
-    Raises:
-        UserError: There is no such model, or no such engine.
-    """
-    if settings.engine == "vllm":
-        if not settings.model:
-            raise ConfigError("--engine vllm needs a model; --null computes nothing")
-        check_has_vllm("--engine vllm")
-    return find_reward_model(settings.model) if settings.model else None
-
-
-def open_backend(
-    settings: ModelSettings, *, say: Say, found: ModelPlace | None = None
-) -> tuple[str, str, Backend]:
-    """Load a model, and make it prove itself. Blocks.
+def open_backend(spec: ServingSpec, *, say: Say) -> tuple[str, str, Backend]:
+    """Load a model, and check it; blocks.
 
     Args:
-        settings: The model, and how it is served.
-        say: Told what was loaded and found.
-        found: What `check_settings` has returned for it just now, if it was called.
+        spec: The model, and how it is served.
+        say: Called with a line on all that was loaded and found.
 
     Returns:
-        Its name, its version, and what computes its scores.
+        Its name, its version, and the backend that computes its scores.
 
     Raises:
-        UserError: Not a reward model, or not the one it was: see `open_scorer`.
+        UserError: The model is not a reward model, or has changed since it was saved.
     """
-    if not settings.model:
+    if spec.scorer is None:
         return NULL_NAME, NULL_VERSION, NullScorer()
-    found = found or check_settings(settings)
-    assert found is not None
-    from laurel.generation.vllm.pooling import PoolingOptions
+    name = spec.scorer.model.name or ""
+    place = spec.scorer.found or find_reward_model(name)
     from laurel.rewards.open import open_scorer
     from laurel.rewards.scorer import ContractScorer
     from laurel.workers.process import prepare
 
-    prepare(settings.device, cpu_threads=settings.cpu_threads, seed=0)
-    spec = ScorerSpec(
-        model=ModelSpec(name=settings.model),
-        found=found,
-        max_length=settings.max_length,
-        batch_tokens=settings.batch_tokens,
-        precision=settings.precision,
-        device=settings.device,
-        pooling=PoolingOptions() if settings.engine == "vllm" else None,
-    )
-    scorer = open_scorer(spec, say=say)
+    prepare(spec.scorer.device, cpu_threads=spec.cpu_threads, seed=0)
+    scorer = open_scorer(replace(spec.scorer, found=place), say=say)
     assert isinstance(scorer, ContractScorer)
-    return settings.model, model_version(found.name), scorer
+    return name, model_version(place.name), scorer
 
 
-def batcher_limits(settings: ModelSettings) -> BatcherLimits:
-    """How requests to a served model are merged."""
-    return BatcherLimits(
-        batch_tokens=settings.batch_tokens,
-        max_delay=settings.max_delay,
-        max_waiting=settings.max_waiting,
-        cache_entries=65536 if settings.model else 0,
-    )
-
-
-def open_served(
-    settings: ModelSettings, *, say: Say, found: ModelPlace | None = None
-) -> ServedModel:
-    """Open a model in this process, as a service takes it; see `open_backend`."""
-    name, version, backend = open_backend(settings, say=say, found=found)
-    scorer = BatchingScorer(backend, model_version=version, limits=batcher_limits(settings))
+def open_served(spec: ServingSpec, *, say: Say) -> ServedModel:
+    """Open a model in this process for a service; `open_backend` describes the arguments."""
+    name, version, backend = open_backend(spec, say=say)
+    scorer = BatchingScorer(backend, model_version=version, limits=spec.batcher_limits)
     return ServedModel(name=name, version=version, scorer=scorer)
 
 
 def model_version(name: str) -> str:
-    """What the weights, the tokenizer and the contract of a directory are known by.
-
-    Equal files have equal versions, wherever they lie. Of a name on the hub it is the name.
-    """
+    """Name the version of a directory's weights, tokenizer and contract."""
     directory = Path(name)
     if not directory.is_dir():
         return name
+    # Equal files have equal versions, whatever their directory. A name on the hub is its own
+    # version.
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(directory.iterdir()):
         if path.suffix in _OF_THE_MODEL and path.is_file():
@@ -519,27 +467,28 @@ def model_version(name: str) -> str:
             with path.open("rb") as file:
                 while piece := file.read(_READ_BYTES):
                     digest.update(piece)
+    # The name is cleaned because it is sent in a header.
     called = re.sub(r"[^A-Za-z0-9._+-]", "_", os.path.basename(os.path.realpath(name)))
-    return f"{called}-{digest.hexdigest()}"  # it travels in a header
+    return f"{called}-{digest.hexdigest()}"
 
 
 # --------------------------------------------------------------------------------------------------
-# One line of JSON for each request, written beside whoever answers it.
+# The access log: one line of JSON for each request, written by a thread of its own.
 
 _MOST_WAITING = 20_000
+# The thread looks for records at intervals: waking it for each would cost more than the writing.
 _SECONDS_BETWEEN = 0.1
-"""A thread that every request wakes would cost more than what it writes."""
 
 
 class AccessLog:
-    """Writes records in a thread. A disk that is full or a reader that is slow costs lines only."""
+    """Writes records in a thread. A full disk or a slow reader costs lines only."""
 
     def __init__(self, target: str, *, say: Callable[[str], None]) -> None:
         """Open a log.
 
         Args:
             target: A file, which is appended to; `-` is standard error.
-            say: Told once when lines begin to be lost.
+            say: Called once when the first line is lost.
 
         Raises:
             OSError: The file cannot be opened.
@@ -547,23 +496,23 @@ class AccessLog:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.dup(2) if target == "-" else os.open(target, flags, 0o600)
         self._say = say
-        self._is_told = False
+        self._has_warned = False
         self.dropped = 0
-        """Lines that were lost."""
+        """Number of lost lines."""
         self._records: deque[Mapping[str, Any]] = deque()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="laurel-access-log", daemon=True)
         self._thread.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Take a record; it does not wait."""
+        """Queue a record without blocking."""
         if len(self._records) >= _MOST_WAITING:
             self._lose(1, "it is written too slowly")
         else:
             self._records.append(record)
 
     def close(self) -> None:
-        """Write what waits, for two seconds at most. Idempotent."""
+        """Write queued records, for two seconds at most. Idempotent."""
         self._closing.set()
         self._thread.join(timeout=2.0)
 
@@ -572,41 +521,39 @@ class AccessLog:
         while not is_last:
             is_last = self._closing.wait(_SECONDS_BETWEEN)
             while self._records:
-                self._put([self._records.popleft() for _ in range(min(256, len(self._records)))])
-
-    def _put(self, records: list[Mapping[str, Any]]) -> None:
-        text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
-        left = memoryview(text.encode("ascii"))
-        try:
-            while left:
-                left = left[os.write(self._descriptor, left) :]
-        except OSError as error:
-            self._lose(len(records), str(error))
+                records = [self._records.popleft() for _ in range(min(256, len(self._records)))]
+                text = "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in records)
+                left = memoryview(text.encode("ascii"))
+                try:
+                    while left:
+                        left = left[os.write(self._descriptor, left) :]
+                except OSError as error:
+                    self._lose(len(records), str(error))
 
     def _lose(self, count: int, why: str) -> None:
         self.dropped += count
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_warned:
+            self._has_warned = True
             self._say(f"warning: the access log loses lines: {why}")
 
 
 # --------------------------------------------------------------------------------------------------
-# A server without a model, to measure everything that is around one.
+# A server without a model, to measure the cost of everything else.
 
 
 class NullScorer:
-    """A token is a byte of the text, and the score the mean of the bytes of the answer's end."""
+    """Scores without a model: a token is a byte, and the score the mean of the last bytes."""
 
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """See `merging.Encoder`."""
+        """Tokenise groups into bytes."""
         return [_prepared(group) for group in groups]
 
     def prepare_rendered(self, row: Rendered) -> TokenGroup:
-        """See `merging.Encoder`."""
+        """Tokenise one rendered conversation into bytes."""
         if isinstance(row, SentTurn):
             if not row.is_rendered:
-                said = group_of((Message("user", row.prompt),), (row.response,), group_id="")
-                tokens, _ = _prepared(said)
+                group = group_of((Message("user", row.prompt),), (row.response,), group_id="")
+                tokens, _ = _prepared(group)
                 assert tokens is not None
                 return tokens
             row = row.prompt + row.response
@@ -616,20 +563,20 @@ class NullScorer:
         return TokenGroup(id="", trunk_ids=ids[:0], branches_ids_G=(ids,), truncated_G=(False,))
 
     def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
-        """See `batcher.Backend`."""
+        """Score tokenised groups by their last bytes."""
         return [
             tuple(_score(group.trunk_ids, branch) for branch in group.branches_ids_G)
             for group in tokens
         ]
 
     def sleep(self) -> None:
-        """There is no memory to give back."""
+        """Do nothing, as no memory is held."""
 
     def wake(self) -> None:
-        """There is nothing to take again."""
+        """Do nothing, as no memory is held."""
 
     def close(self) -> None:
-        """There is nothing to free."""
+        """Do nothing, as no memory is held."""
 
 
 def _bytes(text: str) -> TokenIds:
@@ -653,8 +600,7 @@ def _prepared(group: Group) -> Prepared:
     return tokens, (None,) * size
 
 
-_END = 16
-"""Bytes that the score reads."""
+_END = 16  # bytes that the score reads
 
 
 def _score(trunk_ids: TokenIds, branch_ids: TokenIds) -> Score:

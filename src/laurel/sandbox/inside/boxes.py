@@ -1,4 +1,4 @@
-"""A directory for each job where there are no namespaces, and its removal whatever is in it."""
+"""Makes and removes the directories of jobs where there are no namespaces."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ _PULLED_UP = "laurel-pulled-up-"
 
 
 def make_box(scratch: str) -> str:
-    """A new, empty directory."""
+    """Make a new, empty directory."""
     return tempfile.mkdtemp(prefix="box-", dir=scratch)
 
 
 def remove_box(box: str) -> None:
-    """Remove a directory, however deep and however its rights are set. Nothing outside of it is
-    touched: links are not followed."""
+    """Remove a directory, whatever its depth and rights. Nothing outside of it is touched: links
+    are not followed.
+    """
     with contextlib.suppress(FileNotFoundError):
         top = os.open(box, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -27,8 +28,8 @@ def remove_box(box: str) -> None:
 
 
 def _empty(top: int) -> None:
-    """Directories below are moved to the top before they are emptied, so that depth, which a
-    program can make any, costs neither stack nor descriptors."""
+    # Directories below are moved to the top before they are emptied, so that depth, of which a
+    # program can make any, costs neither stack nor descriptors.
     os.fchmod(top, 0o700)
     count = 0
     while names := os.listdir(top):

@@ -1,6 +1,6 @@
-"""Calls functions of a program with plain data: a list of calls, or those that come over a channel.
+"""Calls functions of a program with plain data: a list of calls, or requests over a channel.
 
-Whatever the program does to this process, all that it can send is another answer.
+Whatever the program does to this process, it can only send another answer.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def answer_calls(job: dict[str, Any], parts: list[bytes]) -> None:
     """Run the program, then make the calls and write a line for each.
 
     Args:
-        job: With the name of the function as `entry`, and the `prelude`.
+        job: Job with the name of the function as `entry`, and the `prelude`.
         parts: The source, and plain data: a list of (args, kwargs).
     """
-    # Not `__main__`: what a program does when it is started, as reading stdin, is not asked for.
+    # Not `__main__`: what a program does when it is started, like reading stdin, must not run.
     namespace = names_of(job, "program")
     execute(parts[0].decode("utf-8", "replace"), namespace)
     function = find_solution(namespace, job["entry"])
@@ -39,13 +39,13 @@ def answer_calls(job: dict[str, Any], parts: list[bytes]) -> None:
 
 
 def serve_program(job: dict[str, Any], parts: list[bytes]) -> None:
-    """Run the program, then do what is asked over the channel, until it is closed.
+    """Run the program, then answer requests over the channel until it is closed.
 
-    A request is a line: a number, what to do, a name, args and kwargs. `call`: a function of that
-    name; without a name, the object that comes first. `get` and `set`: an attribute of that name of
-    the object that comes first. The reply has the number of the request, and the arguments again,
-    which a function may have changed. An object of a class of the program stays here and travels
-    as a number.
+    A request is a line: a number, a verb, a name, args and kwargs. `call`: a function of that name;
+    without a name, the object that comes first. `get` and `set`: an attribute of that name of the
+    object that comes first. The reply has the number of the request, and the arguments again, which
+    a function may have changed. An object of a class of the program stays here and is sent as a
+    number.
     """
     namespace = main_module()
     execute(parts[0].decode("utf-8", "replace"), namespace)
@@ -76,7 +76,7 @@ def _serve(
             return {"error": "NameError", "text": str(error), "kind": ""}
     else:
         function, args = args[0], args[1:]
-    # Functions that are to give plain data are held to that.
+    # Functions that are expected to return plain data must do so.
     number_of = kept.new_number_of if isinstance(function, type) else kept.number_of
     reply, after = _call(function, args, kwargs, number_of)
     if "value" in reply:
@@ -85,22 +85,21 @@ def _serve(
 
 
 class _Kept:
-    """Objects that the other side has numbers for."""
+    """Holds the objects that have a number."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
-        self._numbers: dict[int, int] = {}
-        """By `id`; the list keeps them alive."""
+        self._numbers: dict[int, int] = {}  # by `id`; the list keeps the objects alive
 
     def object_of(self, number: int) -> Any:
         return self._objects[number]
 
     def number_of(self, one: Any) -> int | None:
-        """The number of an object that has one."""
+        """Return the number of an object that has one."""
         return self._numbers.get(id(one))
 
     def new_number_of(self, one: Any) -> int:
-        """The number of an object, which it is given now if it had none."""
+        """Return the number of an object, and give it one if it has none."""
         if id(one) not in self._numbers:
             self._numbers[id(one)] = len(self._objects)
             self._objects.append(one)
@@ -108,7 +107,7 @@ class _Kept:
 
 
 def find_entry_point(namespace: dict[str, Any], entry: str) -> Callable[..., Any]:
-    """The function of that name; `Class.name` is a method of a new object.
+    """Find the function of that name; `Class.name` is a method of a new object.
 
     Raises:
         AttributeError: There is none.
@@ -124,9 +123,9 @@ def find_entry_point(namespace: dict[str, Any], entry: str) -> Callable[..., Any
 
 
 def find_solution(namespace: dict[str, Any], entry: str) -> Callable[..., Any]:
-    """The same, but a method of the program's `Solution` where it has one of that name.
+    """Find the function of that name, or the method of the program's `Solution` if it has one.
 
-    The same function is asked for in both ways, and it is the program that shows which it took.
+    A task accepts both forms, and the program shows which it chose.
 
     Raises:
         AttributeError: There is none.
@@ -143,7 +142,7 @@ def _call(
     kwargs: dict[str, Any],
     number_of: Callable[[Any], int | None] | None = None,
 ) -> tuple[dict[str, Any], Any]:
-    """The reply, and the arguments after the call."""
+    """Call a function; return the reply, and the arguments after the call."""
     try:
         value = function(*args, **kwargs)
     except Exception as error:
@@ -163,7 +162,7 @@ def _call(
 def _text_of(error: Exception) -> str:
     try:
         return str(error)[:_TEXT]
-    except Exception:  # it is the program's own class
+    except Exception:  # its class may be the program's own
         return ""
 
 
@@ -184,7 +183,7 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# A program in this process: its names, its code, and what its exceptions stand for.
+# A program in this process: its names, its code, and the statuses of its exceptions.
 
 FILE_NAME = "program.py"
 EXIT_CODES: Mapping[str, int] = {
@@ -194,16 +193,17 @@ EXIT_CODES: Mapping[str, int] = {
     "process_limit": 68,
     "forbidden": 69,
 }
-"""How the process ends after an exception that says more than that there was one. A program may
-end so as well: each of them is a failure."""
+"""Exit codes after exceptions that have a status of their own. A program may end so as well: each
+of them is a failure.
+"""
 
 
 class SourceError(Exception):
-    """The program is no Python; the cause says why."""
+    """Raised where the program is not valid Python; the cause says why."""
 
 
 def main_module(name: str = "__main__") -> dict[str, Any]:
-    """The names of a new, empty module in the place of `__main__`, whatever it calls itself."""
+    """Create an empty module in the place of `__main__`, and return its names."""
     module = ModuleType(name)
     module.__dict__["__builtins__"] = builtins
     module.__dict__["__file__"] = FILE_NAME
@@ -212,9 +212,9 @@ def main_module(name: str = "__main__") -> dict[str, Any]:
 
 
 def names_of(job: Mapping[str, Any], name: str = "__main__") -> dict[str, Any]:
-    """The names that a program finds: those of its job's `prelude`, such as imports."""
+    """Create the names that a program finds: those of its job's `prelude`, such as imports."""
     namespace = main_module(name)
-    # By itself, so that lines of the program keep their numbers, and its __future__ comes first.
+    # Compiled by itself, so that the program's lines keep their numbers, and __future__ is first.
     if prelude := job.get("prelude"):
         execute(prelude, namespace, "prelude.py")
     return namespace
@@ -225,7 +225,7 @@ def execute(source: str, namespace: dict[str, Any], name: str = FILE_NAME) -> No
 
     Raises:
         SourceError: It cannot be compiled.
-        BaseException: What it raises.
+        BaseException: Whatever it raises.
     """
     lines = source.splitlines(keepends=True)
     linecache.cache[name] = (len(source), None, lines, name)
@@ -233,16 +233,16 @@ def execute(source: str, namespace: dict[str, Any], name: str = FILE_NAME) -> No
 
 
 def compile_source(source: str, name: str) -> CodeType:
-    """The code of a source; `SourceError` where it has none."""
+    """Compile a source; `SourceError` where it is invalid."""
     try:
-        # Features that are on in this file are not for the program.
+        # Features of this file must not be on in the program.
         return compile(source, name, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, OverflowError) as error:
         raise SourceError(str(error)) from error
 
 
 def classify(error: BaseException) -> str:
-    """Which status an exception stands for; `runtime_error` for most."""
+    """Return the status of an exception; `runtime_error` for most."""
     if isinstance(error, SourceError):
         return "syntax_error"
     if isinstance(error, MemoryError):

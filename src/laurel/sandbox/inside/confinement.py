@@ -1,5 +1,6 @@
-"""What a process gives up before it runs a program, in an order that leaves the means for the rest:
-files, limits, rights, then the files that it may open and the calls that it may make."""
+"""Takes all rights from a process before it runs a program, in an order that leaves the means for
+the rest: files, limits, rights, then the files that it may open and the calls that it may make.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from laurel.sandbox.inside.jail import DEVICES
 
 RESULT_FD = 3
 CHANNEL_FD = 4
-WORK_FD = 5
-"""Over which the program comes; closed before it starts."""
+WORK_FD = 5  # brings the program; closed before it starts
+# Limits of every job.
 _LIMITS = {
     resource.RLIMIT_CORE: 0,
     resource.RLIMIT_MEMLOCK: 0,
@@ -27,22 +28,21 @@ _LIMITS = {
     resource.RLIMIT_SIGPENDING: 256,
     resource.RLIMIT_STACK: 64 << 20,
 }
-"""Of every job."""
 _FEWEST_DESCRIPTORS, _MOST_DESCRIPTORS = 16, 64
 _IN_SOCKETS = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """How this zygote confines.
+    """Describes how a zygote confines its programs.
 
     Args:
-        layers: Those that are on.
+        layers: Layers in use.
         readable: Directories that a program may read.
         counts_processes: Whether a limit on processes counts those of this sandbox only.
-        metered: Whether a `meter.Meter` answers calls about files; it is for programs whose files
-            are in no file system of their own.
-        descriptors: How many files and sockets a program may have open.
+        metered: Whether a `meter.Meter` answers calls about files, for programs without a file
+            system of their own.
+        descriptors: Limit of open files and sockets of a program.
     """
 
     layers: frozenset[str]
@@ -53,22 +53,21 @@ class Confinement:
 
     @property
     def may_write(self) -> bool:
-        """Whether a program may have files: only where something limits all of them together."""
+        """Whether a program may have files: only if their total size is limited."""
         return self.metered or "namespaces" in self.layers
 
 
-def confine(setting: Confinement, box: str, give: Callable[[int], None]) -> None:
-    """Give up everything; only descriptors up to `WORK_FD` are kept. What is left to be done is
-    `limit`.
+def confine(setting: Confinement, box: str, give: Callable[[int], object]) -> None:
+    """Give up all rights, and all descriptors above `WORK_FD`; only `limit` can follow.
 
     Args:
-        setting: How.
+        setting: How to confine.
         box: The only directory that may be written to.
-        give: Called where programs are metered, with the descriptor that calls are answered at;
-            closed after.
+        give: Called where programs are metered, with the descriptor at which calls are answered,
+            which is closed afterwards.
 
     Raises:
-        OSError: A layer that should be on cannot be had.
+        OSError: A layer that should be in use cannot be had.
     """
     os.closerange(WORK_FD + 1, 1 << 20)
     os.chdir(box)
@@ -80,8 +79,8 @@ def confine(setting: Confinement, box: str, give: Callable[[int], None]) -> None
     _set_limit(resource.RLIMIT_NOFILE, setting.descriptors, setting.descriptors)
     for which, most in _LIMITS.items():
         _set_limit(which, most, most)
-    kernel.drop_capabilities()  # the zygote has seen to it that they cannot be had again
-    # Else its monitor could not look at its files. Other programs cannot reach it by Landlock and
+    kernel.drop_capabilities()  # the zygote has made sure that they cannot be regained
+    # Otherwise its monitor could not read its files. Other programs cannot reach it by Landlock and
     # the filter, both of which a metered one has.
     kernel.prctl(kernel.PR_SET_DUMPABLE, int(setting.metered))
     if "landlock" in setting.layers:
@@ -96,14 +95,15 @@ def confine(setting: Confinement, box: str, give: Callable[[int], None]) -> None
 
 
 def settle_environment(box: str) -> None:
-    """The variables that programs see, but for their box where it is another."""
+    """Set the variables that programs see; only those of the box change later."""
     os.environ.clear()
     os.environ.update(HOME=box, TMPDIR=box, LANG="C.UTF-8", PATH="/usr/bin:/bin")
 
 
 def affordable_descriptors() -> int:
-    """How many sockets a program may have open, so that what waits in them is no more than some
-    megabytes: nothing else limits that."""
+    """Return how many sockets a program may have open, so that their buffers take a few megabytes
+    at most: nothing else limits those.
+    """
     try:
         with open("/proc/sys/net/core/wmem_default") as file:
             each = int(file.read())
@@ -113,14 +113,14 @@ def affordable_descriptors() -> int:
 
 
 def refused_calls(setting: Confinement) -> frozenset[str]:
-    """System calls that are refused besides."""
+    """Return further system calls to refuse."""
     if "namespaces" in setting.layers:
         return frozenset()
     return meter.REFUSED if setting.metered else seccomp.ON_FOREIGN_FILES
 
 
 def limit(setting: Confinement, limits: dict[str, Any]) -> None:
-    """Give up what a job in particular may not have. Can be done when all else is given up.
+    """Apply the limits of a job; possible after all rights have been given up.
 
     Raises:
         OSError: The kernel refused.
@@ -134,7 +134,7 @@ def limit(setting: Confinement, limits: dict[str, Any]) -> None:
         wanted[resource.RLIMIT_NPROC] = int(limits["threads"]) + 4
     for which, most in wanted.items():
         _set_limit(which, most, most)
-    # The soft one ends the program with a signal that says why; the hard one, whatever it does.
+    # The soft limit ends the program with a signal that says why; the hard one in any case.
     _set_limit(resource.RLIMIT_CPU, seconds, seconds + 1)
 
 
@@ -146,16 +146,14 @@ def _set_limit(which: int, soft: int, hard: int) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which files a program may open, by Landlock: held even where there is no root of its own.
+# Landlock limits the files that a program may open, even without a root of its own.
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _FIRST_RIGHTS = (1 << 13) - 1
+# Version of the interface, and the right that it brought: refer, truncate, ioctl of devices.
 _RIGHTS_SINCE = ((2, 1 << 13), (3, 1 << 14), (5, 1 << 15))
-"""Version of the interface, and the right that it brought: refer, truncate, ioctl of devices."""
-_NET_RIGHTS = 0b11
-"""Bind and connect of TCP."""
-_SCOPES = 0b11
-"""Abstract unix sockets and signals: only those of programs in the same domain."""
+_NET_RIGHTS = 0b11  # bind and connect of TCP
+_SCOPES = 0b11  # abstract unix sockets and signals: only those of programs in the same domain
 _RIGHTS_ON_DEVICES = _READ_FILE | _WRITE_FILE | 1 << 14
 _RULE_PATH_BENEATH = 1
 
@@ -176,17 +174,17 @@ class _PathBeneath(ctypes.Structure):
 
 @functools.cache
 def version() -> int:
-    """Of the kernel's interface; OSError where there is none."""
+    """Return the version of the kernel's interface; OSError where there is none."""
     return kernel.call("landlock_create_ruleset", None, 0, 1)
 
 
 def restrict(readable: Iterable[str], devices: Iterable[str], writable: Iterable[str]) -> None:
-    """Let this process open nothing else from now on. It must have given up new privileges.
+    """Limit the files that this process can open for good. It must have given up new privileges.
 
     Args:
         readable: Directories to read, with all below them.
         devices: Files to read and write.
-        writable: Directories to do anything in but execute.
+        writable: Directories for everything but execution.
 
     Raises:
         OSError: The kernel refused.

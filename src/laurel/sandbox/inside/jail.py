@@ -1,4 +1,4 @@
-"""Namespaces and a root directory of its own, for a zygote and all that it starts."""
+"""Gives a zygote and its jobs namespaces and a root directory of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sysconfig
 from laurel.sandbox.inside import kernel
 
 BOX = "/box"
-"""Where a program works, inside of the jail."""
+"""Working directory of a program, inside of the jail."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo")
 _INSIDE_ID = 1000
@@ -27,7 +27,7 @@ _OWN_NAMESPACES = (
 
 
 def readable_paths() -> list[str]:
-    """Directories that this interpreter cannot do without, and nothing beside them."""
+    """Return the directories that this interpreter needs, and no others."""
     own = [
         os.path.join(sys.base_prefix, "lib"),
         os.path.join(sys.base_exec_prefix, "lib"),
@@ -51,12 +51,12 @@ def enter(scratch: str, account: int | None) -> None:
         account: The user that root becomes on the way; None where this is not root.
 
     Raises:
-        OSError: The kernel refused a step. This process is then in no state to go on.
+        OSError: The kernel refused a step. This process is then unusable.
     """
     if account is not None:
         kernel.unshare(kernel.CLONE_NEWNS)
         kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-        _furnish(scratch)  # as root, who can read what only root can
+        _furnish(scratch)  # as root, which can read all of it
         os.chdir(scratch)
         become(account)
         _leave_users()
@@ -74,12 +74,12 @@ def enter(scratch: str, account: int | None) -> None:
 
 
 def own_box(megabytes: int, inodes: int) -> None:
-    """Put an empty file system of limited size on the box, for this job's namespace alone."""
+    """Mount an empty file system of limited size on the box, for this job's namespace alone."""
     kernel.mount("box", BOX, "tmpfs", _BOX_FLAGS, _box_options(megabytes, inodes))
 
 
 def resize_box(megabytes: int, inodes: int) -> None:
-    """Give the file system on the box another size."""
+    """Change the size of the file system on the box."""
     options = _box_options(megabytes, inodes)
     kernel.mount("box", BOX, "tmpfs", _BOX_FLAGS | kernel.MS_REMOUNT, options)
 
@@ -89,11 +89,11 @@ def _box_options(megabytes: int, inodes: int) -> str:
 
 
 def become(account: int) -> None:
-    """Be another user from now on, for good."""
+    """Become another user for good."""
     os.setgroups([])
     os.setresgid(account, account, account)
     os.setresuid(account, account, account)
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else /proc/self is not ours any more
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise /proc/self is not ours any more
 
 
 def _leave_users() -> None:

@@ -1,4 +1,4 @@
-"""System calls that Python has no function for, by ctypes."""
+"""Makes system calls that Python has no function for, by ctypes."""
 
 from __future__ import annotations
 
@@ -46,15 +46,17 @@ _libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
 
 @functools.cache
 def machine() -> int | None:
-    """Column of the tables of numbers; None on a machine that they do not know, or where Python
-    itself is of another width than the kernel."""
+    """Return the machine's column in the tables of numbers.
+
+    None on a machine that is not in them, or where Python itself has another width than the kernel.
+    """
     if ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
     return NUMBERS_BY_MACHINE.get(os.uname().machine)
 
 
 def call(name: str, *arguments: object) -> int:
-    """Make one of `OURS`.
+    """Make one of the calls in `OURS`.
 
     Args:
         name: Its name.
@@ -71,24 +73,24 @@ def call(name: str, *arguments: object) -> int:
 
 
 def prctl(option: int, first: int = 0, second: int = 0) -> int:
-    """`prctl(2)`; OSError where it is refused."""
+    """Call `prctl(2)`; OSError where it is refused."""
     return _checked(_libc.prctl(option, first, second, 0, 0), f"prctl({option})")
 
 
 def set_name(name: str) -> None:
-    """What this process is called in lists of processes; at most 15 bytes."""
+    """Set the name of this process in lists of processes; at most 15 bytes."""
     text = ctypes.create_string_buffer(name.encode())
     prctl(PR_SET_NAME, ctypes.addressof(text))
 
 
 def fork_apart(flags: int) -> int:
-    """Fork into new namespaces: as `os.fork` (which cannot), for a process of one thread.
+    """Fork into new namespaces, which `os.fork` cannot; for a process of one thread.
 
-    The child may do little more than to fork again: neither Python nor the C library know that it
-    is another process.
+    The child may do little more than fork again: neither Python nor the C library know that it is
+    another process.
 
     Args:
-        flags: Those of the namespaces.
+        flags: Flags of the namespaces.
 
     Raises:
         OSError: The kernel refused.
@@ -97,18 +99,20 @@ def fork_apart(flags: int) -> int:
 
 
 def open_process(pid: int) -> int:
-    """A descriptor that can be read when a process has ended; OSError before Linux 5.3. Not every
-    Python has `os.pidfd_open`."""
+    """Open a descriptor that becomes readable when a process ends; OSError before Linux 5.3.
+
+    Not every Python has `os.pidfd_open`.
+    """
     return call("pidfd_open", pid, 0)
 
 
 def unshare(flags: int) -> None:
-    """`unshare(2)`; OSError where it is refused."""
+    """Call `unshare(2)`; OSError where it is refused."""
     _checked(_libc.unshare(flags), f"unshare({flags:#x})")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    """`mount(2)`; OSError where it is refused."""
+    """Call `mount(2)`; OSError where it is refused."""
     done = _libc.mount(
         source.encode(), target.encode(), kind.encode() if kind else None, flags, options.encode()
     )
@@ -116,7 +120,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def unmount(target: str) -> None:
-    """Take a mount and all below it out of sight; OSError where it is refused."""
+    """Detach a mount and all below it; OSError where it is refused."""
     _checked(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
 
 
@@ -130,8 +134,7 @@ class _MountAttributes(ctypes.Structure):
 
 
 def restrict_mounts(target: str, attributes: int) -> None:
-    """Add attributes to a mount and all below it; OSError where it is refused (or the kernel is
-    older than 5.12)."""
+    """Add attributes to a mount and all below it; OSError if refused, or before Linux 5.12."""
     wanted = _MountAttributes(attributes, 0, 0, 0)
     call(
         "mount_setattr",
@@ -146,8 +149,8 @@ def restrict_mounts(target: str, attributes: int) -> None:
 def cover_working_directory() -> None:
     """Put a copy of the mounts in the working directory over it, and work there.
 
-    What came along into a namespace is locked in its place; a copy of it is not. No path is used:
-    this account may not be able to walk to where it is.
+    Mounts that came along into a namespace are locked in their place; a copy is not. No path is
+    used, as this account may not be able to walk to it.
     """
     tree = call("open_tree", _AT_FDCWD, b".", _AT_RECURSIVE | _OPEN_TREE_CLONE)
     try:
@@ -158,7 +161,7 @@ def cover_working_directory() -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
-    """`pivot_root(2)`; OSError where it is refused."""
+    """Call `pivot_root(2)`; OSError where it is refused."""
     call("pivot_root", new.encode(), old.encode())
 
 
@@ -167,15 +170,17 @@ class _CapabilityHeader(ctypes.Structure):
 
 
 def renounce_privileges() -> None:
-    """Let nothing that this process starts later have more rights than it has itself. Its own, and
-    those of its forks, stay."""
+    """Keep processes that this one starts later from having more rights than it has.
+
+    Its own rights, and those of its forks, stay.
+    """
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
-        except OSError:  # beyond the last that the kernel knows, or without the right to do so
+        except OSError:  # beyond the kernel's last one, or without the right to do so
             break
-    with contextlib.suppress(OSError):  # the right to do so; no_new_privs does as much
+    with contextlib.suppress(OSError):  # without the right to do so; no_new_privs does as much
         prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
         # NOROOT, NO_SETUID_FIXUP, KEEP_CAPS off, NO_CAP_AMBIENT_RAISE; each of them locked
         prctl(PR_SET_SECUREBITS, 0b11101111)

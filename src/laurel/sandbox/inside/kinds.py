@@ -1,4 +1,4 @@
-"""Runs a job of any kind as Python runs a program, where everything else has been given up."""
+"""Runs a job of any kind as Python runs a program, in a process that has given up all rights."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def hide() -> None:
 
 
 def open_streams() -> None:
-    """Have Python's own streams read and write what is open as 0, 1 and 2."""
+    """Connect Python's own streams with descriptors 0, 1 and 2."""
     sys.stdin = _stream(0, "r", "replace")
     sys.stdout = _stream(1, "w", "strict")
     sys.stderr = _stream(2, "w", "backslashreplace")
-    for name in ("stdin", "stdout", "stderr"):  # what some programs restore
+    for name in ("stdin", "stdout", "stderr"):  # some programs restore these
         setattr(sys, f"__{name}__", getattr(sys, name))
 
 
 def run(job: dict[str, Any], parts: list[bytes]) -> None:
-    """Run a job and end this process, where `hide` and `open_streams` have been called.
+    """Run a job and end this process; `hide` and `open_streams` have been called before.
 
     Args:
-        job: `kind` is script, call, serve or tests, `prelude` what is run before the program; the
-            others are of that kind.
-        parts: The source, and more, by kind.
+        job: Job with a `kind`, script, call, serve or tests, a `prelude` that is run before the
+            program, and the fields of its kind.
+        parts: The source, and the other parts of its kind.
     """
     code = 0
     try:
@@ -61,12 +61,8 @@ def run(job: dict[str, Any], parts: list[bytes]) -> None:
     _end(code, wait=job["kind"] == "script")
 
 
-def _run_script(job: dict[str, Any], parts: list[bytes]) -> None:
-    execute(parts[0].decode("utf-8", "replace"), names_of(job))
-
-
 _KINDS: Mapping[str, Callable[[dict[str, Any], list[bytes]], None]] = {
-    "script": _run_script,
+    "script": lambda job, parts: execute(parts[0].decode("utf-8", "replace"), names_of(job)),
     "call": answer_calls,
     "serve": serve_program,
     "tests": run_tests,
@@ -74,13 +70,13 @@ _KINDS: Mapping[str, Callable[[dict[str, Any], list[bytes]], None]] = {
 
 
 def _stream(descriptor: int, mode: str, errors: str) -> TextIO:
-    # Not closed with the object: a thread may still want to print.
+    # Not closed with the object, as a thread may still print.
     stream = os.fdopen(descriptor, mode, encoding="utf-8", errors=errors, closefd=False)
     return cast(TextIO, stream)
 
 
 def _code_of(end: SystemExit) -> int:
-    """As Python does it."""
+    """Return the exit code that Python would give."""
     if end.code is None:
         return 0
     if type(end.code) is int:
@@ -91,8 +87,7 @@ def _code_of(end: SystemExit) -> int:
 
 
 def _print_traceback(error: BaseException) -> None:
-    """As Python does it, without our own frames, and cut: a line of the program may be any
-    length."""
+    """Print a traceback as Python would, cut, and without our own frames."""
     try:
         shown: BaseException = error
         if isinstance(error, SourceError) and error.__cause__ is not None:
@@ -104,12 +99,12 @@ def _print_traceback(error: BaseException) -> None:
         if len(text) > _TRACEBACK_HEAD + _TRACEBACK_TAIL:
             text = f"{text[:_TRACEBACK_HEAD]}\n[...]\n{text[-_TRACEBACK_TAIL:]}"
         os.write(2, text.encode("utf-8", "backslashreplace"))
-    except BaseException:  # the exception may be any object, too
+    except BaseException:  # the exception's methods may be the program's own
         os.write(2, b"an exception that cannot be printed\n")
 
 
 def _end(code: int, *, wait: bool) -> None:
-    """End this process as Python does: threads, exit functions, what is still to be written."""
+    """End this process as Python would: threads, exit functions, buffered output."""
     try:
         if wait:
             getattr(threading, "_shutdown")()  # noqa: B009 - what the interpreter itself calls

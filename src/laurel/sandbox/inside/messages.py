@@ -1,4 +1,4 @@
-"""Messages between a job's monitor and whoever asks: a header in JSON, and bytes beside it."""
+"""Messages between a job's monitor and its client: a header in JSON, and bytes beside it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def send(link: socket.socket, header: dict[str, Any], *parts: bytes) -> None:
 def receive(
     link: socket.socket, deadline: float | None = None
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """The next message.
+    """Receive the next message.
 
     Args:
         link: The connection.
-        deadline: Until when to wait, by `time.monotonic`; None waits for ever.
+        deadline: Time of `time.monotonic` until which to wait; None: forever.
 
     Raises:
         TimeoutError: There was none before the deadline.
@@ -39,7 +39,7 @@ def receive(
 
 def _exactly(link: socket.socket, size: int, deadline: float | None) -> bytes:
     if size > _LARGEST:
-        raise ConnectionError(f"a message of {size} bytes is no message")
+        raise ConnectionError(f"a message of {size} bytes is too large")
     received = bytearray()
     while len(received) < size:
         if deadline is not None:

@@ -1,12 +1,12 @@
-"""The limit of all files of a program together, where it has no file system of its own.
+"""Limits the size of all files of a program together, where it has no file system of its own.
 
-The kernel asks the job's monitor before each call with which files can grow or come to be, or that
-changes a file otherwise (seccomp's user notifications), and the call waits for the answer. What is
-let through is charged with the most that it can add. Where that no longer fits, the program is
-stopped for a moment and what its files really take is measured, removed ones that are still open
-included. So a limit is met exactly, and what a program has removed counts no more.
+The kernel asks the job's monitor before each call by which files can grow or be created, or that
+changes a file otherwise (seccomp's user notifications), and the call waits for the answer. Calls
+that may proceed are charged with the most that they can add. When that no longer fits, the program
+is stopped for a moment and the real size of its files is measured, removed ones that are still open
+included. So the limit is exact, and removed files no longer count.
 
-What cannot be charged by the numbers in a call alone is refused beside it: see `REFUSED` and
+Calls that cannot be charged by their numbers alone are refused: see `REFUSED` and
 `seccomp.meter_program`.
 """
 
@@ -38,26 +38,26 @@ _NOW, _OMIT = (1 << 30) - 1, (1 << 30) - 2
 _PATH_MAX = 4096
 _PAGE = 4096
 _PIECE = 1 << 16
-_STOP_SECONDS = 10.0
-"""After which a program that cannot be stopped is ended."""
+_STOP_SECONDS = 10.0  # time after which a program that cannot be stopped is ended
 
+# Calls by which a file can grow by at most as many bytes as an argument says.
 _BYTES_AT = {"write": 2, "pwrite64": 2, "fallocate": 3, "sendfile": 3, "copy_file_range": 4}
-"""Calls with which a file can grow by at most as many bytes as an argument says."""
 _GROWING = frozenset({*_BYTES_AT, "ftruncate"})
 _MAKING = frozenset(
     {"open", "openat", "creat", "mkdir", "mkdirat", "link", "linkat", "symlink", "symlinkat"}
 )
+# Landlock lets these through to any file of the same account, so the monitor makes them itself, on
+# files of the program alone.
 _BY_MONITOR = frozenset({"chmod", "fchmod", "fchmodat", "utimensat", "truncate"})
-"""Landlock lets these through to any file of the same account, so the monitor does them: on files
-of the program alone."""
 ASKED = _GROWING | _MAKING | _BY_MONITOR
 REFUSED = frozenset({"openat2", "writev", "pwritev", "sendmsg", "utime", "utimes", "futimesat"})
-"""How much the first three do is not in their arguments; a message can carry an open file to where
-nobody finds it; for the last, the C library has another."""
+"""Calls that are always refused. The size of the first three is not in their arguments; a message
+can carry an open file out of sight; for the last, the C library has another.
+"""
 
 
 class Meter:
-    """What a program may still write, and the answers to its calls. Used by its monitor."""
+    """Tracks how much a program may still write, and answers its calls; used by its monitor."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class Meter:
         """Take over the answers.
 
         Args:
-            listener: Where the kernel asks.
+            listener: Descriptor at which the kernel asks.
             pid: The program, a child of this process.
             box: Its directory.
-            outputs: What takes a piece of an output, by device and inode of its pipe; the name of
-                the output where that filled it, else empty.
-            megabytes: Limit of all its files together.
-            inodes: And of their number, directories and links included.
+            outputs: Functions that take a piece of an output, by device and inode of its pipe; each
+                returns the output's name when it is full, otherwise an empty text.
+            megabytes: Limit of the size of all its files together.
+            inodes: Limit of their number, directories and links included.
         """
         self.listener = listener
         self._pid = pid
@@ -86,10 +86,8 @@ class Meter:
         self._outputs = outputs
         self._limit = megabytes << 20
         self._most_files = inodes
-        self._bytes = self._files = 0
-        """Measured, and charged since."""
-        self._is_fresh = False
-        """It has been measured, and no call was answered since."""
+        self._bytes = self._files = 0  # measured, and charged since then
+        self._is_fresh = False  # measured, and no call answered since then
         # A call may touch a block at either end of what it writes, or one of a directory.
         self._block = 2 * max(4096, os.statvfs(box).f_frsize)
         column = kernel.machine()
@@ -104,12 +102,11 @@ class Meter:
         }
 
     def answer(self) -> str:
-        """Answer one call. Why the program has to end: `disk`, or the output that is full; empty
-        where it may go on."""
+        """Answer one call; return why the program has to end (`disk`, a full output), or ""."""
         notification = bytearray(_NOTIFICATION.size)
         try:
             fcntl.ioctl(self.listener, _RECEIVE, notification)
-        except OSError:  # whoever asked was interrupted, or is gone
+        except OSError:  # the caller was interrupted, or is gone
             return ""
         call_id, _, _, number, _, _, *arguments = _NOTIFICATION.unpack(notification)
         name = self._names[number]
@@ -118,10 +115,10 @@ class Meter:
             size += arguments[_BYTES_AT[name]]
         if self._bytes + size > self._limit or self._files + files > self._most_files:
             if name == "write" and (take := self._output(arguments[0])):
-                return self._print(call_id, take, arguments[1], arguments[2])
+                return self._write_for(call_id, take, arguments[1], arguments[2])
             if not self._is_fresh:
                 self._is_fresh = True
-                return self._measure()  # which interrupts the call: it comes again
+                return self._measure()  # which interrupts the call, so that it is repeated
             self._is_fresh = False
             self._reply(call_id, error=errno.ENOSPC)
             return ""
@@ -140,7 +137,7 @@ class Meter:
         return ""
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         os.close(self.listener)
 
     def _reply(self, call_id: int, *, value: int = 0, error: int = 0, flags: int = 0) -> None:
@@ -148,16 +145,18 @@ class Meter:
             fcntl.ioctl(self.listener, _SEND, _RESPONSE.pack(call_id, value, -error, flags))
 
     def _output(self, descriptor: int) -> Callable[[bytes], str] | None:
-        """What takes the output that a descriptor of the program leads to."""
+        """Return what takes the output that a descriptor of the program refers to."""
         try:
             found = os.stat(f"/proc/{self._pid}/fd/{ctypes.c_int(descriptor).value}")
         except OSError:
             return None
         return self._outputs.get((found.st_dev, found.st_ino))
 
-    def _print(self, call_id: int, take: Callable[[bytes], str], address: int, size: int) -> str:
-        """Say what a program says whose files are full. It cannot write itself: another thread
-        could put a file in the place of the output meanwhile."""
+    def _write_for(
+        self, call_id: int, take: Callable[[bytes], str], address: int, size: int
+    ) -> str:
+        # A program with full files cannot write by itself: another thread could replace the
+        # output's descriptor by a file's meanwhile.
         try:
             piece = self._memory(address, min(size, _PIECE))
         except (OSError, ValueError, OverflowError):
@@ -167,10 +166,10 @@ class Meter:
         self._reply(call_id, value=len(piece))
         return full
 
-    # ------------------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------------------ measuring
 
     def _measure(self) -> str:
-        """Set the charges to what there is, while nothing moves; see `answer`."""
+        """Stop the program and replace the charges by the real size; returns what `answer` does."""
         stopped = self._stop()
         if not stopped:
             return "disk" if stopped is None else ""
@@ -179,19 +178,18 @@ class Meter:
             size, files = self._below_the_box(seen)
             more, removed = self._open_but_removed(seen)
             self._bytes, self._files = size + more, files + removed
-        except OSError:  # what cannot be measured is no less than the limit
+        except OSError:  # an unmeasurable size counts as over the limit
             return "disk"
         finally:
             os.kill(self._pid, signal.SIGCONT)
         return ""
 
     def _stop(self) -> bool | None:
-        """Stop all threads; calls under way come to their end before. False: it has ended; None:
-        it cannot be stopped."""
+        """Stop all threads, after their calls; False if it has ended, None if it does not stop."""
         wanted = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
         deadline = time.monotonic() + _STOP_SECONDS
         while time.monotonic() < deadline:
-            os.kill(self._pid, signal.SIGSTOP)  # again: a thread may send what undoes it
+            os.kill(self._pid, signal.SIGSTOP)  # again: a thread may have sent SIGCONT
             for _ in range(20):
                 if (found := os.waitid(os.P_PID, self._pid, wanted)) is not None:
                     return found.si_code == os.CLD_STOPPED
@@ -199,8 +197,7 @@ class Meter:
         return None
 
     def _below_the_box(self, seen: set[tuple[int, int]]) -> tuple[int, int]:
-        """Bytes and number of all that has a name. One directory is open at a time, however deep
-        they are."""
+        """Return size and number of all named files, with one directory open at a time."""
         size = files = 0
         folder = os.open(self._box, _FOLDER)
         try:
@@ -215,16 +212,16 @@ class Meter:
                         size += found.st_blocks * 512
                     if stat.S_ISDIR(found.st_mode):
                         below.append(name)
-                        if found.st_mode & 0o700 != 0o700:  # else it hides what is in it
+                        if found.st_mode & 0o700 != 0o700:  # otherwise it hides its contents
                             os.chmod(name, stat.S_IMODE(found.st_mode) | 0o700, dir_fd=folder)
                 waiting.append(below)
                 while waiting and not waiting[-1]:
                     waiting.pop()
                     if waiting:
-                        folder = _moved(folder, "..")
+                        folder = _change_folder(folder, "..")
                 if not waiting:
                     return size, files
-                folder = _moved(folder, waiting[-1].pop())
+                folder = _change_folder(folder, waiting[-1].pop())
         finally:
             os.close(folder)
 
@@ -244,18 +241,18 @@ class Meter:
             for line in maps:
                 if line.endswith(b" (deleted)\n") and os.fsencode(self._box) in line:
                     inode = int(line.split(maxsplit=5)[4])
-                    if inode not in {one for _, one in seen}:  # of which only memory knows
+                    if inode not in {one for _, one in seen}:  # known by its mapping only
                         size += self._limit
                         files += 1
         return size, files
 
-    # ------------------------------------------------------------------ what is done in its place
+    # ------------------------------------------------------------------ calls made for it
 
     def _change(self, folder: int, path: int | None, mode: int) -> None:
         with self._own(folder, path) as (name, found):
             mode &= 0o777
             if stat.S_ISDIR(found.st_mode):
-                mode |= 0o700  # what is in it is measured
+                mode |= 0o700  # its contents are measured
             os.chmod(name, mode)
 
     def _set_times(self, folder: int, path: int, times: int, flags: int, *_: int) -> None:
@@ -283,12 +280,12 @@ class Meter:
     def _own(
         self, folder: int, path: int | None, *, follow: bool = True
     ) -> Iterator[tuple[str, os.stat_result]]:
-        """A file of the program, by a name that goes on meaning it, and what it is.
+        """Open a file of the program; yield a stable name for it, and its status.
 
         Args:
             folder: Descriptor of the program, or `_HERE`.
             path: Address of the name in its memory; None: the descriptor itself.
-            follow: Whether a link stands for what it leads to.
+            follow: Whether to follow a link.
 
         Raises:
             OSError: There is none, or it is not in the box.
@@ -303,7 +300,7 @@ class Meter:
                 os.close(target)
                 target = found
             name = f"/proc/self/fd/{target}"
-            # Links into the box cannot be made (Landlock), so whatever is there is the program's.
+            # Links into the box cannot be made (Landlock), so all that is there is the program's.
             where = os.readlink(name)
             if where != self._box and not where.startswith(f"{self._box}/"):
                 raise PermissionError(errno.EPERM, "not a file of the program")
@@ -312,10 +309,10 @@ class Meter:
             os.close(target)
 
     def _text(self, address: int) -> bytes:
-        """A name in the memory of the program."""
+        """Read a name in the memory of the program."""
         text = b""
         while len(text) < _PATH_MAX:
-            # To the end of a page: the next may not be there.
+            # To the end of a page: the next may not be mapped.
             part = self._memory(address + len(text), _PAGE - (address + len(text)) % _PAGE)
             text += part
             if b"\0" in part or not part:
@@ -328,8 +325,8 @@ class Meter:
             return memory.read(size)
 
 
-def _moved(folder: int, name: str) -> int:
-    """Another directory in the place of an open one."""
+def _change_folder(folder: int, name: str) -> int:
+    """Replace an open directory by another."""
     there = os.open(name, _FOLDER, dir_fd=folder)
     os.close(folder)
     return there

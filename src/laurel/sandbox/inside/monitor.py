@@ -1,9 +1,9 @@
-"""One job, from outside of it: starts it, keeps the clock and the caps, ends it, says how it went.
+"""Runs one job from outside of it: starts it, enforces its limits, ends it, and reports.
 
 The monitor is forked by the zygote into the job's namespaces, where it is pid 1: with it,
 everything in them ends, and nothing in them can signal it. It forks the process that runs the
-program. Both are made ahead: they are *armed*, locked in and all, before there is a job, and wait
-for the only one that they will ever see.
+program. Both are made ahead: they are *armed*, fully isolated, before there is a job, and wait for
+the only one that they will ever see.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from laurel.sandbox.inside.messages import receive, send
 from laurel.sandbox.inside.meter import Meter
 
 ARMED, WATCHING, RUNNING = "laurel-armed", "laurel-monitor", "laurel-program"
-"""What the processes are called, for people and for tests."""
+"""Names of the processes, for people and for tests."""
 _AT_ONCE = 1 << 16
 _STATUS_CAP = 1 << 12
 _OUTPUTS = ("stdout", "stderr", "result")
 _READY = b"ready"
+# Sent first where a program is metered, with the descriptor at which its calls are answered.
 _METERED = b"m"
-"""Comes first where a program is metered, with the descriptor that its calls are answered at."""
+# Size of an armed box, which is resized for a job that wants another.
 _BOX_MB, _BOX_INODES = 32, 2048
-"""Of an armed box; that of a job that wants another is resized."""
+# Replacements of a program that is killed while it waits for its order.
 _REPLACEMENTS = 3
-"""Of a program that is killed while it waits for its order."""
 
 
 def monitor(setting: Confinement, scratch: str, orders: socket.socket) -> None:
-    """Make everything ready for a job, and run the one that comes.
+    """Prepare everything for a job, and run the one that comes.
 
     Args:
         setting: How to confine.
-        scratch: Where boxes are made if there are no namespaces.
-        orders: From the zygote. With the order come a connection to whoever asks, and a descriptor
-            that the program is given besides, if any. Where they close their connection, or their
-            half of it, the job is ended. Where the zygote closes this one, nothing is run.
+        scratch: Directory of boxes if there are no namespaces.
+        orders: Connection from the zygote. With the order come a connection to the client, and
+            another descriptor for the program, if any. When the client closes its connection, or
+            its half of it, the job is ended. When the zygote closes this one, nothing is run.
     """
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     kernel.set_name(ARMED)
@@ -66,18 +66,19 @@ def monitor(setting: Confinement, scratch: str, orders: socket.socket) -> None:
             if _has_order(orders, watched):
                 break
             assert watched is not None
-            watched = watched.again(setting, box)  # somebody killed it
+            watched = watched.again(setting, box)  # another process killed it
         else:
-            return  # the zygote makes another of all
-        order = _take_order(orders)
-        if order is None:
+            return  # the zygote arms another monitor
+        message, descriptors, _, _ = socket.recv_fds(orders, 1, 2)
+        if not message:  # no order will come
             return
-        link, channel = order
+        link = socket.socket(fileno=descriptors[0])
+        channel = descriptors[1] if len(descriptors) > 1 else None
         kernel.set_name(WATCHING)
         try:
             if watched is None:
                 raise OSError(problem)
-            if watched.is_lost():  # just before the order came
+            if watched.is_lost():  # it was killed just before the order came
                 watched = watched.again(setting, box)
             _do(watched, setting, link, channel)
         except BaseException as error:
@@ -90,7 +91,7 @@ def monitor(setting: Confinement, scratch: str, orders: socket.socket) -> None:
 
 
 def _has_order(orders: socket.socket, watched: _Watched | None) -> bool:
-    """Wait for an order, or for the end of the process that is to run it: which of them it was."""
+    """Wait for an order, or for the end of the process that is to run it; True for an order."""
     poll = select.poll()
     poll.register(orders, select.POLLIN)
     if watched is not None:
@@ -102,16 +103,7 @@ def _has_order(orders: socket.socket, watched: _Watched | None) -> bool:
             assert watched is not None
             if watched.is_lost():
                 return False
-            poll.unregister(descriptor)  # it could not be locked in: whoever asks is told why
-
-
-def _take_order(orders: socket.socket) -> tuple[socket.socket, int | None] | None:
-    """What comes with the order; None: it will not come."""
-    message, descriptors, _, _ = socket.recv_fds(orders, 1, 2)
-    if not message:
-        return None
-    link = socket.socket(fileno=descriptors[0])
-    return link, descriptors[1] if len(descriptors) > 1 else None
+            poll.unregister(descriptor)  # it could not be isolated: the report says why
 
 
 def _do(watched: _Watched, setting: Confinement, link: socket.socket, channel: int | None) -> None:
@@ -134,13 +126,12 @@ def _do(watched: _Watched, setting: Confinement, link: socket.socket, channel: i
 
 
 class _Watched:
-    """The process of the program, its pipes, and what has come through them."""
+    """Holds the process of the program, its pipes, and their outputs."""
 
     def __init__(self, setting: Confinement, box: str) -> None:
         self.outputs = {name: bytearray() for name in _OUTPUTS}
         self.truncated: list[str] = []
-        self.said = b""
-        """By the process itself, before it runs the program."""
+        self.said = b""  # written by the process itself, before it runs the program
         self.usage: Any = None
         self.code = 0
         self.work, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -152,7 +143,10 @@ class _Watched:
         self.pid = os.fork()
         if self.pid == 0:
             given = {0: stdin, **{n: pipes[name][1] for n, name in enumerate(_OUTPUTS, 1)}}
-            _never_return(lambda: _run(setting, box, given, theirs.fileno(), monitor_id))
+            try:
+                _run(setting, box, given, theirs.fileno(), monitor_id)
+            finally:
+                os._exit(70)
         self.program_fd = kernel.open_process(self.pid)
         theirs.close()
         for descriptor in (stdin, *(writing for _, writing in pipes.values())):
@@ -162,7 +156,7 @@ class _Watched:
             os.set_blocking(descriptor, False)
 
     def is_lost(self) -> bool:
-        """Whether it has ended, and not for a reason that it has told."""
+        """Whether it has ended for a reason that it did not report."""
         poll = select.poll()
         poll.register(self.program_fd, select.POLLIN)
         if not poll.poll(0):
@@ -171,7 +165,7 @@ class _Watched:
         return not self.said.removeprefix(_METERED)
 
     def again(self, setting: Confinement, box: str) -> _Watched:
-        """Another in its place, of which no job notices anything."""
+        """Start another process in its place; the job does not notice."""
         os.waitpid(self.pid, 0)
         self.work.close()
         for descriptor in (self.program_fd, self.stdin_pipe, *self.names):
@@ -189,14 +183,14 @@ class _Watched:
         self.deadline = self.started + limits["wall_s"]
         if self._setting.metered:
             self._take_meter(limits)
-        with contextlib.suppress(OSError):  # it is gone: we shall hear of that
+        with contextlib.suppress(OSError):  # it is gone, which `watch` notices
             socket.send_fds(self.work, [b"j"], [] if channel is None else [channel])
             send(self.work, job, *parts)
         if channel is not None:
-            os.close(channel)  # else its other end would never see it closed
+            os.close(channel)  # otherwise its other end would never see it closed
 
     def _take_meter(self, limits: dict[str, Any]) -> None:
-        """Take over the answers to its calls; where it could not be locked in, it says why."""
+        """Take over the answers to its calls, or its reason why it could not be isolated."""
         self.work.settimeout(limits["wall_s"])
         with contextlib.suppress(OSError):
             message, descriptors, _, _ = socket.recv_fds(self.work, len(_METERED), 1)
@@ -218,7 +212,7 @@ class _Watched:
         self.work.settimeout(None)
 
     def watch(self, link: socket.socket) -> str:
-        """Until the job has ended or must end: why."""
+        """Wait until the job has ended or must end; return why."""
         poll = select.poll()
         if self._meter is not None:
             poll.register(self._meter.listener, select.POLLIN)
@@ -252,13 +246,13 @@ class _Watched:
                         return self.names[descriptor]
 
     def end(self, *, apart: bool) -> None:
-        """Kill it and all that it has started, and bury them.
+        """Kill it with all its descendants, and wait for them.
 
         Args:
-            apart: In namespaces of its own, where this is pid 1.
+            apart: Whether it is in namespaces of its own, where this process is pid 1.
         """
         with contextlib.suppress(ProcessLookupError):
-            # All that this process can see but itself, and that is this job's.
+            # -1 is all that this process can see but itself: this job's processes.
             os.kill(-1 if apart else self.pid, signal.SIGKILL)
         _, status, self.usage = os.wait4(self.pid, 0)
         self.code = os.waitstatus_to_exitcode(status)
@@ -269,16 +263,16 @@ class _Watched:
             _end_descendants()
 
     def drain(self) -> None:
-        """What still is in the pipes when all who could write are gone."""
+        """Read the rest of the pipes after all writers have ended."""
         for descriptor in self.names:
             while self._read(descriptor) == "more":
                 pass
         self.hear()
 
     def hear(self) -> None:
-        """Read what the process said before it ran the program."""
+        """Read what the process wrote before it ran the program."""
         self.work.setblocking(False)
-        with contextlib.suppress(OSError):  # nothing, or it went without reading its job
+        with contextlib.suppress(OSError):  # nothing, or it ended without reading its job
             while len(self.said) < _STATUS_CAP and (part := self.work.recv(_STATUS_CAP)):
                 self.said += part
 
@@ -291,7 +285,7 @@ class _Watched:
         return self._keep(name, part) if part else "end"
 
     def _take(self, descriptor: int, piece: bytes) -> str:
-        """Keep a piece of an output that did not come through its pipe; see `Meter`."""
+        """Keep a piece of an output that did not come through its pipe, for the `Meter`."""
         while (read := self._read(descriptor)) == "more":
             pass
         name = self.names[descriptor]
@@ -308,14 +302,14 @@ class _Watched:
     def _feed(self) -> bool:
         try:
             written = os.write(self.stdin_pipe, self.stdin[:_AT_ONCE])
-        except OSError:  # the program does not want it
+        except OSError:  # the program has closed its stdin
             return False
         self.stdin = self.stdin[written:]
         return bool(self.stdin)
 
     def report(self, ended_by: str) -> dict[str, Any]:
-        """What became of it."""
-        ours = ended_by != "exit"  # then how it ended says nothing about the program
+        """Build the report on the program's end."""
+        ours = ended_by != "exit"  # we killed it, so its end says nothing about the program
         return {
             "ready": self.said == _READY,
             "said": self.said.decode(errors="replace") if self.said != _READY else "",
@@ -331,13 +325,13 @@ class _Watched:
 def _run(
     setting: Confinement, box: str, given: dict[int, int], work_fd: int, monitor_id: int
 ) -> None:
-    """The process of the program: gives up everything, waits for the program, runs it."""
+    """Run the process of the program: give up all rights, wait for the job, and run it."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != monitor_id:
         return
     os.setsid()
     given = {**given, WORK_FD: work_fd}
-    # First out of the way of the numbers that they shall have.
+    # First out of the way of the numbers that they will have.
     raised = {number: _above(os.dup(was)) for number, was in given.items()}
     for number, was in raised.items():
         os.dup2(was, number)
@@ -345,9 +339,9 @@ def _run(
         os.close(CHANNEL_FD)
     work = socket.socket(fileno=WORK_FD)
     try:
-        confine(setting, box, lambda listener: _give(work, listener))
+        confine(setting, box, lambda listener: socket.send_fds(work, [_METERED], [listener]))
     except OSError as error:
-        work.sendall(f"the program could not be locked in: {error}".encode())
+        work.sendall(f"the program could not be isolated: {error}".encode())
         return
     kinds.open_streams()
     gc.enable()
@@ -369,25 +363,14 @@ def _run(
     kinds.run(job, parts)
 
 
-def _give(work: socket.socket, listener: int) -> None:
-    socket.send_fds(work, [_METERED], [listener])
-
-
 def _above(descriptor: int) -> int:
     while descriptor <= WORK_FD:
         descriptor = os.dup(descriptor)
     return descriptor
 
 
-def _never_return(body: Any) -> None:
-    try:
-        body()
-    finally:
-        os._exit(70)
-
-
 def _end_descendants() -> None:
-    """Kill and bury what a job without namespaces has left behind; we are who inherits it."""
+    """Kill and wait for the descendants of a job without namespaces; this process inherits them."""
     path = f"/proc/self/task/{os.getpid()}/children"
     while True:
         try:

@@ -1,8 +1,8 @@
-"""How values travel between processes that do not trust each other: data, by exact types.
+"""Encodes values between processes that do not trust each other: data, by exact types.
 
-Nothing of a value is called: no `__repr__`, no `__eq__`, no `__reduce__`. An object of any other
-class, a subclass of these included, does not travel: where both sides have agreed on numbers for
-such objects, its number does. What is read is built from these types alone.
+No method of a value is called: no `__repr__`, no `__eq__`, no `__reduce__`. An object of any other
+class, a subclass of these included, is not sent: where both sides have agreed on numbers for such
+objects, its number is. Values are decoded to these types alone.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ _MOST_OF_ONE_HASH = 64
 
 
 class NotPlainDataError(ValueError):
-    """A value or a text that is no plain data."""
+    """Raised for a value or a text that is not plain data."""
 
 
 def dumps(value: object, number_of: Callable[[Any], int | None] | None = None) -> bytes:
-    """One line.
+    """Encode a value as one line.
 
     Args:
-        value: What travels.
-        number_of: The number that stands for an object that does not, if one does.
+        value: The value.
+        number_of: Returns the number of an object that has one instead of being sent.
 
     Raises:
-        NotPlainDataError: It is, or holds, what does not travel; or it is too deep or too large.
+        NotPlainDataError: It is, or holds, another type; or it is too deep or too large.
     """
     encoded = _encode(value, _Writing(number_of), 0)
     return json.dumps(encoded, separators=(",", ":")).encode()
 
 
 def loads(text: bytes, object_of: Callable[[int], Any] | None = None) -> Any:
-    """The value.
+    """Decode a value from one line.
 
     Args:
-        text: One line.
-        object_of: What a number stands for. Without it no number stands for anything.
+        text: The line.
+        object_of: Returns the object of a number. Without it numbers are not accepted.
 
     Raises:
-        NotPlainDataError: The text is no plain data.
+        NotPlainDataError: The text is not plain data.
     """
     try:
         return _decode(json.loads(text), object_of, 0)
@@ -61,11 +61,9 @@ def loads(text: bytes, object_of: Callable[[int], Any] | None = None) -> Any:
 
 
 class _Writing:
-    """What is known while a value is written: how much of it there is, and what stands for it."""
-
     def __init__(self, number_of: Callable[[Any], int | None] | None) -> None:
         self.number_of = number_of
-        self.nodes = 0
+        self.nodes = 0  # values so far
 
 
 def _encode(value: Any, writing: _Writing, depth: int) -> Any:
@@ -82,7 +80,7 @@ def _encode(value: Any, writing: _Writing, depth: int) -> Any:
     if kind in _SCALARS:
         return [_SCALARS[kind][0], *_SCALARS[kind][1](value)]
     if kind in _SEQUENCES:
-        # A list of our own: its length is fixed while we go through it.
+        # A copy, whose length is fixed during the loop.
         return [_SEQUENCES[kind], *[_encode(one, writing, depth + 1) for one in list(value)]]
     if kind in _MAPPINGS:
         pairs = list(dict.items(value))
@@ -113,6 +111,7 @@ _SCALARS: Mapping[type, tuple[str, Callable[[Any], Sequence[str]]]] = {
     Fraction: ("q", lambda one: (format(one.numerator, "x"), format(one.denominator, "x"))),
     range: ("r", lambda one: [format(part, "x") for part in (one.start, one.stop, one.step)]),
 }
+# Python's own classes, which tests pass as arguments.
 _TYPES: Mapping[str, type] = {
     one.__name__: one
     for one in (
@@ -132,7 +131,6 @@ _TYPES: Mapping[str, type] = {
         type(None),
     )
 }
-"""Python's own, which tests pass as arguments."""
 _SEQUENCES: Mapping[type, str] = {list: "l", tuple: "t", set: "s", frozenset: "z", deque: "Q"}
 _MAPPINGS: Mapping[type, str] = {dict: "d", OrderedDict: "o", defaultdict: "e", Counter: "k"}
 
@@ -158,7 +156,8 @@ def _decode(read: Any, object_of: Callable[[int], Any] | None, depth: int) -> An
         (_decode(key, object_of, depth + 1), _decode(one, object_of, depth + 1))
         for key, one in rest
     ]
-    return _READ_MAPPINGS[tag](_spread_pairs(pairs))
+    _check_hashes([key for key, _ in pairs])
+    return _READ_MAPPINGS[tag](pairs)
 
 
 def _integer(text: str) -> int:
@@ -174,28 +173,11 @@ def _decimal(text: str) -> Decimal:
     return value
 
 
-def _range(start: str, stop: str, step: str) -> range:
-    return range(_integer(start), _integer(stop), _integer(step))
-
-
-def _spread(keys: list[Any]) -> list[Any]:
-    """The keys, unless so many have one hash that a table of them would take for ever."""
+def _check_hashes(keys: list[Any]) -> list[Any]:
+    # A table of too many values with one hash would take forever.
     if keys and max(Counter(map(hash, keys)).values()) > _MOST_OF_ONE_HASH:
         raise NotPlainDataError("too many values of one hash")
     return keys
-
-
-def _spread_pairs(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    _spread([key for key, _ in pairs])
-    return pairs
-
-
-def _default_dict(pairs: Iterable[tuple[Any, Any]]) -> defaultdict[Any, Any]:
-    return defaultdict(None, pairs)
-
-
-def _counter(pairs: Iterable[tuple[Any, Any]]) -> Counter[Any]:
-    return Counter(dict(pairs))
 
 
 _READ_SCALARS: Mapping[str, Callable[..., Any]] = {
@@ -206,19 +188,19 @@ _READ_SCALARS: Mapping[str, Callable[..., Any]] = {
     "B": bytearray.fromhex,
     "D": _decimal,
     "q": lambda above, below: Fraction(_integer(above), _integer(below)),
-    "r": _range,
+    "r": lambda start, stop, step: range(_integer(start), _integer(stop), _integer(step)),
     "y": _TYPES.__getitem__,
 }
 _READ_SEQUENCES: Mapping[str, Callable[[list[Any]], Any]] = {
     "l": list,
     "t": tuple,
-    "s": lambda items: set(_spread(items)),
-    "z": lambda items: frozenset(_spread(items)),
+    "s": lambda items: set(_check_hashes(items)),
+    "z": lambda items: frozenset(_check_hashes(items)),
     "Q": deque,
 }
 _READ_MAPPINGS: Mapping[str, Callable[[Iterable[tuple[Any, Any]]], Any]] = {
     "d": dict,
     "o": OrderedDict,
-    "e": _default_dict,
-    "k": _counter,
+    "e": lambda pairs: defaultdict(None, pairs),
+    "k": lambda pairs: Counter(dict(pairs)),
 }

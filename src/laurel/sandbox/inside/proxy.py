@@ -1,7 +1,8 @@
 """Runs tests of a data set against a program that is in another sandbox.
 
-The test code sees functions; each sends its arguments as plain data and gets back a value, an
-exception, and what became of its arguments. The program never sees the tests.
+The test code calls stand-in functions; each sends its arguments as plain data and gets back a
+value, or an exception, and the arguments as the call changed them. The program never sees the
+tests.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ _TESTS_NAME = "tests.py"
 
 
 class CandidateGoneError(BaseException):
-    """The program ended. No test code catches it by catching `Exception`."""
+    """Raised where the program ended; tests that catch `Exception` do not catch it."""
 
 
 class BadReplyError(BaseException):
-    """The program sent something that is no reply to what it was asked."""
+    """Raised where the program sent no valid reply to a request."""
 
 
 class CandidateRaisedError(Exception):
-    """The program raised an exception of a class that is not Python's own."""
+    """Raised for an exception of the program whose class is not Python's own."""
 
 
 def run_tests(job: dict[str, Any], parts: list[bytes]) -> None:
-    """Run the tests and write one line that says how it went.
+    """Run the tests, and write one line with their result.
 
     Args:
-        job: With `entry`, and `reply_kb`, the largest reply.
+        job: Job with `entry`, and `reply_kb`, the largest reply.
         parts: The test code, and the setup that runs before it.
     """
     test_code, setup = (part.decode("utf-8", "replace") for part in parts)
     channel = _Channel(int(job["reply_kb"]) << 10)
-    said: dict[str, Any] = {"passed": False}
+    report: dict[str, Any] = {"passed": False}
     try:
         namespace = main_module()
         execute(setup, namespace, "setup.py")
@@ -55,24 +56,24 @@ def run_tests(job: dict[str, Any], parts: list[bytes]) -> None:
         for name in undefined & _modules(test_code):
             namespace[name] = importlib.import_module(name)
         for name in {job["entry"], *(undefined - namespace.keys())}:
-            namespace[name] = _proxy(channel, name)
+            namespace[name] = _stand_in(channel, name)
         execute(test_code, namespace, _TESTS_NAME)
-        said = {"passed": True}
+        report = {"passed": True}
     except CandidateGoneError:
-        said["why"] = "gone"
+        report["why"] = "gone"
     except BadReplyError as error:
-        said |= {"why": "bad", "detail": str(error)}
+        report |= {"why": "bad", "detail": str(error)}
     except BaseException as error:
         kind = getattr(error, "_candidate_kind", None)
-        said |= {"why": kind or "wrong", "detail": _where(error)}
-    data = json.dumps(said).encode() + b"\n"
+        report |= {"why": kind or "wrong", "detail": _where(error)}
+    data = json.dumps(report).encode() + b"\n"
     while data:
         data = data[os.write(RESULT_FD, data) :]
-    sys.exit(0 if said["passed"] else 1)
+    sys.exit(0 if report["passed"] else 1)
 
 
 class _Channel:
-    """The way to the program."""
+    """Connects the tests with the program."""
 
     def __init__(self, longest_reply: int) -> None:
         self._longest_reply = longest_reply
@@ -80,12 +81,12 @@ class _Channel:
         self._remote: dict[int, _Remote] = {}
 
     def ask(self, verb: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the program gives, and does to these arguments; see `calls.serve_program`."""
+        """Call the program (`calls.serve_program`), and apply its changes to the arguments."""
         self._count += 1
         try:
             request = plain_data.dumps((self._count, verb, name, args, kwargs), _number_of) + b"\n"
         except plain_data.NotPlainDataError as error:
-            raise BadReplyError(f"the tests pass what cannot travel: {error}") from None
+            raise BadReplyError(f"the tests pass a value that cannot be sent: {error}") from None
         if select.select([CHANNEL_FD], [], [], 0)[0] and self._read():
             raise BadReplyError("it answered before it was asked")
         try:
@@ -93,9 +94,9 @@ class _Channel:
                 request = request[os.write(CHANNEL_FD, request) :]
         except OSError:
             raise CandidateGoneError from None
-        return self._settle(self._reply(), args)
+        return self._value_of(self._reply(), args)
 
-    def _settle(self, reply: dict[str, Any], args: tuple[Any, ...]) -> Any:
+    def _value_of(self, reply: dict[str, Any], args: tuple[Any, ...]) -> Any:
         if "bad" in reply:
             raise BadReplyError(str(reply["bad"])[:300])
         if "error" in reply:
@@ -115,7 +116,7 @@ class _Channel:
         return plain_data.loads(json.dumps(value).encode(), self._object_of)
 
     def _object_of(self, number: int) -> _Remote:
-        """Always the same for a number, so that the same object is the same here."""
+        """Return the same stand-in for a number each time, so that identity is preserved here."""
         return self._remote.setdefault(number, _Remote(self, number))
 
     def _reply(self) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class _Channel:
         except (ValueError, RecursionError):
             raise BadReplyError("its reply is no JSON") from None
         if type(reply) is not dict or reply.get("i") != self._count:
-            raise BadReplyError("its reply is not to what it was asked")
+            raise BadReplyError("its reply is to another request")
         return reply
 
     def _read(self) -> bytes:
@@ -143,10 +144,10 @@ class _Channel:
 
 
 class _Remote:
-    """An object of the program's, as the tests see it: attributes and calls are asked for there.
+    """Represents an object of the program in the tests; attributes and calls are requests.
 
-    It is equal to itself alone, and neither true nor false, whatever the program says: what is
-    compared is data.
+    It is equal to itself alone, and neither true nor false, whatever the program says: only data
+    are compared.
     """
 
     __slots__ = ("_channel", "_number")
@@ -156,7 +157,7 @@ class _Remote:
         object.__setattr__(self, "_number", number)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python itself looks for
+        if name.startswith("__"):  # Python itself looks for these
             raise AttributeError(name)
         return self._channel.ask("get", name, (self,), {})
 
@@ -177,7 +178,7 @@ def _number_of(value: Any) -> int | None:
     return number
 
 
-def _proxy(channel: _Channel, name: str) -> Callable[..., Any]:
+def _stand_in(channel: _Channel, name: str) -> Callable[..., Any]:
     def ask(*args: Any, **kwargs: Any) -> Any:
         return channel.ask("call", name, args, kwargs)
 
@@ -186,14 +187,14 @@ def _proxy(channel: _Channel, name: str) -> Callable[..., Any]:
 
 
 def _exception(reply: dict[str, Any]) -> Exception:
-    """Of Python's own class of that name, where there is one."""
+    """Make an exception of Python's own class of that name, if there is one."""
     found = getattr(builtins, str(reply["error"]), None)
     kind: Any = CandidateRaisedError
     if isinstance(found, type) and issubclass(found, Exception):
         kind = found
     try:
         error: Exception = kind(str(reply.get("text", "")))
-    except Exception:  # some want more arguments, as UnicodeDecodeError
+    except Exception:  # some need more arguments, like UnicodeDecodeError
         error = CandidateRaisedError(f"{reply['error']}: {reply.get('text', '')}")
     error._candidate_kind = str(reply.get("kind") or "runtime_error")  # type: ignore[attr-defined]
     return error
@@ -220,7 +221,7 @@ def _replay(before: Any, now: Any) -> None:
 
 
 def _undefined(source: str, namespace: dict[str, Any]) -> set[str]:
-    """Names that a source uses and nobody has defined."""
+    """Return the names that a source uses and does not define."""
     used: set[str] = set()
     known = {*namespace, *vars(builtins)}
     for node in ast.walk(ast.parse(source)):
@@ -238,7 +239,7 @@ def _undefined(source: str, namespace: dict[str, Any]) -> set[str]:
 
 
 def _modules(source: str) -> set[str]:
-    """Modules that a source uses, imported or not: some tests count on an import of the program."""
+    """Return the modules that a source uses: some tests rely on the program's imports."""
     names = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)]
     owners = [
         node.value
@@ -247,12 +248,12 @@ def _modules(source: str) -> set[str]:
     ]
     counts = Counter(name.id for name in names)
     dotted = Counter(owner.id for owner in owners if isinstance(owner, ast.Name))
-    # What is called by its bare name is a function of the program that is named like a module.
+    # A name that is used bare is a function of the program that is named like a module.
     return {name for name in dotted if dotted[name] == counts[name]} & sys.stdlib_module_names
 
 
 def _where(error: BaseException) -> str:
-    """Kind of exception and line of the tests; not what was expected."""
+    """Describe an exception by its kind and the line of the tests, without expected values."""
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)

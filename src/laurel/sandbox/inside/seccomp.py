@@ -1,4 +1,4 @@
-"""Which system calls a program may make: a list of those allowed, as a filter in the kernel."""
+"""Filters the system calls of a program in the kernel: a list of those allowed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from laurel.sandbox.inside import kernel, meter
 from laurel.sandbox.inside.syscall_numbers import ALLOWED, CHECKED, CLONE3, UNSUPPORTED
 
+# By the column of `syscall_numbers`.
 _AUDIT_ARCHITECTURES = (0xC000003E, 0xC00000B7)
-"""By the column of `syscall_numbers`."""
 _X32_BIT = 0x40000000
 _ALLOW, _KILL_PROCESS, _ERRNO, _ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 _LOAD, _AND, _JUMP, _JUMP_IF_EQUAL, _JUMP_IF_NOT_LESS = 0x20, 0x54, 0x05, 0x15, 0x35
@@ -21,21 +21,21 @@ _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _SET_MODE_FILTER = 1
 _NEW_LISTENER = 8
 
+# Flags of the C library's threads: they share memory, directory and open files, and are of the same
+# process. With open files of its own a thread could hide what it keeps open.
 _THREAD = 0x00000100 | 0x00000200 | 0x00000400 | 0x00010000
-"""Shares memory, directory and open files, is of the same process: as the C library makes them.
-With open files of its own it could hide what it keeps open."""
-_MAKES_A_FILE = 0o100 | 0o20000000
-"""Flags of `open`: O_CREAT, O_TMPFILE."""
+_MAKES_A_FILE = 0o100 | 0o20000000  # flags of `open`: O_CREAT, O_TMPFILE
 _ANONYMOUS, _PRIVATE, _KINDS_OF_MAPS = 0x20, 0x02, 0x0F
 _NEW_NAMESPACES = 0x7E020000 | 0x00000080
-_SELF = -1
-"""Stands for the number of the process that is confined."""
+_SELF = -1  # stands for the number of the confined process
 
 
 @dataclass(frozen=True, slots=True)
 class _Condition:
-    """The low half of an argument, masked, is one of some values. All such arguments are of 32
-    bits for the kernel, or their upper half means nothing to it."""
+    """Requires the low half of an argument, masked, to be one of some values.
+
+    All such arguments have 32 bits for the kernel, or their upper half has no meaning.
+    """
 
     argument: int
     values: tuple[int, ...]
@@ -46,43 +46,44 @@ _CONDITIONS: dict[str, tuple[_Condition, ...]] = {
     "clone": (_Condition(0, (_THREAD,), mask=_THREAD | _NEW_NAMESPACES),),
     "kill": (_Condition(0, (_SELF,)),),
     "tgkill": (_Condition(0, (_SELF,)),),
-    # Its own; a hard limit cannot be raised.
+    # Its own limits; a hard limit cannot be raised.
     "prlimit64": (_Condition(0, (0, _SELF)),),
-    # Is it a terminal and how large, how much is there to read, (non-)blocking, close on exec.
+    # Terminal and its size, readable bytes, (non-)blocking, close on exec.
     "ioctl": (_Condition(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),
-    # Not F_SETOWN and F_SETSIG: with those the kernel sends any signal to anyone.
+    # Not F_SETOWN and F_SETSIG: with those the kernel sends any signal to any process.
     "fcntl": (_Condition(1, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)),),
     # A stream between its own threads. A datagram socket could be aimed at a neighbour's name.
     "socketpair": (_Condition(0, (1,)), _Condition(1, (1,), mask=0xF)),
-    # Its name.
+    # Its own name.
     "prctl": (_Condition(0, (15, 16)),),
-    # Not with a table of open files of its own: see `_THREAD`.
+    # Not with a table of open files of its own, as for `_THREAD`.
     "close_range": (_Condition(2, (0,), mask=0x2),),
 }
+# Calls that need no notification if the condition holds.
 _UNMETERED: dict[str, _Condition] = {
     "open": _Condition(1, (0,), mask=_MAKES_A_FILE),
     "openat": _Condition(2, (0,), mask=_MAKES_A_FILE),
 }
-"""Where that holds, nobody is asked."""
+# For `mmap`: a file that is written as memory would grow without a call.
 _NO_SHARED_FILE = _Condition(
     3, (_PRIVATE, *range(_ANONYMOUS, 2 * _ANONYMOUS - 16)), mask=_ANONYMOUS | _KINDS_OF_MAPS
 )
-"""Of `mmap`: a file that is written as memory grows without a call."""
 
 
 ON_FOREIGN_FILES = frozenset(
     {"chmod", "fchmod", "fchmodat", "utime", "utimes", "utimensat", "futimesat", "truncate"}
 )
-"""What Landlock does not stop (the last: did not always). Where the root is the machine's, the
-owner of a file could use them on it. Refused where no `Meter` does them instead."""
+"""Calls that Landlock does not stop (the last: did not always). Where the root is the machine's,
+the owner of a file could use them on it. Refused where no `Meter` makes them instead.
+"""
 
 
 def install(pid: int, *, without: frozenset[str] = frozenset()) -> None:
-    """Confine this process, threads to come included, for good.
+    """Confine this process and its future threads for good.
 
     Args:
         pid: Its number in its own namespace: the only one that it may send signals to.
-        without: Calls that are refused besides.
+        without: Further calls to refuse.
 
     Raises:
         OSError: The kernel refused.
@@ -98,11 +99,13 @@ def install(pid: int, *, without: frozenset[str] = frozenset()) -> None:
 
 
 def install_meter() -> int:
-    """Have whoever holds what is returned asked about the calls of this process that concern its
-    files, threads to come included, for good: see `meter`. Before `install`.
+    """Have the kernel ask about this process's calls on files, for good; return the descriptor.
+
+    It also covers future threads. The holder of the descriptor answers, as `meter` describes. To be
+    called before `install`.
 
     Raises:
-        OSError: The kernel refused: it is too old, or something outside is asked already.
+        OSError: The kernel refused: it is too old, or another process is asked already.
     """
     column = kernel.machine()
     if column is None:
@@ -118,84 +121,86 @@ def _load(instructions: bytes, flags: int) -> int:
 
 @functools.cache
 def prepared(column: int, without: frozenset[str]) -> tuple[bytes, tuple[int, ...]]:
-    """The instructions, and where in them the number of the process belongs. Made once, by the
-    zygote, for all that it forks.
+    """Return the instructions, and the offsets of the process number in them.
+
+    The zygote makes them once, for all that it forks.
 
     Args:
-        column: The machine's, in `syscall_numbers`.
-        without: See `install`.
+        column: Column of the machine in `syscall_numbers`.
+        without: Further calls to refuse.
     """
     one, other = (b"".join(filter_program(column, pid, without=without)) for pid in (1, 2))
     return one, tuple(place for place in range(4, len(one), 8) if one[place] != other[place])
 
 
 def filter_program(column: int, pid: int, *, without: frozenset[str] = frozenset()) -> list[bytes]:
-    """The instructions, 8 bytes each.
+    """Return the instructions of the filter, 8 bytes each.
 
     Args:
-        column: The machine's, in `syscall_numbers`.
-        pid: See `install`.
-        without: See `install`.
+        column: Column of the machine in `syscall_numbers`.
+        pid: Number of the process, as for `install`.
+        without: Further calls to refuse.
     """
+    actions = {CLONE3[column]: [_instruction(_RETURN, _ERRNO | errno.ENOSYS)]}
+    for unsupported in UNSUPPORTED.values():
+        actions[unsupported[column]] = [_instruction(_RETURN, _ERRNO | errno.ENOTSUP)]
+    for name, numbers in CHECKED.items():
+        number = numbers[column]
+        if number is not None:
+            actions[number] = _check(_CONDITIONS[name], pid)
+    for name, numbers in ALLOWED.items():
+        number = numbers[column]
+        if number is not None and name not in without:
+            actions[number] = [_instruction(_RETURN, _ALLOW)]
     return [
         _instruction(_LOAD, _ARCHITECTURE_AT),
         _instruction(_JUMP_IF_EQUAL, _AUDIT_ARCHITECTURES[column], 1, 0),
         _instruction(_RETURN, _KILL_PROCESS),
         _instruction(_LOAD, _NUMBER_AT),
-        # A second set of numbers for the same calls, which the list below would not see through.
+        # A second set of numbers for the same calls, which the list below does not cover.
         _instruction(_JUMP_IF_NOT_LESS, _X32_BIT, 0, 1),
         _instruction(_RETURN, _KILL_PROCESS),
-        *_search(_ranges(_fates(column, pid, without), _REFUSE)),
+        *_search(_ranges(actions, _REFUSE)),
     ]
 
 
 @functools.cache
 def meter_program(column: int) -> list[bytes]:
-    """The instructions of the filter that asks about files. What it lets through, `filter_program`
-    may still refuse, other numbers for the same calls among it."""
+    """Return the instructions of the filter that asks about files.
+
+    `filter_program` may still refuse what it lets through, other numbers for the same calls
+    included.
+    """
     ask, pass_on = [_instruction(_RETURN, _ASK)], [_instruction(_RETURN, _ALLOW)]
-    fates = {ALLOWED["mmap"][column]: _check((_NO_SHARED_FILE,), 0)}
+    actions = {ALLOWED["mmap"][column]: _check((_NO_SHARED_FILE,), 0)}
     for name in meter.ASKED:
         if (number := ALLOWED[name][column]) is not None:
             unless = _UNMETERED.get(name)
-            fates[number] = ask if unless is None else _check((unless,), 0, otherwise=ask)
-    known = {number: fate for number, fate in fates.items() if number is not None}
+            actions[number] = ask if unless is None else _check((unless,), 0, otherwise=ask)
+    known = {number: action for number, action in actions.items() if number is not None}
     return [_instruction(_LOAD, _NUMBER_AT), *_search(_ranges(known, pass_on))]
 
 
+# First number of a range, and the action for it and those up to the next range.
 _Range = tuple[int, list[bytes]]
-"""The first number, and what is done with it and those up to the next range."""
 
 
-def _fates(column: int, pid: int, without: frozenset[str]) -> dict[int, list[bytes]]:
-    """What is done with each number that is not refused."""
-    fates = {CLONE3[column]: [_instruction(_RETURN, _ERRNO | errno.ENOSYS)]}
-    for unsupported in UNSUPPORTED.values():
-        fates[unsupported[column]] = [_instruction(_RETURN, _ERRNO | errno.ENOTSUP)]
-    for name, numbers in CHECKED.items():
-        number = numbers[column]
-        if number is not None:
-            fates[number] = _check(_CONDITIONS[name], pid)
-    for name, numbers in ALLOWED.items():
-        number = numbers[column]
-        if number is not None and name not in without:
-            fates[number] = [_instruction(_RETURN, _ALLOW)]
-    return fates
-
-
-def _ranges(fates: dict[int, list[bytes]], other: list[bytes]) -> list[_Range]:
-    """All numbers, in order; neighbours of one fate together."""
+def _ranges(actions: dict[int, list[bytes]], other: list[bytes]) -> list[_Range]:
+    """Divide all numbers into ranges with the same action, in order."""
     ranges: list[_Range] = []
-    for number in range(max(fates) + 2):
-        fate = fates.get(number, other)
-        if not ranges or ranges[-1][1] != fate:
-            ranges.append((number, fate))
+    for number in range(max(actions) + 2):
+        action = actions.get(number, other)
+        if not ranges or ranges[-1][1] != action:
+            ranges.append((number, action))
     return ranges
 
 
 def _search(ranges: list[_Range]) -> list[bytes]:
-    """Half of them are left after each comparison. The kernel tries every number when the filter
-    is installed, which is for every program, and some at every call."""
+    """Build a binary search over ranges.
+
+    The kernel tries every number when the filter is installed, which is for every program, and some
+    at every call.
+    """
     if len(ranges) == 1:
         return ranges[0][1]
     middle = len(ranges) // 2
@@ -203,7 +208,7 @@ def _search(ranges: list[_Range]) -> list[bytes]:
     first = ranges[middle][0]
     if len(below) < 256:
         return [_instruction(_JUMP_IF_NOT_LESS, first, len(below), 0), *below, *above]
-    # A comparison cannot jump so far.
+    # The jump of a comparison is limited to 255 instructions.
     jump = _instruction(_JUMP, len(below))
     return [_instruction(_JUMP_IF_NOT_LESS, first, 0, 1), jump, *below, *above]
 
@@ -211,7 +216,7 @@ def _search(ranges: list[_Range]) -> list[bytes]:
 def _check(
     conditions: tuple[_Condition, ...], pid: int, *, otherwise: list[bytes] | None = None
 ) -> list[bytes]:
-    """Allow a call where all conditions hold, else do something else (one instruction)."""
+    """Allow a call where all conditions hold, otherwise take another action (one instruction)."""
     code: list[bytes] = []
     for condition in conditions:
         values = [pid if value == _SELF else value for value in condition.values]
@@ -220,7 +225,7 @@ def _check(
             _instruction(_AND, condition.mask),
         ]
         for index, value in enumerate(values):
-            # Over the other values, and over what is done otherwise.
+            # Jumps over the other values, and over the other action.
             code.append(_instruction(_JUMP_IF_EQUAL, value, len(values) - index, 0))
         code += _REFUSE if otherwise is None else otherwise
     return [*code, _instruction(_RETURN, _ALLOW)]

@@ -1,4 +1,4 @@
-"""Numbers of system calls: of those that a program may make, and of those that we make ourselves.
+"""Numbers of system calls: of those that a program may make, and of the sandbox's own.
 
 A name without a number does not exist on that machine.
 """
@@ -172,7 +172,9 @@ ALLOWED: Mapping[str, tuple[int | None, int | None]] = {
     "getpeername": (52, 205),
     "getsockopt": (55, 209),
 }
-"""Whatever their arguments. No way to another process, to the network, to other rights."""
+"""Calls that are allowed with any arguments. None gives access to another process, to the network,
+or to other rights.
+"""
 
 CHECKED: Mapping[str, tuple[int | None, int | None]] = {
     "clone": (56, 220),
@@ -185,18 +187,21 @@ CHECKED: Mapping[str, tuple[int | None, int | None]] = {
     "prctl": (157, 167),
     "close_range": (436, 436),
 }
-"""Allowed with some arguments; see `seccomp`."""
+"""Calls that are allowed with some arguments, by `seccomp`."""
 
 UNSUPPORTED: Mapping[str, tuple[int, int]] = {
     "listxattr": (194, 11),
     "llistxattr": (195, 12),
     "flistxattr": (196, 13),
 }
-"""Told to be nothing that these files have: what copies a file with all that belongs to it asks
-and goes on."""
+"""Calls that are answered with "not supported", upon which programs that copy a file with all its
+attributes go on.
+"""
 
 CLONE3: tuple[int, int] = (435, 435)
-"""Told to be missing: its flags are out of a filter's reach, and libraries then use `clone`."""
+"""Call that is answered with "no such call": a filter cannot see its flags, and libraries then use
+`clone`.
+"""
 
 OURS: Mapping[str, tuple[int, int]] = {
     "clone": (56, 220),
@@ -211,4 +216,4 @@ OURS: Mapping[str, tuple[int, int]] = {
     "landlock_restrict_self": (446, 446),
     "seccomp": (317, 277),
 }
-"""Made by the sandbox itself, before the filter is there."""
+"""Calls that the sandbox makes itself, before the filter is installed."""

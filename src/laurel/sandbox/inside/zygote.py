@@ -1,8 +1,8 @@
 """The program that jobs are forked from.
 
 It is started afresh (`python -P -s -S -B`), with our own environment, no open file but a socket, in
-a session of its own. It never runs a program, and it has nothing that one could be after. It ends
-when whoever started it does, and its jobs end with it.
+a session of its own. It never runs a program, and holds nothing of value to one. It ends when the
+process that started it does, and its jobs end with it.
 """
 
 from __future__ import annotations
@@ -67,22 +67,22 @@ PRELOADED = (
     "typing",
     "uuid",
 )
-"""What programs import most; there already when they do."""
+"""Modules that programs import most, imported ahead."""
 _LOOK_FOR_PARENT_MS = 1000
 _LONGEST_REQUEST = 4096
+# Monitors that wait for a job: two run at once where tests are split from a program.
 _ARMED = 2
-"""Monitors that wait for a job: where tests are split from a program, two run at a time."""
 _ATTEMPTS = 3
 _FIRST_ACCOUNT = 0x70000000
 
 
 def main(control_fd: int) -> None:
-    """Serve whoever is at the other end of a socket until they are gone."""
+    """Serve the process at the other end of a socket until it ends."""
     parent = os.getppid()
     control = socket.socket(fileno=control_fd)
     request = json.loads(control.recv(_LONGEST_REQUEST))
     try:
-        setting, reasons = _settle(frozenset(request["layers"]), request["scratch"])
+        setting, reasons = _take_layers(frozenset(request["layers"]), request["scratch"])
     except OSError as error:
         control.sendall(json.dumps({"failed": str(error)}).encode() + b"\n")
         return
@@ -97,7 +97,7 @@ def main(control_fd: int) -> None:
     control.sendall(json.dumps(reply).encode() + b"\n")
     settle_environment(jail.BOX)
     kinds.hide()
-    # What is looked at is copied, after a fork: garbage is for the program to look for.
+    # Memory that is read after a fork is copied, so only the program collects garbage.
     gc.collect()
     gc.disable()
     gc.freeze()
@@ -113,12 +113,12 @@ def _serve(control: socket.socket, setting: Confinement, scratch: str, parent: i
             message, descriptors, _, _ = socket.recv_fds(control, 1, 2)
             if not message:
                 return
-            with contextlib.suppress(OSError):  # whoever asks sees that nobody answers
+            with contextlib.suppress(OSError):  # the client sees that its connection is closed
                 _hand_over(descriptors, armed, setting, scratch)
         elif len(armed) < _ARMED:
             try:
                 armed.append(_arm(setting, scratch))
-            except OSError:  # no process to be had: later, or when it is needed
+            except OSError:  # no process available: later, or when it is needed
                 poll.poll(_LOOK_FOR_PARENT_MS)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -126,12 +126,12 @@ def _serve(control: socket.socket, setting: Confinement, scratch: str, parent: i
 
 
 def _arm(setting: Confinement, scratch: str) -> socket.socket:
-    """Start the monitor of a job to come; where it takes its order."""
+    """Start the monitor of a future job; return the socket for its order."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     pid = kernel.fork_apart(jail.OF_A_JOB) if "namespaces" in setting.layers else os.fork()
     if pid == 0:
         try:
-            # Nothing of other jobs: neither their monitors nor whoever asks for them.
+            # Keep no connection of other jobs: neither to their monitors nor to their clients.
             os.closerange(3, theirs.fileno())
             os.closerange(theirs.fileno() + 1, 1 << 20)
             monitor.monitor(setting, scratch, theirs)
@@ -144,7 +144,7 @@ def _arm(setting: Confinement, scratch: str) -> socket.socket:
 def _hand_over(
     descriptors: list[int], armed: deque[socket.socket], setting: Confinement, scratch: str
 ) -> None:
-    """Give a job to a monitor that is armed. One that has died meanwhile is no job's loss."""
+    """Give a job to an armed monitor; if that one has died meanwhile, to the next."""
     try:
         for _ in range(_ARMED + _ATTEMPTS):
             with armed.popleft() if armed else _arm(setting, scratch) as orders:
@@ -161,10 +161,10 @@ def _hand_over(
 # -------------------------------------------------------------------------------------- the layers
 
 
-def _settle(wanted: frozenset[str], scratch: str) -> tuple[Confinement, dict[str, str]]:
-    """Take up the layers that are wanted and can be had; why the others cannot."""
-    # A user that nobody else is: programs of one sandbox cannot reach those of another.
-    descriptors = affordable_descriptors()  # while /proc is there
+def _take_layers(wanted: frozenset[str], scratch: str) -> tuple[Confinement, dict[str, str]]:
+    """Set up the wanted layers as far as possible; also return why the others are missing."""
+    # A user of its own: programs of one sandbox cannot reach those of another.
+    descriptors = affordable_descriptors()  # read while /proc is there
     account = _FIRST_ACCOUNT + os.getpid() if os.geteuid() == 0 else None
     reasons: dict[str, str] = {}
     have = set()
@@ -179,7 +179,7 @@ def _settle(wanted: frozenset[str], scratch: str) -> tuple[Confinement, dict[str
             reasons[name] = reason
         else:
             have.add(name)
-    # A link leads to what is in the list itself.
+    # Targets of links are in the list themselves.
     readable = tuple(path for path in jail.readable_paths() if not os.path.islink(path))
     if "namespaces" in have:
         jail.enter(scratch, account)
@@ -189,7 +189,13 @@ def _settle(wanted: frozenset[str], scratch: str) -> tuple[Confinement, dict[str
         counts = False
         if account is not None:
             os.chown(scratch, account, account)
-            counts = _can_become(account, [*readable, scratch])
+
+            def read_as() -> None:
+                jail.become(account)
+                for path in [*readable, scratch]:
+                    os.listdir(path)
+
+            counts = not _reason_against(read_as)
         if account is not None and counts:
             jail.become(account)
         elif account is not None:
@@ -200,7 +206,7 @@ def _settle(wanted: frozenset[str], scratch: str) -> tuple[Confinement, dict[str
             )
     kernel.renounce_privileges()
     metered = have == {"landlock", "seccomp"}
-    if metered and (number := _error_of_meter()):
+    if metered and (number := _try_meter()):
         metered = False
         reasons["files"] = (
             "nothing here can limit all files of a program together, so programs can write none "
@@ -228,9 +234,11 @@ def _try_namespaces(scratch: str, account: int | None) -> None:
         raise OSError(reason)
 
 
-def _error_of_meter() -> int:
-    """Number of the error with which the kernel refuses that files are metered; 0 where it does
-    not. The child that tries it can write nothing any more: nobody would answer."""
+def _try_meter() -> int:
+    """Try in a child whether files can be metered; return the number of the error, or 0.
+
+    The child can write nothing afterwards, since nothing would answer its calls.
+    """
     pid = os.fork()
     if pid == 0:
         number = 0
@@ -243,17 +251,8 @@ def _error_of_meter() -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _can_become(account: int, needed: list[str]) -> bool:
-    def read_as() -> None:
-        jail.become(account)
-        for path in needed:
-            os.listdir(path)
-
-    return not _reason_against(read_as)
-
-
 def _reason_against(attempt: Callable[[], object], fork: Callable[[], int] = os.fork) -> str:
-    """Why something cannot be done, found out by a child that does it; empty where it can."""
+    """Try an action in a child; return why it fails, or an empty text."""
     reading, writing = os.pipe()
     pid = fork()
     if pid == 0:
@@ -267,6 +266,6 @@ def _reason_against(attempt: Callable[[], object], fork: Callable[[], int] = os.
             os._exit(0)
     os.close(writing)
     with open(reading, "rb") as file:
-        said = file.read().decode()
+        answer = file.read().decode()
     os.waitpid(pid, 0)
-    return "" if said == "ok" else said or "the process that tried it died"
+    return "" if answer == "ok" else answer or "the process that tried it died"

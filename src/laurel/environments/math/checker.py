@@ -1,4 +1,4 @@
-"""Many responses at once, each against its known answer."""
+"""Checks many responses at once, each against its known answer."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPo
 
 LONGEST_KNOWN_ANSWER = 10_000
 MEMORY_LIMIT = 2 << 30
-"""Address space of a process that checks, in bytes."""
+"""Address space of a checking process, in bytes."""
 ITEMS_OF_A_LIFE = 2_000
-"""Answers that one process checks before a fresh one takes its place; its caches only grow."""
+"""Answers that one process checks before it is replaced, because its caches only grow."""
 _REMEMBERED = 50_000
-# What processes need to find Python and libraries; no keys or tokens of the trainer.
+# Processes need these to find Python and libraries, but no keys or tokens of the trainer.
 _KEPT_VARIABLES = (
     "PATH",
     "HOME",
@@ -44,7 +44,7 @@ _KEPT_VARIABLES = (
     "PYTHONPYCACHEPREFIX",
     "PYTHONDONTWRITEBYTECODE",
 )
-# Python integers: those of gmpy2 do long computations that nothing can interrupt.
+# Python integers, because long computations of gmpy2 cannot be interrupted.
 _OWN_VARIABLES = {
     "SYMPY_GROUND_TYPES": "python",
     "MALLOC_ARENA_MAX": "1",
@@ -54,7 +54,7 @@ _OWN_VARIABLES = {
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """An answer that a process has, and how its verdict will be remembered."""
+    """Holds an answer that a process is checking, and the key of its verdict in the cache."""
 
     key: bytes
     candidate: Candidate
@@ -68,12 +68,12 @@ class _Pending:
         except TimeoutError:
             return Checked(verdict="timeout", answer=shown)
         except ProcessDiedError:
-            reason = "the process that checks answers died of this one twice"
+            reason = "the checking process died twice on this answer"
             return Checked(verdict="error", answer=shown, reason=reason)
 
 
 class AnswerChecker:
-    """Checks mathematical answers. May be called from several threads at once."""
+    """Checks mathematical answers; thread-safe."""
 
     def __init__(
         self,
@@ -83,13 +83,13 @@ class AnswerChecker:
         forbid_unevaluated: bool = True,
         items_of_a_life: int = ITEMS_OF_A_LIFE,
     ) -> None:
-        """Start nothing yet.
+        """Set up a checker without starting processes.
 
         Args:
-            num_workers: Processes that check what takes a parser; at most one per core that this
-                process may use.
-            timeout_seconds: Limit of one answer in them.
-            forbid_unevaluated: See `MathEnvironmentConfig.forbid_unevaluated`.
+            num_workers: Processes that check what needs a parser; at most one per available core.
+            timeout_seconds: Time limit of one answer in them.
+            forbid_unevaluated: Whether an unevaluated expression is wrong where the known answer is
+                a value; see `MathEnvironmentConfig.forbid_unevaluated`.
             items_of_a_life: Answers after which a process is replaced.
         """
         kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
@@ -99,7 +99,7 @@ class AnswerChecker:
                 prepare="laurel.environments.math.comparison:prepare",
                 num_workers=min(num_workers, available_cores()),
                 timeout_seconds=timeout_seconds,
-                attempts=2,  # it may have died by another's hand
+                attempts=2,  # another process may have killed it
                 items_of_a_life=items_of_a_life,
                 memory_limit=MEMORY_LIMIT,
                 environment=kept | _OWN_VARIABLES,
@@ -109,16 +109,23 @@ class AnswerChecker:
         self._memory: Memory[Checked] = Memory(_REMEMBERED)
 
     def check(self, responses: Sequence[str], golds: Sequence[str]) -> list[Checked]:
-        """The verdict on each response, in order."""
+        """Return the verdict on each response, in order."""
         under_way: dict[bytes, _Pending] = {}
         begun = [
             self._begin(response, gold, under_way)
             for response, gold in zip(responses, golds, strict=True)
         ]
-        return [self._finish(one) if isinstance(one, _Pending) else one for one in begun]
+        checked = []
+        for one in begun:
+            if isinstance(one, _Pending):
+                pending, one = one, one.checked()
+                if one.verdict not in ("timeout", "error"):  # another attempt may end differently
+                    self._memory.put(pending.key, one)
+            checked.append(one)
+        return checked
 
     def check_gold(self, golds: Sequence[str]) -> list[Checked]:
-        """The verdict of the parser on each known answer given as the answer, without shortcuts."""
+        """Return the parser's verdict on each known answer, given as its own answer."""
         texts = [in_known_characters(gold).strip() for gold in golds]
         begun = [_unusable(text) or self._ask(b"", text, Candidate(text=text)) for text in texts]
         return [one if isinstance(one, Checked) else one.checked() for one in begun]
@@ -140,7 +147,10 @@ class AnswerChecker:
         known = self._without_parser(gold, candidate)
         if known is not None:
             return known
-        key = _key(gold, candidate)
+        digest = blake2b(digest_size=16)
+        facts = repr((gold, candidate.text, candidate.boxed))
+        digest.update(facts.encode("ascii", "backslashreplace"))
+        key = digest.digest()
         remembered = self._memory.get(key)
         if remembered is not None:
             return remembered
@@ -152,7 +162,8 @@ class AnswerChecker:
         answer = candidate.text if candidate.boxed else None
         same = same_or_not(gold, candidate)
         if same is not None:
-            text = answer if answer is not None else _last_word(candidate.text)
+            last = candidate.text.split()[-1]
+            text = answer if answer is not None else last.strip("$.") or last
             return Checked(verdict="correct" if same else "incorrect", answer=text)
         if not candidate.boxed:
             return None
@@ -173,28 +184,12 @@ class AnswerChecker:
         }
         return _Pending(key, candidate, self.pool.submit(item))
 
-    def _finish(self, pending: _Pending) -> Checked:
-        checked = pending.checked()
-        if checked.verdict not in ("timeout", "error"):  # these may end otherwise another time
-            self._memory.put(pending.key, checked)
-        return checked
-
 
 def _unusable(gold: str) -> Checked | None:
-    """The failure that a known answer is, whatever the response."""
+    # Such a known answer is a failure whatever the response.
     if not gold:
         return Checked(verdict="error", reason="the known answer is empty")
     if len(gold) > LONGEST_KNOWN_ANSWER:
         reason = f"the known answer has more than {LONGEST_KNOWN_ANSWER} characters"
         return Checked(verdict="error", reason=reason)
     return None
-
-
-def _last_word(text: str) -> str:
-    return text.split()[-1].strip("$.") or text.split()[-1]
-
-
-def _key(gold: str, candidate: Candidate) -> bytes:
-    digest = blake2b(digest_size=16)
-    digest.update(repr((gold, candidate.text, candidate.boxed)).encode("ascii", "backslashreplace"))
-    return digest.digest()

@@ -1,0 +1,301 @@
+"""Protocols of reward servers, from the client's side; `foreign` and `wire` have their bodies."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from laurel.config.environments import UrlProtocol
+from laurel.errors import ConfigError, DataError
+from laurel.models.scoring import ScoringContract
+from laurel.rewards.preparing import Prepared, Preparing, prepared_by
+from laurel.rewards.remote.foreign import (
+    CLASSIFY_PATH,
+    EMBEDDINGS_PATH,
+    GET_REWARD_PATH,
+    RAW,
+    ClassifyRequest,
+    ClassifyScores,
+    EmbeddingsRequest,
+    EmbeddingsScores,
+    GetRewardRequest,
+    GetRewardScores,
+    NativeScore,
+    RemoteRmRequest,
+    check_count,
+    read_remote_rm_reply,
+)
+from laurel.rewards.remote.replica import ReplicaReply, failed
+from laurel.rewards.remote.wire import (
+    SCORE_PATH,
+    Body,
+    List,
+    ScoreReply,
+    ScoreRequest,
+    messages_of,
+    validated,
+)
+from laurel.types import Conversation, Group, Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerQuery:
+    """Holds a request, and how its answer is read."""
+
+    value: Any
+    """JSON value to send; None where no completion can be sent."""
+    read: Callable[[Any], ReplicaReply]
+    """Converts the value of the answer; raises `ProtocolError`."""
+
+
+class Dialect(ABC):
+    """Defines one protocol of reward servers."""
+
+    path: str
+    """Path of the endpoint, for an address that names none; empty: the address is complete."""
+    max_completions: int | None = None
+    """Limit of completions in one request; None: no limit."""
+    takes_long: bool = False
+    """Whether building a request would block an event loop, so that a thread has to do it."""
+
+    @abstractmethod
+    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> ServerQuery:
+        """Build the request for the scores of groups."""
+
+
+class LaurelDialect(Dialect):
+    """Speaks Laurel's own protocol: whole groups of messages, and a score for each completion."""
+
+    path = SCORE_PATH
+
+    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> ServerQuery:
+        """Build the request for the scores of groups."""
+        request = ScoreRequest.of(groups, request_id=request_id, version=version)
+
+        def read(value: Any) -> ReplicaReply:
+            reply = ScoreReply.read(value, "the reply")
+            return ReplicaReply(scores=reply.scores_of(request), version=reply.model_version)
+
+        return ServerQuery(value=request.model_dump(exclude_unset=True), read=read)
+
+
+class RenderedDialect(Dialect):
+    """Sends whole conversations that the model's own contract renders in this process."""
+
+    takes_long = True
+
+    def __init__(
+        self,
+        path: str,
+        contract: ScoringContract,
+        *,
+        as_text: bool,
+        make: Callable[[Sequence[Any]], Body],
+        read: Callable[[Any, int], list[float]],
+        preparers: Preparing | None = None,
+    ) -> None:
+        """Describe a protocol.
+
+        Args:
+            path: Path of the endpoint.
+            contract: Renders, and truncates what is too long.
+            as_text: Whether to send text, which the server tokenizes without adding to it, instead
+                of token ids.
+            make: Builds the request for rows: texts, or lists of ids.
+            read: Reads the scores of so many conversations from the value of an answer.
+            preparers: Tokenise instead; None: this process does.
+        """
+        self.path = path
+        self._contract = contract
+        self._one_at_a_time = threading.Lock()  # tokenizers are not thread-safe
+        self._as_text = as_text
+        self._make = make
+        self._read = read
+        self._preparers = preparers
+
+    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> ServerQuery:
+        """Build a request; a conversation that cannot be rendered fails, and is not sent.
+
+        Raises:
+            WorkerError: Too many of the tokenizer workers were lost.
+        """
+        if self._preparers is not None:
+            prepared = self._preparers.prepare(groups)
+        else:
+            with self._one_at_a_time:
+                prepared = prepared_by(self._contract, groups)
+        lines = list(map(self._line, groups, prepared))
+        rows = [row for line in lines for row, _ in line if row is not None]
+
+        def filled(facts: Score, value: float) -> Score:
+            return replace(facts, value=value, values_K=(value,))
+
+        def read(value: Any) -> ReplicaReply:
+            values = iter(self._read(value, len(rows)) if rows else ())
+            return ReplicaReply(
+                scores=[
+                    tuple(
+                        facts if row is None else filled(facts, next(values)) for row, facts in line
+                    )
+                    for line in lines
+                ]
+            )
+
+        asked = self._make(rows).model_dump(exclude_unset=True) if rows else None
+        return ServerQuery(value=asked, read=read)
+
+    def _line(self, group: Group, prepared: Prepared) -> list[tuple[Any, Score]]:
+        """Return each completion's row to send, with a score to fill in, or its failure."""
+        tokens, failures = prepared
+        line: list[tuple[Any, Score]] = [(None, failed(failure or "")) for failure in failures]
+        if tokens is None:
+            return line
+        sendable = [i for i, failure in enumerate(failures) if failure is None]
+        if self._as_text:
+            with self._one_at_a_time:
+                rows: Sequence[Any] = [
+                    self._contract.render(group.conversation(i)) for i in sendable
+                ]
+        else:
+            trunk = tokens.trunk_ids.tolist()
+            rows = [[*trunk, *branch.tolist()] for branch in tokens.branches_ids_G]
+        facts = zip(sendable, rows, tokens.lengths_G, tokens.truncated_G, strict=True)
+        for i, row, num_tokens, is_cut in facts:
+            line[i] = row, Score(value=None, num_tokens=num_tokens, truncated=is_cut)
+        return line
+
+
+class SingleDialect(Dialect):
+    """Sends one conversation at a time, which the server renders."""
+
+    max_completions = 1
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        make: Callable[[Conversation], Body],
+        read: Callable[[Any], float],
+    ) -> None:
+        """Describe a protocol with a path, a request and a reader of its answer."""
+        self.path = path
+        self._make = make
+        self._read = read
+
+    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> ServerQuery:
+        """Build the request for the score of one completion."""
+        (group,) = groups
+        try:
+            request = self._make(group.conversation(0)).model_dump(exclude_unset=True)
+        except DataError as error:
+            verdict = ReplicaReply(scores=[(failed(str(error)),)])
+            return ServerQuery(value=None, read=lambda _: verdict)
+
+        def read(value: Any) -> ReplicaReply:
+            score = self._read(value)
+            return ReplicaReply(scores=[(Score(value=score, values_K=(score,)),)])
+
+        return ServerQuery(value=request, read=read)
+
+
+def dialect_of(
+    protocol: UrlProtocol,
+    *,
+    contract: ScoringContract | None = None,
+    model: str = "",
+    reward_key: str = "",
+    preparers: Preparing | None = None,
+) -> Dialect:
+    """Return the dialect of a protocol.
+
+    Args:
+        protocol: Name of the protocol.
+        contract: Renders conversations, for servers that take text or tokens. vLLM takes messages
+            as well, one conversation in a request, and renders by its own template.
+        model: Name of the model on the server, where it asks for that.
+        reward_key: Key of the score, where slime's server answers with an object.
+        preparers: Tokenise instead, where a contract renders.
+
+    Raises:
+        ConfigError: The protocol needs a contract.
+    """
+    # Servers of one model do not need its name.
+    named: dict[str, Any] = {"model": model} if model else {}
+    if protocol == "laurel":
+        return LaurelDialect()
+    if protocol == "slime":
+        return SingleDialect(
+            "", make=_remote_rm, read=partial(read_remote_rm_reply, key=reward_key)
+        )
+    if contract is None:
+        if protocol == "vllm":
+            return SingleDialect(
+                CLASSIFY_PATH,
+                make=lambda conversation: ClassifyRequest(
+                    messages=messages_of(conversation),
+                    add_generation_prompt=False,
+                    **RAW,
+                    **named,
+                ),
+                read=lambda value: ClassifyScores.read(value, "the reply").in_order(1)[0],
+            )
+        raise ConfigError(
+            f"url_protocol={protocol}: its servers take rendered conversations, so name the reward "
+            "model (model_name), whose template and tokenizer are used"
+        )
+    rendered = partial(RenderedDialect, contract=contract, preparers=preparers)
+    if protocol == "openrlhf":
+        return rendered(
+            GET_REWARD_PATH,
+            as_text=True,
+            make=lambda texts: GetRewardRequest(
+                query=list(texts), prompts=[""] * len(texts), labels=[""] * len(texts)
+            ),
+            read=lambda value, count: GetRewardScores.read(value, "the reply").in_order(count),
+        )
+    if protocol == "vllm":
+        return rendered(
+            CLASSIFY_PATH,
+            as_text=False,
+            make=lambda rows: ClassifyRequest(
+                input=list(rows), add_special_tokens=False, **RAW, **named
+            ),
+            read=lambda value, count: ClassifyScores.read(value, "the reply").in_order(count),
+        )
+    if protocol == "sglang":
+        return rendered(
+            CLASSIFY_PATH,
+            as_text=False,
+            make=lambda rows: ClassifyRequest(input_ids=list(rows)),
+            read=_read_native,
+        )
+    return rendered(
+        EMBEDDINGS_PATH,
+        as_text=False,
+        make=lambda rows: EmbeddingsRequest(input=list(rows), **named),
+        read=lambda value, count: EmbeddingsScores.read(value, "the reply").in_order(count),
+    )
+
+
+def _remote_rm(conversation: Conversation) -> RemoteRmRequest:
+    if not conversation or conversation[-1].role != "assistant":
+        raise DataError("the conversation does not end with an answer of the assistant")
+    prompt = messages_of(conversation[:-1])
+    return RemoteRmRequest(prompt=prompt, response=conversation[-1].content, label=None)
+
+
+def _read_native(value: Any, count: int) -> list[float]:
+    # SGLang answers a single conversation without a list.
+    found = [value] if isinstance(value, dict) else value
+    scores = validated(_NATIVE.validate_python, found, "the reply")
+    check_count(len(scores), count)
+    return [one.embedding[0] for one in scores]
+
+
+_NATIVE = TypeAdapter(List[NativeScore])
