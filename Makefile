@@ -9,13 +9,14 @@ VLLM_STAMP := $(VLLM_VENV)/.laurel-installed
 
 DOCS_STAMP := $(VENV)/.laurel-docs-installed
 
-.PHONY: help setup setup-vllm demo test test-all test-vllm check house format bench docs docs-serve notebooks release release-version clean
+.PHONY: help setup setup-vllm demo test test-all test-vllm test-gpu check house format bench docs docs-serve notebooks release release-version clean
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the quick tests (minutes): all arithmetic, every command, every environment"
 	@echo "make test-all   all tests (about 35 minutes on 2 cores), as CI runs them"
 	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
-	@echo "make check   format, lint and types"
+	@echo "make test-gpu   the tests that need a GPU; without one each is skipped and says so (docs/gpu.md)"
+	@echo "make check   format, lint, words that only this project would use, and types"
 	@echo "make house   the form of the code in figures: files, circles, modules that a step runs through"
 	@echo "make docs    the site of docs/ and of the docstrings, into site/ (make docs-serve shows it here)"
 	@echo "make bench   the benchmarks that need no peer (see benchmarks/README.md)"
@@ -72,9 +73,14 @@ setup-vllm: $(VLLM_STAMP)
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -k vllm tests/unit/generation tests/unit/rewards/test_vllm_scorer.py tests/contracts/test_generator.py tests/end_to_end/test_grpo_vllm.py tests/end_to_end/test_vllm_reward_server.py
 
+# One process: tests of several GPUs take them all.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu tests/unit/test_gpu_branches.py
+
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python tools/words.py
 	$(BIN)/mypy
 
 # The form of the code in figures, against the bars that were set for it.

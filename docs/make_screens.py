@@ -1,6 +1,6 @@
 """Makes the pictures that the pages show: `python docs/make_screens.py [NAME ...]`.
 
-Each is of a command that is really run, in a new folder. A terminal is drawn as SVG by rich; the
+Each is of a command that is really run, in a new folder. A terminal is rendered as SVG by rich; the
 report is photographed in Chromium, where this machine has one. Below every picture in the pages,
 the line that says machine, command and date is written anew.
 """
@@ -101,8 +101,8 @@ def terminal(said: str, *, title: str, name: str) -> str:
     )
     with screen.file:
         screen.print(Text.from_ansi(said.rstrip("\n")))
-        drawn = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-        return screen.export_svg(title=title, code_format=drawn, unique_id=name)
+        code = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+        return screen.export_svg(title=title, code_format=code, unique_id=name)
 
 
 def _plan(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """What the reference leaves out of a class: attributes that `__init__` sets and nobody describes.
 
-They are told by the parameters of `__init__`. Fields of dataclasses and sections stay.
+A parameter of `__init__` describes them. Fields of dataclasses and sections stay.
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ from laurel.config.yaml_tree import Section
 
 COMMON = 3
 """Commands that must share an option before it stands among the common ones."""
-SHORT = 80
+MANY = 6
+"""Common options of a command that are not named again where another command has the same."""
+SHORT = 60
 """Characters of a meaning after which no further sentence is written, except what null means."""
 FEW = 3
 """Keys of a section that is written inside the section above it, at most."""
@@ -52,6 +54,7 @@ def commands_text() -> str:
         if count >= COMMON:
             common.setdefault(_name(record), record)
     lines = ["### Common options", "", *map(_option, common.values())]
+    first: dict[tuple[str, ...], str] = {}
     for path, command, _ in _commands(typer.main.get_command(app), "laurel"):
         own = [record for record in options[path] if record not in common.values()]
         shared = [f"`{_name(one)}`" for one in options[path] if one in common.values()]
@@ -60,7 +63,12 @@ def commands_text() -> str:
             text = " ".join(paragraph.replace("\b", "").split())
             head, example, call = text.partition("Example: ")
             lines += [head + (f"Example: `{call}`" if example else ""), ""]
-        lines += [*map(_option, own), f"- Common: {', '.join(shared)}"]
+        like = first.setdefault(tuple(shared), path)
+        same_as_above = like != path and len(shared) > MANY
+        lines += [
+            *map(_option, own),
+            f"- Common: {f'as of `{like}`' if same_as_above else ', '.join(shared)}",
+        ]
     return "\n".join(lines)
 
 

@@ -101,7 +101,7 @@ def test_resumed_from_behind_equals_resumed_from_in_front(tmp_path, in_front, st
     train(settings(tmp_path, *changes))
     shutil.rmtree(tmp_path / "saves" / f"step_{step + 1}")
     resumed = train(settings(tmp_path, *OFTEN, BEHIND))
-    assert f"going on from {tmp_path}/saves/step_{step}" in resumed.text
+    assert f"resuming from {tmp_path}/saves/step_{step}" in resumed.text
     assert_equal_runs(in_front, tmp_path, last=STEPS)
 
 
@@ -212,7 +212,7 @@ def test_sigterm_in_a_background_save_ends_with_all_checkpoints_whole(tmp_path, 
     last = last_step(tmp_path)
     said = (tmp_path / "log.txt").read_text(encoding="utf-8")
     assert re.search(
-        rf"stopped by SIGTERM after step {last}, \d+ s in; run it again to go on", said
+        rf"stopped by SIGTERM after step {last}, \d+ s in; run it again to resume", said
     )
     for name in (step, f"step_{last}"):
         assert f"saved {tmp_path}/saves/{name}" in said
@@ -236,7 +236,7 @@ def test_kill_9_in_a_background_save_leaves_whole_checkpoints(tmp_path, under_wa
     step = newest.manifest.step
     assert f"step_{step + 2}" == partly.name.split("-")[1]
     resumed = train(settings(tmp_path, *LARGE, f"rm.max_num_steps={step + 1}"))
-    assert f"going on from {newest.path}, after step {step}" in resumed.text
+    assert f"resuming from {newest.path}, after step {step}" in resumed.text
     assert not partly.exists()
 
 

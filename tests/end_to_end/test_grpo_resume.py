@@ -122,7 +122,7 @@ def test_preempted_in_a_rollout_and_in_an_update_the_run_ends_the_same(tmp_path,
     HOOKS.clear()
     last = grpo(grpo_settings(broken, model, *changes))
     assert last.outcome.ended == "finished"
-    assert f"going on from {second.latest}, after step {second.step}" in last.text
+    assert f"resuming from {second.latest}, after step {second.step}" in last.text
     assert_same_runs(straight, broken, NUM_STEPS)
     for step in range(1, NUM_STEPS + 1):
         assert completions_of(broken, step) == completions_of(straight, step)
@@ -287,7 +287,7 @@ def test_kill_9_at_any_moment(tmp_path, model):
     process.kill()
     assert process.wait() == -signal.SIGKILL
     last = grpo(overrides)
-    assert "going on from" in last.text
+    assert "resuming from" in last.text
     assert_same_runs(straight, broken, 24)
 
 
@@ -297,7 +297,7 @@ def test_sigterm_ends_the_command_well_and_ctrl_c_with_130(tmp_path, model, caps
     interrupt_at(2, where="update")
     run_training("grpo", None, overrides)  # returns, so the exit status is 0
     said = capsys.readouterr().out
-    assert re.search(r"stopped by SIGTERM after step 2, \d+ s in; run it again to go on", said)
+    assert re.search(r"stopped by SIGTERM after step 2, \d+ s in; run it again to resume", said)
     assert (tmp_path / "saves" / "step_2" / "MANIFEST.json").is_file()
 
     interrupt_at(1, where="judge", number=signal.SIGINT)

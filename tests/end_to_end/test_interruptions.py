@@ -81,7 +81,7 @@ def test_kill_9_at_any_moment_and_in_the_middle_of_a_save(tmp_path, straight):
 
     finished = run(overrides)
     assert finished.returncode == 0, finished.stderr
-    assert "going on from" in finished.stdout
+    assert "resuming from" in finished.stdout
     assert not [p for p in saves.iterdir() if p.name.startswith(".") and p.name != ".lock"]
     assert_equal_runs(straight, tmp_path, last=LONG_STEPS, same_validations=True)
 
@@ -98,14 +98,14 @@ def test_sigterm_saves_and_ends_well_and_the_run_goes_on(tmp_path, straight):
     said = log.read_text(encoding="utf-8")
     assert "SIGTERM: saving after this step, then ending" in said
     assert re.search(
-        rf"stopped by SIGTERM after step {step}, \d+ s in; run it again to go on", said
+        rf"stopped by SIGTERM after step {step}, \d+ s in; run it again to resume", said
     )
     assert (saves / f"step_{step}" / "MANIFEST.json").is_file()
     assert step < LONG_STEPS
 
     finished = run(overrides)
     assert finished.returncode == 0, finished.stderr
-    assert f"going on from {saves}/step_{step}, after step {step}" in finished.stdout
+    assert f"resuming from {saves}/step_{step}, after step {step}" in finished.stdout
     assert_equal_runs(straight, tmp_path, last=LONG_STEPS, same_validations=True)
 
 
@@ -223,7 +223,7 @@ def test_a_time_budget_ends_the_run_saved_and_in_time(tmp_path, capsys):
     step = last_step(tmp_path)
     said = capsys.readouterr().out
     assert re.search(
-        rf"stopped by its time budget after step {step}, \d+ s in; run it again to go on", said
+        rf"stopped by its time budget after step {step}, \d+ s in; run it again to resume", said
     )
     (saved,) = (tmp_path / "saves").glob("step_*")
     assert saved.name == f"step_{step}"
@@ -286,7 +286,7 @@ def test_a_clock_that_is_set_back_and_forth_changes_nothing(tmp_path, straight):
     assert first.returncode == 0, first.stderr
     finished = run(overrides, program=jumping)
     assert finished.returncode == 0, finished.stderr
-    assert "going on from" in finished.stdout
+    assert "resuming from" in finished.stdout
     assert f"finished after step {LONG_STEPS}" in finished.stdout
     assert "Traceback" not in finished.stderr
     assert_equal_runs(straight, tmp_path, last=LONG_STEPS)

@@ -67,7 +67,7 @@ def here(tmp_path_factory):
 @pytest.mark.parametrize("ways", SPREAD.values(), ids=SPREAD)
 def test_a_reward_model_learns_the_same_spread(tmp_path, here, ways):
     finished = train(rm_settings(tmp_path, *ways))
-    assert "places  policy: node 0, slots 0-" in finished.text
+    assert "placed  policy: node 0, slots 0-" in finished.text
     for step in (1, 4, 10):
         assert_close(figures(tmp_path, step, RM_FIGURES), figures(here, step, RM_FIGURES))
     assert_close(figures(tmp_path, 10, RM_VALIDATED), figures(here, 10, RM_VALIDATED))
@@ -79,7 +79,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path, here):
     train(rm_settings(tmp_path, *DP_2, "rm.max_num_steps=3", "checkpointing.save_period=3"))
     train(rm_settings(tmp_path, *TP_2, "rm.max_num_steps=6", "checkpointing.save_period=3"))
     last = train(rm_settings(tmp_path))
-    assert "going on from" in last.text
+    assert "resuming from" in last.text
     for step in (4, 6, 7, 10):
         assert_close(figures(tmp_path, step, RM_FIGURES), figures(here, step, RM_FIGURES))
 

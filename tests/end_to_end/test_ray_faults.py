@@ -65,7 +65,7 @@ def test_a_killed_rank_ends_the_run_and_it_goes_on(tmp_path):
 
     resumed = run(long_settings(tmp_path, *SPREAD, "rm.max_num_steps=30"))
     assert resumed.returncode == 0, resumed.stderr
-    assert "going on from" in resumed.stdout
+    assert "resuming from" in resumed.stdout
     straight = tmp_path / "straight"
     train(long_settings(straight, "rm.max_num_steps=30"))
     last = max(metrics_of(straight))
@@ -103,7 +103,7 @@ def test_a_node_that_is_killed_in_mid_step_ends_the_run_and_it_resumes(tmp_path)
         # Ray counts a dead node among the living for some seconds.
         resumed = run(long_settings(tmp_path, *over_both, "rm.max_num_steps=30"))
         assert resumed.returncode == 0, resumed.stderr
-        assert "going on from" in resumed.stdout
+        assert "resuming from" in resumed.stdout
     finally:
         ray.shutdown()
         nodes.shutdown()
@@ -132,7 +132,7 @@ def test_a_run_whose_raylet_dies_says_so_and_resumes(tmp_path):
     assert "lost its Ray cluster" in told[0] or "of 2 died" in told[0]
     resumed = run(long_settings(tmp_path, *SPREAD, "rm.max_num_steps=30"))
     assert resumed.returncode == 0, resumed.stderr
-    assert "going on from" in resumed.stdout
+    assert "resuming from" in resumed.stdout
 
 
 def newest_worker():
@@ -173,7 +173,7 @@ def test_a_replica_that_is_lost_after_its_checkpoint_was_pruned_comes_back(
     finally:
         HOOKS.clear()
     assert killed
-    assert "going on from" in finished.text
+    assert "resuming from" in finished.text
     assert finished.outcome.ended == "finished"
     text = "".join(r.message for r in caplog.records) + finished.text
     assert "replica 0 is back and has the weights of step 4" in text

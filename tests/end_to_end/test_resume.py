@@ -154,7 +154,7 @@ def test_a_torn_newest_is_skipped_by_name_and_the_one_before_used(tmp_path):
     (warning,) = [line for line in resumed.text.splitlines() if line.startswith("warning")]
     assert "step_10" in warning
     assert "model.safetensors" in warning
-    assert re.search(r"going on from \S*/step_5, after step 5", resumed.text)
+    assert re.search(r"resuming from \S*/step_5, after step 5", resumed.text)
     assert_equal_runs(tmp_path / "straight", tmp_path / "broken", last=12, common=(5, 10))
 
 

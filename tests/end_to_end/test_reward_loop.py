@@ -105,7 +105,7 @@ def test_a_run_with_the_loop_goes_on_bit_for_bit(tmp_path, model, judge):
     grpo(grpo_settings(straight, model, *judged_by(judge)))
     grpo(grpo_settings(broken, model, *judged_by(judge, "grpo.max_num_steps=2")))
     again = grpo(grpo_settings(broken, model, *judged_by(judge)))
-    assert "going on from" in again.text
+    assert "resuming from" in again.text
     assert_same_runs(straight, broken, 4)
 
 

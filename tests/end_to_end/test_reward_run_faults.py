@@ -126,7 +126,7 @@ def test_a_run_that_is_killed_with_its_router_ends_the_same_and_nothing_is_compu
             assert process.wait() == -signal.SIGKILL
         assert 3 <= last_step(broken) < NUM_STEPS
         last = grpo(overrides)
-        assert "going on from" in last.text
+        assert "resuming from" in last.text
         computed, asked_before = server.figure("laurel_scorer_computed_total"), server.figure(asked)
 
         grpo(grpo_settings(straight, model, *settings))
@@ -204,5 +204,5 @@ def test_a_run_whose_servers_stay_away_ends_and_can_be_gone_on_with(tmp_path, mo
         assert last_step(broken) < NUM_STEPS
         server.start()
         done = grpo(overrides)
-        assert "going on from" in done.text
+        assert "resuming from" in done.text
     assert_same_runs(straight, broken, NUM_STEPS)

@@ -159,7 +159,7 @@ def test_a_full_disk_costs_no_checkpoint_and_does_not_end_the_run(
 
     subprocess.run(["mount", "-o", "remount,size=9m", str(small_disk)], check=True)
     resumed = train(settings(tmp_path / "full", *on_disk))
-    assert f"going on from {saved[-1]}" in resumed.text
+    assert f"resuming from {saved[-1]}" in resumed.text
     train(settings(tmp_path / "straight", *changes))
     assert manifest_hashes(small_disk / "saves" / "step_12") == manifest_hashes(
         tmp_path / "straight" / "saves" / "step_12"

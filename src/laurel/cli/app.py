@@ -155,13 +155,13 @@ def _with_options(command: Command) -> Command:
 # ------------------------------------------------------------------------------------- bad options
 
 _NOT_ONE_OF = re.compile(r"(?P<said>'.*') is not one of (?P<choices>.+?)\.?")
+# Messages about a wrong number, by pydantic's type of the error.
 _OF_PYDANTIC = {
     "int_parsing": "{input!r} is no whole number",
     "float_parsing": "{input!r} is no number",
     "greater_than_equal": "{input} is less than {ge}",
     "less_than_equal": "{input} is more than {le}",
 }
-"""Messages about a wrong number, by pydantic's type of the error."""
 
 
 class _PlainCommand(TyperCommand):

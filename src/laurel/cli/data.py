@@ -10,12 +10,12 @@ from laurel.cli.app import App
 from laurel.cli.options import ModelOption, Overrides
 from laurel.observe.json_output import JsonOption
 
-data_app = App(help="Examine data files.", no_args_is_help=True)
+data_app = App(help="Examine data files before a run.", no_args_is_help=True)
 
 
 @data_app.callback()
 def data() -> None:
-    """Examine data files."""
+    """Examine data files before a run."""
 
 
 @data_app.command("check")

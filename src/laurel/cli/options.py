@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Completion = tuple[str, str]
 """A completion and its description, which zsh and fish show."""
 
+# The schema of each command's overrides.
 _COMMANDS: dict[str, Kind] = {"rm": "rm", "sft": "sft", "grpo": "grpo", "policy": "grpo"}
-"""The schema of each command's overrides."""
 
 
 def complete_overrides(context: typer.Context, incomplete: str) -> list[Completion]:

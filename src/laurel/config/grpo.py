@@ -62,7 +62,7 @@ class ColocatedConfig(Section):
 
 
 class GenerationConfig(Section):
-    """How completions are generated."""
+    """The sampling of completions, and its engine."""
 
     removed: ClassVar[Mapping[str, str]] = {
         "ipc": "use auto or broadcast, which is quicker, or object_store"

@@ -298,13 +298,13 @@ _SIMPLE: Mapping[str, str] = {
     "sequence_parallel": _DTENSOR + "sequence_parallel",
     "activation_checkpointing": _DTENSOR + "activation_checkpointing",
 }
+# Megatron's linear layers, and the layers of Hugging Face's decoders that they stand for.
 _LAYERS: Mapping[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-"""Megatron's linear layers, and the layers of Hugging Face's decoders that they stand for."""
 _SCHEDULERS = "torch.optim.lr_scheduler."
 _FOREVER = 10_000_000_000
 # torch's LinearLR cannot begin at 0.

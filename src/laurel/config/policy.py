@@ -399,14 +399,14 @@ class WandbConfig(Section):
 
 
 class TensorboardConfig(Section):
-    """The TensorBoard logger."""
+    """The logger of TensorBoard events."""
 
     log_dir: str = "tensorboard"
     """Directory inside the run's log directory."""
 
 
 class MlflowConfig(Section):
-    """The MLflow logger."""
+    """The logger of an MLflow run."""
 
     experiment_name: str = "laurel"
     """Experiment."""

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import math
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Literal
@@ -253,6 +253,11 @@ class _Loading:
 
     def _rows(self) -> Generator[tuple[str, Any], None, None]:
         source = self.source
+
+        def complain_unread(place: str, problem: UnusableRow) -> None:
+            source.report.num_read += 1
+            self._complain(place, problem)
+
         if source.path is None:
             for index, row in enumerate(source.rows or ()):
                 yield f"{source.config.dataset_name}[{index}]", row
@@ -261,21 +266,14 @@ class _Loading:
             source.path,
             subset=source.subset,
             split=source.config.split,
-            on_bad_row=self._complain_unread,
+            on_bad_row=complain_unread,
         )
-
-    def _complain_unread(self, source: str, problem: UnusableRow) -> None:
-        self.source.report.num_read += 1
-        self._complain(source, problem)
 
     def _complain(self, source: str, problem: UnusableRow) -> None:
         if self.on_bad_row == "error":
             said = self.remedy(problem) if self.remedy is not None else ""
             raise DataError(complaint(problem, self.source.path, source, said=said)) from problem
         self.source.report.drop("malformed", source, kind=problem.kind)
-
-    def _where(self, source: str) -> str:
-        return source if self.source.path is None else locate(self.source.path, source)
 
     def _preference(self, source: str, row: Any) -> Preference:
         if not isinstance(row, Mapping):
@@ -328,12 +326,12 @@ class _Loading:
         is_tie = len(completions_G) > 1 and len(set(preference.ranks_G)) == 1
         if is_tie and self.ties != "keep":
             if self.ties == "error":
-                ranks_G = preference.ranks_G
+                path, source, ranks_G = self.source.path, preference.source, preference.ranks_G
                 raise DataError(
-                    f"{self._where(preference.source)}: all {len(ranks_G)} completions share rank "
-                    f"{ranks_G[0]} (a tie), which the loss cannot learn from. Set data.ties=drop "
-                    "to leave ties out, or rm.loss.type to davidson or rao_kupper to learn from "
-                    "them"
+                    f"{source if path is None else locate(path, source)}: all {len(ranks_G)} "
+                    f"completions share rank {ranks_G[0]} (a tie), which the loss cannot learn "
+                    "from. Set data.ties=drop to leave ties out, or rm.loss.type to davidson or "
+                    "rao_kupper to learn from them"
                 )
             return "tie"
         content = _fingerprint(preference)
@@ -346,7 +344,9 @@ class _Loading:
 
     def _note(self, preference: Preference) -> None:
         self.num_negative_margins += preference.margin < 0
-        self.roles.look(preference.source, _messages_of(preference))
+        group = preference.group
+        answered = [message for one in group.completions_G for message in one.messages]
+        self.roles.look(preference.source, (*group.prompt, *answered))
         for ratings in preference.attributes_GK or ():
             self.rated.update(
                 name
@@ -361,12 +361,6 @@ class _Loading:
             prompt + worse + better in self.verdicts for better, worse in decided
         )
         self.verdicts.update(prompt + better + worse for better, worse in decided)
-
-
-def _messages_of(preference: Preference) -> Iterator[Message]:
-    yield from preference.group.prompt
-    for completion in preference.group.completions_G:
-        yield from completion.messages
 
 
 def _fingerprint(preference: Preference) -> bytes:

@@ -347,8 +347,8 @@ def _add(figures: _Figures, preference: Preference) -> None:
 
 _WIDTH = 80
 _LABEL = 24
+# Below it, half of the width is for labels, and notes have lines of their own.
 _NARROW = 60
-"""Below it, half of the width is for labels, and notes have lines of their own."""
 _NOTE = "note"
 
 

@@ -448,14 +448,14 @@ READERS: dict[str, Reader] = {
 }
 
 
+# Files that no data set has, and what a directory is that holds one.
 _OTHER_DIRECTORIES = {
     "training_info.json": "a checkpoint",
     "model.safetensors": "a model",
     "model.safetensors.index.json": "a model",
 }
-"""Files that no data set has, and what a directory is that holds one."""
+# Directories below the one that is named: `results` holds `rm/step_10/policy`.
 _DEEPEST_MARK = 3
-"""Directories below the one that is named: `results` holds `rm/step_10/policy`."""
 _WHAT_TO_NAME = (
     f"Name a file of rows (it ends in {', '.join(READERS)}), or a directory that holds one"
 )
@@ -558,7 +558,8 @@ def _file_rows(path: str, complain: Complain) -> Rows:
                 f"{path} is empty (0 bytes). Write it again: each row a line (or as its format "
                 "has it); laurel data check says what rows may hold"
             )
-        with _opened(path) as stream:
+        is_gzip = path.lower().endswith(".gz")
+        with cast("IO[bytes]", gzip.open(path)) if is_gzip else open(path, "rb") as stream:
             for source, row in read(stream, path, complain):
                 last = source
                 yield source, row
@@ -569,12 +570,6 @@ def _file_rows(path: str, complain: Complain) -> Rows:
         ) from problem
     except OSError as problem:
         raise DataError(f"{path} cannot be read: {problem.strerror or problem}") from problem
-
-
-def _opened(path: str) -> IO[bytes]:
-    if path.lower().endswith(".gz"):
-        return cast("IO[bytes]", gzip.open(path))
-    return open(path, "rb")
 
 
 def _looks_local(path: str) -> bool:

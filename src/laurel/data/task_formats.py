@@ -41,8 +41,8 @@ _OWN_KEYS = (
     "comparison",
     "prelude",
 )
+# Keys that say how to compare where a benchmark's grader does not.
 _COMPARED_AS_LAUREL = ("strict_types", "float_tolerance")
-"""Keys that say how to compare where a benchmark's grader does not."""
 _QUESTIONS = ("prompt", "question", "question_content", "problem", "text", "input", "messages")
 _MOST_UNPACKED = 1 << 28
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -67,7 +67,7 @@ _CHOICES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskNeeds:
-    """What environments cannot judge without, by their names."""
+    """The environments that need an answer or tests of each task, by their names."""
 
     answers: frozenset[str] = frozenset({"math", "math_default"})
     """Judge against a known answer."""
@@ -140,8 +140,10 @@ class NeedsCheck:
                 remedy="Set data.dataset_name to HumanEval, MBPP or CodeTasks, which read tests in "
                 "other forms, or data.env_name to an environment that needs none",
             )
-        self.num_answers += parts.answer is not None
-        self.num_texts += parts.answer is not None and _is_text(parts.answer)
+        if parts.answer is not None:
+            self.num_answers += 1
+            has_many_words = len(_WORD.findall(parts.answer)) > PROSE_WORDS
+            self.num_texts += has_many_words and not any(m in parts.answer for m in _MARKED)
 
     def conclude(self, origin: str) -> None:
         """Check the answers of the whole set.
@@ -157,10 +159,6 @@ class NeedsCheck:
                 f"another column holds the value; or data.env_name={self.environment} if these are "
                 "answers to check by"
             )
-
-
-def _is_text(answer: str) -> bool:
-    return len(_WORD.findall(answer)) > PROSE_WORDS and not any(m in answer for m in _MARKED)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -573,7 +571,10 @@ class _Reading:
         if not rows:
             raise DataError(no_rows_left(self.report))
         self.fit.conclude(self.report.origin)
-        tasks = list(_repeated(rows, self.repeat))
+        tasks = list(rows)
+        # The repetitions follow all rows and have ids of their own.
+        for count in range(2, self.repeat + 1):
+            tasks += [replace(task, id=f"{task.id}#{count}") for task in rows]
         if self.repeat > 1:
             self.report.notes.append(f"every task occurs {self.repeat} times")
         self.report.describe(tasks)
@@ -586,7 +587,10 @@ class _Reading:
             self.fit.check_set(self.config.dataset_name, self.report)
             if said is not None:
                 self.report.notes.append(said)
-        parts = self._processed(source, row)
+        try:
+            parts = self.processor(row, self.config)
+        except DataError as problem:
+            raise DataError(f"{source}: {problem}") from problem
         if not any(m.content.strip() for m in parts.prompt if m.role != "system"):
             raise LeftOutRow("empty", "the prompt says nothing")
         prompt = self.opened.frame.around(parts.prompt)
@@ -608,20 +612,6 @@ class _Reading:
             metadata=metadata,
             source=source,
         )
-
-    def _processed(self, source: str, row: Row) -> TaskParts:
-        try:
-            return self.processor(row, self.config)
-        except DataError as problem:
-            raise DataError(f"{source}: {problem}") from problem
-
-
-def _repeated(rows: Sequence[Task], repeat: int) -> Iterator[Task]:
-    # The repetitions follow all rows and have ids of their own.
-    yield from rows
-    for count in range(2, repeat + 1):
-        for task in rows:
-            yield replace(task, id=f"{task.id}#{count}")
 
 
 def _name_of(config: TaskSetConfig) -> str:

@@ -217,7 +217,7 @@ def _with_policy(
     describe_policy(context, model.facts, data.reports, run_dir)
     _describe_step(config, found.chat, parts, console)
     if resume_from:
-        console.print(f"going on from {resume_from}, after step {position.step}")
+        console.print(f"resuming from {resume_from}, after step {position.step}")
     has_validation = parts.validation is not None
     schedule = Schedule.of(
         config.grpo,

@@ -115,7 +115,7 @@ def describe_model(kind: str, facts: ModelFacts, context: RunContext[R]) -> None
         + f", {context.config.policy.precision} on {facts.device}"
     )
     for line in context.allocation.describe():
-        console.print(f"places  {line}")
+        console.print(f"placed  {line}")
     if facts.path == "forest":
         check = f"self-check against one-by-one: {facts.self_check:.1e}"
         console.print(f"path    token forest; {check}")

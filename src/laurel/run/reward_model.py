@@ -165,7 +165,7 @@ def _train(
     position = state.restore(context.resume_from) if context.resume_from else Position()
     _describe(context, data, model.facts, run_dir)
     if context.resume_from:
-        console.print(f"going on from {context.resume_from}, after step {position.step}")
+        console.print(f"resuming from {context.resume_from}, after step {position.step}")
     order = step_order(config, len(train))
     schedule = Schedule.of(
         config.rm,

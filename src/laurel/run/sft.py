@@ -78,7 +78,7 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
         position = state.restore(resume_from) if resume_from else Position()
         describe_policy(context, facts, data.reports, run_dir)
         if resume_from:
-            console.print(f"going on from {resume_from}, after step {position.step}")
+            console.print(f"resuming from {resume_from}, after step {position.step}")
         order = step_order(config, len(train))
         schedule = Schedule.of(
             config.sft,

@@ -99,14 +99,14 @@ OPTIONS = Terms(
 )
 """Errors about a model, for somebody who has only the command line."""
 KEY_VARIABLE = "LAUREL_API_KEY"
+# Keys of the policy section that have an option of their own.
 _HAS_OPTION = {"model_name": "--model", "precision": "--precision"}
-"""Keys of the policy section that have an option of their own."""
+# Keys without effect on a model that has its scoring contract.
 _SAID_BY_CONTRACT = (
     "reward_model_cfg",
     "max_total_sequence_length",
     "tokenizer.chat_template_kwargs",
 )
-"""Keys without effect on a model that has its scoring contract."""
 
 
 def asked_scorer(model: str, options: ScorerSpec, *, or_server: bool = False) -> ScorerSpec:

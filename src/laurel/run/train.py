@@ -175,7 +175,7 @@ def conclude(
         unsaved: The error that left the last checkpoint unsaved; it is printed first.
     """
     at, seconds = f"after step {outcome.step}", f"{outcome.seconds:.0f} s"
-    again, finished = "run it again to go on", f"finished {at}, in {seconds}"
+    again, finished = "run it again to resume", f"finished {at}, in {seconds}"
     if outcome.latest is None:
         again = "nothing was saved, so it will start over"
         # Without an error, the configuration saves nothing.

@@ -120,7 +120,7 @@ def test_a_job_of_two_nodes_trains_on_both_and_leaves_nothing(make_job, tmp_path
         job,
     )
     assert status == 0, said
-    assert "places  policy: nodes 0-1, slot 0 of each" in said
+    assert "placed  policy: nodes 0-1, slot 0 of each" in said
     assert "finished after step 2" in said
     assert (tmp_path / "saves" / "step_2" / "model.safetensors").is_file()
     first, second, last = (line for line in calls if line.startswith("srun"))

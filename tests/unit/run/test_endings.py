@@ -31,11 +31,11 @@ def last_words(outcome, limit=None):
     [
         (
             {"ended": "signal", "signal": "SIGINT"},
-            "stopped by SIGINT after step 29, 6 s in; run it again to go on",
+            "stopped by SIGINT after step 29, 6 s in; run it again to resume",
         ),
         (
             {"ended": "deadline"},
-            "stopped by its time budget after step 29, 6 s in; run it again to go on",
+            "stopped by its time budget after step 29, 6 s in; run it again to resume",
         ),
         ({"ended": "finished"}, "finished after step 29, in 6 s"),
     ],

@@ -301,7 +301,7 @@ def test_what_the_ranks_of_one_place_share_is_sent_once(monkeypatch):
     group.start_each("learn", [arguments for arguments in of_places for _ in range(2)])
     assert store.num_puts == 2
     assert store.given[0] is not store.given[2]
-    assert [ray_group.cloudpickle.loads(sent[0])[1].args for sent in store.given] == [
+    assert [sent[0].value()[1].args for sent in store.given] == [
         *[(["first"],)] * 2,
         *[(["second"],)] * 2,
     ]

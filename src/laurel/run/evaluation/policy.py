@@ -190,15 +190,10 @@ def _played(
         groups = parts.validation.play(parts.source, while_waiting=played.tell)
         figures = validation_metrics(groups, environments)
     rewards_BG = [[rollout.reward for rollout in group.rollouts_G] for group in groups]
-    first = reward_figures(rewards_BG) | _passes(figures, rewards_BG)
+    first = reward_figures(rewards_BG)
+    if "accuracy" in figures:  # rewards mean right or wrong
+        first |= pass_figures(rewards_BG)
     return groups, first | {name: v for name, v in figures.items() if name not in first}
-
-
-def _passes(
-    figures: Mapping[str, float], rewards_BG: Sequence[Sequence[float | None]]
-) -> dict[str, float]:
-    """Return pass@k, if rewards mean right or wrong."""
-    return pass_figures(rewards_BG) if "accuracy" in figures else {}
 
 
 class _Played:

@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from laurel.types import Group
 
 
+# Rows that the noise of scores is measured on.
 _NUM_PROBES = 8
-"""Rows that the noise of scores is measured on."""
 
 
 def run_benchmark(name: BenchmarkName, request: EvaluationRequest) -> int:
@@ -110,7 +110,11 @@ def _evaluated(
     notes: list[str] = []
     with console.status("reading the rows"):
         rows = {name: BENCHMARKS[name].read(one, notes.append) for name, one in asked.items()}
-        training = _training(request)
+        training = None
+        if request.train_data:
+            training = training_pairs(
+                replace(request, data=request.train_data, margin_key=None, max_samples=None)
+            )
     for note in (*notes, *(training.notes if training is not None else ())):
         console.print(f"note    {visible(note)}", soft_wrap=True)
     evaluations = []
@@ -279,14 +283,6 @@ def _diagnosed(
             noise=noise,
         )
     return {"diagnostics": report}
-
-
-def _training(request: EvaluationRequest) -> TrainingPairs | None:
-    if not request.train_data:
-        return None
-    return training_pairs(
-        replace(request, data=request.train_data, margin_key=None, max_samples=None)
-    )
 
 
 def _pairs_scored(
@@ -563,7 +559,10 @@ def run_all(request: EvaluationRequest, *, hub: bool) -> int:
             show_evaluation(evaluation)
         _print_summary(evaluations, absent)
     if request.output is not None:
-        path = _write(request.output, _report(evaluations, request, absent))
+        path = request.output.expanduser() / FILE_NAME
+        with replace_file(path) as file:
+            json.dump(_report(evaluations, request, absent), file, indent=4, allow_nan=False)
+            file.write("\n")
         console.print(f"written to {path}", soft_wrap=True)
     for evaluation in evaluations:
         say_failures(evaluation, console)
@@ -624,11 +623,3 @@ def _report(
         "absent": list(absent),
         "benchmarks": {one.benchmark: one.report() for one in evaluations},
     }
-
-
-def _write(directory: Path, report: dict[str, Any]) -> Path:
-    path = directory.expanduser() / FILE_NAME
-    with replace_file(path) as file:
-        json.dump(report, file, indent=4, allow_nan=False)
-        file.write("\n")
-    return path

@@ -91,7 +91,7 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
 
 
 def print_compatibility(console: Console, facts: Mapping[str, Any], *, num_rows: int) -> None:
-    """In how many rows another program's tokens are not those of the scoring contract, and why."""
+    """Print in how many rows another program's tokens differ from the contract's, and why."""
     console.print(
         f"format  {facts['program']}, {facts['max_length']:,} tokens, cut on the "
         f"{facts['truncation_side']}: other tokens than by the scoring contract in "
@@ -110,7 +110,7 @@ def print_compatibility(console: Console, facts: Mapping[str, Any], *, num_rows:
 def print_matrix(
     console: Console, matrix: Sequence[Sequence[float]] | None, styles: Sequence[str]
 ) -> None:
-    """How often the right answer of a style (line) beats the wrong one of a style (column)."""
+    """Print how often the right answer of a style (line) beats the wrong one of one (column)."""
     if matrix is None:
         return
     table = new_table("right answer (line) against wrong answer (column), by style", "", *styles)
@@ -225,9 +225,12 @@ def print_diagnostics(console: Console, report: Mapping[str, Any]) -> None:
     console.print(counted(report["num_pairs"], "pair") + (failed if report["num_failures"] else ""))
     for reason, count in report.get("failures", {}).items():
         console.print(Text(f"  {count:,} x {visible(reason)}", style="yellow"))
+    scores = new_table("scores", "", "")
+    for label, text in (*_length_lines(report), *_calibration_lines(report), *_score_lines(report)):
+        scores.add_row(label, text)
     tables = (
         _accuracies(report),
-        _figures(report),
+        scores,
         _reliability(report.get("calibration", {})),
         _agreement(report.get("agreement", [])),
         _sensitivity(report.get("sensitivity", [])),
@@ -267,10 +270,12 @@ def _forms(
 def _accuracy_of_kinds(
     pairs: Sequence[ScoredPair], leaks: Sequence[Leak], *, num_bins: int, **sure: Any
 ) -> dict[str, Any]:
-    """Of all pairs, and of those of each kind."""
+    """Return the accuracy of all pairs, and of the pairs of each kind."""
     gaps = {pair.id: float(length_difference(pair)) for pair in pairs}
     margins = {pair.id: pair.margin for pair in pairs if pair.margin is not None}
     subsets = {pair.id: pair.subset for pair in pairs if pair.subset is not None}
+    is_leaked = {pair.id: "no" for pair in pairs}
+    is_leaked |= {leak.evaluated: "yes" if leak.is_exact else "almost" for leak in leaks}
     return {
         "accuracy": accuracy(pairs, **sure),
         "length_controlled_accuracy": length_controlled_accuracy(pairs, **sure),
@@ -279,13 +284,8 @@ def _accuracy_of_kinds(
         if len(set(margins.values())) > 1
         else [],
         "by_subset": accuracy_by_name(pairs, subsets, **sure),
-        "by_leak": accuracy_by_name(pairs, _kinds(pairs, leaks), **sure) if leaks else [],
+        "by_leak": accuracy_by_name(pairs, is_leaked, **sure) if leaks else [],
     }
-
-
-def _kinds(pairs: Sequence[ScoredPair], leaks: Sequence[Leak]) -> dict[str, str]:
-    kinds = {pair.id: "no" for pair in pairs}
-    return kinds | {leak.evaluated: "yes" if leak.is_exact else "almost" for leak in leaks}
 
 
 def _leakage(leaks: Sequence[Leak]) -> dict[str, Any]:
@@ -365,13 +365,6 @@ def _accuracies(report: Mapping[str, Any]) -> Table:
             if not place:
                 table.add_row(Text(title, style="bold"))
             add(f"  {part['name']}", part["accuracy"], part["accuracy"]["num_pairs"])
-    return table
-
-
-def _figures(report: Mapping[str, Any]) -> Table:
-    table = new_table("scores", "", "")
-    for label, text in (*_length_lines(report), *_calibration_lines(report), *_score_lines(report)):
-        table.add_row(label, text)
     return table
 
 
@@ -543,7 +536,7 @@ def _compared(first: StoredResult, second: StoredResult) -> dict[str, Any]:
 
 
 def _tests(first: StoredResult, second: StoredResult) -> Mapping[str, dict[str, Any]]:
-    """Of each subset and of all rows; nothing where the rows of one are not there."""
+    """Test the difference of each subset and of all rows; nothing if one has no rows."""
     if first.credits is None or second.credits is None:
         return {}
     by_subset: dict[str, list[str]] = {}
