@@ -30,7 +30,7 @@ from laurel.config.overrides import column_overrides, overrides_of
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.yaml_tree import nearest
 from laurel.data.conversations import scoring_row
-from laurel.errors import ConfigError, Terms, speaking
+from laurel.errors import ConfigError, ModelError, Terms, speaking
 from laurel.export.export import run_export
 from laurel.export.options import ExportOptions
 from laurel.observe.console import make_console, say_on, silent_console
@@ -129,7 +129,21 @@ def open_scorer(model: str | Path, *, quiet: bool = False) -> LocalScorer:
     from laurel.rewards.open import open_local
 
     with speaking(_ARGUMENTS):
-        return open_local(str(model), say=say_on(_console(quiet)))
+        return open_local(_path(model), say=say_on(_console(quiet)))
+
+
+def _path(model: str | Path | None) -> str:
+    """Where a model is.
+
+    Raises:
+        ModelError: None was given, as `outcome.best` is where no metric ranks the checkpoints.
+    """
+    if model is None:
+        raise ModelError(
+            "model is None: outcome.best is None where checkpointing.metric_name is null, and "
+            "outcome.latest where nothing was saved; give a directory or a name on the hub"
+        )
+    return str(model)
 
 
 def score(
@@ -159,7 +173,7 @@ def score(
         ).group
         for index, row in enumerate(rows)
     ]
-    scorer = open_scorer(model, quiet=True) if isinstance(model, str | Path) else model
+    scorer = open_scorer(model, quiet=True) if isinstance(model, str | Path | None) else model
     return scorer.score_now(groups)
 
 
@@ -203,7 +217,7 @@ def evaluate(
     """
     _check_choice("benchmark", benchmark, get_args(BenchmarkName))
     scorer = EvalScorer(
-        model=str(model), options=scorer_options or ScorerSpec(), cpu_threads=cpu_threads
+        model=_path(model), options=scorer_options or ScorerSpec(), cpu_threads=cpu_threads
     )
     request = EvaluationRequest(
         scorer=scorer,
@@ -251,7 +265,7 @@ def export(
         UserError: A model or a directory that cannot be used, or one that would give other scores.
     """
     options = ExportOptions(
-        model=str(model),
+        model=_path(model),
         output=Path(output),
         dtype=dtype,
         overwrite=overwrite,

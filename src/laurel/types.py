@@ -174,6 +174,13 @@ class TokenForest:
     """int32 [T]"""
     trees: tuple[Tree, ...]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Numbers travel several times as fast as the spans that they are read back into.
+        ends = [
+            [*trunk, *(branch.end for branch in branches_G)] for trunk, branches_G in self.trees
+        ]
+        return _forest_of, (self.ids_T, ends)
+
     @property
     def positions_T(self) -> Tensor:
         """int64 [T]: position of each token in its own sequence."""
@@ -195,6 +202,14 @@ class TokenForest:
     def last_N(self) -> list[int]:
         """Index in the row of the last token of each branch, where the reward is read."""
         return [branch.end - 1 for tree in self.trees for branch in tree.branches_G]
+
+
+def _forest_of(ids_T: Tensor, ends: Sequence[Sequence[int]]) -> TokenForest:
+    trees = []
+    for start, *after in ends:
+        trunk, *branches = map(Span, (start, *after), after)
+        trees.append(Tree(trunk, tuple(branches)))
+    return TokenForest(ids_T=ids_T, trees=tuple(trees))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,20 @@ def test_a_row_that_cannot_be_scored_is_named_before_a_model_is_loaded(tmp_path:
     rows = [{"prompt": "p", "completions": ["a"]}, {"prompt": "p", "completions": []}]
     with pytest.raises(DataError, match=re.escape("rows[1]: 'completions' is empty")):
         api.score(tmp_path / "no-model", rows)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: api.score(None, [{"prompt": "a", "completions": ["b"]}]),
+        lambda: api.open_scorer(None),
+        lambda: api.evaluate("pairs", None, ["rows.jsonl"]),
+        lambda: api.export(None, "exported"),
+    ],
+)
+def test_a_run_without_a_best_checkpoint_has_no_model_to_use(use: Callable[[], Any]) -> None:
+    with pytest.raises(ModelError, match=r"outcome\.best is None where checkpointing\.metric_name"):
+        use()
 
 
 def test_a_run_that_is_not_there(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     if not rollouts:
         return {}
     prompts = np.array([len(g.prompt_ids) for g in groups for _ in g.rollouts_G])
-    written = np.array([int(r.mask_L.sum()) for r in rollouts])
-    heard = np.array([int((~r.mask_L).sum()) for r in rollouts])
+    written = np.array([np.count_nonzero(r.mask_L) for r in rollouts])
+    heard = np.array([len(r.mask_L) for r in rollouts]) - written
     turns = np.array([r.num_turns for r in rollouts])
     cut = np.array([r.truncated for r in rollouts])
     figures = {
@@ -228,7 +228,7 @@ def environment_batch(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
         "is_end": torch.tensor([not r.truncated for _, r in scored], dtype=torch.bool),
         "prompt_lengths": torch.tensor([len(g.prompt_ids) for g, _ in scored], dtype=torch.int64),
         "generation_lengths": torch.tensor(
-            [int(r.mask_L.sum()) for _, r in scored], dtype=torch.int64
+            [np.count_nonzero(r.mask_L) for _, r in scored], dtype=torch.int64
         ),
         "answers": [r.answer for _, r in scored],
         "notes": [r.note for _, r in scored],
@@ -423,17 +423,20 @@ def repeated_share(ids_L: TokenIds) -> float | None:
     # The product wraps around at 2**64: two 4-grams hardly ever meet.
     keys = (pairs[:-2] * _FACTOR + pairs[2:]) * _FACTOR
     # Sorting all keys is most of the cost of a step's metrics. Instead each writes its number into
-    # a table: equal keys find the last of them there, and only those that another key has
-    # overwritten are sorted.
+    # a table: of equal keys the last one finds itself there, and only those that a different key
+    # has overwritten are sorted.
     slots = (keys >> _TABLE_SHIFT).astype(np.intp)
     table = np.empty(1 << _TABLE_BITS, dtype=np.int32)
     numbers = np.arange(count, dtype=np.int32)
     table[slots] = numbers
     winners = table[slots]
-    lost = keys[keys[winners] != keys]
+    overwritten = np.flatnonzero(winners != numbers)
+    found = keys[overwritten]
+    lost = found[keys[winners[overwritten]] != found]
     lost.sort()
-    num_distinct = np.count_nonzero(winners == numbers)
-    num_distinct += len(lost) and 1 + np.count_nonzero(lost[1:] != lost[:-1])
+    num_distinct = count - len(overwritten)
+    if len(lost):
+        num_distinct += 1 + int(np.count_nonzero(lost[1:] != lost[:-1]))
     return 1.0 - num_distinct / count
 
 
@@ -444,7 +447,8 @@ def length_correlation(groups: Sequence[RolloutGroup]) -> float | None:
     """
     products = squares = other_squares = 0.0
     for group in groups:
-        scored = [(r.reward, int(r.mask_L.sum())) for r in group.rollouts_G if r.reward is not None]
+        rewarded = (r for r in group.rollouts_G if r.reward is not None)
+        scored = [(r.reward, np.count_nonzero(r.mask_L)) for r in rewarded]
         if len(scored) < 2:
             continue
         table = np.array(scored, dtype=np.float64)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat
 
 import numpy as np
 import torch
@@ -436,11 +436,19 @@ class PolicyLabels:
     rewards_G: tuple[float | None, ...]
     """Rewards of the environment: they select positive examples."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # One array for all completions of each kind: so many small ones take longer to pickle than
+        # to copy.
+        lengths = [len(mask_L) for mask_L in self.masks_GL]
+        arrays = (self.masks_GL, self.behaviour_GL, self.old_GL, self.reference_GL)
+        flat = [None if rows is None else np.concatenate(rows) for rows in arrays]
+        return _labels_of, (lengths, flat, self.advantages_G, self.used_G, self.rewards_G)
+
     @property
     def num_tokens(self) -> int:
         """Count the tokens of the policy in completions in use."""
         pairs = zip(self.masks_GL, self.used_G, strict=True)
-        return sum(int(mask_L.sum()) for mask_L, used in pairs if used)
+        return sum(int(np.count_nonzero(mask_L)) for mask_L, used in pairs if used)
 
     @property
     def num_samples(self) -> int:
@@ -462,6 +470,30 @@ class PolicyLabels:
             ),
             rewards_G=tuple(self.rewards_G[i] for i in chosen),
         )
+
+
+def _labels_of(
+    lengths: Sequence[int],
+    flat: Sequence[np.ndarray | None],
+    advantages_G: tuple[float, ...],
+    used_G: tuple[bool, ...],
+    rewards_G: tuple[float | None, ...],
+) -> PolicyLabels:
+    ends = np.cumsum(lengths)[:-1]
+    masks, behaviour, old, reference = (
+        None if values is None else tuple(np.split(values, ends)) for values in flat
+    )
+    assert masks is not None
+    assert behaviour is not None
+    return PolicyLabels(
+        masks_GL=masks,
+        advantages_G=advantages_G,
+        used_G=used_G,
+        behaviour_GL=behaviour,
+        old_GL=old,
+        reference_GL=reference,
+        rewards_G=rewards_G,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -105,6 +105,39 @@ def test_tokens_travel_as_arrays_beside_the_pickle() -> None:
     found.labels[0].masks_GL[0][0] = False
 
 
+def test_forests_and_labels_arrive_as_they_were_sent() -> None:
+    ids = [np.arange(size, dtype=np.int32) for size in (3, 2, 5, 0, 4)]
+    groups = [
+        TokenGroup(id="0", trunk_ids=ids[0], branches_ids_G=(ids[1], ids[2])),
+        TokenGroup(id="1", trunk_ids=ids[3], branches_ids_G=(ids[4],)),
+    ]
+    values = [np.arange(size, dtype=np.float32) for size in (2, 5)]
+    labels = PolicyLabels(
+        masks_GL=(np.array([True, False]), np.ones(5, dtype=bool)),
+        advantages_G=(1.0, -1.0),
+        used_G=(True, False),
+        behaviour_GL=(values[0], values[1]),
+        reference_GL=(-values[0], -values[1]),
+        rewards_G=(1.0, None),
+    )
+    sent: list[Packed] = []
+    forests = [to_forest(groups), to_forest(groups, share_prompts=False)]
+    sent_once({0: WorkerCall("take", (forests, labels))}, sent.append)
+    _, call = sent[0].value()
+    found_forests, found = call.args
+    for one, other in zip(found_forests, forests, strict=True):
+        assert one.trees == other.trees
+        assert torch.equal(one.ids_T, other.ids_T)
+        assert torch.equal(one.positions_T, other.positions_T)
+    for name in ("masks_GL", "behaviour_GL", "reference_GL"):
+        for row, wanted in zip(getattr(found, name), getattr(labels, name), strict=True):
+            np.testing.assert_array_equal(row, wanted)
+            assert row.dtype == wanted.dtype
+    assert found.old_GL is None
+    assert found.advantages_G == labels.advantages_G
+    assert (found.used_G, found.rewards_G) == (labels.used_G, labels.rewards_G)
+
+
 def test_tensors_that_are_no_plain_arrays_travel_too() -> None:
     values = [
         torch.arange(6.0).view(2, 3).T,
