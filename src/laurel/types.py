@@ -1,4 +1,4 @@
-"""The values that travel between the rooms of Laurel. Read this file first.
+"""The values that travel between the packages of Laurel. Read this file first.
 
 Everything is a prompt and its completions: a preference pair is a prompt with two ranked
 completions, a ranked list one with K, a GRPO group one with G, a scoring request one with one or

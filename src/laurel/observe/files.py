@@ -30,8 +30,8 @@ def check_output(path: Path, *, read_from: str) -> None:
     """Refuse an output file that could not be written, before any work is done.
 
     Raises:
-        DataError: Its directory is missing or closed to us, it is a directory, or it is the file
-            that is read.
+        DataError: Its directory is missing or not writable, the path is a directory, or it is the
+            file that is read.
     """
     asked = setting_of("--output", path)
     target = Path(os.path.realpath(path.expanduser()))

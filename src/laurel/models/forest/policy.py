@@ -205,7 +205,7 @@ class Reference:
 
     @property
     def path(self) -> Path:
-        """The layout of batches."""
+        """The batch layout that the model reads: `forest` or `padded`."""
         return self.model.path
 
     def logprobs(self, batch: TokenForest | PaddedRows) -> Tensor:

@@ -82,8 +82,8 @@ def load_policy(
         mesh: Mesh to spread it over: a collective call, with the same arguments on every rank.
 
     Raises:
-        ModelError: Not a model that writes text, or one that is unsafe to load.
-        ConfigError: It cannot read texts as long as the configuration says, or be spread so.
+        ModelError: The model does not generate text, or is unsafe to load.
+        ConfigError: The model cannot read texts of `max_length`, or be sharded over the mesh.
     """
     register()
     if mesh is not None:
