@@ -200,11 +200,12 @@ def test_a_second_process_on_the_same_directory_is_refused_and_two_sigterms_end_
             assert not (tmp_path / "other").exists()
 
             process.terminate()
-            wait_until(lambda: b"SIGTERM: saving after this step" in log.read_bytes(), process)
+            wait_until(lambda: b"(again: at once, unsaved)" in log.read_bytes(), process)
             process.terminate()
             assert process.wait(timeout=60) == 128 + signal.SIGTERM
         finally:
             process.kill()
+    assert log.read_text(encoding="utf-8").endswith("ended unsaved\n")
     assert last_step(tmp_path) == 0, "the step ended first: the test did not test it"
     assert not list((tmp_path / "saves").glob("step_*"))
 

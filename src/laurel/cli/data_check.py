@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from laurel.config.load import load_config
+from laurel.config.overrides import COLUMN_KEYS
 from laurel.config.schemas import SCHEMAS
 from laurel.data.conversations import Dialogue, load_demonstration_data
 from laurel.data.formats import (
@@ -26,7 +27,7 @@ from laurel.data.formats import (
     recognise,
     suggestions,
 )
-from laurel.data.report import DataReport, LeftOut, TextReport
+from laurel.data.report import MAX_EXAMPLES, MAX_SOURCES, DataReport, LeftOut, TextReport
 from laurel.data.sources import Row, UnusableRow, locate, read_rows
 from laurel.data.task_formats import OWN_TESTS
 from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, load_task_data
@@ -116,7 +117,7 @@ def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = 
 
     def leave_out(source: str, problem: UnusableRow) -> None:
         nonlocal first_problem
-        unreadable.add(LeftOut(1, [source]))
+        unreadable.add_row(source, problem.kind)
         first_problem = first_problem or f"{locate(path, source)}: {problem.message}"
 
     first: Row = {}
@@ -261,11 +262,11 @@ def run_data_check(
 def _as_facts(
     findings: Findings, row: FirstRow | None, references: References | None
 ) -> dict[str, Any]:
-    known, unreadable = findings.known, findings.unreadable
+    known = findings.known
     return {
         "file": findings.path,
         "rows": findings.num_rows,
-        "rows_unreadable": {"count": unreadable.count, "examples": list(unreadable.examples)},
+        "rows_unreadable": findings.unreadable.to_dict(),
         "columns": list(map(str, findings.first)),
         "format": None if known is None else {"name": known.name, "says": known.says},
         "fits": {
@@ -290,6 +291,13 @@ def _as_facts(
 
 
 # ----------------------------------------------------------------------------------- printed report
+
+_TEXT_KEYS = "data.input_key and data.output_key (sft, grpo)"
+_COLUMN_KEYS: dict[Trainer, str] = {
+    "rm": f"{', '.join(COLUMN_KEYS)} (rm)",
+    "sft": _TEXT_KEYS,
+    "grpo": _TEXT_KEYS,
+}
 
 
 def _show(
@@ -317,17 +325,25 @@ def _show(
     if findings.evaluation is not None:
         words = ["laurel", "eval", findings.evaluation, "--model", "DIR", "-d", findings.path]
         _line(console, "eval", shlex.join(words), "bold")
+    other_names = "other names? " if known is None else ""
     for near in findings.near:
-        _line(console, "hint", f"it looks like {near.says}", "bold")
+        _line(console, "hint", f"{other_names}it looks like {near.says}", "bold")
         if near.trainer is not None:
             words = ["laurel", "data", "check", findings.path, "--for", near.trainer]
             print_command(console, " " * 9, shlex.join([*words, *near.settings]))
+    if known is None and not findings.near:
+        keys = dict.fromkeys(_COLUMN_KEYS[one.trainer] for one in findings.readings)
+        _line(console, "hint", f"other names? Name your columns: {'; '.join(keys)}", "bold")
     if not findings.is_usable:
         _show_formats(console, findings)
     reading = findings.shown
     if reading is None or reading.report is None or row is None:
         return
     console.print(reading.report.render())
+    left_out = reading.report.dropped.values()
+    if any(len(each) > MAX_EXAMPLES for one in left_out for each in one.sources.values()):
+        note = f"--json names the rows that are left out, up to {MAX_SOURCES:,} of each kind"
+        _line(console, "note", note)
     heading = f"First row, as laurel {reading.trainer} reads it ({row.source})"
     console.print(Text(f"\n{visible(heading)}", style="bold"))
     show_row(console, row)

@@ -6,6 +6,7 @@ Sets are named by flat keys (`dataset_name`, `train_data_path`, ...) or by the b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
@@ -33,8 +34,17 @@ class SetConfig(Section):
     """Text file put before every conversation as a system message."""
 
 
+# `laurel rm` names the columns of pairs with these.
+_COLUMNS_OF_PAIRS = dict.fromkeys(
+    ("prompt_key", "chosen_key", "rejected_key"),
+    "for sft and grpo: data.input_key, data.output_key",
+)
+
+
 class TextSetConfig(SetConfig):
     """A set of questions and answers, or of conversations."""
+
+    other_commands: ClassVar[Mapping[str, str]] = _COLUMNS_OF_PAIRS
 
     input_key: str = "input"
     """Column of the question (ResponseDataset); without it, and without a setting, Laurel looks for
@@ -81,6 +91,7 @@ class SetsConfig(Section):
 class TextDataConfig(SetsConfig):
     """The rows of questions, answers and conversations."""
 
+    other_commands: ClassVar[Mapping[str, str]] = _COLUMNS_OF_PAIRS
     fills_blocks: ClassVar[tuple[str, ...]] = ("dataset_name", "prompt_file", "system_prompt_file")
 
     input_key: str = "input"

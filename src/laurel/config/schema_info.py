@@ -215,6 +215,8 @@ def unknown_key(schema: type[Section], section: type[Section], key: str) -> str:
         return f"there is no such key any more ({section.removed[key]}); leave it out"
     if key == "_override_":
         return "replaces whole sections only: write it directly below one of the file's first level"
+    if key in section.other_commands:
+        return f"unknown key; {section.other_commands[key]}"
     near = nearest(key, section.model_fields)
     if near is not None:
         return f"unknown key; did you mean '{near}'?"

@@ -380,6 +380,8 @@ class Section(BaseModel):
     foreign_keys: ClassVar[frozenset[str]] = frozenset()
     removed: ClassVar[Mapping[str, str]] = {}
     """Removed keys and choices, with the reason that an error about them gives."""
+    other_commands: ClassVar[Mapping[str, str]] = {}
+    """Keys that only other commands have, with what an error about them names instead."""
     other_names: ClassVar[Mapping[str, str]] = {}
     """Keys as other systems spell them and the keys that they stand for, both dotted from the top.
     Only the section of a whole configuration has them."""

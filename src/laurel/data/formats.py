@@ -572,8 +572,20 @@ def _as_pair(row: Row) -> Suggestion | None:
     if better is None or worse is None:
         return None
     prompt = _column(row, _PROMPT_LIKE, but=(better, worse))
-    config = DatasetConfig(prompt_key=prompt or "prompt", chosen_key=better, rejected_key=worse)
-    if not _can(lambda: ranked_row(row, "BinaryPreferenceDataset", config, ())):
+
+    def can_be_read() -> bool:
+        config = DatasetConfig(prompt_key=prompt or "prompt", chosen_key=better, rejected_key=worse)
+        return _can(lambda: ranked_row(row, "BinaryPreferenceDataset", config, ()))
+
+    if prompt is None and not can_be_read():
+        # No name is like a prompt's (perhaps it is in another language): the longest text is.
+        texts = {
+            key: len(value)
+            for key, value in row.items()
+            if isinstance(value, str) and key not in (better, worse)
+        }
+        prompt = max(texts, key=lambda key: texts[key], default=None)
+    if not can_be_read():
         return None
     about = f"'{prompt}' the prompt, " if prompt else ""
     return Suggestion(

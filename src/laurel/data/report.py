@@ -39,6 +39,8 @@ Reason = Literal[
 """Why a row is left out."""
 
 MAX_EXAMPLES = 3
+MAX_SOURCES = 1000
+"""The most rows of a reason, or of a kind of it, that a report names."""
 
 
 def conversation_fingerprint(conversation: Conversation) -> bytes:
@@ -57,13 +59,45 @@ class LeftOut:
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
+    """The first `MAX_EXAMPLES` sources."""
     kinds: Counter[str] = field(default_factory=Counter)
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    """The first `MAX_SOURCES` sources of each kind; the empty kind is that of rows without one."""
+
+    def add_row(self, source: str, kind: str = "") -> None:
+        """Count one more row."""
+        self.count += 1
+        if kind:
+            self.kinds[kind] += 1
+        for sources, most in (
+            (self.examples, MAX_EXAMPLES),
+            (self.sources.setdefault(kind, []), MAX_SOURCES),
+        ):
+            if len(sources) < most:
+                sources.append(source)
 
     def add(self, other: LeftOut) -> None:
         """Add the counts of another."""
         self.count += other.count
         self.examples = (self.examples + other.examples)[:MAX_EXAMPLES]
         self.kinds.update(other.kinds)
+        for kind, sources in other.sources.items():
+            self.sources[kind] = (self.sources.get(kind, []) + sources)[:MAX_SOURCES]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counts and sources as plain values, for JSON."""
+        named = [
+            {"source": source, "kind": kind or None}
+            for kind, sources in self.sources.items()
+            for source in sources
+        ]
+        return {
+            "count": self.count,
+            "examples": list(self.examples),
+            "kinds": dict(self.kinds.most_common()),
+            "sources": named,
+            "sources_left_off": self.count - len(named),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +179,7 @@ class RowReport:
 
     def drop(self, reason: Reason, source: str, *, kind: str = "") -> None:
         """Count a row that was read and is left out; `kind` specifies the reason."""
-        kinds = Counter([kind]) if kind else Counter[str]()
-        self.dropped.setdefault(reason, LeftOut()).add(LeftOut(1, [source], kinds))
+        self.dropped.setdefault(reason, LeftOut()).add_row(source, kind)
 
     def warning_of_cuts(self, total: int, max_length: int) -> str | None:
         """Word a warning if more than half of `total` conversations were cut; None otherwise."""
@@ -199,12 +232,7 @@ class RowReport:
             "rows_read": self.num_read,
             "rows_kept": self.num_kept,
             "rows_left_out": {
-                reason: {
-                    "count": left_out.count,
-                    "examples": list(left_out.examples),
-                    "kinds": dict(left_out.kinds.most_common()),
-                }
-                for reason, left_out in self.dropped.items()
+                reason: left_out.to_dict() for reason, left_out in self.dropped.items()
             },
             "num_truncated": self.num_truncated,
         }
@@ -219,9 +247,7 @@ def origin_of(path_or_name: str) -> str:
 def no_rows_left(report: RowReport) -> str:
     """Word the error about a set without any row left."""
     reasons = ", ".join(
-        f"{left_out.count} {reason} (e.g. {left_out.examples[0]}"
-        + (f": {left_out.kinds.most_common(1)[0][0]}" if left_out.kinds else "")
-        + ")"
+        f"{left_out.count} {reason} ({_kinds(left_out)})"
         for reason, left_out in report.dropped.items()
     )
     notes = "".join(f". {note}" for note in report.notes)
@@ -229,6 +255,18 @@ def no_rows_left(report: RowReport) -> str:
         f"data set '{report.name}' ({report.origin or report.dataset_class}): nothing is left of "
         f"{counted(report.num_read, 'row')}. Left out: {reasons or 'none'}{notes}"
     )
+
+
+def _kinds(left_out: LeftOut) -> str:
+    """Name the kinds of rows with an example each, those of most rows first."""
+    kinds = left_out.kinds.most_common()
+    if not kinds:
+        return f"e.g. {left_out.examples[0]}"
+    first = {kind: left_out.sources[kind][0] for kind, _ in kinds[:MAX_EXAMPLES]}
+    if len(kinds) == 1:
+        return "".join(f"e.g. {source}: {kind}" for kind, source in first.items())
+    said = [f"{left_out.kinds[kind]:,} x {kind}, e.g. {source}" for kind, source in first.items()]
+    return "; ".join([*said, "..."] if len(kinds) > len(said) else said)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -401,9 +439,14 @@ def _rows(report: RowReport) -> Iterator[tuple[str, str]]:
     yield "rows kept", f"{report.num_kept:,}"
     yield "rows left out", f"{report.num_dropped:,}"
     for reason, left_out in report.dropped.items():
-        yield f"  {reason}", f"{left_out.count:,}  ({_examples(left_out, report.origin)})"
+        said = f"{left_out.count:,}"
+        # Where all rows are of a kind, their places stand at the kinds.
+        if left_out.kinds.total() < left_out.count:
+            said += f"  ({_places(left_out.examples, left_out.count, report.origin)})"
+        yield f"  {reason}", said
         for kind, count in left_out.kinds.most_common():
-            yield "", f"  {count:,} x {kind}"
+            places = _places(left_out.sources[kind], count, report.origin)
+            yield "", f"  {count:,} x {kind}  ({places})"
 
 
 def _figures(report: DataReport) -> Iterator[tuple[str, str]]:
@@ -427,13 +470,14 @@ def _figures(report: DataReport) -> Iterator[tuple[str, str]]:
         yield "cut to fit", f"{report.num_truncated:,} of {counted(total, 'conversation')}"
 
 
-def _examples(left_out: LeftOut, origin: str) -> str:
-    """The first sources; only their lines where all come from the one file of the report."""
-    more = ", ..." if left_out.count > len(left_out.examples) else ""
-    places = [source.removeprefix(f"{origin}:") for source in left_out.examples]
+def _places(sources: Sequence[str], count: int, origin: str) -> str:
+    """The first of `count` sources; only their lines if all come from the file of the report."""
+    more = ", ..." if count > MAX_EXAMPLES else ""
+    sources = sources[:MAX_EXAMPLES]
+    places = [source.removeprefix(f"{origin}:") for source in sources]
     if all(place.isdecimal() for place in places):
-        return f"line{'s' if left_out.count > 1 else ''} {', '.join(places)}{more}"
-    return ", ".join(left_out.examples) + more
+        return f"line{'s' if count > 1 else ''} {', '.join(places)}{more}"
+    return ", ".join(sources) + more
 
 
 def _distribution(counts: dict[int, int]) -> str:

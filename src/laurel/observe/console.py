@@ -264,7 +264,7 @@ def print_pairs(
         console: The console to print on.
         title: The title of the table.
         rows: The pairs.
-        is_brief: Print one line for each pair, without a title.
+        is_brief: Print a line for the scores of a pair and one for each text, without a title.
     """
     if not rows:
         console.print(Text(f"{visible(title)}: no pairs"))
@@ -272,10 +272,11 @@ def print_pairs(
     if is_brief:
         for row in rows:
             scores = " against ".join(map(format_number, (row.better_score, row.worse_score)))
-            head = f"  {row.verdict:<7} {scores}  "
-            each = max(16, (console.width - len(head) - 6) // 3)
-            texts = [shorten_middle(one, each) for one in (row.prompt, row.better, row.worse)]
-            print_line(console, head + " | ".join(texts))
+            console.print(Text(f"  {row.verdict:<7} {scores}"), soft_wrap=True)
+            for label in ("prompt", "better", "worse"):
+                head = f"    {label:<8}"
+                shown = shorten_end(getattr(row, label), max(60, console.width - len(head)))
+                console.print(Text(head + shown), soft_wrap=True)
         return
     table = new_table(title, "", "score")
     table.add_column("text", overflow="fold")
@@ -345,6 +346,18 @@ def shorten_middle(text: str, length: int) -> str:
     rest = length - len(" ... ")
     head = rest // 2
     return shown[:head] + " ... " + shown[len(shown) - (rest - head) :]
+
+
+def shorten_end(text: str, width: int) -> str:
+    """Shorten a text to the cells of a line: after a word where there is one, with ` ...`."""
+    shown = visible(text[: width + 1])
+    if len(text) <= width + 1 and cell_len(shown) <= width:
+        return shown
+    # Marks without a width of their own make no line.
+    start = next(iter(chop_cells(shown, width - len(" ..."))), shown)
+    head, blank, _ = start.rpartition(" ")
+    # A long word, or a language without blanks, is cut within.
+    return (head if blank and 2 * cell_len(head) > width else start.rstrip()) + " ..."
 
 
 def say_on(console: Console) -> Callable[[str], None]:

@@ -27,7 +27,7 @@ from laurel.planning.memory import MASTER_BYTES
 from laurel.planning.request import optimizer_states
 from laurel.run.allocation import Allocation, PlannedAllocation, open_allocation
 from laurel.training.selection import Selection
-from laurel.training.stopping import Deadline, Position, StopRequest
+from laurel.training.stopping import WILL_SAVE, Deadline, Position, StopRequest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -250,7 +250,7 @@ def make_services(
     text = json.dumps({name: report.to_dict() for name, report in reports.items()}, indent=1)
     (run_dir / DATA_REPORT).write_text(text + "\n", encoding="utf-8")
     stop = context.stack.enter_context(
-        StopRequest(lambda name: progress.message(f"{name}: saving after this step, then ending"))
+        StopRequest(lambda name: progress.message(f"{name}: {WILL_SAVE}"))
     )
     return RunServices(
         schedule=schedule,

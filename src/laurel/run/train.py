@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from laurel.observe.json_output import write_json
 from laurel.run.allocation import plan_allocation
 from laurel.sandbox.limits import has_no_gpu
 from laurel.training.ray_guard import guard
+from laurel.training.stopping import StopRequest, end_unsaved
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,7 +57,14 @@ def run_training(
     """
     console = message_console(stderr=False)
     last = console if as_json else make_console()
-    outcome = trained(kind, path, overrides, console, last=last, is_process=True)
+    try:
+        outcome = trained(kind, path, overrides, console, last=last, is_process=True)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, lambda number, frame: end_unsaved(128 + number))
+        # Later on a run hears signals itself, until it has ended.
+        at = "" if StopRequest.has_begun else " before the first step: nothing was saved yet"
+        print(f"interrupted{at}", file=sys.stderr)
+        sys.exit(130)
     if as_json:
         write_json(asdict(outcome))
     if outcome.signal == "SIGINT":

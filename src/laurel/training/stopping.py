@@ -14,16 +14,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
-from typing import Literal
+from typing import ClassVar, Literal, NoReturn
 
 from laurel.errors import ConfigError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 Work = Literal["step", "validation", "save"]
+
+WILL_SAVE = "saving after this step, then ending (again: at once, unsaved)"
+"""The effect of the first signal, and of the second."""
 
 SAVE_SAFETY = 1.5
 """Factor on the expected time of a save: a disk may be slower the next time."""
@@ -84,6 +87,15 @@ def count_signals() -> SignalCount:
     return _counted
 
 
+def end_unsaved(status: int) -> NoReturn:
+    """End this process at once, and say so."""
+    # The main thread may hold the console's lock, and a live display has hidden the cursor.
+    shown = "\x1b[?25h\n" if os.isatty(2) else ""
+    with suppress(OSError):
+        os.write(2, f"{shown}ended unsaved\n".encode())
+    os._exit(status)
+
+
 class StopRequest:
     """A flag that the first signal sets and the loop reads between steps.
 
@@ -92,11 +104,14 @@ class StopRequest:
     from torch, which takes as long as a backward pass.
     """
 
+    has_begun: ClassVar[bool] = False
+    """Whether this process has begun to listen: a run is set up, and its steps follow."""
+
     def __init__(
         self,
         on_signal: Callable[[str], None] = lambda name: None,
         *,
-        leave: Callable[[int], object] = os._exit,
+        leave: Callable[[int], object] = end_unsaved,
     ) -> None:
         """Register the handlers' callbacks.
 
@@ -111,6 +126,7 @@ class StopRequest:
         self._stack = ExitStack()
 
     def __enter__(self) -> StopRequest:
+        StopRequest.has_begun = True
         if threading.current_thread() is threading.main_thread():
             ours, theirs = socket.socketpair()
             theirs.setblocking(False)

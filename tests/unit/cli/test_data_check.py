@@ -43,7 +43,7 @@ def test_pairs_fit_three_commands_and_lost_rows_are_named(tmp_path):
     assert "format pairs" in said
     assert "rm yes: 1 of 4 rows" in said
     assert "identical sides 1 (line 2)" in said
-    assert "malformed 1 (line 3)" in said
+    assert "malformed 1 1 x missing key 'chosen' (line 3)" in said
     assert "duplicate 1 (line 4)" in said
     assert "stops at rows.jsonl:3 unless you fix the rows or set data.on_bad_row=skip" in said
     assert "sft yes" in said
@@ -150,6 +150,44 @@ def test_preferences_that_are_to_be_checked_against_are_warned_of(tmp_path):
     assert "warning completions are graded against the answers that people preferred" in said
     _, said, _ = check(path)
     assert "warning" not in said
+
+
+def test_columns_of_no_known_name_are_guessed_and_what_is_no_row_is_counted_apart(tmp_path):
+    row = {"id": "7", "Frage": "Wo ist er?", "good_answer": "Hier.", "bad_answer": "Nein.", "n": 1}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(row)}\n{{oops\n[1]\n{json.dumps(row)}\n", encoding="utf-8")
+    code, said, _ = check(str(path))
+    assert code == 2
+    assert (
+        "rm no: 4 malformed (2 x columns of no known class, e.g. rows.jsonl:1; 1 x not JSON, e.g. "
+        "rows.jsonl:2; 1 x not an object, e.g. rows.jsonl:3)"
+    ) in said
+    keys = "data.prompt_key=Frage data.chosen_key=good_answer data.rejected_key=bad_answer"
+    assert "other names? it looks like pairs: 'Frage' the prompt, 'good_answer'" in said
+    assert f"--for rm {keys}" in said
+    assert check(str(path), *keys.split())[0] == 0
+    _, said, _ = check(write(tmp_path / "other.jsonl", {"foo": 1, "bar": 2}))
+    assert (
+        "other names? Name your columns: data.prompt_key, data.chosen_key, data.rejected_key (rm); "
+        "data.input_key and data.output_key (sft, grpo)"
+    ) in said
+
+
+def test_every_row_that_is_left_out_is_named_with_its_reason_in_json(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps(PAIR), "{oops", '{"prompt": "x"}', *["{oops"] * 4]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    _, said, _ = check(str(path), "--for", "rm")
+    assert "5 x not JSON (lines 2, 4, 5, ...)" in said
+    assert "1 x missing key 'chosen' (line 3)" in said
+    assert "--json names the rows that are left out, up to 1,000 of each kind" in said
+    facts = json.loads(check(str(path), "--for", "rm", "--json")[1])
+    malformed = facts["fits"]["rm"]["report"]["rows_left_out"]["malformed"]
+    not_json = [{"source": f"rows.jsonl:{line}", "kind": "not JSON"} for line in (2, 4, 5, 6, 7)]
+    missing = {"source": "rows.jsonl:3", "kind": "missing key 'chosen'"}
+    assert malformed["sources"] == [*not_json, missing]
+    assert malformed["sources_left_off"] == 0
+    assert facts["rows_unreadable"]["sources"] == not_json
 
 
 def test_columns_that_cannot_be_guessed_are_to_be_named(tmp_path):

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.sft import DemonstrationDataConfig, SFTRun
 from laurel.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "configs" / "sft.yaml"
+
+
+@pytest.mark.parametrize("schema", [SFTRun, GRPORun])
+@pytest.mark.parametrize("key", ["prompt_key", "chosen_key", "rejected_key"])
+def test_the_keys_of_pairs_are_refused_with_those_that_name_columns_here(schema, key, tmp_path):
+    instead = f"{key}: unknown key; for sft and grpo: data.input_key, data.output_key"
+    with pytest.raises(ConfigError, match=re.escape(instead)):
+        load_config(schema, None, [f"data.{key}=Frage"])
+    path = tmp_path / "run.yaml"
+    path.write_text(f"data: {{train: {{data_path: x, {key}: Frage}}}}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=re.escape(f"data.train.{instead}")):
+        load_config(schema, path, [])
+
 
 # The keys of NeMo RL's own file for fine-tuning (August 2026), without its Megatron block's.
 NEMO = """

@@ -122,7 +122,13 @@ def test_the_report_is_plain_json():
     assert plain["rows_read"] == 2
     assert plain["rows_kept"] == 1
     assert plain["rows_left_out"] == {
-        "malformed": {"count": 1, "examples": ["r.jsonl:2"], "kinds": {"not JSON": 1}}
+        "malformed": {
+            "count": 1,
+            "examples": ["r.jsonl:2"],
+            "kinds": {"not JSON": 1},
+            "sources": [{"source": "r.jsonl:2", "kind": "not JSON"}],
+            "sources_left_off": 0,
+        }
     }
     assert plain["lengths"]["characters"]["max"] == 2
     assert plain["longer_wins_share"] == 0.5
@@ -160,6 +166,28 @@ def test_sources_of_the_reports_own_file_are_shown_as_lines():
     for line in (4, 5, 6, 7):
         report.drop("tie", f"r.jsonl:{line}")
     assert "4  (lines 4, 5, 6, ...)" in shown(report)
+
+
+def test_each_kind_has_its_lines_and_a_report_names_no_more_than_a_thousand():
+    both = []
+    for first in (1, 801):
+        report = report_of(preference("q", "a", "b"))
+        for line in range(first, first + 800):
+            report.drop("malformed", f"r.jsonl:{line}", kind="not JSON")
+        report.drop("malformed", f"r.jsonl:{first + 8000}", kind="odd")
+        both.append(report)
+    merged = DataReport.merge(both, name="both")
+    merged.origin = "r.jsonl"
+    text = " ".join(shown(merged).split())
+    assert "malformed 1,602 1,600 x not JSON (lines 1, 2, 3, ...)" in text
+    assert "2 x odd (lines 8001, 8801)" in text
+    plain = merged.to_dict()["rows_left_out"]["malformed"]
+    assert plain["count"] - len(plain["sources"]) == plain["sources_left_off"] == 600
+    assert [one["source"] for one in plain["sources"]][999:] == [
+        "r.jsonl:1000",
+        "r.jsonl:8001",
+        "r.jsonl:8801",
+    ]
 
 
 def test_fingerprints_tell_roles_and_turns_apart():

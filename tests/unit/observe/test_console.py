@@ -351,13 +351,25 @@ def test_colours_that_are_forced_into_a_file_move_nothing(monkeypatch, capsys):
     assert capsys.readouterr().err == "\x1b[31mred\x1b[0m\n"
 
 
-@pytest.mark.parametrize("width", [60, 100])
-def test_brief_pairs_take_a_line_each(width):
+@pytest.mark.parametrize("width", [40, 100])
+def test_brief_pairs_have_a_line_for_the_scores_and_one_for_each_text(width):
     file = io.StringIO()
     long = "word " * 200
-    rows = [pair(prompt=long, better=long, worse="no\nway"), pair(1.0, 2.0), pair(1.0, 1.0)]
+    rows = [
+        pair(prompt=long, better="y" * 500, worse="no\nway"),
+        pair(1.0, 2.0, prompt="日本" * 300, better="\u0301" * 400),
+    ]
     print_pairs(Console(file=file, width=width), "title", rows, is_brief=True)
     lines = file.getvalue().splitlines()
-    assert [line.split()[0] for line in lines] == ["right", "wrong", "tie"]
-    assert max(map(len, lines)) <= width
-    assert "2.500 against -1" in lines[0]
+    assert [line.split()[0] for line in lines] == [
+        *("right", "prompt", "better", "worse"),
+        *("wrong", "prompt", "better", "worse"),
+    ]
+    room = max(60, width - 12)
+    assert lines[0] == "  right   2.500 against -1"
+    assert lines[1] == "    prompt  " + "word " * ((room - 4) // 5) + "..."  # at a blank
+    assert lines[2] == "    better  " + "y" * (room - 4) + " ..."
+    assert lines[3] == r"    worse   no\nway"
+    assert lines[5] == "    prompt  " + ("日本" * 300)[: (room - 4) // 2] + " ..."
+    assert lines[6].endswith("\u0301 ...")
+    assert lines[7] == "    worse   Munich."

@@ -2,6 +2,9 @@
 
 import io
 import json
+import signal
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +53,47 @@ def test_a_run_that_saved_nothing_says_so_first():
     assert last_words(RunOutcome(step=9, ended="finished")) == (
         "finished after step 9, in 0 s; nothing was saved (checkpointing.enabled=false)"
     )
+
+
+INTERRUPTED = """
+import atexit, time
+from laurel.run import train
+from laurel.training.stopping import StopRequest
+
+def interrupted(*arguments, **options):
+    {first}
+    raise KeyboardInterrupt
+
+def close():
+    print("closing", flush=True)
+    time.sleep(60)
+
+train.trained = interrupted
+atexit.register(close)
+train.run_training("rm", None, [])
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        ("pass", "interrupted before the first step: nothing was saved yet\n"),
+        ("StopRequest().__enter__().__exit__(None, None, None)", "interrupted\n"),
+    ],
+)
+def test_ctrl_c_outside_of_the_steps_says_what_it_ends(first, said):
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED.format(first=first)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "closing\n"
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error == said + "ended unsaved\n"
 
 
 @pytest.mark.parametrize(
