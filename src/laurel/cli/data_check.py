@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from laurel.config.load import load_config
+from laurel.config.overrides import COLUMN_KEYS
 from laurel.config.schemas import SCHEMAS
 from laurel.data.conversations import Dialogue, load_demonstration_data
 from laurel.data.formats import (
@@ -315,8 +316,7 @@ def _show(
     if references is not None:
         _show_references(console, references)
     if findings.evaluation is not None:
-        words = ["laurel", "eval", findings.evaluation, "--model", "DIR", "-d", findings.path]
-        _line(console, "eval", shlex.join(words), "bold")
+        _show_evaluation(console, findings, overrides)
     for near in findings.near:
         _line(console, "hint", f"it looks like {near.says}", "bold")
         if near.trainer is not None:
@@ -390,6 +390,20 @@ def _counts(
         rows = counted(reading.num_malformed, "malformed row")
         return f"{said}. The run leaves out {rows}, the first at {first}"
     return f"{said}. The run stops at {first} unless you fix the rows or set data.on_bad_row=skip"
+
+
+def _show_evaluation(console: Console, findings: Findings, overrides: Sequence[str]) -> None:
+    rm = next((one for one in findings.readings if one.trainer == "rm"), None)
+    malformed = rm.report.dropped.get("malformed") if rm is not None and rm.report else None
+    bad = malformed or findings.unreadable
+    if bad.count:
+        why = f"reads a file whole, and stops at {bad.examples[0]}: fix the rows or take them out"
+        _line(console, "eval", f"no: laurel eval {findings.evaluation} {why}", "bold")
+        return
+    words = ["laurel", "eval", str(findings.evaluation), "--model", "DIR", "-d", findings.path]
+    if findings.evaluation == "pairs":
+        words += [one for one in overrides if one.lstrip("+").partition("=")[0] in COLUMN_KEYS]
+    print_command(console, f"{'eval':<9}", shlex.join(words))
 
 
 def _show_references(console: Console, references: References) -> None:
