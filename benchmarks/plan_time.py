@@ -29,7 +29,8 @@ from laurel.config.load import load_config
 from laurel.models.cpu_matmul import prefers_onednn
 from laurel.planning.memory import ModelShape, Shapes, decoder_shape
 from laurel.planning.plan import plan_run
-from laurel.planning.step_time import Device, Efficiency, StepTime, Workload, step_time
+from laurel.planning.request import Workload
+from laurel.planning.step_time import Device, Efficiency, StepTime, step_time
 from laurel.run.request import request_of
 from laurel.run.trial.phases import StepPhases
 

@@ -323,8 +323,7 @@ def _show(
     if references is not None:
         _show_references(console, references)
     if findings.evaluation is not None:
-        words = ["laurel", "eval", findings.evaluation, "--model", "DIR", "-d", findings.path]
-        _line(console, "eval", shlex.join(words), "bold")
+        _show_evaluation(console, findings, overrides)
     other_names = "other names? " if known is None else ""
     for near in findings.near:
         _line(console, "hint", f"{other_names}it looks like {near.says}", "bold")
@@ -406,6 +405,20 @@ def _counts(
         rows = counted(reading.num_malformed, "malformed row")
         return f"{said}. The run leaves out {rows}, the first at {first}"
     return f"{said}. The run stops at {first} unless you fix the rows or set data.on_bad_row=skip"
+
+
+def _show_evaluation(console: Console, findings: Findings, overrides: Sequence[str]) -> None:
+    rm = next((one for one in findings.readings if one.trainer == "rm"), None)
+    malformed = rm.report.dropped.get("malformed") if rm is not None and rm.report else None
+    bad = malformed or findings.unreadable
+    if bad.count:
+        why = f"reads a file whole, and stops at {bad.examples[0]}: fix the rows or take them out"
+        _line(console, "eval", f"no: laurel eval {findings.evaluation} {why}", "bold")
+        return
+    words = ["laurel", "eval", str(findings.evaluation), "--model", "DIR", "-d", findings.path]
+    if findings.evaluation == "pairs":
+        words += [one for one in overrides if one.lstrip("+").partition("=")[0] in COLUMN_KEYS]
+    print_command(console, f"{'eval':<9}", shlex.join(words))
 
 
 def _show_references(console: Console, references: References) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from contextlib import suppress
@@ -148,7 +149,8 @@ def score_command(
 
     Each line is {"messages": [...]}, {"prompt": ..., "completions": [...]}, or a row of a
     preference data set, whose columns are set as for laurel rm. A prompt is a string or a list of
-    messages. The exit code is 1 if a completion gets no score.
+    messages. The exit code is 1 if a completion gets no score. With data.on_bad_row=skip a row that
+    cannot be read does not end the command: it gets a failure in place of scores, and is counted.
 
     Example: laurel score rows.jsonl -m results/rm/best data.prompt_key=question
     """
@@ -156,13 +158,19 @@ def score_command(
     from laurel.config.overrides import column_overrides
     from laurel.rewards.spec import ScorerSpec
 
+    # Words that set a key may stand before the file, or without one.
+    words = [file, *(overrides or [])]
+    file = next((word for word in words if not re.match(r"\+*data\.\w+=", word)), "-")
+    columns = column_overrides([word for word in words if word != file], or_bad_rows=True)
+    is_skip = columns.pop("on_bad_row", "error") == "skip"
     options = ScorerSpec(
         max_length=max_length, batch_tokens=batch_tokens, precision=precision, device=device
     )
     exit_code = run_score(
         file,
         model=model,
-        columns=column_overrides(overrides or []),
+        columns=columns,
+        on_bad_row="skip" if is_skip else "error",
         output=output,
         as_json=as_json,
         options=options,
@@ -178,6 +186,14 @@ app.command("export")(export_command)
 
 @app.command("init")
 def init(
+    column_words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=COLUMN",
+            help="The names of columns, which the file gets: data.prompt_key=, data.chosen_key=, "
+            "data.rejected_key= and the like; also data.on_bad_row=skip.",
+        ),
+    ] = None,
     task: Annotated[
         Literal["rm", "grpo-math", "grpo-rm", "grpo-code"] | None,
         typer.Option(
@@ -225,7 +241,10 @@ def init(
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Overwrite the file if it exists.")
+        bool,
+        typer.Option(
+            "--force", help="Overwrite the file, and the schema beside it, if they exist."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -233,7 +252,8 @@ def init(
 
     It needs three things: a task, a model and data. On a terminal it asks for those that no option
     gives; without a terminal a missing one is an error. The configuration is fitted to this
-    machine and to the data, which are examined as laurel data check does.
+    machine and to the data, which are examined as laurel data check does. The exit code is 2 if no
+    row of the data fits.
 
     Example: laurel init --task rm --model Qwen/Qwen3-0.6B --data pairs.jsonl
     """
@@ -244,7 +264,17 @@ def init(
             f"--scratch makes a new model, and --model {model} names one; say one of them"
         )
     model = "scratch" if scratch else model
-    run_init(task, model, data, reward_model, output, force=force, as_json=as_json)
+    if not run_init(
+        task,
+        model,
+        data,
+        reward_model,
+        output,
+        column_words=column_words or (),
+        force=force,
+        as_json=as_json,
+    ):
+        raise typer.Exit(2)
 
 
 @app.command("serve")

@@ -9,25 +9,25 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, Literal, TextIO
 
 from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows
-from laurel.errors import counted, counted_that
+from laurel.errors import DataError, counted, counted_that
 from laurel.observe.console import make_console, message_console, print_scores, say_on
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import json_stream, json_text
 from laurel.observe.progress import RowProgress
 from laurel.rewards.spec import Say, ScorerSpec
 from laurel.run.specs import asked_scorer, open_asked
+from laurel.types import Score
 
 if TYPE_CHECKING:
     from laurel.rewards.scorer import LocalScorer
-    from laurel.types import Score
 
 CHUNK = 256
 """The rows that are read, scored and written at a time; memory never holds more."""
 
-ScoredRows = Sequence[tuple[ScoringRow, tuple["Score", ...]]]
+ScoredRows = Sequence[tuple[ScoringRow, tuple[Score, ...]]]
 Write = Callable[[ScoredRows], None]
 
 
@@ -36,6 +36,7 @@ def run_score(
     *,
     model: str,
     columns: Mapping[str, str] | None = None,
+    on_bad_row: Literal["error", "skip"] = "error",
     output: Path | None,
     as_json: bool,
     options: ScorerSpec,
@@ -52,6 +53,7 @@ def run_score(
         file: The rows, as `data.conversations` reads them; `-` is standard input.
         model: A directory or a hub name, as `rewards.spec.find_model` reads it.
         columns: Keys of `data` and the names of their columns.
+        on_bad_row: Whether a row that cannot be read is an error, or gets a failure for a score.
         output: The file that JSON lines are written to.
         as_json: Print JSON lines.
         options: How the model is loaded and scores.
@@ -60,7 +62,7 @@ def run_score(
         stdin: A stream that is read in place of this process's standard input.
 
     Returns:
-        The exit code: 1 if a completion has no score, otherwise 0.
+        The exit code: 1 if a completion has no score, or none could be read; otherwise 0.
 
     Raises:
         UserError: A row, a model, a file or a setting cannot be used.
@@ -70,7 +72,7 @@ def run_score(
     spec = asked_scorer(model, options)
     if output is not None:
         check_output(output, read_from=file)
-    rows, num_rows = _open_rows(file, columns or {}, stdin, say)
+    rows, num_rows = _open_rows(file, columns or {}, on_bad_row, stdin, say)
     scorer = open_asked(spec, settings, cpu_threads=cpu_threads, console=messages)
     rules = scorer.contract.rules
     tally = Tally(max_length=rules.max_length)
@@ -85,23 +87,35 @@ def run_score(
     tally.report(say)
     if output is not None:
         say(f"wrote the scores to {output}")
-    return 1 if tally.num_failed else 0
+    is_all_bad = tally.num_bad_rows > 0 and not tally.num_completions
+    return 1 if tally.num_failed or is_all_bad else 0
 
 
 # ----------------------------------------------------------------------------------------- input
 
 
 def _open_rows(
-    file: str, columns: Mapping[str, str], stdin: IO[bytes] | None, say: Say
+    file: str,
+    columns: Mapping[str, str],
+    on_bad_row: Literal["error", "skip"],
+    stdin: IO[bytes] | None,
+    say: Say,
 ) -> tuple[Iterator[ScoringRow], int | None]:
     """Open the rows, and count them where that is possible."""
+
+    def opened() -> Iterator[ScoringRow]:
+        return read_scoring_rows(file, columns=columns, on_bad_row=on_bad_row, stdin=stdin)
+
     if file != STDIN and Path(file).expanduser().is_file():
         # One pass before anything is scored: a bad row at the end is reported now, not in hours.
-        num_rows = sum(1 for _ in read_scoring_rows(file, columns=columns))
-        return read_scoring_rows(file, columns=columns), num_rows
+        problems = [row.problem for row in opened()]
+        if problems and all(problems):
+            count = counted(len(problems), "row")
+            raise DataError(f"{file}: none of its {count} can be read; the first: {problems[0]}")
+        return opened(), len(problems)
     if file == STDIN and stdin is None and sys.stdin.isatty():
         say("reading conversations from the terminal, one JSON object per line; Ctrl-D ends them")
-    rows = read_scoring_rows(file, columns=columns, stdin=stdin)
+    rows = opened()
     first = next(rows)  # raises a DataError if there are no rows
     return chain([first], rows), None
 
@@ -112,9 +126,15 @@ def _scored(
     iterator = iter(rows)
     while chunk := list(islice(iterator, CHUNK)):
         progress.show()
-        scores = scorer.score_now([row.group for row in chunk], on_batch=progress.advance)
+        groups = [row.group for row in chunk if row.problem is None]
+        scores = iter(scorer.score_now(groups, on_batch=progress.advance))
         progress.hide(done=len(chunk))
-        yield list(zip(chunk, scores, strict=True))
+        yield [
+            (row, next(scores))
+            if row.problem is None
+            else (row, (Score(value=None, failure=row.problem),))
+            for row in chunk
+        ]
 
 
 # ---------------------------------------------------------------------------------------- output
@@ -131,7 +151,7 @@ def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_attribu
         return lambda scored: print_scores(
             console,
             [
-                (row.group.conversation(index), score)
+                (row.group.conversation(index) if row.problem is None else (), score)
                 for row, scores in scored
                 for index, score in enumerate(scores)
             ],
@@ -172,12 +192,18 @@ class Tally:
     num_truncated: int = 0
     num_failed: int = 0
     first_failure: str = ""
+    num_bad_rows: int = 0
+    first_problem: str = ""
     started: float = field(default_factory=time.monotonic)
 
     def add(self, scored: ScoredRows) -> None:
         """Count the scores of some rows."""
-        self.num_rows += len(scored)
         for row, scores in scored:
+            if row.problem is not None:
+                self.num_bad_rows += 1
+                self.first_problem = self.first_problem or row.problem
+                continue
+            self.num_rows += 1
             self.num_completions += len(scores)
             self.num_truncated += sum(score.truncated for score in scores)
             for score in scores:
@@ -202,4 +228,9 @@ class Tally:
             say(
                 f"FAILED  {counted(self.num_failed, 'completion')} got no score; the first: "
                 f"{self.first_failure}"
+            )
+        if self.num_bad_rows:
+            say(
+                f"FAILED  {counted(self.num_bad_rows, 'row')} could not be read; the first: "
+                f"{self.first_problem}"
             )

@@ -8,8 +8,9 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ import yaml
 from laurel.cli.data_check import examine_data
 from laurel.config.json_schema import schema_text
 from laurel.config.load import load_config, to_yaml
+from laurel.config.overrides import COLUMN_KEYS
 from laurel.config.policy import TokenizerConfig
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import nearest
@@ -38,7 +40,7 @@ from laurel.errors import (
     counted_that,
     speaking,
 )
-from laurel.observe.console import message_console, quiet_libraries, say_on, shorten_middle
+from laurel.observe.console import message_console, quiet_libraries, say_on, shorten_middle, visible
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import write_json
 from laurel.rewards.spec import check_not_missing, find_model
@@ -46,6 +48,8 @@ from laurel.rewards.spec import check_not_missing, find_model
 _TABLE = yaml.safe_load(files(__package__).joinpath("starters.yaml").read_text(encoding="utf-8"))
 TASKS: Mapping[str, Any] = _TABLE["tasks"]
 _HELD_OUT = "data.split_validation_size"
+_COLUMN_WORD = re.compile(r"\+*(data\.(?:\w+_key|on_bad_row))=(.*)", re.DOTALL)
+_TRAINING_ROWS = re.compile(r"^  train_data_path: .*\n", re.MULTILINE)
 _BEFORE_SECTION = re.compile(r"^([^#\n].*\n)(?=# )", re.MULTILINE)
 Ask = Callable[[str, str], str]
 """A function of a question and its default answer that returns the answer."""
@@ -60,6 +64,10 @@ class Chosen:
     notes: Sequence[str]
     problem: str = ""
     """The reason why rows do not fit the task."""
+    columns: Sequence[str] = ()
+    """The columns of rows, where the user has to say which of them is which."""
+    stops_at: str = ""
+    """The first malformed row, at which a run stops."""
     longest: float = math.inf
     """The number of positions of the model; infinite if it is unknown."""
 
@@ -71,19 +79,33 @@ def run_init(
     reward_model: str | None = None,
     output: Path | None = None,
     *,
+    column_words: Sequence[str] = (),
     force: bool = False,
     as_json: bool = False,
     ask: Ask | None = None,
     num_gpus: int | None = None,
-) -> None:
+) -> bool:
     """Ask for what is None, write the configuration, check it, and print the next commands.
 
-    `ask` replaces the terminal, and `num_gpus` the number of GPUs of this machine.
+    `column_words` are the `data.prompt_key=COLUMN` and the like that the file gets. `ask` replaces
+    the terminal, and `num_gpus` the number of GPUs of this machine.
+
+    Returns:
+        Whether the configuration can be trained with as it is: False where no row fits.
 
     Raises:
         UserError: An answer cannot be used, or one is missing and there is no terminal.
     """
     say = say_on(message_console())
+    columns: dict[str, str] = {}
+    for word in column_words:
+        form = _COLUMN_WORD.fullmatch(word)
+        if form is None:
+            raise ConfigError(
+                f"{word!r}: only the columns of rows (data.prompt_key=COLUMN and the like) and "
+                "data.on_bad_row can be set here; every other key is set in the file"
+            )
+        columns[form[1]] = form[2]
     ask = ask or (_ask_on_terminal if sys.stdin.isatty() else None)
 
     def answer(option: str, said: str | None, question: str, default: str, take: Any) -> Any:
@@ -113,11 +135,22 @@ def run_init(
             f"{output} exists already; name another file with --output, or add --force to "
             "overwrite it"
         )
+    schema = output.with_name(f"laurel-{table['trainer']}.schema.json")
+    check_output(schema, read_from="")
+    schema_words = schema_text(table["trainer"])
+    if schema.exists() and not force and schema.read_bytes() != schema_words.encode():
+        raise ConfigError(
+            f"{schema} exists already with another content; name a file in another directory with "
+            "--output, or add --force to overwrite it"
+        )
     question = "Which model to start from? A directory, a hub name, or scratch for a small new one"
     take = partial(_model, trainer=table["trainer"])
     chosen: Chosen = answer("--model", model, question, "Qwen/Qwen3-0.6B", take)
     question = "Which training rows? A file, a data set's name or a hub name"
-    rows: Chosen = answer("--data", data, question, table["data"], partial(_rows, task=table))
+    rows: Chosen = answer(
+        "--data", data, question, table["data"], partial(_rows, task=table, said_columns=columns)
+    )
+    rows = replace(rows, settings={**rows.settings, **columns})
     if num_gpus is None:
         import torch
 
@@ -125,8 +158,9 @@ def run_init(
         num_gpus = min(torch.cuda.device_count(), 1 if find_spec("ray") is None else 1024)
     device = counted(num_gpus, "GPU") if num_gpus else "a CPU"
     judge = reward_model or "results/rm"
-    schema = output.with_name(f"laurel-{table['trainer']}.schema.json")
-    _write(output, schema, task, chosen, rows, judge, num_gpus)
+    _write(output, schema.name, task, chosen, rows, judge, num_gpus)
+    with replace_file(schema) as stream:
+        stream.write(schema_words)
     notes = [f"editors complete and check its keys by {schema}", *chosen.notes, *rows.notes]
     if task == "grpo-rm" and not Path(judge).expanduser().exists():
         notes.append(
@@ -137,7 +171,13 @@ def run_init(
             "Face hub"
         )
     warnings = [f"the data does not fit: {rows.problem}"] if rows.problem else []
-    say(f"wrote    {output}, for {device}; it is valid")
+    if rows.columns:
+        words = " ".join(f"{key}=COLUMN" for key in COLUMN_KEYS)
+        warnings.append(
+            f"the columns are to be named, in {output} or with laurel init --force ... {words}"
+        )
+    state = "it cannot be trained with yet" if rows.problem else "it is valid"
+    say(f"wrote    {output}, for {device}; {state}")
     for line in (*(f"note     {n}" for n in notes), *(f"warning  {w}" for w in warnings)):
         say(line)
     name = json.loads(chosen.settings["policy.model_name"])
@@ -145,18 +185,25 @@ def run_init(
         settings = [f"{key}={value}" for key, value in rows.settings.items() if key != _HELD_OUT]
         facts = {"output": output, "task": task, "model": name, "data": settings, "device": device}
         write_json({**facts, "notes": notes, "misfit": rows.problem or None})
-        return
+    if as_json or rows.problem:
+        return not rows.problem
     config = shlex.join(["--config", str(output)])
     if "data.train_data_path" in rows.settings:
         check = [json.loads(rows.settings["data.train_data_path"]), "--for", table["trainer"]]
         check += ["--model", name] if name else []
         settings_of_rows = [*rows.settings.items(), *chosen.settings.items()]
-        is_read = re.compile(r"data\..*_key|policy\.tokenizer\..*").fullmatch
+        is_read = re.compile(r"data\.(.*_key|on_bad_row)|policy\.tokenizer\..*").fullmatch
         check += [f"{key}={value}" for key, value in settings_of_rows if is_read(key)]
         shown = "show the first row, in tokens" if name else "show the first row"
         print(f"laurel data check {shlex.join(check)}   # {shown}")
     print(f"laurel plan {config}   # check that it fits the machine")
-    print(f"laurel {table['trainer']} {config}   # train")
+    if rows.stops_at:
+        print(
+            f"laurel {table['trainer']} {config} data.on_bad_row=skip   # train on the other rows"
+        )
+    else:
+        print(f"laurel {table['trainer']} {config}   # train")
+    return True
 
 
 def _ask_on_terminal(question: str, default: str) -> str:
@@ -220,10 +267,10 @@ def _model_in(directory: str, trainer: str) -> Chosen:
     return Chosen(settings=settings, notes=notes, longest=longest)
 
 
-def _rows(said: str, *, task: Mapping[str, Any]) -> Chosen:
+def _rows(said: str, *, task: Mapping[str, Any], said_columns: Mapping[str, str]) -> Chosen:
     is_set = not (said.startswith((".", "/", "~")) or Path(said).exists())
     if not is_set or said.lower().removesuffix(".gz").endswith(tuple(READERS)):
-        return _rows_in(said, task)
+        return _rows_in(said, task, said_columns)
     sets = [name for name, one in DATASET_CLASSES.items() if one.hub_name]
     if task["trainer"] == "grpo":
         sets = [name for name, one in TASK_SETS.items() if one.hub.name]
@@ -244,15 +291,16 @@ def _rows(said: str, *, task: Mapping[str, Any]) -> Chosen:
     return Chosen(settings={"data.train_data_path": json.dumps(said)}, notes=[note])
 
 
-def _rows_in(path: str, task: Mapping[str, Any]) -> Chosen:
+def _rows_in(path: str, task: Mapping[str, Any], said_columns: Mapping[str, str]) -> Chosen:
     judge = task["settings"].get("data.env_name")
-    environment = [f"data.env_name={judge}"] if judge else []
-    findings, columns = examine_data(path, task["trainer"], environment), []
+    said = [f"{key}={column}" for key, column in said_columns.items()]
+    said += [f"data.env_name={judge}"] if judge else []
+    findings, columns = examine_data(path, task["trainer"], said), []
     if not findings.is_usable:
         near = next((one for one in findings.near if one.trainer == task["trainer"]), None)
         suggested = near.settings if near is not None else ()
         columns = [one for one in suggested if not one.startswith("data.env_name=")]
-        findings = examine_data(path, task["trainer"], [*columns, *environment])
+        findings = examine_data(path, task["trainer"], [*columns, *said])
     reading = findings.readings[0]
     settings = {"data.train_data_path": json.dumps(path)}
     settings |= dict(one.split("=", 1) for one in (*columns, *reading.settings))
@@ -260,7 +308,8 @@ def _rows_in(path: str, task: Mapping[str, Any]) -> Chosen:
     report = reading.report
     if report is None:
         why = f"{shorten_middle(reading.problem, 300)}; run laurel data check {shlex.quote(path)}"
-        return Chosen(settings=settings, notes=[], problem=why)
+        names = [*map(str, findings.first)] if task["trainer"] == "rm" and not said_columns else []
+        return Chosen(settings=settings, notes=[], problem=why, columns=names)
     what = findings.known.name if findings.known is not None else report.dataset_class
     num_rows = counted(report.num_read, "row")
     notes = [f"{path}: {what}, {report.num_kept:,} of {num_rows} can be used"]
@@ -268,12 +317,14 @@ def _rows_in(path: str, task: Mapping[str, Any]) -> Chosen:
         notes.append(f"its columns are set by {', '.join(columns)}")
     if NOT_WHAT_IS_RIGHT in report.notes:
         notes.append(f"{path} holds preferences: {NOT_WHAT_IS_RIGHT}")
+    stops_at = ""
     if reading.num_malformed:
         first = report.dropped["malformed"].examples[0]
-        notes.append(
-            f"{counted_that(reading.num_malformed, 'row', 'are')} malformed, and the run stops at "
-            f"{first}: fix it, or set data.on_bad_row: skip"
-        )
+        what = f"the run leaves out {first} and the like"
+        if said_columns.get("data.on_bad_row") != "skip":
+            stops_at = first
+            what = f"the run stops at {first}: fix it, or set data.on_bad_row: skip"
+        notes.append(f"{counted_that(reading.num_malformed, 'row', 'are')} malformed, and {what}")
     # About 20 rows for validation, but at least 5 % and at most 20 % of all.
     share = min(0.2, max(0.05, math.ceil(2000 / report.num_kept) / 100))
     share = share if report.num_prompts > 1 else 0.0
@@ -283,11 +334,17 @@ def _rows_in(path: str, task: Mapping[str, Any]) -> Chosen:
             f"only about {share * report.num_kept:.0f} rows are held out for validation, too few "
             "for a precise result: name more in data.val_data_path if you have them"
         )
-    return Chosen(settings=settings, notes=notes)
+    return Chosen(settings=settings, notes=notes, stops_at=stops_at)
 
 
 def _write(
-    output: Path, schema: Path, task: str, model: Chosen, rows: Chosen, judge: str, num_gpus: int
+    output: Path,
+    schema_name: str,
+    task: str,
+    model: Chosen,
+    rows: Chosen,
+    judge: str,
+    num_gpus: int,
 ) -> None:
     table, device = TASKS[task], "gpu" if num_gpus else "cpu"
     own: dict[str, Any] = {
@@ -313,12 +370,18 @@ def _write(
     text = to_yaml(
         config, describe=True, keys=keys, more=_TABLE["scratch"]["about"] if is_new else {}
     )
+    if rows.columns:
+        names = visible(", ".join(rows.columns))
+        asked = f"Which columns hold the prompt and the two answers? The rows have {names}."
+        lines = textwrap.wrap(asked, 96) + [
+            f"{key.partition('.')[2]}: COLUMN" for key in COLUMN_KEYS
+        ]
+        commented = "".join(f"  # {line}\n" for line in lines)
+        text = _TRAINING_ROWS.sub(lambda found: found[0] + commented, text)
     command = f"laurel {table['trainer']} --config {output}"
-    with replace_file(schema) as stream:
-        stream.write(schema_text(table["trainer"]))
     with replace_file(output) as stream:
         stream.write(
-            f"# yaml-language-server: $schema={schema.name}\n"
+            f"# yaml-language-server: $schema={schema_name}\n"
             f"# {table['about'].capitalize()}: {command}\n#\n"
             "# These are the keys that are changed most often. All keys, with their meaning:\n"
             f"#   laurel config --for {table['trainer']} --config {output} --describe\n"

@@ -120,8 +120,14 @@ def _parse_value(text: str, place: str) -> YamlNode:
     return node if is_whole else as_text
 
 
-def column_overrides(overrides: Sequence[str | Override]) -> dict[str, str]:
+def column_overrides(
+    overrides: Sequence[str | Override], *, or_bad_rows: bool = False
+) -> dict[str, str]:
     """Return the columns that overrides name, by their keys in the `data` section.
+
+    Args:
+        overrides: The overrides.
+        or_bad_rows: Whether `data.on_bad_row` may be set as well.
 
     Raises:
         ConfigError: An override sets another key.
@@ -130,12 +136,14 @@ def column_overrides(overrides: Sequence[str | Override]) -> dict[str, str]:
     for one in overrides:
         said = parse_override(one) if isinstance(one, str) else one
         key = ".".join(said.keys)
-        if key not in COLUMN_KEYS or said.value is None:
+        value = None if said.value is None else said.value.text or said.value.value
+        is_bad_rows = or_bad_rows and key == "data.on_bad_row" and value in ("error", "skip")
+        if (key not in COLUMN_KEYS and not is_bad_rows) or said.value is None:
+            more = "; or set data.on_bad_row=skip" if or_bad_rows else ""
             raise ConfigError(
                 f"{said.place}: there is no configuration here, and only the columns of rows "
-                f"can be named: {', '.join(f'{key}=COLUMN' for key in COLUMN_KEYS)}"
+                f"can be named: {', '.join(f'{key}=COLUMN' for key in COLUMN_KEYS)}{more}"
             )
-        value = said.value.value if said.value.text is None else said.value.text
         columns[said.keys[-1]] = str(value)
     return columns
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, Literal, NamedTuple, NoReturn
+from typing import IO, Any, Literal, NamedTuple
 
 from laurel.config.data import DatasetConfig
 from laurel.config.sft import DemonstrationDataConfig, DemonstrationSetConfig
@@ -56,6 +56,8 @@ class ScoringRow:
     """`file:line`, or `name[index]` where the format has no lines."""
     id: str | int | None = None
     """What the row calls itself under `id`, where that is a text or a whole number."""
+    problem: str | None = None
+    """The reason why the row cannot be read; its group is then empty."""
 
 
 class _Parts(NamedTuple):
@@ -64,7 +66,11 @@ class _Parts(NamedTuple):
 
 
 def read_scoring_rows(
-    path: str, *, columns: Mapping[str, str] | None = None, stdin: IO[bytes] | None = None
+    path: str,
+    *,
+    columns: Mapping[str, str] | None = None,
+    on_bad_row: Literal["error", "skip"] = "error",
+    stdin: IO[bytes] | None = None,
 ) -> Iterator[ScoringRow]:
     """The rows of a file, in any format that preferences are read from, or of standard input.
 
@@ -74,23 +80,38 @@ def read_scoring_rows(
         path: The file; `-` is standard input, JSON lines.
         columns: Columns of other names, by the keys of the `data` section: `prompt_key`,
             `chosen_key`, `rejected_key`.
+        on_bad_row: Whether a row that cannot be read is an error, or comes with its `problem`.
         stdin: Stands in for the standard input of this process.
 
     Raises:
         DataError: A row that cannot be read, with its file and line; no rows at all.
     """
+    ready: list[ScoringRow] = []
 
-    def refuse(source: str, problem: UnusableRow) -> NoReturn:
-        where = source if path == STDIN else locate(path, source)
-        raise DataError(f"{where}: {problem.message}. {problem.remedy}.") from problem
+    def place(source: str) -> str:
+        return source if path == STDIN else locate(path, source)
+
+    def complain(source: str, problem: UnusableRow) -> None:
+        where = place(source)
+        if on_bad_row == "error":
+            raise DataError(f"{where}: {problem}") from problem
+        said = f"{where}: {problem.message}. {problem.remedy}."
+        nothing = Group(id=where, prompt=(), completions_G=())
+        ready.append(ScoringRow(group=nothing, source=source, problem=said))
 
     if path == STDIN:
-        rows = _stdin_rows(stdin if stdin is not None else sys.stdin.buffer, refuse)
+        rows = _stdin_rows(stdin if stdin is not None else sys.stdin.buffer, complain)
     else:
-        rows = read_rows(path, on_bad_row=refuse)
+        rows = read_rows(path, on_bad_row=complain)
     for source, row in rows:
-        where = source if path == STDIN else locate(path, source)
-        yield scoring_row(row, source=source, where=where, columns=columns)
+        try:
+            ready.append(_scoring_row(row, source, place(source), columns))
+        except UnusableRow as problem:
+            complain(source, problem)
+        # Lines before this one that hold no row are among them.
+        yield from ready
+        ready.clear()
+    yield from ready
 
 
 def scoring_row(
@@ -108,9 +129,15 @@ def scoring_row(
         DataError: The row cannot be read.
     """
     try:
-        prompt, completions_G = _parts(_as_called(row, columns or {}))
+        return _scoring_row(row, source, where, columns)
     except UnusableRow as problem:
         raise DataError(f"{where}: {problem.message}. {problem.remedy}.") from problem
+
+
+def _scoring_row(
+    row: Row, source: str, where: str, columns: Mapping[str, str] | None
+) -> ScoringRow:
+    prompt, completions_G = _parts(_as_called(row, columns or {}))
     own_id = row.get("id")
     return ScoringRow(
         group=Group(id=where, prompt=prompt, completions_G=completions_G),

@@ -7,7 +7,7 @@ Where a message has to name a setting, the request carries its key.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from laurel.config.policy import Precision, RolePlacement
@@ -155,6 +155,43 @@ class ClusterRequest:
     def role(self, name: RoleName) -> RoleRequest | None:
         """One of the roles; None if the run does not have it."""
         return next((role for role in self.roles if role.name == name), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The conversations of a training step, all of one length."""
+
+    num_prompts: int
+    per_prompt: int
+    """Completions to each prompt."""
+    prompt_tokens: int
+    completion_tokens: int
+    copies: int = 1
+    """Times that each prompt is computed: once, where all its completions share it."""
+
+    def padded(self) -> Workload:
+        """Return the same conversations, each with its own copy of the prompt."""
+        return replace(self, copies=self.per_prompt)
+
+    def divided(self, budget: int) -> Workload:
+        """The same conversations in passes of so many tokens, which a prompt's may not fit into."""
+        together = max(1, (budget - self.prompt_tokens) // max(1, self.completion_tokens))
+        return replace(self, copies=-(-self.per_prompt // together))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a model reads."""
+        return self.num_prompts * (
+            self.copies * self.prompt_tokens + self.per_prompt * self.completion_tokens
+        )
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a token and one that it attends to, which may be itself."""
+        whole = self.prompt_tokens + self.completion_tokens
+        trunk = self.prompt_tokens * (self.prompt_tokens + 1) // 2
+        alone = self.per_prompt * whole * (whole + 1) // 2
+        return self.num_prompts * (alone - (self.per_prompt - self.copies) * trunk)
 
 
 def optimizer_states(name: str) -> int:

@@ -19,7 +19,7 @@ from laurel.config.policy import Precision
 from laurel.errors import ConfigError
 from laurel.planning.memory import COMPUTE_BYTES, MASTER_BYTES, ModelShape, Shapes, key_value_bytes
 from laurel.planning.plan import Plan
-from laurel.planning.request import ClusterRequest, RoleName, TrainingRequest
+from laurel.planning.request import ClusterRequest, RoleName, TrainingRequest, Workload
 from laurel.planning.roles import Mesh, RolePlan
 
 PhaseName = Literal["generation", "scoring", "log-probs", "training", "weight transfer"]
@@ -57,43 +57,6 @@ class Efficiency:
     """Default: the report on Llama 3 has 38 to 43 % of H100's bfloat16 peak in training."""
     memory: float = 0.7
     """Default: decoding reads weights and cache in order, and kernels start between the reads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """The conversations of a training step, all of one length."""
-
-    num_prompts: int
-    per_prompt: int
-    """Completions to each prompt."""
-    prompt_tokens: int
-    completion_tokens: int
-    copies: int = 1
-    """Times that each prompt is computed: once, where all its completions share it."""
-
-    def padded(self) -> Workload:
-        """Return the same conversations, each with its own copy of the prompt."""
-        return replace(self, copies=self.per_prompt)
-
-    def divided(self, budget: int) -> Workload:
-        """The same conversations in passes of so many tokens, which a prompt's may not fit into."""
-        together = max(1, (budget - self.prompt_tokens) // max(1, self.completion_tokens))
-        return replace(self, copies=-(-self.per_prompt // together))
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that a model reads."""
-        return self.num_prompts * (
-            self.copies * self.prompt_tokens + self.per_prompt * self.completion_tokens
-        )
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of a token and one that it attends to, which may be itself."""
-        whole = self.prompt_tokens + self.completion_tokens
-        trunk = self.prompt_tokens * (self.prompt_tokens + 1) // 2
-        alone = self.per_prompt * whole * (whole + 1) // 2
-        return self.num_prompts * (alone - (self.per_prompt - self.copies) * trunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

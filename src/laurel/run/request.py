@@ -21,9 +21,9 @@ from laurel.planning.request import (
     RoleRequest,
     StepRequest,
     TrainingRequest,
+    Workload,
     optimizer_states,
 )
-from laurel.planning.step_time import Workload
 
 DEFAULT_SCORED_LENGTH = 8192
 """The tokens of the longest conversation, for a reward model without `max_model_len`."""

@@ -16,7 +16,7 @@ from laurel.config.overrides import parse_override
 from laurel.config.policy import PolicyConfig
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTPolicyConfig, SFTRun
-from laurel.errors import ConfigError, Terms, key_of, speaking
+from laurel.errors import ConfigError, Terms, key_of, setting_of, speaking
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import say_on
 
@@ -120,6 +120,12 @@ def asked_scorer(model: str, options: ScorerSpec, *, or_server: bool = False) ->
     Raises:
         UserError: There is no such model, or it is no reward model.
     """
+    if model.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{setting_of('--model', model)} is an address, and this command loads a model; name "
+            "a directory or a name on the hub. To ask a running server: laurel eval pairs --model "
+            "ADDRESS -d FILE, or POST to its /v1/score (docs/http.md)"
+        )
     if not model:
         hub = "a name on the Hugging Face hub"
         places = f", {hub}, or the address of a running laurel serve" if or_server else f" or {hub}"

@@ -133,6 +133,8 @@ def _use_of(kind: Kind, config: Section) -> str:
                     for key, column in columns.items()
                     if f"data.{column}_key" != key
                 ]
+                if config.data.on_bad_row == "skip":
+                    said.append("data.on_bad_row=skip")
                 named = shlex.join([path, *said]).replace("{", "{{").replace("}", "}}")
                 return f"laurel score --model {{}} {named}"
     return _USES[kind]

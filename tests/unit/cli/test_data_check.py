@@ -211,6 +211,7 @@ def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path):
     code, said, _ = check(path, *keys)
     assert code == 0
     assert "rm yes: 1 of 1 row" in said
+    assert f"eval laurel eval pairs --model DIR -d {path} {' '.join(keys)} " in said
     _, _, error = check(path, "data.prompt_ky=question")
     assert "did you mean 'prompt_key'?" in str(error)
 
@@ -240,6 +241,17 @@ def test_who_leaves_malformed_rows_out_is_not_advised_to(tmp_path):
     assert code == 0
     assert "leaves out 2 malformed rows, the first at rows.jsonl:2" in said
     assert "set data.on_bad_row=skip" not in said
+
+
+@pytest.mark.parametrize("bad", ["no JSON", '{"prompt": "x"}'])
+def test_an_evaluation_that_would_stop_at_a_bad_row_is_not_proposed(bad, tmp_path):
+    path = write(tmp_path / "rows.jsonl", PAIR)
+    with open(path, "a", encoding="utf-8") as stream:
+        stream.write(bad + "\n")
+    code, said, _ = check(path, "data.on_bad_row=skip")
+    assert code == 0
+    assert "eval no: laurel eval pairs reads a file whole, and stops at rows.jsonl:2: fix" in said
+    assert "laurel eval pairs --model" not in said
 
 
 def test_a_reference_that_fails_its_tests_is_named(tmp_path):

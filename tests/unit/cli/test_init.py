@@ -182,6 +182,18 @@ def test_one_malformed_row_is_one(here, model, capsys):
     assert "1 row is malformed, and the run stops at own.jsonl:5: fix it, or" in said
 
 
+def test_the_command_for_training_does_not_stop_at_a_malformed_row(here, model, capsys):
+    write(here / "own.jsonl", [*PAIRS, {"prompt": "Why?", "chosen": None, "rejected": "?"}])
+    init("rm", model, data="own.jsonl")
+    assert "laurel rm --config rm.yaml data.on_bad_row=skip   # train" in capsys.readouterr().out
+    init("rm", model, data="own.jsonl", force=True, column_words=["data.on_bad_row=skip"])
+    said = capsys.readouterr()
+    assert "laurel rm --config rm.yaml   # train" in said.out
+    assert "the run leaves out own.jsonl:5" in " ".join(said.err.split())
+    config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
+    assert config.data.on_bad_row == "skip"
+
+
 def test_questions_are_asked_once_each_and_again_after_a_wrong_answer(here, model, capsys):
     answers = iter(["rmm", "rm", "./nowhere", model, "nothere.jsonl", "HelpSter3", "rm.jsonl"])
     asked: list[str] = []
@@ -230,6 +242,20 @@ def test_a_file_is_not_written_over_unless_that_is_forced(here, model):
     assert "checkpoint_dir: results/mine" in path.read_text(encoding="utf-8")
 
 
+def test_a_schema_of_another_content_is_not_written_over_unless_that_is_forced(here, model):
+    schema = here / "laurel-rm.schema.json"
+    init("rm", model)
+    init("rm", model, output=Path("another.yaml"))  # the same schema is no reason to stop
+    written = schema.read_text(encoding="utf-8")
+    schema.write_text("precious", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"laurel-rm\.schema\.json exists already.*--force"):
+        init("rm", model, output=Path("third.yaml"))
+    assert schema.read_text(encoding="utf-8") == "precious"
+    assert not (here / "third.yaml").exists()
+    init("rm", model, output=Path("third.yaml"), force=True)
+    assert schema.read_text(encoding="utf-8") == written
+
+
 def test_columns_of_other_names_are_mapped_in_the_file(here, model):
     rows = [{"question": r["prompt"], "better": r["chosen"], "worse": r["rejected"]} for r in PAIRS]
     write(here / "own.jsonl", rows)
@@ -259,17 +285,47 @@ def test_data_that_does_not_fit_is_said(task, rows, why, here, model, capsys):
 def test_preferences_are_not_answers_to_check_by(here, model, capsys):
     init("grpo-math", model, data="rm.jsonl")
     said = " ".join(capsys.readouterr().err.split())
-    assert "rm.jsonl holds preferences: the answers that people preferred are what is" in said
+    assert "rm.jsonl holds preferences: completions are graded against the answers that" in said
     assert "laurel init --task grpo-rm" in said
 
 
-def test_columns_that_tell_nothing_are_said(here, model, capsys):
+def test_columns_that_tell_nothing_are_asked_for_in_the_file_or_named_as_words(here, model):
     names = {"prompt": "Frage", "chosen": "gute Antwort", "rejected": "schlechte"}
     write(here / "own.jsonl", [{names[key]: row[key] for key in names} for row in PAIRS])
-    init("rm", model, data="own.jsonl")
-    said = capsys.readouterr().err
+    runner = CliRunner()
+    command = ["init", "--task", "rm", "--model", model, "--data", "own.jsonl"]
+    done = runner.invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 2
+    assert done.stdout == ""  # there is no command to go on with
+    said = " ".join(done.stderr.split())
+    assert "wrote rm.yaml" in said
+    assert "it is valid" not in said
     assert "the data does not fit" in said
     assert "run laurel data check own.jsonl" in said
+    assert "laurel init --force ... data.prompt_key=COLUMN" in said
+    text = (here / "rm.yaml").read_text(encoding="utf-8")
+    for line in (
+        "The rows have Frage, gute Antwort, schlechte.\n",
+        "  # prompt_key: COLUMN\n  # chosen_key: COLUMN\n  # rejected_key: COLUMN\n",
+    ):
+        assert line in text
+    words = [f"data.{key}_key={column}" for key, column in names.items()]
+    done = runner.invoke(app, [*command, "--force", *words], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "'data.chosen_key=gute Antwort'" in done.stdout
+    config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
+    keys = config.data.prompt_key, config.data.chosen_key, config.data.rejected_key
+    assert keys == tuple(names.values())
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [("data.prompt_kye=a", "only the columns"), ("data.promt_key=a", "did you mean 'prompt_key'")],
+)
+def test_words_that_name_no_column_are_refused(word, says, here, model):
+    with pytest.raises(ConfigError, match=says):
+        init("rm", model, column_words=[word])
+    assert not (here / "rm.yaml").exists()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
 
+from laurel.cli.main import app
 from laurel.cli.score import CHUNK, run_score
 from laurel.errors import (
     CheckpointError,
@@ -55,13 +57,24 @@ def foreign(tmp_path_factory):
 def score(capsys):
     """Runs the command; gives the exit code, the JSON lines, and what was said and printed."""
 
-    def run(model, rows=ROWS, *, file="-", as_json=True, output=None, settings=(), **options):
+    def run(
+        model,
+        rows=ROWS,
+        *,
+        file="-",
+        on_bad_row="error",
+        as_json=True,
+        output=None,
+        settings=(),
+        **options,
+    ):
         stdin = io.BytesIO(rows if isinstance(rows, bytes) else lines(rows))
         chosen = ScorerSpec(**{"device": "cpu", **options})
         capsys.readouterr()
         code = run_score(
             str(file),
             model=str(model),
+            on_bad_row=on_bad_row,
             output=output,
             as_json=as_json,
             options=chosen,
@@ -145,6 +158,62 @@ def test_a_bad_row_leaves_the_old_output_as_it_was(score, checkpoint, tmp_path):
         score(checkpoint, rows, output=output)
     assert output.read_text() == "old\n"
     assert [path.name for path in tmp_path.iterdir()] == ["scores.jsonl"]
+
+
+BAD = [b"not json\n", b"[1, 2, 3]\n", b"{}\n"]
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_bad_rows_can_be_failures_in_their_places(is_file, score, checkpoint, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    content = b"".join([BAD[0], lines(ROWS[:1]), *BAD[1:], lines(ROWS[1:]), BAD[0]])
+    path.write_bytes(content)
+    rows = {"file": path} if is_file else {"rows": content}
+    with pytest.raises(DataError, match=r":1: column 1: not JSON.*, or set data\.on_bad_row=skip"):
+        score(checkpoint, **rows)
+    result = score(checkpoint, **rows, on_bad_row="skip")
+    assert result.code == 0
+    name = "rows.jsonl" if is_file else "stdin"
+    assert [line["source"] for line in result.lines] == [f"{name}:{n}" for n in range(1, 7)]
+    assert [line["scores"] == [None] for line in result.lines] == [1, 0, 1, 1, 0, 1]
+    (failure,) = result.lines[2]["failures"]
+    assert f"{name}:3: the row is a list where an object" in failure
+    assert "scored  4 completions in 2 rows" in result.err
+    assert "FAILED  4 rows could not be read; the first: " in result.err
+    table = score(checkpoint, **rows, on_bad_row="skip", as_json=False)
+    assert table.out.count("failed") == 4
+
+
+def test_where_no_row_can_be_read_to_skip_them_is_no_help(score, checkpoint, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"".join(BAD))
+    with pytest.raises(DataError, match=r"none of its 3 rows can be read; the first: .*not JSON"):
+        score(checkpoint, file=path, on_bad_row="skip")
+    assert score(checkpoint, b"".join(BAD), on_bad_row="skip").code == 1
+
+
+def test_words_that_name_columns_are_no_file(checkpoint, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    row = {"Frage": "Where?", "chosen": "Here.", "rejected": "No."}
+    path.write_bytes(lines([row]) + BAD[0])
+    words = ["data.prompt_key=Frage", "data.on_bad_row=skip"]
+    command = ["score", "-m", str(checkpoint), "--device", "cpu", "--json"]
+    for more, stdin in ((words, path.read_bytes()), ([words[0], str(path), words[1]], None)):
+        done = CliRunner().invoke(app, [*command, *more], input=stdin, catch_exceptions=False)
+        assert done.exit_code == 0
+        first, second = map(json.loads, done.stdout.splitlines())
+        assert len(first["scores"]) == 2
+        assert second["scores"] == [None]
+    for wrong in ("data.on_bad_row=maybe", "data.shuffle=true"):
+        done = CliRunner().invoke(app, [*command, str(path), wrong])
+        assert isinstance(done.exception, ConfigError)
+        assert "data.rejected_key=COLUMN; or set data.on_bad_row=skip" in str(done.exception)
+
+
+def test_an_address_is_no_model_to_load(score):
+    with pytest.raises(ConfigError, match=r"is an address.*laurel eval pairs.*/v1/score") as caught:
+        score("http://127.0.0.1:8432")
+    assert str(caught.value).startswith("--model http://127.0.0.1:8432 is an address")
 
 
 def test_rows_are_scored_and_printed_in_chunks(checkpoint, capsys, score):

@@ -189,7 +189,7 @@ def test_what_is_wrong_is_said_with_its_place(row, said_of_it):
     message = refusal(row)
     assert message.startswith("stdin:2: ")
     assert said_of_it in message
-    assert "data.on_bad_row" not in message, "a setting of training only"
+    assert ", or set data.on_bad_row=skip to leave such rows out" in message
 
 
 def test_a_line_that_is_no_json():

@@ -182,7 +182,8 @@ def test_rows_that_ask_nothing_or_cannot_be_checked_are_counted(load):
     assert report.dropped["empty"].examples == ["rows.jsonl:4"]
     text = shown(report)
     assert "no answer" in text
-    assert "lines 2, 3" in text
+    assert "1 x the answer is proof  (line 2)" in text
+    assert "1 x the answer is notfound  (line 3)" in text
     assert max(map(len, text.splitlines())) <= 80
 
 

@@ -10,13 +10,12 @@ from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
 from laurel.planning.memory import Shapes, decoder_shape
 from laurel.planning.plan import plan_run
-from laurel.planning.request import AdapterRequest, TrainingRequest
+from laurel.planning.request import AdapterRequest, TrainingRequest, Workload
 from laurel.planning.step_time import (
     HOST_RATE,
     Device,
     Efficiency,
     Operations,
-    Workload,
     device_named,
     forward_operations,
     known_devices,

@@ -205,3 +205,7 @@ def test_use_it_names_a_file_that_is_there(tmp_path):
     assert train._use_of("rm", other) == (
         f"laurel score --model {{}} '{rows}' data.chosen_key=good"
     )
+    skips = load_config(RewardTrainingRun, None, [*settings, "data.on_bad_row=skip"]).config
+    assert train._use_of("rm", skips) == (
+        f"laurel score --model {{}} '{rows}' data.on_bad_row=skip"
+    )

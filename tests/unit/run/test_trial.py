@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from laurel.cli.doctor import run_doctor_trial, trial_row
 from laurel.cli.main import app
-from laurel.planning.step_time import Workload
+from laurel.planning.request import Workload
 from laurel.run.trial import checks
 from laurel.run.trial.checks import ALL_CHECKS, SMALL, Sizes, Trial, run_trial
 from laurel.types import TokenForest

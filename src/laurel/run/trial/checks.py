@@ -37,10 +37,9 @@ from laurel.models.loading.policy import load_policy
 from laurel.models.parallel.mesh import ParallelShape, held_bytes
 from laurel.models.spec import ModelSpec
 from laurel.planning.memory import ModelShape, decoder_shape, training_memory
-from laurel.planning.request import TrainingRequest
+from laurel.planning.request import TrainingRequest, Workload
 from laurel.planning.roles import Mesh
 from laurel.planning.step_time import (
-    Workload,
     forward_operations,
     known_devices,
     training_operations,

@@ -22,7 +22,7 @@ from laurel.models.forest.decoder import RewardModel
 from laurel.models.forest.policy import PolicyModel
 from laurel.models.loading.pretrained import recompute_activations, train_tokenizer
 from laurel.planning.memory import ModelShape
-from laurel.planning.step_time import Workload
+from laurel.planning.request import Workload
 from laurel.training.learner import LocalLearner, MicroBatch, Update
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
 from laurel.types import Generated, GenerationRequest, SamplingParams, TokenForest, TokenGroup
