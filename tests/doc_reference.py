@@ -55,6 +55,7 @@ def commands_text() -> str:
     for record, count in Counter(chain.from_iterable(options.values())).most_common():
         if count >= COMMON:
             common.setdefault(_name(record), record)
+    # Those that occur most often come first: `--json` and `--help`.
     lines = ["### Common options", "", "Every command has the first two.", ""]
     lines += map(_option, common.values())
     first: dict[tuple[str, ...], str] = {}
@@ -71,7 +72,7 @@ def commands_text() -> str:
             ((one, names) for names, one in first.items() if {*shared} <= {*names}), (path, ())
         )
         first.setdefault(tuple(shared), path)
-        if len(shared) > max(MANY, len(names) - FEW) and like != path:
+        if len(shared) > MANY and like != path:
             without = ", ".join(name for name in names if name not in shared)
             lines.append(f"- Common: as of `{like}`" + (f", without {without}" if without else ""))
         elif shared:
