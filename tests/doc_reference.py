@@ -32,6 +32,8 @@ FEW = 3
 """Keys of a section that is written inside the section above it, at most."""
 
 
+_RANGE = r" \[x>=[01]\]|; x>=[01](?=\])"
+"""How a command's help says that an option is a number of things."""
 _OF_A_SET = r"See (?:the same key of a set|`(?:data\.train|DemonstrationSetConfig)\.\w+`)"
 """How the docstring of a key of `data` points to that of a data set."""
 
@@ -53,22 +55,28 @@ def commands_text() -> str:
     for record, count in Counter(chain.from_iterable(options.values())).most_common():
         if count >= COMMON:
             common.setdefault(_name(record), record)
-    lines = ["### Common options", "", *map(_option, common.values())]
+    # Those that occur most often come first: `--json` and `--help`.
+    lines = ["### Common options", "", "Every command has the first two.", ""]
+    lines += map(_option, common.values())
     first: dict[tuple[str, ...], str] = {}
     for path, command, _ in _commands(typer.main.get_command(app), "laurel"):
         own = [record for record in options[path] if record not in common.values()]
-        shared = [f"`{_name(one)}`" for one in options[path] if one in common.values()]
+        shared = [f"`{_name(one)}`" for one in options[path] if one in list(common.values())[2:]]
         lines += ["", f"### {path}", ""]
         for paragraph in re.split(r"\n\s*\n", (command.help or "").strip()):
             text = " ".join(paragraph.replace("\b", "").split())
             head, example, call = text.partition("Example: ")
             lines += [head + (f"Example: `{call}`" if example else ""), ""]
-        like = first.setdefault(tuple(shared), path)
-        same_as_above = like != path and len(shared) > MANY
-        lines += [
-            *map(_option, own),
-            f"- Common: {f'as of `{like}`' if same_as_above else ', '.join(shared)}",
-        ]
+        lines += map(_option, own)
+        like, names = next(
+            ((one, names) for names, one in first.items() if {*shared} <= {*names}), (path, ())
+        )
+        first.setdefault(tuple(shared), path)
+        if len(shared) > MANY and like != path:
+            without = ", ".join(name for name in names if name not in shared)
+            lines.append(f"- Common: as of `{like}`" + (f", without {without}" if without else ""))
+        elif shared:
+            lines.append(f"- Common: {', '.join(shared)}")
     return "\n".join(lines)
 
 
@@ -86,7 +94,8 @@ def _name(record: tuple[str, str]) -> str:
 
 
 def _option(record: tuple[str, str]) -> str:
-    return f"- `{record[0]}` {' '.join(record[1].split())}"
+    name = re.sub(r" <(?:str|path|(?:int|float)(?: range)?|list\[\w+\])>", "", record[0])
+    return f"- `{name}` {re.sub(_RANGE, '', ' '.join(record[1].split()))}"
 
 
 # --------------------------------------------------------------------------------- configurations
@@ -114,6 +123,8 @@ class _Options:
     lines: list[str] = field(default_factory=list)
     places: dict[type[Section], str] = field(default_factory=dict)
     values: dict[type[Section], Section | None] = field(default_factory=dict)
+    meanings: dict[tuple[str, str], str] = field(default_factory=dict)
+    """The first place of each meaning, by the key's name and the meaning."""
 
     def keys(self, section: type[Section], values: Section | None) -> list[_Key]:
         return [_key(section, *one, values) for one in section.model_fields.items()]
@@ -125,8 +136,13 @@ class _Options:
         self.places[section], self.values[section] = path, values
         self.lines += ["", f"### {path}", "", about or _short(section.__doc__), ""]
         below: list[tuple[str, type[Section], str, Section | None]] = []
+        known: dict[str, list[str]] = {}
         for key in keys:
             if key.name in shared:
+                continue
+            place = self.meanings.setdefault((key.name, key.about), path)
+            if place != path and not key.sections:
+                known.setdefault(place, []).append(f"`{key.name}{key.default}`")
                 continue
             line = key.line()
             inside: list[str] = []
@@ -143,6 +159,7 @@ class _Options:
             if not isinstance(key.value, Section) or "Keys: " in line:
                 self.lines.append(line)
             self.lines += inside
+        self.lines += [f"- As in `{place}`: {', '.join(those)}" for place, those in known.items()]
         if shared:
             self.lines.append(_others(shared, like, keys, self.keys(*self.section_at(like))))
         for one in below:
@@ -212,11 +229,10 @@ def _short(text: str | None) -> str:
     paragraph = " ".join((text or "").strip().split("\n\n")[0].split())
     whole = re.sub(r" ?\bDefault: .*", "", paragraph)
     kept = ""
-    for sentence in re.split(r"(?<=[.?)]) (?=[A-Z`0-9])", whole):
+    for sentence in re.split(r"(?<=[.?)])(?<!e\.g\.)(?<!Dr\.) (?=[A-Z`0-9])", whole):
         if not kept or len(kept) + len(sentence) < SHORT or re.match("Null|`?auto", sentence):
             kept += f" {sentence}"
-    kept = kept.strip()
-    return kept if len(kept) == len(whole) else f"{kept} ..."
+    return kept.strip()
 
 
 GENERATED: dict[str, Callable[[], str]] = {"commands": commands_text, "options": options_text}

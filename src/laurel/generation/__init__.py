@@ -1,1 +1,1 @@
-"""Generators: they sample completions from the policy."""
+"""Generators, which sample completions from the policy."""

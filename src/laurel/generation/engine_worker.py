@@ -1,7 +1,7 @@
-"""The worker that runs one engine in a process of its own.
+"""The worker that runs one generation engine in a process of its own.
 
-The worker is a plain object whose methods are called one at a time; it knows neither Ray nor
-groups. `generation/replicas.py` calls several of them.
+The worker is a plain object whose methods are called one at a time; it knows neither Ray nor worker
+groups. `generation/replicas.py` calls several of these workers.
 """
 
 from __future__ import annotations
@@ -27,39 +27,40 @@ if TYPE_CHECKING:
 
 
 class EngineEvent(NamedTuple):
-    """A completion of a request, or the error that ended it."""
+    """A completion of a request, or the end of the request, as an `EngineWorker` reports it."""
 
     number: int
     what: Generated | LaurelError | None
-    """A completion; why the request ended early; None: it is over, finished or aborted."""
+    """A completion, the error that ended the request early, or None when the request finished or
+    was aborted."""
 
 
 @runtime_checkable
 class Provable(Protocol):
-    """A generator that can say what its weights make of the probe's tokens."""
+    """A generator that can compute the log-probabilities of the probe's fixed tokens."""
 
     async def answer_probe(self) -> ProbeAnswer:
-        """The answer, when no request is under way."""
+        """Wait until no request is running, then compute the probe's log-probabilities."""
 
 
 class EngineWorker:
-    """Holds an engine, whatever its class, and generates what it is asked for with it.
+    """Runs one generation engine of any class and serves requests to it.
 
-    While `exchange` waits, another thread may call the other methods.
+    While `exchange` waits for events, another thread may call the other methods.
     """
 
     def __init__(self, place: RankPlace, make_engine: Callable[[], Generator]) -> None:
         """Make the engine.
 
         Args:
-            place: Of this worker.
-            make_engine: Called once, here.
+            place: Role, rank and rendezvous address of this worker.
+            make_engine: Makes the engine; called once, in this constructor.
         """
         self._engine = make_engine()
         self._link = WeightLink(place)
         self._background = BackgroundLoop(f"laurel-{place.role}-{place.rank}")
         self._running: dict[int, asyncio.Task[None]] = {}
-        """Requests under way, by number; only the loop's thread touches them."""
+        """The tasks of running requests, by request number; only the loop's thread uses them."""
         self._changed = threading.Condition()
         self._events: list[EngineEvent] = []
         self._is_open = True
@@ -67,7 +68,7 @@ class EngineWorker:
         self._update: Future[None] | None = None
 
     def weight_version(self) -> int:
-        """Version of the weights that the next token is sampled with."""
+        """Return the version of the weights that the next token is sampled with."""
         return self._engine.weight_version
 
     # ---------------------------------------------------------------------------------- generation
@@ -78,14 +79,14 @@ class EngineWorker:
         aborted: Sequence[int],
         wait: float,
     ) -> list[EngineEvent]:
-        """Take requests, and tell what has happened since the last call.
+        """Start and abort requests, and return the events since the last call.
 
-        Requests that come together begin together, in order.
+        Requests of the same call start together, in order.
 
         Args:
-            new: Requests, each with a number that no other has had.
-            aborted: Numbers of those that nobody wants any more. Each still comes to its end.
-            wait: Seconds that there may be nothing to tell.
+            new: Requests to start, each with a number that was never used before.
+            aborted: Numbers of requests to abort. Each of them still ends with a last event.
+            wait: Seconds to wait for an event when there is none yet.
         """
         if new or aborted:
             self._background.wait_for(self._begin(new, aborted))
@@ -124,20 +125,27 @@ class EngineWorker:
             self._changed.notify_all()
 
     def sleep(self) -> None:
-        """Give device memory back."""
+        """Release the engine's device memory."""
         self._background.wait_for(self._engine.sleep())
 
     def wake(self) -> None:
-        """Take memory again, and go on with requests."""
+        """Allocate the engine's device memory again and resume requests."""
         self._background.wait_for(self._engine.wake())
 
     # ------------------------------------------------------------------------------------- weights
 
     def keep_weights(self, version: int, same_as: int) -> int:
-        """Take the weights of one version for those of another; the version the engine has now.
+        """Relabel the engine's weights with a new version, because their values have not changed.
+
+        Args:
+            version: The new version.
+            same_as: The version that the engine must have now; its weights have the same values.
+
+        Returns:
+            The version that the engine has afterwards.
 
         Raises:
-            EngineError: It has not the weights of `same_as`.
+            EngineError: The engine does not have the weights of `same_as`.
         """
         found = self._engine.weight_version
         if found != same_as:
@@ -168,10 +176,10 @@ class EngineWorker:
             stream.leave()
 
     def take_weights(self, bucket: Bucket) -> None:
-        """Take the next bucket, when the engine has begun with the one before.
+        """Hand the next bucket to the engine; wait until it has started to read the one before.
 
         Raises:
-            EngineError: The engine refuses what it got.
+            EngineError: The engine refuses the weights.
         """
         stream, update = self._under_way()
         stream.put(bucket)
@@ -179,21 +187,21 @@ class EngineWorker:
             update.result()
 
     def host(self) -> str:
-        """The address at which other processes reach this one."""
+        """Return the address at which other processes reach this one."""
         return self._link.host
 
     def receive_weights(self, meeting: Meeting) -> str | None:
-        """Take all buckets from the learner itself.
+        """Receive all buckets of a version that the learner broadcasts.
 
         Args:
-            meeting: See `WeightLink.group`.
+            meeting: The broadcast group to join; see `WeightLink.group`.
 
         Returns:
-            Why they did not all come, after which they may come in another way (`repeat_weights`);
-            None: they did.
+            None when all buckets arrived; otherwise why the broadcast failed. After a failure the
+            buckets can be sent again on another route, after a call of `repeat_weights`.
 
         Raises:
-            EngineError: The engine refuses what it got.
+            EngineError: The engine refuses the weights.
         """
         stream, update = self._under_way()
         try:
@@ -208,15 +216,15 @@ class EngineWorker:
         return None
 
     def repeat_weights(self) -> None:
-        """All buckets will come again, from the first on. The engine goes on where it is."""
+        """Prepare for all buckets to be sent again; tensors that arrived before are skipped."""
         stream, _ = self._under_way()
         stream.repeat()
 
     def end_weights(self) -> int:
-        """Wait until all weights are where they belong; the version that the engine has now.
+        """Wait until the engine has loaded all weights; return the version that it has now.
 
         Raises:
-            EngineError: The engine refuses what it got.
+            EngineError: The engine refuses the weights.
         """
         stream, update = self._under_way()
         stream.complete()
@@ -230,7 +238,7 @@ class EngineWorker:
         return self._stream, self._update
 
     def answer_probe(self) -> ProbeAnswer | None:
-        """The engine's answer to the probe; None for an engine that has no answer."""
+        """Return the engine's log-probabilities of the probe; None if it cannot compute them."""
         if not isinstance(self._engine, Provable):
             return None
         return self._background.wait_for(self._engine.answer_probe())
@@ -238,7 +246,7 @@ class EngineWorker:
     # ----------------------------------------------------------------------------------------- end
 
     def shutdown(self) -> None:
-        """End the engine. What is under way is over. Idempotent."""
+        """End the engine and every running request. Idempotent."""
         with self._changed:
             self._is_open = False
             self._changed.notify_all()

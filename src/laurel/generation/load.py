@@ -1,4 +1,4 @@
-"""Engines that are made where they are needed: values that travel, and become an engine there."""
+"""Picklable factories of engines: they travel to a process and make the engine there."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ if TYPE_CHECKING:
     from laurel.generation.vllm.engine import VllmEngine
 
 EngineMaker = Callable[[], Generator]
-"""Called in the process that shall generate. It must be picklable."""
+"""A picklable factory of an engine, called in the process that generates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersMaker:
-    """Loads the policy and makes a `TransformersEngine` of it, which has the only copy of it."""
+    """A factory that loads the policy and makes a `TransformersEngine` that owns that copy."""
 
     model: ModelSpec
-    """The learner's, or the same one read from a directory (`from_directory`)."""
+    """The model of the learner, or the same model read from a directory (`from_directory`)."""
     spec: GeneratorSpec
     device: str = "auto"
-    """The setting `cluster.device`."""
+    """The value of the setting `cluster.device`."""
     cpu_threads: int | None = None
-    """The setting `cluster.cpu_threads`."""
+    """The value of the setting `cluster.cpu_threads`."""
     texts: tuple[str, ...] = ()
-    """Texts that a tokenizer from scratch is trained on; the learner's is trained on the same."""
+    """Texts on which a tokenizer from scratch is trained; the learner trains its own on the same
+    texts."""
 
     def __call__(self) -> TransformersEngine:
-        """Load and make.
+        """Load the model and make the engine.
 
         Raises:
-            ConfigError: A GPU is asked for and there is none here.
-            ModelError: See `load_policy` and `TransformersEngine`.
+            ConfigError: The settings ask for a GPU, and this machine has none.
+            ModelError: The model cannot be loaded or served; see `load_policy` and
+                `TransformersEngine`.
         """
         from laurel.generation.transformers.engine import TransformersEngine
         from laurel.models.loading.policy import load_policy
@@ -69,20 +71,21 @@ class TransformersMaker:
 class VllmMaker:
     """A factory of a `VllmEngine` that reads its model from a directory.
 
-    The engine has no probe: `GeneratorReplicas` compares its log-probabilities with the learner's.
+    The engine is made without a probe: `GeneratorReplicas` compares its log-probabilities with
+    those of the learner.
     """
 
     directory: str
-    """A directory with weights and tokenizer that every node can read."""
+    """A directory with the weights and the tokenizer, readable on every node."""
     spec: GeneratorSpec
     precision: str
-    """The learner's `policy.precision`."""
+    """The value of the learner's setting `policy.precision`."""
 
     def __call__(self) -> VllmEngine:
-        """Start vLLM.
+        """Start vLLM and return its engine.
 
         Raises:
-            LaurelError: See `VllmEngine`.
+            LaurelError: vLLM is missing or does not start; see `VllmEngine`.
         """
         from laurel.generation.vllm.engine import VllmEngine
 
@@ -90,5 +93,5 @@ class VllmMaker:
 
 
 def from_directory(model: ModelSpec, directory: Path | str) -> ModelSpec:
-    """Replace the source of a model by a directory with its weights and its tokenizer."""
+    """Return the model's spec with a directory of weights and tokenizer as its source."""
     return replace(model, name=str(directory), scratch=None, tokenizer=TokenizerConfig())

@@ -1,9 +1,9 @@
-"""Several engines in processes of their own that together are one generator.
+"""Several engines, each in a process of its own, that together are one generator.
 
-Each is an `EngineWorker` in a worker group of one. A request goes, with all its completions, to the
-replica that has the least to do; tokens depend on seeds alone, so it does not matter which. A
-replica whose process or engine dies is started again in its place, and others finish what it had:
-completions that have come are not asked for again, so none counts twice.
+Each engine is an `EngineWorker` in a worker group of one. A request goes, with all its completions,
+to the replica with the fewest unfinished completions; tokens depend on seeds alone, so any replica
+samples the same ones. A replica whose process or engine dies is restarted, and other replicas
+finish its requests: only the missing completions are sampled again, so none counts twice.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ Result = TypeVar("Result")
 ROLE = "generation"
 PATIENCE = 120.0
 POLL_SECONDS = 0.05
-"""How long a busy replica without news may delay the requests that wait for it.
-With many replicas it is longer: `POLL_SECONDS_EACH` times their number."""
+"""Seconds that a busy replica without news may delay the requests that wait for it. With many
+replicas the delay is `POLL_SECONDS_EACH` times their number, if that is longer."""
 POLL_SECONDS_EACH = 0.005
 
 
 class GeneratorReplicas:
-    """A `Generator` over replicas.
+    """A `Generator` that spreads requests over several engine processes and restarts dead ones.
 
-    Requests made in the same turn of the event loop go out together, in order. While there is
-    nothing to generate it asks nobody anything. `make_group`, `current_weights`, `probe` and `say`
-    are called in threads of its own.
+    Requests made in the same turn of the event loop start together, in order. An idle generator
+    sends no calls to its replicas. `make_group`, `current_weights`, `probe` and `say` are called in
+    threads that the generator owns.
     """
 
     def __init__(
@@ -69,31 +69,32 @@ class GeneratorReplicas:
         bucket_bytes: int | None = None,
         patience: float = PATIENCE,
     ) -> None:
-        """Make the replicas, all at the same time.
+        """Start all replicas concurrently.
 
         Args:
-            make_group: Makes the group, of one `EngineWorker`, of the replica with this number;
-                called again, when the one before has been shut down, to start it anew.
-            num_replicas: At least one.
-            current_weights: The weights of `weight_version`, for a replica that is started again
-                between two updates when no other is left; None, or those of another version:
-                they cannot be had, and the replica waits for the next update. Not asked before
-                the first update, nor while others can generate.
-            probe: The learner's log-probabilities of given tokens, at temperature 1: compared with
-                the replicas' at the start and after every transfer. None: not compared.
-            say: Called with a line for every restart.
-            max_restarts: Of all replicas together, as long as this generator lives.
-            transfer: How weights come: see `weight_routes`. For `broadcast` they must be those of a
-                `LearnerGroup`.
-            bucket_bytes: Of weights that travel at a time; None: what suits the way.
-            patience: Seconds after which a replica that gives no sign is taken for dead.
+            make_group: Makes the worker group (of one `EngineWorker`) of the replica with the given
+                number. It is called again for a restart, after the old group was shut down.
+            num_replicas: Number of replicas, at least one.
+            current_weights: Returns the weights of `weight_version`. It is called when a replica
+                restarts between two updates while no other replica can generate, and never before
+                the first update. If it returns None or another version, the replica waits for the
+                next update.
+            probe: Computes the learner's log-probabilities of given tokens, at temperature 1, which
+                are compared with those of the replicas at the start and after every transfer. None:
+                nothing is compared.
+            say: Logs one line of text; called at every restart and at every broadcast that fails.
+            max_restarts: Most restarts of all replicas together in the life of this generator.
+            transfer: The route of new weights. With `broadcast`, `update_weights` accepts only the
+                weights of a `LearnerGroup`.
+            bucket_bytes: Bytes of weights that are sent at a time; None: the default of the route.
+            patience: Seconds without an answer after which a replica counts as dead.
 
         Raises:
-            LaurelError: A replica cannot be made, has weights of another step, or computes
-                something else than the learner.
+            LaurelError: A replica cannot be started, has weights of another step, or computes
+                log-probabilities that differ from those of the learner.
         """
         self.transfer = transfer
-        """As it was given."""
+        """The route of new weights, as passed to the constructor."""
         self.weight_version = 0
         """Version of the weights that every ready replica has."""
         self._route = route_of(transfer, bucket_bytes=bucket_bytes, patience=patience, say=say)
@@ -105,11 +106,11 @@ class GeneratorReplicas:
         self._poll = max(POLL_SECONDS, POLL_SECONDS_EACH * num_replicas)
         self._arriving: list[Order] = []
         self._arrival = threading.Lock()
-        """Guards the list before it."""
+        """Guards `_arriving`."""
         # What follows belongs to the loop in the background.
         self._gate = PauseGate()
         self._failure: LaurelError | None = None
-        """Why it is unusable."""
+        """The error that made the generator unusable; None while it works."""
         self._replicas: list[GeneratorReplica] = []
         self._supervisor: Supervisor[WorkerGroup] | None = None
         self._unplaced: list[Order] = []
@@ -129,7 +130,6 @@ class GeneratorReplicas:
             raise
 
     async def _begin(self, num_replicas: int) -> None:
-        """Make all replicas, at the same time."""
         self._replicas = [GeneratorReplica(i, f"{ROLE} replica {i}") for i in range(num_replicas)]
         self._supervisor = await self._in_thread(
             Supervisor,
@@ -151,7 +151,7 @@ class GeneratorReplicas:
         self._gate.open()
 
     def close(self) -> None:
-        """End the generator. Shuts the groups down."""
+        """End the generator and shut down the worker groups of all replicas."""
         if self._background.close(self._end()):
             self._threads.shutdown(wait=False)
             if self._supervisor is not None:
@@ -165,20 +165,19 @@ class GeneratorReplicas:
 
     @property
     def num_restarts(self) -> int:
-        """How often a replica has been started again."""
+        """The number of restarts of replicas so far."""
         return self._restarts.number
 
     @property
     def num_weight_fallbacks(self) -> int:
-        """Transfers of weights that broke off and ended through Ray's object store."""
+        """The number of weight broadcasts that failed and were completed by Ray's object store."""
         return self._route.num_fallbacks
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
-        """Stream the completions of a request as they end.
+        """Stream the completions of a request, each as it ends.
 
-        What closes the iterator waits until the replica has dropped the request.
-
-        What the engine refuses is raised where the first completion is awaited.
+        Closing the iterator waits until the replica has dropped the request. An error of the engine
+        is raised where the first completion is awaited.
         """
         return self._completions(request)
 
@@ -209,7 +208,6 @@ class GeneratorReplicas:
                     await self._elsewhere(self._withdraw(order))
 
     def _hand_over(self) -> None:
-        """Let the requests that have arrived begin, in order."""
         with self._arrival:
             orders, self._arriving = self._arriving, []
         if not orders:
@@ -230,7 +228,7 @@ class GeneratorReplicas:
             await order.over.wait()
 
     async def _withdraw(self, order: Order) -> None:
-        """Come back when nobody works on an order any more."""
+        """Abort an order and wait until no replica works on it."""
         order.is_aborted = True
         if any(replica.abort(order) for replica in self._replicas):
             await order.over.wait()
@@ -244,16 +242,18 @@ class GeneratorReplicas:
     # --------------------------------------------------------------------------- weights and sleep
 
     async def update_weights(self, weights: Weights) -> None:
-        """Take new weights, or only their version. After an error the generator is unusable.
+        """Load new weights into every replica, or set only the version if the values are unchanged.
+
+        After an error the generator is unusable.
 
         Raises:
-            EngineError: An engine refuses the weights, computes something else than the learner,
-                or has been lost too often.
+            EngineError: An engine refuses the weights, computes log-probabilities that differ from
+                those of the learner, or was lost too often.
         """
         await self._elsewhere(self._update(weights))
 
     async def _update(self, weights: Weights) -> None:
-        """Give all replicas new weights, also those that wait for some."""
+        """Send new weights to all replicas, including those that wait for weights."""
         async with self._alone():
             self._is_updating = True
             try:
@@ -275,11 +275,11 @@ class GeneratorReplicas:
             self.weight_version, self._has_first_weights = weights.version, False
 
     async def sleep(self) -> None:
-        """Give device memory back."""
+        """Wait for running requests, then release the device memory of all replicas."""
         await self._elsewhere(self._set_asleep(True))
 
     async def wake(self) -> None:
-        """Take memory again, and go on with requests."""
+        """Allocate the device memory of all replicas again and resume requests."""
         await self._elsewhere(self._set_asleep(False))
 
     async def _set_asleep(self, is_asleep: bool) -> None:
@@ -299,7 +299,7 @@ class GeneratorReplicas:
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """New requests wait, those under way have ended, and no replica is being started."""
+        """Hold new requests back, and wait until none is running and no replica is starting."""
         async with self._gate.alone():
             try:
                 for replica in self._replicas:
@@ -314,7 +314,7 @@ class GeneratorReplicas:
     # -------------------------------------------------------------------------------------- orders
 
     def _place(self, order: Order) -> None:
-        """Give an order to the replica with the least work, or keep it until there is one."""
+        """Give an order to the replica with the least work, or keep it until a replica is ready."""
         ready = [replica for replica in self._replicas if replica.state == "ready"]
         if self._failure is not None:
             order.fail(self._failure)
@@ -341,7 +341,7 @@ class GeneratorReplicas:
         self._gate.open()
 
     async def _serve(self, replica: GeneratorReplica) -> None:
-        """Speak to one replica while it has work, and start it again when it is lost."""
+        """Exchange requests and events with a replica while it has work; restart a lost replica."""
         try:
             while True:
                 await replica.has_work.wait()
@@ -355,7 +355,7 @@ class GeneratorReplicas:
             self._fail(failed)
 
     async def _exchange(self, replica: GeneratorReplica) -> LaurelError | None:
-        """Tell it what is new, and hear what has happened. Why it is lost, where it is."""
+        """Send a replica its new requests and deliver its events; return why it is lost, if so."""
         news = replica.take_news()
         timeout = self._poll + self._patience
         try:
@@ -365,7 +365,7 @@ class GeneratorReplicas:
         return replica.hear(events)
 
     def _send(self, weights: Weights, replicas: list[GeneratorReplica]) -> dict[int, WorkerError]:
-        """Send weights, in a thread; the replicas that were lost meanwhile."""
+        """Send weights in a thread; return the replicas that were lost meanwhile."""
         # Who has been started again meanwhile is not ready, and has to get all of them.
         has_same = weights.same_as == self.weight_version and all(
             r.state == "ready" for r in replicas
@@ -386,10 +386,10 @@ class GeneratorReplicas:
     # ------------------------------------------------------------------------------------ restarts
 
     async def _restart(self, replica: GeneratorReplica, failure: LaurelError) -> None:
-        """Start a replica again, until it works. Others finish what it had.
+        """Restart a replica until it works; other replicas finish its orders.
 
         Raises:
-            EngineError: That has been done too often.
+            EngineError: The replicas have used up their restarts.
         """
         assert self._supervisor is not None
         replica.state = "starting"
@@ -409,7 +409,7 @@ class GeneratorReplicas:
             self._place(order)
 
     def _too_many(self, why: str) -> EngineError:
-        """The error for a replica that is lost and may not restart any more."""
+        """Return the error for a lost replica that may not restart again."""
         assert self._supervisor is not None
         loss, failure = self._supervisor.last_loss, self._supervisor.last_failure
         error = EngineError(f"{'' if loss is None else loss.notice}{why}")
@@ -419,7 +419,7 @@ class GeneratorReplicas:
     # What follows runs in threads: where a replica is started, and where weights are sent.
 
     def _bring_up(self, group: WorkerGroup, index: int) -> str:
-        """Let a replica that was started again rest as the others do, and have their weights."""
+        """Put a restarted replica to sleep if the others sleep, and give it their weights."""
         replica = self._replicas[index]
         replica.has_all_weights = False
         if self._is_asleep:
@@ -433,7 +433,7 @@ class GeneratorReplicas:
         )
 
     def _catch_up(self, replica: GeneratorReplica) -> bool:
-        """Give it the weights of the day. False: it must wait for the next ones."""
+        """Give a restarted replica the current weights; return False if there are none for it."""
         if self._has_first_weights:
             return common_version([replica.value]) == self.weight_version
         if self._is_updating:  # they are on their way
@@ -471,42 +471,43 @@ Deliver = Callable[[Generated | LaurelError], None]
 
 
 class Order:
-    """A request, and which of its completions have not come yet."""
+    """A generation request with a record of which of its completions are still missing."""
 
     def __init__(self, request: GenerationRequest, deliver: Deliver) -> None:
-        """Take a request, in the caller's thread.
+        """Record a request; called in the caller's thread.
 
         Args:
-            request: With at least one seed.
-            deliver: Receives every completion, or one error instead of the rest. Must not block.
+            request: A request with at least one seed.
+            deliver: Receives every completion, or one error instead of the missing ones. It must
+                not block.
         """
         self.request = request
         self.is_over = False
-        """Nothing will be delivered any more. May be read by any thread."""
+        """Whether nothing more will be delivered. Any thread may read it."""
         self.is_aborted = False
         self.over = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self._deliver = deliver
         self._missing = list(range(len(request.seeds_G)))
         self._asked: list[int] = []
-        """Index of each completion that the latest attempt has asked for."""
+        """For each completion of the latest attempt, its index in the original request."""
 
     @property
     def num_missing(self) -> int:
-        """Completions that have not come yet."""
+        """The number of completions that have not arrived."""
         return len(self._missing)
 
     def rest(self) -> GenerationRequest:
-        """Make a request for the completions that are missing."""
+        """Return a request for the missing completions only."""
         self._asked = list(self._missing)
         seeds_G = tuple(self.request.seeds_G[index] for index in self._asked)
         return replace(self.request, seeds_G=seeds_G)
 
     def take(self, generated: Generated) -> None:
-        """Hand on a completion of the latest attempt.
+        """Deliver a completion of the latest attempt, under its index in the original request.
 
         Raises:
-            EngineError: It was not asked for, or has come before.
+            EngineError: The completion was not requested, or has arrived before.
         """
         known = 0 <= generated.index < len(self._asked)
         index = self._asked[generated.index] if known else generated.index
@@ -519,49 +520,54 @@ class Order:
             self._deliver(replace(generated, index=index))
 
     def fail(self, error: LaurelError) -> None:
-        """Deliver an error instead of what is missing."""
+        """Deliver an error in place of the missing completions."""
         if not self.is_over:
             self.end()
             self._deliver(error)
 
     def end(self) -> None:
-        """Note that nobody works on it any more."""
+        """Mark the order as over: no replica works on it any more."""
         self.is_over = True
         self.over.set()
 
 
 class GeneratorReplica(Replica[WorkerGroup]):
-    """One engine in a group of one `EngineWorker`, and the orders that it works on.
+    """A replica of one engine process, and the orders that it works on.
 
-    While it waits for weights that nobody can give it now, its state is `waiting`.
+    Its worker group holds one `EngineWorker`. Its state is `waiting` while it needs weights that
+    are not available before the next update.
     """
 
     def __init__(self, index: int, name: str) -> None:
-        """Begin without work; see `Replica`."""
+        """Make a replica without work; see `Replica`."""
         super().__init__(index, name)
         self.settled = asyncio.Event()
-        """It is not starting."""
+        """Set while the replica is not starting."""
         self.settled.set()
         self.has_work = asyncio.Event()
         self.has_all_weights = False
-        """It has been given them since it was started, and since then those that change."""
+        """Whether it has loaded a full set of weights since its start, so that the next update may
+        send only those that training changes."""
         self._orders: dict[int, Order] = {}
         self._new: list[tuple[int, GenerationRequest]] = []
         self._aborted: list[int] = []
 
     @property
     def load(self) -> int:
-        """The number of completions that are not finished."""
+        """The number of unfinished completions of the replica."""
         return sum(order.num_missing for order in self._orders.values())
 
     def give(self, order: Order, number: int) -> None:
-        """Give it an order, under a number that no other attempt has."""
+        """Assign an order to the replica, under a number that no other attempt has."""
         self._orders[number] = order
         self._new.append((number, order.rest()))
         self.has_work.set()
 
     def abort(self, order: Order) -> bool:
-        """Begin to abort an order; it ends when the engine has dropped it. False: not here."""
+        """Start to abort an order; return False if the replica does not have it.
+
+        The order ends when the engine has dropped it.
+        """
         number = next((n for n, mine in self._orders.items() if mine is order), None)
         if number is None:
             return False
@@ -575,13 +581,13 @@ class GeneratorReplica(Replica[WorkerGroup]):
         return True
 
     def take_news(self) -> tuple[list[tuple[int, GenerationRequest]], list[int]]:
-        """Take the requests and aborts that the engine does not have yet."""
+        """Return, and clear, the requests and aborts that were not sent to the engine yet."""
         news = self._new, self._aborted
         self._new, self._aborted = [], []
         return news
 
     def hear(self, events: Sequence[EngineEvent]) -> LaurelError | None:
-        """Deliver the engine's events. Returns the failure that ended the engine, if any."""
+        """Deliver the engine's events to their orders; return the failure of the engine, if any."""
         failure: LaurelError | None = None
         for number, what in events:
             order = self._orders.get(number)
@@ -610,7 +616,7 @@ class GeneratorReplica(Replica[WorkerGroup]):
         return failure
 
     def give_up(self) -> list[Order]:
-        """Forget all work; the orders that somebody else must finish, in order."""
+        """Drop all work; return the unfinished orders, in order, for other replicas to finish."""
         orders = list(self._orders.values())
         self._orders.clear()
         self.take_news()

@@ -1,4 +1,4 @@
-"""The settings of a generator, and the check of the requests that it is given."""
+"""The settings of a generator, and the validation of its requests."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from laurel.types import GenerationRequest, SamplingParams
 class GeneratorSpec:
     """Settings of a generation engine that hold for every backend.
 
-    The weights are given beside it, and sampling parameters come with each request.
+    The weights are passed separately, and each request has its own sampling parameters.
     """
 
     settings: GenerationConfig = field(default_factory=GenerationConfig)
-    """The section `policy.generation`; its sampling parameters are not read."""
+    """The section `policy.generation` of the configuration, without its sampling parameters, which
+    engines ignore."""
     max_length: int
-    """Most tokens of a prompt together with its completion."""
+    """Most tokens of a prompt and its completion together."""
     end_ids: tuple[int, ...]
-    """Ids of the tokens each of which ends a completion."""
+    """Ids of the tokens that end a completion."""
     seed: int = 0
-    """Seeds the engine, and a policy from scratch, which the learner makes with the same seed."""
+    """Seed of the engine, and of the weights of a policy from scratch; the learner uses the
+    same."""
     weight_version: int = 0
-    """Version of the weights that the engine begins with."""
+    """Version of the weights that the engine starts with."""
 
 
 def check_generation_request(request: GenerationRequest, *, vocab_size: int) -> None:
-    """Refuse what no engine can sample.
+    """Raise an error if no engine could sample this request.
 
     Raises:
-        DataError: A prompt without tokens, or with tokens that the model does not have.
-        ConfigError: Sampling parameters or seeds out of range.
+        DataError: The prompt has no tokens, or tokens outside the model's vocabulary.
+        ConfigError: The sampling parameters or seeds are out of range.
     """
     ids_L = request.prompt_ids
     where = f"request {request.id!r}"

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for what must go on while others compute."""
+"""An event loop in a thread of its own, and primitives to wait for what may pause or die."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class BackgroundLoop:
-    """Runs coroutines for callers of any thread and any loop, until it is closed."""
+    """An event loop in a thread of its own, which runs coroutines for callers of any thread."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -29,7 +29,11 @@ class BackgroundLoop:
         self.loop.close()
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """The result, in time. Cancelling it cancels the work."""
+        """Run a coroutine in the loop and return its future, whose cancellation cancels it.
+
+        Raises:
+            EngineError: The loop was closed.
+        """
         with self._closing:
             if not self._is_closed:
                 return asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -40,11 +44,18 @@ class BackgroundLoop:
         """Run a coroutine in the loop and block until its result.
 
         A call from the loop's own thread would deadlock.
+
+        Raises:
+            EngineError: The loop was closed.
         """
         return self.submit(work).result()
 
     def start(self, work: Coroutine[Any, Any, None]) -> Running:
-        """Begin work that can be cancelled."""
+        """Start a coroutine in the loop, and return a handle that can abort it.
+
+        Raises:
+            EngineError: The loop was closed.
+        """
         with self._closing:
             if not self._is_closed:
                 return Running(self.loop, work)
@@ -58,15 +69,19 @@ class BackgroundLoop:
         patience: float | None = None,
         limit: float | None = None,
     ) -> bool:
-        """Accept nothing more, run `last`, cancel what is left. False: it was closed before.
+        """Refuse new coroutines, run a last one, cancel the others, and end the thread.
 
         Args:
-            last: What is done before the rest is cancelled.
-            patience: Seconds that the rest may take to end; then it is left behind. None: any.
-            limit: Seconds for all of it; None: any.
+            last: The coroutine that runs before the others are cancelled.
+            patience: Seconds to wait for the cancelled coroutines to end, after which they are
+                abandoned. None: no limit.
+            limit: Seconds for the whole call; None: no limit.
+
+        Returns:
+            False if the loop was closed before.
 
         Raises:
-            TimeoutError: The limit was not kept: something holds up the loop itself.
+            TimeoutError: The limit passed, because something blocks the loop.
         """
         with self._closing:
             if self._is_closed:
@@ -84,7 +99,7 @@ class BackgroundLoop:
 
 
 class Running:
-    """Work under way in a `BackgroundLoop`."""
+    """A handle of a coroutine that runs in a `BackgroundLoop`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
         self._loop = loop
@@ -104,7 +119,7 @@ class Running:
             self._task.cancel()
 
     async def abort(self) -> None:
-        """Cancel it, and come back when it has ended."""
+        """Cancel the coroutine and wait until it has ended."""
         if not self._ended.done():
             self._loop.call_soon_threadsafe(self._cancel)
             await asyncio.shield(asyncio.wrap_future(self._ended))
@@ -118,9 +133,10 @@ async def _finish(last: Coroutine[Any, Any, None], patience: float | None) -> No
 
 
 async def cancel_others(patience: float | None) -> None:
-    """Cancel all other tasks of this loop, and wait so many seconds at most until they have ended.
+    """Cancel all other tasks of the running loop, and wait until they have ended.
 
-    For ever where that is None.
+    Args:
+        patience: Most seconds to wait; None: no limit.
     """
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
@@ -147,7 +163,7 @@ class PauseGate:
         self._num_inside = 0
 
     def open(self) -> None:
-        """Let requests through."""
+        """Admit requests."""
         self._open.set()
 
     async def empty(self) -> None:
@@ -170,7 +186,7 @@ class PauseGate:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Close the gate and wait until those inside have left. The caller opens it again."""
+        """Close the gate and wait until no request is inside. The caller must open it again."""
         async with self._alone:
             self._open.clear()
             await self._idle.wait()
@@ -182,20 +198,20 @@ class PauseGate:
 
 
 class Lifeline:
-    """The life of an engine in one event loop: its failure ends the tasks that wait for it."""
+    """The state of an engine in one event loop: its failure ends the tasks that wait for it."""
 
     def __init__(self) -> None:
         self.failure: LaurelError | None = None
-        """Why the engine is unusable: the first failure wins."""
+        """The first error that made the engine unusable; None while it works."""
         self._is_cut = asyncio.Event()
 
     def cut(self, failure: LaurelError) -> None:
-        """Fail permanently and wake the waiting tasks."""
+        """Record a failure and wake the waiting tasks with it; later failures are ignored."""
         self.failure = self.failure or failure
         self._is_cut.set()
 
     async def hold(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of work on the engine; the failure, where the engine dies before."""
+        """Await a coroutine that uses the engine; raise the engine's failure if it comes first."""
         doing = asyncio.ensure_future(work)
         cut = asyncio.ensure_future(self._is_cut.wait())
         try:

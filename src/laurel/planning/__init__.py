@@ -1,1 +1,1 @@
-"""Which role gets which slots, how much memory that takes, and what does not fit."""
+"""The planner: it assigns slots to roles, estimates memory and time, and reports conflicts."""

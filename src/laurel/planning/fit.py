@@ -1,4 +1,4 @@
-"""Whether a plan fits its models and its devices, and the nearest setting with which it would."""
+"""Checks a plan against its models and devices, and suggests the nearest setting that fits."""
 
 from __future__ import annotations
 
@@ -16,22 +16,28 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedPlan:
-    """A plan, and the memory that it needs on each device."""
+    """A plan with its memory estimate, checked against the models and the devices."""
 
     plan: Plan
     phases: tuple[MemoryPhase, ...]
-    """Memory of each phase; empty if the shapes of the models are not known."""
+    """Memory of each phase of a step; empty if the shapes of the models are unknown."""
     conflicts: tuple[Conflict, ...]
     """Conflicts of the plan itself, then those with the models and with the devices' memory."""
 
     @property
     def fits(self) -> bool:
-        """Whether it can run."""
+        """Whether the run can start: no conflict is fatal."""
         return not any(conflict.is_fatal for conflict in self.conflicts)
 
 
 def fit(request: ClusterRequest, shapes: Shapes, *, device_memory: int | None = None) -> FittedPlan:
-    """Plan a run, and check the plan against its models and, where given, the devices' memory."""
+    """Plan a run, and check the plan against its models and the devices' memory.
+
+    Args:
+        request: Roles, batches and settings of the run.
+        shapes: Shapes of its models; what is unknown is not checked.
+        device_memory: Bytes of a device; None: memory is estimated, but not checked.
+    """
     plan = plan_run(request)
     phases = estimate(request, plan, shapes, device_memory=device_memory)
     conflicts = [*plan.conflicts, *_indivisible(request, plan, shapes)]
@@ -48,14 +54,14 @@ def fit(request: ClusterRequest, shapes: Shapes, *, device_memory: int | None = 
 
 
 def _models(shapes: Shapes, name: RoleName) -> tuple[ModelShape, ...]:
-    """The models that a role holds, as far as they are known."""
+    """Return the models of a role whose shapes are known."""
     if name == "reward_model":
         return shapes.reward_models
     return () if shapes.policy is None else (shapes.policy,)
 
 
 def _indivisible(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[Conflict]:
-    """Heads and layers that the ranks of a group cannot share evenly."""
+    """Yield a conflict for heads and layers that the ranks of a group cannot share evenly."""
     keys = {role.name: role.parallel_key for role in request.roles}
     for role in plan.roles:
         for shape in _models(shapes, role.name):
@@ -96,7 +102,7 @@ def _indivisible_model(key: str, role: RolePlan, shape: ModelShape) -> Iterator[
 
 
 def _undivided(shape: ModelShape, tp: int, *, repeats_heads: bool) -> list[str]:
-    """Name the parts of a model that tp does not divide.
+    """Name the parts of a model that the tensor-parallel size does not divide.
 
     vLLM repeats key and value heads where there are fewer than ranks; training does not.
     """
@@ -112,7 +118,7 @@ def _undivided(shape: ModelShape, tp: int, *, repeats_heads: bool) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Change:
-    """A setting that saves memory, with the request and the plan that it leads to."""
+    """A setting that saves memory, with the request and the plan that result from it."""
 
     setting: str
     request: ClusterRequest
@@ -122,7 +128,7 @@ class _Change:
 def _too_large(
     request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int, phase: MemoryPhase
 ) -> Conflict:
-    """Say how much memory a phase needs, for what, and with which setting it would fit."""
+    """Return the conflict of a phase that exceeds the memory, with a setting that would fit."""
     parts = sorted(phase.parts.items(), key=lambda part: -part[1])
     said = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size)
     fix = "more devices or larger ones, a smaller model, or shorter sequences"
@@ -143,7 +149,7 @@ def _too_large(
 def _changes(
     request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int, phase: MemoryPhase
 ) -> Iterator[_Change]:
-    """Changes that lessen the memory of a phase, the least costly first."""
+    """Yield changes that reduce the memory of a phase, the least costly first."""
     if phase.name == "training":
         yield from _training_changes(request, plan, shapes)
     elif phase.name == "generation":
@@ -158,7 +164,7 @@ def _changes(
 
 
 def _training_changes(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[_Change]:
-    """Changes of training, each on top of those before it, except for larger groups of ranks."""
+    """Yield changes of training, each on top of those before, except for larger groups of ranks."""
     training, role = request.training, request.roles[0]
     said: list[str] = []
 
@@ -185,7 +191,7 @@ def _training_changes(request: ClusterRequest, plan: Plan, shapes: Shapes) -> It
 def _drawing_changes(
     request: ClusterRequest, plan: Plan, device_memory: int, phase: MemoryPhase
 ) -> Iterator[_Change]:
-    """The share of the device's memory, or the number of completions, for which there is room."""
+    """Yield the memory share of vLLM, or the number of concurrent completions, that would fit."""
     role, drawing, batch = request.role("generation"), request.drawing, plan.batch("generation")
     assert role is not None
     assert drawing is not None
@@ -213,7 +219,7 @@ def _drawing_changes(
 def _larger_groups(
     request: ClusterRequest, plan: Plan, shapes: Shapes, name: RoleName
 ) -> Iterator[_Change]:
-    """More tensor-parallel ranks on the same slots, where nodes and models can be so divided."""
+    """Yield larger tensor-parallel sizes on the same slots, where nodes and models allow them."""
     role, asked = plan.role(name), request.role(name)
     if role is None or asked is None:
         return

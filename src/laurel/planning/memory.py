@@ -1,6 +1,6 @@
-"""Estimates of the memory that the roles of a plan use on each device, from their models' shapes.
+"""Estimates the memory that the roles of a plan use on each device, from their models' shapes.
 
-Nothing is loaded. Each formula stands beside its number in `docs/parallelism.md`.
+No model is loaded. `docs/parallelism.md` gives each formula with the number that it yields.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder with gated feed-forward layers."""
+    """The sizes of a decoder with gated feed-forward layers."""
 
     hidden_size: int
     num_layers: int
@@ -37,33 +37,36 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     num_parameters: int
-    """All of them, with the head."""
+    """Number of all parameters, those of the head included."""
     layer_parameters: int
-    """Parameters of the largest decoder layer."""
+    """Number of parameters of the largest decoder layer."""
     normalises_heads: bool = False
-    """Queries and keys have norms of their own, as in Qwen 3."""
+    """Whether queries and keys have norms of their own, as in Qwen 3."""
     divides_vocabulary: bool = True
-    """Its embedding and head are such as tensor-parallel ranks divide by vocabulary."""
+    """Whether tensor-parallel ranks split the embedding and the head by vocabulary."""
     refuses_tensor_parallel: str | None = None
-    """Why loading would not split its layers over any number of ranks; None: it would."""
+    """Why the model's layers cannot be split over tensor-parallel ranks; None if they can."""
 
     @property
     def other_parameters(self) -> int:
-        """Those outside the decoder layers: embeddings and head."""
+        """The number of parameters outside the decoder layers: of the embeddings and the head."""
         return max(0, self.num_parameters - self.num_layers * self.layer_parameters)
 
     def undivided(self, tp: int) -> int:
-        """Parameters that every tensor-parallel rank has whole: embeddings and head, or none."""
+        """Return how many parameters every one of `tp` tensor-parallel ranks holds whole.
+
+        They are those of embeddings and head; 0 if the ranks split these by vocabulary.
+        """
         divides = self.divides_vocabulary and self.vocab_size % tp == 0
         return 0 if divides else self.other_parameters
 
     def outside(self, tp: int) -> int:
-        """Parameters outside the layers that a tensor-parallel rank computes with."""
+        """Return how many parameters outside the layers each of `tp` ranks computes with."""
         return self.undivided(tp) or self.other_parameters // tp
 
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of the linear maps of a layer, by their usual names."""
+        """The numbers of inputs and outputs of each linear map of a layer, by its usual name."""
         hidden, wide = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
@@ -89,17 +92,18 @@ def decoder_shape(
     num_parameters: int | None = None,
     has_language_head: bool = True,
 ) -> ModelShape:
-    """The shape of a Llama-like decoder; what is not said is computed.
+    """Return the shape of a Llama-like decoder; compute the sizes that are not given.
 
     Args:
         hidden_size: Width of the residual stream.
-        num_layers: Decoder layers.
+        num_layers: Number of decoder layers.
         intermediate_size: Width of the feed-forward layers.
-        num_heads: Attention heads.
-        vocab_size: Entries of the embedding.
-        num_kv_heads: Key and value heads; None: as many as attention heads.
-        head_dim: Width of a head; None: the hidden size, divided.
-        num_parameters: None: two norms a layer, no biases, embeddings and language head apart.
+        num_heads: Number of attention heads.
+        vocab_size: Number of rows of the embedding.
+        num_kv_heads: Number of key and value heads; None: as many as attention heads.
+        head_dim: Width of a head; None: `hidden_size` divided by `num_heads`.
+        num_parameters: Number of all parameters; None: counted with two norms a layer, no biases,
+            and an embedding that is not tied to the language head.
         has_language_head: False for a reward model, whose head is one row.
     """
     num_kv_heads = num_kv_heads or num_heads
@@ -123,10 +127,14 @@ def decoder_shape(
 
 
 def parse_shape(text: str, *, has_language_head: bool) -> ModelShape:
-    """A shape as it is written on the command line: `hidden_size=8192,num_layers=80,...`.
+    """Parse a shape from the command line, such as `hidden_size=8192,num_layers=80,...`.
+
+    Args:
+        text: Sizes as `key=value`, separated by commas; the keys are arguments of `decoder_shape`.
+        has_language_head: False for a reward model, whose head is one row.
 
     Raises:
-        ConfigError: An unknown or missing measure, or no number.
+        ConfigError: A key is unknown or missing, or a value is not a number above 0.
     """
     required = ("hidden_size", "num_layers", "intermediate_size", "num_heads", "vocab_size")
     optional = ("num_kv_heads", "head_dim", "num_parameters")
@@ -143,10 +151,10 @@ def parse_shape(text: str, *, has_language_head: bool) -> ModelShape:
 
 
 def parse_count(text: str) -> int:
-    """`70B`, `1.5M` or `8192` as a number.
+    """Parse a number such as `70B`, `1.5M` or `8192`.
 
     Raises:
-        ConfigError: It is none, or not above 0.
+        ConfigError: The text is not a number above 0.
     """
     number, unit = text.strip(), 1
     if number[-1:].upper() in UNITS:
@@ -158,10 +166,10 @@ def parse_count(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """`80GiB`, `141GB`, `512MiB` or a number of bytes.
+    """Parse an amount of memory: `80GiB`, `141GB`, `512MiB` or a number of bytes.
 
     Raises:
-        ConfigError: It is none, or not above 0.
+        ConfigError: The text is not an amount of memory above 0.
     """
     units = {
         "KiB": 2**10,
@@ -187,7 +195,7 @@ def _bytes(text: str, number: str, unit: int) -> int:
 
 
 def _product(number: str, unit: int) -> int:
-    """0 where it is no number."""
+    """Return the number times the unit; 0 if the text is not a number."""
     try:
         return round(float(number) * unit)
     except (ValueError, OverflowError):
@@ -196,27 +204,27 @@ def _product(number: str, unit: int) -> int:
 
 MIB = 2**20
 RUNTIME_BYTES = 1536 * MIB
-"""Memory of a GPU for the context of CUDA, the libraries' work spaces and NCCL's buffers."""
+"""Bytes of a GPU's memory for the CUDA context, the libraries' workspaces and NCCL's buffers."""
 MASTER_BYTES = 4
-"""Weights that are trained, their gradients and each state of the optimizer are float32."""
+"""Bytes of each trained weight, its gradient and each of its optimizer states: all are float32."""
 CHUNK_LOGITS = 2**24
 LOGITS_BYTES = 3 * 4
-"""Bytes for each logit of a chunk: the logit, its exponential and its gradient."""
+"""Bytes for each logit of a chunk: the logit, its exponential and its gradient, in float32."""
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPhase:
-    """The memory in use on each device of some slots during one phase of a step."""
+    """The memory in use during one phase of a step, on each device of one role's slots."""
 
     name: str
-    """One of `training`, `generation` and `judging`."""
+    """Name of the phase: `training`, `generation` or `judging`."""
     slots_of: RoleName
     """The role that owns the slots."""
     parts: Mapping[str, int]
-    """Bytes of one device, by what they are."""
+    """Bytes in use on one device, by kind: `weights`, `gradients`, `activations`, ..."""
     fraction: float = 1.0
-    """Part of the device that the role of these slots has."""
+    """Fraction of each device that belongs to the role that owns the slots."""
 
     @property
     def total(self) -> int:
@@ -224,32 +232,32 @@ class MemoryPhase:
         return sum(self.parts.values())
 
     def fits(self, device_memory: int) -> bool:
-        """Report whether the phase fits into the role's fraction of a device with these bytes."""
+        """Return whether the phase fits into the role's fraction of a device of this many bytes."""
         return self.total <= device_memory * self.fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """The models of a run. What is not known is not estimated."""
+    """The shapes of a run's models; an unknown model is left out of all estimates."""
 
     policy: ModelShape | None = None
     reward_models: tuple[ModelShape, ...] = ()
-    """Shapes of the reward models that are loaded, in order; empty if any of them is not known."""
+    """Shapes of the loaded reward models, in order; empty if any of them is unknown."""
 
 
 def estimate(
     request: ClusterRequest, plan: Plan, shapes: Shapes, *, device_memory: int | None = None
 ) -> tuple[MemoryPhase, ...]:
-    """The memory of each phase, for every role that has slots of its own and a known shape.
+    """Estimate the memory of each phase, for every role with slots of its own and a known shape.
 
-    Roles that share slots take turns: phases are alternatives, and the largest counts. What stays
-    through a phase of another is in that phase, too.
+    Roles that share slots take turns: their phases are alternatives, and the largest one counts.
+    What one role keeps in memory during the phase of another is part of that phase.
 
     Args:
         request: Roles, batches and settings of the run.
-        plan: Slots and meshes that the roles get.
-        shapes: Shapes of its models.
-        device_memory: Bytes of a device; vLLM takes a share of it.
+        plan: Slots and meshes of the roles.
+        shapes: Shapes of the models.
+        device_memory: Bytes of a device, of which vLLM fills a fraction; None: not known.
     """
     phases = [
         *_on_policy(request, plan, shapes, device_memory),
@@ -266,7 +274,7 @@ def estimate(
 def _on_policy(
     request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int | None
 ) -> Iterator[MemoryPhase]:
-    """The phases on the policy's slots: its own, and those of the roles it shares them with."""
+    """Yield the phases on the policy's slots: its own, and those of roles that share the slots."""
     role, shape, drawing = plan.role("policy"), shapes.policy, request.drawing
     if role is None or shape is None:
         return
@@ -320,8 +328,9 @@ def training_memory(
     Args:
         training: Precision, optimizer, adapters, recomputation, offloading.
         shape: Shape of the model.
-        mesh: Weights, gradients and optimizer are divided by all its ranks; where the vocabulary
-            does not divide by tp, embeddings and head by the others alone.
+        mesh: Arrangement of the ranks. All of them divide weights, gradients and optimizer states.
+            If tp does not divide the vocabulary, embeddings and head are divided by the other axes
+            only.
         tokens: Tokens of a micro-batch, before context parallelism divides them.
     """
     width = COMPUTE_BYTES[training.precision]
@@ -363,9 +372,16 @@ def training_memory(
 def judging_memory(
     precision: Precision, shape: ModelShape, mesh: Mesh, *, tokens: int
 ) -> dict[str, int]:
-    """Bytes of one rank of a reward model that only scores: each replica holds it once.
+    """Return the bytes on one rank of a reward model that only scores, by kind.
 
-    Where it is spread, the weights outside the layers stay gathered beside their shards.
+    Each replica holds the model once. If a replica has several ranks, the weights outside the
+    layers stay gathered beside their shards.
+
+    Args:
+        precision: Dtype of the weights and activations.
+        shape: Shape of the reward model.
+        mesh: Arrangement of the ranks.
+        tokens: Most tokens of a forward pass.
     """
     width = COMPUTE_BYTES[precision]
     again = shape.undivided(mesh.tp) * (mesh.tp - 1)
@@ -388,7 +404,7 @@ def judging_memory(
 def _judging(
     request: ClusterRequest, plan: Plan, shapes: Shapes, *, shares_with: RoleName | None
 ) -> dict[str, int]:
-    """Bytes of one slot that judges on such slots, of all models. Empty where there is none."""
+    """Return the bytes of all reward models on one such slot, by kind; empty if there is none."""
     role = plan.role("reward_model")
     if role is None or not shapes.reward_models or role.shares_with != shares_with:
         return {}
@@ -408,9 +424,9 @@ def _drawing(
     *,
     shares_with: RoleName | None,
 ) -> dict[str, int]:
-    """Bytes of one rank that generates on such slots: weights, keys and values. Empty: none does.
+    """Return the bytes of one rank that generates on such slots, by kind; empty if none does.
 
-    vLLM fills its share of the device with keys and values, whatever is needed of them.
+    vLLM fills its share of the device with keys and values, however few are needed.
     """
     role, shape, drawing = plan.role("generation"), shapes.policy, request.drawing
     if role is None or shape is None or drawing is None or role.shares_with != shares_with:
@@ -445,8 +461,14 @@ def gathered_bytes(shape: ModelShape, mesh: Mesh, *, trained: int, compute_bytes
     gradients and the sums of these. They gather two layers (the current and the next one) in the
     compute dtype, and hold the gradients of one layer in that dtype and, for the sum, in float32.
     Tensor-parallel ranks hold their shares of all this; gradients count where every weight is
-    trained. A single rank holds the copy that autocast makes of float32 weights, and none where
-    it computes in float32.
+    trained. A single rank holds the copy that autocast makes of float32 weights, and none where it
+    computes in float32.
+
+    Args:
+        shape: Shape of the model.
+        mesh: Arrangement of the ranks.
+        trained: Number of weights that are trained: all of the model's, or those of its adapters.
+        compute_bytes: Bytes of a number in the compute dtype.
     """
     width = compute_bytes
     if mesh.size == 1:
@@ -470,6 +492,15 @@ def activation_bytes(
     """Return the bytes of activations that a rank keeps for the backward pass.
 
     With recomputation, it keeps the input of each layer, and all activations of one layer.
+
+    Args:
+        shape: Shape of the model.
+        tokens: Number of tokens of a micro-batch on this rank.
+        tp: Number of tensor-parallel ranks.
+        compute_bytes: Bytes of a number in the compute dtype.
+        keeps_stream_in_float32: Whether the residual stream is float32, whatever the compute dtype.
+        recomputes: Whether the backward pass recomputes activations.
+        sequence_parallel: Whether tensor-parallel ranks divide the tokens between the layers.
     """
     layer = _layer_bytes(
         shape,
@@ -495,12 +526,12 @@ def _layer_bytes(
     keeps_stream_in_float32: bool,
     sequence_parallel: bool,
 ) -> int:
-    """What one layer keeps. Counted on the tensors that transformers' Llama and Qwen 3 save.
+    """Return the bytes of activations that one layer keeps on a rank.
 
-    Two norms: the float32 input, the normalised input and the result. Attention: queries, keys,
-    values, its result and a float32 log-sum-exp for each head. Feed-forward: gate, up, activated
-    gate and their product. Where tokens are divided, every rank still multiplies the results of the
-    norms for all of them.
+    The count follows the tensors that transformers' Llama and Qwen 3 save. Two norms: the float32
+    input, the normalised input and the result. Attention: queries, keys, values, its result and a
+    float32 log-sum-exp for each head. Feed-forward: gate, up, activated gate and their product.
+    With sequence parallelism, every rank still multiplies the results of the norms for all tokens.
     """
     width = compute_bytes
     norms, results = 2 * (4 + width) * shape.hidden_size, 2 * width * shape.hidden_size
@@ -516,7 +547,16 @@ def _layer_bytes(
 
 
 def key_value_bytes(shape: ModelShape, mesh: Mesh, *, compute_bytes: int) -> int:
-    """Return the bytes of one token's keys and values on each rank, which has at least one head."""
+    """Return the bytes of one token's keys and values on each rank.
+
+    Pipeline ranks divide the layers and tensor-parallel ranks the heads; each rank has at least one
+    head.
+
+    Args:
+        shape: Shape of the model.
+        mesh: Arrangement of the ranks.
+        compute_bytes: Bytes of a number in the cache.
+    """
     heads = max(1, -(-shape.num_kv_heads // mesh.tp))
     layers = -(-shape.num_layers // mesh.pp)
     return 2 * layers * heads * shape.head_dim * compute_bytes

@@ -1,8 +1,8 @@
-"""Which slots each role gets where `cluster.placement` says so.
+"""Assigns slots to roles where `cluster.placement` specifies them.
 
-Roles that name their slots get those; roles that say how many are packed into what is then free,
-the fullest places first; the others have what is left. In what is free the policy takes the first
-slots and the others the last ones, as the rules of `plan` do.
+Roles that name their slots get those. Roles that give a number are packed into the free slots, the
+fullest nodes first. The remaining roles get what is left. Among free slots the policy takes the
+first and the others the last, as the rules of `plan` do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from laurel.planning.roles import Conflict, RoleRequirement, Slot, as_ranges, gr
 
 PLACEMENT = "cluster.placement"
 SLACK = 1e-6
-"""Rounding error that is allowed where fractions of a slot are added up."""
+"""Rounding error that is tolerated where fractions of a slot are added up."""
 
 
 def placed_requirements(
@@ -28,7 +28,7 @@ def placed_requirements(
 
 
 class _Board:
-    """The cluster while its slots are given out."""
+    """The free part of every slot while slots are assigned."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class _Board:
         self.taken: dict[RoleName, tuple[Slot, ...]] = dict.fromkeys(self.wishes, ())
 
     def requirements(self) -> list[RoleRequirement]:
-        """Give the slots out."""
+        """Assign slots to all roles."""
         owners = [name for name, wish in self.wishes.items() if wish.shares is None]
         for name in sorted(owners, key=self._openness):
             wish = self.wishes[name]
@@ -72,7 +72,6 @@ class _Board:
     # ------------------------------------------------------------------------------ what is asked
 
     def _labels(self) -> dict[str, set[int]]:
-        """The nodes of each label."""
         found = {}
         for label, nodes in self.request.labels.items():
             found[label] = {node for node in nodes if 0 <= node < self.num_nodes}
@@ -84,7 +83,7 @@ class _Board:
         return found
 
     def _wishes(self, placement: Mapping[RoleName, RolePlacement]) -> dict[RoleName, RolePlacement]:
-        """The placement of each role of the run; who is not named shares the policy's slots."""
+        """Return the placement of each role; a role that is not named shares the policy's slots."""
         wishes: dict[RoleName, RolePlacement] = {}
         for name in placement:
             if self.request.role(name) is None:
@@ -104,14 +103,14 @@ class _Board:
         return wishes
 
     def _openness(self, name: RoleName) -> tuple[int, int, int]:
-        """Who leaves more open chooses later."""
+        """Return a sort key: roles with more specific placements choose first."""
         wish, kinds = self.wishes[name], {list: 0, int: 1, type(None): 2}
         nodes = 0 if wish.labels else kinds[type(wish.nodes)]
         turn = ("reward_model", "generation", "policy").index(name)
         return kinds[type(wish.slots)], nodes, turn
 
     def _candidates(self, name: RoleName, wish: RolePlacement) -> list[int]:
-        """The nodes that a role may be on."""
+        """Return the nodes that a role may use."""
         key, nodes = _key(name), list(range(self.num_nodes))
         if isinstance(wish.nodes, list):
             nodes = [node for node in wish.nodes if node < self.num_nodes]
@@ -139,7 +138,7 @@ class _Board:
         return fitting
 
     def _refuse_label(self, name: RoleName, wish: RolePlacement, label: str) -> None:
-        """No node has the label."""
+        """Add the conflict that no node has the label."""
         key, known = f"{_key(name)}.labels", sorted(self.labels)
         near = get_close_matches(label, known, n=1, cutoff=0.5)
         known_ones = (
@@ -156,7 +155,7 @@ class _Board:
     # ----------------------------------------------------------------------------- what is chosen
 
     def _choose(self, name: RoleName, wish: RolePlacement) -> tuple[Slot, ...]:
-        """The slots of a role that has its own; empty where there are not enough."""
+        """Return the slots of a role that has its own; empty if there are not enough."""
         nodes = self._candidates(name, wish)
         if not nodes:
             return ()
@@ -172,7 +171,7 @@ class _Board:
     def _named(
         self, name: RoleName, wish: RolePlacement, indices: list[int], nodes: list[int]
     ) -> tuple[Slot, ...]:
-        """Particular slots of each node."""
+        """Return particular slots of each node."""
         there = [index for index in indices if index < self.total]
         if outside := indices[len(there) :]:
             key = f"{_key(name)}.slots"
@@ -190,7 +189,7 @@ class _Board:
         return grid(self._fullest(name, wish.nodes, fitting), there)
 
     def _packed(self, name: RoleName, wish: RolePlacement, nodes: list[int]) -> tuple[Slot, ...]:
-        """So many slots of each node, or of so many nodes; whole nodes where slots are not said."""
+        """Return so many slots of each node, or whole nodes if no number of slots is given."""
         asked = wish.slots if isinstance(wish.slots, int) else self.total
         rooms = {node: len(self._usable(node, wish.fraction)) for node in nodes}
         short = [node for node in nodes if rooms[node] < asked]
@@ -218,7 +217,10 @@ class _Board:
     def _refuse_nodes(
         self, name: RoleName, number: int, found: int, asked: str, fix: str
     ) -> tuple[Slot, ...]:
-        """Fewer nodes have room than a role asks for; the fix is for where none has."""
+        """Add the conflict that too few nodes have room for a role.
+
+        The fix is used where no node has room.
+        """
         key, have = f"{_key(name)}.nodes", "has" if found < 2 else "have"
         self._refuse(
             f"{key}={number}: {found or 'none'} of the nodes {have} {asked} free",
@@ -227,25 +229,25 @@ class _Board:
         return ()
 
     def _fullest(self, name: RoleName, number: int, nodes: list[int]) -> list[int]:
-        """The least free nodes; of equals the policy has the first, the others the last."""
+        """Return the fullest nodes; among equals the policy gets the first, others the last."""
         way = 1 if name == "policy" else -1
         ordered = sorted(nodes, key=lambda node: (sum(self.free[node]), way * node))
         return sorted(ordered[:number])
 
     def _last_or_first(self, name: RoleName, number: int, node: int) -> tuple[Slot, ...]:
-        """The slots of a node that are least free, in the same order."""
+        """Return the fullest slots of a node, in the same order."""
         way, free = (1 if name == "policy" else -1), self.free[node]
         usable = self._usable(node, self.wishes[name].fraction)
         chosen = sorted(usable, key=lambda index: (free[index], way * index))[:number]
         return grid([node], sorted(chosen))
 
     def _usable(self, node: int, fraction: float) -> list[int]:
-        """Slots of a node of which so much is free."""
+        """Return the slots of a node of which at least this fraction is free."""
         slots = enumerate(self.free[node])
         return [index for index, free in slots if free >= fraction - SLACK]
 
     def _refuse_nothing_left(self, name: RoleName, nodes: Sequence[int]) -> None:
-        """A role was to have what the others leave, and they leave nothing."""
+        """Add the conflict that the other roles leave no slots for a role."""
         held = {other: len(slots) for other, slots in self.taken.items() if slots}
         said = ", ".join(f"{title(other)} {count}" for other, count in held.items())
         most = max(free for node in nodes for free in self.free[node])
@@ -260,7 +262,10 @@ class _Board:
         )
 
     def _in_turns(self, name: RoleName) -> str:
-        """What lets a role share the policy's slots; of the policy, what lets the others."""
+        """Return the settings with which a role shares the policy's slots.
+
+        For the policy itself they are those of the other roles that have slots of their own.
+        """
         others = [n for n, wish in self.wishes.items() if n != "policy" and wish.shares is None]
         settings = []
         for other in others if name == "policy" else [name]:
@@ -273,7 +278,7 @@ class _Board:
         return " ".join(settings)
 
     def _find_overlaps(self, owners: Iterable[RoleName]) -> None:
-        """Slots of which the roles together have more than there is."""
+        """Add a conflict for slots of which the roles together ask for more than one whole."""
         holders: dict[Slot, list[RoleName]] = {}
         for name in owners:
             for slot in self.taken[name]:
@@ -291,7 +296,7 @@ class _Board:
             )
 
     def _apart(self, names: Sequence[RoleName], nodes: set[int]) -> str:
-        """Slots of these nodes that nobody has, for one role; else an equal part for each."""
+        """Suggest unused slots of these nodes for one role, or an equal part of them for each."""
         spare = sorted(set.intersection(*(set(self._usable(node, 1.0)) for node in nodes)))
         for name in names:
             slots = self.wishes[name].slots
@@ -305,7 +310,7 @@ class _Board:
     def _share(
         self, name: RoleName, wish: RolePlacement, owned: tuple[Slot, ...]
     ) -> tuple[Slot, ...]:
-        """The slots of another role, in turns: all, or those that the role picks."""
+        """Return the slots that a role shares with another: all of them, or those that it picks."""
         has: dict[int, list[int]] = {}
         for slot in owned:
             has.setdefault(slot.node, []).append(slot.index)
@@ -329,7 +334,7 @@ class _Board:
     def _refuse_pick(
         self, name: RoleName, wish: RolePlacement, field: str, picked: int | list[int] | None
     ) -> tuple[Slot, ...]:
-        """A role picks nodes or slots of another one that has not got them."""
+        """Add the conflict that a role picks nodes or slots that the role it shares with lacks."""
         assert wish.shares is not None
         key, labels_matter = f"{_key(name)}.{field}", wish.labels and field == "nodes"
         said = _list(picked) if isinstance(picked, list) else "null" if picked is None else picked
@@ -341,10 +346,9 @@ class _Board:
 
 
 def _key(name: RoleName) -> str:
-    """Key of the section that places a role."""
     return f"{PLACEMENT}.{name}"
 
 
 def _list(items: Iterable[object]) -> str:
-    """A list as it is typed on the command line."""
+    """Format a list as it is typed on the command line."""
     return f"[{','.join(map(str, items))}]"

@@ -1,4 +1,4 @@
-"""The plan of a run: who gets which slots, how batches are divided, and what does not fit."""
+"""The plan of a run: the slots of each role, the division of its batches, and the conflicts."""
 
 from __future__ import annotations
 
@@ -27,61 +27,65 @@ from laurel.planning.roles import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan(BatchRequest):
-    """What one role does with one batch. Numbers of micro-batches are for items of full length."""
+    """How one role divides one batch among its ranks or replicas, and each share into passes.
+
+    Numbers of micro-batches assume items of full length.
+    """
 
     role: RoleName
     num_shares: int
-    """Data-parallel ranks, or replicas."""
+    """Number of data-parallel ranks or replicas that divide the batch."""
 
     @property
     def per_share(self) -> int:
-        """Items of one share, at most."""
+        """The largest number of items that one share has."""
         return -(-self.size // self.num_shares)
 
     @property
     def num_micro_batches(self) -> int:
-        """Forward passes of one share, at most: where every item has full length."""
+        """The most forward passes of one share, which it needs if every item has full length."""
         return -(-self.per_share // max(1, self.tokens // self.longest))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Roles that have their slots, and what does not fit."""
+    """The slots and batches of every role that was placed, and the conflicts."""
 
     num_nodes: int
     slots_per_node: int
     roles: tuple[RolePlan, ...]
-    """Only those that could be placed: all of them where the plan fits."""
+    """The roles that could be placed; all roles of the run if the plan fits."""
     batches: tuple[BatchPlan, ...]
-    """The arithmetic of their batches: those of a step, then those of a validation."""
+    """The batches of those roles, divided into shares: those of a step, then those of a
+    validation."""
     conflicts: tuple[Conflict, ...]
     labels: Mapping[int, frozenset[str]]
-    """Labels that nodes have, `key=value`, where they were said to have any."""
+    """Labels (`key=value`) of each node that has any."""
 
     @property
     def fits(self) -> bool:
-        """Whether it can run."""
+        """Whether the run can start: no conflict is fatal."""
         return not any(conflict.is_fatal for conflict in self.conflicts)
 
     def role(self, name: RoleName) -> RolePlan | None:
-        """Return a role's plan; None where the run lacks the role, or it could not be placed."""
+        """Return a role's plan; None if the run lacks the role or it could not be placed."""
         return next((role for role in self.roles if role.name == name), None)
 
     def batch(self, name: RoleName) -> BatchPlan:
-        """The batches of a step, of a role that was placed."""
+        """Return the batch that a placed role computes in a training step."""
         return next(b for b in self.batches if b.role == name and not b.is_validation)
 
     @property
     def num_idle(self) -> int:
-        """Slots that no role has."""
+        """The number of slots that no role uses."""
         taken = {slot for role in self.roles if role.shares_with is None for slot in role.slots}
         return self.num_nodes * self.slots_per_node - len(taken)
 
 
 def plan_run(request: ClusterRequest) -> Plan:
-    """Place every role of a run on the cluster that it asks for.
+    """Place every role of a run on the cluster that it requests.
 
-    Everything that does not fit is in the plan; the memory of devices is for `fit` to check.
+    Everything that does not fit is recorded in the plan's conflicts; `fit` checks device memory.
     """
     conflicts: list[Conflict] = []
     if request.placement is not None:
@@ -118,7 +122,7 @@ def plan_run(request: ClusterRequest) -> Plan:
 
 
 def _plan_batches(request: ClusterRequest, roles: tuple[RolePlan, ...]) -> tuple[BatchPlan, ...]:
-    """The batches of every role that was placed: of a training step, then of a validation."""
+    """Return the batches of every placed role: of a training step, then of a validation."""
     dp = {role.name: role.mesh.dp for role in roles}
     batches = [
         _divided(role.name, batch, dp[role.name])
@@ -137,7 +141,7 @@ def _divided(name: RoleName, batch: BatchRequest, num_shares: int) -> BatchPlan:
 
 
 def _uneven(batch: BatchPlan, step: StepRequest | None) -> Conflict:
-    """Ranks would take unequal numbers of items of an optimizer step."""
+    """Return the conflict that ranks get unequal numbers of items of an optimizer step."""
     key, size, dp = "policy.train_global_batch_size", batch.size, batch.num_shares
     fitting = [size - size % dp, size - size % dp + dp]
     if step is not None:
@@ -166,11 +170,11 @@ def _uneven(batch: BatchPlan, step: StepRequest | None) -> Conflict:
 class _Rules:
     request: ClusterRequest
     own: Mapping[RoleName, OwnSlots]
-    """What each role asks for that wants slots of its own."""
+    """The request of each role that wants slots of its own."""
     conflicts: list[Conflict]
 
     def requirements(self) -> Iterator[RoleRequirement]:
-        """What each role is to have; what cannot be had is added to the conflicts."""
+        """Yield the requirement of each role; add what cannot be placed to the conflicts."""
         num_nodes, total = self.request.num_nodes, self.request.slots_per_node
         generation, judge = self.own.get("generation"), self.own.get("reward_model")
         if num_nodes == 1:
@@ -192,7 +196,7 @@ class _Rules:
         yield from self._apart("reward_model", slots, left > 0 and judging <= total)
 
     def _divided_node(self, judge: OwnSlots | None) -> Iterator[RoleRequirement]:
-        """The slots of one node: policy = all - generation - reward model."""
+        """Divide the slots of one node: policy = all - generation - reward model."""
         total, generation = self.request.slots_per_node, self.own.get("generation")
         (judging, _), (drawing, _) = _sizes(judge), _sizes(generation)
         if generation and not drawing:
@@ -220,7 +224,7 @@ class _Rules:
         yield from self._apart("reward_model", apart[drawing:], free > 0)
 
     def _whole_nodes(self, num_nodes: int, generation: OwnSlots) -> Iterator[RoleRequirement]:
-        """Training and generation each on whole nodes, of those that the reward model leaves."""
+        """Give training and generation whole nodes, of those that the reward model leaves."""
         total, key = self.request.slots_per_node, generation.key
         if generation.per_node not in (None, total):
             problem = (
@@ -244,7 +248,7 @@ class _Rules:
         yield from self._apart("generation", grid(range(training, num_nodes), range(total)))
 
     def _shared(self, slots: tuple[Slot, ...]) -> Iterator[RoleRequirement]:
-        """The policy, and the roles that have no slots of their own."""
+        """Yield the requirements of the policy and of the roles that share its slots."""
         for role in self.request.roles:
             if role.name not in self.own:
                 owner: RoleName | None = None if role.name == "policy" else "policy"
@@ -253,7 +257,7 @@ class _Rules:
     def _apart(
         self, name: RoleName, slots: tuple[Slot, ...], is_placed: bool = True
     ) -> Iterator[RoleRequirement]:
-        """A role with slots of its own, where it has any."""
+        """Yield the requirement of a role with slots of its own, if it has any."""
         role = self.request.role(name)
         if role is not None and slots:
             yield RoleRequirement(role=role, slots=slots, is_placed=is_placed)
@@ -276,7 +280,7 @@ class _Rules:
         )
 
     def _too_few_slots(self, judging: int, drawing: int) -> Conflict:
-        """The roles of one node ask for more slots than it has."""
+        """Return the conflict that the roles of one node request more slots than it has."""
         total, least = self.request.slots_per_node, self._group("policy")
         asked, said = _sum_of(judging, drawing, least)
         fix = f"cluster.gpus_per_node={asked}"
@@ -293,7 +297,7 @@ class _Rules:
         )
 
     def _too_few_nodes(self) -> Conflict:
-        """The roles ask for more whole nodes than there are."""
+        """Return the conflict that the roles request more whole nodes than there are."""
         total = self.request.num_nodes
         _, judging = _sizes(self.own.get("reward_model"), nodes=1)
         _, drawing = _sizes(self.own.get("generation"))
@@ -309,7 +313,7 @@ class _Rules:
         )
 
     def _fewer(self, name: RoleName, asked: int, there: int) -> int:
-        """Most slots below what is asked that leave whole groups to the role and the policy."""
+        """Return the most slots, below the request, that give whole groups to role and policy."""
         group, least = self._group(name), self._group("policy")
         sizes = range(group, min(asked, there), group)
         return max((size for size in sizes if (there - size) % least == 0), default=0)
@@ -320,10 +324,10 @@ class _Rules:
 
 
 def _own_slots(request: ClusterRequest) -> dict[RoleName, OwnSlots]:
-    """The slots that roles have for themselves.
+    """Return the slots that roles have for themselves.
 
-    A reward model of which nothing is said shares the policy's, as it does in a run of one process.
-    On several nodes it may say only how many of them it has.
+    A reward model without settings shares the policy's slots, as it does in a run of one process.
+    On several nodes the configuration may give only its number of nodes.
     """
     own = {role.name: role.own for role in request.roles if role.own is not None}
     judge = own.get("reward_model")
@@ -335,7 +339,10 @@ def _own_slots(request: ClusterRequest) -> dict[RoleName, OwnSlots]:
 
 
 def _sizes(own: OwnSlots | None, *, nodes: int = 0) -> tuple[int, int]:
-    """Slots of each node, and number of nodes (`nodes` if not given); 0 and 0 without own slots."""
+    """Return the slots of each node and the number of nodes; 0 and 0 without own slots.
+
+    The number of nodes defaults to `nodes`.
+    """
     return (own.per_node or 0, own.nodes or nodes) if own else (0, 0)
 
 

@@ -1,7 +1,7 @@
-"""What a run asks of a cluster: its roles, the division of their slots, its batches, its memory.
+"""What a run requests of a cluster: roles, the division of their slots, batches and memory.
 
-`run.request` makes a request from a configuration; the rest of the planner reads only the request.
-Where a message has to name a setting, the request carries its key.
+`run.request` makes a request from a configuration; the planner reads only the request. It carries
+the configuration key of every setting that a message may name.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ ONE_STATE = ("SGD", "Adagrad", "Lion")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """Items that a role works through together, in a training step or in a validation."""
+    """The items that a role processes together, in a training step or in a validation."""
 
     unit: str
-    """What the items are: groups (pairs), conversations or completions."""
+    """Kind of item: groups (pairs), conversations or completions."""
     size: int
-    """Items on all ranks: those of an optimizer step, of a rollout, or validated side by side."""
+    """Number of items over all ranks: of an optimizer step, of a rollout, or of one validation
+    batch."""
     longest: int
-    """Tokens of the longest item."""
+    """Number of tokens of the longest item."""
     tokens: int
-    """Most tokens of one forward pass; for generation, of all completions under way."""
+    """Most tokens of one forward pass; for generation, of all running completions."""
     updates: int = 1
     """Number of such batches in a training step."""
     is_validation: bool = False
@@ -43,69 +44,75 @@ class StepRequest:
     num_prompts: int
     per_prompt: int
     logprob_passes: int = 0
-    """Times that a model reads all completions for their log-probabilities before training."""
+    """Number of forward passes over all completions, for their log-probabilities, before
+    training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnSlots:
-    """Slots that a role wants for itself. The planner chooses a number that is None."""
+    """Slots that a role requests for itself; the planner chooses each number that is None."""
 
     key: str
-    """Key of the section of the configuration that asks for them."""
+    """Key of the configuration section that requests the slots."""
     per_node: int | None = None
     nodes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleRequest:
-    """A role, and what divides its slots into groups of ranks that hold the model once."""
+    """A role, its parallel sizes and the slots that it requests.
+
+    The sizes divide the slots into groups of ranks that together hold the model once.
+    """
 
     name: RoleName
     parallel_key: str
-    """Key of the section of the configuration that sets its parallel sizes."""
+    """Key of the configuration section with the role's parallel sizes."""
     tp: int = 1
     cp: int = 1
     pp: int = 1
     own: OwnSlots | None = None
-    """The slots that it wants for itself; None if it shares the policy's."""
+    """The slots that the role requests for itself; None if it shares the policy's."""
     batches: tuple[BatchRequest, ...] = ()
     """The batches of a training step, then those of a validation."""
 
     @property
     def group_size(self) -> int:
-        """Number of ranks that hold the model once between them."""
+        """The number of ranks that together hold one copy of the model."""
         return self.pp * self.cp * self.tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRequest:
-    """Low-rank adapters."""
+    """The low-rank adapters (LoRA) of a training run."""
 
     enabled: bool = False
     """Whether adapters are trained instead of the model's own weights."""
     dim: int = 8
     """Rank of the two factors of each adapter."""
     layers: frozenset[str] = frozenset()
-    """Names of the linear layers that have adapters; if empty, all have."""
+    """Names of the linear layers that get adapters; if empty, all do."""
     exclude: frozenset[str] = frozenset()
-    """Names of linear layers that have none."""
+    """Names of the linear layers that get no adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRequest:
-    """What the memory of a rank that trains depends on, besides its model and its batch."""
+    """The settings that determine the memory of a training rank, besides its model and batch."""
 
     precision: Precision = "bfloat16"
-    """Type in which the forward and backward passes compute."""
+    """Dtype of the forward and backward passes."""
     optimizer_states: int = 2
     """Numbers that the optimizer keeps for each weight."""
     adapters: AdapterRequest = AdapterRequest()
     keeps_reference: bool = False
-    """Whether a frozen copy of the weights is kept. With adapters none is needed."""
+    """Whether a frozen copy of the weights is kept, as the reference policy. With adapters none is
+    needed."""
     has_logits: bool = True
-    """True for a language model; a reward model has one score for each sequence instead."""
+    """Whether the model has logits; False for a reward model, with one score for each sequence."""
     chunk_tokens: int | None = None
-    """Tokens whose logits are in memory at a time; None: as many as have about 16M logits."""
+    """Number of tokens whose logits are in memory at a time; None: as many as have about 16M
+    logits."""
     recomputes: bool = False
     """Whether the backward pass recomputes the activations."""
     sequence_parallel: bool = False
@@ -116,14 +123,14 @@ class TrainingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawingRequest:
-    """What the memory of a rank that generates completions depends on."""
+    """The settings that determine the memory of a rank that generates completions."""
 
     uses_vllm: bool
-    """Whether vLLM generates, with weights of its own, and not the model that is trained."""
+    """Whether vLLM generates, with weights of its own; otherwise the trained model itself does."""
     precision: Precision
-    """Type of the cached keys and values, and of the weights of vLLM."""
+    """Dtype of the cached keys and values, and of vLLM's weights."""
     longest: int
-    """Fewest tokens for which the cache of keys and values must have room."""
+    """Number of tokens that the key-value cache must hold at least."""
     memory_share: float
     """Fraction of the device's memory that vLLM fills."""
     runs_ahead: bool
@@ -132,7 +139,7 @@ class DrawingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRequest:
-    """The roles of a run, what each needs, and the size of the cluster."""
+    """The roles of a run, the needs of each, and the size of the cluster."""
 
     num_nodes: int
     slots_per_node: int
@@ -142,7 +149,7 @@ class ClusterRequest:
     drawing: DrawingRequest | None = None
     """How completions are generated; None if the run generates none."""
     judging: tuple[Precision, ...] = ()
-    """Type of the weights of each reward model that is loaded."""
+    """Dtype of the weights of each reward model that is loaded."""
     step: StepRequest | None = None
     """Completions of a training step; None if an optimizer step may have any size."""
     placement: Mapping[RoleName, RolePlacement] | None = None
@@ -150,44 +157,48 @@ class ClusterRequest:
     labels: Mapping[str, Sequence[int]]
     """For each label that a placement may ask for, the nodes that have it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Kind of device that a slot is."""
+    """Kind of device of every slot; `auto`: GPUs if there are any."""
 
     def role(self, name: RoleName) -> RoleRequest | None:
-        """One of the roles; None if the run does not have it."""
+        """Return the role of this name; None if the run does not have it."""
         return next((role for role in self.roles if role.name == name), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The conversations of a training step, all of one length."""
+    """The prompts and completions of a training step; each kind has one length."""
 
     num_prompts: int
     per_prompt: int
-    """Completions to each prompt."""
+    """Number of completions to each prompt."""
     prompt_tokens: int
     completion_tokens: int
     copies: int = 1
-    """Times that each prompt is computed: once, where all its completions share it."""
+    """Number of times that each prompt is computed; 1 if all its completions share it."""
 
     def padded(self) -> Workload:
         """Return the same conversations, each with its own copy of the prompt."""
         return replace(self, copies=self.per_prompt)
 
     def divided(self, budget: int) -> Workload:
-        """The same conversations in passes of so many tokens, which a prompt's may not fit into."""
+        """Return the same conversations in passes of at most `budget` tokens.
+
+        Where the completions of a prompt do not fit into one pass, the prompt is computed in
+        several.
+        """
         together = max(1, (budget - self.prompt_tokens) // max(1, self.completion_tokens))
         return replace(self, copies=-(-self.per_prompt // together))
 
     @property
     def tokens(self) -> int:
-        """Tokens that a model reads."""
+        """The number of tokens that a model reads, with all copies of the prompts."""
         return self.num_prompts * (
             self.copies * self.prompt_tokens + self.per_prompt * self.completion_tokens
         )
 
     @property
     def pairs(self) -> int:
-        """Pairs of a token and one that it attends to, which may be itself."""
+        """The number of pairs of a token and a token that it attends to, itself included."""
         whole = self.prompt_tokens + self.completion_tokens
         trunk = self.prompt_tokens * (self.prompt_tokens + 1) // 2
         alone = self.per_prompt * whole * (whole + 1) // 2
@@ -195,5 +206,5 @@ class Workload:
 
 
 def optimizer_states(name: str) -> int:
-    """Count the numbers that an optimizer, named by its import path, keeps for each weight."""
+    """Return how many numbers an optimizer, named by its import path, keeps for each weight."""
     return 1 if name.rsplit(".", 1)[-1] in ONE_STATE else 2

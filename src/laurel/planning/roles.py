@@ -1,4 +1,4 @@
-"""What a role is given: slots, the mesh of its ranks, or the reason why not."""
+"""The slots of a role, the mesh of its ranks, and the conflicts that prevent a placement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from laurel.planning.request import RoleName, RoleRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Slot:
-    """A GPU, or a CPU process where there are none."""
+    """A GPU of a node, or a CPU process on a node without GPUs."""
 
     node: int
     index: int
@@ -20,20 +20,21 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """How the ranks of a role are arranged; the last axis varies fastest."""
+    """The parallel sizes of a role's ranks, from dp (the slowest axis) to tp (the fastest)."""
 
     dp: int
-    """Ranks that share the batch. In training they also share weights, gradients, optimizer."""
+    """Data-parallel size: ranks that divide the batch. In training they also divide weights,
+    gradients and optimizer states."""
     pp: int = 1
-    """Ranks that share the layers."""
+    """Pipeline-parallel size: ranks that divide the layers among them."""
     cp: int = 1
-    """Ranks that share each sequence."""
+    """Context-parallel size: ranks that divide each sequence."""
     tp: int = 1
-    """Ranks that share each layer."""
+    """Tensor-parallel size: ranks that divide each layer."""
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of all ranks."""
         return self.dp * self.group_size
 
     @property
@@ -44,28 +45,28 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:
-    """Something that a run asks for and the cluster, or the model, has no place for."""
+    """A request of the run that the cluster or the model cannot meet, and how to fix it."""
 
     problem: str
-    """What does not fit, with the keys."""
+    """A sentence on what does not fit, with the configuration keys."""
     fix: str
-    """The nearest setting that fits, `key=value` where one can be named."""
+    """The nearest setting that fits, as `key=value` where one can be named."""
     is_fatal: bool = True
-    """False: it can run, but slots lie idle or wait for each other."""
+    """Whether the run cannot start; if False, it can, but slots lie idle or wait for each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
-    """What one role gets."""
+    """The slots of one role, and the mesh of its ranks on them."""
 
     name: RoleName
     slots: tuple[Slot, ...]
-    """In the order of their ranks: the ranks of a group are neighbours."""
+    """Slots in the order of their ranks; the ranks of a group are neighbours."""
     mesh: Mesh
     shares_with: RoleName | None = None
-    """The role that these slots belong to, and that it takes turns with."""
+    """The role that owns these slots, with which this one takes turns; None: they are its own."""
     fraction: float = 1.0
-    """Part of each slot; another role may have the rest, at the same time."""
+    """Fraction of each slot; another role may use the rest at the same time."""
 
     @property
     def groups(self) -> tuple[tuple[Slot, ...], ...]:
@@ -76,25 +77,33 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleRequirement:
-    """Slots for one role, as the rules or an explicit placement have it."""
+    """The slots for one role, as the rules or an explicit placement assign them."""
 
     role: RoleRequest
     slots: tuple[Slot, ...]
-    """In the order of their ranks."""
+    """Slots in the order of their ranks."""
     shares_with: RoleName | None = None
     fraction: float = 1.0
     is_placed: bool = True
-    """False: there is no room; it is only checked whether its ranks could be arranged."""
+    """Whether there is room; if False, `place_role` only checks whether groups divide the slots."""
 
 
 def grid(nodes: Iterable[int], indices: Iterable[int]) -> tuple[Slot, ...]:
-    """The slots with these indices on each of these nodes, node by node."""
+    """Return the slots with these indices on each of these nodes, node by node."""
     indices = tuple(indices)
     return tuple(Slot(node=node, index=index) for node in nodes for index in indices)
 
 
 def place_role(requirement: RoleRequirement, conflicts: list[Conflict]) -> RolePlan | None:
-    """The requirement's slots as a mesh; None if they cannot be arranged, or there is no room."""
+    """Arrange a role's ranks on its slots as a mesh.
+
+    Args:
+        requirement: The role and its slots.
+        conflicts: The list to which conflicts are appended.
+
+    Returns:
+        The role's plan; None if its groups do not fit the slots, or if there is no room.
+    """
     role, num_slots = requirement.role, len(requirement.slots)
     name, each = role.name, role.group_size
     sizes = {"pipeline": role.pp, "context": role.cp, "tensor": role.tp}
@@ -141,7 +150,7 @@ def place_role(requirement: RoleRequirement, conflicts: list[Conflict]) -> RoleP
 
 
 def _nearest_tp(role: RoleRequest, num_slots: int) -> str | None:
-    """The tensor-parallel size with which groups divide so many slots; None: there is none."""
+    """Return the setting of the nearest tensor-parallel size that fits the slots, if any does."""
     rest = role.pp * role.cp
     if num_slots % rest:
         return None
@@ -155,12 +164,12 @@ def title(name: RoleName) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, rising."""
+    """Return all divisors of a positive number, in ascending order."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def where(slots: Iterable[Slot]) -> str:
-    """Slots in words: `node 0, slots 4-7; nodes 1-3, slots 0-7 of each`."""
+    """Describe slots in words, such as `node 0, slots 4-7; nodes 1-3, slots 0-7 of each`."""
     indices: dict[int, list[int]] = {}
     for slot in sorted(slots):
         indices.setdefault(slot.node, []).append(slot.index)
@@ -177,7 +186,7 @@ def where(slots: Iterable[Slot]) -> str:
 
 
 def as_ranges(numbers: Iterable[int]) -> str:
-    """Rising numbers, `0-3,6`."""
+    """Format ascending numbers as ranges, such as `0-3,6`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

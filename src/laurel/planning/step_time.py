@@ -1,8 +1,9 @@
-"""Seconds of a training step by phase, from counted operations and bytes at a stated efficiency.
+"""Estimates the seconds of a training step by phase, from operations, bytes and an efficiency.
 
-Nothing is loaded and nothing is measured: a phase takes as long as the slower of its products and
-its reads of memory. Beside each time stands that of the padded baseline, in which every completion
-carries a copy of its prompt. What is counted, and what is not, stands in `docs/parallelism.md`.
+No model is loaded and nothing is measured: a phase takes as long as the slowest of its matrix
+products, its memory traffic and its communication. Each time is reported beside that of the padded
+baseline, in which every completion has its own copy of the prompt. `docs/parallelism.md` lists what
+is counted and what is not.
 """
 
 from __future__ import annotations
@@ -26,27 +27,28 @@ PhaseName = Literal["generation", "scoring", "log-probs", "training", "weight tr
 Limit = Literal["products", "memory", "link", "host"]
 
 HOST_RATE = 1e9
-"""Bytes a second of a broadcast over gloo: `benchmarks/weight_transfer.py` measured 474 MB to two
+"""Bytes per second of a broadcast over gloo: `benchmarks/weight_transfer.py` measured 474 MB to two
 replicas in 0.46 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The peak rates of a device, each per second, and its memory."""
+    """A device's peak rates, each per second, and its memory."""
 
     name: str
     flops: Mapping[str, float]
-    """Floating-point operations of dense products, by the type of the factors."""
+    """Floating-point operations per second of dense matrix products, by the dtype of the
+    factors."""
     bandwidth: float
-    """Bytes that are read from the device's memory."""
+    """Bytes per second that are read from the device's memory."""
     memory: int
-    """Bytes."""
+    """Size of the device's memory in bytes."""
     link: float
-    """Bytes to another device of the same node, in one direction."""
+    """Bytes per second to another device of the same node, in one direction."""
     network: float
-    """Bytes to a device of another node."""
+    """Bytes per second to a device of another node."""
     source: str
-    """Where the numbers are from."""
+    """The publications that the numbers are taken from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +56,19 @@ class Efficiency:
     """The fractions of a device's peak rates that real kernels reach."""
 
     products: float = 0.4
-    """Default: the report on Llama 3 has 38 to 43 % of H100's bfloat16 peak in training."""
+    """Fraction of the peak of matrix products. The report on Llama 3 has 38 to 43 % of H100's
+    bfloat16 peak in training."""
     memory: float = 0.7
-    """Default: decoding reads weights and cache in order, and kernels start between the reads."""
+    """Fraction of the memory bandwidth. Decoding reads weights and cache in order, but kernels
+    start between the reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
-    """Floating-point operations of a forward pass, by what the backward pass multiplies them by."""
+    """Floating-point operations of a forward pass, by kind of layer.
+
+    The backward pass multiplies the kinds by different factors (`training_operations`).
+    """
 
     linear: float = 0.0
     attention: float = 0.0
@@ -69,39 +76,39 @@ class Operations:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum over all kinds."""
         return self.linear + self.attention + self.head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What each device does in a phase, and how long it takes."""
+    """The operations and bytes of each device in a phase, and the seconds that they take."""
 
     flops: float = 0.0
-    """Operations of the products of one device."""
+    """Floating-point operations of the matrix products on one device."""
     memory_bytes: float = 0.0
-    """Bytes that one device reads or writes."""
+    """Bytes that one device reads from or writes to its memory."""
     link_bytes: float = 0.0
-    """Bytes that one device sends."""
+    """Bytes that one device sends to others."""
     seconds: float
     limit: Limit
-    """What the time is decided by."""
+    """The resource that determines the time: products, memory or link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTime:
-    """A phase of a step, as it is and with padded rows."""
+    """The cost of one phase of a step, with shared prompts and with padded rows."""
 
     name: PhaseName
     slots_of: RoleName
-    """The role whose slots do it."""
+    """The role on whose slots the phase runs."""
     shared: Cost
     padded: Cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """The phases of a step; those of a model without a known shape are missing."""
+    """The times of the phases of a step; phases of models with unknown shapes are missing."""
 
     device: Device
     efficiency: Efficiency
@@ -111,7 +118,14 @@ class StepTime:
     """Whether generation and scoring of the next step run while the learner trains."""
 
     def seconds(self, *, is_padded: bool = False) -> float:
-        """Seconds of the step: phases in turn, or the slower of the two sides that overlap."""
+        """Return the seconds of the step: the sum of its phases.
+
+        If generation overlaps with training, only the slower of generation with scoring and of
+        training counts, and the transfer of weights is added.
+
+        Args:
+            is_padded: Whether to return the time of the padded baseline, without shared prompts.
+        """
         taken = {p.name: (p.padded if is_padded else p.shared).seconds for p in self.phases}
         if not self.overlaps:
             return sum(taken.values())
@@ -122,7 +136,7 @@ class StepTime:
 
 @cache
 def known_devices() -> dict[str, Device]:
-    """Read the table of devices that lies beside this module."""
+    """Return the devices of the table that lies beside this module, by name."""
     text = resources.files(__package__).joinpath("devices.yaml").read_text(encoding="utf-8")
     table: dict[str, dict[str, Any]] = yaml.safe_load(text)
     return {
@@ -132,7 +146,7 @@ def known_devices() -> dict[str, Device]:
 
 
 def device_named(name: str) -> Device:
-    """The device of this name in the table.
+    """Return the device of this name from the table.
 
     Raises:
         ConfigError: The table has no such device.
@@ -152,7 +166,16 @@ def step_time(
     device: Device,
     efficiency: Efficiency,
 ) -> StepTime:
-    """Count the phases of a training step and their seconds."""
+    """Estimate the seconds of each phase of a training step.
+
+    Args:
+        request: Roles, batches and settings of the run.
+        plan: Slots and meshes of the roles.
+        shapes: Shapes of the models; phases of unknown models are left out.
+        workload: The conversations of the step.
+        device: Peak rates of each device.
+        efficiency: Fractions of the peak rates that kernels reach.
+    """
     clock = _Clock(device, efficiency)
     phases: list[PhaseTime] = []
     policy, shape = plan.role("policy"), shapes.policy
@@ -188,7 +211,12 @@ def step_time(
 def forward_operations(shape: ModelShape, workload: Workload, *, has_logits: bool) -> Operations:
     """Count the operations of one forward pass over all conversations of a step.
 
-    A multiplication and an addition are two operations. Logits are computed of completions only.
+    A multiplication and an addition count as two operations. Only completions have logits.
+
+    Args:
+        shape: Shape of the model.
+        workload: The conversations.
+        has_logits: Whether the logits are computed; False for a reward model.
     """
     weights = sum(rows * columns for rows, columns in shape.linear_layers.values())
     completions = workload.num_prompts * workload.per_prompt * workload.completion_tokens
@@ -200,11 +228,15 @@ def forward_operations(shape: ModelShape, workload: Workload, *, has_logits: boo
 
 
 def training_operations(forward: Operations, training: TrainingRequest) -> float:
-    """Count the operations of the forward and the backward pass.
+    """Count the operations of the forward and the backward pass together.
 
-    A linear map is multiplied three times (once less where its weights are frozen), and once more
-    where it is computed again. A backward pass of flash attention has five products to the two of
-    the forward pass. Logits are not kept, so that they are computed twice.
+    A linear map is multiplied three times (twice if its weights are frozen), and once more if it is
+    recomputed. A backward pass of flash attention has five products to the two of the forward pass.
+    Logits are not kept, so they are computed twice.
+
+    Args:
+        forward: Operations of one forward pass.
+        training: Whether adapters are trained, and whether activations are recomputed.
     """
     again = 1.0 if training.recomputes else 0.0
     frozen = 1.0 if training.adapters.enabled else 0.0
@@ -215,7 +247,7 @@ def training_operations(forward: Operations, training: TrainingRequest) -> float
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """Turns operations and bytes of one device into seconds."""
+    """Converts operations and bytes of one device to seconds."""
 
     device: Device
     efficiency: Efficiency
@@ -229,7 +261,7 @@ class _Clock:
         link_bytes: float = 0.0,
         rate: float = 1.0,
     ) -> Cost:
-        """The slowest of products, memory and link, which work at the same time."""
+        """Return the cost of products, memory and link, which overlap: the slowest counts."""
         times: dict[Limit, float] = {
             "products": flops / (self.device.flops[precision] * self.efficiency.products),
             "memory": memory_bytes / (self.device.bandwidth * self.efficiency.memory),
@@ -245,13 +277,13 @@ class _Clock:
         )
 
     def rate(self, role: RolePlan) -> float:
-        """Bytes a second between the devices of a role."""
+        """Return the bytes per second between the devices of a role."""
         nodes = {slot.node for slot in role.slots}
         return self.device.link if len(nodes) == 1 else self.device.network
 
 
 def _together(costs: list[Cost]) -> Cost:
-    """Several costs one after the other; the longest decides what the limit is."""
+    """Return the cost of several costs in sequence; the longest one determines the limit."""
     longest = max(costs, key=lambda cost: cost.seconds)
     return Cost(
         flops=sum(cost.flops for cost in costs),
@@ -303,7 +335,7 @@ def _of_policy(
 
 
 def _passes(clock: _Clock, precision: Precision, flops: float, mesh: Mesh) -> Cost:
-    """Products that all devices of a role divide evenly."""
+    """Return the cost of products that all devices of a role divide evenly."""
     return clock.cost(precision, flops=flops / mesh.size)
 
 
@@ -358,7 +390,7 @@ def _scoring(
     workload: Workload,
     clock: _Clock,
 ) -> Cost:
-    """Every reward model reads all conversations, one model after the other."""
+    """Return the cost of all reward models, which read all conversations one after the other."""
     batch = plan.batch("reward_model")
     passes = -(-workload.tokens / role.mesh.dp // batch.tokens)
     costs = []
@@ -382,10 +414,11 @@ def _generation(
     workload: Workload,
     clock: _Clock,
 ) -> Cost:
-    """Prompts in one pass each, then one token of every completion under way at a time.
+    """Return the cost of prompts in one pass each, then of decoding token by token.
 
-    Each of these reads the weights and all keys and values once. Engines share a prompt's keys and
-    values in memory; the engine in process also reads them once for all completions of the prompt.
+    Each decoding step reads the weights and all keys and values once. Engines share a prompt's keys
+    and values in memory; the engine in process also reads them once for all completions of the
+    prompt.
     """
     role, drawing, batch = plan.role("generation"), request.drawing, plan.batch("generation")
     assert role is not None
@@ -438,10 +471,10 @@ def _transfer(
     shape: ModelShape,
     clock: _Clock,
 ) -> Cost:
-    """The weights that training changes, in float32, from the learner's first rank to all engines.
+    """Return the cost of sending the changed weights, in float32, from the learner to all engines.
 
-    The engine in process samples from the learner's own weights. vLLM takes them through the
-    memory of the host; between GPUs that the two have for themselves they go over NCCL.
+    The engine in process samples from the learner's own weights. vLLM takes them through the memory
+    of the host; between GPUs that the two have for themselves they go over NCCL.
     """
     training, drawing = request.training, request.drawing
     assert drawing is not None

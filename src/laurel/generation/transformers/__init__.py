@@ -1,1 +1,1 @@
-"""The generator in this process, on a model of transformers: continuous batching over forests."""
+"""The in-process generator on a transformers model: continuous batching over token forests."""

@@ -1,6 +1,6 @@
-"""Completions of many requests, one token of each at a time: rows end, and others take their place.
+"""Continuous batching: one token of every running completion at a time, in rows that are reused.
 
-The arithmetic of the engine, without threads: `generation/transformers/engine.py` calls it.
+This is the arithmetic of the engine, without threads; `generation/transformers/engine.py` calls it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 PREFILL_TOKENS = 8192
-"""Prompt tokens of one forward pass; a longer prompt goes alone."""
+"""Most prompt tokens of one forward pass; a longer prompt is computed alone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,18 +39,18 @@ class Ticket:
 
     request: GenerationRequest
     deliver: Callable[[Generated | EngineError], None]
-    """Called in the worker's thread."""
+    """Receives each completion, or an error; called in the worker's thread."""
     num_begun: int = 0
     num_ended: int = 0
     num_delivered: int = 0
     prompt: int | None = None
-    """Its id in the store, while its keys and values are there."""
+    """The prompt's id in the key-value store; None while its keys and values are not stored."""
     hidden_1D: Tensor | None = None
-    """The prompt's last hidden state, from which first tokens are sampled."""
+    """The prompt's last hidden state [1, D], from which the first tokens are sampled."""
 
     @property
     def num_left(self) -> int:
-        """Completions that have not begun."""
+        """The number of completions that have not begun."""
         return len(self.request.seeds_G) - self.num_begun
 
 
@@ -59,14 +59,14 @@ class _Row:
     ticket: Ticket
     index: int
     rest: str | None = None
-    """What the text says after the stop string, once there is one."""
+    """The text after the stop string, once the completion has one."""
 
 
 Finished = list[tuple[Ticket, Generated]]
 
 
 class ContinuousBatch:
-    """The completions under way."""
+    """The running completions of all requests, which advance together by one token a step."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ContinuousBatch:
         max_concurrent: int,
         fast_matmul: bool = True,
     ) -> None:
-        """Make an empty batch; see `TransformersEngine`."""
+        """Make an empty batch; the arguments are those of `TransformersEngine`."""
         self.model = model
         self.weight_version = 0
         self._tokenizer = tokenizer
@@ -97,15 +97,18 @@ class ContinuousBatch:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of keys and values."""
+        """The bytes of the stored keys and values."""
         return self._store.num_bytes
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Everything that `admit` and `step` need around them; the model is as before afterwards.
+        """Prepare the model for `admit` and `step`, and restore its state afterwards.
+
+        Inside the context modules are in evaluation mode, autocast is on, and no gradients are
+        recorded.
 
         Raises:
-            EngineError: The weights changed meanwhile.
+            EngineError: The weights changed inside the context.
         """
         in_training = [module for module in self.model.modules() if module.training]
         for module in in_training:
@@ -125,14 +128,17 @@ class ContinuousBatch:
             )
 
     def _weights_stamp(self) -> int:
-        """Changes with every change in place of a parameter."""
+        """Return a number that changes with every in-place change of a parameter."""
         return sum(p._version for p in self.model.parameters() if not p.is_inference())
 
     def admit(self, waiting: deque[Ticket]) -> Finished:
-        """Begin completions while there are slots, and sample their first tokens.
+        """Begin completions while slots are free and sample their first tokens.
 
         Args:
-            waiting: Requests in order; those of which anything begins are taken out.
+            waiting: Requests in order; a request is removed when its first completion begins.
+
+        Returns:
+            The completions that end with their first token.
         """
         finished: Finished = []
         while self._table.num_free and (self._partial is not None or waiting):
@@ -140,7 +146,7 @@ class ContinuousBatch:
         return finished
 
     def _choose(self, waiting: deque[Ticket]) -> list[tuple[Ticket, int]]:
-        """The next requests for which there are slots, and how many completions of each."""
+        """Return the next requests that fit, each with the number of its completions to begin."""
         chosen: list[tuple[Ticket, int]] = []
         num_free, num_tokens = self._table.num_free, 0
         while num_free and (self._partial is not None or waiting):
@@ -193,7 +199,7 @@ class ContinuousBatch:
             ticket.hidden_1D = hidden_D[None]
 
     def step(self) -> Finished:
-        """Sample one more token of every completion under way."""
+        """Sample one more token of every running completion; return the completions that end."""
         plan = self._store.next_step()
         if self._known is None or self._known[0] is not plan.ids:
             slots_N = np.array(plan.ids, np.int64)
@@ -204,7 +210,7 @@ class ContinuousBatch:
         return self._sample(hidden_ND, slots_N, sampling)
 
     def _sample(self, hidden_ND: Tensor, slots_N: Slots, sampling: SamplingRows) -> Finished:
-        """Sample the next token of each row; returns the completions that it ends, in order."""
+        """Sample the next token of each row; return the completions that it ends, in order."""
         logits_NV = self.model.logits(hidden_ND).float()
         uniform_N = torch.from_numpy(self._table.next_uniforms(slots_N)).to(logits_NV.device)
         sampled = sample_tokens(logits_NV, sampling, uniform_N)
@@ -267,7 +273,7 @@ class ContinuousBatch:
 
     @torch.inference_mode()
     def abort(self, ticket: Ticket) -> None:
-        """Forget what is left of a request."""
+        """Remove the unfinished completions of a request."""
         if self._partial is ticket:
             self._partial = None
         for slot in [slot for slot, row in self._rows.items() if row.ticket is ticket]:
@@ -275,13 +281,13 @@ class ContinuousBatch:
         self._forget_prompt(ticket)
 
     def free_memory(self) -> None:
-        """Give back what torch keeps of the memory that an idle batch has freed."""
+        """Empty torch's cache of the device memory that an idle batch no longer uses."""
         assert self.is_idle
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def clear(self) -> None:
-        """Forget everything, for good, and free the memory."""
+        """Remove all requests and free the memory; the batch cannot be used afterwards."""
         self._store = KeyValueStore(self.model.device)
         self._rows.clear()
         self._watches.clear()
@@ -296,15 +302,15 @@ FIRST_WIDTH = 64
 
 
 class RowTable:
-    """The tokens so far, and how the next one is sampled; a slot for each completion."""
+    """The tokens, log-probabilities and sampling parameters of each running completion, by slot."""
 
     def __init__(self, num_slots: int, vocab_size: int, end_ids: Sequence[int]) -> None:
         """Make an empty table.
 
         Args:
-            num_slots: Completions that fit.
-            vocab_size: V.
-            end_ids: Tokens that end any completion.
+            num_slots: Most completions that the table holds.
+            vocab_size: Size of the vocabulary, V.
+            end_ids: Ids of the tokens that end any completion.
         """
         self._free = list(range(num_slots))[::-1]
         self._end_ids = frozenset(end_ids)
@@ -324,11 +330,11 @@ class RowTable:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody has."""
+        """The number of free slots."""
         return len(self._free)
 
     def begin(self, seed: int, sampling: SamplingParams) -> int:
-        """Give a new completion a slot."""
+        """Assign a free slot to a new completion, and return the slot."""
         slot = self._free.pop()
         self._stop_set[slot] = self._set_of(self._end_ids | set(sampling.stop_token_ids))
         self._lengths[slot] = 0
@@ -341,14 +347,17 @@ class RowTable:
         return slot
 
     def end(self, slot: int) -> tuple[TokenIds, LogProbs]:
-        """Free a slot; the completion's tokens and their log-probabilities."""
+        """Free a slot; return its completion's tokens and their log-probabilities."""
         length = self._lengths[slot]
         del self._generators[slot]
         self._free.append(slot)
         return self._tokens[slot, :length].copy(), self._logprobs[slot, :length].copy()
 
     def record(self, slots: Slots, tokens_N: Any, logprobs_N: Any) -> npt.NDArray[np.bool_]:
-        """Add one token to each; whether it is a stop token or the last that is allowed."""
+        """Append one token to each slot; return whether it ends the completion.
+
+        A completion ends with a stop token, or at its largest number of tokens.
+        """
         places = self._lengths[slots]
         self._widen(int(places.max()) + 2)
         self._tokens[slots, places] = tokens_N
@@ -358,12 +367,12 @@ class RowTable:
         return is_last | (places + 1 >= self._limits[slots])
 
     def is_stop(self, slots: Slots, tokens_N: Any) -> npt.NDArray[np.bool_]:
-        """Whether each token ends its completion wherever it comes."""
+        """Return whether each token is a stop token of the completion in its slot."""
         found: npt.NDArray[np.bool_] = self._stops[self._stop_set[slots], tokens_N]
         return found
 
     def last_tokens(self, slots: Slots) -> npt.NDArray[np.int64]:
-        """The latest token of each."""
+        """Return the latest token of each slot."""
         return self._tokens[slots, self._lengths[slots] - 1].astype(np.int64)
 
     def next_uniforms(self, slots: Slots) -> npt.NDArray[np.float64]:
@@ -372,7 +381,10 @@ class RowTable:
         return found
 
     def sampling(self, slots: Slots, device: torch.device) -> SamplingRows:
-        """How the next tokens are sampled. Holds as long as the slots have the same owners."""
+        """Return the sampling parameters of the slots, as tensors on a device.
+
+        They stay valid as long as the slots hold the same completions.
+        """
         top_p, top_k = self._top_p[slots], self._top_k[slots]
         return SamplingRows(
             torch.from_numpy(self._temperature[slots]).to(device),
@@ -391,7 +403,7 @@ class RowTable:
         return self._stop_sets[stop_ids]
 
     def _widen(self, width: int) -> None:
-        """Make room for so many tokens; the numbers of each row go on from where they were."""
+        """Make room for `width` tokens; each row's random numbers continue its own sequence."""
         present = self._tokens.shape[1]
         if width <= present:
             return
@@ -408,18 +420,18 @@ class RowTable:
 
 
 class StopStringWatch:
-    """The text of one completion as it grows, until a stop string is in it.
+    """Decodes a completion token by token and detects its first stop string.
 
-    The text is without special tokens, as in `Generated`. A stop string may begin in one token and
-    end in another, and inside of a token.
+    The text omits special tokens, as in `Generated`. A stop string may span tokens, and may begin
+    or end inside a token.
     """
 
     def __init__(self, tokenizer: Any, stop_strings: Sequence[str]) -> None:
-        """Watch from the first token on.
+        """Begin before the first token of a completion.
 
         Args:
-            tokenizer: A fast one of transformers.
-            stop_strings: None of them empty.
+            tokenizer: A fast tokenizer of transformers.
+            stop_strings: At least one stop string, none of them empty.
         """
         self._tokenizer = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
@@ -428,11 +440,11 @@ class StopStringWatch:
         self._tail = ""
 
     def ends_with(self, token: int) -> str | None:
-        """Add a token.
+        """Append a token, and report whether it completes a stop string.
 
         Returns:
-            What the text says after the stop string that the token completes (the one that ends
-            first); None while there is none.
+            The text after the stop string that the token completes (the one that ends first); None
+            if it completes none.
         """
         new = self._stream.step(self._tokenizer, token)
         if not new:  # the token ends inside of a character

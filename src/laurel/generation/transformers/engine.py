@@ -1,8 +1,8 @@
-"""The generator inside the learner's process, on a Hugging Face model that nobody had to rewrite.
+"""The generator inside the learner's process, on an unmodified Hugging Face model.
 
-Every prompt is computed once for all its completions, and they share its keys and values. The
-completions of all requests are sampled together, one token of each in a step; one that ends gives
-its place to the next. All of it happens in one thread of the engine's own.
+Each prompt is computed once, and all its completions share its keys and values. The completions of
+all requests are sampled together, one token of each in a step; when one ends, the next takes its
+slot. All of this happens in one thread that the engine owns.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from laurel.types import Generated, GenerationRequest, Weights
 
 
 class TransformersEngine:
-    """A `Generator` in this process.
+    """A `Generator` that samples in this process with a transformers model.
 
-    Tokens depend on a completion's own seed; what else is being sampled changes log-probabilities
-    by float rounding only. Requests made in the same turn of the event loop begin together, so a
-    program that asks the same way again gets the same bits on a CPU.
+    The tokens of a completion depend on its own seed; the rest of the batch changes
+    log-probabilities by float rounding only. Requests made in the same turn of the event loop begin
+    together, so a program that repeats its requests gets identical bits on a CPU.
     """
 
     def __init__(
@@ -55,24 +55,24 @@ class TransformersEngine:
         weight_version: int = 0,
         fast_matmul: bool = True,
     ) -> None:
-        """Sample from a model.
+        """Make an engine that samples from a model.
 
         Args:
-            model: The learner's own. It must read token forests.
-            tokenizer: A fast one of transformers; the engine uses a copy.
-            end_ids: Tokens that end every completion, such as the end of a turn.
-            max_concurrent: Completions that are sampled side by side, at most.
-            shares_weights: Sample with the learner's weights themselves: they must not change while
-                requests are under way. Otherwise the engine has a copy, which `update_weights`
-                brings up to date, so that it can sample while the learner trains.
-            owns_model: Without shared weights: nobody else has the model, so that it need not be
-                copied.
-            weight_version: Of the weights as they are now.
-            fast_matmul: Multiply with the quicker of torch's two CPU libraries, where they
-                differ (`cpu_matmul`); otherwise with the one that the learner uses.
+            model: The learner's model. It must support token forests.
+            tokenizer: A fast tokenizer of transformers; the engine uses a copy.
+            end_ids: Ids of tokens that end every completion, such as the end of a turn.
+            max_concurrent: Most completions that are sampled at the same time.
+            shares_weights: True: sample with the learner's own weights, which must not change while
+                requests are running. False: sample with a copy, which `update_weights` updates, so
+                that the engine can sample while the learner trains.
+            owns_model: Without shared weights: whether the engine may use the model itself instead
+                of a copy, because nothing else uses it.
+            weight_version: The version of the weights that the model has now.
+            fast_matmul: Whether to multiply with the faster of torch's two CPU libraries, where
+                they differ (`cpu_matmul`), and not with the one that the learner uses.
 
         Raises:
-            ModelError: The model cannot be served.
+            ModelError: The model does not support generation with this engine.
         """
         if model.path != "forest":
             raise ModelError(
@@ -98,12 +98,12 @@ class TransformersEngine:
         return self._batch.weight_version
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
-        """Stream the completions of a request as they end.
+        """Stream the completions of a request, each as it ends.
 
-        What closes the iterator waits until the request takes no part any more.
+        Closing the iterator waits until the request has left the batch.
 
         Raises:
-            DataError: The prompt has no tokens, or tokens that the model does not know.
+            DataError: The prompt has no tokens, or tokens outside the model's vocabulary.
             ConfigError: The sampling parameters or seeds are out of range.
         """
         check_generation_request(request, vocab_size=self._vocab_size)
@@ -129,10 +129,11 @@ class TransformersEngine:
             await gone
 
     async def update_weights(self, weights: Weights) -> None:
-        """Take new weights, or only their version. With shared weights only the version changes.
+        """Load new weights into the engine's copy; with shared weights, set only the version.
 
         Raises:
-            EngineError: The weights are not those of this model. The engine is unusable then.
+            EngineError: The names or shapes are not those of this model. The engine is unusable
+                then.
         """
 
         def work() -> None:
@@ -143,7 +144,7 @@ class TransformersEngine:
         await self._do(work)
 
     async def answer_probe(self) -> ProbeAnswer:
-        """Compute the probe's log-probabilities with the weights as they are."""
+        """Compute the log-probabilities of the probe's tokens with the current weights."""
         model = self._batch.model
         ids_L = fitting_ids(self._vocab_size, max_length=num_positions(model.causal_lm))
         precision = str(model.precision).removeprefix("torch.")
@@ -157,12 +158,12 @@ class TransformersEngine:
         return answers[0]
 
     async def sleep(self) -> None:
-        """Give device memory back. Waits for the requests that are under way."""
+        """Wait for running requests, then release device memory."""
         self._worker.set_asleep(True)
         await self._do(self._batch.free_memory)
 
     async def wake(self) -> None:
-        """Take memory again, and go on with requests."""
+        """Allocate device memory again and resume requests."""
         self._worker.set_asleep(False)
 
     async def _do(self, work: Callable[[], None]) -> None:
@@ -172,12 +173,12 @@ class TransformersEngine:
         await done
 
     def close(self) -> None:
-        """End the generator. Open requests get an `EngineError`; at most one step is waited for."""
+        """End the engine; open requests get an `EngineError`. Blocks for one step at most."""
         self._finalizer()
 
 
 def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *values: Any) -> None:
-    """Call a function in a loop's thread; nobody listens where the loop has ended."""
+    """Call a function in a loop's thread; do nothing if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *values)
 
@@ -197,21 +198,21 @@ def _settle(future: asyncio.Future[None], error: BaseException | None = None) ->
 
 @dataclass(slots=True, eq=False)
 class IdleTask:
-    """Work for a moment when no request is under way."""
+    """A function that the worker runs when no request is running."""
 
     work: Callable[[], None]
     done: Callable[[BaseException | None], None]
-    """Called in the worker's thread."""
+    """Receives the error of the work, or None; called in the worker's thread."""
 
 
 class GenerationWorker:
-    """Runs a batch in a thread of its own, from the first request on.
+    """Runs a batch in a thread of its own, which starts with the first request.
 
-    Jobs come before requests that have not begun. `done` and `deliver` functions must not block.
+    Jobs run before requests that have not begun. The callbacks `done` and `deliver` must not block.
     """
 
     def __init__(self, batch: ContinuousBatch) -> None:
-        """Hold a batch that nobody else touches from now on."""
+        """Take over a batch that nothing else uses from now on."""
         self._batch = batch
         self._changed = threading.Condition()
         # All below is guarded by `_changed`.
@@ -222,29 +223,29 @@ class GenerationWorker:
         self._open: set[Ticket] = set()
         self._is_asleep = False
         self._end: EngineError | None = None
-        """Why there is no more to expect."""
+        """The error for requests after the end; None while the worker runs."""
         self._thread: threading.Thread | None = None
         self._gone: deque[Callable[[], None]] = deque()
-        """To be called as soon as the model is free. Of the thread alone."""
+        """Callbacks to call as soon as the model is free; only the thread uses them."""
 
     # ------------------------------------------------------------------------- from other threads
 
     def arrive(self, ticket: Ticket) -> None:
-        """Announce a request. `hand_over` makes all that have arrived begin together."""
+        """Register a request; it begins at the next `hand_over`."""
         with self._changed:
             self._check_alive()
             self._arriving.append(ticket)
             self._open.add(ticket)
 
     def hand_over(self) -> None:
-        """Let the requests that have arrived begin, in order."""
+        """Begin all registered requests together, in order."""
         with self._changed:
             self._waiting.extend(self._arriving)
             self._arriving.clear()
             self._wake_up()
 
     def abort(self, ticket: Ticket, gone: Callable[[], None]) -> None:
-        """Forget what is left of a request; `gone` is called when it takes no part any more."""
+        """Abort a request; call `gone` when it has left the batch."""
         with self._changed:
             if ticket in self._open and self._end is None:
                 self._aborts.append((ticket, gone))
@@ -253,21 +254,21 @@ class GenerationWorker:
         gone()
 
     def submit(self, job: IdleTask) -> None:
-        """Have a job done."""
+        """Queue a job, which runs when no request is running."""
         with self._changed:
             self._check_alive()
             self._jobs.append(job)
             self._wake_up()
 
     def set_asleep(self, is_asleep: bool) -> None:
-        """Keep requests waiting from now on, or no longer."""
+        """Hold requests back from now on, or admit them again."""
         with self._changed:
             self._check_alive()
             self._is_asleep = is_asleep
             self._wake_up()
 
     def close(self) -> None:
-        """End the thread; whatever is open gets an `EngineError`. Idempotent."""
+        """End the thread; every open request gets an `EngineError`. Idempotent."""
         with self._changed:
             if self._end is None:
                 self._end = EngineError("the generator was closed")
@@ -308,7 +309,7 @@ class GenerationWorker:
             self._end = ended
 
     def _wait(self) -> bool:
-        """Until there is something to do; false when it is time to end."""
+        """Wait for work; return False when the thread must end."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._end or self._jobs or self._aborts or self._may_begin()
@@ -332,9 +333,10 @@ class GenerationWorker:
             job.done(None)
 
     def _generate(self) -> None:
-        """Sample until no request is under way.
+        """Sample until no request is running.
 
-        The last completions go out when the model is as it was before: their receiver may train it.
+        The last completions are delivered after the model's state is restored, because their
+        receiver may train it.
         """
         self._take_aborts()
         finished: Finished = []
@@ -351,7 +353,7 @@ class GenerationWorker:
             return self._end is None and (not self._batch.is_idle or self._may_begin())
 
     def _advance(self) -> Finished:
-        """Begin what there is room for, and sample one more token of everything."""
+        """Begin the completions that fit, and sample one more token of each."""
         with self._changed:
             candidates = deque(self._waiting if self._may_begin() else ())
         num_candidates = len(candidates)
@@ -388,7 +390,7 @@ class GenerationWorker:
             self._batch.abort(ticket)
 
     def _finish(self) -> None:
-        """Tell everybody who still expects something that nothing will come."""
+        """Fail every open request and job."""
         self._take_aborts()
         with self._changed:
             assert self._end is not None
@@ -417,17 +419,18 @@ class GenerationWorker:
 
 
 class HeldWeights:
-    """The policy as it was at the last `take`, without adapters, gradients or dropout."""
+    """A copy of the policy without adapters, gradients or dropout, updated by `take`."""
 
     def __init__(self, model: PolicyModel, *, owns_model: bool = False) -> None:
         """Copy a model.
 
         Args:
-            model: The learner's own, or one that nobody else has.
-            owns_model: Nobody else has it: it need not be copied, unless it has adapters.
+            model: The learner's model, or one that nothing else uses.
+            owns_model: Whether nothing else uses the model, so that it is copied only if it has
+                adapters.
 
         Raises:
-            ModelError: transformers saves its weights otherwise than it holds them.
+            ModelError: transformers saves the model's weights in another layout than it holds them.
         """
         is_taken = owns_model and not adapted_layers(model.causal_lm)
         self.model = model if is_taken else copy.deepcopy(model)
@@ -458,11 +461,11 @@ class HeldWeights:
         return dict(self.model.named_weights())
 
     def take(self, weights: Weights) -> None:
-        """Copy weights in by name: when all have been copied before, those that change.
+        """Copy new weights in by name; once all were copied, only those that training changes.
 
         Raises:
-            EngineError: A name or shape is not that of this model, or a weight is missing. Some of
-                the weights may be the new ones by then.
+            EngineError: A weight is missing, or has a name or shape that the model lacks. Some
+                weights may be replaced already.
         """
         left = self._targets()
         changing = weights.changing if self._has_all else None

@@ -1,8 +1,8 @@
-"""The next token of every row, from its logits and a random number that belongs to it.
+"""Samples the next token of every row from its logits and a random number of its own.
 
-Each row's number comes from the seed of its own completion and decides by itself: the token is the
-one at which the row's cumulative distribution passes the number. So a completion does not depend
-on what else is in the batch.
+Each row's number comes from the seed of its own completion: the token is the one at which the row's
+cumulative distribution passes the number (inverse transform sampling). So a completion does not
+depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -14,43 +14,44 @@ import torch
 from torch import Tensor
 
 CANDIDATES = 256
-"""Likeliest tokens that are tried first for a share: sorting a whole vocabulary is slow."""
+"""Number of most likely tokens that top-p tries first: sorting a whole vocabulary is slow."""
 CHUNK = 1 << 22
-"""Numbers of float64 held at a time."""
+"""Most float64 numbers in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingRows:
-    """How the next token of each row is sampled, on the device of the logits."""
+    """The sampling parameters of each row, on the device of the logits."""
 
     temperature_N: Tensor
-    """float32; 0 takes the likeliest token."""
+    """float32 [N]; 0 selects the most likely token."""
     top_p_N: Tensor
-    """float32; 1 keeps every token."""
+    """float32 [N]; 1 keeps every token."""
     top_k_N: Tensor
-    """int64; 0 keeps every token."""
+    """int64 [N]; 0 keeps every token."""
     filtered: tuple[int, ...]
-    """Rows with a `top_p` or a `top_k`."""
+    """Indices of the rows with a `top_p` below 1 or a `top_k` above 0."""
     has_greedy: bool
-    """Whether any temperature is 0."""
+    """Whether any row has temperature 0."""
 
 
 class Sampled(NamedTuple):
-    """The sampled tokens and their log-probabilities."""
+    """The sampled token of each row and its log-probability."""
 
     tokens_N: Tensor
-    """int64"""
+    """int64 [N]: the id of each row's token."""
     logprobs_N: Tensor
-    """float32: under `softmax(logits / temperature)`; not a number where the logits are not."""
+    """float32 [N]: log-probabilities under `softmax(logits / temperature)`; NaN where logits are
+    NaN."""
 
 
 def sample_tokens(logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> Sampled:
-    """The next token of every row.
+    """Sample the next token of every row.
 
     Args:
-        logits_NV: float32; overwritten.
-        rows: How to sample.
-        uniform_N: float64 in [0, 1).
+        logits_NV: float32 [N, V]; overwritten.
+        rows: The sampling parameters of each row.
+        uniform_N: float64 [N] in [0, 1): the random number that decides each row's token.
     """
     step = max(1, CHUNK // logits_NV.shape[1])
     parts = [
@@ -89,7 +90,10 @@ def _sample(logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor, start: int
 
 
 def _where_it_passes(cumulative_NV: Tensor, uniform_N1: Tensor) -> Tensor:
-    """The first entry of each row above its share of the total; one of weight 0 never is."""
+    """Return the first index of each row whose cumulative weight exceeds its share of the total.
+
+    An entry of weight 0 is never returned.
+    """
     total_N1 = cumulative_NV[:, -1:]
     # A share that rounds up to the total would point past the end.
     below_N1 = torch.nextafter(total_N1, torch.zeros_like(total_N1))
@@ -100,15 +104,15 @@ def _where_it_passes(cumulative_NV: Tensor, uniform_N1: Tensor) -> Tensor:
 
 
 def keep_likeliest(weights_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor) -> Tensor:
-    """Set all but the likeliest tokens to 0.
+    """Set the weights of all but the most likely tokens to 0 (top-k, then top-p).
 
-    `top_k` first, then `top_p` of what is left: as few of the likeliest as make up that share.
-    Tokens as likely as the last one kept stay too.
+    Top-p applies to what top-k left: it keeps the fewest of the most likely tokens that together
+    reach the share. Tokens as likely as the last one kept are kept too.
 
     Args:
-        weights_FV: float32, not negative, of any sum; at least one is above 0 in each row.
-        top_k_F: int64; 0 keeps all.
-        top_p_F: float32; 1 keeps all.
+        weights_FV: float32 [F, V], not negative, of any sum; each row has one above 0.
+        top_k_F: int64 [F]; 0 keeps all.
+        top_p_F: float32 [F]; 1 keeps all.
     """
     count = min(max(CANDIDATES, int(top_k_F.max())), weights_FV.shape[1])
     best_FC = weights_FV.topk(count, dim=1).values

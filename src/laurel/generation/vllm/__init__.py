@@ -1,1 +1,1 @@
-"""The generator and the scorer that run on vLLM."""
+"""The generator and the reward-model scorer that run on vLLM."""

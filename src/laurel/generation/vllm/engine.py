@@ -56,19 +56,22 @@ class VllmEngine:
     """A `Generator` on vLLM.
 
     Args:
-        model_dir: Hugging Face directory, tokenizer included, with the weights of `weight_version`.
-        spec: `max_concurrent`, `vllm_cfg`, `vllm_kwargs`, `colocated` and `weight_probe_tolerance`
-            of its settings are read; `vllm_cfg.max_model_len` overrides its `max_length`. Its
-            `end_ids` alone end a completion, not the end tokens of the model's own configuration.
+        model_dir: A Hugging Face directory, tokenizer included, with the weights of
+            `weight_version`.
+        spec: The engine's settings. It reads `max_concurrent`, `vllm_cfg`, `vllm_kwargs`,
+            `colocated` and `weight_probe_tolerance`; `vllm_cfg.max_model_len` overrides
+            `max_length`. Only `end_ids` end a completion, not the end tokens of the model's own
+            configuration.
         precision: Dtype of the weights, where `vllm_cfg.precision` is `auto`.
-        probe: The learner's log-probabilities of given tokens; asked at the start and after every
-            `update_weights`, in a thread other than the caller's. None: somebody else compares
-            them with `answer_probe`.
+        probe: Computes the learner's log-probabilities of given tokens; called at the start and
+            after every `update_weights`, in a thread other than the caller's. None: the caller
+            compares them itself, with `answer_probe`.
 
     Raises:
         MissingDependencyError: vLLM is not installed.
         ConfigError: `vllm_kwargs` has a key that vLLM does not know, or that Laurel sets.
-        EngineError: vLLM does not start, or computes something else than the learner.
+        EngineError: vLLM does not start, or computes log-probabilities that differ from those of
+            the learner.
     """
 
     def __init__(
@@ -85,14 +88,15 @@ class VllmEngine:
         self._num_requests = itertools.count()
         self._life = Lifeline()
         self._doubt: LaurelError | None = None
-        """Why its weights must not be sampled from."""
+        """The error that forbids sampling from the current weights; None while they are correct."""
         self._gate = PauseGate()
         self._is_asleep = self._has_all = False
         self._llm: Any = None
         self._processes: list[Any] = []
         self._segments: set[str] = set()
         self.probe_difference = 0.0
-        """Largest difference of log-probabilities when they were last compared."""
+        """Largest difference of log-probabilities between engine and learner at the last
+        comparison."""
 
         with environment(ENVIRONMENT):
             self._vllm = _import_vllm()
@@ -149,7 +153,7 @@ class VllmEngine:
         self._gate.open()
 
     def close(self) -> None:
-        """Stop vLLM and whatever it has started. Open iterators end with `EngineError`."""
+        """Stop vLLM and all its processes. Open iterators end with an `EngineError`."""
         atexit.unregister(self.close)
         if not self._background.close(self._end()):
             return
@@ -177,13 +181,13 @@ class VllmEngine:
         return self._weight_version
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
-        """Stream the completions of a request as they end.
+        """Stream the completions of a request, each as it ends.
 
-        What closes the iterator waits until vLLM has dropped the request.
+        Closing the iterator waits until vLLM has dropped the request.
 
         Raises:
-            DataError: The prompt is empty, fills the context, or is of another vocabulary.
-            ConfigError: vLLM cannot sample like that.
+            DataError: The prompt is empty, fills the context, or has tokens outside the vocabulary.
+            ConfigError: vLLM does not support the sampling parameters.
         """
         check_generation_request(request, vocab_size=self._vocab_size)
         check_limits(
@@ -257,9 +261,9 @@ class VllmEngine:
     # ------------------------------------------------------------------------------------- weights
 
     async def update_weights(self, weights: Weights) -> None:
-        """Take new weights, or only their version.
+        """Load new weights into vLLM, or set only the version if the values are unchanged.
 
-        After an error nothing is sampled until an update has succeeded.
+        After an error the engine refuses requests until an update has succeeded.
         """
         await self._elsewhere(self._update(weights))
 
@@ -313,7 +317,7 @@ class VllmEngine:
         self.probe_difference = await asyncio.to_thread(compare)
 
     async def answer_probe(self) -> ProbeAnswer:
-        """Compute the probe's log-probabilities with the weights as they are."""
+        """Compute the log-probabilities of the probe's tokens with the current weights."""
         return await asyncio.wrap_future(self._background.submit(self._answer_probe()))
 
     async def _answer_probe(self) -> ProbeAnswer:
@@ -324,11 +328,11 @@ class VllmEngine:
         return ProbeAnswer(ids_L, np.asarray(logprobs, np.float32), self._tolerance)
 
     async def sleep(self) -> None:
-        """Give device memory back; on a CPU requests wait, and it is kept."""
+        """Hold requests back and release device memory; on a CPU the memory is kept."""
         await self._elsewhere(self._set_asleep(True))
 
     async def wake(self) -> None:
-        """Take memory again, and go on with requests."""
+        """Allocate device memory again and resume requests."""
         await self._elsewhere(self._set_asleep(False))
 
     async def _set_asleep(self, is_asleep: bool) -> None:
@@ -364,7 +368,7 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """New requests wait, and those under way have ended."""
+        """Hold new requests back, and wait until none is running."""
         async with self._gate.alone():
             try:
                 if (reason := self._life.failure) is not None:
@@ -397,25 +401,26 @@ def _import_vllm() -> SimpleNamespace:
 # The life of a vLLM that was started here, and the processes that it has started.
 
 WATCH_SECONDS = 0.2
-"""How often it is asked whether vLLM is alive."""
+"""Seconds between two checks of whether vLLM is alive."""
 SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
-"""How the files of vLLM's shared memory begin: its queues, and its sums on a CPU."""
+"""Path prefixes of vLLM's shared-memory files: of its queues, and of its all-reduce on a CPU."""
 DIED = "vLLM died; what it wrote is above. Without a word: most likely out of memory (see dmesg)"
 
 
 async def death_of(llm: Any) -> None:
-    """Return when it has died."""
+    """Wait until a vLLM engine has died."""
     while not llm.errored:
         await asyncio.sleep(WATCH_SECONDS)
 
 
 def end(llm: Any, processes: Iterable[Any], segments: Iterable[str] = ()) -> None:
-    """End it and its processes, whatever state they are in.
+    """Shut down a vLLM engine and kill its processes, whatever state they are in.
 
     Args:
-        llm: The engine; None where it was never made.
-        processes: Of `processes_of`.
-        segments: Of `segments_of`; vLLM 0.32 leaves some of them behind.
+        llm: The engine; None if it was never made.
+        processes: The engine's processes, as `processes_of` returned them.
+        segments: Its shared-memory files, as `segments_of` returned them; vLLM 0.32 leaves some of
+            them behind.
     """
     if llm is not None:
         with suppress(Exception):
@@ -429,14 +434,14 @@ def end(llm: Any, processes: Iterable[Any], segments: Iterable[str] = ()) -> Non
 
 
 def processes_of(llm: Any) -> list[Any]:
-    """All of them, as psutil's processes."""
+    """Return all processes of a vLLM engine, with their descendants, as psutil's processes."""
     psutil: Any = importlib.import_module("psutil")  # vLLM needs it too
     started = [psutil.Process(p.pid) for p in llm.engine_core.resources.engine_manager.processes]
     return started + [child for process in started for child in process.children(recursive=True)]
 
 
 def segments_of(processes: Iterable[Any]) -> set[str]:
-    """Files of the shared memory that they have just now; of `processes_of`."""
+    """Return the paths of vLLM's shared-memory files that these processes map now."""
     found: set[str] = set()
     for process in processes:
         with suppress(Exception):  # it has ended
@@ -445,7 +450,10 @@ def segments_of(processes: Iterable[Any]) -> set[str]:
 
 
 def remove(segments: Iterable[str]) -> None:
-    """Remove those that are still there; memory is given back when nobody has them any more."""
+    """Unlink those shared-memory files that still exist.
+
+    The system frees their memory when no process maps them any more.
+    """
     for path in segments:
         with suppress(OSError):
             os.unlink(path)
@@ -456,15 +464,21 @@ def remove(segments: Iterable[str]) -> None:
 
 _FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
 COLDEST, HOTTEST = 0.01, 2.0
-"""The temperatures that vLLM takes, besides 0; it would raise lower ones."""
+"""The lowest and highest temperature that vLLM accepts besides 0; it would raise lower ones."""
 
 
 def check_limits(request: GenerationRequest, *, max_length: int, reports_untruncated: bool) -> None:
-    """Refuse what vLLM would sample differently from what was asked.
+    """Raise an error for a request that vLLM would not sample as specified.
+
+    Args:
+        request: The request.
+        max_length: Most tokens of a prompt and its completion together.
+        reports_untruncated: Whether vLLM's sampler reports log-probabilities from before top-p and
+            top-k; if not, requests with either are refused.
 
     Raises:
         DataError: The prompt fills the context.
-        ConfigError: Sampling parameters that vLLM does not follow.
+        ConfigError: vLLM does not support the sampling parameters.
     """
     length, sampling = len(request.prompt_ids), request.sampling
     if length >= max_length:
@@ -488,7 +502,7 @@ def check_limits(request: GenerationRequest, *, max_length: int, reports_untrunc
 def sampling_arguments(
     request: GenerationRequest, seed: int, *, max_length: int, end_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Arguments of vLLM's `SamplingParams` for one completion."""
+    """Return the arguments of vLLM's `SamplingParams` for one completion of a request."""
     sampling = request.sampling
     return {
         "max_tokens": min(sampling.max_new_tokens, max_length - len(request.prompt_ids)),
@@ -514,7 +528,7 @@ def as_generated(
     stop_strings: Sequence[str],
     weight_version: int,
 ) -> Generated:
-    """A `CompletionOutput` of vLLM's that has ended."""
+    """Convert a finished `CompletionOutput` of vLLM to a `Generated`."""
     ids = list(completion.token_ids)
     logprobs = [completion.logprobs[i][token].logprob for i, token in enumerate(ids)]
     return Generated(

@@ -1,10 +1,10 @@
-"""A reward model in vLLM's processes: token ids in, outputs of its head out.
+"""A reward model in vLLM's processes: it reads token ids and returns the outputs of its head.
 
-Written against vLLM 0.32, which squashes what a head gives unless a setting forbids it, and decides
-by the model where it reads the hidden state. Both are set here in every place that vLLM has for
-them, and the caller proves by known scores that vLLM has followed.
+Written against vLLM 0.32, which applies an activation to the head's outputs unless a setting
+forbids it, and chooses by the model which hidden state it reads. Laurel sets both in every place
+that vLLM has for them, and the caller checks with known scores that vLLM obeys.
 
-On a CPU the model runs eagerly, and `sleep` does nothing: vLLM gives memory back on GPUs only.
+On a CPU the model runs eagerly, and `sleep` does nothing: vLLM releases memory on GPUs only.
 """
 
 from __future__ import annotations
@@ -44,26 +44,25 @@ class PoolingOptions:
     precision: str = "float32"
     """Dtype of the weights and of the decoder's arithmetic; the head computes in float32."""
     tensor_parallel_size: int = 1
-    """GPUs that one model is spread over."""
+    """Number of GPUs that one copy of the model is split over."""
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory that vLLM takes."""
+    """Fraction of a GPU's memory that vLLM takes."""
     may_sleep: bool = False
-    """Whether memory of GPUs is given back by `sleep`, which costs some at the start."""
+    """Whether `sleep` releases GPU memory; enabling it takes some time at the start."""
     revision: str | None = None
-    """Commit or tag of a model on the hub."""
+    """Commit or tag of a model on the Hugging Face hub; None: the default branch."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Whether Python code that comes with the model may run."""
     safetensors_only: bool = True
-    """Refuse pickled weights."""
+    """Whether to load weights from safetensors files only, and never from pickles."""
     config_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Keys changed in the model's own configuration."""
+    """Keys of the model's own configuration to override, with their values."""
 
 
 class VllmPooling:
-    """Computes the outputs of a classifier's head. Calls come from any thread.
+    """Computes the outputs of a classifier's head in vLLM. Any thread may call it.
 
-    It is started in processes of its own, so a program that makes one needs the usual
-    `if __name__ == "__main__":`.
+    vLLM spawns processes, so a program that makes one needs the usual `if __name__ == "__main__":`.
     """
 
     def __init__(
@@ -75,18 +74,19 @@ class VllmPooling:
         batch_tokens: int,
         reads_last: bool,
     ) -> None:
-        """Start vLLM.
+        """Start vLLM with a reward model.
 
         Args:
-            model: Hugging Face directory of a classifier, or its name on the hub.
-            options: See there.
-            max_length: Tokens of the longest conversation.
-            batch_tokens: Tokens of one forward pass; more where one conversation is longer.
-            reads_last: The score is read from the last token; False: the model pools by itself.
+            model: A Hugging Face directory of a classifier, or its name on the hub.
+            options: How vLLM loads and runs the model.
+            max_length: Most tokens of a conversation.
+            batch_tokens: Most tokens of one forward pass; raised to `max_length` if that is larger.
+            reads_last: True: the score is read from the last token. False: the model pools by
+                itself.
 
         Raises:
             MissingDependencyError: vLLM is not installed.
-            EngineError: It does not start, and why as far as it says so.
+            EngineError: vLLM does not start; the message has the reason that vLLM gives.
         """
         self._max_length = max_length
         self._num_requests = itertools.count()
@@ -147,10 +147,7 @@ class VllmPooling:
         self._life.cut(EngineError(DIED))
 
     def close(self) -> None:
-        """Stop vLLM and whatever it has started; what waits for it gets an `EngineError`.
-
-        Idempotent.
-        """
+        """Stop vLLM and all its processes; pending calls get an `EngineError`. Idempotent."""
         atexit.unregister(self.close)
         if not self._background.close(self._end()):
             return
@@ -164,13 +161,18 @@ class VllmPooling:
     # --------------------------------------------------------------------------------------- values
 
     def submit(self, rows: Sequence[Sequence[int]]) -> Future[np.ndarray]:
-        """Begin with the outputs of the head for some conversations, float32 `[N, K]`, in order.
+        """Start to compute the head's outputs for some conversations, given as token ids.
 
-        Rows that begin alike are computed alike once, by blocks, also those of other calls.
-        Cancelling the future ends them. Its errors:
+        The future's result is float32 `[N, K]`, in the order of the rows. Common prefixes of rows
+        are computed once, by blocks, also across calls. Cancelling the future cancels the
+        computation. Errors of the future:
 
-        - `DataError`: A row is too long, empty, or of another vocabulary; none is computed.
-        - `EngineError`: It is dead or closed.
+        - `DataError`: vLLM refuses a conversation.
+        - `EngineError`: vLLM died, failed or was closed.
+
+        Raises:
+            DataError: A row is empty, too long, or has tokens outside the vocabulary.
+            EngineError: vLLM was closed.
         """
         for row in rows:
             self._check(row)
@@ -216,12 +218,15 @@ class VllmPooling:
     # --------------------------------------------------------------------------------------- memory
 
     def sleep(self) -> None:
-        """Give the memory of GPUs back; the weights wait on the host. Ask for nothing meanwhile."""
+        """Release GPU memory and keep the weights on the host.
+
+        Nothing may be submitted until `wake`.
+        """
         if self._gives_memory_back:
             self._wait_for(self._llm.sleep(level=1))
 
     def wake(self) -> None:
-        """Be as before `sleep`."""
+        """Bring the weights back to the GPUs after `sleep`."""
         if self._gives_memory_back:
             self._wait_for(self._llm.wake_up())
 

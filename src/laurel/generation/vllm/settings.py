@@ -1,4 +1,4 @@
-"""Laurel's configuration in vLLM's words."""
+"""Translates Laurel's configuration to the arguments and environment variables of vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from laurel.config.grpo import GenerationConfig
 from laurel.errors import ConfigError, MissingDependencyError
 
 CPU_CACHE_BYTES = 1 << 30
-"""Memory for K/V on a CPU; `vllm_kwargs.kv_cache_memory_bytes` changes it."""
+"""Bytes for keys and values on a CPU; `vllm_kwargs.kv_cache_memory_bytes` overrides it."""
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -26,17 +26,19 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
 }
-"""Keeps vLLM's processes quiet, on this machine, and without reports to its authors."""
+"""Environment variables that keep vLLM's processes quiet, on this machine, and without usage
+reports."""
 EAGER_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
-"""On a CPU, vLLM compiles a helper of its sampler even so: ten seconds for the first token."""
+"""Environment variables that disable compilation. Even in eager mode, vLLM compiles a helper of its
+CPU sampler, which delays the first token by ten seconds."""
 
 
 def cpu_environment(num_workers: int, *, is_eager: bool) -> dict[str, str]:
-    """Variables for vLLM's processes on a CPU.
+    """Return the environment variables for vLLM's processes on a CPU.
 
     Args:
-        num_workers: Processes that hold the model once between them.
-        is_eager: Nothing is to be compiled.
+        num_workers: Number of processes that together hold one copy of the model.
+        is_eager: Whether to disable compilation.
     """
     found = dict(EAGER_ENVIRONMENT) if is_eager else {}
     if num_workers > 1:
@@ -45,10 +47,10 @@ def cpu_environment(num_workers: int, *, is_eager: bool) -> dict[str, str]:
 
 
 def _cores_of_each(num_workers: int) -> str:
-    """An equal part of the cores for each process.
+    """Return an equal part of the cores for each process.
 
-    By itself vLLM 0.32 gives each a memory node of its own, and does not start where there are
-    fewer of those.
+    By default vLLM 0.32 binds each process to a memory node of its own, and does not start where
+    there are fewer nodes than processes.
     """
     cores = sorted(os.sched_getaffinity(0))  # where there is none, vLLM has no CPU build either
     each = len(cores) // num_workers
@@ -59,10 +61,13 @@ def _cores_of_each(num_workers: int) -> str:
 
 
 def check_has_vllm(key: str) -> None:
-    """Refuse a setting that needs vLLM where it is not installed.
+    """Raise an error if vLLM is not installed.
+
+    Args:
+        key: The setting that needs vLLM, for the message.
 
     Raises:
-        MissingDependencyError: It is not.
+        MissingDependencyError: vLLM is not installed.
     """
     if importlib.util.find_spec("vllm") is None:
         raise MissingDependencyError.of("vllm", extra="vllm", purpose=key)
@@ -70,13 +75,13 @@ def check_has_vllm(key: str) -> None:
 
 @contextmanager
 def importing_vllm(purpose: str) -> Iterator[None]:
-    """Import from vLLM in here: without the warnings of what it imports itself.
+    """Return a context to import vLLM in: it hides import warnings and explains a missing vLLM.
 
     Args:
-        purpose: What needs it, for the error.
+        purpose: What needs vLLM, for the error message.
 
     Raises:
-        MissingDependencyError: It is not installed.
+        MissingDependencyError: vLLM is not installed.
     """
     try:
         with warnings.catch_warnings():
@@ -89,7 +94,7 @@ def importing_vllm(purpose: str) -> Iterator[None]:
 
 
 def engine_dtype(generation: GenerationConfig, policy_precision: str) -> str:
-    """Dtype of the engine's weights."""
+    """Return the dtype of the engine's weights: its own setting, or with `auto` the policy's."""
     chosen = generation.vllm_cfg.precision
     return policy_precision if chosen == "auto" else chosen
 
@@ -105,14 +110,20 @@ def engine_arguments(
     on_cpu: bool,
     known: Collection[str],
 ) -> dict[str, Any]:
-    """Arguments of vLLM's `AsyncEngineArgs`.
+    """Return the arguments of vLLM's `AsyncEngineArgs`.
 
     Args:
-        worker: Import path of the worker's extension.
-        known: Names of all arguments there are.
+        model_dir: Hugging Face directory with the weights and the tokenizer.
+        generation: The section `policy.generation`.
+        max_length: Most tokens of a prompt and its completion together.
+        precision: Dtype of the weights.
+        seed: Seed of the engine.
+        worker: Import path of the class that extends vLLM's worker.
+        on_cpu: Whether vLLM runs on a CPU, where some defaults differ.
+        known: Names of all arguments that `AsyncEngineArgs` has.
 
     Raises:
-        ConfigError: `vllm_kwargs` has one that there is not, or that another key decides.
+        ConfigError: `vllm_kwargs` has an unknown argument, or one that another setting decides.
     """
     settings = generation.vllm_cfg
     decided = {
@@ -171,7 +182,7 @@ def _check_kwargs(
 
 @contextmanager
 def environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Variables for the processes to be started, where the user has not set them."""
+    """Set environment variables inside the context, except those that the user has set."""
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
     try:

@@ -1,7 +1,7 @@
-"""What Laurel adds to vLLM's worker, where the model is. Runs in vLLM's process, by its name.
+"""Laurel's extension of vLLM's worker. It runs in vLLM's process, which imports it by name.
 
-Written against vLLM 0.32. It reaches the worker only through attributes, so it needs no vLLM to be
-imported; `VllmEngine` proves by its probe that it still does what it should.
+Written against vLLM 0.32. It reaches the worker only through attributes, so it can be imported
+without vLLM; the probe of `VllmEngine` checks that it still works.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class LaurelWorker:
     reload_weights: Callable[..., None]
 
     def laurel_end_with(self, pid: int) -> None:
-        """End this process, and vLLM's scheduler with it, when a process has ended.
+        """End this process and vLLM's scheduler when the process with this id has ended.
 
-        vLLM outlives a program that is killed, and keeps its memory. Its shared memory goes, too.
+        Otherwise vLLM would outlive a program that is killed, and keep its memory. Its shared
+        memory is removed, too.
         """
         if hasattr(os, "pidfd_open"):
             psutil: Any = importlib.import_module("psutil")  # vLLM needs it too
@@ -40,34 +41,39 @@ class LaurelWorker:
             waiting.start()
 
     def laurel_prepare_stage(self) -> None:
-        """Make the buffer that a later stage of a pipeline takes the work of earlier ones into.
+        """Allocate the buffer in which a later pipeline stage receives its inputs.
 
-        vLLM makes it on its first pass of trial, which a model that runs eagerly on a CPU with a
-        cache of given size never has.
+        vLLM allocates it in its profiling pass, which is skipped for a model that runs eagerly on a
+        CPU with a cache of given size.
         """
         runner = self.model_runner
         if hasattr(runner, "intermediate_tensors") and runner.intermediate_tensors is None:
             runner.profile_run()
 
     def laurel_load_weights(self, paths: list[str]) -> list[str]:
-        """Take the weights from files. Names the modules that were packed again."""
+        """Load weights from safetensors files; return the names of modules that were repacked."""
         self.reload_weights(weights_iterator=_tensors(paths))
         with torch.no_grad():
             return repack(self.model_runner.get_model())
 
     def laurel_report_untruncated_logprobs(self) -> bool:
-        """Report log-probabilities from before top-p and top-k. False: not possible here."""
+        """Make the sampler report log-probabilities from before top-p and top-k.
+
+        Returns:
+            False if this vLLM's sampler does not support it.
+        """
         sampler = getattr(self.model_runner, "sampler", None)
         return sampler is None or report_untruncated(sampler)
 
 
 def repack(model: torch.nn.Module) -> list[str]:
-    """Pack again every weight that has a packed copy beside it.
+    """Refresh the packed copy of every weight that has one; return the names of those modules.
 
     On a CPU vLLM multiplies by a packed copy of each matrix (`cpu_linear` holds it). Reloading a
     layer packs it anew, but a head that is tied to the embedding has no tensor of its own in the
-    checkpoint: vLLM loads the embedding, passes the head by, and goes on with the head's old copy.
-    Layers that gave their weight up for the copy are empty here, and were packed by the reload.
+    checkpoint: vLLM loads the embedding, skips the head, and keeps using the head's old copy.
+    Layers that released their weight after packing are empty here, and the reload has repacked
+    them.
     """
     packed = []
     for name, module in model.named_modules():
@@ -79,11 +85,14 @@ def repack(model: torch.nn.Module) -> list[str]:
 
 
 def report_untruncated(sampler: Any) -> bool:
-    """Make a sampler give the log-probabilities of `softmax(logits / temperature)`.
+    """Make a sampler report the log-probabilities of `softmax(logits / temperature)`.
 
-    vLLM offers them before the temperature (`raw_logprobs`) or after the temperature and after
-    top-p and top-k (`processed_logprobs`), where they are those of a smaller distribution. The
-    stage that truncates is wrapped, in either of vLLM's two samplers, to hand on what it was given.
+    vLLM offers them before the temperature (`raw_logprobs`), or after temperature, top-p and top-k
+    (`processed_logprobs`), which renormalises them over fewer tokens. This function wraps the stage
+    that truncates, in either of vLLM's two samplers, so that it passes on its input.
+
+    Returns:
+        False if the sampler has no such stage.
     """
     if (truncating := getattr(sampler, "topk_topp_sampler", None)) is not None:
         truncating.forward = _with_logprobs_before(truncating.forward)

@@ -1,1 +1,1 @@
-"""How new weights get from the learner to the generators."""
+"""The transfer of new weights from the learner to the generators."""

@@ -1,9 +1,9 @@
-"""Weights from a rank of the learner straight to engines: bucket after bucket, to all at once.
+"""Broadcasts weights from a rank of the learner to all engines, bucket by bucket.
 
-Of each bucket come two lengths, a table of what lies where, and the values of all its tensors in
-one piece; two zeros are the end. The sender fills the next bucket while one is on its way, so two
-are in its memory. A receiver has the one that comes and those that its engine has not read: one
-that lies ready, and one that is being read.
+Each bucket is sent as two lengths, a table of its tensors, and the values of all its tensors in one
+piece; two zeros mark the end. The sender fills the next bucket while one is being sent, so it holds
+two. A receiver holds the bucket that arrives and those that its engine has not read: one that is
+ready, and one that is being read.
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ from laurel.workers.process import BroadcastGroup, PendingBroadcast, torch_error
 from laurel.workers.rendezvous import RankPlace, bind_master, store_of
 
 ALIGNMENT = 16
-"""Every tensor in a bucket begins at a multiple of this many bytes, so it is read in place."""
+"""Bytes to whose multiples the start of every tensor in a bucket is aligned, to read it in
+place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where and how a rank of the learner and engines meet; the same for all of them."""
+    """The rendezvous of the broadcast group of one learner rank and the engines.
+
+    Its values are equal for all members, except for the rank.
+    """
 
     number: int
-    """Number of this meeting: a process that has joined it need not join again."""
+    """Number of the meeting; a process that has joined this number need not join again."""
     rank: int
-    """Rank of the receiver of this value; the learner's is 0."""
+    """Rank of the process that receives this object; the learner has rank 0."""
     size: int
     address: str
     port: int
     device: str
-    """`cpu` or `cuda`: where weights arrive."""
+    """Device on which the weights arrive: `cpu` or `cuda`."""
     patience: float
-    """Seconds for the others to come, and for each broadcast."""
+    """Timeout in seconds, for the members to join and for each broadcast."""
 
 
 class WeightLink:
@@ -125,15 +129,16 @@ def _store_of(place: RankPlace, patience: float) -> Any:
 def broadcast_tensors(
     group: BroadcastGroup, tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int
 ) -> None:
-    """Tell everybody named tensors, in order.
+    """Send named tensors to all other ranks of a group, in order.
 
     Args:
-        group: This process is its rank 0.
-        tensors: On any device. They are copied one by one as they come.
-        max_bytes: Size of a bucket; a larger tensor is one by itself.
+        group: The broadcast group; this process must be its rank 0.
+        tensors: Names and tensors, on any device. They are copied one by one as the iterator yields
+            them.
+        max_bytes: Size of a bucket; a larger tensor gets a bucket of its own.
 
     Raises:
-        BroadcastError: Somebody is gone; the rest of the tensors has not been asked for.
+        BroadcastError: A rank is gone. The remaining tensors are not read from the iterator.
     """
     filling, leaving = _Parcel(group, max_bytes), _Parcel(group, max_bytes)
     for name, tensor in tensors:
@@ -175,7 +180,7 @@ def _lengths(group: BroadcastGroup, words: int = 0, values: int = 0) -> Tensor:
 
 
 class _Parcel:
-    """One piece of memory that is filled with a bucket, sent, and filled with another."""
+    """A reusable block of memory that is filled with a bucket and then sent."""
 
     def __init__(self, group: BroadcastGroup, max_bytes: int) -> None:
         self._group = group
@@ -187,15 +192,13 @@ class _Parcel:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has been added."""
         return not self._table
 
     def has_room(self, tensor: Tensor) -> bool:
-        """Whether one more tensor may be added; a first one may."""
+        """Return whether the tensor fits; the first tensor always does."""
         return self.is_empty or self._filled + tensor.nbytes <= self._max_bytes
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor in."""
         first, end = self._filled, self._filled + tensor.nbytes
         if end > self._memory.numel():  # then it is the first one
             size = max(end, self._max_bytes)
@@ -206,12 +209,12 @@ class _Parcel:
         self._filled = -(-end // ALIGNMENT) * ALIGNMENT
 
     def clear(self) -> None:
-        """Begin anew, when what is on its way has come."""
+        """Wait until the bucket was sent, then empty the block."""
         self.wait()
         self._table, self._filled = [], 0
 
     def send(self) -> None:
-        """Begin to send it, without waiting. `clear` makes it ready to be filled again."""
+        """Start to send the bucket, without waiting; `clear` makes the block reusable."""
         values = self._memory[: self._table[-1].start + self._table[-1].num_bytes]
         text = bytearray(json.dumps(self._table).encode())
         words = torch.frombuffer(text, dtype=torch.uint8).to(self._group.device)
@@ -220,7 +223,7 @@ class _Parcel:
         self._on_its_way = [(self._group.start(piece), piece) for piece in pieces]
 
     def wait(self) -> None:
-        """Until everybody has it."""
+        """Wait until all ranks have received the bucket."""
         on_its_way, self._on_its_way = self._on_its_way, []
         for piece, _ in on_its_way:
             piece.wait()

@@ -1,6 +1,6 @@
-"""Weights on their way to engines in other processes: bucket by bucket.
+"""Weights in buckets, on their way to engines in other processes.
 
-Neither side ever holds more of them than two buckets, besides the model itself.
+Neither side holds more than two buckets at a time, besides the model itself.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ from laurel.types import Weights
 
 
 class PackedTensor(NamedTuple):
-    """A tensor as bytes that any process can read, and nothing besides its own values.
+    """A tensor's name, dtype, shape and values as bytes, which any process can unpack.
 
-    A pickled tensor would bring the whole storage that it is a view of.
+    It holds only the tensor's own values; a pickled tensor would include its whole storage.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     values: npt.NDArray[np.uint8] | Tensor
-    """uint8, on its bytes in order; a tensor where they are on a GPU."""
+    """The tensor's bytes in order, as uint8: a numpy array, or a torch tensor where they are on a
+    GPU."""
 
 
 Bucket = list[PackedTensor]
 
 
 def pack_tensor(name: str, tensor: Tensor) -> PackedTensor:
-    """The tensor's values; those of a contiguous tensor on the CPU are not copied."""
+    """Pack a tensor's values on the CPU, without a copy if it is contiguous and already there."""
     values = bytes_of(tensor.detach().to("cpu")).numpy()
     return PackedTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), values)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The values of a tensor as uint8, where it is; those of a contiguous one are not copied."""
+    """Return a tensor's values as uint8 [bytes] on its own device, uncopied if contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def unpack(packed: PackedTensor) -> Tensor:
-    """The tensor, on the bytes as they are."""
+    """Return the tensor that was packed, as a view of the packed bytes where they are writable."""
     dtype: torch.dtype = getattr(torch, packed.dtype)
     values = packed.values
     if isinstance(values, Tensor):
@@ -62,7 +63,10 @@ def unpack(packed: PackedTensor) -> Tensor:
 
 
 def buckets_of(tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iterator[Bucket]:
-    """Named tensors in order, in buckets that hold `max_bytes` or one larger tensor."""
+    """Yield named tensors, in order, in buckets of at most `max_bytes` each.
+
+    A tensor larger than that gets a bucket of its own.
+    """
     bucket: Bucket = []
     size = 0
     for name, tensor in tensors:
@@ -86,10 +90,14 @@ class TensorEntry(NamedTuple):
 
 
 def unpack_tensor(values: Tensor, entry: TensorEntry) -> PackedTensor:
-    """A tensor of a bucket, on the bucket's bytes.
+    """Return one tensor of a received bucket, as a view of the bucket's bytes.
+
+    Args:
+        values: uint8 [bytes]: the values of all tensors of the bucket.
+        entry: The tensor's dtype, shape and place in the bucket.
 
     Raises:
-        BroadcastError: They are too few.
+        BroadcastError: The bucket has too few bytes.
     """
     part = values[entry.start : entry.start + entry.num_bytes]
     if part.numel() < entry.num_bytes:
@@ -100,17 +108,17 @@ def unpack_tensor(values: Tensor, entry: TensorEntry) -> PackedTensor:
 
 
 class WeightStream:
-    """A stream of weights that are read while their buckets still arrive.
+    """A stream of weights that one thread fills bucket by bucket while another reads them.
 
-    One thread puts buckets and another reads them; `put` blocks while a bucket is unread.
+    `put` blocks while the bucket before is unread.
     """
 
     def __init__(self, version: int, *, changing_only: bool = False) -> None:
-        """Begin without a bucket.
+        """Make an empty stream.
 
         Args:
-            version: Of the weights.
-            changing_only: Those that training cannot change will not come.
+            version: The version of the weights.
+            changing_only: Whether only the weights that training changes will be sent.
         """
         self.weights = Weights(version=version, tensors=self._tensors)
         if changing_only:
@@ -124,15 +132,15 @@ class WeightStream:
         self._num_put = self._num_repeated = 0
 
     def repeat(self) -> None:
-        """All buckets come once more, from the first on: what has been put already is left out.
+        """Prepare for all buckets to be put again from the first; tensors put before are skipped.
 
-        They need not be cut in the same way, but hold the same tensors in the same order.
+        The bucket boundaries may differ, but the tensors must be the same, in the same order.
         """
         with self._changed:
             self._num_repeated, self._num_put = max(self._num_repeated, self._num_put), 0
 
     def put(self, bucket: Bucket) -> None:
-        """Hand a bucket over. It goes nowhere when nobody reads any more."""
+        """Pass a bucket to the reader; drop it if the reader has left."""
         with self._changed:
             known = min(self._num_repeated - self._num_put, len(bucket))
             self._num_put += len(bucket)
@@ -143,20 +151,20 @@ class WeightStream:
             self._changed.notify_all()
 
     def complete(self) -> None:
-        """Say that all buckets have come."""
+        """Mark the end of the stream: all buckets were put."""
         with self._changed:
             self._is_complete = True
             self._changed.notify_all()
 
     def cut(self, failure: EngineError) -> None:
-        """Say that no more will come; it is raised where the weights are read."""
+        """End the stream early; the reader gets the failure as an exception."""
         with self._changed:
             self._failure = self._failure or failure
             self._has_reader = False
             self._changed.notify_all()
 
     def leave(self) -> None:
-        """Say that nobody reads any more."""
+        """Mark the reader as gone, so that `put` no longer blocks."""
         with self._changed:
             self._has_reader = False
             self._bucket = None
@@ -202,16 +210,19 @@ def written(
     max_file_bytes: int = 1 << 30,
     memory: Path = MEMORY,
 ) -> Iterator[list[Path]]:
-    """The weights as files, for as long as the context is open.
+    """Write weights to safetensors files that exist while the context is open.
 
     Args:
-        has_all: The reader has had all of an earlier version, so those that change suffice.
-        expected: Tensors that must be among them, with their shapes.
-        expected_bytes: About how much is coming: where it must fit.
-        max_file_bytes: Size at which a new file begins: what is held in memory at a time.
+        weights: The weights to write.
+        has_all: Whether the reader has loaded all weights of an earlier version, so that only those
+            that training changes are written.
+        expected: Names and shapes of the tensors that the weights must include.
+        expected_bytes: Estimate of the size, which decides whether the files fit into `memory`.
+        max_file_bytes: Size at which a new file begins; one file's weights are in memory at a time.
+        memory: Directory of a file system in memory, used if it has enough room.
 
     Raises:
-        EngineError: A tensor is missing or has another shape, or there is no room.
+        EngineError: A tensor is missing or has another shape, or the disk is full.
     """
     changing = weights.changing if has_all else None
     parent = memory if _has_room(memory, expected_bytes) else Path(tempfile.gettempdir())
@@ -230,7 +241,7 @@ def written(
 
 
 def shapes_in(model_dir: Path) -> tuple[dict[str, Shape], int]:
-    """The tensors in a Hugging Face directory, and their size in bytes."""
+    """Return the shapes of all tensors in a Hugging Face directory, and the files' total bytes."""
     from safetensors import safe_open
 
     shapes: dict[str, Shape] = {}

@@ -1,7 +1,7 @@
-"""The proof that a generator samples from the learner's weights.
+"""The probe: a check that a generator samples from the learner's weights.
 
 After each transfer both compute the log-probabilities of the same fixed tokens. A stale, swapped or
-mistyped tensor moves them by far more than arithmetic in another order does.
+mistyped tensor changes them far more than another order of arithmetic does.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ if TYPE_CHECKING:
     from laurel.types import LogProbs, PaddedRows, TokenForest
 
 Probe = Callable[[Sequence[int]], "LogProbs"]
-"""Token ids [L] -> float32 [L - 1]: log-probabilities of tokens 1 to L - 1, at temperature 1, under
-the learner's weights."""
+"""A function of the learner: token ids [L] -> float32 [L - 1], the log-probabilities of tokens 1 to
+L - 1 at temperature 1, under the learner's weights."""
 
 PROBE_LENGTH = 64
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.2}
 
 
 def default_tolerance(engine: str, learner: str) -> float:
-    """The tolerance of the coarser of two precisions."""
+    """Return the accepted difference of log-probabilities, by the coarser of two precisions."""
     return max(TOLERANCES[engine], TOLERANCES[learner])
 
 
 def probe_ids(vocab_size: int, *, length: int, seed: int = 0) -> list[int]:
-    """The fixed tokens, random so that no weight is spared by a habit of language."""
+    """Return the fixed tokens of the probe.
+
+    They are random, so that they exercise rows of the embedding that text would seldom use.
+    """
     return [int(token) for token in np.random.default_rng(seed).integers(0, vocab_size, length)]
 
 
 def fitting_ids(vocab_size: int, *, max_length: int | None) -> list[int]:
-    """The fixed tokens for a model that reads no more than so many."""
+    """Return the fixed tokens of the probe, cut to the longest sequence that the model reads."""
     return probe_ids(vocab_size, length=min(PROBE_LENGTH, max_length or PROBE_LENGTH))
 
 
@@ -47,12 +50,20 @@ class ProbeAnswer(NamedTuple):
 
     ids_L: list[int]
     logprobs_L: LogProbs
-    """One fewer than tokens: see `Probe`."""
+    """float32 [L - 1]: the log-probabilities of all tokens but the first; see `Probe`."""
     tolerance: float
-    """Largest difference to the learner's log-probabilities that is accepted."""
+    """Largest accepted difference from the learner's log-probabilities."""
 
     def require_agreement(self, probe: Probe, *, version: int) -> float:
-        """Ask the learner as well: see the function of this name."""
+        """Compare the answer with the learner's probe; return the largest difference.
+
+        Args:
+            probe: Computes the learner's log-probabilities.
+            version: Version of the weights, for the message.
+
+        Raises:
+            EngineError: They differ by more than the tolerance.
+        """
         learner_L = probe(self.ids_L)
         return require_agreement(
             self.logprobs_L, learner_L, tolerance=self.tolerance, version=version
@@ -60,7 +71,7 @@ class ProbeAnswer(NamedTuple):
 
 
 def probe_batch(ids_L: Sequence[int], path: Path) -> TokenForest | PaddedRows:
-    """The probe's tokens as a model reads them, all but the first as a completion."""
+    """Return the probe's tokens as a model's batch: one prompt token, the rest its completion."""
     from laurel.data.forest import to_forest, to_padded
 
     tokens_L = np.asarray(ids_L, dtype=np.int32)
@@ -69,7 +80,10 @@ def probe_batch(ids_L: Sequence[int], path: Path) -> TokenForest | PaddedRows:
 
 
 def model_logprobs(model: PolicyModel, ids_L: Sequence[int]) -> LogProbs:
-    """What a model makes of tokens: a `Probe`, once its model is given."""
+    """Compute a model's log-probabilities of tokens, float32 [L - 1], at temperature 1.
+
+    With its model bound, this function is a `Probe`.
+    """
     batch = probe_batch(ids_L, model.path)
     temperature, model.temperature = model.temperature, 1.0
     try:
@@ -81,10 +95,16 @@ def model_logprobs(model: PolicyModel, ids_L: Sequence[int]) -> LogProbs:
 def require_agreement(
     engine_L: LogProbs, learner_L: LogProbs, *, tolerance: float, version: int
 ) -> float:
-    """The largest difference of the two, where they agree.
+    """Check that engine and learner agree on the probe; return the largest difference.
+
+    Args:
+        engine_L: The engine's log-probabilities.
+        learner_L: The learner's log-probabilities of the same tokens.
+        tolerance: Largest accepted difference.
+        version: Version of the weights, for the message.
 
     Raises:
-        EngineError: They do not.
+        EngineError: They differ by more than the tolerance, in shape, or by a NaN.
     """
     engine_L, learner_L = np.asarray(engine_L, np.float64), np.asarray(learner_L, np.float64)
     if engine_L.shape != learner_L.shape:

@@ -1,8 +1,8 @@
 """The routes on which weights reach engines in other processes, behind one call.
 
-`ObjectStore`: this process gathers them and puts them into Ray's object store once for all engines.
-`BroadcastTransfer`: the learner's first rank sends them to all engines itself, and this process
-only says when. After a broadcast that fails, the object store brings the rest.
+`ObjectStore`: this process gathers the weights and puts them into Ray's object store once for all
+engines. `BroadcastTransfer`: the learner's first rank broadcasts them to all engines, and this
+process only coordinates. After a failed broadcast the object store delivers the remaining weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from laurel.workers.rendezvous import LOOPBACK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTransfer:
-    """The route that was chosen for weights, and why."""
+    """The chosen route of weight transfers, and the reason for the choice."""
 
     name: Literal["object_store", "broadcast"]
     device: Literal["cpu", "cuda"] = "cpu"
@@ -37,12 +37,12 @@ class WeightTransfer:
 
 
 Lost = dict[int, WorkerError]
-"""Replicas whose process is gone, and why."""
+"""Replicas whose process is gone, each with the error that reported it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentWeights(Weights):
-    """Weights that a group of `LearnerWorker`s can give to other processes itself."""
+    """Weights that a group of `LearnerWorker`s can broadcast to other processes."""
 
     sender: WorkerGroup
 
@@ -51,7 +51,8 @@ THROUGH_RAY = WeightTransfer(name="object_store")
 
 
 BUCKET_BYTES = {"object_store": 64 << 20, "broadcast": 16 << 20}
-"""Sizes of buckets that were quickest of 16, 64 and 256 MiB (`benchmarks/weight_transfer.py`)."""
+"""Default bucket size of each route: the fastest of 16, 64 and 256 MiB
+(`benchmarks/weight_transfer.py`)."""
 
 
 def route_of(
@@ -61,7 +62,14 @@ def route_of(
     patience: float,
     say: Callable[[str], None],
 ) -> WeightRoute:
-    """The way that was chosen: see its class. Buckets are of its own size, where none is given."""
+    """Make the chosen route.
+
+    Args:
+        transfer: The choice.
+        bucket_bytes: Size of a bucket; None: the route's default (`BUCKET_BYTES`).
+        patience: Seconds after which an engine that has not taken a bucket counts as lost.
+        say: Logs one line of text; called for every broadcast that fails.
+    """
     bucket_bytes = bucket_bytes or BUCKET_BYTES[transfer.name]
     if transfer.name == "object_store":
         return ObjectStore(bucket_bytes=bucket_bytes, patience=patience)
@@ -82,7 +90,7 @@ class Fanout:
     """
 
     def __init__(self, groups: Mapping[int, WorkerGroup]) -> None:
-        """Hold groups of one worker each, by the replica's number."""
+        """Store the groups of one worker each, by the replica's number."""
         self._groups = groups
         self.lost: Lost = {}
 
@@ -140,38 +148,41 @@ class Fanout:
 
 
 class WeightRoute(ABC):
-    """A way. It blocks; one thread does it all."""
+    """A route on which weights travel from the learner to engines. Its calls block."""
 
     num_fallbacks = 0
-    """Transfers that began on another way and ended on `ObjectStore`."""
+    """Number of transfers that failed on this route and were completed by `ObjectStore`."""
 
     def __init__(self, *, bucket_bytes: int, patience: float) -> None:
-        """Carry nothing yet.
+        """Store the settings of the route.
 
         Args:
-            bucket_bytes: Size of a bucket; larger tensors are buckets by themselves.
-            patience: Seconds after which an engine that has not taken a bucket is lost.
+            bucket_bytes: Size of a bucket; a larger tensor gets a bucket of its own.
+            patience: Seconds after which an engine that has not taken a bucket counts as lost.
         """
         self.bucket_bytes = bucket_bytes
         self.patience = patience
 
     @abstractmethod
     def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
-        """Bring all buckets of a version to engines that have begun with it (`begin_weights`).
+        """Send all buckets of a version to engines that have prepared for it (`begin_weights`).
 
         Args:
-            weights: Of the learner.
-            to: The engines; who is lost on the way is among its lost.
-            changing_only: Leave out what training cannot change.
+            weights: The learner's weights.
+            to: The engines; those that are lost meanwhile are added to its `lost`.
+            changing_only: Whether to send only the weights that training changes.
 
         Raises:
-            EngineError: An engine refuses what it got.
+            EngineError: An engine refuses the weights.
             WorkerError: The learner is lost.
         """
 
 
 class ObjectStore(WeightRoute):
-    """While the engines take one bucket the next is made, so two are in this process at a time."""
+    """The route through Ray's object store.
+
+    It makes the next bucket while the engines take one, so this process holds two at a time.
+    """
 
     def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
         """Send the weights to all engines."""
@@ -184,10 +195,10 @@ class ObjectStore(WeightRoute):
 
 
 class BroadcastTransfer(WeightRoute):
-    """The learner and the engines form one broadcast group, kept until its members change.
+    """The route of broadcasts in a process group of learner and engines, kept until members change.
 
     Between GPUs, each member must have a GPU of its own. When a broadcast fails, Ray's object store
-    brings the rest of the weights.
+    delivers the remaining weights.
     """
 
     def __init__(
@@ -198,13 +209,13 @@ class BroadcastTransfer(WeightRoute):
         say: Callable[[str], None],
         device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
-        """Link nobody yet.
+        """Store the settings; the first transfer makes the broadcast group.
 
         Args:
-            bucket_bytes: See `WeightRoute`. The learner's first rank holds two of them.
-            patience: Seconds for everybody to come, and for each bucket to be taken.
-            say: Called with a line for every transfer that breaks.
-            device: `cuda`: weights go from GPU to GPU.
+            bucket_bytes: Size of a bucket (see `WeightRoute`). The learner's first rank holds two.
+            patience: Timeout in seconds, for the members to join and for each bucket.
+            say: Logs one line of text; called for every broadcast that fails.
+            device: Device on which weights arrive; with `cuda` they go from GPU to GPU.
         """
         super().__init__(bucket_bytes=bucket_bytes, patience=patience)
         self._say = say
@@ -213,14 +224,14 @@ class BroadcastTransfer(WeightRoute):
         self._other = ObjectStore(bucket_bytes=bucket_bytes, patience=patience)
         self._numbers = itertools.count()
         self._met: tuple[WorkerGroup, ...] = ()
-        """The learner and the engines that are linked."""
+        """The learner and the engines of the current broadcast group."""
         self._meeting: tuple[int, str, int] = (0, "", 0)
 
     def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
         """Send the weights to all engines.
 
         Raises:
-            TypeError: The weights are none that a learner's group can send.
+            TypeError: The weights are not those of a learner group (`SentWeights`).
         """
         if not isinstance(weights, SentWeights):
             raise TypeError("only the weights of a LearnerGroup can go straight to engines")
@@ -246,7 +257,7 @@ class BroadcastTransfer(WeightRoute):
         )
 
     def _send(self, learner: WorkerGroup, to: Fanout, *, changing_only: bool) -> str | None:
-        """Broadcast all weights. Returns why an engine that is left lacks some; None: none does."""
+        """Broadcast all weights; return why a remaining engine lacks some, or None if none does."""
         reason = self._meet(learner, to)
         if reason is not None:
             return reason
@@ -266,7 +277,7 @@ class BroadcastTransfer(WeightRoute):
         return reason
 
     def _meet(self, learner: WorkerGroup, to: Fanout) -> str | None:
-        """Bring all to one meeting, unless they have met. Returns the reason if that fails."""
+        """Invite all to one broadcast group, unless it exists; return the reason if that fails."""
         hosts = {*to.call("host", timeout=self.patience).values()}
         members = (learner, *to.left.values())
         if members == self._met:
@@ -310,21 +321,27 @@ def send_weights(
     has_all: bool = False,
     has_same: bool = False,
 ) -> Lost:
-    """Give all of them the weights, and prove that they have them. Blocks; one thread does it all.
+    """Give several engines the same weights, and check with the probe that they sample from them.
+
+    The call blocks; one thread does all of it.
 
     Args:
-        weights: What they shall sample from.
-        groups: Of one `EngineWorker` each, by the replica's number; nothing is under way in them.
-        route: How they get there.
-        probe: The learner's log-probabilities; None: nothing is compared.
-        has_all: Each engine has had all weights of an earlier version: those that change will do.
-        has_same: Each engine has those of `weights.same_as`: the number will do.
+        weights: The weights that the engines shall sample from.
+        groups: Groups of one `EngineWorker` each, by the replica's number; no request is running in
+            them.
+        route: The route on which the weights travel.
+        probe: Computes the learner's log-probabilities; None: nothing is compared.
+        has_all: Whether each engine has loaded all weights of an earlier version, so that only
+            those that training changes are sent.
+        has_same: Whether each engine has the weights of `weights.same_as`, so that only the version
+            number is sent.
 
     Returns:
-        Those that were lost on the way; the others have the weights.
+        The replicas that were lost meanwhile; all others have the weights.
 
     Raises:
-        EngineError: An engine refuses the weights, or computes something else than the learner.
+        EngineError: An engine refuses the weights, or computes log-probabilities that differ from
+            those of the learner.
     """
     round_of = Fanout(groups)
     if has_same:
@@ -353,10 +370,19 @@ def require_proof(
     version: int,
     round_of: Fanout | None = None,
 ) -> Lost:
-    """Compare what the engines make of the probe's tokens with what the learner makes of them.
+    """Compare the engines' log-probabilities of the probe's tokens with the learner's.
+
+    Args:
+        groups: Groups of one `EngineWorker` each, by the replica's number.
+        probe: Computes the learner's log-probabilities.
+        version: Version of the weights, for the message.
+        round_of: Calls to the same groups, whose lost replicas are skipped; None: a new one.
+
+    Returns:
+        The replicas that were lost meanwhile or before.
 
     Raises:
-        EngineError: They differ.
+        EngineError: They differ by more than the engine's tolerance.
     """
     round_of = round_of or Fanout(groups)
     for index, answer in round_of.call("answer_probe").items():
@@ -370,10 +396,10 @@ def require_proof(
 
 
 def common_version(groups: Sequence[WorkerGroup]) -> int:
-    """The version of the weights that all engines have.
+    """Return the version of the weights that all engines have.
 
     Raises:
-        EngineError: They have different ones.
+        EngineError: Their versions differ.
     """
     versions = [group.call_one(0, "weight_version") for group in groups]
     if len(set(versions)) > 1:
