@@ -103,7 +103,7 @@ class Findings:
 
     @property
     def shown(self) -> Reading | None:
-        """Return the first reading that keeps a row, whose first row is printed, if there is one."""
+        """Return the first reading that keeps a row, whose first row is printed, or None."""
         return next((one for one in self.readings if one.report is not None), None)
 
 

@@ -38,7 +38,7 @@ class Imported:
     """The imported values, checked against the schema."""
 
     def with_status(self, status: str) -> list[KeyOutcome]:
-        """Return the outcomes with one status: `carried`, `default`, `not needed`, `not carried`."""
+        """Return the outcomes with one status: carried, default, not needed or not carried."""
         return [entry for entry in self.entries if entry.status == status]
 
 
