@@ -1,1 +1,1 @@
-"""Training data: rows of any form, read and checked, as groups and as token forests."""
+"""Reads, checks and tokenizes training data, and lays it out as groups and token forests."""

@@ -1,4 +1,4 @@
-"""Rows of the benchmarks of reward models: a prompt, its answers, and which of them are right."""
+"""Reads the rows of reward-model benchmarks: a prompt, its answers, and which are correct."""
 
 from __future__ import annotations
 
@@ -35,54 +35,54 @@ RM_BENCH_SOURCES = {
     "xstest-should-refuse": "safety-refuse",
     "xstest-should-respond": "safety-response",
 }
-"""The `subset` of rows in RM-Bench's files of one domain, and that domain."""
+"""Maps the `subset` of a row in one of RM-Bench's single-domain files to the row's domain."""
 REWARD_BENCH_2_SUBSETS = ("factuality", "precise if", "math", "safety", "focus", "ties")
 _RM_BENCH_FILE = re.compile(r"(?P<domain>chat|code|math|safety-re(fuse|sponse))_filtered\b.*")
 
 
 ANSWER_LISTS = ("completions", "responses")
-"""Columns of several answers to one prompt, of which a row may say which are right."""
+"""The columns that may hold a list of several answers to one prompt."""
 VERDICTS = ("correct", "passed", "is_correct")
-"""Columns of lists that say it."""
+"""The columns that may hold a list with one entry per answer: whether that answer is correct."""
 QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkRow:
-    """A group whose answers have a known order."""
+    """A row of a benchmark: a prompt and its answers, whose correct ranking is known."""
 
     id: str
-    """Unique among the rows that are read together, and the same the next time."""
+    """The row's id, which is unique among the rows read together and stable between reads."""
     group: Group
     ranks_G: tuple[int, ...]
-    """Lower is better. Where a row says what is right: 0 for right, 1 for wrong."""
+    """The rank of each answer, where lower is better; 0 or 1 if rows only say what is correct."""
     subset: str | None = None
     margin: float | None = None
     source: str
-    """`file:line`, or `name[index]` where the format has no lines."""
+    """The row's place: `file:line`, or `name[index]` if the format has no lines."""
 
 
 class HubPart(NamedTuple):
-    """One split of a data set on the hub."""
+    """One split of a data set on the Hugging Face hub."""
 
     name: str
     split: str
     subset: str | None = None
-    """The subset of its rows, where they name none themselves."""
+    """The benchmark subset that its rows belong to, if the rows do not name one themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkForm:
-    """The form of a benchmark's rows, and their place if no file is given."""
+    """Describes how a benchmark's rows are written, and where they are read from by default."""
 
     name: BenchmarkName
     title: str
     written: str
-    """A row, for messages."""
+    """An example of a row, which error messages show."""
     read: Callable[[Row], BenchmarkRow]
     hub: tuple[HubPart, ...] = ()
     subset_of_file: Callable[[str], str | None] = lambda name: None
-    """Returns the subset of all rows of a file, if its name has it."""
+    """Returns the subset that a file's name stands for; None if the name stands for none."""
 
 
 def read_benchmark(
@@ -92,17 +92,18 @@ def read_benchmark(
     split: str | None = None,
     limit: int | None = None,
 ) -> list[BenchmarkRow]:
-    """Read all rows of files, directories or hub data sets.
+    """Read all rows of a benchmark from files, directories or hub data sets.
 
     Args:
         form: The form of the rows.
         paths: Files (.jsonl, .json, .csv, .parquet, .arrow; also .gz), directories written by
-            `datasets.save_to_disk`, or names on the hub. Empty: the benchmark's own place.
-        split: The split of a directory or a hub data set; None: the benchmark's own, or `train`.
-        limit: The most rows of each; the rest is not read.
+            `datasets.save_to_disk`, or names on the hub. If empty, the benchmark's own place on
+            the hub is read.
+        split: The split of a directory or a hub data set; None is the benchmark's own, or `train`.
+        limit: The largest number of rows to read from each path.
 
     Raises:
-        DataError: A file or a row cannot be used; the message says where, and what is expected.
+        DataError: A file or a row cannot be used; the message names the place and what is expected.
     """
     if not paths and not form.hub:
         raise DataError(f"no data is named; add --data with a file whose rows are {form.written}")
@@ -126,7 +127,7 @@ def rows_of_preferences(
 
     Args:
         preferences: The preferences of one data set, as `data.preferences` reads them.
-        subset: The subset of all these rows, which also prefixes their ids; None: no subset.
+        subset: The subset of all these rows, which also prefixes their ids; None is no subset.
     """
     return [
         BenchmarkRow(
@@ -166,7 +167,7 @@ def _rows(form: BenchmarkForm, part: HubPart) -> Iterator[BenchmarkRow]:
 
 
 def _with_own_id(row: BenchmarkRow, seen: set[str]) -> BenchmarkRow:
-    """Rows of different subsets may share an id, and rows of one file now and then do."""
+    """Make the id of a row unique, because different subsets, and even one file, may repeat ids."""
     own_id, number = row.id, 1
     if own_id in seen and (row.subset or "").lower() == _TIES:
         raise DataError(
@@ -184,7 +185,7 @@ def _with_own_id(row: BenchmarkRow, seen: set[str]) -> BenchmarkRow:
 
 
 def benchmark_of(row: Row) -> BenchmarkName | None:
-    """The benchmark that a row is written for; None for one that is no preference either."""
+    """Recognize the benchmark whose form a row has; None if the row is no preference at all."""
     if {"question", "response_A", "response_B", "label"} <= row.keys():
         return "judge-bench"
     if _has_list(row, ANSWER_LISTS) and _has_list(row, VERDICTS):
@@ -228,7 +229,7 @@ def _is_of_rm_bench(row: Row) -> bool:
 
 
 def reward_bench_row(row: Row) -> BenchmarkRow:
-    """A pair with its subset."""
+    """Read a row of RewardBench: a chosen and a rejected answer, with the row's subset."""
     return _row(
         row,
         prompt=_said(row, "prompt", role="user"),
@@ -239,7 +240,7 @@ def reward_bench_row(row: Row) -> BenchmarkRow:
 
 
 def reward_bench_2_row(row: Row) -> BenchmarkRow:
-    """A list of right and a list of wrong answers."""
+    """Read a row of RewardBench 2: a list of correct and a list of wrong answers."""
     right, wrong = _answers(row, "chosen"), _answers(row, "rejected")
     for key, expected in (("num_correct", len(right)), ("total_completions", None)):
         total = len(right) + len(wrong) if expected is None else expected
@@ -269,7 +270,7 @@ def reward_bench_2_row(row: Row) -> BenchmarkRow:
 
 
 def rm_bench_row(row: Row) -> BenchmarkRow:
-    """Three right and three wrong answers, in the order of the styles."""
+    """Read a row of RM-Bench: three correct and three wrong answers, each list in style order."""
     right, wrong = _answers(row, "chosen"), _answers(row, "rejected")
     for key, answers in (("chosen", right), ("rejected", wrong)):
         if len(answers) != _STYLES:
@@ -288,7 +289,7 @@ def rm_bench_row(row: Row) -> BenchmarkRow:
 
 
 def _domain_of(row: Row) -> str:
-    """Rows of `total_dataset.json` name it; those of the files of one domain only their source."""
+    """Return a row's domain; the rows of single-domain files name only their source."""
     if row.get("domain") is not None:
         return text(row["domain"], what="'domain'")
     source = _optional_text(row, "subset")
@@ -299,7 +300,7 @@ def _domain_of(row: Row) -> str:
 
 
 def judge_bench_row(row: Row) -> BenchmarkRow:
-    """Two answers and which of them is right, which comes first then."""
+    """Read a row of JudgeBench: two answers and a label; the correct answer is put first."""
     label = text(required(row, "label"), what="'label'").strip()
     keys = {"A>B": ("response_A", "response_B"), "B>A": ("response_B", "response_A")}
     if label not in keys:
@@ -315,7 +316,7 @@ def judge_bench_row(row: Row) -> BenchmarkRow:
 
 
 def best_of_n_row(row: Row) -> BenchmarkRow:
-    """Completions and which are right; also a list of right and a list of wrong ones."""
+    """Read a row of best-of-n: answers with verdicts, or lists of correct and of wrong answers."""
     listed = next((key for key in ANSWER_LISTS if row.get(key) is not None), None)
     if listed is None:
         right, wrong = _answers(row, "chosen"), _answers(row, "rejected")
@@ -450,7 +451,7 @@ ON_HUB: dict[BenchmarkName, BenchmarkForm] = {
     "rm-bench": RM_BENCH,
     "judge-bench": JUDGE_BENCH,
 }
-"""The benchmarks that have a place on the hub."""
+"""The forms of the benchmarks that can be read from the hub, by the benchmark's name."""
 
 
 def benchmark_in(path: str, *, split: str | None) -> BenchmarkName:
@@ -461,7 +462,7 @@ def benchmark_in(path: str, *, split: str | None) -> BenchmarkName:
         split: The split of a directory or a hub data set.
 
     Raises:
-        DataError: The rows cannot be read, or their columns are those of no benchmark.
+        DataError: The rows cannot be read, or their columns fit no benchmark.
     """
     for name, form in ON_HUB.items():
         if any(part.name == path for part in form.hub):

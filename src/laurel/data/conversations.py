@@ -1,4 +1,4 @@
-"""Conversations to be scored, from a file or standard input: each row becomes one group."""
+"""Reads conversations to score or to imitate, from files, data sets or standard input."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from laurel.errors import DataError
 from laurel.types import Completion, Conversation, Group, Message
 
 STDIN = "-"
-"""What stands for standard input where a file is asked for."""
+"""The path that stands for standard input."""
 
 _PROMPTS = ("prompt", "context", "question")
 _ANSWERS = ("completion", "response")
@@ -48,16 +48,16 @@ _COLUMNS = DatasetConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringRow:
-    """A prompt and the completions that a row asks to be scored."""
+    """A row to score: a prompt and its completions."""
 
     group: Group
-    """Its completions are in the order of the row; its id says where the row stands."""
+    """The prompt and its completions in the row's order; the group's id is the row's place."""
     source: str
-    """`file:line`, or `name[index]` where the format has no lines."""
+    """The row's place: `file:line`, or `name[index]` if the format has no lines."""
     id: str | int | None = None
-    """What the row calls itself under `id`, where that is a text or a whole number."""
+    """The value of the row's `id` column, if that is a text or a whole number."""
     problem: str | None = None
-    """The reason why the row cannot be read; its group is then empty."""
+    """The reason why the row cannot be read, if it cannot; its group is then empty."""
 
 
 class _Parts(NamedTuple):
@@ -72,19 +72,19 @@ def read_scoring_rows(
     on_bad_row: Literal["error", "skip"] = "error",
     stdin: IO[bytes] | None = None,
 ) -> Iterator[ScoringRow]:
-    """The rows of a file, in any format that preferences are read from, or of standard input.
+    """Yield the rows of a file or of standard input, in any format that preferences are read from.
 
-    Nothing is held: rows are read as they are asked for.
+    Rows are read lazily, so memory never holds the whole file.
 
     Args:
-        path: The file; `-` is standard input, JSON lines.
-        columns: Columns of other names, by the keys of the `data` section: `prompt_key`,
+        path: The file; `-` is standard input, which holds JSON lines.
+        columns: The columns with other names, by the keys of the `data` section: `prompt_key`,
             `chosen_key`, `rejected_key`.
-        on_bad_row: Whether a row that cannot be read is an error, or comes with its `problem`.
-        stdin: Stands in for the standard input of this process.
+        on_bad_row: Whether an unreadable row is an error, or is yielded with its `problem`.
+        stdin: A stream that is read in place of this process's standard input.
 
     Raises:
-        DataError: A row that cannot be read, with its file and line; no rows at all.
+        DataError: A row cannot be read (the message has its file and line), or there are no rows.
     """
     ready: list[ScoringRow] = []
 
@@ -117,13 +117,13 @@ def read_scoring_rows(
 def scoring_row(
     row: Row, *, source: str, where: str, columns: Mapping[str, str] | None = None
 ) -> ScoringRow:
-    """Read the conversations of a row that is to be scored.
+    """Read the prompt and the completions of a row to score.
 
     Args:
-        row: A row of any shape that a file's rows may have.
+        row: A row in any of the accepted forms.
         source: The row's place in its file, for `ScoringRow.source`.
-        where: The row's place with the path of the file, for messages and as the id of the group.
-        columns: Keys of `data` and the names of their columns, as for `read_scoring_rows`.
+        where: The row's place with the path of the file, for messages and as the group's id.
+        columns: The columns with other names, as in `read_scoring_rows`.
 
     Raises:
         DataError: The row cannot be read.
@@ -230,8 +230,6 @@ def _whole_conversation(row: Row) -> _Parts:
 
 
 class _Shape(NamedTuple):
-    """A form that a row can have."""
-
     written: str
     fits: Callable[[Row], bool]
     read: Callable[[Row], _Parts]
@@ -284,7 +282,7 @@ def _prompt(row: Row) -> Conversation:
 
 
 def _completion(value: Any, prompt: Conversation, what: str) -> Completion:
-    """A completion: text, a message, messages, or an object that holds one of these.
+    """Read a completion from text, a message, messages, or an object that holds one of these.
 
     Messages may begin by repeating the prompt, as whole conversations do.
     """
@@ -309,7 +307,7 @@ def _completion(value: Any, prompt: Conversation, what: str) -> Completion:
 # Conversations to imitate, from any data set: what supervised fine-tuning learns from.
 
 DEFAULT_DEMONSTRATIONS = "squad"
-"""What is read where the configuration names neither a set nor a path."""
+"""The data set that is read if the configuration names neither a set nor a path."""
 
 _QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input", "context")
 _ANSWER_COLUMNS = ("completion", "response", "answer", "output", "generated_solution", "solution")
@@ -333,34 +331,34 @@ _PREFERENCES = DatasetConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """A conversation whose assistant turns are to be imitated; the last turn is one of them."""
+    """A demonstration: a conversation that ends with the assistant, whose turns are imitated."""
 
     id: str
     messages: Conversation
     name: str = ""
-    """Name of the data set."""
+    """The name of the data set that the conversation comes from."""
     source: str = ""
-    """Where the row came from, as `file:line` or `name[index]`."""
+    """The row's place, as `file:line` or `name[index]`."""
 
     @property
     def prompt(self) -> Conversation:
-        """Return the messages before the assistant's first one."""
+        """Return the messages before the first assistant message."""
         first = next(i for i, turn in enumerate(self.messages) if turn.role == "assistant")
         return self.messages[:first]
 
 
 @dataclass(slots=True, kw_only=True)
 class DialogueReport(TextReport):
-    """The report of the rows of demonstrations. Lengths are those of conversations."""
+    """Reports what was read of demonstrations; its lengths are those of whole conversations."""
 
     def describe(self, dialogues: Iterable[Dialogue]) -> None:
-        """Takes the figures of what is left; call it again after leaving out more."""
+        """Count and measure the kept conversations; call it again after leaving out more."""
         self.describe_items((d.name, d.prompt, d.messages) for d in dialogues)
 
     def move_out(
         self, *, kept: Sequence[Dialogue], held_out: Sequence[Dialogue], name: str
     ) -> DialogueReport:
-        """Counts rows as held out from here, and returns the report of the set they went to."""
+        """Count conversations as held out, and return the report of the set that they go to."""
         other = self.split_off([dialogue.source for dialogue in held_out], name=name)
         self.describe(kept)
         other.describe(held_out)
@@ -368,19 +366,19 @@ class DialogueReport(TextReport):
 
 
 class DemonstrationData(NamedTuple):
-    """The conversations of a run."""
+    """The training and validation conversations of a run, with their reports."""
 
     train: list[Dialogue]
     validation: list[Dialogue]
     reports: dict[str, DialogueReport]
-    """`train` and, where there is one, `validation`."""
+    """The report of `train` and, if there is a validation set, of `validation`."""
 
 
 def load_demonstration_data(data: DemonstrationDataConfig) -> DemonstrationData:
-    """Every conversation that the `data` section names, with the held-out share where it is asked.
+    """Read all conversations that the `data` section names, and hold out the share it asks for.
 
     Raises:
-        DataError: A file, a row, or nothing left.
+        DataError: A file or a row cannot be used, or no conversation is left.
     """
     sets = data.train_sets()
     train, report = load_demonstrations(
@@ -408,16 +406,16 @@ def load_demonstrations(
     on_bad_row: Literal["error", "skip"] = "error",
     limit: int | None = None,
 ) -> tuple[list[Dialogue], DialogueReport]:
-    """The conversations of several data sets, one after the other, and the report of the others.
+    """Read the conversations of several data sets in sequence, and report what was left out.
 
     Args:
-        sets: Each with its own columns and prompt files.
-        name: Of the whole, in the report and at the start of every id.
-        on_bad_row: Whether a malformed row is an error, or left out and counted.
-        limit: Most rows that are used in all.
+        sets: The data sets, each with its own columns and prompt files.
+        name: The name of the whole, in the report and at the start of every id.
+        on_bad_row: Whether a malformed row is an error, or is left out and counted.
+        limit: The largest number of rows to use in all.
 
     Raises:
-        DataError: A file, a row, or nothing left of a set.
+        DataError: A file or a row cannot be used, or no row of a set is left.
     """
     dialogues: list[Dialogue] = []
     reports: list[DialogueReport] = []
@@ -436,9 +434,12 @@ def load_demonstrations(
 def hold_out_dialogues(
     dialogues: Sequence[Dialogue], *, share: float, seed: int
 ) -> tuple[list[Dialogue], list[Dialogue]]:
-    """The dialogues as (train, validation), about `share` of them held out, equal prompts together.
+    """Split conversations into (train, validation), with about `share` of them held out.
 
-    Raises DataError where there are fewer than two different prompts.
+    Conversations with equal prompts stay on one side.
+
+    Raises:
+        DataError: There are fewer than two different prompts.
     """
     prompts = [conversation_fingerprint(dialogue.prompt) for dialogue in dialogues]
     return split(dialogues, prompts, held_out_prompts(prompts, share=share, seed=seed))
@@ -544,8 +545,6 @@ def _conversation(row: Row, opened: OpenedSet[DemonstrationSetConfig]) -> tuple[
 
 
 class _DemonstrationShape(NamedTuple):
-    """A form that a row can have."""
-
     fits: Callable[[Row, DemonstrationSetConfig], bool]
     read: Callable[[Row, DemonstrationSetConfig], Conversation]
     written: Callable[[Row, DemonstrationSetConfig], str]
@@ -602,7 +601,7 @@ def _share_gpt_turn(turn: Any) -> Message:
 
 
 def _pair(row: Row, asked: str, answered: str, *, setting: bool = False) -> Conversation:
-    """Two columns, the second of which may begin by repeating the first."""
+    """Make a conversation of two columns; the second may begin by repeating the first."""
     question, reply = (
         messages(required(row, key, setting=which if setting else None), role=role, what=f"'{key}'")
         for key, role, which in (

@@ -1,4 +1,4 @@
-"""Token groups to model batches: which groups travel together, and how they are laid out."""
+"""Packs token groups into micro-batches, and lays each batch out as the model's input."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from laurel.types import PaddedRows, Span, TokenForest, TokenGroup, Tree
 
 
 def to_forest(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> TokenForest:
-    """Lay groups out as a token forest.
+    """Lay groups out as a token forest, which holds each prompt once for all its completions.
 
     Args:
-        groups: At least one.
-        share_prompts: Without it every completion gets a tree of its own, prompt included: the
-            same scores with more arithmetic.
+        groups: At least one group.
+        share_prompts: If False, every completion gets a tree with its own copy of the prompt:
+            the scores are the same, with more arithmetic.
 
     Returns:
         The forest; its N completions are those of the groups, in order.
@@ -45,7 +45,7 @@ def to_forest(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> To
 
 
 def to_padded(groups: Sequence[TokenGroup], *, pad_id: int) -> PaddedRows:
-    """Lay groups out as one padded row per completion, in order."""
+    """Lay groups out as padded rows, one per completion, in order."""
     rows = [np.concatenate((g.trunk_ids, ids)) for g in groups for ids in g.branches_ids_G]
     ids_NL = np.full((len(rows), max(len(row) for row in rows)), pad_id, dtype=np.int64)
     for index, row in enumerate(rows):
@@ -59,14 +59,14 @@ def to_padded(groups: Sequence[TokenGroup], *, pad_id: int) -> PaddedRows:
 
 
 def bin_pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Divide items over as few micro-batches as first-fit decreasing finds.
+    """Divide items over micro-batches by first-fit decreasing, which needs few of them.
 
     Args:
-        sizes: Tokens of each item.
-        budget: Tokens of a micro-batch; a larger item travels alone.
+        sizes: The number of tokens of each item.
+        budget: The largest number of tokens in a micro-batch; a larger item gets its own.
 
     Returns:
-        Indices of the items of each micro-batch. Every index appears once; the result depends
+        The indices of the items of each micro-batch. Every index appears once; the result depends
         only on the arguments.
     """
     bins: list[list[int]] = []
@@ -90,16 +90,16 @@ def bin_pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def pack_evenly(sizes: Sequence[int], budget: int, *, dp_size: int) -> list[list[int]]:
-    """Divide items over micro-batches that several ranks compute side by side.
+    """Divide items over micro-batches that several data-parallel ranks compute side by side.
 
     Args:
-        sizes: Tokens of each item.
-        budget: Tokens of a micro-batch; a larger item travels alone.
-        dp_size: How many ranks compute them. For one rank these are the bins of `bin_pack`.
+        sizes: The number of tokens of each item.
+        budget: The largest number of tokens in a micro-batch; a larger item gets its own.
+        dp_size: The number of ranks. For one rank the result is that of `bin_pack`.
 
     Returns:
-        Indices of the items of each micro-batch: as many for each rank, and of about one size,
-        unless there are too few items for that.
+        The indices of the items of each micro-batch. Unless there are too few items, every rank
+        gets equally many micro-batches, of about equal size.
     """
     bins = bin_pack(sizes, budget)
     if dp_size == 1:
@@ -123,11 +123,12 @@ def pack_padded(lengths: Sequence[tuple[int, ...]], budget: int) -> list[list[in
     """Divide groups over padded micro-batches of similar lengths.
 
     Args:
-        lengths: Lengths of the sequences of each group.
-        budget: Tokens of a micro-batch with its padding; a larger group travels alone.
+        lengths: The lengths of the sequences of each group, in tokens.
+        budget: The largest number of tokens in a micro-batch, with its padding; a larger group
+            gets its own.
 
     Returns:
-        Indices of the groups of each micro-batch.
+        The indices of the groups of each micro-batch.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-max(lengths[i]), i))
     bins: list[list[int]] = []

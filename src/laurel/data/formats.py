@@ -1,7 +1,7 @@
-"""The forms in which rows may be written, with the columns that tell them and who reads them.
+"""Lists the known forms of rows, with the columns that identify them and the commands they fit.
 
-The readers themselves are in `row_formats`, `task_formats`, `demonstrations`, `code_tasks` and
-`benchmark_rows`; this is their table of contents, for people and for `laurel data check`.
+The readers are in `preferences`, `conversations`, `task_formats` and `benchmarks`; this module is
+their table of contents, for people and for `laurel data check`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from laurel.data.task_formats import response
 from laurel.errors import ConfigError
 
 Trainer = Literal["rm", "sft", "grpo"]
-"""The commands that learn from rows."""
+"""The training commands that read rows."""
 TRAINERS: tuple[Trainer, ...] = ("rm", "sft", "grpo")
 
 _ASKED = {"role": "user", "content": "Where is the laurel?"}
@@ -31,30 +31,30 @@ _SAID = {"role": "assistant", "content": "By the gate."}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownFormat:
-    """One form of rows."""
+    """A form that rows can have: its columns, an example, and the commands that read it."""
 
     name: str
-    """The name of the form, in a word or two."""
+    """The short name of the form."""
     says: str
-    """The meaning of a row."""
+    """Describes in words what one row holds."""
     columns: str
-    """The columns that identify the form, for people."""
+    """Names the columns that identify the form, as text for people."""
     example: Mapping[str, Any]
-    """One whole row."""
+    """An example of a complete row."""
     fits: Callable[[Row], bool]
-    """Tests a row for this form, after all forms before it in `FORMATS` are ruled out."""
+    """Returns whether a row has this form, provided that it has none of the earlier `FORMATS`."""
     trainers: Mapping[Trainer, Sequence[str]] = field(default_factory=dict)
-    """The commands that train on it, and the settings that they need besides the path."""
+    """The commands that train on such rows, each with the settings it needs besides the path."""
     uses: Mapping[Trainer, str] = field(default_factory=dict)
-    """The part of a row that a command uses, if it does not use all of it."""
+    """The part of a row that a command uses, by command, for commands that do not use all of it."""
     evaluation: BenchmarkName | None = None
-    """The command of `laurel eval` that reads it."""
+    """The subcommand of `laurel eval` that reads such rows; None if there is none."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Columns that may have other names, and the key of the `data` section that names them."""
+    """Maps each column that may have another name to the key of `data` that sets that name."""
 
 
 def recognise(row: Row) -> KnownFormat | None:
-    """Return the form of a row; None if it has no known one."""
+    """Return the form of a row; None if no known form fits."""
     return next((known for known in FORMATS if known.fits(row)), None)
 
 
@@ -63,7 +63,7 @@ def _has(*columns: str) -> Callable[[Row], bool]:
 
 
 def _class_is(name: str, *, whole: bool | None = None) -> Callable[[Row], bool]:
-    """A test for rows of a class of preferences; `whole`: with the prompt inside the answers."""
+    """Return a test for rows of a preference class; `whole`: the answers contain the prompt."""
 
     def fits(row: Row) -> bool:
         found = infer_class(row, DatasetConfig())
@@ -417,7 +417,7 @@ FORMATS: tuple[KnownFormat, ...] = (
         keys={"prompt": "data.input_key"},
     ),
 )
-"""Every form, the most specific first."""
+"""All known forms of rows; a more specific form comes before a more general one."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -501,18 +501,18 @@ _ANSWER_LIKE = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A way to make a row readable."""
+    """Advice for a row of no known form: what it might be, and the settings that would read it."""
 
     says: str
-    """What the row looks like, in words."""
+    """Describes in words what the row seems to be."""
     trainer: Trainer | None = None
-    """The command that would read it."""
+    """The command that could read the row."""
     settings: tuple[str, ...] = ()
-    """The settings that the command needs; empty if the columns have to be renamed."""
+    """The settings that the command needs to read the row; empty if columns have to be renamed."""
 
 
 def suggestions(row: Row) -> list[Suggestion]:
-    """List what a row may be meant as, the likeliest first; empty if nothing is similar."""
+    """List the forms that a row may be meant to have, the likeliest first; empty without any."""
     for make in (_as_pair, _renamed, _as_chat):
         found = make(row)
         if found is not None:

@@ -43,7 +43,7 @@ from laurel.errors import DataError, counted_that
 from laurel.types import Completion, Conversation, Group, Message, Preference
 
 Remedy = Callable[[UnusableRow], str]
-"""Returns the advice for a malformed row."""
+"""A function that returns the advice for a malformed row."""
 
 
 def load_preferences(
@@ -198,7 +198,6 @@ class _Loading:
     num_negative_margins: int = 0
     num_double_systems: int = 0
     num_duplicates: int = 0
-    """The number of duplicates that were kept."""
     rated: set[str] = field(default_factory=set)
     roles: UnusualRoles = field(default_factory=UnusualRoles)
 
@@ -387,7 +386,7 @@ _UNNAMED = DatasetConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedRow:
-    """The content of a row: a prompt with ranked completions, before any frame or filter."""
+    """A prompt with ranked completions as a row holds them, before prompt files and filters."""
 
     prompt: Conversation
     completions_G: tuple[Completion, ...]
@@ -399,10 +398,10 @@ class RankedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetClass:
-    """A class of data set: the reader of its rows, and their place if no path is given."""
+    """A class of preference data sets: the reader of its rows, and their default place."""
 
     convert: Callable[[Row, DatasetConfig, Sequence[str]], RankedRow]
-    """Reads a row, by the configuration and the names of the ratings to read."""
+    """Reads a row, given the configuration and the names of the ratings to read."""
     hub_name: str | None = None
     subset: str | None = None
     has_validation: bool = False
@@ -431,7 +430,7 @@ def helpsteer3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) 
 
 
 def tulu3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> RankedRow:
-    """Read two conversations that share everything but the last message."""
+    """Read a row of Tulu 3: two conversations that differ only in the last message."""
     chosen, rejected = (
         answer(messages(required(row, key), role="assistant", what=f"'{key}'"), what=f"'{key}'")
         for key in ("chosen", "rejected")
@@ -445,9 +444,10 @@ def tulu3(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> Ra
 
 
 def ranked(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> RankedRow:
-    """Read `{"context": [...], "completions": [{"rank", "completion": [...]}, ...]}`.
+    """Read a row with a `context` and `completions`, each with a rank.
 
-    With `attributes`, one completion is enough and ranks may be missing.
+    The form is `{"context": [...], "completions": [{"rank", "completion": [...]}, ...]}`. With
+    `attributes`, one completion is enough and ranks may be missing.
     """
     context = required(row, "context")
     completions = required(row, "completions")
@@ -515,7 +515,7 @@ DATASET_CLASSES: dict[str, DatasetClass] = {
 def ranked_row(
     row: Row, class_name: str, config: DatasetConfig, attributes: Sequence[str]
 ) -> RankedRow:
-    """Read a row of a data set class.
+    """Read a row with the reader of the given data set class.
 
     Raises:
         UnusableRow: The row is malformed.
@@ -544,14 +544,17 @@ def ranked_row(
 
 
 def best_answer(row: Row, class_name: str) -> tuple[Conversation, Conversation]:
-    """Return the prompt of a row, and its completion of the best rank (the first, in a tie)."""
+    """Return the prompt of a row and its best-ranked completion (the first of them in a tie)."""
     read = ranked_row(row, class_name, _UNNAMED, ())
     best = min(range(len(read.ranks_G)), key=lambda index: read.ranks_G[index])
     return read.prompt, read.completions_G[best].messages
 
 
 def infer_class(row: Row, config: DatasetConfig) -> tuple[str, str] | None:
-    """Recognize the class of a row, and return it with the clue; None if no class fits."""
+    """Recognize the data set class of a row; return its name and the columns that show it.
+
+    The result is None if no class fits.
+    """
     if {"context", "response1", "response2", "overall_preference"} <= row.keys():
         return "HelpSteer3", "columns response1, response2 and overall_preference"
     if {"context", "completions"} <= row.keys():
@@ -570,7 +573,7 @@ def infer_class(row: Row, config: DatasetConfig) -> tuple[str, str] | None:
 
 
 def class_of(row: Row, config: DatasetConfig) -> tuple[str, str]:
-    """Recognize the class of a row, and return it with the clue.
+    """Recognize the data set class of a row; return its name and the columns that show it.
 
     Raises:
         UnusableRow: The row has no known form.
@@ -706,12 +709,15 @@ _START = "\n\nHuman:"
 
 
 def is_transcript(value: object) -> bool:
-    """Report whether a value looks like a transcript."""
+    """Report whether a value is text with `Human:` and `Assistant:` turns, as in HH-RLHF."""
     return isinstance(value, str) and value.startswith(_START)
 
 
 def parse_transcript(transcript: str) -> Conversation:
-    """Split a transcript into stripped turns. A turn may be empty, and roles may repeat."""
+    """Split a transcript into messages without surrounding blanks.
+
+    A turn may be empty, and a role may repeat.
+    """
     before, *parts = _TURN.split(transcript)
     if before or not parts:
         raise UnusableRow(
@@ -732,7 +738,7 @@ def split_transcripts(
     An empty turn is left for the caller to handle.
 
     Raises:
-        UnusableRow: They share less, or the turns do not alternate.
+        UnusableRow: The transcripts differ in more than the last turn, or roles do not alternate.
     """
     first = parse_transcript(text(chosen, what="the chosen transcript"))
     second = parse_transcript(text(rejected, what="the rejected transcript"))

@@ -1,6 +1,7 @@
-"""One pass over the rows of a set: opened, read, converted, and every loss counted.
+"""Reads one data set in one pass: opens it, converts its rows, and counts every row left out.
 
-Tasks and demonstrations share it; preferences, which have more reasons to be left out, do not.
+Tasks and demonstrations use this module; preferences, which have more reasons to leave a row out,
+do not.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from laurel.types import Conversation, Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFrame:
-    """The texts around every prompt; None adds nothing."""
+    """The texts that a configuration adds to every prompt."""
 
     question: str | None = None
-    """Text with `{}` where the first user message goes; `{{` and `}}` are plain braces."""
+    """A template for the first user message: `{}` is its text, `{{` and `}}` are plain braces."""
     system: str | None = None
-    """Put first, as a message of role `system`."""
+    """The system message that is put before the prompt; None adds none."""
 
     def around(self, prompt: Conversation) -> Conversation:
-        """Put the prompt into the frame.
+        """Return the prompt with the texts of this frame added.
 
         Raises:
-            UnusableRow: The prompt has no user message for the question's text.
+            UnusableRow: The prompt has no user message that the question's template could apply to.
         """
         framed = prompt
         if self.question is not None:
@@ -65,7 +66,11 @@ class PromptFrame:
 
 
 def read_prompt_frame(prompt_file: str | None, system_prompt_file: str | None) -> PromptFrame:
-    """The frame that the two files describe, each checked. Raises DataError."""
+    """Read the question template and the system prompt from their files, and check them.
+
+    Raises:
+        DataError: A file cannot be read, or the question's template is invalid.
+    """
     question = None if prompt_file is None else _read(prompt_file, key="data.prompt_file")
     if question is not None:
         _check_question(question, prompt_file or "")
@@ -108,11 +113,11 @@ C = TypeVar("C", TaskSetConfig, DemonstrationSetConfig)
 Read = TypeVar("Read")
 
 HubParts = tuple[tuple[str | None, str | None], ...]
-"""(subset, split) of each part of a hub data set that is read."""
+"""The (subset, split) of each part of a hub data set that is read."""
 
 
 class LeftOutRow(Exception):
-    """A well-formed row is left out. Only `laurel.data` raises and catches it."""
+    """Raised for a well-formed row that is left out; only `laurel.data` raises and catches it."""
 
     def __init__(self, reason: Reason, kind: str = "") -> None:
         super().__init__(reason, kind)
@@ -122,24 +127,24 @@ class LeftOutRow(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubSet:
-    """The place of a named data set on the hub."""
+    """The place of a named data set on the Hugging Face hub."""
 
     name: str | None
     parts: HubParts = ((None, None),)
 
 
 NO_HUB = HubSet(name=None)
-"""The place of sets that always need a path."""
+"""The place of data sets that have none on the hub, so that a path has to be given."""
 
 
 @dataclass(slots=True, kw_only=True)
 class OpenedSet(Generic[C]):
-    """A data set before its first row is read."""
+    """A data set that is opened but not yet read."""
 
     config: C
-    """What the rows are read by."""
+    """The columns and settings that the rows are read with."""
     is_own: bool
-    """Whether the user's own object gives the rows."""
+    """True if a class or function of the user supplies the rows."""
     task_name: str | None
     frame: PromptFrame
     path: str | None
@@ -154,7 +159,7 @@ class OpenedSet(Generic[C]):
         on_bad_row: Literal["error", "skip"],
         limit: int | None,
     ) -> list[Read]:
-        """Convert rows, each with its source, until `limit` of them are kept.
+        """Convert rows with `convert(source, row)` until `limit` of them are kept.
 
         Raises:
             DataError: A file cannot be read, or a malformed row is an error.
@@ -200,10 +205,11 @@ class OpenedSet(Generic[C]):
 
 
 def open_set(config: C, *, known: Mapping[str, HubSet], report: RowReport) -> OpenedSet[C]:
-    """The configured set; what it is and where it comes from is written into the report.
+    """Open the configured data set, and write its name and origin into the report.
 
     Raises:
-        DataError: An unknown name, no path, an own class or a prompt file that cannot be used.
+        DataError: The set's name is unknown, a path is missing, or the user's own class or a prompt
+            file cannot be used.
     """
     name = config.dataset_name or ""
     report.dataset_class = name
@@ -257,7 +263,7 @@ def _parts(hub: HubSet, config: TaskSetConfig | DemonstrationSetConfig) -> HubPa
 
 
 def unknown_class(name: str, known: Iterable[str]) -> str:
-    """Word the error about an unknown name of a data set."""
+    """Return the error message for an unknown name of a data set."""
     by_lower = {other.lower(): other for other in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     hint = f"Did you mean {by_lower[near[0]]}? " if near else ""
@@ -291,27 +297,27 @@ USUAL_ROLES = (
     "environment",
     "observation",
 )
-"""The roles that chat templates give a meaning."""
+"""The message roles that chat templates know."""
 _MOST_NAMED = 3
 
 
 @dataclass(slots=True)
 class UnusualRoles:
-    """Counts the rows that have a role which is none of `USUAL_ROLES`; nothing is refused."""
+    """Counts the rows with a role outside `USUAL_ROLES`; such rows are kept."""
 
     num_rows: int = 0
     first: dict[str, str] = field(default_factory=dict)
-    """The source of the first row with each such role."""
+    """The source of the first row with each unusual role, by the role."""
 
     def look(self, source: str, messages: Iterable[Message]) -> None:
-        """Count a row if its messages have an unusual role; `source` is kept as the example."""
+        """Count a row if a message has an unusual role; keep the first source of each such role."""
         unusual = dict.fromkeys(m.role for m in messages if m.role not in USUAL_ROLES)
         self.num_rows += bool(unusual)
         for role in unusual:
             self.first.setdefault(role, source)
 
     def notes(self) -> list[str]:
-        """Return one note on all of them; none if there are none."""
+        """Return one note that names all unusual roles; an empty list if there were none."""
         if not self.num_rows:
             return []
         named = [_named(role, source) for role, source in self.first.items()][:_MOST_NAMED]
@@ -337,7 +343,10 @@ Item = TypeVar("Item")
 def split(
     items: Sequence[Item], prompts: Sequence[bytes], held_out: Collection[bytes]
 ) -> tuple[list[Item], list[Item]]:
-    """Split items into those that stay and those whose prompt (a fingerprint) is held out."""
+    """Split items into (kept, held out), by whether the item's prompt is among those held out.
+
+    Prompts are given as fingerprints, one per item.
+    """
     sides: tuple[list[Item], list[Item]] = ([], [])
     for item, prompt in zip(items, prompts, strict=True):
         sides[prompt in held_out].append(item)
@@ -345,10 +354,10 @@ def split(
 
 
 def held_out_prompts(prompts: Sequence[bytes], *, share: float, seed: int) -> set[bytes]:
-    """Choose prompts that about `share` of the rows have, by one fingerprint per row.
+    """Choose the prompts to hold out so that about `share` of the rows have one of them.
 
-    The order in which prompts are taken depends on the seed and the prompt alone, so the order of
-    the rows does not matter. At least one is taken and one is left.
+    The input has one fingerprint per row. The choice depends on the seed and the prompts, and not
+    on the order of the rows. At least one prompt is held out, and at least one is not.
 
     Raises:
         DataError: There are fewer than two different prompts.

@@ -1,4 +1,4 @@
-"""The data report: what was read, what was left out and why, and what the rest looks like."""
+"""Reports which rows were read, which were left out and why, and how long the kept ones are."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ Reason = Literal[
     "nothing to learn",
     "answer refused",
 ]
-"""Why a row is left out."""
+"""The reasons for which a row is left out."""
 
 MAX_EXAMPLES = 3
 MAX_SOURCES = 1000
-"""The most rows of a reason, or of a kind of it, that a report names."""
+"""The largest number of rows that a report lists for one kind of one reason."""
 
 
 def conversation_fingerprint(conversation: Conversation) -> bytes:
@@ -55,17 +55,17 @@ def conversation_fingerprint(conversation: Conversation) -> bytes:
 
 @dataclass(slots=True)
 class LeftOut:
-    """The count of rows left out for one reason, with the first sources and its kinds."""
+    """The rows left out for one reason: their number, their kinds, and where the first ones are."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
-    """The first `MAX_EXAMPLES` sources."""
+    """The sources of the first `MAX_EXAMPLES` rows."""
     kinds: Counter[str] = field(default_factory=Counter)
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """The first `MAX_SOURCES` sources of each kind; the empty kind is that of rows without one."""
+    """The sources of the first `MAX_SOURCES` rows of each kind; rows of no kind are under `""`."""
 
     def add_row(self, source: str, kind: str = "") -> None:
-        """Count one more row."""
+        """Count one more row that is left out for this reason."""
         self.count += 1
         if kind:
             self.kinds[kind] += 1
@@ -77,7 +77,7 @@ class LeftOut:
                 sources.append(source)
 
     def add(self, other: LeftOut) -> None:
-        """Add the counts of another."""
+        """Add the counts, kinds and sources of another `LeftOut` to this one."""
         self.count += other.count
         self.examples = (self.examples + other.examples)[:MAX_EXAMPLES]
         self.kinds.update(other.kinds)
@@ -85,7 +85,7 @@ class LeftOut:
             self.sources[kind] = (self.sources.get(kind, []) + sources)[:MAX_SOURCES]
 
     def to_dict(self) -> dict[str, Any]:
-        """The counts and sources as plain values, for JSON."""
+        """Return the counts and sources as JSON-compatible values."""
         named = [
             {"source": source, "kind": kind or None}
             for kind, sources in self.sources.items()
@@ -102,7 +102,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSummary:
-    """Lengths of whole conversations (a prompt with one of its completions)."""
+    """Summarizes the lengths of conversations, each a prompt with one of its completions."""
 
     minimum: int
     median: float
@@ -112,7 +112,7 @@ class LengthSummary:
 
     @classmethod
     def of(cls, lengths: Sequence[int] | npt.NDArray[np.int64]) -> LengthSummary | None:
-        """The summary, or None where there is nothing to sum up."""
+        """Return the summary of some lengths; None if there are no lengths."""
         if len(lengths) == 0:
             return None
         values = np.asarray(lengths, dtype=np.int64)
@@ -128,7 +128,7 @@ class LengthSummary:
 def lengths_to_dict(
     characters: LengthSummary | None, tokens: LengthSummary | None
 ) -> dict[str, dict[str, float]]:
-    """The summaries that there are as plain values, for JSON."""
+    """Return the summaries that are not None as JSON-compatible values."""
     return {
         unit: {
             "min": summary.minimum,
@@ -155,16 +155,16 @@ class _Figures:
 
 @dataclass(slots=True, kw_only=True)
 class RowReport:
-    """The report of the rows of one data set: read, kept, left out and cut."""
+    """Reports the rows of one data set: how many were read, kept, left out and truncated."""
 
     name: str
     dataset_class: str = ""
     origin: str = ""
-    """The file (without its directory), the hub name, or the import path."""
+    """The place of the rows: a file name without its directory, a hub name, or an import path."""
     num_read: int = 0
     dropped: dict[str, LeftOut] = field(default_factory=dict)
     num_truncated: int = 0
-    """Conversations that were cut to the longest length."""
+    """The number of conversations that were truncated to the maximum length."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -174,15 +174,15 @@ class RowReport:
 
     @property
     def num_dropped(self) -> int:
-        """Return the number of rows that were left out, for any reason."""
+        """Return the number of rows that were left out for any reason."""
         return sum(left_out.count for left_out in self.dropped.values())
 
     def drop(self, reason: Reason, source: str, *, kind: str = "") -> None:
-        """Count a row that was read and is left out; `kind` specifies the reason."""
+        """Count a row that was read and is left out; `kind` states the reason more precisely."""
         self.dropped.setdefault(reason, LeftOut()).add_row(source, kind)
 
     def warning_of_cuts(self, total: int, max_length: int) -> str | None:
-        """Word a warning if more than half of `total` conversations were cut; None otherwise."""
+        """Return a warning if more than half of `total` conversations were truncated, else None."""
         if 2 * self.num_truncated <= total:
             return None
         return (
@@ -192,7 +192,7 @@ class RowReport:
         )
 
     def add_rows(self, other: RowReport) -> None:
-        """Counts the rows of another set too."""
+        """Add the row counts of another data set's report to this one."""
         self.num_read += other.num_read
         self.num_truncated += other.num_truncated
         self.notes += [f"{other.origin or other.name}: {note}" for note in other.notes]
@@ -201,7 +201,7 @@ class RowReport:
 
     @classmethod
     def of_rows(cls, reports: Sequence[Self], *, name: str) -> Self:
-        """A report of the rows of several sets that are concatenated, without their figures."""
+        """Combine the row counts of several reports into one; their statistics are not combined."""
         merged = cls(
             name=name,
             dataset_class=", ".join(dict.fromkeys(report.dataset_class for report in reports)),
@@ -212,7 +212,7 @@ class RowReport:
         return merged
 
     def split_off(self, sources: Sequence[str], *, name: str) -> Self:
-        """Counts rows as held out from here, and returns a report of them without figures."""
+        """Count the rows of `sources` as held out, and return a new report with their counts."""
         for source in sources:
             self.drop("held out", source)
         return type(self)(
@@ -224,7 +224,7 @@ class RowReport:
         )
 
     def rows_to_dict(self) -> dict[str, Any]:
-        """The rows read, kept and left out as plain values, for JSON."""
+        """Return the numbers of rows read, kept and left out as JSON-compatible values."""
         return {
             "name": self.name,
             "dataset_class": self.dataset_class,
@@ -239,13 +239,13 @@ class RowReport:
 
 
 def origin_of(path_or_name: str) -> str:
-    """Return a report's name for a path or hub name: a file without its directory, or the name."""
+    """Return how a report names a place: a file without its directory, or the hub name."""
     is_local = os.path.exists(os.path.expanduser(path_or_name))
     return os.path.basename(os.path.normpath(path_or_name)) if is_local else path_or_name
 
 
 def no_rows_left(report: RowReport) -> str:
-    """Word the error about a set without any row left."""
+    """Return the error message for a data set of which no row is left."""
     reasons = ", ".join(
         f"{left_out.count} {reason} ({_kinds(left_out)})"
         for reason, left_out in report.dropped.items()
@@ -271,7 +271,7 @@ def _kinds(left_out: LeftOut) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class DataReport(RowReport):
-    """The report of the rows of a set of preferences. Later stages add to it."""
+    """Reports the rows of a preference data set; tokenization adds its figures later."""
 
     figures: _Figures = field(default_factory=_Figures, repr=False)
 
@@ -298,22 +298,22 @@ class DataReport(RowReport):
 
     @property
     def characters(self) -> LengthSummary | None:
-        """Return the lengths of the kept conversations in characters of their contents."""
+        """Return the lengths of the kept conversations, in characters of the message contents."""
         return LengthSummary.of(self.figures.characters)
 
     @property
     def tokens(self) -> LengthSummary | None:
-        """Return the lengths of the kept conversations in tokens, if `set_lengths` has set them."""
+        """Return the lengths of the kept conversations in tokens; None before `set_lengths`."""
         return LengthSummary.of(self.figures.tokens)
 
     def describe(self, preferences: Iterable[Preference]) -> None:
-        """Measure the kept rows; call it again after leaving out more of them."""
+        """Compute the statistics of the kept rows; call it again after leaving out more of them."""
         self.figures = _Figures(tokens=self.figures.tokens)
         for preference in preferences:
             _add(self.figures, preference)
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Set the tokens of every kept conversation (each prompt with each completion)."""
+        """Set the length in tokens of every kept conversation, one per prompt and completion."""
         self.figures.tokens = list(lengths)
 
     def move_out(
@@ -327,7 +327,7 @@ class DataReport(RowReport):
 
     @classmethod
     def merge(cls, reports: Sequence[DataReport], *, name: str) -> DataReport:
-        """The report of several sets that are concatenated."""
+        """Combine the reports of several data sets that are concatenated."""
         merged = cls.of_rows(reports, name=name)
         total = merged.figures
         for report in reports:
@@ -341,7 +341,7 @@ class DataReport(RowReport):
         return merged
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, for JSON."""
+        """Return the report as JSON-compatible values."""
         return {
             **self.rows_to_dict(),
             "num_prompts": self.num_prompts,
@@ -356,7 +356,7 @@ class DataReport(RowReport):
         }
 
     def render(self) -> RenderableType:
-        """The report as a table for the terminal, at most 80 columns wide."""
+        """Return the report as a table for the terminal, at most 80 columns wide."""
 
         return report_table(self)
 
@@ -391,17 +391,17 @@ _NOTE = "note"
 
 
 def report_table(report: DataReport) -> RenderableType:
-    """The report's lines: a title, then what each figure is and its value."""
+    """Return a preference report as a table: a title, then a label and a value per line."""
     return report_lines(report, _figures(report))
 
 
 def report_lines(report: RowReport, figures: Iterable[tuple[str, str]]) -> RenderableType:
-    """Render a report for the console: its counts of rows, then (label, figure) lines."""
+    """Return a report for the terminal: its row counts, then the given (label, value) lines."""
     return _Lines(report, tuple(figures))
 
 
 class _Lines:
-    """A report as wide as there is room for, of which nothing is cut off."""
+    """Renders a report at the terminal's width without truncating any line."""
 
     def __init__(self, report: RowReport, figures: tuple[tuple[str, str], ...]) -> None:
         self._report = report
@@ -488,7 +488,7 @@ def _distribution(counts: dict[int, int]) -> str:
 
 
 def length_line(lengths: LengthSummary) -> str:
-    """Format a summary of lengths as one line."""
+    """Format a summary of lengths as one line of text."""
     return (
         f"median {lengths.median:,.0f}, mean {lengths.mean:,.0f}, 95% under {lengths.p95:,.0f}, "
         f"from {lengths.minimum:,} to {lengths.maximum:,}"
@@ -501,34 +501,34 @@ def length_line(lengths: LengthSummary) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class TextReport(RowReport):
-    """The report of the rows of sets of prompts, or of whole conversations."""
+    """Reports the rows of data sets of prompts, or of whole conversations."""
 
     items: str = "conversations"
-    """The name of the counted items."""
+    """The word for what is counted, such as `conversations` or `tasks`."""
     num_items: int = 0
     sets: Counter[str] = field(default_factory=Counter)
-    """The number of items of each set."""
+    """The number of kept items of each data set, by the set's name."""
     lengths: list[int] = field(default_factory=list, repr=False)
     tokens_of_items: list[int] = field(default_factory=list, repr=False)
     prompts: set[bytes] = field(default_factory=set, repr=False)
 
     @property
     def num_prompts(self) -> int:
-        """Return the number of different prompts."""
+        """Return the number of different prompts among the kept items."""
         return len(self.prompts)
 
     @property
     def characters(self) -> LengthSummary | None:
-        """Return the lengths in characters of the contents."""
+        """Return the lengths of the kept items, in characters of the message contents."""
         return LengthSummary.of(self.lengths)
 
     @property
     def tokens(self) -> LengthSummary | None:
-        """Return the lengths in tokens, if `set_lengths` has set them."""
+        """Return the lengths of the kept items in tokens; None before `set_lengths`."""
         return LengthSummary.of(self.tokens_of_items)
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Set the length of every kept item, in tokens."""
+        """Set the length in tokens of every kept item."""
         self.tokens_of_items = list(lengths)
 
     def describe_items(self, items: Iterable[tuple[str, Conversation, Conversation]]) -> None:
@@ -542,7 +542,7 @@ class TextReport(RowReport):
 
     @classmethod
     def merge(cls, reports: Sequence[Self], *, name: str) -> Self:
-        """The report of several sets that are concatenated."""
+        """Combine the reports of several data sets that are concatenated."""
         merged = cls.of_rows(reports, name=name)
         for report in reports:
             merged.num_items += report.num_items
@@ -553,7 +553,7 @@ class TextReport(RowReport):
         return merged
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, for JSON."""
+        """Return the report as JSON-compatible values."""
         return {
             **self.rows_to_dict(),
             f"num_{self.items}": self.num_items,
@@ -564,7 +564,7 @@ class TextReport(RowReport):
         }
 
     def render(self) -> RenderableType:
-        """The report as a table for the terminal, at most 80 columns wide."""
+        """Return the report as a table for the terminal, at most 80 columns wide."""
 
         return report_lines(self, self._figures())
 
@@ -587,12 +587,12 @@ class TextReport(RowReport):
 
 @dataclass(slots=True, kw_only=True)
 class TaskReport(TextReport):
-    """The report of the rows of sets of tasks. Lengths are those of the prompts."""
+    """Reports the rows of data sets of tasks; its lengths are those of the prompts."""
 
     items: str = "tasks"
 
     def describe(self, tasks: Iterable[Task]) -> None:
-        """Measure the tasks; call it again after leaving out more of them."""
+        """Count and measure the kept tasks; call it again after leaving out more of them."""
         self.describe_items(
             (f"{task.name} ({task.environment})", task.prompt, task.prompt) for task in tasks
         )

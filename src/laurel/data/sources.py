@@ -1,4 +1,4 @@
-"""Rows from local files, saved data sets and the Hugging Face hub, each with where it stands."""
+"""Reads rows, each with its place, from local files, saved data sets and the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ LEAVE_OUT = "set data.on_bad_row=skip to leave such rows out and count them"
 
 
 class UnusableRow(Exception):
-    """A row cannot be used. Only `laurel.data` and readers of rows raise and catch it.
+    """Raised for a row that cannot be used; only `laurel.data` and readers of rows catch it.
 
-    `kind` is the short phrase that it is counted under, `message` states the problem, and `remedy`
-    the advice, if there is a better one than to fix the row. `lacks_columns`: the expected columns
-    may have other names.
+    `message` states the problem, `kind` is the short phrase that such rows are counted under, and
+    `remedy` is advice that replaces the general advice to fix the row. `lacks_columns` is True if
+    the expected columns may exist under other names.
     """
 
     def __init__(
@@ -61,7 +61,13 @@ class UnusableRow(Exception):
 
 
 def required(row: Row, key: str, *, setting: str | None = None) -> Any:
-    """The value of `key`; `setting` is the configuration key that could name another one."""
+    """Return the value of a column that a row must have.
+
+    `setting` is the configuration key that can name another column, for the message.
+
+    Raises:
+        UnusableRow: The column is missing.
+    """
     value = row.get(key)
     if value is not None:
         return value
@@ -83,7 +89,11 @@ def required(row: Row, key: str, *, setting: str | None = None) -> Any:
 
 
 def text(value: Any, *, what: str) -> str:
-    """Return a value that is text; refuse any other, and text that UTF-8 cannot encode."""
+    """Return a value that must be text which UTF-8 can encode; `what` names it in messages.
+
+    Raises:
+        UnusableRow: The value is no such text.
+    """
     if not isinstance(value, str):
         raise UnusableRow(
             f"{what} is not text", f"{what} is {json_kind(value)} where text is expected"
@@ -102,7 +112,11 @@ def text(value: Any, *, what: str) -> str:
 
 
 def integer(value: Any, *, what: str) -> int:
-    """The value as a whole number; `2.0` and `"2"`, as tables hold them, count."""
+    """Return a value as a whole number; tables may hold it as `2.0` or `"2"`.
+
+    Raises:
+        UnusableRow: The value is no whole number.
+    """
     number_value = number(value, what=what)
     if not number_value.is_integer():
         raise UnusableRow(
@@ -112,7 +126,11 @@ def integer(value: Any, *, what: str) -> int:
 
 
 def number(value: Any, *, what: str) -> float:
-    """The value as a finite number; text that holds one, as in a CSV file, counts."""
+    """Return a value as a finite number; a CSV file may hold it as text.
+
+    Raises:
+        UnusableRow: The value is no finite number.
+    """
     result = math.nan
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
@@ -128,7 +146,10 @@ def number(value: Any, *, what: str) -> float:
 
 
 def number_at(row: Row, key: str, *, setting: str) -> float:
-    """The number under `key`; where no column is called that, `a-b` is column a less column b."""
+    """Return the number in column `key`; if there is no such column, `a-b` means a minus b.
+
+    `setting` is the configuration key that names the column, for messages.
+    """
     if key not in row:
         for place, character in enumerate(key):
             left, right = key[:place].strip(), key[place + 1 :].strip()
@@ -139,7 +160,11 @@ def number_at(row: Row, key: str, *, setting: str) -> float:
 
 
 def messages(value: Any, *, role: str, what: str) -> Conversation:
-    """The value as messages; plain text becomes one message of `role`."""
+    """Return a value as a list of messages; plain text becomes one message of `role`.
+
+    Raises:
+        UnusableRow: The value is neither text nor messages.
+    """
     if isinstance(value, str):
         return (Message(role, text(value, what=what)),)
     if not isinstance(value, Sequence) or isinstance(value, bytes):
@@ -166,7 +191,7 @@ def _message(value: Any, *, what: str) -> Message:
 
 
 def _joined_parts(parts: Sequence[Any], *, what: str) -> str:
-    """Content written as `[{"type": "text", "text": ...}, ...]`."""
+    """Join content that is written as `[{"type": "text", "text": ...}, ...]`."""
     texts: list[str] = []
     for part in parts:
         if not isinstance(part, Mapping) or part.get("type") != "text" or "text" not in part:
@@ -179,7 +204,11 @@ def _joined_parts(parts: Sequence[Any], *, what: str) -> str:
 
 
 def answer(conversation: Conversation, *, what: str) -> Conversation:
-    """The conversation, which must end with what the assistant says."""
+    """Return a conversation after checking that its last message is the assistant's.
+
+    Raises:
+        UnusableRow: The last message is not the assistant's.
+    """
     if not conversation or conversation[-1].role != "assistant":
         last = f"'{conversation[-1].role}'" if conversation else "nothing"
         raise UnusableRow(
@@ -190,7 +219,7 @@ def answer(conversation: Conversation, *, what: str) -> Conversation:
 
 
 def json_kind(value: Any) -> str:
-    """Name the kind of a value in the words of JSON."""
+    """Return the kind of a value in the terms of JSON, for messages."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -209,9 +238,12 @@ def json_kind(value: Any) -> str:
 
 Rows = Iterator[tuple[str, Row]]
 Complain = Callable[[str, UnusableRow], None]
-"""Called with the source of an unreadable row and the reason; it returns to continue reading."""
+"""A function that is called for each unreadable row with its source and the problem.
+
+Reading continues if it returns, and ends if it raises.
+"""
 Reader = Callable[[IO[bytes], str, Complain], Rows]
-"""Reads an opened file with a path, and calls a `Complain` for bad rows."""
+"""A function that yields the rows of an open file, given its path and a `Complain` for bad rows."""
 
 # Strings are matched first, so that a NaN inside one is not taken for the bare word.
 _BARE_WORD = re.compile(r'"(?:\\.|[^"\\])*"|(-?Infinity|NaN)')
@@ -219,7 +251,7 @@ _LONGEST_CELL = 2**31 - 1
 
 
 class _NotANumber(ValueError):
-    """A bare NaN or Infinity, which Python's parser takes and JSON does not know."""
+    """Raised for a bare NaN or Infinity, which Python's parser accepts and JSON does not allow."""
 
 
 def _refuse(word: str) -> NoReturn:
@@ -278,7 +310,7 @@ def _as_row(value: Any) -> Row:
 
 
 def json_lines(stream: IO[bytes], path: str, complain: Complain) -> Rows:
-    """Read one object per line; blank lines are skipped."""
+    """Read one JSON object per line; blank lines are skipped."""
     label = os.path.basename(path)
     for number, raw in enumerate(stream, start=1):
         line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
@@ -294,7 +326,7 @@ def json_lines(stream: IO[bytes], path: str, complain: Complain) -> Rows:
 
 
 def json_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
-    """Read an array of objects, or one object per line."""
+    """Read a JSON array of objects, or one JSON object per line."""
     raw = stream.read().removeprefix(codecs.BOM_UTF8)
     if not raw.lstrip().startswith(b"["):
         yield from json_lines(io.BytesIO(raw), path, complain)
@@ -324,7 +356,7 @@ def json_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
 
 
 def csv_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
-    """Read comma-separated rows after a header; a cell may hold a list of messages as JSON."""
+    """Read comma-separated rows under a header; a cell may hold a list of messages as JSON."""
     # The limit belongs to the process; prompts are longer than its default of 131072 characters.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
     start = stream.readline().removeprefix(codecs.BOM_UTF8)
@@ -503,20 +535,20 @@ def read_rows(
 
 
 def locate(path_or_name: str, source: str) -> str:
-    """Return a source of `read_rows` with its directory, for messages."""
+    """Return a source of `read_rows` with the directory of its file added, for messages."""
     if source.startswith(path_or_name):
         return source
     return os.path.join(os.path.dirname(os.path.normpath(path_or_name)), source)
 
 
 def complaint(problem: UnusableRow, path: str | None, source: str, *, said: str = "") -> str:
-    """Word the error about a row, with its place.
+    """Return the error message for a row that cannot be used, with the row's place.
 
     Args:
         problem: The problem of the row.
-        path: The file or name that the rows come from; None if an object gives them.
-        source: The row, as `read_rows` names it.
-        said: Advice that replaces the one about keys of a configuration.
+        path: The file or name that the rows come from; None if an object supplies them.
+        source: The row's place, as `read_rows` gives it.
+        said: Advice that replaces the usual advice about configuration keys.
     """
     where = source if path is None else locate(path, source)
     words = f"{where}: " + (f"{problem.message}. {said}" if said else str(problem))
@@ -540,7 +572,7 @@ def _handler(on_bad_row: Literal["error", "skip"] | Complain, name: str) -> Comp
 
 
 def _suffix(path: str) -> str:
-    """The suffix that names the format, without `.gz`."""
+    """Return the suffix that names the file's format, without `.gz`."""
     return os.path.splitext(path.lower().removesuffix(".gz"))[1]
 
 
@@ -696,7 +728,7 @@ def _dataset_rows(dataset: Any, label: str) -> Rows:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the bars and the retry notices of the libraries off the screen."""
+    """Suppress the progress bars and retry notices of the libraries."""
     reading, fetching = (
         importlib.import_module(f"{package}.utils.tqdm")
         for package in ("datasets", "huggingface_hub")
@@ -752,11 +784,11 @@ _ACTED_ON_HERE = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnRows(Generic[SetConfig]):
-    """The rows that the user's object gives for one split."""
+    """The rows of one split that a class or function of the user supplies."""
 
     rows: Iterable[Any]
     config: SetConfig
-    """The configuration without the column names that the object itself has acted on."""
+    """The configuration without the column names that the user's object has already applied."""
     task_name: str | None = None
     prompt_file: str | None = None
     system_prompt_file: str | None = None
@@ -769,14 +801,14 @@ def is_import_path(name: str) -> bool:
 
 
 def open_own(config: SetConfig) -> OwnRows[SetConfig]:
-    """Open the rows of the configured split (`train` by default).
+    """Call the class or function that the configuration names, and open the configured split.
 
-    A class is made with the values of the configuration that are set and that it accepts; it has
-    `formatted_ds` (rows, or rows by split) and optionally `task_spec`. A function returns the rows,
-    or rows by split, itself.
+    The split is `train` by default. A class is called with those values of the configuration that
+    are set and that it accepts; it has `formatted_ds` (rows, or rows by split) and optionally
+    `task_spec`. A function returns the rows, or rows by split, itself.
 
     Raises:
-        DataError: The object cannot be imported or made, or has no such split.
+        DataError: The object cannot be imported or called, or has no such split.
     """
     path = config.dataset_name or ""
     made, accepted, ignored = _make(path, config)
@@ -795,7 +827,7 @@ def open_own(config: SetConfig) -> OwnRows[SetConfig]:
 
 
 def has_own_split(config: SetConfig, split: str) -> bool:
-    """Report whether the user's object has its rows by split, and has that split."""
+    """Report whether the user's class or function supplies rows by split and has the given one."""
     made, _, _ = _make(config.dataset_name or "", config)
     rows = getattr(made, "formatted_ds", made)
     return isinstance(rows, Mapping) and rows.get(split) is not None
@@ -830,9 +862,12 @@ def _make(path: str, config: SetConfig) -> tuple[Any, set[str], list[str]]:
 
 
 def import_object(path: str, *, key: str) -> Any:
-    """The object at `package.module.Name` or `package.module:Name`, which `key` names.
+    """Import the object at `package.module.Name` or `package.module:Name`.
 
-    Raises DataError.
+    `key` is the configuration key that holds the path, for messages.
+
+    Raises:
+        DataError: The object cannot be imported.
     """
     # As with `python -m`, a module in the working directory can be named.
     if os.getcwd() not in sys.path and "" not in sys.path:

@@ -1,4 +1,4 @@
-"""The forms in which rows say a question and its known answer, and the table of named sets."""
+"""Reads rows that hold a question and its known answer or tests, and lists the named data sets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from laurel.types import Conversation, Message
 #              and verl's copies of them, with the imports and the comparison of each
 
 OWN_TESTS = ("test_code", "test_list", "stdio_tests", "call_tests")
-"""Keys of metadata that hold tests."""
+"""The metadata keys that hold tests of a program."""
 _OWN_KEYS = (
     "entry",
     "test_setup",
@@ -92,19 +92,19 @@ PRELUDES: Mapping[str, str] = {
     "sys.set_int_max_str_digits(50_000)",
     "verl": f"{_OF_LIVECODEBENCH}\nsys.setrecursionlimit(600_000)",
 }
-"""The code that the graders of benchmarks put before a program, by the comparison's name."""
+"""The code that benchmark graders put before a program, by the name of the comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeTask:
-    """The prompt of a row, and the metadata for its environment."""
+    """The prompt of a row that asks for a program, and the metadata for its environment."""
 
     prompt: Conversation
     metadata: Mapping[str, Any]
 
 
 def humaneval(row: Row) -> CodeTask:
-    """Read a row of HumanEval (Chen et al., 2021), whose prompt is Python that breaks off."""
+    """Read a row of HumanEval (Chen et al., 2021); its prompt is a Python function to complete."""
     prompt = text(required(row, "prompt"), what="'prompt'")
     entry = text(required(row, "entry_point"), what="'entry_point'")
     test = text(required(row, "test"), what="'test'")
@@ -121,9 +121,9 @@ def humaneval(row: Row) -> CodeTask:
 
 
 def mbpp(row: Row) -> CodeTask:
-    """Read a row of MBPP (Austin et al., 2021), or of its sanitized half.
+    """Read a row of MBPP (Austin et al., 2021), or of its sanitized version.
 
-    The prompt shows the first assert, as in the paper, because it names the function. The
+    As in the paper, the prompt shows the first assert, because that names the function. The
     `challenge_test_list` is not used.
     """
     key = "text" if row.get("text") is not None else "prompt"
@@ -147,14 +147,14 @@ def mbpp(row: Row) -> CodeTask:
 
 
 def code_task(row: Row) -> CodeTask:
-    """Read a row with tests in a form that its keys identify.
+    """Read a row with tests, whose form is recognized by its columns.
 
-    `test_code`, `test_list`, `stdio_tests` or `call_tests` are taken as they are, or as JSON;
-    `input_output` is that of APPS and TACO, `public_test_cases` and `private_test_cases` those of
-    LiveCodeBench, and `reward_model.ground_truth` that of verl's code sets: these are compared as
-    the graders of those sets do, unless the row names another `comparison`, or says itself how
-    strict to be. A row without tests is a task whose tool is code. Where no `entry` names the
-    function that a `test_list` is about, it is the one that all asserts call.
+    `test_code`, `test_list`, `stdio_tests` and `call_tests` are Laurel's own, as values or as JSON.
+    `input_output` is the form of APPS and TACO, `public_test_cases` and `private_test_cases` are
+    LiveCodeBench's, and `reward_model.ground_truth` that of verl's code sets. Outputs are compared
+    as the graders of those sets do, unless the row names another `comparison` or its own
+    strictness. A row without tests is a task with code as a tool. If no `entry` names the function
+    that a `test_list` tests, it is the one that all asserts call.
     """
     key = next((key for key in _QUESTIONS if row.get(key) is not None), _QUESTIONS[0])
     prompt = messages(required(row, key), role="user", what=f"'{key}'")
@@ -184,7 +184,7 @@ FORMS: Mapping[str, tuple[Callable[[Row], CodeTask], str]] = {
     "MBPP": (mbpp, "google-research-datasets/mbpp"),
     "CodeTasks": (code_task, ""),
 }
-"""The reader of rows and the name on the hub, by the name of the form."""
+"""The reader of a row and the data set's name on the hub, by the name of the form."""
 
 
 # ---------------------------------------------------------------------------------- other systems
@@ -221,9 +221,9 @@ def _first_solution(row: Row) -> dict[str, Any]:
 
 
 def _inputs_outputs(value: Any, what: str, *, is_verl: bool = False) -> dict[str, Any]:
-    """APPS: lists of inputs and outputs; with `fn_name` they are arguments and values.
+    """Read the tests of APPS: inputs and outputs, or arguments and values if there is an `fn_name`.
 
-    In verl's rows those are text: an argument in JSON on each line, and the value in JSON.
+    verl's rows hold these as text: one JSON argument per line, and the value as JSON.
     """
     tests = _parsed(value, what)
     if not isinstance(tests, Mapping) or not {"inputs", "outputs"} <= tests.keys():
@@ -254,10 +254,9 @@ def _json_lines(text: str) -> list[Any]:
 
 
 def _with_whole_keys(value: Any) -> Any:
-    """A dictionary, or a list that begins with one, with numbers for keys where all keys are such.
+    """Return a dictionary, or a list that begins with one, with its whole-number keys as numbers.
 
-    JSON has made texts of them. A value that was a dictionary comes in a list of its own then, as
-    others do in these sets.
+    JSON turns such keys into text. These data sets wrap a value that was a dictionary in a list.
     """
     if isinstance(value, dict):
         changed = _whole_keys(value)
@@ -278,7 +277,7 @@ def _whole_keys(value: dict[str, Any]) -> dict[int, Any] | None:
 
 
 def _test_cases(row: Row) -> dict[str, Any]:
-    """LiveCodeBench: public and private cases, of stdin or of a function."""
+    """Read the public and private test cases of LiveCodeBench, for stdin or for a function."""
     cases = list(_parsed(row["public_test_cases"], "'public_test_cases'"))
     if row.get("private_test_cases"):
         cases += _parsed(row["private_test_cases"], "'private_test_cases'", may_be_packed=True)
@@ -305,9 +304,9 @@ def _test_cases(row: Row) -> dict[str, Any]:
 
 
 def _called(name: Any, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tests of a function, or of a method of `Solution`: the program shows which of them it has.
+    """Return tests of a function, or of a method of `Solution`, whichever the program defines.
 
-    Where they are compared as `laurel`: JSON has no tuples, and writes 1.0 for a 1 now and then.
+    Types are not compared strictly, because JSON has no tuples and sometimes writes 1 as 1.0.
     """
     name = text(name, what="the name of the function")
     return {"call_tests": calls, "entry": name, "strict_types": False, "float_tolerance": 1e-6}
@@ -325,7 +324,7 @@ _AROUND_TEXT = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BI
 
 
 def _text_in_pickle(data: bytes) -> str:
-    """The text that a pickle is; nothing is unpickled, and a pickle of anything else is refused."""
+    """Return the text that a pickle holds without unpickling; refuse a pickle of anything else."""
     steps = [(step.name, argument) for step, argument, _ in pickletools.genops(data)]
     texts = [argument for name, argument in steps if name in _TEXTS]
     if len(texts) != 1 or not {name for name, _ in steps} <= _TEXTS | _AROUND_TEXT:
@@ -334,7 +333,7 @@ def _text_in_pickle(data: bytes) -> str:
 
 
 def _unpacked(packed: str, what: str) -> Any:
-    """LiveCodeBench packs long cases: base64 of a zlib stream of a pickled text, which is JSON."""
+    """Unpack a long case of LiveCodeBench: base64 of a zlib stream of a pickled JSON text."""
     try:
         stream = zlib.decompressobj()
         data = stream.decompress(base64.b64decode(packed, validate=True), _MOST_UNPACKED)
@@ -350,7 +349,7 @@ def _unpacked(packed: str, what: str) -> Any:
 
 
 def _parsed(value: Any, what: str, *, may_be_packed: bool = False) -> Any:
-    """The value of a JSON text; what is no text is taken as it is."""
+    """Return the value of a JSON text; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -368,9 +367,9 @@ def _texts(value: Any, what: str) -> list[str]:
 
 
 def _function_in(tests: Sequence[str], code: str) -> str:
-    """The function that asserts are about: one that they call and the solution defines.
+    """Find the function that asserts test: the one that they call and the solution defines.
 
-    Without a solution, the first that is not Python's own.
+    Without a solution, it is the first called function that is not a builtin.
     """
     called = [name for test in tests for name in _called_in(_tree(test, "'test_list'"))]
     defined = _defined_in(_tree(code, "'code'")) if code else set()
@@ -382,10 +381,10 @@ def _function_in(tests: Sequence[str], code: str) -> str:
 
 
 def _function_of_all(metadata: Mapping[str, Any]) -> str | None:
-    """The one function that every assert of a `test_list` calls; None where that is not clear.
+    """Find the one function that every assert of a `test_list` calls; None if that is ambiguous.
 
-    Python's own and those that the task itself defines are not meant. Nothing is refused here: the
-    environment says what it needs, and lists with other faults are its to tell as well.
+    Builtins and functions that the task defines are skipped. Nothing is refused here, because the
+    environment reports what it lacks and all other faults of the list.
     """
     tests = metadata.get("test_list")
     setup, solution = (metadata.get(key) or "" for key in ("test_setup", "reference_solution"))
@@ -409,7 +408,6 @@ def _function_of_all(metadata: Mapping[str, Any]) -> str | None:
 
 
 def _called_in(tree: ast.Module) -> list[str]:
-    """The plain names that are called."""
     return [
         node.func.id
         for node in ast.walk(tree)
@@ -418,7 +416,7 @@ def _called_in(tree: ast.Module) -> list[str]:
 
 
 def _defined_in(tree: ast.Module) -> set[str]:
-    """Functions and classes, at the top."""
+    """Return the names of the functions and classes defined at the top level."""
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)} | {
         (name.asname or name.name)
         for node in tree.body
@@ -444,9 +442,9 @@ def _id_of(row: Row) -> dict[str, Any]:
 
 
 QUESTIONS = ("question", "problem", "prompt", "input", "query", "instruction")
-"""Columns in which a question is looked for where none is named."""
+"""The columns that are tried for the question if the configuration names none."""
 ANSWERS = ("answer", "expected_answer", "ground_truth", "output", "solution")
-"""Columns in which an answer is looked for where none is named."""
+"""The columns that are tried for the answer if the configuration names none."""
 
 _CALCULATED = re.compile(r"<<[^<>]*>>")
 _UNNAMED = TaskSetConfig()
@@ -455,15 +453,15 @@ _PREFERENCES = DatasetConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskParts:
-    """The content of a row, before the prompt files are put around its prompt."""
+    """The prompt, answer and metadata of a row, before the prompt files are applied."""
 
     prompt: Conversation
     answer: str | None = None
-    """The known answer, which becomes `metadata["ground_truth"]`."""
+    """The known answer, which is stored as `metadata["ground_truth"]`."""
     answer_key: str = "answer"
-    """The column of the answer, for messages."""
+    """The column that the answer comes from, for messages."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Everything else that the environment gets."""
+    """All other values of the row that are passed to the environment."""
 
 
 Reader = Callable[[Row, TaskSetConfig], TaskParts]
@@ -471,18 +469,18 @@ Reader = Callable[[Row, TaskSetConfig], TaskParts]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSet:
-    """A named set: the reader of its rows, and their place if no path is given."""
+    """A named data set of tasks: how its rows are read, and their place if no path is given."""
 
     read: Reader
     hub: HubSet = NO_HUB
     repeat: int = 1
-    """The times that each task occurs by default."""
+    """The number of times that each task is used by default."""
     validation: TaskSetConfig | None = None
-    """The validation set by default."""
+    """The data set that is used for validation by default; None if there is none."""
 
 
 def columns(question: str, answer: str) -> Reader:
-    """Return a reader of rows with the question and the answer in these columns."""
+    """Return a reader for rows with the question and the answer in the named columns."""
 
     def read(row: Row, config: TaskSetConfig) -> TaskParts:
         return TaskParts(
@@ -495,7 +493,10 @@ def columns(question: str, answer: str) -> Reader:
 
 
 def answer_text(value: Any, *, what: str) -> str | None:
-    """A known answer as text; numbers without a needless `.0`; None where there is none."""
+    """Return a known answer as text, or None if the value is None; `2.0` becomes `2`.
+
+    `what` names the value in messages.
+    """
     if isinstance(value, bool) or not isinstance(value, str | int | float | None):
         raise UnusableRow(
             f"{what} is no answer",
@@ -509,7 +510,7 @@ def answer_text(value: Any, *, what: str) -> str | None:
 
 
 def gsm8k(row: Row, config: TaskSetConfig) -> TaskParts:
-    """Read a row of GSM8K: `question`, and `answer` with the final answer after its last `####`.
+    """Read a row of GSM8K; the final answer comes after the last `####` of the column `answer`.
 
     Commas are removed from the final answer.
     """
@@ -528,7 +529,10 @@ def gsm8k(row: Row, config: TaskSetConfig) -> TaskParts:
 
 
 def gsm8k_demonstration(row: Row) -> Conversation:
-    """The solution without its calculator marks (`<<48/2=24>>`), the answer inside `\\boxed{}`."""
+    r"""Return a row of GSM8K as a conversation whose last message is the worked solution.
+
+    Calculator marks (`<<48/2=24>>`) are removed, and the final answer is put into `\boxed{}`.
+    """
     parts = gsm8k(row, _UNNAMED)
     steps, _, final = row["answer"].rpartition("####")
     said = f"{_CALCULATED.sub('', steps).strip()}\nThe answer is \\boxed{{{final.strip()}}}."
@@ -536,7 +540,7 @@ def gsm8k_demonstration(row: Row) -> Conversation:
 
 
 def dapo(row: Row, config: TaskSetConfig) -> TaskParts:
-    """Read a row of DAPO-Math: `prompt` has messages, `reward_model.ground_truth` the answer."""
+    """Read a row of DAPO-Math: `prompt` holds messages, `reward_model.ground_truth` the answer."""
     judge_of_row = required(row, "reward_model")
     if not isinstance(judge_of_row, Mapping):
         raise UnusableRow(
@@ -553,7 +557,10 @@ def dapo(row: Row, config: TaskSetConfig) -> TaskParts:
 
 
 def numina(row: Row, config: TaskSetConfig) -> TaskParts:
-    """Rows whose answer is `proof` or `notfound` have none that could be checked."""
+    """Read a row of NuminaMath; leave it out if its answer is `proof` or `notfound`.
+
+    Such answers cannot be checked.
+    """
     parts = columns("problem", "answer")(row, config)
     if parts.answer is not None and parts.answer.lower() in ("proof", "notfound"):
         raise LeftOutRow("no answer", f"the answer is {parts.answer}")
@@ -561,7 +568,7 @@ def numina(row: Row, config: TaskSetConfig) -> TaskParts:
 
 
 def response(row: Row, config: TaskSetConfig) -> TaskParts:
-    """A `messages` column as it is, or the configured columns of question and answer."""
+    """Read a row with a `messages` column, or with the configured question and answer columns."""
     if row.get("messages") is not None and config.input_key == _UNNAMED.input_key:
         said = messages(row["messages"], role="user", what="'messages'")
         if said and said[-1].role == "assistant":
@@ -577,14 +584,14 @@ def response(row: Row, config: TaskSetConfig) -> TaskParts:
 
 
 def preference(row: Row, config: TaskSetConfig) -> TaskParts:
-    """Read the prompt of a preference; its best answer is the known one."""
+    """Read a preference as a task: its prompt is the question, its best answer the known answer."""
     prompt, answered = best_answer(row, config.dataset_name or "")
     said = answered[-1].content
     return TaskParts(prompt=prompt, answer=said.strip() or None, answer_key="completions")
 
 
 def code(read: Callable[[Row], CodeTask]) -> Reader:
-    """Return a reader of rows that ask for a program; the tests are in the metadata."""
+    """Return a task reader for rows that ask for a program; the metadata holds the tests."""
 
     def reader(row: Row, config: TaskSetConfig) -> TaskParts:
         task = read(row)
@@ -594,14 +601,14 @@ def code(read: Callable[[Row], CodeTask]) -> Reader:
 
 
 any_code = code(code_task)
-"""Reads rows that ask for a program and have tests in any of the known forms."""
+"""Reads rows that ask for a program, with tests in any of the known forms."""
 
 
 def resolve_columns(row: Row, config: TaskSetConfig) -> tuple[TaskSetConfig, str | None]:
-    """Decide by its first row how a ResponseDataset is read, and return that with a note.
+    """Find the question and answer columns of a ResponseDataset from its first row.
 
-    Columns that the configuration names are left alone; a name that is missing is an error when
-    the row is read.
+    Returns the completed configuration, and a note on the columns found, if any. Columns that the
+    configuration names are kept; one that is missing is an error when the row is read.
     """
     is_named = config.input_key != _UNNAMED.input_key
     if config.input_key not in row if is_named else row.get("messages") is not None:
@@ -683,4 +690,4 @@ TASK_SETS: dict[str, TaskSet] = {
 }
 
 PREFERENCE_SETS = frozenset(name for name, known in TASK_SETS.items() if known.read is preference)
-"""The sets whose rows say which answer is better."""
+"""The names of the data sets whose rows are preferences."""

@@ -1,4 +1,4 @@
-"""Tasks from any data set: prompts to be answered, and what their environments judge by."""
+"""Reads tasks from any data set: prompts to answer, with what their environments grade by."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from laurel.types import Message, Task
 # A task without its answer or tests would get a reward of 0 for any completion, without a reason.
 
 PROSE_WORDS = 20
-"""An answer with more words than this, none of them marked as the final one, is a text."""
+"""A known answer with more words than this and no marked final answer counts as prose."""
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _MARKED = ("\\boxed", "####")
 
@@ -58,7 +58,7 @@ NOT_WHAT_IS_RIGHT = (
     "learn from preferences: laurel rm, and then a policy against that reward "
     "model (laurel init --task grpo-rm, data.env_name=reward_model)"
 )
-"""The note on preferences with an environment that checks against a known answer."""
+"""The note for preferences whose environment compares with a known answer."""
 _CHOICES = (
     "Name the environment: data.env_name=reward_model with env.reward_model.enabled=true and "
     "env.reward_model.model_name=DIR; your own under env.custom; "
@@ -67,23 +67,23 @@ _CHOICES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskNeeds:
-    """The environments that need an answer or tests of each task, by their names."""
+    """Names the environments that need a known answer or tests in every task."""
 
     answers: frozenset[str] = frozenset({"math", "math_default"})
-    """Judge against a known answer."""
+    """The environments that compare with a known answer, so that every task needs one."""
     tests: frozenset[str] = frozenset()
-    """Give nothing but 0 to a task that brings no tests."""
+    """The environments that reward a task without tests with 0, so that every task needs tests."""
     guess: str | None = "math"
-    """Who judges where nobody said who, and nothing else speaks for it."""
+    """The default environment, used if the configuration and the rows name none."""
 
 
 NO_NEEDS = TaskNeeds(answers=frozenset(), guess=None)
-"""Of who only wants to know what there is."""
+"""The needs of a caller that only inspects rows: none is required."""
 
 
 @dataclass(slots=True, kw_only=True)
 class NeedsCheck:
-    """Checks the rows of one set against the needs of their environment."""
+    """Checks the rows of one data set against the needs of its environment."""
 
     needs: TaskNeeds
     environment: str
@@ -98,7 +98,7 @@ class NeedsCheck:
         return not self.is_named and self.environment == self.needs.guess
 
     def check_set(self, dataset_name: str | None, report: TaskReport) -> None:
-        """Check that preferences have a named environment.
+        """Refuse preferences for which no environment is named.
 
         Raises:
             ConfigError: Rows are preferences, and no environment is named.
@@ -117,10 +117,10 @@ class NeedsCheck:
             report.notes.append(NOT_WHAT_IS_RIGHT)
 
     def check_row(self, parts: TaskParts, metadata: Mapping[str, Any]) -> None:
-        """Check that the task has what its environment grades by.
+        """Check that a task has the answer or the tests that its environment grades by.
 
         Raises:
-            UnusableRow: The task has no answer or no tests, and its environment needs them.
+            UnusableRow: The task lacks the answer or the tests that its environment needs.
         """
         has_tests = any(metadata.get(form) is not None for form in OWN_TESTS)
         if parts.answer is None and self.environment in self.needs.answers:
@@ -146,10 +146,10 @@ class NeedsCheck:
             self.num_texts += has_many_words and not any(m in parts.answer for m in _MARKED)
 
     def conclude(self, origin: str) -> None:
-        """Check the answers of the whole set.
+        """Check after the last row that an unnamed environment can grade most of the known answers.
 
         Raises:
-            ConfigError: Most answers are texts, and no environment is named.
+            ConfigError: Most answers are prose, and no environment is named.
         """
         if self.is_guessed and self.num_texts * 2 > self.num_answers:
             raise ConfigError(
@@ -171,11 +171,11 @@ class NeedsCheck:
 Processor = Callable[[Row, TaskSetConfig], TaskParts]
 
 PROCESSORS: dict[str, Processor] = {}
-"""The processors by name."""
+"""The functions that convert rows to tasks, by the name that `data.processor` uses."""
 
 
 def register_processor(name: str, processor: Processor) -> None:
-    """Makes a function known under a name that `data.processor` can say.
+    """Register a function that converts rows to tasks, so that `data.processor` can name it.
 
     Raises:
         ConfigError: The name is taken.
@@ -188,11 +188,11 @@ def register_processor(name: str, processor: Processor) -> None:
 
 
 def find_processor(name: str | None) -> Processor:
-    """The processor of that name or import path; null is the one that reads the set's own rows.
+    """Return the processor with a name or import path; None is the reader of the set's own form.
 
     Raises:
-        ConfigError: An unknown name.
-        DataError: An import path that leads nowhere.
+        ConfigError: The name is unknown.
+        DataError: The import path cannot be imported.
     """
     if name is None:
         return own_form
@@ -212,15 +212,15 @@ def find_processor(name: str | None) -> Processor:
 
 
 def own_form(row: Row, config: TaskSetConfig) -> TaskParts:
-    """The row in the form of its data set."""
+    """Read a row with the reader of its own data set; this is the default processor."""
     return TASK_SETS[config.dataset_name or "ResponseDataset"].read(row, config)
 
 
 def multichoice(row: Row, config: TaskSetConfig) -> TaskParts:
-    """A question with its options under it, each behind its letter; the answer is a letter.
+    """Read a multiple-choice row: the prompt lists lettered options, and the answer is a letter.
 
-    Options are a list, an object of letters, an object of `label` and `text` lists, or columns `A`,
-    `B`, ...; the answer is a letter, the place of an option (from 0), or its text.
+    The options are a list, an object of letters, an object of `label` and `text` lists, or columns
+    `A`, `B`, ...; the answer is a letter, the index of an option (from 0), or an option's text.
     """
     key = "question" if "question" in row or config.input_key == "input" else config.input_key
     question = text(required(row, key, setting="input_key"), what=f"'{key}'")
@@ -309,27 +309,27 @@ register_processor("code_data_processor", any_code)
 
 
 DEFAULT_TASKS = "OpenMathInstruct-2"
-"""What is read where the configuration names neither a set nor a path."""
+"""The data set that is read if the configuration names neither a set nor a path."""
 
 FOR_FUNCTIONS = {"data_source": str, "extra_info": dict}
-"""Columns that become metadata as they are: what verl's reward functions are given."""
+"""The columns that verl's reward functions expect, with their types; they become metadata."""
 
 NEEDS = TaskNeeds()
-"""Of the environments without any settings."""
+"""The needs of the environments that require no configuration."""
 
 _HUBS = {name: known.hub for name, known in TASK_SETS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskData:
-    """The tasks of a run."""
+    """The training and validation tasks of a run, with their reports."""
 
     train: list[Task]
     validation: list[Task]
     reports: dict[str, TaskReport]
-    """`train` and, where there is one, `validation`."""
+    """The report of `train` and, if there is a validation set, of `validation`."""
     validation_set_of: dict[str, str] = field(default_factory=dict)
-    """By the id of a validation task, the name of its set; empty where sets have none."""
+    """The name of a validation task's data set, by the task's id; empty if sets have no names."""
 
 
 def load_task_data(
@@ -339,11 +339,11 @@ def load_task_data(
     environments: Sequence[str],
     needs: TaskNeeds = NEEDS,
 ) -> TaskData:
-    """Every task that the `data` section names, with the held-out share where it names no others.
+    """Read all tasks that the `data` section names; hold out a share if it names no validation set.
 
     Raises:
-        ConfigError: An environment or processor that nobody knows.
-        DataError: A file, a row, or nothing left.
+        ConfigError: An environment or a processor is unknown.
+        DataError: A file or a row cannot be used, or no task is left.
     """
 
     def load(
@@ -399,21 +399,21 @@ def load_tasks(
     on_bad_row: Literal["error", "skip"] = "error",
     limit: int | None = None,
 ) -> tuple[list[Task], TaskReport]:
-    """The tasks of several data sets, one after the other, and the report of what was left out.
+    """Read the tasks of several data sets in sequence, and report what was left out.
 
     Args:
-        sets: Each with its own environment, name, prompt files and processor.
-        name: Of the whole, in the report and at the start of every id.
-        default_environment: Who judges the tasks of a set that names nobody.
-        environments: The names there are.
-        needs: What environments cannot judge without: a row that lacks it is malformed.
-        on_bad_row: Whether a malformed row is an error, or left out and counted.
-        limit: Most rows that are used in all, before any is repeated.
+        sets: The data sets, each with its own environment, name, prompt files and processor.
+        name: The name of the whole, in the report and at the start of every id.
+        default_environment: The environment of sets that name none.
+        environments: The names of all environments.
+        needs: What environments cannot grade without; a row that lacks it is malformed.
+        on_bad_row: Whether a malformed row is an error, or is left out and counted.
+        limit: The largest number of rows to use in all, before any is repeated.
 
     Raises:
-        ConfigError: An environment or processor that nobody knows; or no environment is named, and
-            the one that judges then does not fit the rows.
-        DataError: A file, a row, or nothing left of a set.
+        ConfigError: An environment or a processor is unknown; or no environment is named, and the
+            default one does not fit the rows.
+        DataError: A file or a row cannot be used, or no row of a set is left.
     """
     for config in sets:
         check_environment(config.env_name or default_environment, environments)
@@ -444,10 +444,10 @@ def _names_by_task(tasks: Sequence[Task], names: Sequence[str]) -> dict[str, str
 
 
 def check_environment(environment: str, environments: Sequence[str]) -> None:
-    """Check that there is an environment of that name.
+    """Check that an environment is among those that exist.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no environment of that name.
     """
     if environment in environments:
         return
@@ -463,7 +463,7 @@ def check_environment(environment: str, environments: Sequence[str]) -> None:
 def own_validation_tasks(config: TaskSetConfig) -> TaskSetConfig | None:
     """Return the validation set that comes with a training set; None if there is none.
 
-    DeepScaler is validated on AIME 2024, and a class of the user's own on its `validation` split.
+    DeepScaler has AIME 2024, and a class of the user's own has its `validation` split.
     """
     name = config.dataset_name
     known = TASK_SETS.get(name or "")
@@ -513,11 +513,9 @@ def _hold_out(
 
 @dataclass(slots=True, kw_only=True)
 class _Reading:
-    """One pass over one data set."""
-
     opened: OpenedSet[TaskSetConfig]
     config: TaskSetConfig
-    """What rows are read by; settled at the first row where the set does not say it."""
+    """The settings that rows are read with; those not given are settled at the first row."""
     is_settled: bool
     processor: Processor
     environment: str
