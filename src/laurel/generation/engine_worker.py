@@ -37,10 +37,10 @@ class EngineEvent(NamedTuple):
 
 @runtime_checkable
 class Provable(Protocol):
-    """A generator that can compute the log-probabilities of the probe's fixed tokens."""
+    """A generator that can compute log-probabilities of fixed test tokens (the probe)."""
 
     async def answer_probe(self) -> ProbeAnswer:
-        """Wait until no request is running, then compute the probe's log-probabilities."""
+        """Wait until no request is running, then compute the log-probabilities of the probe."""
 
 
 class EngineWorker:
@@ -50,7 +50,7 @@ class EngineWorker:
     """
 
     def __init__(self, place: RankPlace, make_engine: Callable[[], Generator]) -> None:
-        """Make the engine.
+        """Make the engine and the thread that runs it.
 
         Args:
             place: Role, rank and rendezvous address of this worker.
@@ -135,11 +135,11 @@ class EngineWorker:
     # ------------------------------------------------------------------------------------- weights
 
     def keep_weights(self, version: int, same_as: int) -> int:
-        """Relabel the engine's weights with a new version, because their values have not changed.
+        """Set the engine's version to a new one whose weights have the same values.
 
         Args:
             version: The new version.
-            same_as: The version that the engine must have now; its weights have the same values.
+            same_as: The version that the engine must have now, with equal weights.
 
         Returns:
             The version that the engine has afterwards.
@@ -238,7 +238,11 @@ class EngineWorker:
         return self._stream, self._update
 
     def answer_probe(self) -> ProbeAnswer | None:
-        """Return the engine's log-probabilities of the probe; None if it cannot compute them."""
+        """Compute the engine's log-probabilities of the fixed test tokens (the probe).
+
+        Returns:
+            The tokens, their log-probabilities and the tolerance; None if the engine has no probe.
+        """
         if not isinstance(self._engine, Provable):
             return None
         return self._background.wait_for(self._engine.answer_probe())

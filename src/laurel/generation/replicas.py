@@ -43,8 +43,9 @@ Result = TypeVar("Result")
 ROLE = "generation"
 PATIENCE = 120.0
 POLL_SECONDS = 0.05
-"""Seconds that a busy replica without news may delay the requests that wait for it. With many
-replicas the delay is `POLL_SECONDS_EACH` times their number, if that is longer."""
+"""Most seconds that one call to a busy replica waits for events. New requests for that replica wait
+until the call returns. With many replicas the limit is `POLL_SECONDS_EACH` times their number,
+if that is longer."""
 POLL_SECONDS_EACH = 0.005
 
 
@@ -474,7 +475,9 @@ class Order:
     """A generation request with a record of which of its completions are still missing."""
 
     def __init__(self, request: GenerationRequest, deliver: Deliver) -> None:
-        """Record a request; called in the caller's thread.
+        """Record a request, all of whose completions are still missing.
+
+        The constructor runs in the caller's thread.
 
         Args:
             request: A request with at least one seed.

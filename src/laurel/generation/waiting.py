@@ -29,7 +29,9 @@ class BackgroundLoop:
         self.loop.close()
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run a coroutine in the loop and return its future, whose cancellation cancels it.
+        """Run a coroutine in the loop, and return a future of its result.
+
+        Cancelling the future cancels the coroutine.
 
         Raises:
             EngineError: The loop was closed.
@@ -153,7 +155,10 @@ async def cancel_others(patience: float | None) -> None:
 
 
 class PauseGate:
-    """A gate of one event loop that admits requests or holds them back; it begins closed."""
+    """A gate in one event loop that admits requests side by side or holds them back.
+
+    It begins closed. While it is closed, other work can have the engine for itself.
+    """
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -163,16 +168,16 @@ class PauseGate:
         self._num_inside = 0
 
     def open(self) -> None:
-        """Admit requests."""
+        """Open the gate, so that waiting and new requests enter."""
         self._open.set()
 
     async def empty(self) -> None:
-        """Wait until no request is inside."""
+        """Wait until no request is inside the gate."""
         await self._idle.wait()
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
-        """Wait until the gate is open, then count as a request inside it within the context."""
+        """Enter the gate as a request: wait until it is open, and leave it with the context."""
         while not self._open.is_set():
             await self._open.wait()
         self._num_inside += 1
@@ -186,7 +191,7 @@ class PauseGate:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Close the gate and wait until no request is inside. The caller must open it again."""
+        """Close the gate and wait until all requests have left; the caller must open it again."""
         async with self._alone:
             self._open.clear()
             await self._idle.wait()
@@ -198,7 +203,10 @@ class PauseGate:
 
 
 class Lifeline:
-    """The state of an engine in one event loop: its failure ends the tasks that wait for it."""
+    """The record of whether an engine is alive, for the tasks of one event loop.
+
+    When the engine fails, the tasks that wait for it end with its error.
+    """
 
     def __init__(self) -> None:
         self.failure: LaurelError | None = None
@@ -211,7 +219,14 @@ class Lifeline:
         self._is_cut.set()
 
     async def hold(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await a coroutine that uses the engine; raise the engine's failure if it comes first."""
+        """Await a coroutine that uses the engine, unless the engine fails first.
+
+        Returns:
+            The coroutine's result.
+
+        Raises:
+            LaurelError: The engine's failure (`cut`), which came before the result.
+        """
         doing = asyncio.ensure_future(work)
         cut = asyncio.ensure_future(self._is_cut.wait())
         try:

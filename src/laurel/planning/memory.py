@@ -209,7 +209,8 @@ MASTER_BYTES = 4
 """Bytes of each trained weight, its gradient and each of its optimizer states: all are float32."""
 CHUNK_LOGITS = 2**24
 LOGITS_BYTES = 3 * 4
-"""Bytes for each logit of a chunk: the logit, its exponential and its gradient, in float32."""
+"""Bytes for each logit that is in memory: the logit, its exponential and its gradient, in
+float32."""
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -220,7 +221,7 @@ class MemoryPhase:
     name: str
     """Name of the phase: `training`, `generation` or `judging`."""
     slots_of: RoleName
-    """The role that owns the slots."""
+    """The role that owns the devices (slots)."""
     parts: Mapping[str, int]
     """Bytes in use on one device, by kind: `weights`, `gradients`, `activations`, ..."""
     fraction: float = 1.0
@@ -248,10 +249,11 @@ class Shapes:
 def estimate(
     request: ClusterRequest, plan: Plan, shapes: Shapes, *, device_memory: int | None = None
 ) -> tuple[MemoryPhase, ...]:
-    """Estimate the memory of each phase, for every role with slots of its own and a known shape.
+    """Estimate the device memory of each phase of a training step.
 
-    Roles that share slots take turns: their phases are alternatives, and the largest one counts.
-    What one role keeps in memory during the phase of another is part of that phase.
+    There are phases for every role with slots of its own and a known shape. Roles that share slots
+    take turns: their phases are alternatives, and the largest one counts. What one role keeps in
+    memory during the phase of another is part of that phase.
 
     Args:
         request: Roles, batches and settings of the run.
@@ -446,7 +448,7 @@ def _drawing(
 
 
 def adapter_parameters(adapters: AdapterRequest, shape: ModelShape) -> int | None:
-    """Count the weights of low-rank adapters; return None where every weight is trained."""
+    """Count the weights of the low-rank adapters of a model; None if it trains without adapters."""
     if not adapters.enabled:
         return None
     chosen = (adapters.layers or set(shape.linear_layers)) - adapters.exclude
@@ -455,14 +457,14 @@ def adapter_parameters(adapters: AdapterRequest, shape: ModelShape) -> int | Non
 
 
 def gathered_bytes(shape: ModelShape, mesh: Mesh, *, trained: int, compute_bytes: int) -> int:
-    """Return the bytes per rank of gathered weights, and of gradients before their reduction.
+    """Return the bytes per rank of gathered (unsharded) weights and of their gradients.
 
     Several ranks keep embeddings and head gathered in float32 during the whole step, with their
     gradients and the sums of these. They gather two layers (the current and the next one) in the
-    compute dtype, and hold the gradients of one layer in that dtype and, for the sum, in float32.
-    Tensor-parallel ranks hold their shares of all this; gradients count where every weight is
-    trained. A single rank holds the copy that autocast makes of float32 weights, and none where it
-    computes in float32.
+    compute dtype, and hold the gradients of one layer in that dtype and, for the sum over ranks, in
+    float32. Tensor-parallel ranks hold their shares of all this; gradients count where every weight
+    is trained. A single rank holds the copy that autocast makes of float32 weights, and none where
+    it computes in float32.
 
     Args:
         shape: Shape of the model.

@@ -17,13 +17,22 @@ from laurel.planning.roles import Conflict, RoleRequirement, Slot, as_ranges, gr
 
 PLACEMENT = "cluster.placement"
 SLACK = 1e-6
-"""Rounding error that is tolerated where fractions of a slot are added up."""
+"""Tolerance for rounding errors in sums of fractions of a slot."""
 
 
 def placed_requirements(
     request: ClusterRequest, placement: Mapping[RoleName, RolePlacement], conflicts: list[Conflict]
 ) -> list[RoleRequirement]:
-    """Return each role's slots, by rule or placement; add what cannot be placed to `conflicts`."""
+    """Assign slots to every role as `cluster.placement` specifies.
+
+    Args:
+        request: Roles and settings of the run, and the size of the cluster.
+        placement: The placement of each role that the configuration names.
+        conflicts: The list to which a conflict is appended for all that cannot be placed.
+
+    Returns:
+        The slots of each role that has any.
+    """
     return _Board(request, placement, conflicts).requirements()
 
 

@@ -27,10 +27,7 @@ from laurel.planning.roles import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan(BatchRequest):
-    """How one role divides one batch among its ranks or replicas, and each share into passes.
-
-    Numbers of micro-batches assume items of full length.
-    """
+    """How a role's batch is divided among its data-parallel ranks or replicas (its shares)."""
 
     role: RoleName
     num_shares: int
@@ -38,18 +35,18 @@ class BatchPlan(BatchRequest):
 
     @property
     def per_share(self) -> int:
-        """The largest number of items that one share has."""
+        """The largest number of items of a batch that one rank or replica gets."""
         return -(-self.size // self.num_shares)
 
     @property
     def num_micro_batches(self) -> int:
-        """The most forward passes of one share, which it needs if every item has full length."""
+        """The most forward passes that one rank or replica needs: if every item has full length."""
         return -(-self.per_share // max(1, self.tokens // self.longest))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The slots and batches of every role that was placed, and the conflicts."""
+    """The slots and batches of every role that was placed, and the conflicts that were found."""
 
     num_nodes: int
     slots_per_node: int
@@ -72,7 +69,7 @@ class Plan:
         return next((role for role in self.roles if role.name == name), None)
 
     def batch(self, name: RoleName) -> BatchPlan:
-        """Return the batch that a placed role computes in a training step."""
+        """Return how a placed role divides its batch of a training step."""
         return next(b for b in self.batches if b.role == name and not b.is_validation)
 
     @property
@@ -83,7 +80,7 @@ class Plan:
 
 
 def plan_run(request: ClusterRequest) -> Plan:
-    """Place every role of a run on the cluster that it requests.
+    """Assign slots to every role of a run on the cluster that it requests.
 
     Everything that does not fit is recorded in the plan's conflicts; `fit` checks device memory.
     """

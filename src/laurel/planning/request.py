@@ -20,10 +20,13 @@ ONE_STATE = ("SGD", "Adagrad", "Lion")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """The items that a role processes together, in a training step or in a validation."""
+    """The items that a role processes together, in a training step or in a validation.
+
+    An item is what `unit` names, such as a conversation.
+    """
 
     unit: str
-    """Kind of item: groups (pairs), conversations or completions."""
+    """Kind of item: groups of completions (such as pairs), conversations or completions."""
     size: int
     """Number of items over all ranks: of an optimizer step, of a rollout, or of one validation
     batch."""
@@ -39,7 +42,7 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRequest:
-    """The completions of a training step, which optimizer steps divide into equal parts."""
+    """The completions of a training step, which its optimizer steps divide into equal parts."""
 
     num_prompts: int
     per_prompt: int
@@ -89,7 +92,7 @@ class AdapterRequest:
     enabled: bool = False
     """Whether adapters are trained instead of the model's own weights."""
     dim: int = 8
-    """Rank of the two factors of each adapter."""
+    """Rank of each adapter, the inner size of its two factors."""
     layers: frozenset[str] = frozenset()
     """Names of the linear layers that get adapters; if empty, all do."""
     exclude: frozenset[str] = frozenset()
@@ -103,7 +106,7 @@ class TrainingRequest:
     precision: Precision = "bfloat16"
     """Dtype of the forward and backward passes."""
     optimizer_states: int = 2
-    """Numbers that the optimizer keeps for each weight."""
+    """Number of values that the optimizer keeps for each weight (2 for AdamW)."""
     adapters: AdapterRequest = AdapterRequest()
     keeps_reference: bool = False
     """Whether a frozen copy of the weights is kept, as the reference policy. With adapters none is
@@ -132,7 +135,7 @@ class DrawingRequest:
     longest: int
     """Number of tokens that the key-value cache must hold at least."""
     memory_share: float
-    """Fraction of the device's memory that vLLM fills."""
+    """Fraction of the device's memory that vLLM takes for weights and cache."""
     runs_ahead: bool
     """Whether generation overlaps with training, so that it needs a copy of the weights."""
 
@@ -149,13 +152,13 @@ class ClusterRequest:
     drawing: DrawingRequest | None = None
     """How completions are generated; None if the run generates none."""
     judging: tuple[Precision, ...] = ()
-    """Dtype of the weights of each reward model that is loaded."""
+    """Dtype of the weights of each loaded reward model, which scores (judges) completions."""
     step: StepRequest | None = None
-    """Completions of a training step; None if an optimizer step may have any size."""
+    """Completions of a training step, to be divided evenly; None if there is no such constraint."""
     placement: Mapping[RoleName, RolePlacement] | None = None
-    """The slots that the configuration names for roles; None if the planner chooses all."""
+    """The slots of roles as `cluster.placement` specifies them; None if the planner chooses all."""
     labels: Mapping[str, Sequence[int]]
-    """For each label that a placement may ask for, the nodes that have it."""
+    """For each node label that a placement may ask for, the numbers of the nodes that have it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Kind of device of every slot; `auto`: GPUs if there are any."""
 
@@ -177,7 +180,7 @@ class Workload:
     """Number of times that each prompt is computed; 1 if all its completions share it."""
 
     def padded(self) -> Workload:
-        """Return the same conversations, each with its own copy of the prompt."""
+        """Return the same conversations without shared prompts: each has its own copy."""
         return replace(self, copies=self.per_prompt)
 
     def divided(self, budget: int) -> Workload:

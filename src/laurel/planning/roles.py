@@ -12,7 +12,7 @@ from laurel.planning.request import RoleName, RoleRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Slot:
-    """A GPU of a node, or a CPU process on a node without GPUs."""
+    """A place for one rank: a GPU of a node, or a CPU process on a node without GPUs."""
 
     node: int
     index: int
@@ -45,7 +45,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:
-    """A request of the run that the cluster or the model cannot meet, and how to fix it."""
+    """Something that the run requests and that the cluster or model cannot meet, with a fix."""
 
     problem: str
     """A sentence on what does not fit, with the configuration keys."""
@@ -66,7 +66,7 @@ class RolePlan:
     shares_with: RoleName | None = None
     """The role that owns these slots, with which this one takes turns; None: they are its own."""
     fraction: float = 1.0
-    """Fraction of each slot; another role may use the rest at the same time."""
+    """Fraction of each slot that the role uses; another role may use the rest at the same time."""
 
     @property
     def groups(self) -> tuple[tuple[Slot, ...], ...]:
@@ -77,7 +77,10 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleRequirement:
-    """The slots for one role, as the rules or an explicit placement assign them."""
+    """The slots assigned to one role, by the rules or by `cluster.placement`.
+
+    `place_role` arranges the role's ranks on them.
+    """
 
     role: RoleRequest
     slots: tuple[Slot, ...]

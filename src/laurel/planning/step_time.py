@@ -76,7 +76,7 @@ class Operations:
 
     @property
     def total(self) -> float:
-        """The sum over all kinds."""
+        """The floating-point operations over all kinds of layer."""
         return self.linear + self.attention + self.head
 
 
@@ -108,7 +108,7 @@ class PhaseTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """The times of the phases of a step; phases of models with unknown shapes are missing."""
+    """The estimated times of a step's phases; phases of models with unknown shapes are missing."""
 
     device: Device
     efficiency: Efficiency

@@ -35,7 +35,7 @@ PREFILL_TOKENS = 8192
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request with the counts of its begun, ended and delivered completions."""
+    """A request in the batch, with counts of its begun, ended and delivered completions."""
 
     request: GenerationRequest
     deliver: Callable[[Generated | EngineError], None]
@@ -92,12 +92,12 @@ class ContinuousBatch:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way."""
+        """Whether no request is running."""
         return not self._rows and self._partial is None
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the stored keys and values."""
+        """The bytes of the cached keys and values of all requests."""
         return self._store.num_bytes
 
     @contextmanager
@@ -330,7 +330,7 @@ class RowTable:
 
     @property
     def num_free(self) -> int:
-        """The number of free slots."""
+        """The number of slots that hold no completion."""
         return len(self._free)
 
     def begin(self, seed: int, sampling: SamplingParams) -> int:

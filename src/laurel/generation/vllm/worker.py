@@ -21,7 +21,7 @@ from laurel.generation.vllm.engine import remove, segments_of
 
 
 class LaurelWorker:
-    """Methods that vLLM mixes into its worker class (`worker_extension_cls`)."""
+    """Methods that extend vLLM's worker class, which mixes them in (`worker_extension_cls`)."""
 
     model_runner: Any
     reload_weights: Callable[..., None]

@@ -23,35 +23,34 @@ from laurel.workers.process import BroadcastGroup, PendingBroadcast, torch_error
 from laurel.workers.rendezvous import RankPlace, bind_master, store_of
 
 ALIGNMENT = 16
-"""Bytes to whose multiples the start of every tensor in a bucket is aligned, to read it in
-place."""
+"""Alignment in bytes of every tensor in a bucket, so that it can be read in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """The rendezvous of the broadcast group of one learner rank and the engines.
+    """How one process joins the broadcast group of a learner rank and the engines.
 
-    Its values are equal for all members, except for the rank.
+    The fields are equal for all members, except for `rank`.
     """
 
     number: int
-    """Number of the meeting; a process that has joined this number need not join again."""
+    """Number of the broadcast group; a process that has joined this number need not join again."""
     rank: int
-    """Rank of the process that receives this object; the learner has rank 0."""
+    """Rank of this process in the broadcast group; the learner has rank 0."""
     size: int
     address: str
     port: int
     device: str
     """Device on which the weights arrive: `cpu` or `cuda`."""
     patience: float
-    """Timeout in seconds, for the members to join and for each broadcast."""
+    """Timeout in seconds of the rendezvous and of each broadcast."""
 
 
 class WeightLink:
-    """One process's membership in the broadcast group that transfers weights."""
+    """The membership of this process in the broadcast group that transfers weights."""
 
     def __init__(self, place: RankPlace) -> None:
-        """Store the place of this process; no group exists yet."""
+        """Store the rank and address of this process; `group` joins a broadcast group later."""
         self._place = place
         self._group: BroadcastGroup | None = None
         self._number = -1
@@ -155,7 +154,7 @@ def broadcast_tensors(
 
 
 def received(group: BroadcastGroup) -> Iterator[Bucket]:
-    """Yield the buckets that rank 0 broadcasts, each in memory of its own.
+    """Yield the buckets of weights that rank 0 broadcasts, each in memory of its own.
 
     Raises:
         BroadcastError: A rank is gone, rank 0 sends nothing in time, or it sends no valid bucket.

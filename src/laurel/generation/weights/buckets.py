@@ -46,7 +46,10 @@ def pack_tensor(name: str, tensor: Tensor) -> PackedTensor:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's values as uint8 [bytes] on its own device, uncopied if contiguous."""
+    """Return the bytes of a tensor, as uint8 [bytes] on the same device.
+
+    The bytes of a contiguous tensor are not copied.
+    """
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

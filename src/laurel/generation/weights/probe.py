@@ -28,25 +28,33 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.2}
 
 
 def default_tolerance(engine: str, learner: str) -> float:
-    """Return the accepted difference of log-probabilities, by the coarser of two precisions."""
+    """Return the accepted difference of log-probabilities: that of the coarser precision.
+
+    Args:
+        engine: Precision of the engine's weights.
+        learner: Precision of the learner's weights.
+    """
     return max(TOLERANCES[engine], TOLERANCES[learner])
 
 
 def probe_ids(vocab_size: int, *, length: int, seed: int = 0) -> list[int]:
-    """Return the fixed tokens of the probe.
+    """Return the fixed test tokens of the probe.
 
-    They are random, so that they exercise rows of the embedding that text would seldom use.
+    They are random, so that they use more of the weights than ordinary text would.
     """
     return [int(token) for token in np.random.default_rng(seed).integers(0, vocab_size, length)]
 
 
 def fitting_ids(vocab_size: int, *, max_length: int | None) -> list[int]:
-    """Return the fixed tokens of the probe, cut to the longest sequence that the model reads."""
+    """Return the fixed test tokens of the probe, cut to the longest sequence of the model."""
     return probe_ids(vocab_size, length=min(PROBE_LENGTH, max_length or PROBE_LENGTH))
 
 
 class ProbeAnswer(NamedTuple):
-    """The log-probabilities that an engine gives to the probe's tokens."""
+    """An engine's log-probabilities of fixed test tokens (the probe).
+
+    They are compared with the learner's, to check that the engine has its weights.
+    """
 
     ids_L: list[int]
     logprobs_L: LogProbs
@@ -55,10 +63,10 @@ class ProbeAnswer(NamedTuple):
     """Largest accepted difference from the learner's log-probabilities."""
 
     def require_agreement(self, probe: Probe, *, version: int) -> float:
-        """Compare the answer with the learner's probe; return the largest difference.
+        """Check that engine and learner agree on the probe; return the largest difference.
 
         Args:
-            probe: Computes the learner's log-probabilities.
+            probe: Computes the learner's log-probabilities of the same tokens.
             version: Version of the weights, for the message.
 
         Raises:
@@ -71,7 +79,7 @@ class ProbeAnswer(NamedTuple):
 
 
 def probe_batch(ids_L: Sequence[int], path: Path) -> TokenForest | PaddedRows:
-    """Return the probe's tokens as a model's batch: one prompt token, the rest its completion."""
+    """Return test tokens as a model's batch: the first is the prompt, the rest the completion."""
     from laurel.data.forest import to_forest, to_padded
 
     tokens_L = np.asarray(ids_L, dtype=np.int32)

@@ -27,7 +27,7 @@ from laurel.workers.rendezvous import LOOPBACK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTransfer:
-    """The chosen route of weight transfers, and the reason for the choice."""
+    """The chosen route of weights from the learner to the engines, and why it was chosen."""
 
     name: Literal["object_store", "broadcast"]
     device: Literal["cpu", "cuda"] = "cpu"
@@ -37,7 +37,7 @@ class WeightTransfer:
 
 
 Lost = dict[int, WorkerError]
-"""Replicas whose process is gone, each with the error that reported it."""
+"""The replicas whose process is gone, by number, each with the error that reported it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def route_of(
 
 
 def replica_name(group: WorkerGroup, index: int) -> str:
-    """Name a replica for messages, e.g. `generation replica 2`."""
+    """Return a replica's name for messages, such as `generation replica 2`."""
     return f"{group.role} replica {index}"
 
 
@@ -100,15 +100,20 @@ class Fanout:
         return {i: group for i, group in self._groups.items() if i not in self.lost}
 
     def name(self, index: int) -> str:
-        """Name one of the replicas for messages."""
+        """Return a replica's name for messages, such as `generation replica 2`."""
         return replica_name(self._groups[index], index)
 
     def start(self, method: str, *args: Any) -> dict[int, Pending]:
-        """Call a method with the same arguments on every group that is left, without waiting."""
+        """Call a method with the same arguments on every group that is not lost; do not wait."""
         return self.start_each(method, dict.fromkeys(self.left, args))
 
     def start_each(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> dict[int, Pending]:
-        """Call a method on each of these groups with its own arguments, without waiting."""
+        """Call a method on each of these groups with its own arguments; do not wait.
+
+        Args:
+            method: Name of the method.
+            args: The arguments of each group, by the replica's number.
+        """
         started = {
             i: self._try(i, partial(self._groups[i].start, method, *own)) for i, own in args.items()
         }
@@ -132,7 +137,17 @@ class Fanout:
         return {index: result[0] for index, result in found.items() if result is not None}
 
     def call(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """Call a method on every group that is left, and wait for the results."""
+        """Call a method on every group that is not lost, and wait for the results.
+
+        Args:
+            method: Name of the method.
+            *args: Its arguments, the same for all groups.
+            timeout: Seconds for all groups together, after which those without an answer are lost.
+                None: each group's own limit.
+
+        Returns:
+            The results of the groups that answered, by the replica's number.
+        """
         return self.wait(self.start(method, *args), timeout=timeout)
 
     def _try(self, index: int, work: Callable[[], Any]) -> Any:
@@ -185,7 +200,7 @@ class ObjectStore(WeightRoute):
     """
 
     def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
-        """Send the weights to all engines."""
+        """Send the weights to all engines through Ray's object store, bucket by bucket."""
         tensors = weights.changing if changing_only else None
         under_way: dict[int, Pending] = {}
         for bucket in buckets_of((tensors or weights.tensors)(), max_bytes=self.bucket_bytes):
@@ -228,7 +243,7 @@ class BroadcastTransfer(WeightRoute):
         self._meeting: tuple[int, str, int] = (0, "", 0)
 
     def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
-        """Send the weights to all engines.
+        """Broadcast the weights to all engines; after a failure, use Ray's object store.
 
         Raises:
             TypeError: The weights are not those of a learner group (`SentWeights`).
