@@ -1,1 +1,1 @@
-"""From a configuration to the objects of a run. Only this room knows every concrete class."""
+"""Builds the objects of a run from its configuration, and runs training and evaluation."""

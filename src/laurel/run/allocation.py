@@ -1,4 +1,4 @@
-"""Places the roles of a run: in this process, or in the slots of a Ray cluster."""
+"""Allocates resources to a run's roles: in this process, or in slots of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 
 BESIDE_GPUS = Resources(cpus=0.1)
-"""The resources of a worker without a slot, if slots are GPUs."""
+"""The resources of a worker that has no slot, in a run whose slots are GPUs."""
 # Roles may have all CPUs, and Ray spreads over nodes only what takes a resource.
 BESIDE_CPUS = Resources(cpus=0, others={"memory": 2**28})
-"""The resources of a worker without a slot, if slots are CPUs."""
+"""The resources of a worker that has no slot, in a run whose slots are CPUs; memory in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedAllocation:
-    """A run whose roles are all planned; nothing is reserved yet."""
+    """A plan of the slots of every role, before anything is reserved."""
 
     config: Run
     plan: Plan
@@ -50,22 +50,22 @@ class PlannedAllocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Allocation:
-    """The slots of each role of a run."""
+    """The resources that each role of a run has, in this process or on a Ray cluster."""
 
     plan: Plan | None = None
     reservations: Mapping[RoleName, Reservation] = field(default_factory=dict)
-    """The slots that each role has on Ray; empty if everything runs in this process."""
+    """The reserved Ray slots of each role; empty if everything runs in this process."""
     stack: ExitStack | None = None
-    """Ends the groups of workers when it is closed."""
+    """The exit stack that ends all worker groups; None if everything runs in this process."""
 
     @classmethod
     def of_this_process(cls) -> Allocation:
-        """An allocation with every role in this process."""
+        """Return an allocation that runs every role in this process."""
         return cls()
 
     @property
     def are_remote(self) -> bool:
-        """Report whether roles run in processes of their own."""
+        """Report whether the roles run in other processes, on Ray."""
         return bool(self.reservations)
 
     def num_slots(self, role: RoleName) -> int:
@@ -73,12 +73,12 @@ class Allocation:
         return self.reservations[role].size
 
     def take_turns(self, role: RoleName) -> bool:
-        """Report whether a remote role has the policy's own slots."""
+        """Report whether a role shares the policy's slots, so that the two must take turns."""
         found = self.plan.role(role) if self.plan is not None else None
         return self.are_remote and found is not None and found.shares_with == "policy"
 
     def shape_of(self, role: RoleName) -> ParallelShape:
-        """Return the arrangement of a role's ranks.
+        """Return how a role's model is spread over its ranks.
 
         A trained model is sharded over its data-parallel ranks; a scoring model is whole on each.
         """
@@ -103,17 +103,17 @@ class Allocation:
         name: str | None = None,
         **kwargs: Any,
     ) -> WorkerGroup:
-        """Start a group of workers in the slots of a role; it ends with the run.
+        """Start a group of workers in the slots of a role; the group ends with the run.
 
         Args:
             role: The role that has the slots.
             worker_class: The class of a worker, as `RayGroup` takes it.
             args: Arguments of the class.
-            ranks: The slots to use; None: all.
-            slots_each: The slots of a worker, which are neighbours on one node.
-            share: The part of the role's share of each slot.
-            name: The name of the workers in messages; None: the role.
-            kwargs: Arguments of the class.
+            ranks: The slots to use; None uses all.
+            slots_each: The number of slots per worker, which are neighbours on one node.
+            share: The fraction of the role's share of each slot that the workers get.
+            name: The name of the workers in messages; None is the role's.
+            kwargs: Keyword arguments of the class.
         """
         from laurel.workers.ray_group import RayGroup
 
@@ -128,15 +128,15 @@ class Allocation:
     def group_of_one(
         self, role: str, worker_class: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> WorkerGroup:
-        """Start a worker without a slot, spread over the cluster's nodes with others of its kind.
+        """Start one worker without a slot, spread over the cluster's nodes with others of its role.
 
-        It ends with the run.
+        The worker ends with the run.
 
         Args:
-            role: The name of its role.
+            role: The name of the worker's role.
             worker_class: The class of the worker, as `SpreadGroup` takes it.
             args: Arguments of the class.
-            kwargs: Arguments of the class.
+            kwargs: Keyword arguments of the class.
         """
         from laurel.workers.ray_actor import SpreadGroup
 
@@ -150,7 +150,7 @@ class Allocation:
         return group
 
     def describe(self) -> list[str]:
-        """Return a line for each role and its slots; none if everything runs in this process."""
+        """Return one line of text per role and its slots; empty if roles are in this process."""
         if self.plan is None or not self.are_remote:
             return []
         return [
@@ -161,7 +161,7 @@ class Allocation:
 
 
 def plan_allocation(config: Run) -> PlannedAllocation:
-    """Plan the slots of every role; start nothing.
+    """Plan the slots of every role of a run without reserving or starting anything.
 
     Raises:
         ConfigError: The run does not fit; the message names every problem and the nearest setting.
@@ -174,7 +174,7 @@ def plan_allocation(config: Run) -> PlannedAllocation:
 
 
 def open_allocation(planned: PlannedAllocation, stack: ExitStack, console: Console) -> Allocation:
-    """Start or join the cluster, and reserve every slot before anything is loaded.
+    """Start or join the cluster, and reserve all slots before anything is loaded.
 
     Raises:
         ConfigError: Slots are missing; the message says what is free and who holds the rest.
@@ -193,10 +193,10 @@ def open_allocation(planned: PlannedAllocation, stack: ExitStack, console: Conso
 
 
 def _refuse_unbuilt(config: Run, plan: Plan) -> None:
-    """Refuse ways to spread a run that can be planned but are not implemented.
+    """Refuse placements that can be planned but are not implemented.
 
     Raises:
-        ConfigError: The run needs one of them.
+        ConfigError: The run needs such a placement.
     """
     parallel, key = config.policy.dtensor_cfg, "policy.dtensor_cfg"
     if (cp := parallel.context_parallel_size) > 1 and not config.policy.sequence_packing.enabled:

@@ -1,4 +1,4 @@
-"""Collects the facts about data and settings for the model cards of a run."""
+"""Collects the facts about data, settings and evaluations for the model cards that a run writes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def facts_of_reward_model(
     *,
     ties: str,
 ) -> CardFacts:
-    """Return the facts of a run of `laurel rm`, once its rows are tokens."""
+    """Return the facts for the model card of a `laurel rm` run, after its data is tokenized."""
     from laurel.models.checkpoint.card import CardFacts
 
     loss = section.loss
@@ -60,7 +60,7 @@ def facts_of_reward_model(
 def facts_of_policy(
     context: RunContext[R], model: ModelFacts, reports: Mapping[str, TextReport], *, method: str
 ) -> CardFacts:
-    """Return the facts of a run that trains a policy by this method."""
+    """Return the facts for the model card of a run that trains a policy by `method`."""
     from laurel.models.checkpoint.card import CardFacts
 
     return CardFacts(
@@ -131,13 +131,13 @@ _TITLES = {
 
 
 def read_evaluations(paths: Sequence[Path]) -> tuple[list[EvaluationTable], list[str]]:
-    """Read the tables of evaluation reports, and the names of the evaluated models.
+    """Read evaluation reports; return their tables and the names of the evaluated models.
 
     Args:
         paths: Directories that `--output` named, or single reports in them.
 
     Raises:
-        DataError: There is no report, or one that cannot be read.
+        DataError: There is no report, or a report cannot be read.
     """
     tables: list[EvaluationTable] = []
     models: list[str] = []

@@ -1,4 +1,4 @@
-"""The services around every training loop: store, slots, loggers, benchmarks."""
+"""Provides the services that every training run needs: checkpoints, slots, loggers, benchmarks."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ R = TypeVar("R", bound=Run)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunContext(Generic[R]):
-    """The configuration and services from which the objects of a run are made."""
+    """The configuration and the services from which the parts of a run are built."""
 
     config: R
     console: Console
-    """Shows what is read, loaded and decided."""
+    """The console that shows what is read, loaded and decided."""
     stack: ExitStack
-    """Closes everything that is started."""
+    """The exit stack that closes everything that the run starts."""
     allocation: Allocation = field(default_factory=Allocation.of_this_process)
-    """The slots of the roles."""
+    """The resources of each role."""
     store: CheckpointStore | None = None
-    """The store of checkpoints; None saves none."""
+    """The store of checkpoints; None if no checkpoints are saved."""
     resume_from: Path | None = None
-    """The checkpoint of the same run from which it resumes."""
+    """The checkpoint that the run resumes from; None if it starts anew."""
 
     def with_store(self, selection: Selection) -> RunContext[R]:
-        """Add the locked store, and the checkpoint from which the run resumes.
+        """Return this context with the locked checkpoint store and the checkpoint to resume from.
 
         Raises:
             CheckpointError: `checkpointing.resume` does not allow the existing checkpoints.
@@ -72,7 +72,7 @@ class RunContext(Generic[R]):
         return replace(self, store=store, resume_from=resume_from)
 
     def with_slots(self, planned: PlannedAllocation) -> RunContext[R]:
-        """Reserve every slot.
+        """Return this context with all planned slots reserved.
 
         Raises:
             ConfigError: The cluster does not have the slots.
@@ -84,7 +84,7 @@ class RunContext(Generic[R]):
 def open_store(
     saving: CheckpointingConfig, selection: Selection, stack: ExitStack, console: Console
 ) -> tuple[Path | None, CheckpointStore]:
-    """Lock the store, and find the checkpoint from which the run resumes."""
+    """Lock the checkpoint store; return the checkpoint to resume from, if any, and the store."""
     store = CheckpointStore(
         saving.checkpoint_dir,
         keep_top_k=saving.keep_top_k,
@@ -116,10 +116,10 @@ def open_store(
 
 
 def _remove_unused(made: Sequence[Path]) -> None:
-    """Remove the directories that were made for checkpoints, if the run saved none.
+    """Remove the directories created for checkpoints, if the run saved none.
 
     Args:
-        made: The checkpoint directory and those above it, innermost first; empty if it existed
+        made: The checkpoint directory and its created parents, innermost first; empty if it existed
             before.
     """
     with contextlib.suppress(OSError):
@@ -130,7 +130,7 @@ def _remove_unused(made: Sequence[Path]) -> None:
 
 
 def choose_run_dir(context: RunContext[R]) -> Path:
-    """Choose the log directory: the one before a resume, or the next free one."""
+    """Choose the run's log directory: that of the resumed run, or the next free one."""
     from laurel.training.state import read_run_dir
 
     logging, resume_from = context.config.logger, context.resume_from
@@ -148,10 +148,10 @@ def choose_run_dir(context: RunContext[R]) -> Path:
 
 
 def describe_data(reports: Mapping[str, Any], run_dir: Path, console: Console) -> None:
-    """Print the data reports; those that a resumed run has printed before take one line together.
+    """Print the data reports; unchanged reports of a resumed run are summarized in one line.
 
     Args:
-        reports: Data reports by name.
+        reports: The data reports by name.
         run_dir: The log directory of the run, with its `DATA_REPORT` if it resumes.
         console: The console to print to.
     """
@@ -171,7 +171,7 @@ def describe_data(reports: Mapping[str, Any], run_dir: Path, console: Console) -
 
 
 def describe_output(context: RunContext[R], run_dir: Path) -> None:
-    """Print where the run logs and saves."""
+    """Print the directories to which the run writes logs and checkpoints."""
     saving = context.config.checkpointing
     context.console.print(f"logs    {run_dir}")
     if saving.enabled:
@@ -179,7 +179,7 @@ def describe_output(context: RunContext[R], run_dir: Path) -> None:
 
 
 def _checkpoint_bytes(context: RunContext[R], facts: ModelFacts) -> int:
-    """Estimate the bytes of a checkpoint's tensors on the disk, before there is one."""
+    """Estimate the size in bytes of a checkpoint's tensors before one is written."""
     weights = MASTER_BYTES * facts.num_parameters
     if facts.num_trained != facts.num_parameters:
         # Adapters are saved beside the merged weights.
@@ -207,18 +207,18 @@ def make_services(
     reports: Mapping[str, Any],
     unit: str = "pairs",
 ) -> RunServices:
-    """Open the loggers, write the configuration and data reports, and handle signals.
+    """Open the loggers, write the configuration and data reports, and install signal handlers.
 
     Args:
         context: The context of the run.
         schedule: The steps of the run, and when it validates and saves.
         state: The state that checkpoints hold.
         position: The position at which the run begins.
-        facts: The facts of its model.
-        selection: The rule by which a checkpoint is the best.
+        facts: The facts of the run's model.
+        selection: The rule by which the best checkpoint is selected.
         deadline: The time by which the run must have saved.
-        reports: Data reports by name; each has `to_dict`.
-        unit: The unit of a step's throughput.
+        reports: The data reports by name; each has `to_dict`.
+        unit: The unit in which a step's throughput is counted.
 
     Raises:
         CheckpointError: The disk has no room for the checkpoints of the run.
@@ -269,18 +269,18 @@ def make_services(
 
 # A server must answer all of a request within one time limit.
 CHUNK = 32
-"""The groups of one request to a reward model."""
+"""The number of groups in one request to a reward model."""
 
 
 def describe_benchmark(name: str, benchmark: BenchmarkSet, console: Console) -> None:
-    """Print the benchmark, and the limits of its metrics."""
+    """Print the size of a benchmark, and limitations of its metrics."""
     _say(f"bench   {name}: {benchmark.described()}", console)
     for note in benchmark.notes():
         _say(f"note    {name}: {note}", console)
 
 
 def judge_benchmarks(configs: Mapping[str, BenchmarkSetConfig]) -> list[BenchmarkSet]:
-    """Load the rows of `env.reward_model.benchmarks`.
+    """Load the benchmarks of `env.reward_model.benchmarks`, which test a GRPO run's reward model.
 
     Raises:
         DataError: Rows cannot be used.
@@ -295,10 +295,10 @@ def judge_benchmarks(configs: Mapping[str, BenchmarkSetConfig]) -> list[Benchmar
 def judge_figures(
     benchmarks: Sequence[BenchmarkSet], environments: Mapping[str, Environment], console: Console
 ) -> dict[str, float]:
-    """Evaluate the reward model of a GRPO run, as `reward_model/<Name>_<metric>`.
+    """Evaluate a GRPO run's reward model; return `reward_model/<Name>_<metric>` values.
 
-    The reward model does not change during the run, so this is measured once. Its bare scores are
-    measured: the transformations into rewards change no order.
+    The reward model does not change during the run, so this is done once. Its raw scores are used,
+    because the transformations into rewards do not change their order.
 
     Raises:
         ConfigError: No reward model scores completions in this run.
@@ -336,7 +336,7 @@ def judge_figures(
 
 
 def _judge_among(environments: Mapping[str, Environment]) -> RewardModelEnvironment | None:
-    """Find the environment named `reward_model`, also as a part of a composite."""
+    """Find the environment named `reward_model`, even as part of a composite."""
     from laurel.environments.composite import CompositeEnvironment
     from laurel.environments.reward_model_environment import RewardModelEnvironment
 

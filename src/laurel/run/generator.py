@@ -1,4 +1,4 @@
-"""Makes the engine that samples the completions of a run."""
+"""Builds the engine that samples the completions of a run."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 def make_generator(
     context: RunContext[GRPORun], model: TrainedModel, chat: ChatFormat, texts: Sequence[str] = ()
 ) -> Generator:
-    """Make the generator of `policy.generation.backend`.
+    """Build the generator that `policy.generation.backend` selects.
 
     Args:
         context: The context of the run, which closes the generator.
-        model: The policy.
+        model: The policy that the generator samples from.
         chat: The chat format of the policy.
-        texts: The texts that a tokenizer from scratch was trained on; replicas train it again.
+        texts: The texts that a tokenizer from scratch was trained on, from which each replica
+            trains the same tokenizer.
 
     Raises:
         ConfigError: The generator cannot sample as the configuration asks.
@@ -101,7 +102,7 @@ def _replicas(
     *,
     uses_vllm: bool,
 ) -> Generator:
-    """Make replicas of the engine, each in one or more slots of the role `generation`."""
+    """Build replicas of the engine, each in one or more slots of the role `generation`."""
     from laurel.generation.engine_worker import EngineWorker
     from laurel.generation.replicas import GeneratorReplicas
     from laurel.types import Weights
@@ -143,7 +144,7 @@ def _replicas(
 
 
 def describe_generator(generator: Generator) -> str:
-    """Describe the engine, and the transfer of weights to it, if there is one."""
+    """Describe in words the engine and, if there is one, the transfer of weights to it."""
     transfer = getattr(generator, "transfer", None)
     way = "" if transfer is None else f", weights by {transfer.name} ({transfer.reason})"
     return f"{type(generator).__name__}{way}"
@@ -156,13 +157,13 @@ def transfer_of(
     uses_vllm: bool,
     take_turns: bool,
 ) -> WeightTransfer:
-    """Choose the transfer of weights by `policy.generation.weight_transfer`.
+    """Choose how the learner's weights are transferred to the engines.
 
     Args:
-        setting: The value of that key.
+        setting: The value of `policy.generation.weight_transfer`.
         device: The kind of device that the learner computes on.
-        uses_vllm: The engines are vLLM's, which takes weights from files in memory.
-        take_turns: The engines have the learner's own devices.
+        uses_vllm: Whether the engines are vLLM's, which takes weights from files in memory.
+        take_turns: Whether the engines use the learner's own devices.
     """
     from laurel.generation.weights.routes import WeightTransfer
 
@@ -217,9 +218,9 @@ def _vllm_maker(context: RunContext[GRPORun], model: TrainedModel, chat: ChatFor
 
 
 def probe_of(learner: Learner, path: ModelPath) -> Callable[[Sequence[int]], np.ndarray]:
-    """Return a function that computes the learner's log-probabilities of a sequence.
+    """Return a function that computes the learner's log-probabilities of a token sequence.
 
-    `generation.weights.probe` compares them with an engine's after a transfer.
+    After a weight transfer, `generation.weights.probe` compares them with an engine's.
     """
 
     def probe(ids: Sequence[int]) -> np.ndarray:

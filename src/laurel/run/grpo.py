@@ -1,4 +1,4 @@
-"""Assembles a GRPO run from its configuration: the only file that knows all its classes."""
+"""Builds a GRPO run from its configuration; only this file knows all classes that it uses."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def train_policy(config: GRPORun, *, console: Console, warnings: Sequence[str] =
 
 
 def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GRPO, Position]:
-    """Assemble a run that is ready to begin, and its first position.
+    """Build a GRPO run that is ready to start, and return it with its starting position.
 
     Errors are reported in the order of their cost: first those that need nothing loaded, then those
     that need the data, the environments, and the policy.
 
     Args:
         config: The whole configuration.
-        stack: Closes everything that is started.
-        console: Shows what is read, loaded and decided.
+        stack: The exit stack that closes everything that is started.
+        console: The console that shows what is read, loaded and decided.
     """
     config = resolve_model(config, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
@@ -99,7 +99,7 @@ def _load_data(config: GRPORun) -> TaskData:
 
 
 def check_grpo_run(config: GRPORun) -> Selection:
-    """Check what needs only the configuration, and choose the metric of the best checkpoint.
+    """Check the configuration before anything is loaded; return how the best checkpoint is chosen.
 
     Raises:
         UserError: A setting cannot be used; the first problem is reported.
@@ -121,11 +121,11 @@ def check_grpo_run(config: GRPORun) -> Selection:
 
 
 def check_vllm(config: GRPORun, *, on_cluster: bool) -> None:
-    """Check the uses of vLLM in a run, before anything is started.
+    """Check that a run can use vLLM in the way it is configured, before anything is started.
 
     Raises:
-        MissingDependencyError: It is needed here, and is not installed.
-        ConfigError: It is to compute rewards on a cluster.
+        MissingDependencyError: vLLM is needed on this machine, and is not installed.
+        ConfigError: vLLM is to compute rewards on a cluster.
     """
     # An existing cluster may have vLLM in its environment although this one does not.
     if config.policy.generation.backend == "vllm" and not config.cluster.address:
@@ -143,7 +143,7 @@ def check_vllm(config: GRPORun, *, on_cluster: bool) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyBundle:
-    """A policy with everything that its rollouts need."""
+    """A loaded policy with everything that sampling rollouts from it needs."""
 
     model: TrainedModel
     chat: ChatFormat
@@ -154,7 +154,7 @@ class PolicyBundle:
 def load_policy_bundle(
     context: RunContext[GRPORun], data: TaskData, environments: dict[str, Environment]
 ) -> PolicyBundle:
-    """Load the policy and its generator. Prompts that are too long for it are left out."""
+    """Load the policy and its generator, and leave out prompts that are too long for it."""
     config = context.config
     # Taken before long prompts are left out: that needs the tokenizer that these texts train.
     texts = task_texts(data) if config.policy.scratch is not None else []
@@ -184,7 +184,7 @@ def _with_policy(
     selection: Selection,
     deadline: Deadline,
 ) -> tuple[GRPO, Position]:
-    """Assemble everything that needs the policy."""
+    """Load the policy, and build everything that depends on it."""
     config, console, resume_from = context.config, context.console, context.resume_from
     if context.store is not None and resume_from is not None and context.allocation.are_remote:
         # A lost replica of generation is restarted from this checkpoint.
@@ -285,7 +285,7 @@ def task_texts(data: TaskData) -> list[str]:
 
 
 def grpo_total_steps(config: GRPORun, num_tasks: int) -> int:
-    """Return the number of steps: those of all epochs, or the limit if it is lower."""
+    """Return the number of steps of the run: those of all epochs, or the limit if it is lower."""
     grpo = config.grpo
     return min(
         grpo.max_num_steps, max(1, grpo.max_num_epochs * num_tasks // grpo.num_prompts_per_step)
@@ -320,7 +320,7 @@ _CODE_REWARD_KEYS: dict[str, Any] = dict.fromkeys(
 
 
 def grpo_identity(config: GRPORun) -> dict[str, object]:
-    """Return the settings, by dotted name, that must not change when a run resumes."""
+    """Return the settings, by dotted name, that a resumed run must share with the original."""
     left_out = {
         "max_num_epochs",
         "max_num_steps",
@@ -355,7 +355,7 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
 
 
 def _scoring_keys(config: RewardModelEnvironmentConfig) -> dict[str, Any]:
-    """Return the keys that decide scores; addresses and time limits of servers do not."""
+    """Return the settings that affect scores, without addresses and time limits of servers."""
     asking = dict.fromkeys(("urls", *AskingConfig.model_fields), False)
     asked = {name: True for name in JudgeConfig.model_fields if name not in asking}
     called = {name: True for name in FunctionConfig.model_fields if name != "timeout"}
@@ -433,7 +433,7 @@ def rollouts_of(
     environments: Mapping[str, Environment],
     chat: ChatFormat,
 ) -> Rollouts:
-    """Return the rollouts of the run's configuration."""
+    """Build the object that samples and grades the run's rollouts."""
     from laurel.grpo.rollouts import Rollouts
 
     return Rollouts(
@@ -454,7 +454,7 @@ def rollouts_of(
 
 
 def _take_turns(context: RunContext[GRPORun], generator: Generator) -> bool:
-    """Report whether learner and generator free their devices for each other."""
+    """Report whether learner and generator share devices and free them for each other."""
     from laurel.generation.transformers.engine import TransformersEngine
 
     config, allocation = context.config, context.allocation
@@ -468,7 +468,7 @@ def _take_turns(context: RunContext[GRPORun], generator: Generator) -> bool:
 
 
 def sampling_of(config: GRPORun, *, is_validation: bool = False) -> SamplingParams:
-    """Return the sampling parameters of training, or of validation."""
+    """Return the sampling parameters for training, or for validation with `is_validation`."""
     from laurel.types import SamplingParams
 
     generation = config.policy.generation
@@ -494,16 +494,16 @@ def sampling_of(config: GRPORun, *, is_validation: bool = False) -> SamplingPara
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Measurement:
-    """The answers of a policy, and their metrics."""
+    """A policy's graded answers to the validation tasks, with their metrics."""
 
     groups: Sequence[RolloutGroup]
-    """A group for each task, in the order of the data."""
+    """The sampled answers to each task, in the order of the tasks."""
     figures: Mapping[str, float]
-    """The metrics of `grpo.validation.validation_metrics`."""
+    """The metrics by name, as `grpo.validation.validation_metrics` computes them."""
 
     @property
     def success_rate(self) -> float:
-        """Return the mean reward of all samples; of a math environment, the accuracy."""
+        """Return the mean reward of all samples, which in a math environment is the accuracy."""
         return self.figures["reward_mean"]
 
 

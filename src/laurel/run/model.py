@@ -1,4 +1,4 @@
-"""Loads the model that a run trains: in this process, or over the ranks of a cluster."""
+"""Loads the model that a run trains, in this process or over the ranks of a cluster."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedModel:
-    """A model with its optimizer, in this process or in others."""
+    """A model being trained, with its optimizer, in this process or in others."""
 
     learner: Learner
     facts: ModelFacts
     in_process: Any | None
-    """The model itself; None if other processes hold it."""
+    """The model object itself; None if other processes hold it."""
 
 
 def load_trained_model(
@@ -41,19 +41,20 @@ def load_trained_model(
     with_entropy: bool = False,
     check_room: Callable[[torch.device], None] | None = None,
 ) -> TrainedModel:
-    """Load the model, check it, and build its optimizer.
+    """Load the model to train, check it, and build its optimizer.
 
     Args:
         context: The context of the run.
-        load: Loads the model, as `LearnerWorker` takes it.
+        load: A function that loads the model, as `LearnerWorker` takes it.
         seed: The seed of dropout.
         identity: The settings that must not change when a run resumes.
-        load_reference: Loads the frozen reference, as `LearnerWorker` takes it.
+        load_reference: A function that loads the frozen reference model, if there is one.
         with_entropy: Whether the learner also measures entropies.
-        check_room: Called with the device before a model is loaded into this process.
+        check_room: A function that checks, given the device, that the model fits there; it is
+            called before a model is loaded into this process.
 
     Raises:
-        ConfigError: An optimizer or scheduler that torch does not have, or refuses.
+        ConfigError: torch lacks the optimizer or scheduler, or refuses its arguments.
     """
     policy, cluster = context.config.policy, context.config.cluster
     with context.console.status("loading torch and the model"):
@@ -105,7 +106,7 @@ def _spread(context: RunContext[R], load: Load, settings: Mapping[str, Any]) -> 
 
 
 def describe_model(kind: str, facts: ModelFacts, context: RunContext[R]) -> None:
-    """Print what was loaded, and where it is."""
+    """Print which model was loaded, its facts, and where it is."""
     console = context.console
     trained = f", {facts.num_trained / 1e6:.2f}M trained"
     console.print(
@@ -133,7 +134,9 @@ _INSTEAD = (
 
 
 def resolve_model(config: R, console: Console) -> R:
-    """Replace `policy.model_name` by a checkpoint if it names the directory of a run.
+    """Return the configuration with `policy.model_name` resolved to what transformers can load.
+
+    If the name is the directory of a run, one of the run's checkpoints replaces it.
 
     Raises:
         UserError: There is no such model, or the hub that has it does not answer.
@@ -154,15 +157,15 @@ def resolve_model(config: R, console: Console) -> R:
 
 
 def found_name(name: str, *, say: Say, instead: str = "") -> str:
-    """Resolve a name to what transformers loads; for a run's directory that is a checkpoint.
+    """Resolve a model's name to what transformers loads: for a run's directory, a checkpoint in it.
 
-    `rewards.spec.find_model` chooses the checkpoint. Any other name stays as it is written, because
+    `rewards.spec.find_model` chooses the checkpoint. Any other name is returned as written, because
     a run that resumes must have the same one.
 
     Args:
         name: A directory, or a name on the hub.
-        say: Called with the chosen checkpoint.
-        instead: Advice for when the hub does not answer.
+        say: Called with a message about the chosen checkpoint.
+        instead: Advice for the error message if the hub does not answer.
 
     Raises:
         UserError: There is no such model, or the hub that has it does not answer.

@@ -32,15 +32,15 @@ def load_policy_to_train(
     samples_from_copy: bool = False,
     with_entropy: bool = False,
 ) -> TrainedModel:
-    """Load the policy with its optimizer, and check it.
+    """Load the policy with its optimizer, after checking that it fits into memory.
 
     Args:
         context: The context of the run.
         seed: The seed of adapters, a model from scratch and dropout.
         texts: The texts on which a tokenizer from scratch is trained.
         identity: The settings that must not change when a run resumes.
-        temperature: The temperature of sampling.
-        needs_reference: Whether the policy before training is kept as well.
+        temperature: The temperature at which completions are sampled.
+        needs_reference: Whether a frozen copy of the policy before training is kept.
         samples_from_copy: Whether the generator keeps a copy of the weights.
         with_entropy: Whether the learner also measures entropies.
     """
@@ -71,7 +71,10 @@ def load_policy_to_train(
 
 
 def policy_settings(policy: PolicyConfig, **sections: Mapping[str, Any]) -> dict[str, object]:
-    """Return the settings, by dotted name, that must not change when a run resumes."""
+    """Return the policy's settings, by dotted name, that must not change when a run resumes.
+
+    `sections` are further settings, by the name of their section.
+    """
     from laurel.training.state import leaves
 
     names = {
@@ -93,7 +96,7 @@ def policy_settings(policy: PolicyConfig, **sections: Mapping[str, Any]) -> dict
 def describe_policy(
     context: RunContext[R], facts: ModelFacts, reports: Mapping[str, TextReport], run_dir: Path
 ) -> None:
-    """Print what was read, loaded and decided."""
+    """Print the facts of the data and the policy that were loaded, and the output directories."""
     describe_data(reports, run_dir, context.console)
     describe_model("policy", facts, context)
     describe_output(context, run_dir)
@@ -106,14 +109,14 @@ def describe_policy(
 def check_memory(
     policy: PolicyConfig, device: torch.device, *, needs_reference: bool, samples_from_copy: bool
 ) -> None:
-    """Check that a policy's weights, gradients and optimizer fit into the free memory.
+    """Check that a policy's weights, gradients and optimizer state fit into the free memory.
 
     Activations come on top: a policy that passes may still be too large for its batches.
 
     Args:
         policy: The policy section.
-        device: The device of the policy.
-        needs_reference: Whether a frozen copy is kept, unless there are adapters.
+        device: The device that the policy is loaded on.
+        needs_reference: Whether a frozen copy is kept, which adapters make unnecessary.
         samples_from_copy: Whether the generator keeps a copy as well.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Translates a run's configuration into its request to a cluster, for the planner."""
+"""Translates a run's configuration into the resource request that the cluster planner reads."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from laurel.planning.request import (
 )
 
 DEFAULT_SCORED_LENGTH = 8192
-"""The tokens of the longest conversation, for a reward model without `max_model_len`."""
+"""The assumed longest conversation, in tokens, of a reward model without `max_model_len`."""
 
 
 def request_of(config: Run) -> ClusterRequest:
-    """Return the request of a run to its cluster."""
+    """Return the resources that a run requests from its cluster, for the planner."""
     cluster, placement = config.cluster, config.cluster.placement
     request = ClusterRequest(
         num_nodes=cluster.num_nodes,
@@ -67,13 +67,14 @@ def request_of(config: Run) -> ClusterRequest:
 def workload_of(
     config: Run, *, prompt_tokens: int | None = None, completion_tokens: int | None = None
 ) -> Workload:
-    """The conversations of a training step, of the lengths that are given.
+    """Return the number and lengths of the conversations in one training step.
 
     Args:
         config: The run.
-        prompt_tokens: Of each prompt; None: what a completion leaves of the longest conversation.
-        completion_tokens: Of each completion; None: half of the longest conversation, or fewer
-            where the run allows no more.
+        prompt_tokens: The length of each prompt; None is what a completion leaves of the longest
+            conversation.
+        completion_tokens: The length of each completion; None is half of the longest conversation,
+            or less if the run allows no more.
 
     Raises:
         ConfigError: A conversation would be longer than the run allows.
@@ -105,10 +106,10 @@ def workload_of(
 
 
 def uses_reward_model(config: GRPORun) -> bool:
-    """Report whether any task may use a reward model that this run loads and gives slots.
+    """Report whether a task may use a reward model that this run loads, so that it needs slots.
 
-    The environment is enabled, or a data set names it; and no servers, judge or function replace
-    the model. One of several models is enough; all loaded models share the slots.
+    The environment must be enabled, or a data set must name it; and no servers, judge or function
+    may replace the model. One of several models is enough; all loaded models share the slots.
     """
     if not config.env.reward_model.computes:
         return False
@@ -206,7 +207,7 @@ def _own_slots(key: str, resources: ResourcesConfig) -> OwnSlots:
 
 
 def _tokens_of_scoring(judge: ScorerSource) -> tuple[int, int]:
-    """Return the tokens of the longest conversation and of one forward pass."""
+    """Return the numbers of tokens of the longest conversation and of one forward pass."""
     longest = judge.max_model_len or DEFAULT_SCORED_LENGTH
     is_budget = judge.sequence_packing.enabled or judge.dynamic_batching.enabled
     budget = judge.batch_tokens if is_budget else judge.batch_size * longest
@@ -214,7 +215,7 @@ def _tokens_of_scoring(judge: ScorerSource) -> tuple[int, int]:
 
 
 def _rollouts(config: GRPORun, longest: int, tokens: int) -> tuple[BatchRequest, ...]:
-    """Return the batches of generation and of the reward model, which scores the completions."""
+    """Return the batches of generation, and those of the reward model that scores them."""
     grpo = config.grpo
     batch = BatchRequest(
         unit="completions",

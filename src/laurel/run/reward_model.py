@@ -1,4 +1,4 @@
-"""Assembles a run of `laurel rm` from its configuration: the only file that knows its classes."""
+"""Builds a `laurel rm` run from its configuration; only this file knows all classes it uses."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def train_reward_model(
 
 
 def check_reward_run(config: RewardTrainingRun) -> Selection:
-    """Check what needs only the configuration, and choose the metric of the best checkpoint.
+    """Check the configuration before anything is loaded; return how the best checkpoint is chosen.
 
     Raises:
         UserError: A setting cannot be used; the first problem is reported.
@@ -91,10 +91,10 @@ def check_reward_run(config: RewardTrainingRun) -> Selection:
 
 
 def check_figure(selection: Selection, benchmarks: Mapping[str, BenchmarkSet]) -> None:
-    """Check that the rows of a benchmark give the metric that selects checkpoints.
+    """Check that the loaded benchmarks provide the metric by which checkpoints are selected.
 
     Raises:
-        ConfigError: The metric is absent, perhaps because the benchmark was cut.
+        ConfigError: The metric is missing, perhaps because the benchmark was limited to some rows.
     """
     for name, benchmark in benchmarks.items():
         figures = {f"validation-{name}_{key}": key for key in selectable(benchmark.benchmark)}
@@ -118,7 +118,7 @@ def _train(
     selection: Selection,
     deadline: Deadline,
 ) -> RunOutcome:
-    """Load the model, make tokens, and run the loop; nothing is written before all is checked."""
+    """Load the model, tokenize, and run the loop; nothing is written before all is checked."""
     config, console = context.config, context.console
     model = _load_model(context, data)
     from laurel.training.batches import Batcher
@@ -223,10 +223,10 @@ def _load_model(context: RunContext[RewardTrainingRun], data: PreferenceData) ->
 
 
 def reward_model_identity(config: RewardTrainingRun) -> dict[str, object]:
-    """Return the settings, by dotted name, that must not change when a run resumes.
+    """Return the settings, by dotted name, that a resumed run must share with the original.
 
-    Beside those that decide the arithmetic, these are the settings that a checkpoint holds
-    (tokenizer, learning rate): a change of them would have no effect, and must not go unnoticed.
+    Besides those that affect the arithmetic, these are the settings that a checkpoint holds
+    (tokenizer, learning rate): a change of them would silently have no effect.
     """
     from laurel.training.state import leaves
 
@@ -275,23 +275,23 @@ ENCODE_AT_ONCE = 512
 
 @dataclass(slots=True, kw_only=True)
 class PreferenceData:
-    """The preferences of a run, before they are tokens."""
+    """The preferences and benchmarks of a run before tokenization, with their reports."""
 
     train: list[Preference]
     validation: dict[str, list[Preference]]
     reports: dict[str, DataReport]
     benchmarks: dict[str, BenchmarkSet] = field(default_factory=dict)
-    """The benchmarks among the validation sets."""
+    """The benchmarks among the validation sets, by name."""
 
     @property
     def all_reports(self) -> dict[str, DataReport | BenchmarkSet]:
-        """Return the reports of all sets and benchmarks, by name."""
+        """Return the reports of all data sets and benchmarks, by name."""
         named = {f"validation-{name}": benchmark for name, benchmark in self.benchmarks.items()}
         return {**self.reports, **named}
 
 
 def load_data(config: RewardTrainingRun) -> PreferenceData:
-    """Read every data set of the run.
+    """Read all training and validation sets of the run.
 
     Raises:
         DataError: A file or a row cannot be used, no row is left, or no row has a margin that the
@@ -353,7 +353,10 @@ def _check_margins(config: RewardTrainingRun, data: PreferenceData) -> None:
 
 
 def own_validation_of(config: RewardTrainingRun) -> DatasetConfig | None:
-    """Return the validation set that comes with the only training set of a run, if any."""
+    """Return the validation set that comes with the training set; None if there is none.
+
+    A run with several training sets has none.
+    """
     sets = config.data.train_sets()
     return own_validation_preferences(sets[0]) if len(sets) == 1 else None
 
@@ -373,7 +376,7 @@ def _load(
 
 
 def preference_texts(preferences: Sequence[Preference]) -> Iterator[str]:
-    """Yield every text of preferences, prompts and completions."""
+    """Yield the texts of all prompts and completions of preferences."""
     for preference in preferences:
         yield from (message.content for message in preference.group.prompt)
         for completion in preference.group.completions_G:
@@ -388,7 +391,7 @@ def tokenise(
     overlong: str,
     console: Console,
 ) -> list[PreferenceSample]:
-    """Tokenise preferences; long ones are cut or left out, and counted in the report."""
+    """Tokenize preferences; over-long ones are truncated or left out, and counted in the report."""
     from laurel.types import PreferenceSample
 
     samples: list[PreferenceSample] = []
@@ -429,7 +432,7 @@ def tokenise(
 def tokenise_all(
     config: RewardTrainingRun, data: PreferenceData, contract: ScoringContract, console: Console
 ) -> tuple[list[PreferenceSample], dict[str, list[PreferenceSample]]]:
-    """Tokenise the training set and the validation sets."""
+    """Tokenize preferences; return the training samples, and the validation samples by set."""
     overlong = config.data.overlong
     train = tokenise(
         data.train, contract, data.reports["train"], overlong=overlong, console=console

@@ -1,4 +1,4 @@
-"""Assembles a run of supervised fine-tuning from its configuration."""
+"""Builds a run of supervised fine-tuning from its configuration."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
 
 
 def _settings(config: SFTRun) -> dict[str, object]:
-    """Return the settings, by dotted name, that must not change when a run resumes."""
+    """Return the settings, by dotted name, that a resumed run must share with the original."""
     from laurel.run.policy import policy_settings
 
     return policy_settings(
@@ -124,7 +124,7 @@ def _settings(config: SFTRun) -> dict[str, object]:
 def _encode(
     config: SFTRun, data: DemonstrationData, name: str, chat: ChatFormat, console: Console
 ) -> list[Demonstration]:
-    """Tokenise dialogues; those without an answer within the length are left out and counted."""
+    """Tokenize dialogues; those without an answer within the limit are left out and counted."""
     if name not in data.reports:
         return []
     report = data.reports[name]

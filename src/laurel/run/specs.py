@@ -1,4 +1,4 @@
-"""Translates configurations and options into the settings of components."""
+"""Translates configurations and command options into the settings (specs) of components."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def model_spec(policy: PolicyConfig) -> ModelSpec:
-    """Return the model that the section `policy` describes."""
+    """Return the spec of the model that a `policy` section describes."""
     is_named = policy.scratch is None or "model_name" in policy.model_fields_set
     parallel = policy.dtensor_cfg
     return ModelSpec(
@@ -61,7 +61,7 @@ def model_spec(policy: PolicyConfig) -> ModelSpec:
 
 
 def scorer_spec(asked: ScorerSpec, policy: PolicyConfig) -> ScorerSpec:
-    """A scorer as it was asked for, of a model that the section `policy` tells how to load."""
+    """Complete a requested scorer's spec with how the `policy` section says its model is loaded."""
     length = asked.max_length
     if length is None and "max_total_sequence_length" in policy.model_fields_set:
         length = policy.max_total_sequence_length
@@ -70,7 +70,7 @@ def scorer_spec(asked: ScorerSpec, policy: PolicyConfig) -> ScorerSpec:
 
 
 def generator_spec(config: GRPORun, end_ids: Iterable[int]) -> GeneratorSpec:
-    """An engine of a run of GRPO, in whose chats these tokens end a turn."""
+    """Return the spec of a GRPO run's sampling engine; `end_ids` are the tokens that end a turn."""
     from laurel.generation.requests import GeneratorSpec
 
     return GeneratorSpec(
@@ -82,7 +82,7 @@ def generator_spec(config: GRPORun, end_ids: Iterable[int]) -> GeneratorSpec:
 
 
 def step_order(config: RewardTrainingRun | SFTRun, num_rows: int) -> StepOrder:
-    """The rows of each step: in the order of the file, or shuffled by the seed of the run."""
+    """Return the order in which rows are used: that of the file, or shuffled by the run's seed."""
     from laurel.training.batches import StepOrder
 
     section = config.rm if isinstance(config, RewardTrainingRun) else config.sft
@@ -97,7 +97,7 @@ OPTIONS = Terms(
     {"policy.model_name": "--model", "cluster.device": "--device"},
     hint="(Here, keys of policy are given as --set, e.g. --set tokenizer.pad_token=auto)",
 )
-"""Errors about a model, for somebody who has only the command line."""
+"""Words errors about a model in terms of command-line options, for commands without a file."""
 KEY_VARIABLE = "LAUREL_API_KEY"
 # Keys of the policy section that have an option of their own.
 _HAS_OPTION = {"model_name": "--model", "precision": "--precision"}
@@ -110,12 +110,12 @@ _SAID_BY_CONTRACT = (
 
 
 def asked_scorer(model: str, options: ScorerSpec, *, or_server: bool = False) -> ScorerSpec:
-    """Return the scorer of a command's options. Its model is resolved, but not loaded.
+    """Return the scorer spec that a command's options describe; its model is resolved, not loaded.
 
     Args:
         model: The value of `--model`.
-        options: The other options.
-        or_server: Whether `--model` could have been an address.
+        options: The other options of the scorer.
+        or_server: Whether `--model` may also be an address, which the error message then mentions.
 
     Raises:
         UserError: There is no such model, or it is no reward model.
@@ -144,11 +144,11 @@ def asked_scorer(model: str, options: ScorerSpec, *, or_server: bool = False) ->
 def open_asked(
     spec: ScorerSpec, settings: Sequence[str], *, cpu_threads: int | None, console: Console
 ) -> LocalScorer:
-    """Load the scorer of a command into this process, and show the progress.
+    """Load a command's scorer into this process, and show the progress.
 
     Args:
-        spec: The result of `asked_scorer`; the settings decide how its model is loaded.
-        settings: The settings of `--set`, as `policy_of_settings` reads them.
+        spec: The result of `asked_scorer`; `settings` decide how its model is loaded.
+        settings: The values of `--set`, as `policy_of_settings` reads them.
         cpu_threads: The number of threads on a CPU; None is one per core.
         console: The console for messages.
 
@@ -168,14 +168,14 @@ def open_asked(
 
 
 def asked_server(url: str, *, api_key_env: str | None) -> ScorerSpec:
-    """Return the scorer behind an address that is given as `--model`.
+    """Return the scorer spec for a server whose address is the value of `--model`.
 
     Args:
         url: The address.
-        api_key_env: The value of `--api-key-env`; None: `KEY_VARIABLE`, if it is set.
+        api_key_env: The value of `--api-key-env`; None is `KEY_VARIABLE`, if it is set.
 
     Raises:
-        ConfigError: It is no address, or no name of a variable.
+        ConfigError: The address or the variable's name is invalid.
     """
     from laurel.rewards.spec import ScorerSpec
 
@@ -201,11 +201,11 @@ def asked_server(url: str, *, api_key_env: str | None) -> ScorerSpec:
 def policy_of_settings(
     settings: Sequence[str], *, rules: ScoringRules | None, say: Say
 ) -> PolicyConfig:
-    """Return the policy section with the settings of `--set`.
+    """Build a `policy` section from the values of `--set`.
 
     Args:
         settings: Overrides as `key=value`; `policy.` before the key may be left out.
-        rules: The contract of the model, if it has one.
+        rules: The scoring contract of the model, if it has one.
         say: Called with warnings about settings without effect.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Prepares loaded tasks for rollouts: environments, known answers, prompt lengths."""
+"""Prepares tasks for rollouts: starts environments, checks answers and tests, limits prompts."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 NUM_CHECKED = 2000
-"""Tasks whose known answers are checked before a run: a minute at most."""
+"""The number of tasks whose known answers are checked before a run, which takes up to a minute."""
 NUM_REFERENCES = 200
-"""Reference solutions that `laurel data check` runs."""
+"""The number of reference solutions that `laurel data check` runs."""
 
 
 def needs_of(config: EnvironmentsConfig) -> TaskNeeds:
-    """Return the needs of the environments: answers or tests of a task."""
+    """Return which of the configured environments need a known answer or tests in each task."""
     answers = {"math", "math_default"}
     if config.reward_model.transform.subtract_reference:
         answers.add("reward_model")
@@ -56,7 +56,7 @@ def needs_of(config: EnvironmentsConfig) -> TaskNeeds:
 
 
 def environments_of(data: TaskData, context: RunContext[GRPORun]) -> dict[str, Environment]:
-    """Start the environments that the tasks name, each once."""
+    """Start the environments that the tasks name; return them by name."""
     config, allocation = context.config, context.allocation
     say = partial(context.console.print, markup=False, highlight=False, soft_wrap=True)
     names = sorted({task.environment for task in (*data.train, *data.validation)})
@@ -76,7 +76,7 @@ def environments_of(data: TaskData, context: RunContext[GRPORun]) -> dict[str, E
 
 
 def check_answers(data: TaskData, environments: dict[str, Environment], console: Console) -> None:
-    """Leave out tasks whose own answer would not earn the reward, and report them."""
+    """Leave out, and report, tasks whose known answer would not earn the full reward itself."""
     for name, tasks in (("train", data.train), ("validation", data.validation)):
         for env_name, environment in environments.items():
             own = [task for task in tasks if task.environment == env_name][:NUM_CHECKED]
@@ -88,7 +88,7 @@ def check_answers(data: TaskData, environments: dict[str, Environment], console:
 
 
 def check_tests(data: TaskData, config: CodeEnvironmentConfig) -> None:
-    """Leave out tasks whose tests are malformed; this needs no running environment."""
+    """Leave out tasks whose tests are malformed, without starting an environment."""
     from laurel.environments.code.tests import problem_of
 
     for name, tasks in (("train", data.train), ("validation", data.validation)):
@@ -104,18 +104,18 @@ def check_tests(data: TaskData, config: CodeEnvironmentConfig) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
-    """The reference solutions of rows, run against the tests of these rows."""
+    """The result of running rows' reference solutions against the rows' own tests."""
 
     found: int
     run: int = 0
     failed: tuple[str, ...] = ()
-    """The place of each failing solution, and how it fails."""
+    """The place of each row whose solution failed, with how it failed."""
     problem: str | None = None
-    """The reason why none was run."""
+    """The reason why no solution was run; None if they were run."""
 
 
 def run_references(tasks: Sequence[Task], config: CodeEnvironmentConfig) -> References | None:
-    """Run the first reference solutions of rows; None if there are none."""
+    """Run the first reference solutions of tasks against their tests; None if there are none."""
     found = [
         task
         for task in tasks
@@ -145,7 +145,7 @@ def leave_out(
     name: str,
     environment: str,
 ) -> None:
-    """Remove rejected tasks from a set, and report them.
+    """Remove rejected tasks from a data set, and count them in its report.
 
     Raises:
         DataError: No task is left.
@@ -163,7 +163,7 @@ def leave_out(
 
 
 def fit_prompts(data: TaskData, chat: ChatFormat, config: GRPORun) -> None:
-    """Leave out prompts that leave no room for an answer, and count them in the report."""
+    """Leave out tasks whose prompts leave no room for an answer, and count them in the report."""
     room = config.policy.max_total_sequence_length - 1
     longest = min(config.data.max_input_seq_length or room, room)
     key = "policy.max_total_sequence_length" if longest == room else "data.max_input_seq_length"
@@ -194,7 +194,10 @@ def fit_prompts(data: TaskData, chat: ChatFormat, config: GRPORun) -> None:
 
 
 def nodes_of(allocation: Allocation) -> ClusterNodes | None:
-    """Return the nodes that run programs, or None if this machine does; start nothing."""
+    """Return the cluster nodes that run programs; None if this machine runs them.
+
+    Nothing is started.
+    """
     if not allocation.are_remote:
         return None
     from laurel.environments.code.nodes import ClusterNodes
@@ -208,10 +211,10 @@ def nodes_of(allocation: Allocation) -> ClusterNodes | None:
 
 
 def scorer_placement(context: RunContext[GRPORun]) -> ScorerPlacement:
-    """Return where the environments of a run on a cluster place their models and processes.
+    """Return where a run on a cluster places the models and processes of its environments.
 
-    Each replica of a model has slots of the role. Each of several models has replicas on all of
-    them, with an equal part of each slot.
+    Each replica of a model gets slots of the reward-model role. Several models get replicas on all
+    of these slots, with an equal part of each.
     """
     from laurel.rewards.open import RENDERING_LIMIT, ScorerPlacement
     from laurel.rewards.preparing import WORKER

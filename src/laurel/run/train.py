@@ -1,4 +1,4 @@
-"""Runs `laurel rm`, `laurel sft` and `laurel grpo`, and prints how the run ended."""
+"""Runs the commands that train (`laurel rm`, `sft` and `grpo`), and prints how a run ended."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ _USES = {
 def run_training(
     kind: Kind, path: Path | None, overrides: Sequence[str], *, as_json: bool = False
 ) -> None:
-    """Run a training command and set the exit code.
+    """Run a training command and set the exit code of the process.
 
     A run that a signal or its time budget ended has saved its state and exits with 0; Ctrl-C exits
     with 130.
 
     Args:
         kind: The command.
-        path: The configuration file; None: the defaults.
-        overrides: Changes of the configuration.
-        as_json: Also write the outcome as JSON to the stream of `json_output`.
+        path: The configuration file; None is the defaults.
+        overrides: Overrides of the configuration.
+        as_json: Whether the outcome is also written as JSON to the stream of `json_output`.
     """
     console = message_console(stderr=False)
     last = console if as_json else make_console()
@@ -80,14 +80,14 @@ def trained(
     last: Console | None = None,
     is_process: bool = False,
 ) -> RunOutcome:
-    """Train, and print how the run ended and where its files are.
+    """Train a model, print how the run ended and where its files are, and return the outcome.
 
     Args:
         kind: The command.
-        path: The configuration file; None: the defaults.
-        overrides: Changes of the configuration.
-        console: Shows the progress.
-        last: Shows how the run ended; None: the same console.
+        path: The configuration file; None is the defaults.
+        overrides: Overrides of the configuration.
+        console: The console that shows the progress.
+        last: The console that shows how the run ended; None is the same.
         is_process: Whether this process exists for the run alone, so that `ray_guard` may act.
 
     Raises:
@@ -120,7 +120,7 @@ def trained(
 
 
 def _use_of(kind: Kind, config: Section) -> str:
-    """Return a command for the trained model, with {} for its place."""
+    """Return a command that uses the trained model, with {} for the model's directory."""
     # `laurel score` reads files of JSON lines: validation rows or else training rows. Without such
     # a file the model is served, which needs none.
     if isinstance(config, RewardTrainingRun):
@@ -156,7 +156,7 @@ def _trainer(kind: Kind) -> Callable[..., RunOutcome]:
 
 
 def _limit(kind: Kind, config: Section, outcome: RunOutcome) -> str | None:
-    """Explain that the epochs ended a run before its set number of steps, if they did."""
+    """Explain that the epochs ended a run before its configured number of steps, if they did."""
     section = getattr(config, kind)
     if outcome.is_early or not 0 <= outcome.step < section.max_num_steps:
         return None
@@ -181,8 +181,8 @@ def conclude(
     Args:
         outcome: The outcome of the run.
         console: The console to print to.
-        use: A command for the model, with {} for its directory.
-        limit: The reason for the last step, if it may surprise.
+        use: A command that uses the model, with {} for the model's directory.
+        limit: The reason why the run ended at its last step, if that may be unexpected.
         unsaved: The error that left the last checkpoint unsaved; it is printed first.
     """
     at, seconds = f"after step {outcome.step}", f"{outcome.seconds:.0f} s"
@@ -222,7 +222,7 @@ def conclude(
 
 
 def _say_what_came_out(run_dir: Path, console: Console, *, room: int) -> None:
-    """Print the results, and as many of the first findings as fit, but at least one."""
+    """Print the run's results, and as many of the first findings as fit, but at least one."""
     from laurel.observe.report.last_words import first_findings, results
     from laurel.observe.run_record import read_run_record
 

@@ -1,1 +1,1 @@
-"""Evaluations of models, run from beginning to end."""
+"""Runs the evaluations of reward models and policies, and reports their results."""

@@ -1,4 +1,4 @@
-"""Runs `laurel eval policy`: a model's answers to tasks, graded by their environment."""
+"""Runs `laurel eval policy`: samples a model's answers to tasks and grades them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ _ALWAYS = (
 
 
 LONGEST = 4096
-"""Tokens of a prompt with its answer, where no configuration says how many there may be and the
-model has room for more: what answers that think aloud take, and what a small GPU can hold."""
+"""The largest total of prompt and answer tokens if no configuration limits it.
+
+It leaves room for answers with a chain of thought, and fits a small GPU.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +71,15 @@ def run_eval(path: Path | None, overrides: Sequence[str], options: EvalOptions) 
 
     Args:
         path: The configuration of a GRPO run, whose validation tasks are answered (its training
-            tasks where it has no others); None: the defaults.
-        overrides: Changes to it.
-        options: What the command line says; goes before both.
+            tasks if it has no others); None is the defaults.
+        overrides: Overrides of the configuration.
+        options: The command-line options, which take precedence over both.
 
     Returns:
         The exit code: 1 if a completion could not be graded, otherwise 0.
 
     Raises:
-        UserError: What cannot be used.
+        UserError: A model, a task, an environment or a setting cannot be used.
     """
     for file in (options.output, options.samples):
         if file is not None:
@@ -101,7 +103,7 @@ def run_eval(path: Path | None, overrides: Sequence[str], options: EvalOptions) 
 
 
 def _room(options: EvalOptions) -> int:
-    """Return the tokens of a model's context, if its files here have that."""
+    """Return the model's context length in tokens, if its local files state it."""
     try:
         said = json.loads((Path(options.model) / "config.json").read_text(encoding="utf-8"))
         return min(LONGEST, int(said["max_position_embeddings"]))
@@ -151,7 +153,7 @@ def _sets(config: GRPORun, options: EvalOptions) -> list[TaskSetConfig]:
 def _played(
     config: GRPORun, options: EvalOptions, stack: ExitStack, console: Console
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
-    """Return the answers, and their metrics."""
+    """Sample and grade the answers; return them with their metrics."""
     config = resolve_model(config, console)
     check_grpo_run(config)
     planned = plan_allocation(config)
@@ -197,8 +199,6 @@ def _played(
 
 
 class _Played:
-    """Show the progress."""
-
     def __init__(self, progress: TrainingProgress, num_generations: int) -> None:
         self._progress = progress
         self._num_generations = num_generations

@@ -21,13 +21,13 @@ from laurel.observe.console import conversation_text
 from laurel.observe.files import replace_file
 
 ABOUT = {"model_type": "Seq. Classifier", "chat_template": "tokenizer"}
-"""The keys of RewardBench's files about a model, besides its name."""
+"""The constant entries about the model in files of RewardBench's format."""
 _SUFFIXES = ("-scores", "-report")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One evaluation of one model."""
+    """The results of evaluating one model on one benchmark."""
 
     benchmark: str
     title: str
@@ -35,7 +35,7 @@ class Evaluation:
     data: tuple[str, ...]
     measured: Measured
     baseline: Measured
-    """The metrics of a baseline that scores answers by their length."""
+    """The metrics of a baseline that scores each answer by its length."""
     rows: Sequence[ScoredPair | ScoredList]
     num_completions: int
     num_truncated: int
@@ -43,18 +43,18 @@ class Evaluation:
     seconds: float
     details: Mapping[str, Any] = field(default_factory=dict)
     by_contract: Measured | None = None
-    """The metrics by the model's own scoring contract, if `measured` reproduces another program."""
+    """The metrics under the model's own contract, if `measured` copies another program's tokens."""
 
     def beside(self, figure: Figure) -> float | None:
-        """Return the baseline's value of a metric."""
+        """Return the length baseline's value of a metric; None if it has none."""
         return _value_in(self.baseline, figure)
 
     def under_contract(self, figure: Figure) -> float | None:
-        """Return the value of a metric by the model's own contract."""
+        """Return the value of a metric under the model's own contract; None if it has none."""
         return None if self.by_contract is None else _value_in(self.by_contract, figure)
 
     def report(self) -> dict[str, Any]:
-        """Return everything that is shown, as JSON values."""
+        """Return all results that are shown, as JSON-compatible values."""
         measured = self.measured
         return {
             "benchmark": self.benchmark,
@@ -91,10 +91,10 @@ def _value_in(measured: Measured, figure: Figure) -> float | None:
 
 
 def check_output_directory(path: Path) -> None:
-    """Check that a directory can be made and written, before any work is done.
+    """Check, before any work is done, that a directory can be created and written to.
 
     Raises:
-        DataError: It is a file or would lie in one, or there is no permission.
+        DataError: The path is a file or lies below one, or permission is missing.
     """
     there = path.expanduser()
     while not there.exists() and there != there.parent:
@@ -169,26 +169,26 @@ def _columns(evaluation: Evaluation) -> dict[str, list[Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResult:
-    """The stored files of one evaluation, as far as they exist."""
+    """The results of one evaluation, read back from those of its files that exist."""
 
     path: Path
     model: str
     benchmark: str | None
-    """The benchmark; None for a file of accuracies alone, which does not name it."""
+    """The benchmark's name; None if only a file of accuracies exists, which does not name it."""
     subsets: Mapping[str, float | None]
     sections: Mapping[str, float | None]
-    """The metrics, with the final score last."""
+    """The value of each metric by name; the final score is the last."""
     credits: MeasuredCredits | None
-    """The outcomes of rows; None if the file of scores is missing."""
+    """Whether the model ranked each row correctly; None if the file of scores is missing."""
     subset_of: Mapping[str, str | None] = field(default_factory=dict)
-    """The values by the id of a row."""
+    """The subset of each row, by the row's id."""
 
 
 def read_result(path: Path) -> StoredResult:
-    """Read any of the three files and those beside it, or accuracies of another program.
+    """Read a stored result from any one of its three files, or from another program's accuracies.
 
     Raises:
-        DataError: It is none of them.
+        DataError: The file is none of these.
     """
     given = _read(path)
     stem = path.stem
@@ -223,7 +223,7 @@ def read_result(path: Path) -> StoredResult:
 
 
 def _of_accuracies(path: Path, given: Mapping[str, Any]) -> StoredResult:
-    """Read a file of RewardBench's form without the other two."""
+    """Read a file of accuracies in RewardBench's format, without the other two."""
     accuracies = {
         name: float(value)
         for name, value in given.items()

@@ -1,4 +1,4 @@
-"""Runs the evaluations of reward models: scores rows and reports metrics and their baseline."""
+"""Runs the evaluations of reward models: scores rows, computes metrics and compares baselines."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ _NUM_PROBES = 8
 
 
 def run_benchmark(name: BenchmarkName, request: EvaluationRequest) -> int:
-    """Score the rows of a benchmark, and show and write what came of it; see `evaluated`.
+    """Evaluate a model on a benchmark as `evaluated` does, and print and write the results.
 
     Returns:
-        The exit code: 1 where a completion has no score, else 0.
+        The exit code: 1 if a completion has no score, otherwise 0.
 
     Raises:
-        UserError: A model, a row, a file or a setting that cannot be used.
+        UserError: A model, a row, a file or a setting cannot be used.
     """
     console = message_console()
     evaluation = evaluated(name, request, console)
@@ -86,17 +86,17 @@ def run_benchmark(name: BenchmarkName, request: EvaluationRequest) -> int:
 
 
 def evaluated(name: BenchmarkName, request: EvaluationRequest, console: Console) -> Evaluation:
-    """Score the rows of a benchmark, and write what came of it where files are asked for.
+    """Score the rows of a benchmark, write result files if asked for, and return the results.
 
-    What needs no model is checked first.
+    Everything that needs no model is checked first.
 
     Args:
         name: The benchmark.
-        request: What is asked for.
-        console: Shows what is loaded and written, and the progress.
+        request: The options of the evaluation.
+        console: The console that shows what is loaded and written, and the progress.
 
     Raises:
-        UserError: A model, a row, a file or a setting that cannot be used.
+        UserError: A model, a row, a file or a setting cannot be used.
     """
     request = checked_request(request)
     (evaluation,) = _evaluated({name: request}, request, console)
@@ -106,7 +106,7 @@ def evaluated(name: BenchmarkName, request: EvaluationRequest, console: Console)
 def _evaluated(
     asked: Mapping[BenchmarkName, EvaluationRequest], request: EvaluationRequest, console: Console
 ) -> list[Evaluation]:
-    """Read the rows of benchmarks, open the scorer of a request, and evaluate it on each."""
+    """Read the rows of benchmarks, load the requested scorer once, and evaluate it on each."""
     notes: list[str] = []
     with console.status("reading the rows"):
         rows = {name: BENCHMARKS[name].read(one, notes.append) for name, one in asked.items()}
@@ -133,10 +133,10 @@ def _evaluated(
 
 
 def checked_request(request: EvaluationRequest) -> EvaluationRequest:
-    """Resolve the model of a request, before any row is read.
+    """Return a request with its model resolved, before any row is read.
 
     Raises:
-        UserError: A model that is not there, or a directory that cannot be written.
+        UserError: The model does not exist, or the output directory cannot be written.
     """
     scorer = request.scorer.found()
     for name in request.members:
@@ -161,18 +161,18 @@ def evaluate_rows(
     started: float,
     training: TrainingPairs | None = None,
 ) -> Evaluation:
-    """Score rows, and compute all that there is to show.
+    """Score rows, and compute all metrics that the request asks for.
 
     Args:
-        name: The benchmark.
-        rows: Its rows.
-        request: What else is asked for.
-        scorer: Who scores them.
-        started: When the work on them began, by `time.monotonic`.
-        training: What the model was trained on, if that is asked for.
+        name: The benchmark that the rows belong to.
+        rows: The rows to score.
+        request: The options of the evaluation.
+        scorer: The model that scores.
+        started: The time at which the work on these rows began, by `time.monotonic`.
+        training: The pairs that the model was trained on, if a diagnostic needs them.
 
     Raises:
-        UserError: Rows of which nothing can be computed.
+        UserError: No metric can be computed from the rows.
     """
     benchmark = BENCHMARKS[name]
     scores = scorer.score([row.group for row in rows])
@@ -219,7 +219,7 @@ def _beside_contract(
     scorer: OpenScorer,
     reference: RewardBenchContract,
 ) -> tuple[Measured, dict[str, Any]]:
-    """Return the metrics by the model's own contract, and the differences in tokens.
+    """Return the metrics under the model's own contract, and how the tokens differ.
 
     Rows whose tokens differ are scored once more; the other scores are the same.
     """
@@ -300,10 +300,10 @@ def _column(pairs: Sequence[Any]) -> list[tuple[float | None, float | None]]:
 
 
 def write_evaluation(evaluation: Evaluation, request: EvaluationRequest, console: Console) -> None:
-    """Write the files of an evaluation, if any are asked for.
+    """Write the result files of an evaluation, if the request asks for them.
 
     Raises:
-        DataError: One cannot be written.
+        DataError: A file cannot be written.
     """
     if request.output is not None:
         for path in write_results(request.output, evaluation):
@@ -311,7 +311,7 @@ def write_evaluation(evaluation: Evaluation, request: EvaluationRequest, console
 
 
 def show_evaluation(evaluation: Evaluation) -> None:
-    """Its tables, on standard output."""
+    """Print the tables of an evaluation to standard output."""
     console, details = make_console(), evaluation.details
     print_evaluation(console, evaluation)
     if "compatibility" in details:
@@ -323,7 +323,7 @@ def show_evaluation(evaluation: Evaluation) -> None:
 
 
 def say_failures(evaluation: Evaluation, console: Console) -> None:
-    """Print how many completions have no score, and why the first has none."""
+    """Print how many completions have no score, and the reason for the first of them."""
     if evaluation.failures:
         console.print(
             f"FAILED  {len(evaluation.failures):,} of {evaluation.num_completions:,} completions "
@@ -336,39 +336,39 @@ def say_failures(evaluation: Evaluation, console: Console) -> None:
 # The scores of the rows of an evaluation, from a model that is loaded here or from a server.
 
 CHUNK = 256
-"""The groups that a loaded model gets at a time."""
+"""The number of groups that a loaded model scores at a time."""
 # All groups of a request must come back within one time limit.
 CHUNK_OF_SERVER = 32
-"""The groups that a server gets at a time."""
+"""The number of groups in one request to a server."""
 
 ScoreNow = Callable[["Sequence[Group]", "OnBatch"], "list[tuple[Score, ...]]"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalScorer:
-    """The options of an evaluation that select and load the model."""
+    """The options of an evaluation that choose the model and how it is loaded."""
 
     model: str
-    """A directory, a hub name, or the address of a running `laurel serve`."""
+    """The model: a directory, a hub name, or the address of a running `laurel serve`."""
     options: ScorerSpec = field(default_factory=ScorerSpec)
     settings: tuple[str, ...] = ()
-    """The settings of `--set`, as `policy_of_settings` reads them."""
+    """The values of `--set`, which `policy_of_settings` reads."""
     cpu_threads: int | None = None
     api_key_env: str | None = None
-    """The variable with the key of a server; None: `LAUREL_API_KEY`, if it is set."""
+    """The environment variable with the server's API key; None: `LAUREL_API_KEY`, if it is set."""
     reproduces: ReferenceFormat | None = None
-    """The program whose tokens are copied; None: tokens of the scoring contract."""
+    """The program whose tokenization is copied; None: the model's scoring contract is used."""
 
     @property
     def is_server(self) -> bool:
-        """Report whether the model is behind an address."""
+        """Report whether the model is the address of a server."""
         return self.model.startswith(("http://", "https://"))
 
     def found(self) -> EvalScorer:
-        """Resolve the place of the model, before any row is read.
+        """Return these options with the model resolved, before any row is read.
 
         Raises:
-            UserError: No model is named or found, or it cannot score in this way.
+            UserError: No model is named or found, or it cannot score in the way asked for.
         """
         if not self.is_server:
             return replace(self, options=asked_scorer(self.model, self.options, or_server=True))
@@ -383,27 +383,27 @@ class EvalScorer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenScorer:
-    """A model that is ready to score."""
+    """A loaded model, or a connected server, that is ready to score."""
 
     console: Console
     score_now: ScoreNow
     chunk: int
-    """The groups that it gets at a time."""
+    """The number of groups that are scored at a time."""
     own: LocalScorer | None = None
-    """The scorer by the model's own contract, if `score_now` reproduces another program."""
+    """The scorer under the model's own contract, if `score_now` copies another program."""
     reference: RewardBenchContract | None = None
-    """The contract by which `score_now` then makes tokens."""
+    """The contract that copies another program's tokenization; None if none is copied."""
 
     def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """Return one score, or a failure, per completion of each group, in order."""
+        """Score groups with a progress bar; return a score or failure per completion, in order."""
         return self._score(groups, self.score_now)
 
     def score_now_quietly(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """Score a few groups, without a progress bar."""
+        """Score a few groups without showing a progress bar."""
         return self.score_now(groups, lambda *_: None)
 
     def score_by_contract(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """Score groups by the model's own contract."""
+        """Score groups under the model's own scoring contract."""
         return self._score(groups, self.score_now if self.own is None else self.own.score_now)
 
     def _score(self, groups: Sequence[Group], score_now: ScoreNow) -> list[tuple[Score, ...]]:
@@ -421,7 +421,7 @@ class OpenScorer:
 
 @contextmanager
 def open_evaluation_scorer(scorer: EvalScorer, console: Console) -> Iterator[OpenScorer]:
-    """Load a model, or find its server.
+    """Load a model or connect to its server, and yield the scorer until the context ends.
 
     Raises:
         UserError: A model, a server or a setting cannot be used.
@@ -478,38 +478,41 @@ def _local(scorer: EvalScorer, console: Console) -> OpenScorer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRequest:
-    """The options of an evaluation."""
+    """The options of a reward-model evaluation; some apply to one benchmark only."""
 
     scorer: EvalScorer
     data: tuple[str, ...] = ()
     split: str | None = None
     dataset: str | None = None
-    """The class that reads preferences (`pairs`)."""
+    """The data set class that reads the preferences (`pairs` only)."""
     column_keys: Mapping[str, str] = field(default_factory=dict)
-    """Keys of the `data` section that name columns, and these columns (`pairs`)."""
+    """The names of columns, by the keys of the `data` section that set them (`pairs` only)."""
     margin_key: str | None = None
-    """The column with the margin of the chosen answer (`pairs`)."""
+    """The column with the margin of the chosen answer (`pairs` only)."""
     prior: bool = False
-    """Also score the prior sets (`reward-bench`)."""
+    """Whether the prior sets are scored as well (`reward-bench` only)."""
     zero_spread: ZeroSpread = "limit"
-    """The rule for Ties whose right answers score the same, as in `evaluation.reward_bench`."""
+    """How Ties rows count whose correct answers score the same; see `evaluation.reward_bench`."""
     max_samples: int | None = None
     diagnostics: bool = False
-    """Compute diagnostics (`pairs`); the next four options and a margin key imply it."""
+    """Whether diagnostics are computed (`pairs` only); the next four options imply it.
+
+    A margin key implies it as well.
+    """
     train_data: tuple[str, ...] = ()
-    """The training data of the model, for baselines and leaks."""
+    """The files that the model was trained on, for baselines and the detection of leaks."""
     sensitivity: bool = False
-    """Score the answers once more in other forms."""
+    """Whether other forms of the answers are scored, to see how much that changes the scores."""
     other_language: str | None = None
-    """The same pairs in another language."""
+    """The file with the same pairs in another language, whose scores are compared."""
     members: tuple[str, ...] = ()
-    """Other models, whose scores of the same pairs are compared."""
+    """Other models that score the same pairs, to measure how much the models agree."""
     output: Path | None = None
     as_json: bool = False
 
     @property
     def is_diagnosed(self) -> bool:
-        """Report whether an option asks for diagnostics."""
+        """Report whether any option asks for diagnostics."""
         return bool(
             self.diagnostics
             or self.margin_key
@@ -527,13 +530,13 @@ FILE_NAME = "all-report.json"
 
 
 def run_all(request: EvaluationRequest, *, hub: bool) -> int:
-    """Evaluate a model on every benchmark whose rows are named, and optionally on the hub's.
+    """Evaluate a model on every benchmark whose rows are named, and optionally the hub's.
 
-    All rows are read before the model is loaded, which is done once.
+    All rows are read before the model is loaded, and the model is loaded once.
 
     Args:
-        request: The options; its data may be rows of different benchmarks.
-        hub: Read the benchmarks without named rows from the hub, if they are there.
+        request: The options; its data may hold the rows of different benchmarks.
+        hub: Whether benchmarks without named rows are read from the hub, if they are there.
 
     Returns:
         The exit code: 1 if a completion has no score, otherwise 0.
@@ -570,7 +573,7 @@ def run_all(request: EvaluationRequest, *, hub: bool) -> int:
 
 
 def _asked(request: EvaluationRequest, *, hub: bool) -> dict[BenchmarkName, EvaluationRequest]:
-    """Split a request into those of the benchmarks that have rows, in the order of benchmarks."""
+    """Split a request into one per benchmark that has rows, in the order of benchmarks."""
     paths: dict[BenchmarkName, list[str]] = {}
     for path in request.data:
         paths.setdefault(benchmark_in(path, split=request.split), []).append(path)

@@ -1,4 +1,4 @@
-"""Tables of evaluations: the figures of one, and two side by side."""
+"""Prints the results of evaluations as tables, and compares two stored results."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _LONGEST_NAME = 40
 
 
 def print_evaluation(console: Console, evaluation: Evaluation) -> None:
-    """Subsets, sections and the final figure, each beside what length alone would have."""
+    """Print a table of subsets, sections and the final score, each beside the length baseline."""
     measured = evaluation.measured
     contract = [] if evaluation.by_contract is None else ["by contract"]
     columns = ("", "score", *contract, "longer wins", "rows", "failed")
@@ -91,7 +91,7 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
 
 
 def print_compatibility(console: Console, facts: Mapping[str, Any], *, num_rows: int) -> None:
-    """Print in how many rows another program's tokens differ from the contract's, and why."""
+    """Print how many rows have other tokens under another program than the contract, and why."""
     console.print(
         f"format  {facts['program']}, {facts['max_length']:,} tokens, cut on the "
         f"{facts['truncation_side']}: other tokens than by the scoring contract in "
@@ -110,7 +110,10 @@ def print_compatibility(console: Console, facts: Mapping[str, Any], *, num_rows:
 def print_matrix(
     console: Console, matrix: Sequence[Sequence[float]] | None, styles: Sequence[str]
 ) -> None:
-    """Print how often the right answer of a style (line) beats the wrong one of one (column)."""
+    """Print the share of rows in which one style's correct answer beats another's wrong answer.
+
+    Lines of the table are the styles of correct answers, columns those of wrong answers.
+    """
     if matrix is None:
         return
     table = new_table("right answer (line) against wrong answer (column), by style", "", *styles)
@@ -120,12 +123,12 @@ def print_matrix(
 
 
 def name_text(name: str) -> Text:
-    """A name that came from a file, short enough for a line."""
+    """Return a name that comes from a file, shortened to fit a line of a table."""
     return Text(shorten_middle(name, _LONGEST_NAME))
 
 
 def share_text(value: float | None) -> str:
-    """Four decimals; nothing was there to take it over: `absent`."""
+    """Format a share with four decimals; None, which means that there were no rows, as `absent`."""
     return "absent" if value is None else f"{value:.4f}"
 
 
@@ -170,26 +173,27 @@ def diagnostics_report(
     confidence: float = CONFIDENCE,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Everything that can be said of a reward model from its scores, in values that JSON knows.
+    """Compute all diagnostics of a reward model from its scores, as JSON-compatible values.
 
-    What there is nothing to compute of is absent, with its key.
+    A diagnostic without data is left out, together with its key.
 
     Args:
-        pairs: What is evaluated; those without both scores are counted and take no part.
-        training: What the model was trained on, for the bag-of-words baseline and for leaks. Its
-            scores are not looked at.
-        notes: What was left out of that.
-        members: Scores of the members of an ensemble, by name; see `agreements`.
-        score: Scores other forms of the answers; without it there is no sensitivity.
+        pairs: The evaluated pairs; those without both scores are counted and otherwise ignored.
+        training: The pairs that the model was trained on, for the bag-of-words baseline and the
+            detection of leaks; their scores are not used.
+        notes: Notes on what was left out of the training pairs.
+        members: The scores of an ensemble's members, by name; see `agreements`.
+        score: Scores other forms of the answers; without it the sensitivity is left out.
         in_other_language: The same pairs, translated and scored, in the same order.
-        noise: How far apart scores can be that mean the same; see `environments.noise_floor`.
-        num_bins: Of length differences and margins, at most.
-        confidence: Of the intervals.
-        seed: Of the bootstrap.
+        noise: The largest difference between scores that counts as noise; see
+            `environments.noise_floor`.
+        num_bins: The largest number of bins of length differences and of margins.
+        confidence: The confidence level of the intervals.
+        seed: The seed of the bootstrap.
 
     Raises:
-        DataError: Two pairs have one id, or a column of scores or the translated pairs have another
-            length than the pairs.
+        DataError: Two pairs have the same id, or the number of scores or translated pairs differs
+            from the number of pairs.
     """
     _check(pairs, members or {})
     baselines: dict[str, Credits] = {"longer wins": longer_wins(pairs)}
@@ -220,7 +224,7 @@ def diagnostics_report(
 
 
 def print_diagnostics(console: Console, report: Mapping[str, Any]) -> None:
-    """The report as tables; see `diagnostics_report`."""
+    """Print a report of `diagnostics_report` as tables."""
     failed = f", {report['num_failures']:,} of them without a verdict"
     console.print(counted(report["num_pairs"], "pair") + (failed if report["num_failures"] else ""))
     for reason, count in report.get("failures", {}).items():
@@ -298,7 +302,7 @@ def _leakage(leaks: Sequence[Leak]) -> dict[str, Any]:
 
 
 def _noise_floor(pairs: Sequence[ScoredPair], noise: float | None) -> dict[str, Any] | None:
-    """The noise, and the share of pairs whose two scores are no further apart."""
+    """Return the noise, and the share of pairs whose two scores differ by no more than it."""
     differences = [
         abs(pair.score_chosen - pair.score_rejected)
         for pair in scored(pairs)
@@ -321,7 +325,7 @@ def _repeats(repeats: Repeats) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON knows it, without what is None or empty; None where nothing is left."""
+    """Convert a value to JSON-compatible ones without empty parts; None if nothing is left."""
     if hasattr(value, "__dataclass_fields__"):
         value = asdict(value)
     if isinstance(value, Mapping):
@@ -486,17 +490,17 @@ ALL = "all rows"
 
 
 def run_compare(benchmark: str, first_path: Path, second_path: Path, *, as_json: bool) -> int:
-    """Show two results of an evaluation.
+    """Print two stored results of the same evaluation side by side.
 
-    Each is any file that `--output` wrote. The rows that both have a verdict on are compared one by
-    one with the exact test of McNemar, in each subset and over all. Files of accuracies alone are
-    shown without that.
+    Each path is any of the files that `--output` wrote. Rows with an outcome in both results are
+    compared by McNemar's exact test, in each subset and over all. Without the outcomes of rows, as
+    in files of accuracies alone, the test is left out.
 
     Returns:
         The exit code, 0.
 
     Raises:
-        UserError: A file that holds no result, or one of another evaluation.
+        UserError: A file holds no result, or the two are of different evaluations.
     """
     first, second = read_result(first_path), read_result(second_path)
     for result in (first, second):
@@ -536,7 +540,7 @@ def _compared(first: StoredResult, second: StoredResult) -> dict[str, Any]:
 
 
 def _tests(first: StoredResult, second: StoredResult) -> Mapping[str, dict[str, Any]]:
-    """Test the difference of each subset and of all rows; nothing if one has no rows."""
+    """Test the difference in each subset and over all rows; empty without row outcomes."""
     if first.credits is None or second.credits is None:
         return {}
     by_subset: dict[str, list[str]] = {}

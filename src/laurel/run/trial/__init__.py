@@ -1,1 +1,1 @@
-"""`laurel doctor --trial`: what a run relies on, tried on this machine with models made here."""
+"""Tests what training relies on, on this machine with small models (`laurel doctor --trial`)."""

@@ -1,7 +1,7 @@
-"""The checks of `laurel doctor --trial`, and their run in a limited time.
+"""Defines the checks of `laurel doctor --trial`, and runs them within a time limit.
 
-Each makes its own small models, measures, and raises `CheckFailed` where the machine does not keep
-what a run relies on. What the machine lacks for a check is a reason to skip it.
+Each check builds its own small models, measures, and raises `CheckFailed` if the machine does not
+meet a requirement of training. A check whose prerequisites the machine lacks is skipped.
 """
 
 from __future__ import annotations
@@ -60,45 +60,48 @@ from laurel.workers.machine import measure_products
 from laurel.workers.spawned import SpawnedGroup
 
 NOISE = 2.0
-"""A forest may be so many times as far from float64 as the model's own attention is."""
+"""The largest allowed ratio of a forest's error to that of the model's own attention."""
 FLOOR = 1e-6
-"""Relative distance from float64 that any order of sums may have."""
+"""The relative error that is always allowed, because any order of summation may have it."""
 SPREAD_LOSS, SPREAD_GRADIENT = 1e-5, 1e-4
-"""Largest relative differences of float32 ranks from one process; tests have 1e-5 on gloo."""
+"""The largest allowed relative differences between float32 ranks and one process.
+
+The test suite allows 1e-5 on gloo.
+"""
 MEMORY_ROOM = 1.1
-"""Used memory may be so many times what is predicted."""
+"""The largest allowed ratio of used memory to predicted memory."""
 FOREST_OFF = "sdpa"
-"""The attention that transformers gives the model."""
+"""The attention implementation of transformers that is compared with the forest's."""
 DESCENT = NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0})
-"""The change of a weight is its gradient."""
+"""Plain gradient descent with rate 1, under which a weight changes by its negative gradient."""
 
 
 class CheckFailed(Exception):
-    """The machine does not keep what a run relies on."""
+    """Raised if the machine does not meet a requirement of training."""
 
 
 class Skipped(Exception):
-    """The machine lacks what a check needs."""
+    """Raised if the machine lacks what a check needs, so that the check is skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of one check."""
+    """The outcome of one check: passed, failed or skipped, with the details."""
 
     name: str
     status: Literal["pass", "fail", "skipped"]
     detail: str
-    """What was measured against what is allowed, or the reason."""
+    """The measurement with the allowed limit, or the reason for a failure or skip."""
     share: float | None = None
-    """Part of the peak of products that was reached."""
+    """The achieved fraction of the device's peak throughput; None if it was not measured."""
     seconds: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """The measured values, for programs."""
+    """The measured values by name, for programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a check measured where nothing is wrong."""
+    """The measurements of a check that passed."""
 
     detail: str
     share: float | None = None
@@ -107,14 +110,14 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The models and the lengths that a trial is made with."""
+    """The sizes of the models and sequences that the checks use."""
 
     small: ModelShape
-    """For comparisons."""
+    """The shape of the model for comparisons of results."""
     large: ModelShape
-    """For speed and memory."""
+    """The shape of the model for measurements of speed and memory."""
     work: Workload
-    """A step of the large model."""
+    """The workload of one training step of the large model."""
 
 
 SMALL = decoder_shape(
@@ -159,23 +162,23 @@ EXACT_WORK = Workload(num_prompts=6, per_prompt=5, prompt_tokens=37, completion_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """The machine under trial, and the time that is left."""
+    """The machine to check, with the time limit and the sizes to use."""
 
     device: torch.device
     num_devices: int
-    """GPUs, or processes where there is none."""
+    """The number of GPUs; on a machine without GPUs, the number of processes."""
     sizes: Sizes
     end: float
-    """When the time is over, by `time.monotonic`."""
+    """The time at which the trial ends, by `time.monotonic`."""
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the time is over."""
+        """Return the seconds until the trial ends."""
         return self.end - time.monotonic()
 
     @property
     def precision(self) -> Precision:
-        """The type that a run would compute in."""
+        """Return the floating-point type that a run on this machine would compute in."""
         return "bfloat16" if self.device.type == "cuda" else "float32"
 
 
@@ -188,11 +191,11 @@ def run_trial(
     checks: Mapping[str, Check] | None = None,
     say: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Run all checks one after the other.
+    """Run checks one after the other, and return their outcomes.
 
     Args:
-        trial: The machine and the time; what has not begun by its end is skipped.
-        checks: By name; None: all.
+        trial: The machine and the time limit; checks that have not begun by then are skipped.
+        checks: The checks by name; None runs all.
         say: Called with each outcome as soon as it is known.
     """
     outcomes = []
@@ -233,10 +236,10 @@ def _outcome(name: str, check: Check, trial: Trial) -> Outcome:
 
 
 def exactness(trial: Trial, *, precision: Precision) -> Found:
-    """Compare scores and gradients of a forest with the model's own attention, one by one.
+    """Check that a forest's scores and gradients are as exact as those of single sequences.
 
-    Both are compared with float64, as two ways to sum in a low precision differ from each other
-    whichever of them is better.
+    The single sequences use the model's own attention. Both results are compared with float64,
+    because two ways to sum in a low precision differ from each other whichever of them is better.
     """
     register()
     shape, device = trial.sizes.small, trial.device
@@ -275,7 +278,7 @@ def _judge(
     attention: str,
     groups: Sequence[TokenGroup],
 ) -> tuple[Tensor, Tensor]:
-    """Scores, and the gradient of all weights as one vector."""
+    """Return the scores, and the gradient of all weights as one vector."""
     classifier = random_model(shape, has_language_head=False, dtype=weights, device=device)
     classifier.set_attn_implementation(attention)
     model = RewardModel(classifier, head_name="score", path="forest", precision=precision)
@@ -297,7 +300,10 @@ def _distance(found: Tensor, exact: Tensor) -> float:
 
 
 def peak_of(device: torch.device, precision: Precision) -> tuple[float, str]:
-    """Operations a second of products: as the maker says where that is known, else measured."""
+    """Return the device's peak rate of matrix products, in operations per second, and its origin.
+
+    The rate is that of the datasheet if the device is known, else it is measured.
+    """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known in known_devices().values():
@@ -308,7 +314,7 @@ def peak_of(device: torch.device, precision: Precision) -> tuple[float, str]:
 
 
 def speed(trial: Trial, *, phase: Literal["training", "scoring", "generation"]) -> Found:
-    """Measure a phase of a step against the counted operations and the peak of products."""
+    """Measure the throughput of a phase of a step as a fraction of the device's peak."""
     shape, work, precision = trial.sizes.large, trial.sizes.work, trial.precision
     peak, whose = peak_of(trial.device, precision)
     phases = StepPhases(shape, work, trial.device, precision)
@@ -336,7 +342,10 @@ def speed(trial: Trial, *, phase: Literal["training", "scoring", "generation"]) 
 
 
 def _timed(run: Callable[[], Any], trial: Trial, *, most: int = 5) -> float:
-    """The median of up to so many runs after a first, in a tenth of the time that is left."""
+    """Return the median seconds of at most `most` runs after a warm-up run.
+
+    The runs take at most about a tenth of the time that is left.
+    """
     end = time.monotonic() + trial.seconds_left / 10
     run()
     times: list[float] = []
@@ -355,9 +364,9 @@ def _wait_for_device(device: torch.device) -> None:
 
 
 def memory(trial: Trial) -> Found:
-    """Compare the memory of training with what the planner predicts.
+    """Check that training uses about as much memory as the planner predicts.
 
-    On a CPU nothing counts activations, and what the learner holds is compared alone.
+    On a CPU activations cannot be measured, so only the learner's own memory is compared.
     """
     shape, work, precision = trial.sizes.large, trial.sizes.work, trial.precision
     shape = replace(shape, normalises_heads=True)
@@ -391,7 +400,10 @@ def memory(trial: Trial) -> Found:
 
 
 def spread(trial: Trial, *, tp: int) -> Found:
-    """Compare a gradient step over all devices, of which `tp` share each layer, with one here."""
+    """Check that a gradient step over all devices equals one in this process.
+
+    `tp` is the number of devices that share each layer (tensor parallelism).
+    """
     shape = ParallelShape(dp_shard=max(2, trial.num_devices) // tp, tp=tp)
     if find_spec("ray") is None:
         raise Skipped("Ray is not installed: pip install 'laurel-rl[ray]'")
@@ -443,7 +455,7 @@ class _Step:
 
 
 def _loader(trial: Trial, folder: str, *, tp: int = 1) -> Callable[..., Any]:
-    """What loads a small policy in any process."""
+    """Return a function that loads a small policy in any process."""
     directory = saved_model(Path(folder), trial.sizes.small)
     spec = replace(_spec(directory), tensor_parallel_size=tp)
     return partial(load_policy, spec, seed=1, max_length=256)
@@ -490,9 +502,9 @@ def _copied(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def weight_transfer(trial: Trial) -> Found:
-    """Send weights that have changed to an engine in a process of its own, and let the probe ask.
+    """Check that changed weights reach an engine in another process.
 
-    The probe compares both sides' log-probabilities at the start and after the transfer.
+    A probe compares both sides' log-probabilities at the start and after the transfer.
     """
     apart = trial.num_devices > 1
     device = "cuda" if trial.device.type == "cuda" else "cpu"
@@ -566,7 +578,7 @@ def _generator_spec() -> GeneratorSpec:
 
 
 def vllm(trial: Trial) -> Found:
-    """Compare vLLM's log-probabilities of the probe's tokens with those of Laurel's policy."""
+    """Check that vLLM's log-probabilities of the probe's tokens match those of Laurel's policy."""
     if find_spec("vllm") is None:
         raise Skipped("vLLM is not installed: pip install 'laurel-rl[vllm]'")
     precision = trial.precision

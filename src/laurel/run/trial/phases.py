@@ -1,4 +1,4 @@
-"""Models with random weights, and the phases of a training step on them, one call each."""
+"""Builds models with random weights, and runs each phase of a training step on them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ from laurel.training.policy_loss import PolicyLabels, PolicyLoss
 from laurel.types import Generated, GenerationRequest, SamplingParams, TokenForest, TokenGroup
 
 TEXTS = ("The quick brown fox jumps over the lazy dog.", "0 1 2 3 4 5 6 7 8 9")
-"""What the tokenizers are trained on; the models read tokens that are chosen at random."""
+"""The texts that tokenizers are trained on; the models read randomly chosen tokens instead."""
 ADAMW = NamedCall(name="torch.optim.AdamW", kwargs={"lr": 1e-4, "fused": True})
 
 
 def qwen3_config(shape: ModelShape, **special: Any) -> Any:
-    """The Hugging Face configuration of a Qwen 3 of this shape."""
+    """Return the Hugging Face configuration of a Qwen 3 model of a shape.
+
+    `special` holds further entries of that configuration.
+    """
     from transformers import AutoConfig
 
     return AutoConfig.for_model(
@@ -54,7 +57,7 @@ def qwen3_config(shape: ModelShape, **special: Any) -> Any:
 def random_model(
     shape: ModelShape, *, has_language_head: bool, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Make a Qwen 3 with random weights, which are the same for one shape on every device."""
+    """Build a Qwen 3 model with random weights that depend on the shape, not on the device."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     torch.manual_seed(0)
@@ -63,7 +66,7 @@ def random_model(
 
 
 def random_groups(shape: ModelShape, workload: Workload, *, seed: int = 0) -> list[TokenGroup]:
-    """The conversations of a step: tokens chosen at random, of the lengths of the workload."""
+    """Return the conversations of one step, with random tokens and the workload's lengths."""
     generator = np.random.default_rng(seed)
 
     def ids(length: int) -> np.ndarray:
@@ -82,7 +85,7 @@ def random_groups(shape: ModelShape, workload: Workload, *, seed: int = 0) -> li
 
 
 def policy_labels(groups: Sequence[TokenGroup]) -> list[PolicyLabels]:
-    """Advantages that alternate in sign, for an update on conversations nobody sampled."""
+    """Return labels for a policy update on random groups; their advantages alternate in sign."""
     labels = []
     for group in groups:
         lengths = [len(ids) for ids in group.branches_ids_G]
@@ -100,7 +103,7 @@ def policy_labels(groups: Sequence[TokenGroup]) -> list[PolicyLabels]:
 
 
 def policy_loss(workload: Workload) -> PolicyLoss:
-    """The loss of GRPO without a reference policy."""
+    """Return GRPO's loss for a workload, without a reference policy."""
     config = PolicyLossConfig(
         reference_policy_kl_penalty=0.0, use_importance_sampling_correction=False
     )
@@ -108,7 +111,7 @@ def policy_loss(workload: Workload) -> PolicyLoss:
 
 
 def saved_model(directory: Path, shape: ModelShape, *, has_language_head: bool = True) -> str:
-    """Write a random model and a tokenizer, and return the directory's name."""
+    """Write a random model and a tokenizer into a directory, and return the directory's name."""
     model = random_model(
         shape,
         has_language_head=has_language_head,
@@ -122,10 +125,10 @@ def saved_model(directory: Path, shape: ModelShape, *, has_language_head: bool =
 
 @dataclass(eq=False)
 class StepPhases:
-    """The phases of a step of GRPO in this process. Each call does a whole step's work of one.
+    """Runs the phases of a GRPO step in this process; each call does one phase's work of a step.
 
     The policy has float32 weights and computes in `precision`; the reward model has the policy's
-    shape, and weights of that type. Each is made when it is first needed.
+    shape, and weights of that type. Each is built when it is first needed.
     """
 
     shape: ModelShape
@@ -134,7 +137,7 @@ class StepPhases:
     precision: Precision
     recomputes: bool = False
     shares_prompts: bool = True
-    """False: every completion carries a copy of its prompt, except in generation."""
+    """If False, every completion carries a copy of its prompt, except in generation."""
 
     def __post_init__(self) -> None:
         register()
@@ -143,7 +146,7 @@ class StepPhases:
 
     @cached_property
     def policy(self) -> PolicyModel:
-        """A randomly initialised policy of the planned shape, in training mode."""
+        """Return the randomly initialized policy of the given shape, in training mode."""
         causal_lm = random_model(
             self.shape, has_language_head=True, dtype=torch.float32, device=self.device
         )
@@ -154,12 +157,12 @@ class StepPhases:
 
     @cached_property
     def learner(self) -> LocalLearner:
-        """The policy's learner."""
+        """Return the learner that trains the policy."""
         return LocalLearner(self.policy, optimizer=ADAMW, max_grad_norm=1.0, products=fast_matmul)
 
     @cached_property
     def reward_model(self) -> RewardModel:
-        """The reward model."""
+        """Return the randomly initialized reward model of the policy's shape."""
         classifier = random_model(
             self.shape, has_language_head=False, dtype=self.dtype, device=self.device
         )
@@ -170,7 +173,7 @@ class StepPhases:
 
     @cached_property
     def engine(self) -> TransformersEngine:
-        """The engine in process, which samples with the policy's own weights."""
+        """Return the in-process engine, which samples with the policy's own weights."""
         return TransformersEngine(
             self.policy,
             train_tokenizer(TEXTS, vocab_size=300),
@@ -179,7 +182,7 @@ class StepPhases:
         )
 
     def train(self) -> Update:
-        """Take an optimizer step, with one micro-batch for each prompt."""
+        """Run one optimizer step of the policy, with one micro-batch per prompt."""
         labels = policy_labels(self.groups)
         batch = [
             MicroBatch(inputs=forest, labels=[label], num_tokens=len(forest.ids_T))
@@ -188,23 +191,23 @@ class StepPhases:
         return self.learner.update(batch, policy_loss(self.workload))
 
     def logprobs(self) -> list[np.ndarray]:
-        """Compute the log-probabilities of all completions."""
+        """Compute the policy's log-probabilities of all completions."""
         return [
             outputs.logprobs_M.float().cpu().numpy()
             for outputs in self.learner.outputs(self.forests())
         ]
 
     def score(self) -> list[np.ndarray]:
-        """Score all completions."""
+        """Score all completions with the reward model."""
         with self.reward_model.without_gradients():
             return [self.reward_model(forest).cpu().numpy() for forest in self.forests()]
 
     def forests(self) -> list[TokenForest]:
-        """The conversations of each prompt as one micro-batch."""
+        """Return one token forest per prompt, which holds the prompt and its completions."""
         return [to_forest([group], share_prompts=self.shares_prompts) for group in self.groups]
 
     def generate(self) -> list[list[Generated]]:
-        """Sample all completions, side by side."""
+        """Sample all completions of the step concurrently."""
         each = self.workload.per_prompt
         sampling = SamplingParams(max_new_tokens=self.workload.completion_tokens)
 
@@ -225,6 +228,6 @@ class StepPhases:
         return asyncio.run(together())
 
     def close(self) -> None:
-        """End the engine's thread, where there is one."""
+        """Stop the engine's thread, if the engine was started."""
         if "engine" in self.__dict__:
             self.engine.close()
