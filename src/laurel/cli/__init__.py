@@ -1,1 +1,1 @@
-"""The commands: from what a person typed to the objects of a run, and to what is printed."""
+"""The command line: parses arguments, starts the work, and prints the results."""

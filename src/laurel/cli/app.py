@@ -1,7 +1,4 @@
-"""The class of Laurel's commands, and their help and messages about wrong options.
-
-Each command takes `--quiet` and `--verbose` at any place, and dataclasses as parameters.
-"""
+"""Extends typer: dataclasses as parameters, `--quiet` and `--verbose` anywhere, clearer errors."""
 
 from __future__ import annotations
 
@@ -89,12 +86,11 @@ class _PlainContext(typer.Context):
 
 
 class App(typer.Typer):
-    """A group of commands, each of which also takes `--quiet` and `--verbose`.
+    """A typer application whose commands also take `--quiet` and `--verbose`.
 
-    A parameter whose annotation is a dataclass stands for one option per field, annotated and with
-    a default as the field is; the command is called with the dataclass. An example in the help
-    stays on one line, so that it can be copied. Wrong options and commands get messages of
-    Laurel's own.
+    A parameter whose annotation is a dataclass stands for one option per field, with the field's
+    annotation and default; the command is called with the dataclass. An example in the help stays
+    on one line, so that it can be copied. Unknown options and commands get Laurel's own messages.
     """
 
     def __init__(self, *, cls: type[TyperGroup] | None = None, **settings: Any) -> None:
@@ -103,7 +99,10 @@ class App(typer.Typer):
     def command(  # type: ignore[override]
         self, name: str | None = None, **settings: Any
     ) -> Callable[[Command], Command]:
-        """Return a decorator that registers a function as a command and returns it unchanged."""
+        """Return a decorator that registers a function as a command and returns it unchanged.
+
+        `settings` are passed on to typer.
+        """
 
         def register(command: Command) -> Command:
             text = inspect.getdoc(command) or ""
@@ -202,7 +201,7 @@ class _PlainGroup(TyperGroup):
 
 
 def _not_an_option(name: str, given: Sequence[str]) -> str:
-    """Explain how to write a key of the configuration that was given as an option."""
+    """Explain how to write a configuration key that was given as an option."""
     at, said = next((at, one) for at, one in enumerate(given) if one.partition("=")[0] == name)
     _, equals, value = said.partition("=")
     if not equals:
@@ -216,7 +215,7 @@ def _not_an_option(name: str, given: Sequence[str]) -> str:
 
 
 def _in_our_words(error: typer.BadParameter) -> str:
-    """Word an error about the value of an option: a wrong choice with the choices, a number."""
+    """Return Laurel's message for an invalid option value, with the choices if there are any."""
     message = error.message.removeprefix("Value error, ")
     found = _NOT_ONE_OF.fullmatch(message)
     if found:

@@ -1,4 +1,4 @@
-"""`laurel config` prints a run's configuration and imports those of other systems."""
+"""The commands of `laurel config`: print a configuration, or import one from another system."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SHOW = "show"
 
 
 class ShowsByDefault(TyperGroup):
-    """Run `show` where no command is named, as in `laurel config --describe`."""
+    """A typer group that runs `show` if no command is named, as in `laurel config --describe`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert `show` before arguments that begin with no command."""
+        """Insert `show` before arguments that do not begin with a command."""
         first = args[0] if args else ""
         if first not in self.commands and first not in ("-h", "--help"):
             args = [SHOW, *args]

@@ -1,4 +1,4 @@
-"""The commands of `laurel data`."""
+"""Defines the commands of `laurel data`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs `laurel data check`: finds a file's format, the commands it fits, and its first row."""
+"""Runs `laurel data check`: shows a file's format, the commands that can read it, and a row."""
 
 from __future__ import annotations
 
@@ -59,56 +59,58 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """A file as one command reads it."""
+    """The result of reading a data file the way one training command reads it."""
 
     trainer: Trainer
     config: Any
-    """The run's configuration, with the file and the settings below."""
+    """The run configuration that the file is read with, including `settings`."""
     settings: tuple[str, ...] = ()
-    """The settings that the command needs besides the path."""
+    """The settings that the command needs, besides the path, to read the file."""
     report: DataReport | TextReport | None = None
-    """The report of the rows; None if no row is left, and then `problem` says why."""
+    """The data report of the rows; None if no row is left, and then `problem` says why."""
     problem: str = ""
     rows: Sequence[Preference | Dialogue | Task] = ()
     """The rows that the command would use."""
     environments: Mapping[str, int] = field(default_factory=dict)
-    """For GRPO: Laurel's environments that can grade tasks, with the number of tasks."""
+    """The environments that can grade the tasks, each with the number of its tasks (GRPO only)."""
 
     @property
     def num_malformed(self) -> int:
-        """Count the rows at which a run stops, unless `data.on_bad_row` is `skip`."""
+        """Count the malformed rows, at which a run stops unless `data.on_bad_row` is `skip`."""
         left_out = self.report.dropped.get("malformed") if self.report is not None else None
         return 0 if left_out is None else left_out.count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """The result of examining a file."""
+    """Everything that `laurel data check` found out about a file."""
 
     path: str
     num_rows: int
     unreadable: LeftOut
-    """Rows that cannot be read: no JSON, no object, a wrong number of cells."""
+    """The rows that cannot be parsed: invalid JSON, no object, or a wrong number of cells."""
     first: Row
     known: KnownFormat | None
     readings: list[Reading]
     evaluation: str | None
-    """The benchmark that `laurel eval` reads the file as, unless one trainer was asked about."""
+    """The benchmark that `laurel eval` reads the file as; None if one trainer was asked about."""
     near: list[Suggestion]
 
     @property
     def is_usable(self) -> bool:
-        """Report whether any of the commands asked about can use a row."""
+        """Report whether a command that was asked about can use at least one row."""
         return self.shown is not None or self.evaluation is not None
 
     @property
     def shown(self) -> Reading | None:
-        """Return the first reading that keeps a row; its first row is shown."""
+        """Return the first reading that keeps a row, whose first row is printed, or None."""
         return next((one for one in self.readings if one.report is not None), None)
 
 
 def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = ()) -> Findings:
-    """Read a whole file, find its format, and try it with every command or the one named.
+    """Read a whole file, recognize its format, and try to read it as training commands do.
+
+    With `trainer`, only that command is tried.
 
     Raises:
         UserError: There is no file or no row, or no command understands the overrides.
@@ -158,7 +160,7 @@ def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = 
 def _configured(
     path: str, first: Row, trainer: Trainer, overrides: Sequence[str]
 ) -> tuple[Reading, KnownFormat | None]:
-    """Configure a command so that it reads the file; and recognise the first row's format."""
+    """Configure a command to read the file, and recognize the first row's format."""
     base = [f"data.train_data_path={json.dumps(path)}"]
     data = load_config(SCHEMAS[trainer], None, [*base, *overrides]).config.data  # type: ignore[attr-defined]
     # Formats are recognised by the default names of columns, so the columns that `data` names get
@@ -183,7 +185,7 @@ def _configured(
 
 
 def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
-    """Read the file as its command does; unusable rows are a `problem`, not an exception."""
+    """Read the file as the command does; record unusable rows as a `problem` instead of raising."""
     config = reading.config
     try:
         if reading.trainer == "rm":
@@ -223,7 +225,7 @@ def run_data_check(
     overrides: Sequence[str],
     as_json: bool,
 ) -> bool:
-    """Print the findings about a file, and return whether any row is usable.
+    """Print the findings about a file, and return whether at least one row is usable.
 
     Raises:
         UserError: There is no file or no row, or a model or an override cannot be used.
@@ -442,7 +444,7 @@ def _show_references(console: Console, references: References) -> None:
 
 
 def _show_formats(console: Console, findings: Findings) -> None:
-    """Print the formats that the commands asked about accept."""
+    """Print the formats that the commands in question accept."""
     asked = {reading.trainer for reading in findings.readings}
     known = findings.known
     if known is not None and known.trainers and not asked & known.trainers.keys():
@@ -462,18 +464,18 @@ def _show_formats(console: Console, findings: Findings) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A token, or the tokens that make up one character together."""
+    """One token, or several that together encode one character, with its text for display."""
 
     ids: tuple[int, ...]
     text: str
     in_loss: bool = False
     pooled: bool = False
-    """True if the score is read from this token."""
+    """True if the reward model reads the score from this token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPart:
-    """A part of the row: the shared prompt, one answer, or a whole conversation."""
+    """A displayed part of a row: the shared prompt, one answer, or a whole conversation."""
 
     title: str
     messages: Conversation
@@ -483,7 +485,7 @@ class RowPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstRow:
-    """The first row that a command uses, with its place in the file."""
+    """The first row that a command uses, prepared for display, with its place in the file."""
 
     source: str
     parts: Sequence[RowPart]
@@ -491,9 +493,10 @@ class FirstRow:
 
 
 def first_row(reading: Reading, model: str) -> FirstRow:
-    """Return the row as the command reads it.
+    """Prepare the first usable row of a reading for display.
 
-    The row has tokens if `model` names a directory or a hub name; its weights are not read.
+    If `model` is a directory or a hub name, the row is also split into that model's tokens; the
+    model's weights are not read.
 
     Raises:
         ModelError: The model has no usable tokenizer or template.
@@ -611,7 +614,14 @@ def _about_task(row: Task) -> list[str]:
 def pieces_of(
     tokenizer: Any, ids_L: TokenIds, *, learned_L: Mask | None = None, pools_last: bool = False
 ) -> list[Piece]:
-    """Split tokens into pieces with texts, and mark those in the loss and the pooled one."""
+    """Split tokens into pieces with texts; mark those in the loss and the one that is pooled.
+
+    Args:
+        tokenizer: The tokenizer that made the tokens.
+        ids_L: The ids of the tokens.
+        learned_L: Whether each token is part of the loss.
+        pools_last: Whether the last token is the one that the score is read from.
+    """
 
     def decoded(tokens: list[int]) -> str:
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
@@ -639,7 +649,7 @@ _HEAD, _TAIL = 80, 40  # tokens shown at each end of a long stretch
 
 
 def show_row(console: Console, row: FirstRow) -> None:
-    """Print the messages of a row, or its tokens with their use."""
+    """Print the messages of a row or, if it has them, its tokens with their role in training."""
     separator = "│" if "utf" in (console.encoding or "").lower() else "|"
     for part in row.parts:
         count = counted(sum(len(piece.ids) for piece in part.tokens), "token")

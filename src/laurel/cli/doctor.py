@@ -1,4 +1,4 @@
-"""`laurel doctor`: what this machine has, and what Laurel will use of it."""
+"""Runs `laurel doctor` and `laurel sandbox check`: reports what this machine has and can do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from laurel.run.trial.checks import Check, Outcome
 
 WORTH_IT = 1.3
-"""bfloat16 costs precision; on a GPU it is advised from this many times as fast."""
+"""The speedup over float32 from which bfloat16 is advised on a GPU, despite its lower precision."""
 _ON_CPU = (
     "; on a CPU float32 is advised all the same, as laurel init writes it: bfloat16 costs "
     "precision. A large model on a CPU with bfloat16 instructions may be worth a try"
@@ -50,11 +50,11 @@ PROBES: Mapping[str, Probe] = {
 
 
 def run_doctor(*, as_json: bool, probes: Mapping[str, Probe] = PROBES) -> None:
-    """Run every probe and print what was found, then what will be used.
+    """Run every probe, print what was found, and print what a run would use.
 
     Args:
         as_json: Print one JSON object instead of lines.
-        probes: What to find out, by name; one that fails is reported as a line.
+        probes: The probes by name; one that fails is reported as a line.
     """
     findings = run_probes(probes)
     if as_json:
@@ -69,7 +69,7 @@ def run_doctor(*, as_json: bool, probes: Mapping[str, Probe] = PROBES) -> None:
 
 
 def run_probes(probes: Mapping[str, Probe]) -> dict[str, ProbeFinding]:
-    """Run every probe and return its finding by name; `will_use` has the advice from all."""
+    """Run every probe and return its finding by name; `will_use` holds the advice of `advise`."""
     findings: dict[str, ProbeFinding] = {}
     for name, probe in probes.items():
         findings[name] = _run(probe)
@@ -88,7 +88,7 @@ def _run(probe: Probe) -> ProbeFinding:
 
 
 def advise(facts: Mapping[str, Mapping[str, Any]]) -> ProbeFinding:
-    """What a run on this machine will use, from what the probes found."""
+    """Derive what a run on this machine will use (device, precision) from the probes' facts."""
     has_gpu = bool(facts.get("gpus", {}).get("devices"))
     device = "cuda" if has_gpu else "cpu"
     lines = [f"device: {device} (cluster.device=auto)"]
@@ -119,23 +119,23 @@ def advise(facts: Mapping[str, Mapping[str, Any]]) -> ProbeFinding:
 # `laurel doctor --trial`: what a run relies on, tried with models made on the spot.
 
 TRIAL_PROBES = ("versions", "libraries", "cpu", "memory", "gpus")
-"""Probes whose facts go into the report: none names a directory but that of Python."""
+"""The probes whose facts go into a trial's report; they name no directory except Python's."""
 NAME_WIDTH, STATUS_WIDTH, SHARE_WIDTH = 26, 9, 6
 
 
 def run_doctor_trial(
     *, minutes: float, report: Path, as_json: bool, checks: Mapping[str, Check] | None = None
 ) -> bool:
-    """Try what a run relies on, print a table and write the report.
+    """Run the checks of `laurel doctor --trial`, print a table and write the report.
 
     Args:
-        minutes: Checks that have not begun by then are skipped.
-        report: The JSON file to attach to an issue.
+        minutes: The time limit; checks that have not begun by then are skipped.
+        report: The JSON file to write, which can be attached to an issue.
         as_json: Print the report instead of the table.
-        checks: By name; None: all.
+        checks: The checks by name; None runs all.
 
     Returns:
-        Whether no check failed.
+        True if no check failed.
     """
     import torch
 
@@ -176,13 +176,16 @@ def run_doctor_trial(
 
 
 def outcome_row(outcome: Outcome, width: int) -> list[str]:
-    """The lines of the table for one check."""
+    """Return the lines of the trial's table for one check."""
     share = "" if outcome.share is None else f"{outcome.share:.0%}"
     return trial_row(outcome.name, outcome.status, share, outcome.detail, width)
 
 
 def trial_row(name: str, status: str, share: str, detail: str, width: int) -> list[str]:
-    """A row of the table; the last column is wrapped, below the others where it is narrow."""
+    """Return the lines of one table row; `detail` is wrapped to `width`.
+
+    On a narrow terminal, `detail` goes below the other columns.
+    """
     head = f"{name:<{NAME_WIDTH}}{status:<{STATUS_WIDTH}}{share:>{SHARE_WIDTH}}  "
     indent = " " * len(head) if width - len(head) >= 30 else "    "
     wrapped = textwrap.wrap(detail, max(30, width - len(indent)))
@@ -198,14 +201,14 @@ _GROUP = "cgroup"
 
 
 def run_check(*, without: frozenset[str], as_json: bool) -> bool:
-    """Try it, and print what was found.
+    """Try the sandbox on this machine, and print how well it confines programs.
 
     Args:
-        without: Layers to leave out.
+        without: The names of sandbox layers to leave out.
         as_json: Print one JSON object instead of lines.
 
     Returns:
-        Whether a run would start here without an option to accept less.
+        True if a run would start here without options that accept less isolation.
 
     Raises:
         ConfigError: There is no layer of such a name.
@@ -240,11 +243,11 @@ def detection_facts(found: Detection) -> dict[str, object]:
 
 
 def lines(found: Detection, group: str) -> list[str]:
-    """What was found, for people.
+    """Return what the sandbox detection found as lines of text.
 
     Args:
-        found: It.
-        group: Its `group_words`.
+        found: The result of the detection.
+        group: The description of the control group, from `group_words`.
     """
     said = [found.sentence(), ""]
     have = found.tier.layers if found.tier else frozenset()

@@ -1,4 +1,4 @@
-"""The commands of `laurel eval`."""
+"""Defines the commands of `laurel eval`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CompatibilityOption = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiagnosticOptions:
-    """Options for more than the accuracy of pairs."""
+    """Options of `laurel eval pairs` that ask for diagnostics beyond the accuracy."""
 
     diagnostics: Annotated[
         bool,
@@ -131,7 +131,7 @@ class RowOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededRowOptions(RowOptions):
-    """Options that select the rows where no benchmark on the hub is the default."""
+    """Options that select the model and the rows, for commands without a default data set."""
 
     data: Annotated[
         list[str] | None,
@@ -143,7 +143,7 @@ class NeededRowOptions(RowOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringOptions:
-    """Options of scoring and of the result."""
+    """Options for how the model scores and where the result is written."""
 
     max_samples: Annotated[
         int | None, typer.Option(min=1, help="The most rows to score of each data set.")
@@ -172,7 +172,7 @@ class ScoringOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneBenchmarkOptions(ScoringOptions):
-    """Options of a single benchmark, of which two results can be compared."""
+    """Options of a command for a single benchmark, which can also compare two stored results."""
 
     compare: Annotated[
         tuple[Path, Path] | None,
@@ -423,7 +423,7 @@ def _run(
 def _request(
     rows: RowOptions, how: ScoringOptions, *, reproduces: BenchmarkName | None = None, **said: Any
 ) -> EvaluationRequest:
-    """Make the request of the options; `reproduces` names a benchmark whose tokens are copied."""
+    """Build the evaluation request; `reproduces` names the program whose tokens are copied."""
     from laurel.evaluation.rewardbench_tokens import FORMATS, MAX_LENGTH
     from laurel.rewards.spec import ScorerSpec
     from laurel.run.evaluation.run import EvalScorer, EvaluationRequest

@@ -1,4 +1,4 @@
-"""The command line of `laurel export`."""
+"""Defines the command `laurel export`."""
 
 from __future__ import annotations
 

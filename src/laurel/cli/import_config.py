@@ -1,4 +1,4 @@
-"""Prints the lists of `laurel config import`, and writes its configuration."""
+"""Runs `laurel config import`: prints what became of each key, and writes the configuration."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _LISTS = (
 
 
 def run_import(request: ImportRequest, *, output: Path | None, as_json: bool) -> None:
-    """Import a configuration, print the outcome for each key, and write the result.
+    """Import a configuration, print what became of each key, and write the result.
 
-    Without `output` the configuration is printed and the lists go to stderr.
+    Without `output`, the configuration goes to standard output and the lists to standard error.
 
     Raises:
-        ConfigError: The source cannot be imported, as `import_configuration` says.
+        ConfigError: The source cannot be imported, as in `import_configuration`.
         DataError: The output cannot be written.
     """
     source = str(request.path)
@@ -60,7 +60,7 @@ def run_import(request: ImportRequest, *, output: Path | None, as_json: bool) ->
 
 
 def as_lines(report: ImportReport, output: Path | None) -> Iterator[str]:
-    """Yield the lines that list the outcome for every key."""
+    """Yield lines of text that say what became of every key of an imported configuration."""
     imported = report.imported
     if report.by:
         yield report.by
@@ -92,7 +92,7 @@ def _entry_lines(one: KeyOutcome) -> Iterator[str]:
 
 
 def import_facts(report: ImportReport, output: Path | None) -> dict[str, Any]:
-    """Return what `--json` prints of an import."""
+    """Return the JSON-compatible values that `laurel config import --json` prints."""
     imported = report.imported
 
     def facts(status: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The command line: each command imports the heavy packages that it needs when it runs."""
+"""Defines the top-level commands; each imports its heavy packages only when it runs."""
 
 from __future__ import annotations
 
@@ -360,7 +360,7 @@ app.add_typer(data_app, name="data")
 
 
 def main() -> None:
-    """Run the command line; an error of the user is one message and exit code 2, no traceback."""
+    """Run the command line; a user's error prints one message, no traceback, and exits with 2."""
     with suppress(OSError):  # the working directory may have been deleted
         # Modules in the working directory can be named, as with `python -m`. They come last, so
         # that they shadow no installed module.

@@ -1,4 +1,4 @@
-"""Options that several commands share, and their completion in the shell."""
+"""Defines the options that several commands share, and their shell completion."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COMMANDS: dict[str, Kind] = {"rm": "rm", "sft": "sft", "grpo": "grpo", "policy"
 
 
 def complete_overrides(context: typer.Context, incomplete: str) -> list[Completion]:
-    """Return completions of a `KEY=VALUE` argument for the command's own schema."""
+    """Return the shell completions of a `KEY=VALUE` argument, for the command's own schema."""
     from laurel.config.schemas import SCHEMAS
 
     schema = SCHEMAS[_kind(context)]
@@ -100,7 +100,7 @@ def _keys(kinds: tuple[Any, ...]) -> Iterator[Completion]:
 
 
 def _values(kinds: tuple[Any, ...], name: str) -> list[str]:
-    """List the values that a key can hold; of an open range only nothing and the default."""
+    """List the values that a key can hold; for an open range, only null and the default."""
     from laurel.config.schema_info import choices_of, step_into
 
     step = step_into(kinds, name)
@@ -118,7 +118,7 @@ def _values(kinds: tuple[Any, ...], name: str) -> list[str]:
 
 
 def _kind(context: typer.Context) -> Kind:
-    """Find the schema by the command's name, its options, or its configuration file."""
+    """Find which run's schema applies, from the command's name, options or configuration file."""
     from laurel.config.schemas import command_of_file
 
     command = context.info_name or ""
@@ -138,28 +138,28 @@ def _kind(context: typer.Context) -> Kind:
 
 
 def complete_tasks() -> list[str]:
-    """List the named data sets of tasks."""
+    """List the named data sets of tasks, as shell completions."""
     from laurel.data.task_formats import TASK_SETS
 
     return list(TASK_SETS)
 
 
 def complete_preferences() -> list[str]:
-    """List the data set classes that read preferences."""
+    """List the classes of preference data sets, as shell completions."""
     from laurel.data.preferences import DATASET_CLASSES
 
     return list(DATASET_CLASSES)
 
 
 def complete_environments() -> list[str]:
-    """List the environments that need no configuration."""
+    """List the environments that need no configuration, as shell completions."""
     from laurel.environments.registry import BUILT_IN
 
     return list(BUILT_IN)
 
 
 def complete_layers() -> list[str]:
-    """List the sandbox layers that can be left out."""
+    """List the sandbox layers that can be left out, as shell completions."""
     from laurel.sandbox.tiers import LAYERS
 
     return [*LAYERS, "cgroup"]
@@ -227,7 +227,7 @@ SettingsOption = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The options of `laurel plan` beside the configuration."""
+    """The options of `laurel plan`, besides the configuration and its overrides."""
 
     kind: Annotated[
         Literal["rm", "sft", "grpo"] | None,

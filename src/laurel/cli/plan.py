@@ -1,4 +1,4 @@
-"""`laurel plan`: where everything of a run would go, without loading or starting anything."""
+"""Runs `laurel plan`: prints where the parts of a run would be placed, without starting any."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from laurel.run.specs import model_spec
 
 
 def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) -> bool:
-    """Print the plan; whether it fits.
+    """Print the plan of a run, and return whether the run fits the cluster.
 
     Raises:
-        ConfigError: The configuration or an option cannot be read. What does not fit is printed.
+        ConfigError: The configuration or an option is invalid. A run that does not fit is printed.
     """
     sizes = {"num_nodes": options.num_nodes, "gpus_per_node": options.slots_per_node}
     cluster = [f"cluster.{key}={size}" for key, size in sizes.items() if size is not None]
@@ -88,7 +88,7 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
 
 
 def read_shapes(config: Run, options: PlanOptions) -> ReadShapes:
-    """The shapes of the models, or why one is not known."""
+    """Read the shapes of a run's models, with the reason for each that is unknown."""
     notes: list[str] = []
     unknown: dict[RoleName, str] = {}
     policy: ModelShape | None = None
@@ -167,13 +167,13 @@ LETTERS: Mapping[RoleName, str] = {"policy": "P", "generation": "G", "reward_mod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadShapes:
-    """What is known of the models' shapes."""
+    """The shapes of a run's models, as far as they are known."""
 
     shapes: Shapes
     unknown: Mapping[RoleName, str]
-    """Why there is none, by the role that it is missing for: its memory is not estimated."""
+    """The reason why a role's model has no known shape; its memory is not estimated."""
     notes: tuple[str, ...] = ()
-    """What was decided on the way."""
+    """Notes for the user on how the shapes were determined."""
 
 
 def plan_facts(
@@ -252,7 +252,7 @@ def plan_text(
 
 
 def _verdict(fitted: FittedPlan, read: ReadShapes) -> Iterator[str]:
-    """What was found to fit, and no more than that."""
+    """Yield lines that say whether the run fits, and what that statement does not cover."""
     for role, why in read.unknown.items():
         yield f"memory of the {title(role)} is not estimated: {why}"
     if not fitted.fits:
@@ -287,7 +287,7 @@ def _where(role: RolePlan, plan: Plan) -> str:
 
 
 def _picture(plan: Plan) -> Iterator[str]:
-    """A line for each run of nodes that look alike; | stands between groups that share layers."""
+    """Yield a line for each run of equal nodes; `|` separates groups of slots that share layers."""
     letters: dict[Slot, str] = {}
     ends: set[Slot] = set()
     for role in plan.roles:
@@ -343,7 +343,7 @@ def _phase(phase: MemoryPhase) -> tuple[str, str, str, str]:
 
 
 def _arithmetic(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[str]:
-    """Where the largest numbers come from."""
+    """Yield lines that explain how the largest numbers are computed."""
     role, shape = plan.role("policy"), shapes.policy
     if role is not None and shape is not None:
         ranks, count = role.mesh.size, shape.num_parameters
@@ -383,11 +383,11 @@ def _conflict(conflict: Conflict) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------- time
 
 NARROW = 80
-"""Columns below which the table of times leaves out the counts and shows the seconds alone."""
+"""The terminal width, in columns, below which the table of times shows the seconds alone."""
 
 
 def time_lines(time: StepTime, *, width: int) -> Iterator[str]:
-    """The table of phases, with the lengths and the efficiency that its times are of."""
+    """Yield the table of the step's phases, with the lengths and the efficiency it assumes."""
     device, work = time.device, time.workload
     said = (
         f"seconds of a step on {device.name}, at {time.efficiency.products:.0%} of the peak of its "

@@ -1,4 +1,4 @@
-"""The command line of `laurel report`."""
+"""Defines the command `laurel report`."""
 
 from __future__ import annotations
 

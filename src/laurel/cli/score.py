@@ -1,4 +1,4 @@
-"""Runs `laurel score`: reads conversations and writes a reward model's scores of them."""
+"""Runs `laurel score`: reads conversations, scores them with a reward model, writes the scores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from laurel.rewards.scorer import LocalScorer
 
 CHUNK = 256
-"""The rows that are read, scored and written at a time; memory never holds more."""
+"""The number of rows that are read, scored and written at a time, which bounds the memory."""
 
 ScoredRows = Sequence[tuple[ScoringRow, tuple[Score, ...]]]
 Write = Callable[[ScoredRows], None]
@@ -101,7 +101,7 @@ def _open_rows(
     stdin: IO[bytes] | None,
     say: Say,
 ) -> tuple[Iterator[ScoringRow], int | None]:
-    """Open the rows, and count them where that is possible."""
+    """Open the rows, and count them if that is possible."""
 
     def opened() -> Iterator[ScoringRow]:
         return read_scoring_rows(file, columns=columns, on_bad_row=on_bad_row, stdin=stdin)
@@ -170,7 +170,7 @@ def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_attribu
 
 
 def json_line(row: ScoringRow, scores: Sequence[Score], *, has_attributes: bool) -> dict[str, Any]:
-    """Return a row's line of output: lists with one entry per completion, in the row's order."""
+    """Return a row's scores as one line of JSON output, with one list entry per completion."""
     line: dict[str, Any] = {} if row.id is None else {"id": row.id}
     line["source"] = row.source
     line["scores"] = [score.value for score in scores]
@@ -184,7 +184,7 @@ def json_line(row: ScoringRow, scores: Sequence[Score], *, has_attributes: bool)
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Counts for the report at the end: how many, how fast, and what went wrong."""
+    """Counts scored rows, speed and problems for the summary at the end of `laurel score`."""
 
     max_length: int
     num_rows: int = 0
@@ -197,7 +197,7 @@ class Tally:
     started: float = field(default_factory=time.monotonic)
 
     def add(self, scored: ScoredRows) -> None:
-        """Count the scores of some rows."""
+        """Add the counts of some scored rows."""
         for row, scores in scored:
             if row.problem is not None:
                 self.num_bad_rows += 1
@@ -212,7 +212,7 @@ class Tally:
                     self.first_failure = self.first_failure or f"{row.group.id}: {score.failure}"
 
     def report(self, say: Say) -> None:
-        """Print the counts, and what was cut or failed."""
+        """Print the counts, and how many completions were truncated or failed."""
         seconds = time.monotonic() - self.started
         say(
             f"scored  {counted(self.num_completions, 'completion')} in "

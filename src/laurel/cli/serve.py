@@ -53,18 +53,18 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """An API or admin key, with its source."""
+    """An API or admin key of the server, with where the key comes from."""
 
     value: str | None
     source: str
     header: str = ""
-    """The shell expression for the key, for curl."""
+    """The shell expression that yields the key, for the example command with curl."""
     place: dict[str, str] | None = None
-    """The place for programs: `{"variable": NAME}` or `{"file": PATH}`."""
+    """Where programs find the key: `{"variable": NAME}` or `{"file": PATH}`."""
 
 
 def run_serve(options: ServeOptions) -> None:
-    """Serve until SIGTERM or SIGINT. Everything that needs no model is checked first.
+    """Serve a reward model until SIGTERM or SIGINT; check all that needs no model first.
 
     Raises:
         UserError: An option, a port, a model or a key cannot be used.
@@ -174,9 +174,10 @@ def _chat(text: str) -> None:
 
 
 def say(text: str, *, is_command: bool = False) -> None:
-    """Write lines to standard error, unless that is full or closed.
+    """Write text to standard error; a full or closed stream is ignored.
 
-    A terminal gets them broken between words, but a command as it is, to be pasted.
+    On a terminal, lines are wrapped between words. A command (`is_command`) is not wrapped, so that
+    it can be pasted.
     """
     with suppress(OSError):
         if os.isatty(2) and not is_command:
@@ -250,7 +251,7 @@ def _key_of_environment(default: str, chosen: str | None, *, option: str) -> Key
 
 
 def _key_of_file(port: int) -> Key:
-    """Read the key from a file that only its owner can read, or generate it there."""
+    """Read the key from a file that only its owner can read; generate it if there is none."""
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     directory = Path(state) / "laurel"
     path = directory / f"serve-{port}.key"
@@ -272,7 +273,7 @@ def _key_of_file(port: int) -> Key:
 
 
 def _kept_key(path: Path) -> str | None:
-    """Read a key that was generated before, if no other user can have read or written it."""
+    """Read a previously generated key, unless another user may have read or written it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -305,7 +306,7 @@ def _app(
 
 
 def _serving_spec(options: ServeOptions) -> ServingSpec:
-    """Describe the model of the options, which is found here and loaded later."""
+    """Return the spec of the model to serve, which is resolved here and loaded later."""
     scorer = None
     if options.model:
         pooling = None

@@ -1,4 +1,4 @@
-"""Runs `laurel init`: asks three questions and writes a commented configuration that runs."""
+"""Runs `laurel init`: asks three questions and writes a commented, runnable configuration."""
 
 from __future__ import annotations
 
@@ -52,24 +52,24 @@ _COLUMN_WORD = re.compile(r"\+*(data\.(?:\w+_key|on_bad_row))=(.*)", re.DOTALL)
 _TRAINING_ROWS = re.compile(r"^  train_data_path: .*\n", re.MULTILINE)
 _BEFORE_SECTION = re.compile(r"^([^#\n].*\n)(?=# )", re.MULTILINE)
 Ask = Callable[[str, str], str]
-"""A function of a question and its default answer that returns the answer."""
+"""A function that asks a question, given with its default answer, and returns the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """A chosen model or chosen rows, with the settings that fit them."""
+    """The user's choice of a model or of data, with the settings that it needs."""
 
     settings: Mapping[str, str]
-    """Keys of the configuration, and their values as overrides write them."""
+    """Configuration keys with their values, written as in overrides."""
     notes: Sequence[str]
     problem: str = ""
-    """The reason why rows do not fit the task."""
+    """The reason why the chosen data does not fit the task; empty if it fits."""
     columns: Sequence[str] = ()
-    """The columns of rows, where the user has to say which of them is which."""
+    """The columns of the data, if the user has to assign them to prompt, chosen and rejected."""
     stops_at: str = ""
-    """The first malformed row, at which a run stops."""
+    """The place of the first malformed row, at which a run would stop."""
     longest: float = math.inf
-    """The number of positions of the model; infinite if it is unknown."""
+    """The longest sequence that the model accepts, in tokens; infinite if it is unknown."""
 
 
 def run_init(
@@ -85,13 +85,13 @@ def run_init(
     ask: Ask | None = None,
     num_gpus: int | None = None,
 ) -> bool:
-    """Ask for what is None, write the configuration, check it, and print the next commands.
+    """Ask for every argument that is None, write and check the configuration, print next commands.
 
-    `column_words` are the `data.prompt_key=COLUMN` and the like that the file gets. `ask` replaces
-    the terminal, and `num_gpus` the number of GPUs of this machine.
+    `column_words` are overrides such as `data.prompt_key=COLUMN` that go into the file. `ask`
+    replaces the terminal, and `num_gpus` the detected number of GPUs.
 
     Returns:
-        Whether the configuration can be trained with as it is: False where no row fits.
+        True if the configuration can be trained with as written; False if no row fits.
 
     Raises:
         UserError: An answer cannot be used, or one is missing and there is no terminal.

@@ -1,1 +1,1 @@
-"""Configuration: the sections of a run, their defaults, and the loader that reads files."""
+"""Defines the configuration of runs, with all defaults, and loads it from files and overrides."""

@@ -1,7 +1,7 @@
-"""The `data` sections: data sets, and the two forms that name them.
+"""Defines the `data` sections, which name data sets in one of two forms.
 
-Sets are named by flat keys (`dataset_name`, `train_data_path`, ...) or by the blocks `train` and
-`validation`, whose missing keys `default` fills.
+The sets are named by flat keys (`dataset_name`, `train_data_path`, ...) or by the blocks `train`
+and `validation`, whose missing keys are filled from `default`.
 """
 
 from __future__ import annotations
@@ -114,14 +114,14 @@ S = TypeVar("S", bound=SetConfig)
 
 
 def train_sets(data: Any, kind: type[S]) -> list[S]:
-    """Return the training sets of either form, with the defaults filled in."""
+    """Return the training sets of a `data` section as sections of `kind`, with their defaults."""
     if data.train is None:
         return [flat_set(data, kind, data.train_data_path, data.train_split)]
     return [filled(data, block) for block in _listed(data.train)]
 
 
 def validation_sets(data: Any, kind: type[S]) -> list[S]:
-    """Return the validation sets, named by a path, a split or blocks; empty without any."""
+    """Return the validation sets of a `data` section, named by a path, a split or blocks."""
     if data.validation is not None:
         return [filled(data, block) for block in _listed(data.validation)]
     if data.val_data_path is None and data.val_split is None:
@@ -131,7 +131,11 @@ def validation_sets(data: Any, kind: type[S]) -> list[S]:
 
 
 def flat_set(data: SetsConfig, kind: type[S], path: str | None, split: str | None) -> S:
-    """Return the set that the flat keys describe, with all keys that it shares with the section."""
+    """Return the data set that the flat keys of a `data` section describe.
+
+    `path` and `split` are those of the set; all other keys that `kind` shares with the section are
+    copied.
+    """
     # These two limit all rows of the section together.
     of_all = {"max_samples", "split_validation_size"}
     shared = (kind.model_fields.keys() & type(data).model_fields.keys()) - of_all
@@ -140,7 +144,10 @@ def flat_set(data: SetsConfig, kind: type[S], path: str | None, split: str | Non
 
 
 def filled(data: Any, block: S) -> S:
-    """Fill the keys that a block leaves out: from `default`, then from the flat keys."""
+    """Return a block of a data set with its missing keys filled.
+
+    The values come from `data.default`, then from the flat keys of `data`.
+    """
     base = data.default.model_dump(exclude_unset=True) if data.default is not None else {}
     for key in type(data).fills_blocks:
         if getattr(data, key) is not None:
@@ -160,7 +167,7 @@ def _listed(value: Any) -> list[Any]:
 BenchmarkName = Literal[
     "reward-bench", "reward-bench-2", "rm-bench", "judge-bench", "pairs", "best-of-n"
 ]
-"""The name of a benchmark, which is also its command of `laurel eval`."""
+"""The name of a benchmark, which is also the name of its `laurel eval` command."""
 _ONLY_FOR: dict[str, BenchmarkName] = {
     "dataset_name": "pairs",
     "prior": "reward-bench",
@@ -204,7 +211,7 @@ class BenchmarkSetConfig(Section):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Return the places of its rows; empty means the benchmark's own place."""
+        """Return the paths of the benchmark's rows; if empty, they are read from the hub."""
         if self.data_path is None:
             return ()
         return (self.data_path,) if isinstance(self.data_path, str) else tuple(self.data_path)
@@ -322,14 +329,14 @@ class DataConfig(SetsConfig):
         return self
 
     def train_sets(self) -> list[DatasetConfig]:
-        """Return the training sets of either form, with the defaults filled in."""
+        """Return the training sets, named by flat keys or blocks, with defaults filled in."""
         if self.train is None and self.dataset_name is None and self.train_data_path is None:
             unnamed = flat_set(self, DatasetConfig, None, self.train_split)
             return [unnamed.model_copy(update={"dataset_name": DEFAULT_DATASET})]
         return train_sets(self, DatasetConfig)
 
     def validation_sets(self) -> dict[str, DatasetConfig]:
-        """Return the validation sets of preferences by name; empty if none is configured."""
+        """Return the preference sets used for validation by name; empty if none is configured."""
         named = self._named_sets()
         return {k: v for k, v in named.items() if not isinstance(v, BenchmarkSetConfig)}
 
@@ -419,7 +426,7 @@ class TaskDataConfig(TextDataConfig):
     one new token in `policy.max_total_sequence_length`."""
 
     def train_sets(self) -> list[TaskSetConfig]:
-        """Return the training sets of either form, with the defaults filled in."""
+        """Return the training sets, named by flat keys or blocks, with defaults filled in."""
         return train_sets(self, TaskSetConfig)
 
     def validation_sets(self) -> list[TaskSetConfig]:
@@ -427,5 +434,5 @@ class TaskDataConfig(TextDataConfig):
         return validation_sets(self, TaskSetConfig)
 
     def validation_names(self) -> list[str]:
-        """Return the names of the validation sets, if they have any."""
+        """Return the names of those validation sets that have a name."""
         return list(self.validation) if isinstance(self.validation, dict) else []

@@ -19,7 +19,7 @@ _POINTER = re.compile(r"See (?:the same key of a set|`(?P<section>data\.train|\w
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper that quotes every text that our loader would not read as text."""
+    """A YAML dumper that quotes every text that our loader would not read as text."""
 
     def ignore_aliases(self, data: Any) -> bool:
         """Return True, so that no anchors are written."""
@@ -57,16 +57,16 @@ def to_yaml(
     keys: Collection[str] | None = None,
     more: Mapping[str, str] | None = None,
 ) -> str:
-    """Write every key with its value, defaults included; or only the named keys.
+    """Return a configuration as YAML: all keys with defaults included, or only those in `keys`.
 
-    Blocks of which a run may have several (data sets, schedulers) have only the keys that were
-    given: a neighbour (`data.default`) may fill the others, and a written null would prevent that.
+    A block that a run may have several of (data sets, schedulers) is written with the keys that
+    were given and no others: `data.default` may fill the rest, which a written null would prevent.
 
     Args:
         config: The whole configuration.
-        describe: Write the meaning of each key above it.
-        keys: Dotted names of the only keys to write, each with all that is below it.
-        more: Texts to append to the meanings of keys, by dotted name.
+        describe: Write the description of each key above it.
+        keys: The dotted names of the keys to write, each with everything below it; None is all.
+        more: Text to append to the descriptions of keys, by dotted name.
     """
     below = list(sections_below(type(config)))
     repeatable = {section for section, may_be_several in below if may_be_several}
@@ -102,7 +102,14 @@ def to_yaml(
 
 
 def meaning(owner: type[Section], key: str, about: str, named: Mapping[str, type[Section]]) -> str:
-    """Return the meaning of a key; if its docstring points to another key, that one's meaning."""
+    """Return the description of a key; if it only refers to another key, that key's description.
+
+    Args:
+        owner: The section that has the key.
+        key: The key's name.
+        about: The key's own description.
+        named: The sections that a description may refer to, by their names.
+    """
     found = _POINTER.match(about)
     if found is None:
         return about
@@ -119,7 +126,7 @@ def meaning(owner: type[Section], key: str, about: str, named: Mapping[str, type
 
 
 def entry(name: str, value: Any) -> str:
-    """Write one key with its plain value, as the lines of a block."""
+    """Return one key with a plain value as lines of a YAML block."""
     return yaml.dump(
         {name: value},
         Dumper=_Dumper,
@@ -131,7 +138,7 @@ def entry(name: str, value: Any) -> str:
 
 
 def literal(value: Any) -> Any:
-    """Escape the texts of plain values, so that those that look like references stay texts."""
+    """Escape all text in a plain value that looks like a reference, so that it is read as text."""
     return _as_plain(value, set())
 
 
@@ -151,7 +158,7 @@ def _as_plain(value: Any, repeatable: set[type[Section]]) -> Any:
 
 
 def sections_below(schema: type[Section]) -> Iterator[tuple[type[Section], bool]]:
-    """Yield the schema and every section below it, and whether a run may have several of it."""
+    """Yield a section and every section nested in it, each with whether a run may have several."""
     yield schema, False
     for field in schema.model_fields.values():
         kinds = kinds_of(field.annotation)

@@ -1,4 +1,4 @@
-"""The `env` section: the environments a run can judge its completions with."""
+"""Defines the `env` section: the environments that grade a run's completions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ class SandboxConfig(Section):
 
     @property
     def seconds_of_all_tests(self) -> float:
-        """Return `total_wall_seconds`, or its default of three times `wall_seconds`."""
+        """Return the limit, in seconds, for all tests of a program together.
+
+        It is `total_wall_seconds`, or three times `wall_seconds` by default.
+        """
         return self.total_wall_seconds or 3 * self.wall_seconds
 
 
@@ -154,7 +157,7 @@ class CodeEnvironmentConfig(Section):
 
     @property
     def placed_sandbox(self) -> SandboxConfig:
-        """The sandbox with the number of workers of this environment."""
+        """Return the sandbox's settings with this environment's number of workers."""
         return self.sandbox.model_copy(update={"num_workers": self.num_workers})
 
 
@@ -163,16 +166,16 @@ class CodeEnvironmentConfig(Section):
 
 UrlProtocol = Literal["laurel", "vllm", "sglang", "sglang_embeddings", "openrlhf", "slime"]
 RENDERED: frozenset[str] = frozenset({"sglang", "sglang_embeddings", "openrlhf"})
-"""Protocols whose servers take conversations that somebody has rendered for them."""
+"""The protocols whose servers expect conversations already rendered to text by the client."""
 SCORE_PATTERN = r"[Ss]core\W*?[:=]\W*?(-?\d+(?:\.\d+)?)"
-"""`Score: 7`, `**Score:** 7`, `"score": 7` and their like."""
+"""The default pattern for a judge's score: `Score: 7`, `**Score:** 7`, `"score": 7` and so on."""
 
 
 def checked_urls(urls: Sequence[str]) -> None:
-    """Refuse what is no address of HTTP, or has a password in it.
+    """Check that every text is an HTTP address without a password in it.
 
     Raises:
-        ValueError: The first of them.
+        ValueError: An address is invalid; the message names the first such address.
     """
     for url in urls:
         try:
@@ -352,7 +355,11 @@ class FunctionConfig(Section):
     @field_validator("router")
     @classmethod
     def _is_an_address(cls, router: str | None) -> str | None:
-        """Functions put `http://` before it themselves."""
+        """Check the router's address and remove its `http://`, which functions add themselves.
+
+        Raises:
+            ValueError: The text is not HOST:PORT.
+        """
         if router is None:
             return None
         address = router.removeprefix("http://").rstrip("/")
@@ -423,7 +430,7 @@ class ScorerSource(AskingConfig):
     @field_validator("reward_model_cfg")
     @classmethod
     def _is_enabled(cls, value: RewardModelConfig) -> RewardModelConfig:
-        """Nobody writes `enabled` where there is nothing else that it could be."""
+        """Enable the reward model, because nothing else is possible where it is written."""
         said = "enabled" in value.model_fields_set
         return value if said else value.model_copy(update={"enabled": True})
 
@@ -471,13 +478,15 @@ class ScorerSource(AskingConfig):
 
     @property
     def loads_model(self) -> bool:
-        """Report whether the weights of a reward model are loaded, as no other source is set."""
+        """Report whether this run loads a reward model's weights, as no other source is set."""
         return self.urls is None and self.judge is None and self.function is None
 
     @property
     def uses_workers(self) -> bool:
-        """Report whether this run renders conversations (for a loaded model, or for servers that
-        are sent rendered ones) or runs a function."""
+        """Report whether this run needs workers: to render conversations, or to call a function.
+
+        Conversations are rendered for a loaded model, and for servers that expect rendered text.
+        """
         is_sent_rendered = self.url_protocol in RENDERED or self.url_protocol == "vllm"
         renders_for_servers = self.urls is not None and is_sent_rendered and bool(self._model)
         return self.loads_model or renders_for_servers or self.function is not None
@@ -707,23 +716,23 @@ class RewardModelEnvironmentConfig(ScorerSource):
 
     @property
     def loads_model(self) -> bool:
-        """Report whether the environment itself loads a model, not one of several `models`."""
+        """Report whether the environment's own model is loaded, not one of its `models`."""
         return self.models is None and super().loads_model
 
     @property
     def loaded(self) -> list[ScorerSource]:
-        """Return the models to load: the environment's own, or those among several."""
+        """Return the sources whose models are loaded: the environment itself, or some `models`."""
         sources: Sequence[ScorerSource] = [self] if self.models is None else self.models
         return [source for source in sources if source.loads_model]
 
     @property
     def computes(self) -> bool:
-        """Report whether any model is loaded."""
+        """Report whether this run loads at least one reward model."""
         return bool(self.loaded)
 
     @property
     def uses_workers(self) -> bool:
-        """Report whether this run renders conversations or runs a function for any model."""
+        """Report whether any model needs workers to render conversations or call a function."""
         if self.models is not None:
             return any(part.uses_workers for part in self.models)
         return super().uses_workers
@@ -784,5 +793,5 @@ class EnvironmentsConfig(Section):
     that still helps a step."""
 
     def names(self) -> list[str]:
-        """Return every name that a task may use."""
+        """Return the names of all environments that a task may use."""
         return ["math", "code", "reward_model", *self.composite, *self.custom]

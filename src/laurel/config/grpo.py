@@ -1,4 +1,4 @@
-"""The configuration of a GRPO run (`laurel grpo`). Names and defaults follow NeMo RL's files."""
+"""Defines the configuration of a GRPO run (`laurel grpo`), with NeMo RL's names and defaults."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class VllmConfig(Section):
 
     @property
     def num_devices(self) -> int:
-        """Return the number of devices that hold one copy of the model together."""
+        """Return the number of devices that one copy of the model is spread over."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
@@ -236,13 +236,13 @@ class PolicyLossConfig(Section):
 
     @property
     def truncation(self) -> Literal["tis", "icepop", "seq-mask-tis", "seq-tis"] | None:
-        """Return how importance weights are cut; None if the range has no upper end."""
+        """Return how importance weights are truncated; None if the range has no upper end."""
         if self.truncated_importance_sampling_ratio is None:
             return None
         return self.truncated_importance_sampling_type
 
     def without_effect(self) -> dict[str, str]:
-        """Return the keys that cut importance weights if no upper end of the range is set."""
+        """Return the importance-weight keys without effect, as the range has no upper end."""
         if self.truncated_importance_sampling_ratio is not None:
             return {}
         why = "weights are cut where truncated_importance_sampling_ratio says how far"
@@ -251,7 +251,7 @@ class PolicyLossConfig(Section):
 
     @property
     def kind(self) -> Literal["ppo", "cispo", "reinforce"]:
-        """Return the type of loss, set by either spelling."""
+        """Return the type of the policy loss, which either of two spellings may set."""
         if self.use_cispo:
             return "cispo"
         return "reinforce" if self.disable_ppo_ratio else self.loss_type
@@ -351,7 +351,7 @@ Alarm = Literal[
     "ensemble",
     "failures",
 ]
-"""What can be watched; `observe/health.py` says of each what it means."""
+"""The names of the health alarms; `observe/health.py` explains each."""
 
 
 _NEVER_ROSE = "it rose in no run that gamed its reward"
@@ -612,7 +612,10 @@ class GRPOConfig(Section):
 
     @property
     def compares_within_groups(self) -> bool:
-        """Report whether a completion's baseline is the mean reward of its group or the others."""
+        """Report whether a completion's baseline is a mean reward over its own group.
+
+        The mean may include the completion itself or not.
+        """
         return self.adv_estimator.name != "reinforce_plus_plus" or self.adv_estimator.minus_baseline
 
     @property
@@ -740,14 +743,14 @@ class GRPORun(Section):
 
     @property
     def default_environment(self) -> str:
-        """Return the environment of tasks that name none."""
+        """Return the name of the environment for tasks that name none."""
         if self.data.env_name is not None:
             return self.data.env_name
         return "reward_model" if self.env.reward_model.enabled else "math"
 
     @property
     def updates_per_rollout(self) -> int:
-        """Return the number of optimizer steps that learn from one batch of rollouts."""
+        """Return the number of optimizer steps that each batch of rollouts is used for."""
         grpo = self.grpo
         samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
         return grpo.num_iterations * (samples // self.policy.train_global_batch_size)

@@ -1,4 +1,4 @@
-"""Looks up `${}` in a tree with OmegaConf: other keys, arithmetic, the environment."""
+"""Resolves `${}` references in a tree with OmegaConf: other keys, arithmetic, the environment."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def register_resolvers() -> None:
 
 
 class UnresolvedError(Exception):
-    """An interpolation cannot be resolved; the message says why."""
+    """Raised if a `${}` reference cannot be resolved; the message says why."""
 
 
 class Interpolations:
-    """The values of a run, in which references are looked up.
+    """Resolves `${}` references against the values of one run.
 
     Args:
-        tree: The written values.
-        schema: The schema whose defaults can be referred to.
+        tree: The values as written in files and overrides.
+        schema: The schema of the run, to whose defaults references may point.
     """
 
     def __init__(self, tree: YamlNode, schema: type[Section] | None = None) -> None:
@@ -89,7 +89,7 @@ class Interpolations:
         """Resolve the reference `text` that is written at `path`.
 
         Raises:
-            UnresolvedError: It cannot be resolved.
+            UnresolvedError: The reference cannot be resolved.
         """
         if not _is_well_formed(text):
             raise UnresolvedError(f"'{text}' is not a well-formed interpolation")
@@ -140,5 +140,5 @@ def _paths(node: YamlNode, path: KeyPath) -> Iterator[KeyPath]:
 
 
 def escaped(text: str) -> str:
-    """Escape text that looks like a reference but is none, so that it reads back as itself."""
+    """Escape a text that looks like a `${}` reference but is none, so that it is read as text."""
     return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)

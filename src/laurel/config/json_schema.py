@@ -1,4 +1,4 @@
-"""JSON schemas of configuration files, with which an editor completes and checks keys."""
+"""Builds JSON schemas of configuration files, with which editors complete and check keys."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _INSIDE = ("items", "additionalProperties")
 
 
 def json_schema(kind: Kind) -> dict[str, Any]:
-    """Return the JSON schema of what the loader accepts in a file for a command.
+    """Return the JSON schema of the files that the loader accepts for a command.
 
     Every key accepts its section's values, references such as `${policy.precision}`, `???`, and
-    null. The schema also has other spellings of keys, keys of NeMo RL's files that have no effect
-    here, and `defaults` and `_override_`. No key is required, because a file may inherit it.
+    null. The schema also has alternative spellings of keys, keys of NeMo RL's files that have no
+    effect here, and `defaults` and `_override_`. No key is required, because a file may inherit it.
     """
     top = SCHEMAS[kind]
     schema = top.model_json_schema()

@@ -66,24 +66,27 @@ T = TypeVar("T", bound=Section)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig(Generic[T]):
-    """A configuration that fits its schema, with the warnings about it."""
+    """A configuration that was checked against its schema, with its warnings."""
 
     config: T
     warnings: tuple[str, ...]
-    """A line each for settings that were translated, that are lost, that are ignored without loss,
-    that have no effect beside others, and that are null and keep their defaults."""
+    """The warnings, one line for each setting that does not act as written.
+
+    Such settings were translated, are lost, are ignored without loss, have no effect beside others,
+    or are null and keep their defaults.
+    """
     ignored: tuple[str, ...] = ()
-    """Keys of other systems' files that mean nothing here, lost or not."""
+    """The keys of other systems that Laurel ignores, whether or not something is lost by that."""
     said: YamlNode = field(default_factory=lambda: YamlNode({}, DEFAULT))
-    """The settings of file and overrides, in Laurel's own terms, without defaults."""
+    """The settings of file and overrides, translated to Laurel's keys, without defaults."""
     moves: tuple[Move, ...] = ()
-    """The settings that were translated, and the keys that they went to."""
+    """The settings that were translated, each with Laurel's keys for it."""
 
 
 def load_config(
     schema: type[T], path: Path | None = None, overrides: Sequence[str | Override] = ()
 ) -> LoadedConfig[T]:
-    """Read a configuration file and apply overrides; without a file start from the defaults.
+    """Read a configuration file, or the schema's defaults if `path` is None, and apply overrides.
 
     Raises:
         ConfigError: Keys or values are wrong. The message lists all of them, each with its file and
@@ -105,12 +108,12 @@ def load_config(
 
 
 def check_tree(schema: type[T], tree: YamlNode, problems: Sequence[str] = ()) -> tuple[T, Checker]:
-    """Build the sections of a tree with its defaults, and return them with their checker.
+    """Build the sections of a tree with defaults filled in, and return them with their checker.
 
     Args:
         schema: The schema of the whole tree.
-        tree: The tree, whose places messages name.
-        problems: Problems of the tree that are known before.
+        tree: The tree; its nodes' places appear in messages.
+        problems: Problems of the tree that are already known.
 
     Raises:
         ConfigError: The tree has problems; the message lists all of them.
@@ -140,7 +143,7 @@ def _has_broken(value: Any) -> bool:
 
 
 class Checker:
-    """Builds the sections of one run from its tree, from the innermost outwards.
+    """Builds the sections of one run from its tree, innermost sections first.
 
     Each section is validated on its own, from parts that are already built. So an error is never
     repeated for each branch of a union, and one wrong key does not hide another.
@@ -153,12 +156,12 @@ class Checker:
         self.problems = list(problems)
         self.ignored: list[str] = []
         self.without_effect: dict[str, str] = {}
-        """Keys that have no effect beside others, and why."""
+        """The keys that have no effect beside others, with the reason."""
         self.nulls: dict[str, Any] = {}
-        """Keys that are null but must have a value, with the defaults that they keep."""
+        """The keys that are null but need a value, with the defaults that they keep."""
 
     def section(self, section: type[T], node: YamlNode, path: KeyPath = ()) -> T | _Broken:
-        """Build the section at `path`, or return a marker if a problem in it is reported."""
+        """Build the section at `path`, or return a marker if a problem in it was reported."""
         values: dict[str, Any] = {}
         whole = True
         for key, child in node.value.items():
@@ -190,7 +193,7 @@ class Checker:
         return built if whole else _BROKEN
 
     def warnings(self) -> Iterator[str]:
-        """Yield a line each for settings that are lost, ignored, without effect or null."""
+        """Yield one line for each setting that is lost, ignored, without effect or null."""
         unread = unread_keys(self.tree, self.ignored)
         lost = {one.key: one.why for one in unread if one.is_lost}
         if lost:
@@ -220,7 +223,7 @@ class Checker:
         return True
 
     def _value(self, kinds: Kinds, node: YamlNode, path: KeyPath) -> Any:
-        """Return the value of one key: references looked up, sections built."""
+        """Return the value of one key, with references resolved and sections built."""
         try:
             node = self._resolved(node, path)
         except UnresolvedError as error:

@@ -1,10 +1,9 @@
 """Adapts files written for NeMo RL: translates, refuses or explains what Laurel does not have.
 
-A tree goes through three steps before it is checked. Settings that another backend or section of
-NeMo RL has for one of Laurel's are translated (`megatron_cfg`, `async_grpo`). A feature that Laurel
-does not have is refused by its name. All other keys that mean nothing here stay where they are: the
-sections know them (`foreign_keys`), and `unread_keys` gives the reason, and whether something is
-lost.
+A tree goes through three steps before it is checked. Settings that NeMo RL has in another backend
+or section are translated to Laurel's (`megatron_cfg`, `async_grpo`). A feature that Laurel lacks is
+refused by name. All other keys without a meaning in Laurel stay in the tree: the sections know them
+(`foreign_keys`), and `unread_keys` gives the reason, and whether something is lost.
 
 The tables of these keys and features are in `nemo_rl.yaml`.
 """
@@ -50,7 +49,7 @@ _OFF: tuple[Any, ...] = (None, False, -1, 0, [], {})
 
 
 def reason(key: str) -> tuple[str, bool] | None:
-    """Return why a key means nothing here and whether something may be lost; None if unknown."""
+    """Return why Laurel ignores a NeMo RL key, and whether something may be lost; or None."""
     last = key.rpartition(".")[2]
     if key in _CARRIED:
         return "it is translated", False
@@ -65,21 +64,21 @@ def reason(key: str) -> tuple[str, bool] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadKey:
-    """A key that means nothing here, with the reason."""
+    """A key of NeMo RL that Laurel ignores, with the reason."""
 
     key: str
     value: Any
     why: str
     is_lost: bool
-    """True if the run differs from what the file asks for."""
+    """True if ignoring the key makes the run differ from what the file asks for."""
 
 
 def unread_keys(tree: YamlNode, ignored: Sequence[str]) -> list[UnreadKey]:
-    """List the keys that the sections of a run know and do not read.
+    """List the keys of a file that the sections accept but ignore, with reasons.
 
     Args:
-        tree: The settings of the file, in Laurel's terms.
-        ignored: The dotted keys. The parts of some blocks, such as Megatron's, are listed singly.
+        tree: The settings of the file, translated to Laurel's keys.
+        ignored: The ignored dotted keys. A block such as Megatron's is listed by its parts.
     """
     found: list[UnreadKey] = []
     for block in ignored:
@@ -118,7 +117,7 @@ def _is_disabled(value: Any) -> bool:
 
 
 def _is_off(value: Any, same: Sequence[Any] = ()) -> bool:
-    """Report whether a value (or all values of a block) switches its key off."""
+    """Report whether a value (or all values of a block) disables its feature."""
     if isinstance(value, dict):
         return _is_disabled(value) or all(_is_off(child) for child in value.values())
     return any(
@@ -131,24 +130,24 @@ def _is_off(value: Any, same: Sequence[Any] = ()) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A setting that was translated."""
+    """A setting of NeMo RL that was translated, with Laurel's keys for it."""
 
     key: str
     value: Any
     to: Mapping[str, Any]
-    """Laurel's keys, and their values."""
+    """The keys of Laurel that the setting was translated to, with their values."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Adapted:
-    """A tree in Laurel's own terms, with the translations and warnings about it."""
+    """A tree translated to Laurel's keys, with the translations and warnings."""
 
     tree: YamlNode
     moves: list[Move] = field(default_factory=list)
     sentences: list[str] = field(default_factory=list)
 
     def set(self, key: str, value: Any, *, by: str, was: Any) -> None:
-        """Set one of Laurel's keys, replacing what is there."""
+        """Set one of Laurel's keys; `by` and `was` are the translated key and its value."""
         place = (_at(self.tree, by) or self.tree).place
         self.tree = with_key(self.tree, key.split("."), graft(value, place))
         same = next((move for move in self.moves if move.key == by), None)
@@ -159,11 +158,11 @@ class Adapted:
 
 
 def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted:
-    """Translate the settings of a file from NeMo RL's terms into Laurel's.
+    """Translate the settings of a file from NeMo RL's keys to Laurel's.
 
     Args:
         schema: The schema of the run.
-        tree: The file with its overrides.
+        tree: The values of the file, with overrides applied.
         problems: The list to which problems of the translation are added.
 
     Raises:
@@ -190,7 +189,7 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
 
 
 class _Values:
-    """The values of a tree, with references looked up."""
+    """Gives access to the values of a tree, with references resolved."""
 
     def __init__(self, schema: type[Section], tree: YamlNode) -> None:
         self.tree = tree
@@ -503,9 +502,9 @@ def _translate_async(work: Adapted, values: _Values, problems: list[str]) -> Non
 
 
 def _pack_where_rows_are_divided(work: Adapted) -> None:
-    """Switch packing on where a file divides padded rows over context-parallel ranks.
+    """Enable packing if a file divides padded rows over context-parallel ranks.
 
-    Laurel divides token forests. They give the same sums as rows, so the run is the same.
+    Laurel divides token forests, which give the same sums as rows, so the run is the same.
     """
     size = _at(work.tree, _DTENSOR + "context_parallel_size")
     key = "policy.sequence_packing.enabled"

@@ -1,4 +1,4 @@
-"""Changes from the command line: `a.b=c`, `+a.b=c`, `++a.b=c` and `~a.b`."""
+"""Parses and applies command-line overrides: `a.b=c`, `+a.b=c`, `++a.b=c` and `~a.b`."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ _FORM = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?:(?P<equals>=)(?P<value
 
 
 COLUMN_KEYS = ("data.prompt_key", "data.chosen_key", "data.rejected_key")
-"""The keys that name the columns of preferences, for all commands that read them."""
+"""The keys that name the columns of preferences, which all commands that read such rows accept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
-    """One change of a key, as typed and in its parts."""
+    """A parsed override: one change of one configuration key."""
 
     text: str
     sign: str
-    """Empty, `+`, `++` or `~`."""
+    """The sign before the key: empty, `+`, `++` or `~`."""
     keys: tuple[str, ...]
     value: YamlNode | None
-    """The new value; None deletes the key."""
+    """The key's new value; None deletes the key."""
     place: str
-    """The place that messages name."""
+    """The name of the override in error messages."""
 
 
 def apply_overrides(
     schema: type[Section], tree: YamlNode, overrides: Sequence[str | Override], problems: list[str]
 ) -> YamlNode:
-    """Make the changes in order; those that cannot be made are added to `problems`.
+    """Apply overrides to a tree in order, and return the changed tree.
 
-    A key that is not written starts from the schema's default, so that a change of one key leaves
-    its siblings as they were.
+    Overrides that cannot be applied are added to `problems`. A section that the tree lacks starts
+    from the schema's defaults, so that a change of one key leaves its siblings as they were.
     """
     for said in overrides:
         try:
@@ -73,11 +73,11 @@ def apply_overrides(
 
 
 def parse_override(text: str, *, place: str | None = None) -> Override:
-    """Split an override into its parts.
+    """Parse the text of an override.
 
     Args:
         text: The override as on a command line.
-        place: The name of it in messages; None quotes the override.
+        place: Its name in messages; None quotes the text.
 
     Raises:
         ConfigError: The text is no override.
@@ -123,7 +123,7 @@ def _parse_value(text: str, place: str) -> YamlNode:
 def column_overrides(
     overrides: Sequence[str | Override], *, or_bad_rows: bool = False
 ) -> dict[str, str]:
-    """Return the columns that overrides name, by their keys in the `data` section.
+    """Return the column names that overrides set, by their keys in the `data` section.
 
     Args:
         overrides: The overrides.
@@ -149,14 +149,14 @@ def column_overrides(
 
 
 def overrides_of(settings: Mapping[str, Any]) -> list[Override]:
-    """Turn the keys and values that a program sets into overrides; messages name these keys.
+    """Convert keys and values that a Python program sets to overrides; messages name these keys.
 
     Args:
         settings: Dotted keys with texts, paths, numbers, booleans, None, and lists and mappings of
-            those. A key need not exist before; a sign in front of it is refused.
+            those. A key need not exist yet; a sign before it is refused.
 
     Raises:
-        ConfigError: A key or a value has no such form.
+        ConfigError: A key or a value has another form.
     """
 
     def as_text(value: object) -> str:
@@ -240,9 +240,9 @@ def _changed(schema: type[Section], tree: YamlNode, override: Override) -> YamlN
 
 
 def at_their_place(schema: type[Section], tree: YamlNode, problems: list[str]) -> YamlNode:
-    """Rename keys that other systems spell in another way to the schema's names.
+    """Rename keys with another system's spelling to the schema's names.
 
-    A tree with both spellings of one key is a problem.
+    A tree with both spellings of one key is reported in `problems`.
     """
     for said, meant in schema.other_names.items():
         keys = said.split(".")

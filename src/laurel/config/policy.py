@@ -1,4 +1,4 @@
-"""The sections every run shares: policy, checkpointing, logger, cluster.
+"""Defines the sections that all runs share: policy, checkpointing, logger, cluster.
 
 Names and meanings follow NeMo RL's configuration files, so a file written for it loads unchanged.
 This file is the only home of each default; the docstring under a field is its reference text.
@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from laurel.config.yaml_tree import Section, foreign
 
 Precision = Literal["float32", "bfloat16", "float16"]
-"""Type of a model's weights, or of its arithmetic."""
+"""The floating-point type of a model's weights or of its computation."""
 
 # --------------------------------------------------------------------------------------------------
 # The `cluster.placement` section: which slots each role of a run gets, where the rules do not do.
@@ -233,14 +233,14 @@ class PackingConfig(BatchingConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """The limits of a model's micro-batches, in tokens."""
+    """The largest sizes of a model's micro-batches, in tokens."""
 
     forest_tokens: int
-    """Tokens of one token forest."""
+    """The largest number of tokens in one token forest."""
     padded_tokens: int | None = None
-    """Tokens of one padded batch; None: it holds a fixed number of groups."""
+    """The largest number of tokens in a padded batch; None: it has a fixed number of groups."""
     share_prompts: bool = True
-    """True if a forest computes a prompt once for all its completions."""
+    """True if a forest computes each prompt once for all its completions."""
 
 
 class ScratchConfig(Section):
@@ -328,13 +328,13 @@ class PolicyConfig(Section):
         return self
 
     def token_budget(self, batching: BatchingConfig) -> int:
-        """Return the tokens of a micro-batch under `sequence_packing` or `dynamic_batching`."""
+        """Return the tokens per micro-batch under `sequence_packing` or `dynamic_batching`."""
         whole = self.max_total_sequence_length * self.train_micro_batch_size
         return batching.train_mb_tokens or whole
 
     @property
     def batch_limits(self) -> BatchLimits:
-        """Return the limits of micro-batches."""
+        """Return the token limits of micro-batches that these settings imply."""
         dynamic, packing = self.dynamic_batching, self.sequence_packing
         rows = dynamic if dynamic.enabled else packing
         return BatchLimits(
@@ -381,7 +381,7 @@ class CheckpointingConfig(Section):
     one; `required`: refuse to start without one."""
 
     def saves_in_background(self, device: str) -> bool:
-        """Report whether a run on this kind of device (such as `cuda`) saves in the background."""
+        """Report whether checkpoints are saved in the background on a device (such as `cuda`)."""
         return device == "cuda" if self.in_background is None else self.in_background
 
 

@@ -1,4 +1,4 @@
-"""The configuration of a reward-model training run (`laurel rm`)."""
+"""Defines the configuration of a reward-model training run (`laurel rm`)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LossConfig(Section):
 
     @property
     def uses_ties(self) -> bool:
-        """Report whether this loss learns from rows whose completions all share one rank."""
+        """Report whether this loss learns from rows in which all completions have the same rank."""
         return self.type in ("davidson", "rao_kupper", "regression")
 
 

@@ -1,4 +1,4 @@
-"""Questions about the keys of a schema: their kinds, neighbours, defaults and descriptions."""
+"""Answers questions about a schema's keys: their types, neighbours, defaults and descriptions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pydantic.fields import FieldInfo
 from laurel.config.yaml_tree import DEFAULT, Section, YamlNode, dotted, graft, nearest
 
 Kinds = tuple[Any, ...]
-"""The alternatives of an annotation: `int | list[str] | None` is `(int, list[str], NoneType)`."""
+"""The alternatives of a type: `int | list[str] | None` is `(int, list[str], NoneType)`."""
 
 
 def kinds_of(annotation: Any) -> Kinds:
-    """Return the alternatives of an annotation, with unions flattened."""
+    """Return the alternatives of a type annotation, with nested unions flattened."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return kinds_of(get_args(annotation)[0])
@@ -26,14 +26,14 @@ def kinds_of(annotation: Any) -> Kinds:
 
 
 def sections_of(kinds: Kinds) -> list[type[Section]]:
-    """Return the alternatives that are sections."""
+    """Return those alternatives of a key's type that are sections."""
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
 
 
 def sole_section(kinds: Kinds) -> type[Section] | None:
-    """Return the section that a key always holds (or null); None if there is an alternative.
+    """Return the section that a key always holds (or null); None if it may hold something else.
 
-    Sections with required keys count as None: they are calls (`NamedCall`) and are set whole.
+    A section with required keys, such as `NamedCall`, counts as None, because it is set as a whole.
     """
     sections = sections_of(kinds)
     if len(sections) != 1 or len([kind for kind in kinds if kind is not types.NoneType]) != 1:
@@ -43,7 +43,7 @@ def sole_section(kinds: Kinds) -> type[Section] | None:
 
 
 def item_kinds(kind: Any) -> Kinds | None:
-    """Return the kinds of a list's or mapping's items; None for a kind that is neither."""
+    """Return the alternatives of a list's or mapping's items; None if the type is neither."""
     arguments = get_args(kind)
     if get_origin(kind) in (list, tuple):
         return kinds_of(arguments[0])
@@ -53,15 +53,15 @@ def item_kinds(kind: Any) -> Kinds | None:
 
 
 def is_mapping(kind: Any) -> bool:
-    """Report whether a kind is a mapping with names of the user's own."""
+    """Report whether a type is a mapping with keys that the user chooses."""
     origin: Any = get_origin(kind)
     return kind is dict or origin is dict
 
 
 def kind_that_fits(kinds: Kinds, node: YamlNode) -> Any | None:
-    """Choose the alternative that a list or a mapping is meant for; None if none fits.
+    """Choose the alternative that a written list or mapping is meant for; None if none fits.
 
-    A mapping of mappings is several named sections, if the schema allows that.
+    A mapping of mappings counts as several named sections, if the schema allows those.
     """
 
     def holds_sections(kind: Any) -> bool:
@@ -86,16 +86,16 @@ def kind_that_fits(kinds: Kinds, node: YamlNode) -> Any | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyInfo:
-    """The kind of key that a block has at a name."""
+    """How a block's schema regards a key."""
 
     standing: Literal["field", "foreign", "name", "unknown"]
-    """Declared by the schema; known and ignored; a name of the user's own; none of these."""
+    """Whether the key is a declared field, a known foreign key, a user-chosen name, or unknown."""
     kinds: Kinds = (Any,)
     field: FieldInfo | None = None
 
 
 def step_into(kinds: Kinds, key: str | int) -> KeyInfo:
-    """Look `key` up in a value of these kinds; no kinds at all stand for an ignored part."""
+    """Look up `key` in a value of these alternatives; no alternatives mean an ignored part."""
     sections = sections_of(kinds)
     for section in sections:
         if key in section.model_fields:
@@ -113,7 +113,10 @@ def step_into(kinds: Kinds, key: str | int) -> KeyInfo:
 
 
 def default_node(field: FieldInfo | None) -> YamlNode | None:
-    """Return the schema's default of a key; of a section only the keys that it sets explicitly."""
+    """Return the schema's default of a key as a node.
+
+    Of a section, only the keys that it sets explicitly are included.
+    """
     if field is None or field.is_required():
         return None
     default = field.get_default(call_default_factory=True)
@@ -132,7 +135,7 @@ def with_defaults(
     default: Section | None = None,
     everything: bool = False,
 ) -> YamlNode:
-    """Fill in the sections that a section's node leaves out, as `default` has them.
+    """Return a section's node with missing subsections filled in from `default`.
 
     A file that sets one key of `policy` thereby keeps the sections that the run's schema sets there
     explicitly (`reward_model_cfg: {enabled: true}`). With `everything`, all keys are filled in.
@@ -173,7 +176,7 @@ _LIMITS = (("ge", "of at least"), ("gt", "greater than"), ("le", "of at most"), 
 
 
 def describe_kinds(kinds: Kinds, metadata: Sequence[Any] = ()) -> str:
-    """Describe the values of a key: `a whole number of at least 1, or null`."""
+    """Describe a key's accepted values, such as `a whole number of at least 1, or null`."""
     limits = " and ".join(
         f"{phrase} {getattr(limit, name)}"
         for limit in metadata
@@ -187,7 +190,7 @@ def describe_kinds(kinds: Kinds, metadata: Sequence[Any] = ()) -> str:
 
 
 def choices_of(kinds: Kinds) -> list[str]:
-    """Return the words that a key may hold, if only certain words are allowed."""
+    """Return the words among a key's accepted values; an empty list if there are none."""
     words: list[str] = []
     for kind in kinds:
         origin: Any = get_origin(kind)
@@ -210,7 +213,7 @@ def _describe_one(kind: Any, *, many: bool = False) -> str:
 
 
 def unknown_key(schema: type[Section], section: type[Section], key: str) -> str:
-    """Explain why `key` of `section` is refused, with the key that was probably meant."""
+    """Return the error message for an unknown key of a section, with the key probably meant."""
     if key in section.removed:
         return f"there is no such key any more ({section.removed[key]}); leave it out"
     if key == "_override_":

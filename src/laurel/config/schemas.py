@@ -1,4 +1,4 @@
-"""The schema of the configuration of each command that trains."""
+"""Maps each training command to the schema of its configuration."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from laurel.config.sft import SFTRun
 from laurel.config.yaml_tree import Section, read_file
 
 Run = RewardTrainingRun | SFTRun | GRPORun
-"""A run's configuration of any kind."""
+"""The configuration of a run of any kind."""
 Kind = Literal["rm", "sft", "grpo"]
-"""A command that trains."""
+"""The name of a training command, which is also the kind of its runs."""
 
 SCHEMAS: dict[Kind, type[Section]] = {"rm": RewardTrainingRun, "sft": SFTRun, "grpo": GRPORun}
 
 
 def command_of_file(path: Path | None) -> Kind:
-    """Recognize the command that a file is for by its sections."""
+    """Recognize from its sections which command a configuration file is for."""
     sections = read_file(path).value if path is not None else {}
     kinds: tuple[Kind, ...] = ("grpo", "sft")
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""The configuration of supervised fine-tuning (`laurel sft`). Names follow NeMo RL's files."""
+"""Defines the configuration of supervised fine-tuning (`laurel sft`), with NeMo RL's names."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class DemonstrationDataConfig(TextDataConfig):
     `policy.max_total_sequence_length`."""
 
     def train_sets(self) -> list[DemonstrationSetConfig]:
-        """Return the training sets of either form, with the defaults filled in."""
+        """Return the training sets, named by flat keys or blocks, with defaults filled in."""
         return train_sets(self, DemonstrationSetConfig)
 
     def validation_sets(self) -> list[DemonstrationSetConfig]:

@@ -1,4 +1,4 @@
-"""A configuration before it is checked: nested values that know where each was written."""
+"""Represents an unchecked configuration as nested nodes that know where each was written."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from laurel.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
-"""The way to a value from the top: keys of mappings, positions in lists."""
+"""The path from the root to a value: keys of mappings and indices in lists."""
 
 DEFAULT = "the schema's defaults"
-"""The place of a value that nobody wrote."""
+"""The place of a value that comes from the schema's defaults."""
 
 
 class _Marker:
@@ -30,32 +30,32 @@ class _Marker:
 
 
 MISSING = _Marker()
-"""The value of a key whose file says `???`: to be given in another file or by an override."""
+"""The value of a key written as `???`, which another file or an override has to set."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class YamlNode:
-    """One value of a configuration and where it was written.
+    """A value of a configuration and the place where it was written.
 
     `value` is `dict[str, YamlNode]`, `list[YamlNode]`, or a plain scalar.
     """
 
     value: Any
     place: str
-    """`file.yaml:12`, or the override that set it."""
+    """The place where the value was written: `file.yaml:12`, or the override."""
     text: str | None = None
-    """How a scalar that is not text was spelled, for keys that want text (`revision: 12e3`)."""
+    """The original spelling of a non-text scalar, for keys that expect text (`revision: 12e3`)."""
     literal: bool = False
-    """Holds no interpolation, whatever it looks like."""
+    """True if text that looks like a `${}` reference is meant literally."""
 
     @property
     def reference(self) -> bool:
-        """Report whether the value is text with a `${}` that has to be looked up."""
+        """Report whether the value is text with a `${}` reference to resolve."""
         return isinstance(self.value, str) and not self.literal and "${" in self.value
 
 
 def graft(value: Any, place: str) -> YamlNode:
-    """Turn plain values into nodes that all have one place and no interpolations."""
+    """Convert plain values to nodes that share one place; their text is literal."""
     if isinstance(value, dict):
         return YamlNode({str(key): graft(child, place) for key, child in value.items()}, place)
     if isinstance(value, list | tuple):
@@ -64,7 +64,7 @@ def graft(value: Any, place: str) -> YamlNode:
 
 
 def plain_values(node: YamlNode) -> Any:
-    """Return the values without their places."""
+    """Convert a node to plain values without places."""
     if isinstance(node.value, dict):
         return {key: plain_values(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
@@ -73,7 +73,7 @@ def plain_values(node: YamlNode) -> Any:
 
 
 def overlay(parent: YamlNode, child: YamlNode) -> YamlNode:
-    """Lay `child` over `parent`: mappings are merged key by key, all else is replaced."""
+    """Merge `child` into `parent`: mappings key by key, anything else is replaced."""
     if not isinstance(parent.value, dict) or not isinstance(child.value, dict):
         return child
     merged = dict(parent.value)
@@ -94,7 +94,7 @@ def find_node(node: YamlNode, path: Iterable[str | int]) -> YamlNode | None:
 
 
 def with_key(block: YamlNode, path: Sequence[str], child: YamlNode) -> YamlNode:
-    """Return a block with `child` at `path`, in place of what is there."""
+    """Return a copy of a block with `child` at `path`, replacing what is there."""
     if not path:
         return child
     children = dict(block.value) if isinstance(block.value, dict) else {}
@@ -103,7 +103,7 @@ def with_key(block: YamlNode, path: Sequence[str], child: YamlNode) -> YamlNode:
 
 
 def dotted(path: KeyPath) -> str:
-    """Write a path as in `data.train[0].split`."""
+    """Format a path as text, such as `data.train[0].split`."""
     text = ""
     for key in path:
         text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
@@ -111,13 +111,13 @@ def dotted(path: KeyPath) -> str:
 
 
 def split_key(key: str) -> list[str | int]:
-    """Split a key that `dotted` wrote: `data.train[0].split` is data, train, 0, split."""
+    """Parse a key that `dotted` wrote: `data.train[0].split` is data, train, 0, split."""
     found = re.findall(r"\[(\d+)\]|([^.\[\]]+)", key)
     return [int(index) if index else name for index, name in found]
 
 
 def all_of(problems: Sequence[str]) -> ConfigError:
-    """Make one error of several problems: those of files by line, then those of overrides."""
+    """Combine problems into one error: those of files by line, then those of overrides."""
 
     def file_and_line(problem: str) -> tuple[bool, str, int]:
         place = re.match(r"(?!override ')(.+?):(\d+): ", problem)
@@ -130,7 +130,7 @@ def all_of(problems: Sequence[str]) -> ConfigError:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word that is most like `word`, if any is similar."""
+    """Return the known word most similar to `word`; None if none is similar enough."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
 
 
@@ -156,7 +156,7 @@ _SCALARS = (
 
 
 def read_scalars_our_way(yaml_class: Any) -> None:
-    """Replace the rules by which a YAML loader or dumper class reads plain scalars with ours."""
+    """Replace a PyYAML loader's or dumper's rules for recognizing scalars with Laurel's."""
     kept = {_TAG + "bool", _TAG + "null", _TAG + "merge"}
     yaml_class.yaml_implicit_resolvers = {
         first: [rule for rule in rules if rule[0] in kept]
@@ -167,14 +167,14 @@ def read_scalars_our_way(yaml_class: Any) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads scalars by the rules above."""
+    """Loads YAML with the rules of `read_scalars_our_way`."""
 
 
 read_scalars_our_way(_Loader)
 
 
 def read_file(path: Path) -> YamlNode:
-    """Read the tree of a file, laid over those of the files that its `defaults` name.
+    """Read a YAML file into a tree, merged into the files that its `defaults` name.
 
     Raises:
         ConfigError: A file is missing or not YAML, a key is given twice, or `defaults` form a
@@ -184,15 +184,16 @@ def read_file(path: Path) -> YamlNode:
 
 
 def read_text(text: str, place: str) -> YamlNode:
-    """Read the tree of one value, every part of which gets `place`."""
+    """Parse the text of one value into a tree; all of its nodes get the given place."""
     return _Reader(text, place, lines=False).tree()
 
 
 def read_document(text: str, name: str) -> YamlNode:
-    """Read the tree of a document as it stands: its `defaults` are a key like any other.
+    """Parse a YAML document into a tree; its `defaults` are a key like any other.
 
     Raises:
-        ConfigError: It is not YAML, or a key is given twice; the message names `name` and the line.
+        ConfigError: The text is not YAML, or a key is given twice; the message names `name` and the
+            line.
     """
     return _Reader(text, name).tree()
 
@@ -221,7 +222,7 @@ def _with_parents(path: Path, children: tuple[Path, ...], named_by: str = "") ->
 
 
 def _laid_over(parent: YamlNode, child: YamlNode) -> YamlNode:
-    """`overlay`; a section of the child that says `_override_: true` replaces the parent's."""
+    """Merge like `overlay`, but let a section with `_override_: true` replace the parent's."""
     for key, section in child.value.items():
         mark = section.value.pop("_override_", None) if isinstance(section.value, dict) else None
         if mark is not None and not isinstance(mark.value, bool):
@@ -315,7 +316,7 @@ class _Reader:
         return YamlNode(value, place, node.value if is_spelled else None)
 
     def _mapping(self, node: yaml.MappingNode) -> dict[str, YamlNode]:
-        """The entries; those merged in by `<<` come first and give way to the mapping's own."""
+        """Return the entries of a mapping; those merged in by `<<` yield to the mapping's own."""
         merged: dict[str, YamlNode] = {}
         own: dict[str, YamlNode] = {}
         places: dict[str, str] = {}
@@ -348,19 +349,19 @@ def _off_is_0(value: Any) -> Any:
 
 MINUS_1_IS_OFF = BeforeValidator(_off_is_0)
 OffPeriod = Annotated[int, MINUS_1_IS_OFF]
-"""Steps between two events; 0, or -1 as other systems write it, switches them off."""
+"""The number of steps between two events; 0, or -1 as in other systems, disables them."""
 
 
 @cache
 def nemo_rl_tables() -> Mapping[str, Any]:
-    """Load the tables of keys and features of files for NeMo RL."""
+    """Load the tables of NeMo RL's keys and features that Laurel adapts or lacks."""
     text = files(__package__).joinpath("nemo_rl.yaml").read_text(encoding="utf-8")
     tables: Mapping[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return tables
 
 
 def foreign(*sections: str) -> frozenset[str]:
-    """Return the keys that NeMo RL's sections have and Laurel's do not."""
+    """Return the keys that the named sections of NeMo RL have and Laurel's lack."""
     lists = nemo_rl_tables()["foreign_keys"]
     return frozenset(key for section in sections for key in lists[section])
 
@@ -387,7 +388,7 @@ class Section(BaseModel):
     Only the section of a whole configuration has them."""
 
     def without_effect(self) -> dict[str, str]:
-        """Return the keys that are set but have no effect beside the section's others, and why.
+        """Return the keys that are set but have no effect beside other keys, with the reasons.
 
         They are no error, because a file may keep the settings of what it has switched off; the
         loader warns of them.
@@ -395,7 +396,7 @@ class Section(BaseModel):
         return {}
 
     def __getitem__(self, key: str) -> Any:
-        """Return a setting by its name, as from a dictionary."""
+        """Return a setting by its name, like a dictionary."""
         if key not in type(self).model_fields:
             raise KeyError(key)
         return getattr(self, key)

@@ -1,1 +1,1 @@
-"""Configurations of other systems, recognized and translated into Laurel's."""
+"""Recognizes configurations of other systems and translates them into Laurel's."""

@@ -1,4 +1,4 @@
-"""Command lines of training programs, read as a shell would read them, without running any."""
+"""Parses the command lines of training programs as a shell would, without running anything."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _RUNS: Mapping[tuple[str, str], str] = {
     ("verl", "sft_trainer"): "sft",
     ("verl", "sft_trainer_ray"): "sft",
 }
-"""Programs by system and name, and the run that they are."""
+"""Maps a (system, program) to the kind of run that it is."""
 
 PROGRAMS = (
     "trl reward|grpo|sft, openrlhf.cli.train_rm|train_ppo_ray|train_sft, "
     "verl.trainer.main_ppo|sft_trainer"
 )
-"""For messages."""
+"""The training programs that can be imported, as text for messages."""
 
 LAUNCHER_FILE = "accelerate launch --config_file"
-"""The key of the file that accelerate reads, which is none of the program's."""
+"""The key under which accelerate's configuration file is kept, apart from the program's keys."""
 _TRL_EXAMPLE = re.compile(r"examples/scripts/(reward_modeling|sft|grpo)\.py\b")
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+|declare\s+)?([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*)")
@@ -58,24 +58,24 @@ _FROM_OUTSIDE = ("HOME", "USER", "PWD")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A training program and its arguments."""
+    """A training program with its parsed arguments."""
 
     system: str
     run: str
     program: str
     values: Mapping[str, Any]
     unresolved: Mapping[str, str] = field(default_factory=dict)
-    """Keys whose values hold variables that the text does not set."""
+    """The keys whose values contain shell variables that the script does not set."""
     devices: int | None = None
-    """Processes that its launcher starts."""
+    """The number of processes that the launcher starts; None if it is not given."""
 
 
 def find_command(text: str, name: str) -> Command | None:
-    """The first training program in a script or a command line; None where there is none.
+    """Find and parse the first training program in a script or command line; None without one.
 
     Raises:
-        ConfigError: Quotes that do not close, a flag given twice with different values, or a
-            program of a known system that no run here answers to.
+        ConfigError: Quotes do not close, a flag is given twice with different values, or a known
+            system's program has no counterpart in Laurel.
     """
     joined = re.sub(r"\\\n", " ", text)
     variables = {key: os.environ[key] for key in _FROM_OUTSIDE if key in os.environ}
@@ -110,7 +110,7 @@ def find_command(text: str, name: str) -> Command | None:
 
 
 def _python_problem(text: str, name: str) -> ConfigError | None:
-    """Why a Python program that uses TRL is not read, and what to give; None: it is none."""
+    """Explain why a Python program that uses TRL cannot be read; None if the text is none."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -168,7 +168,7 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _calculated(found: re.Match[str], variables: Mapping[str, str]) -> str:
-    """The value of `$((...))`; the text itself where it cannot be computed."""
+    """Compute the value of `$((...))`; return the text itself if that is impossible."""
     # Variables need no dollar there.
     inner = re.sub(
         r"\b[A-Za-z_]\w*",
@@ -273,7 +273,7 @@ def _command(
 
 
 def _launcher_files(launcher: Sequence[str]) -> dict[str, Any]:
-    """The file that accelerate reads, under a key that no program has."""
+    """Return the file that accelerate reads, under a key that no program has."""
     for flag, value in zip(launcher, [*launcher, ""][1:], strict=True):
         name, has_value, inline = flag.partition("=")
         if name == "--config_file":
@@ -291,7 +291,7 @@ def _devices(launcher: Sequence[str]) -> int | None:
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
-    """`--key value`, `--key=value`, `--key a b` (a list) and `--key` (true)."""
+    """Parse `--key value`, `--key=value`, `--key a b` (a list) and `--key` (true)."""
     values: dict[str, Any] = {}
     key: str | None = None
     given: list[Any] = []
@@ -317,7 +317,7 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Hydra's `a.b=c`, `+a.b=c` and `++a.b=c`; its own options keep their dashes."""
+    """Parse Hydra's `a.b=c`, `+a.b=c` and `++a.b=c`; Hydra's own options keep their dashes."""
     values: dict[str, Any] = {}
     waiting: str | None = None
     for word in words:
@@ -344,7 +344,10 @@ def _set(values: dict[str, Any], key: str, value: Any, where: str) -> None:
 
 
 def scalar(text: str, *, lists: bool = False) -> Any:
-    """A word of a command line as the value that it spells."""
+    """Convert a word of a command line to the number, boolean, null or text that it spells.
+
+    With `lists`, a word in brackets becomes a list.
+    """
     words = {"true": True, "false": False, "none": None, "null": None}
     if text.lower() in words:
         return words[text.lower()]

@@ -1,4 +1,4 @@
-"""Converts another system's configuration into a checked one, with a status for every key."""
+"""Applies a mapping table to another system's configuration, with a status for every key."""
 
 from __future__ import annotations
 
@@ -15,35 +15,38 @@ from laurel.config.yaml_tree import Section, YamlNode, nearest, plain_values
 from laurel.errors import ConfigError
 
 WHOLE = ("policy.optimizer", "policy.scheduler")
-"""Keys whose parts replace all of ours together, and so are written together."""
+"""The keys whose blocks replace Laurel's defaults as a whole, so all their parts are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """A configuration of another system in ours."""
+    """The result of an import: Laurel's configuration, and what became of each source key."""
 
     system: str
     run: Kind
     values: Mapping[str, Any]
-    """By our keys, dotted: what the file says and, of the other system's defaults, what differs
-    from ours."""
+    """The imported values by Laurel's dotted keys.
+
+    These are the values in the source, and those defaults of the other system that differ from
+    Laurel's.
+    """
     origins: Mapping[str, str]
-    """Where each is from, for people."""
+    """The origin of each value as text for people, by Laurel's dotted keys."""
     entries: tuple[KeyOutcome, ...]
-    """Every key that the source says, and the defaults that matter, in the order of the table."""
+    """The outcome of every key in the source, and of relevant defaults, in table order."""
     config: Section
-    """The same, checked by the schema."""
+    """The imported values, checked against the schema."""
 
     def with_status(self, status: str) -> list[KeyOutcome]:
-        """The entries of one of the lists: carried, default, not needed, not carried."""
+        """Return the outcomes with one status: carried, default, not needed or not carried."""
         return [entry for entry in self.entries if entry.status == status]
 
 
 def import_said(table: MappingTable, work: Work, run: Kind) -> Imported:
-    """Give every key of the source its status, and check what comes out.
+    """Apply a mapping table to the keys of the source, and check the resulting configuration.
 
     Raises:
-        ConfigError: A value, or what the values together would be; the message names the key of
+        ConfigError: A value, or the combination of values, is invalid; the message names the key of
             the source.
     """
     for rule in table.rules:
@@ -83,7 +86,7 @@ def _without_rule(table: MappingTable, work: Work, key: str) -> None:
 
 
 def _drop_our_defaults(work: Work, schema: type[Section]) -> None:
-    """Leave out what nobody said and what is ours anyway."""
+    """Leave out values that the source does not set and that equal Laurel's defaults."""
     ours = schema().model_dump(mode="json")
     units = {to: next((w for w in WHOLE if to.startswith(w)), to) for to in work.values}
     needed: set[str] = set()
@@ -106,7 +109,7 @@ def _drop_our_defaults(work: Work, schema: type[Section]) -> None:
 
 
 def default_at(ours: Any, dotted: str) -> Any:
-    """Return the value of a dotted key in a dumped configuration; None where there is none."""
+    """Return the value of a dotted key in a dumped configuration; None if there is none."""
     for part in dotted.split("."):
         ours = ours.get(part) if isinstance(ours, dict) else None
     return ours

@@ -1,4 +1,4 @@
-"""NeMo RL's files, whose names are ours: what becomes of each of their keys, and why."""
+"""Imports NeMo RL's files, whose keys Laurel shares, with each key's outcome and the reason."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SYSTEM = "NeMo RL"
 
 
 def import_file(path: Path, run: Kind) -> Imported:
-    """Check a file of NeMo RL, and say what of it is translated, ignored or lost.
+    """Load a file of NeMo RL, and report which keys are translated, ignored or lost.
 
     Raises:
-        ConfigError: As `load_config`.
+        ConfigError: The file is invalid, as in `load_config`.
     """
     loaded = load_config(SCHEMAS[run], path)
     moved = {move.key for move in loaded.moves}
@@ -66,7 +66,7 @@ _TAKEN_WHOLE = ("kwargs", "chat_template_kwargs", "hf_config_overrides", "labels
 def _leaves(
     tree: YamlNode, ignored: tuple[str, ...], whole: set[str], path: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """Every key that is read, with its value; a block that is taken as a whole is one."""
+    """Yield every key that is read, with its value; a block in `whole` is yielded as one key."""
     for name, child in tree.value.items():
         here = ".".join((*path, name))
         if here in ignored or child.place == DEFAULT:

@@ -1,4 +1,4 @@
-"""Conversions that several systems need: optimizers, schedules of the learning rate, adapters."""
+"""Converts optimizers, learning-rate schedules and adapters for several systems."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from laurel.config.importing.rules import Work
 
 FIRST_FACTOR = 1e-8
-"""Where a warm-up begins; torch's LinearLR cannot begin at 0, where the others do."""
+"""The initial factor of a warm-up; torch's LinearLR cannot begin at 0, as other systems do."""
 
 NO_CRITIC = "Laurel learns without a critic"
 
@@ -33,7 +33,11 @@ def put_adam(
     eps: str | None = None,
     name_by: Sequence[str] = (),
 ) -> None:
-    """Configure AdamW with the values of these keys; `betas` is one key of a pair, or two keys."""
+    """Set AdamW from the source's keys; each argument names the key of that value.
+
+    `betas` is one key that holds a pair, or two keys. `name_by` are the keys that choose the
+    optimizer.
+    """
     work.put("policy.optimizer.name", "torch.optim.AdamW", by=name_by)
     work.put("policy.optimizer.kwargs.lr", float(work.number(lr)), by=(lr,))
     work.put(
@@ -57,18 +61,18 @@ def put_schedule(
     min_ratio: float = 0.0,
     total: int | None = None,
 ) -> None:
-    """A warm-up, and what follows it.
+    """Set the learning-rate schedule: a warm-up, then a constant rate or a decay.
 
     Args:
-        work: The import.
-        decay: The key that names the schedule.
+        work: The import, whose values are set.
+        decay: The source's key that names the schedule.
         kind: `constant`, `linear` or `cosine`.
-        by: The keys that decide what follows the warm-up.
-        warmup_steps: Optimizer steps of the warm-up; None where they are a share of a run whose
-            length nobody said.
-        warmup_by: The keys that decide that.
-        min_ratio: Where the decay ends, as a share of the learning rate.
-        total: Optimizer steps of the run; else those that the import was given.
+        by: The source's keys that decide what follows the warm-up.
+        warmup_steps: The optimizer steps of the warm-up; None if the source gives a share of the
+            run, whose length is unknown.
+        warmup_by: The source's keys that decide the warm-up.
+        min_ratio: The learning rate at the end of the decay, as a share of the initial one.
+        total: The optimizer steps of the run; None takes those given to the import.
     """
     total = total or work.total_steps
     needs = (
@@ -111,7 +115,7 @@ def put_schedule(
 def share_of(
     work: Work, ratio: float, total: int | None, rounded: Callable[[float], int] = math.ceil
 ) -> int | None:
-    """Steps of a warm-up that is a share of the run; None where its length is open."""
+    """Return the steps of a warm-up that is a share of the run; None if the length is unknown."""
     total = total or work.total_steps
     if ratio == 0:
         return 0
@@ -138,7 +142,7 @@ LORA_TARGETS = tuple(
 
 
 def put_lora_modules(work: Work, key: str, value: Any) -> None:
-    """Which layers get adapters: all, or those that are named."""
+    """Set which layers get LoRA adapters: all linear layers, or those that the source names."""
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if value == "all-linear":
@@ -152,10 +156,10 @@ def put_lora_modules(work: Work, key: str, value: Any) -> None:
 
 
 def put_estimator_of_lone_completions(work: Work, key: str, *, size_key: str) -> None:
-    """Compare over the batch where one completion is sampled per prompt, and note it for `key`.
+    """Set an advantage estimator over the batch, because one completion is sampled per prompt.
 
-    A group's mean would be the completion itself: every advantage would be 0. `key` names the
-    source's estimator, `size_key` the number of completions.
+    With one completion a group's mean would be its own reward, and every advantage 0. `key` names
+    the source's estimator, which is reported as refused, and `size_key` the number of completions.
     """
     work.put("grpo.adv_estimator.name", "reinforce_plus_plus", by=())
     work.put("grpo.adv_estimator.minus_baseline", False, by=())
@@ -169,9 +173,9 @@ def put_estimator_of_lone_completions(work: Work, key: str, *, size_key: str) ->
 
 
 def put_adam_of(work: Work, *, name: str, **keys: Any) -> None:
-    """Configure AdamW as `put_adam` does, with `name` as the key that names the optimizer.
+    """Set AdamW as `put_adam` does, where the source's key `name` chooses the optimizer.
 
-    A key that was refused is not reported as carried over. `keys` are those of `put_adam`.
+    A key that was refused is not reported as carried over. `keys` are the arguments of `put_adam`.
     """
     put_adam(work, name_by=() if name in _refused(work) else (name,), **keys)
 
@@ -189,4 +193,4 @@ RULES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
         ),
     ),
 }
-"""Conversions that rows of a table call by name, and the keys of ours that they may set."""
+"""The conversions that table rows can call, by name, each with the keys that it may set."""

@@ -1,7 +1,7 @@
-"""What a table says of the keys of another system: where each goes, or why it goes nowhere.
+"""Defines mapping tables: rules for where each key of another system goes, or why nowhere.
 
-A table is a list of rules. Every key has one rule, and the pages of the documentation are made of
-the same rules, so that they cannot differ.
+Every key has one rule. The documentation's tables are generated from the same rules, so they
+cannot differ.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ _SECRETS = re.compile(r"(^|[._])(wandb\.key|use_wandb|hub_token|\w*(api_?key|pas
 
 
 def is_secret(key: str) -> bool:
-    """Whether the value of a key must be neither shown nor written."""
+    """Report whether a key holds a secret, whose value must be neither shown nor written."""
     return _SECRETS.search(key.lower()) is not None
 
 
 @dataclass(slots=True, kw_only=True)
 class KeyOutcome:
-    """What became of one key."""
+    """The outcome of importing one key of the source."""
 
     key: str
     status: Status
     value: Any = None
     to: dict[str, Any] = field(default_factory=dict)
-    """Keys of ours, and their values."""
+    """The keys of Laurel that this key sets, with their values."""
     why: str = ""
-    """The conversion, or why there is none and what to do."""
+    """Explains the conversion, or why there is none and what the user can do."""
     is_said: bool = True
-    """False: the source leaves it out, and this is what the other system takes then."""
+    """False if the source leaves the key out, and this is the other system's default."""
 
 
 class Work:
-    """What the converters of a table read and write.
+    """The state of one import, which converters read values from and write results to.
 
     Args:
         system: The name of the other system, for messages.
-        run: `rm`, `sft` or `grpo`.
-        said: What the source says, by its keys.
-        defaults: What the other system takes for the others.
-        devices: Processes the source was started with; None where nobody said.
-        total_steps: Optimizer steps of the whole run; None where nobody said.
+        run: The kind of run: `rm`, `sft` or `grpo`.
+        said: The values in the source, by its keys.
+        defaults: The other system's defaults, by its keys.
+        devices: The number of processes the source starts; None if it is unknown.
+        total_steps: The optimizer steps of the whole run; None if they are unknown.
     """
 
     def __init__(
@@ -73,29 +73,29 @@ class Work:
         self.total_steps = total_steps
         self.entries: dict[str, KeyOutcome] = {}
         self.values: dict[str, YamlNode] = {}
-        """By key of ours."""
+        """The values set so far, by Laurel's keys."""
         self.came_from: dict[str, tuple[str, ...]] = {}
         self.origins: dict[str, str] = {}
-        """For people: where each of them is from."""
+        """The origin of each value as text for people, by Laurel's keys."""
         self.reached: dict[str, list[str]] = {}
-        """By key of the source, what it decided; also where it was left out."""
+        """The keys of Laurel that each source key decides, even if it is left out."""
         self.named: dict[str, Any] = {}
-        """What the steps of a table gave a name."""
+        """The values that the table's `let` steps have named."""
 
     # ----------------------------------------------------------------------------------- the source
 
     def __getitem__(self, key: str) -> Any:
-        """The value that the other system would use: what is said, or its default."""
+        """Return the value that the other system would use: the source's, or the default."""
         if key in self.said:
             return self.said[key]
         return self.defaults.get(key)
 
     def is_said(self, *keys: str) -> bool:
-        """Whether the source says any of them."""
+        """Report whether the source sets any of the keys."""
         return any(key in self.said for key in keys)
 
     def said_of(self, keys: Iterable[str]) -> list[str]:
-        """Those of the keys that the source says; all below one that ends in `.*`."""
+        """Return those of the keys that the source sets; `a.*` stands for all keys below `a`."""
         found: list[str] = []
         for key in keys:
             if key.endswith(".*"):
@@ -106,10 +106,10 @@ class Work:
         return found
 
     def number(self, key: str) -> float:
-        """The value as a number.
+        """Return the value of a source key as a number.
 
         Raises:
-            ConfigError: It is none.
+            ConfigError: The value is no number.
         """
         value = self[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
@@ -117,10 +117,10 @@ class Work:
         return value
 
     def whole(self, key: str) -> int:
-        """The value as a whole number.
+        """Return the value of a source key as a whole number.
 
         Raises:
-            ConfigError: It is none.
+            ConfigError: The value is no whole number.
         """
         value = self.number(key)
         if value != int(value):
@@ -128,10 +128,10 @@ class Work:
         return int(value)
 
     def flag(self, key: str) -> bool:
-        """The value as true or false; null is false.
+        """Return the value of a source key as a boolean; null is False.
 
         Raises:
-            ConfigError: It is neither.
+            ConfigError: The value is no boolean.
         """
         value = self[key]
         if value in (None, "None"):
@@ -141,15 +141,15 @@ class Work:
         return value
 
     def text(self, key: str) -> str | None:
-        """The value as text; null and empty text are None."""
+        """Return the value of a source key as text; null and empty text are None."""
         value = self[key]
         return None if value in (None, "", "None") else str(value)
 
     def pair(self, key: str) -> tuple[float, float]:
-        """The value as two numbers.
+        """Return the value of a source key as two numbers.
 
         Raises:
-            ConfigError: It is not.
+            ConfigError: The value is no pair of numbers.
         """
         value = self[key]
         is_pair = isinstance(value, list | tuple) and len(value) == 2
@@ -158,7 +158,7 @@ class Work:
         return float(value[0]), float(value[1])
 
     def problem(self, key: str, what: str) -> ConfigError:
-        """The error that a value cannot be used."""
+        """Return the error for a source key whose value cannot be used; `what` says why."""
         stands = "" if key in self.said else f" (the default of {self.system})"
         return ConfigError(f"{self.system}'s {key}={shown(key, self[key])}{stands}: {what}")
 
@@ -167,9 +167,15 @@ class Work:
     def put(
         self, to: str, value: Any, *, by: Iterable[str], how: str = "", origin: str = ""
     ) -> None:
-        """Set a key of ours; `by` are the keys of the source that decide it.
+        """Set a key of Laurel.
 
-        `origin` is for a value that no key decides: an option of the import.
+        Args:
+            to: The dotted key of Laurel.
+            value: Its value.
+            by: The source's keys that decide the value.
+            how: An explanation of the conversion.
+            origin: The origin of a value that no source key decides, such as an option of the
+                import.
         """
         target = to.format(run=self.run)
         keys = tuple(by)
@@ -191,17 +197,20 @@ class Work:
         self.origins[target] = origin or ", ".join(said) or default
 
     def unneeded(self, key: str, why: str) -> None:
-        """A key that there is no need for."""
+        """Record that a source key is not needed, and why."""
         entry = self._entry(key, "not needed")
         entry.why = entry.why or why
 
     def refuse(self, key: str, why: str) -> None:
-        """A key that cannot be carried; whatever was set by it stays."""
+        """Record that a source key cannot be carried over; values it has already set remain.
+
+        `why` is the reason that the report shows.
+        """
         entry = self._entry(key, "not carried")
         entry.status, entry.why = "not carried", why
 
     def note(self, key: str, text: str) -> None:
-        """Something to know about a key that is carried."""
+        """Attach a note to a source key that is carried over."""
         entry = self.entries.get(key)
         if entry is not None:
             entry.why = f"{entry.why}; {text}" if entry.why else text
@@ -218,7 +227,7 @@ class Work:
 
 
 def shown(key: str, value: Any) -> str:
-    """A value for people, on one line; secrets are not."""
+    """Format a value for people on one line; the value of a secret key is hidden."""
     if key == "policy.scheduler" and value is not None:
         stages = value if isinstance(value, list) else [value]
         names = [stage["name"].rpartition(".")[2] for stage in stages if "name" in stage]
@@ -243,34 +252,34 @@ Convert = Callable[[Work], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRule:
-    """What becomes of some keys that are read together."""
+    """The rule for one source key, or for several that are converted together."""
 
     keys: tuple[str, ...]
-    """Of the source; one that ends in `.*` is all that begin so."""
+    """The source's keys that the rule covers; `a.*` stands for all keys below `a`."""
     to: tuple[str, ...] = ()
-    """Every key of ours that it may set. `{run}` is the section of the run: rm, sft or grpo."""
+    """All keys of Laurel that the rule may set; `{run}` stands for `rm`, `sft` or `grpo`."""
     how: str
-    """For people: the conversion, or why there is none."""
+    """Describes the conversion for people, or explains why there is none."""
     status: Literal["carried", "not needed", "not carried"] = "carried"
-    """What becomes of its keys as a rule: of some values it may be another."""
+    """The usual status of the keys; the converter may give another for certain values."""
     convert: Convert
-    """Reads the keys from the work and says what becomes of each."""
+    """Converts the keys: reads their values from the `Work` and records an outcome for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappingTable:
-    """One kind of run of another system."""
+    """The mapping table for one kind of run of another system."""
 
     rules: tuple[KeyRule, ...]
     defaults: Mapping[str, Any]
-    """What the other system takes where a file says nothing."""
+    """The other system's defaults, by its keys."""
     own_keys: frozenset[str] = frozenset()
-    """Keys that no other kind of run of this system has."""
+    """The keys that only this kind of run has in the other system, which identify it."""
     other_names: Mapping[str, str] | None = None
-    """Keys of older versions, and their names in this table."""
+    """Maps keys of older versions of the other system to their names in this table."""
 
     def rule_of(self, key: str) -> KeyRule | None:
-        """The rule of a key: its own, else that of its longest beginning."""
+        """Return the rule of a key: its own, or that of its longest known prefix."""
         exact = {k: rule for rule in self.rules for k in rule.keys}
         if key in exact:
             return exact[key]
@@ -288,7 +297,7 @@ class MappingTable:
 
 
 def same(key: str, to: str, how: str = "as it is") -> KeyRule:
-    """A key that has another name here, and the same meaning."""
+    """Return a rule for a key that Laurel has under another name with the same meaning."""
 
     def convert(work: Work) -> None:
         if work.is_said(key) or key in work.defaults:
@@ -298,7 +307,7 @@ def same(key: str, to: str, how: str = "as it is") -> KeyRule:
 
 
 def unneeded(how: str, *keys: str) -> KeyRule:
-    """Keys that change nothing about what is learned, or that Laurel settles itself."""
+    """Return a rule for keys that do not affect what is learned, or that Laurel decides itself."""
 
     def convert(work: Work) -> None:
         for key in work.said_of(keys):
@@ -308,7 +317,7 @@ def unneeded(how: str, *keys: str) -> KeyRule:
 
 
 def absent(how: str, *keys: str, off: Sequence[Any] = (None, False, 0, "")) -> KeyRule:
-    """Keys for which there is nothing here. At one of the values of `off` nothing is missing."""
+    """Return a rule for keys of features that Laurel lacks; a value in `off` loses nothing."""
 
     def convert(work: Work) -> None:
         for key in work.said_of(keys):

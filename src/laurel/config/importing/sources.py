@@ -1,4 +1,4 @@
-"""The systems that files are imported from: telling which wrote a file, and reading it."""
+"""Imports a configuration: recognizes which system wrote the file, and reads it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TABLES: Mapping[System, Mapping[Kind, MappingTable]] = {
     "openrlhf": read_tables("openrlhf"),
     "verl": read_tables("verl"),
 }
-"""NeMo RL has none: its names are ours."""
+"""The mapping tables by system and kind of run; NeMo RL needs none, as Laurel shares its keys."""
 
 STDIN = "-"
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,([^{}]*))?\}")
@@ -39,11 +39,11 @@ _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,([^{}]*))?\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportRequest:
-    """What is to be imported, and what the source does not say itself."""
+    """What to import, and the facts that the source itself may lack."""
 
     path: Path
     text: str | None = None
-    """What was read where the path is `-`."""
+    """The text of the source, if the path is `-` (standard input)."""
     system: System | None = None
     run: Kind | None = None
     devices: int | None = None
@@ -52,29 +52,29 @@ class ImportRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportReport:
-    """An import, and how its source was recognised."""
+    """An imported configuration, with the system it was recognized as."""
 
     imported: Imported
     system: System
     by: str
-    """Empty where it was said."""
+    """The clue by which the system was recognized; empty if the user named the system."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Read:
-    """A source as it stands."""
+    """A parsed source before any translation."""
 
     values: Mapping[str, Any]
-    """As nested as they are written."""
+    """The values, nested as in the file."""
     command: Command | None = None
 
 
 def import_configuration(request: ImportRequest) -> ImportReport:
-    """Turn a configuration of another system into ours.
+    """Translate a configuration of another system into Laurel's.
 
     Raises:
-        ConfigError: The file cannot be read, is of none of the systems or of another than is said,
-            or what it says cannot be a configuration here.
+        ConfigError: The file cannot be read, belongs to no known system or not to the one that the
+            user named, or does not make a valid configuration.
     """
     name = "stdin" if str(request.path) == STDIN else str(request.path)
     read = _read(request, name)
@@ -141,7 +141,7 @@ def _read(request: ImportRequest, name: str) -> _Read:
 
 
 def _with_inherited(values: Mapping[str, Any], request: ImportRequest) -> Mapping[str, Any]:
-    """What a file of NeMo RL says with those it names; Hydra's `defaults` are not followed."""
+    """Merge a NeMo RL file with the files it inherits; Hydra's `defaults` are not followed."""
     if "defaults" not in values or request.text is not None:
         return values
     try:
@@ -214,7 +214,7 @@ def _system_of_keys(values: Mapping[str, Any]) -> tuple[System | None, str]:
 
 
 def _known(system: System, values: Mapping[str, Any]) -> list[str]:
-    """Keys of a source that a system has."""
+    """List the keys of a source that a system knows."""
     if system == "nemo-rl":
         sections = [key for key in values if key in _SECTIONS and isinstance(values[key], dict)]
         return sections if "policy" in sections else []
@@ -227,7 +227,7 @@ def _known(system: System, values: Mapping[str, Any]) -> list[str]:
 
 
 _SECTIONS = ("policy", "rm", "sft", "grpo", "loss_fn", "env", "checkpointing", "cluster")
-"""Of a file of NeMo RL; no other system has a section `policy`."""
+"""The sections of NeMo RL's files; no other system has a section `policy`."""
 
 
 def _run(request: ImportRequest, read: _Read, system: System, name: str) -> tuple[Kind, str]:
@@ -269,7 +269,7 @@ def _run(request: ImportRequest, read: _Read, system: System, name: str) -> tupl
 
 
 def _said(table: MappingTable, read: _Read) -> tuple[dict[str, Any], dict[str, str]]:
-    """The keys by this table's names, and those whose values cannot be known."""
+    """Return the values by the table's keys, and the keys whose values cannot be determined."""
     names = table.other_names or {}
     said: dict[str, Any] = {}
     spelled: dict[str, str] = {}
@@ -294,7 +294,7 @@ def _said(table: MappingTable, read: _Read) -> tuple[dict[str, Any], dict[str, s
 
 
 def _resolve(said: dict[str, Any], table: MappingTable, key: str, lost: dict[str, str]) -> None:
-    """Replace references to other keys; a key is dropped where one leads nowhere."""
+    """Replace references to other keys; drop a key if its reference cannot be resolved."""
 
     def value_of(found: re.Match[str]) -> Any:
         name, default = found[1], found[2]
@@ -320,7 +320,7 @@ def _resolve(said: dict[str, Any], table: MappingTable, key: str, lost: dict[str
 def _flat(
     values: Mapping[str, Any], table: MappingTable, prefix: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Nested keys with dots, down to those that the table knows as they are."""
+    """Flatten nested keys to dotted ones, except for mappings that the table takes as a whole."""
     exact = set(table.known())
     found: dict[str, Any] = {}
     for name, value in values.items():

@@ -52,7 +52,7 @@ from laurel.errors import ConfigError
 Step = Callable[[Work], None]
 
 FAR = 1_000_000
-"""Epochs or steps that no run reaches."""
+"""A number of epochs or steps that no run reaches."""
 
 _OF_KEYS = ("whole", "number", "on", "text", "said", "word", "refused", "key", "pair")
 _FUNCTIONS: Mapping[str, Any] = {
@@ -84,33 +84,33 @@ _IN_TEXT = re.compile(r"\{([^{}]+)\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """What the words of a table stand for."""
+    """The abbreviations and keys that the rows of a table may use."""
 
     short: Mapping[str, str] = field(default_factory=dict)
     keys: frozenset[str] = frozenset()
-    """Every key that a row of the table has."""
+    """All keys that the table's rows mention."""
 
     def whole(self, key: str) -> str:
-        """A key without what is short in it."""
+        """Return a key with its abbreviated prefix expanded."""
         first, dot, rest = key.partition(".")
         if first not in self.short:
             return key
         return f"{self.short[first]}{dot}{rest}".lstrip(".")
 
     def all(self, keys: str | Sequence[str]) -> tuple[str, ...]:
-        """One key, or several."""
+        """Return one key or several as a tuple, with abbreviated prefixes expanded."""
         return tuple(self.whole(key) for key in ([keys] if isinstance(keys, str) else keys))
 
 
 class _Keys(ast.NodeTransformer):
-    """Turns names of keys into what looks them up."""
+    """Replaces key names in an expression's syntax tree by look-ups."""
 
     def __init__(self, names: Names, known: frozenset[str], text: str) -> None:
         self.names, self.known, self.text = names, known, text
         self.read: list[str] = []
 
     def key(self, node: ast.expr) -> str | None:
-        """The key that an expression spells."""
+        """Return the key that an expression spells; None if it spells none."""
         dotted = ast.unparse(node)
         if not re.fullmatch(r"[\w.]+", dotted) or dotted[0].isdigit():
             return None
@@ -149,10 +149,10 @@ class _Keys(ast.NodeTransformer):
 
 
 class Expression:
-    """An expression of a table.
+    """A compiled expression of a mapping table.
 
     Raises:
-        ValueError: It names what the table does not have.
+        ValueError: The expression uses a name that the table does not have.
     """
 
     def __init__(self, text: Any, names: Names, known: Mapping[str, tuple[str, ...]]) -> None:
@@ -166,12 +166,12 @@ class Expression:
         made = ast.fix_missing_locations(seen.visit(tree))
         self.code: CodeType = compile(made, "<table>", "eval")
         self.keys: tuple[str, ...] = tuple(seen.read)
-        """Those that it reads, in order."""
+        """The source's keys that the expression reads, in order."""
         self.behind: tuple[str, ...] = (*seen.read, *(key for name in named for key in known[name]))
-        """Those and what its names were made of."""
+        """The keys that the expression reads, directly or through names defined by `let`."""
 
     def of(self, work: Work) -> Any:
-        """Its value for what a source says."""
+        """Evaluate the expression on the values of an import."""
         functions = {
             "_value": work.__getitem__,
             "whole": work.whole,
@@ -205,7 +205,7 @@ class Expression:
 
 
 class _Reader:
-    """Makes rules of the rows of one program."""
+    """Builds the rules of one program from the rows of its table."""
 
     def __init__(self, spec: Mapping[str, Any], keys: frozenset[str]) -> None:
         self.spec = spec
@@ -246,7 +246,7 @@ class _Reader:
         return convert
 
     def step(self, spec: Mapping[str, Any], names: Names) -> Step:
-        """One step, with its condition."""
+        """Build one step, with its condition."""
         act = self.act(spec, names)
         other = self.steps(spec.get("else", ()), names)
         if "if" not in spec:
@@ -307,14 +307,14 @@ class _Reader:
         return put
 
     def deciding(self, by: Any, names: Names) -> Callable[[Work], Sequence[str]]:
-        """Keys, or an expression after `=` that says which."""
+        """Build a function that returns the deciding keys, from keys or an expression after `=`."""
         if isinstance(by, str) and by.startswith("="):
             return Expression(by[1:], names, self.let).of
         keys = names.all(by)
         return lambda work: keys
 
     def calling(self, spec: Mapping[str, Any], names: Names) -> Step:
-        """A conversion in Python; what it is given are keys, or expressions after `=`."""
+        """Build a step that calls a Python conversion with keys, or with expressions after `=`."""
         function, targets = optimizing.RULES[spec["call"]]
         self.targets += targets
         given: dict[str, Any] = {}
@@ -340,7 +340,7 @@ class _Reader:
         return convert
 
     def filling(self, text: str, names: Names) -> Callable[[Work], str]:
-        """A text in which expressions stand in braces."""
+        """Build a function that fills the expressions in braces in a text."""
         parts = {
             found[0]: Expression(found[1], names, self.let) for found in _IN_TEXT.finditer(text)
         }
@@ -352,7 +352,7 @@ class _Reader:
 
 
 def _keys_of(rows: Sequence[Any], spec: Mapping[str, Any], names: Names) -> Iterator[str]:
-    """Every key that rows have."""
+    """Yield every key that rows mention."""
     for row in rows:
         if "use" in row:
             own = Names(short={**names.short, **row.get("short", {})})
@@ -364,7 +364,7 @@ def _keys_of(rows: Sequence[Any], spec: Mapping[str, Any], names: Names) -> Iter
 
 @cache
 def read_tables(system: str) -> Mapping[Kind, MappingTable]:
-    """Read the mapping tables of a system, by the kind of run they convert to.
+    """Read the mapping tables of a system from YAML, by the kind of run they convert to.
 
     Raises:
         ValueError: A row refers to a name that the table lacks, or is of an unknown kind.

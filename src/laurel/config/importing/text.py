@@ -1,4 +1,4 @@
-"""An imported configuration as YAML that says where every line comes from."""
+"""Writes an imported configuration as YAML, with the origin of every line in a comment."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _WIDTH = 100
 
 
 def to_text(imported: Imported, *, source: str, output: str) -> str:
-    """YAML that `laurel rm|sft|grpo --config` reads.
+    """Return an imported configuration as YAML for `laurel rm|sft|grpo --config`.
 
     Args:
-        imported: What was imported.
-        source: Name of the file that it came from.
-        output: Name of the file that is written.
+        imported: The result of the import.
+        source: The name of the file that was imported.
+        output: The name of the file that is written.
     """
     return "".join((*_header(imported, source, output), "\n", *_block(imported, _nested(imported))))
 
@@ -38,7 +38,7 @@ def _header(imported: Imported, source: str, output: str) -> Iterator[str]:
 
 
 def said(one: KeyOutcome) -> str:
-    """`key=value` as the source has it, or that it leaves the key out."""
+    """Return `key=value` as the source has it, or a note that the source leaves the key out."""
     if not one.is_said:
         return (
             f"{one.key} (left out)"
@@ -63,7 +63,7 @@ def _wrapped(text: str) -> Iterator[str]:
 
 
 def _nested(imported: Imported) -> dict[str, Any]:
-    """Leaves are tuples of the dotted key and its value."""
+    """Nest dotted keys; each leaf is a tuple of the dotted key and its value."""
     tree: dict[str, Any] = {}
     for dotted, value in imported.values.items():
         level = tree
