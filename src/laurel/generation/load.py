@@ -71,8 +71,8 @@ class TransformersMaker:
 class VllmMaker:
     """A factory of a `VllmEngine` that reads its model from a directory.
 
-    The engine is made without a probe: `GeneratorReplicas` compares its log-probabilities with
-    those of the learner.
+    The engine does not compare its log-probabilities with the learner's (it has no `probe`);
+    `GeneratorReplicas` does.
     """
 
     directory: str

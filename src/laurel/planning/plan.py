@@ -53,7 +53,7 @@ class Plan:
     roles: tuple[RolePlan, ...]
     """The roles that could be placed; all roles of the run if the plan fits."""
     batches: tuple[BatchPlan, ...]
-    """The batches of those roles, divided into shares: those of a step, then those of a
+    """How the batches of the placed roles are divided: those of a step, then those of a
     validation."""
     conflicts: tuple[Conflict, ...]
     labels: Mapping[int, frozenset[str]]

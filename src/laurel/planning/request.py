@@ -77,7 +77,7 @@ class RoleRequest:
     own: OwnSlots | None = None
     """The slots that the role requests for itself; None if it shares the policy's."""
     batches: tuple[BatchRequest, ...] = ()
-    """The batches of a training step, then those of a validation."""
+    """The role's batches: those of a training step, then those of a validation."""
 
     @property
     def group_size(self) -> int:

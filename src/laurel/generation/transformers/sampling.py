@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 CANDIDATES = 256
-"""Number of most likely tokens that top-p tries first: sorting a whole vocabulary is slow."""
+"""Number of most likely tokens that top-p sorts first. Only if their probabilities do not reach the
+share does it sort the whole vocabulary, which is slow."""
 CHUNK = 1 << 22
 """Most float64 numbers in memory at a time."""
 

@@ -108,7 +108,7 @@ class Fanout:
         return self.start_each(method, dict.fromkeys(self.left, args))
 
     def start_each(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> dict[int, Pending]:
-        """Call a method on each of these groups with its own arguments; do not wait.
+        """Call a method on each group that has an entry in `args`, without waiting.
 
         Args:
             method: Name of the method.
