@@ -70,7 +70,7 @@ class Reading:
     """The data report of the rows; None if no row is left, and then `problem` says why."""
     problem: str = ""
     rows: Sequence[Preference | Dialogue | Task] = ()
-    """The rows that the command would use."""
+    """The rows that remain for the command after checks and filters."""
     environments: Mapping[str, int] = field(default_factory=dict)
     """The environments that can grade the tasks, each with the number of its tasks (GRPO only)."""
 
@@ -93,12 +93,12 @@ class Findings:
     known: KnownFormat | None
     readings: list[Reading]
     evaluation: str | None
-    """The benchmark that `laurel eval` reads the file as; None if one trainer was asked about."""
+    """The `laurel eval` command that reads the file; None if the user asked about a trainer."""
     near: list[Suggestion]
 
     @property
     def is_usable(self) -> bool:
-        """Report whether a command that was asked about can use at least one row."""
+        """Report whether any of the examined commands can use at least one row."""
         return self.shown is not None or self.evaluation is not None
 
     @property

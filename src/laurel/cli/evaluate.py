@@ -103,7 +103,7 @@ class DiagnosticOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOptions:
-    """Options that select the model and the rows."""
+    """Options of `laurel eval` that select the model and the rows."""
 
     model: Annotated[
         str,

@@ -60,7 +60,7 @@ def run_import(request: ImportRequest, *, output: Path | None, as_json: bool) ->
 
 
 def as_lines(report: ImportReport, output: Path | None) -> Iterator[str]:
-    """Yield lines of text that say what became of every key of an imported configuration."""
+    """Yield the text report of an import: what became of every key of the source."""
     imported = report.imported
     if report.by:
         yield report.by

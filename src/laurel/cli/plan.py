@@ -167,7 +167,7 @@ LETTERS: Mapping[RoleName, str] = {"policy": "P", "generation": "G", "reward_mod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadShapes:
-    """The shapes of a run's models, as far as they are known."""
+    """The shapes (layer sizes) of a run's models, as far as they are known."""
 
     shapes: Shapes
     unknown: Mapping[RoleName, str]
@@ -231,7 +231,7 @@ def plan_text(
     device_memory: int | None,
     time: StepTime | None = None,
 ) -> str:
-    """Format a plan as text for the terminal."""
+    """Format a plan, with its problems and their fixes, as text for the terminal."""
     plan = fitted.plan
     total = plan.num_nodes * plan.slots_per_node
     nodes = "1 node" if plan.num_nodes == 1 else f"{plan.num_nodes} nodes"

@@ -197,7 +197,7 @@ class Tally:
     started: float = field(default_factory=time.monotonic)
 
     def add(self, scored: ScoredRows) -> None:
-        """Add the counts of some scored rows."""
+        """Add the counts of one chunk of scored rows to the totals."""
         for row, scores in scored:
             if row.problem is not None:
                 self.num_bad_rows += 1

@@ -67,7 +67,7 @@ class Chosen:
     columns: Sequence[str] = ()
     """The columns of the data, if the user has to assign them to prompt, chosen and rejected."""
     stops_at: str = ""
-    """The place of the first malformed row, at which a run would stop."""
+    """The place of the first malformed row, at which training would stop; empty without one."""
     longest: float = math.inf
     """The longest sequence that the model accepts, in tokens; infinite if it is unknown."""
 

@@ -430,7 +430,7 @@ class TaskDataConfig(TextDataConfig):
         return train_sets(self, TaskSetConfig)
 
     def validation_sets(self) -> list[TaskSetConfig]:
-        """Return the validation sets; empty if none is configured."""
+        """Return the task sets used for validation; empty if none is configured."""
         return validation_sets(self, TaskSetConfig)
 
     def validation_names(self) -> list[str]:

@@ -157,7 +157,7 @@ class CodeEnvironmentConfig(Section):
 
     @property
     def placed_sandbox(self) -> SandboxConfig:
-        """Return the sandbox's settings with this environment's number of workers."""
+        """Return the sandbox settings, with the number of workers that the environment sets."""
         return self.sandbox.model_copy(update={"num_workers": self.num_workers})
 
 
@@ -711,7 +711,7 @@ class RewardModelEnvironmentConfig(ScorerSource):
 
     @property
     def uses_vllm(self) -> bool:
-        """Report whether vLLM computes the scores."""
+        """Report whether the reward model is computed by vLLM."""
         return self.generation is not None and self.generation.backend == "vllm"
 
     @property

@@ -236,13 +236,13 @@ class PolicyLossConfig(Section):
 
     @property
     def truncation(self) -> Literal["tis", "icepop", "seq-mask-tis", "seq-tis"] | None:
-        """Return how importance weights are truncated; None if the range has no upper end."""
+        """Return the type of truncation of importance weights; None if no upper limit is set."""
         if self.truncated_importance_sampling_ratio is None:
             return None
         return self.truncated_importance_sampling_type
 
     def without_effect(self) -> dict[str, str]:
-        """Return the importance-weight keys without effect, as the range has no upper end."""
+        """Return the truncation keys without effect, because no upper limit is set, and why."""
         if self.truncated_importance_sampling_ratio is not None:
             return {}
         why = "weights are cut where truncated_importance_sampling_ratio says how far"

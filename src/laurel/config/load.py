@@ -66,7 +66,7 @@ T = TypeVar("T", bound=Section)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig(Generic[T]):
-    """A configuration that was checked against its schema, with its warnings."""
+    """A configuration that was loaded and checked against its schema, with its warnings."""
 
     config: T
     warnings: tuple[str, ...]

@@ -140,7 +140,7 @@ class Move:
 
 @dataclass(slots=True, kw_only=True)
 class Adapted:
-    """A tree translated to Laurel's keys, with the translations and warnings."""
+    """The values of a file after translation from NeMo RL's keys, with moves and warnings."""
 
     tree: YamlNode
     moves: list[Move] = field(default_factory=list)

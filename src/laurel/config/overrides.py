@@ -45,7 +45,7 @@ class Override:
 
     text: str
     sign: str
-    """The sign before the key: empty, `+`, `++` or `~`."""
+    """The sign: `+` adds a key, `++` adds or changes it, `~` deletes it, none changes it."""
     keys: tuple[str, ...]
     value: YamlNode | None
     """The key's new value; None deletes the key."""

@@ -86,7 +86,7 @@ def kind_that_fits(kinds: Kinds, node: YamlNode) -> Any | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyInfo:
-    """How a block's schema regards a key."""
+    """The result of looking up a key in a schema: whether it exists, and the values it may have."""
 
     standing: Literal["field", "foreign", "name", "unknown"]
     """Whether the key is a declared field, a known foreign key, a user-chosen name, or unknown."""

@@ -11,7 +11,7 @@ from laurel.config.sft import SFTRun
 from laurel.config.yaml_tree import Section, read_file
 
 Run = RewardTrainingRun | SFTRun | GRPORun
-"""The configuration of a run of any kind."""
+"""The configuration of any kind of run: reward model, supervised fine-tuning or GRPO."""
 Kind = Literal["rm", "sft", "grpo"]
 """The name of a training command, which is also the kind of its runs."""
 

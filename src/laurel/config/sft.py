@@ -67,7 +67,7 @@ class DemonstrationDataConfig(TextDataConfig):
         return train_sets(self, DemonstrationSetConfig)
 
     def validation_sets(self) -> list[DemonstrationSetConfig]:
-        """Return the validation sets; empty if none is configured."""
+        """Return the demonstration sets used for validation; empty if none is configured."""
         return validation_sets(self, DemonstrationSetConfig)
 
 

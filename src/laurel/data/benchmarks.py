@@ -63,7 +63,7 @@ class BenchmarkRow:
 
 
 class HubPart(NamedTuple):
-    """One split of a data set on the Hugging Face hub."""
+    """One split of a data set on the Hugging Face hub, from which a benchmark's rows are read."""
 
     name: str
     split: str

@@ -349,7 +349,7 @@ class Dialogue:
 
 @dataclass(slots=True, kw_only=True)
 class DialogueReport(TextReport):
-    """Reports what was read of demonstrations; its lengths are those of whole conversations."""
+    """Reports the rows of demonstration data sets; its lengths are those of whole conversations."""
 
     def describe(self, dialogues: Iterable[Dialogue]) -> None:
         """Count and measure the kept conversations; call it again after leaving out more."""

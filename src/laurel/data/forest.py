@@ -45,7 +45,10 @@ def to_forest(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> To
 
 
 def to_padded(groups: Sequence[TokenGroup], *, pad_id: int) -> PaddedRows:
-    """Lay groups out as padded rows, one per completion, in order."""
+    """Lay groups out as a padded batch with one row per completion, in order.
+
+    `pad_id` is the token id of the padding.
+    """
     rows = [np.concatenate((g.trunk_ids, ids)) for g in groups for ids in g.branches_ids_G]
     ids_NL = np.full((len(rows), max(len(row) for row in rows)), pad_id, dtype=np.int64)
     for index, row in enumerate(rows):

@@ -22,7 +22,7 @@ from laurel.data.task_formats import response
 from laurel.errors import ConfigError
 
 Trainer = Literal["rm", "sft", "grpo"]
-"""The training commands that read rows."""
+"""The name of a training command: reward model, supervised fine-tuning or GRPO."""
 TRAINERS: tuple[Trainer, ...] = ("rm", "sft", "grpo")
 
 _ASKED = {"role": "user", "content": "Where is the laurel?"}
@@ -54,7 +54,7 @@ class KnownFormat:
 
 
 def recognise(row: Row) -> KnownFormat | None:
-    """Return the form of a row; None if no known form fits."""
+    """Return the known form that a row has; None if it has none of `FORMATS`."""
     return next((known for known in FORMATS if known.fits(row)), None)
 
 

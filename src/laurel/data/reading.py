@@ -127,7 +127,7 @@ class LeftOutRow(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubSet:
-    """The place of a named data set on the Hugging Face hub."""
+    """The name, subset and split under which a data set is found on the Hugging Face hub."""
 
     name: str | None
     parts: HubParts = ((None, None),)
@@ -139,7 +139,7 @@ NO_HUB = HubSet(name=None)
 
 @dataclass(slots=True, kw_only=True)
 class OpenedSet(Generic[C]):
-    """A data set that is opened but not yet read."""
+    """A data set whose configuration and files are resolved, but whose rows are not yet read."""
 
     config: C
     """The columns and settings that the rows are read with."""
@@ -297,7 +297,7 @@ USUAL_ROLES = (
     "environment",
     "observation",
 )
-"""The message roles that chat templates know."""
+"""The message roles that common chat templates know."""
 _MOST_NAMED = 3
 
 
@@ -317,7 +317,7 @@ class UnusualRoles:
             self.first.setdefault(role, source)
 
     def notes(self) -> list[str]:
-        """Return one note that names all unusual roles; an empty list if there were none."""
+        """Return a list with one note that names all unusual roles; empty if there were none."""
         if not self.num_rows:
             return []
         named = [_named(role, source) for role, source in self.first.items()][:_MOST_NAMED]

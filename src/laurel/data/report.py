@@ -65,7 +65,7 @@ class LeftOut:
     """The sources of the first `MAX_SOURCES` rows of each kind; rows of no kind are under `""`."""
 
     def add_row(self, source: str, kind: str = "") -> None:
-        """Count one more row that is left out for this reason."""
+        """Count one more left-out row; `kind` states the reason more precisely."""
         self.count += 1
         if kind:
             self.kinds[kind] += 1
@@ -169,7 +169,7 @@ class RowReport:
 
     @property
     def num_kept(self) -> int:
-        """Return the number of rows that are kept."""
+        """Return the number of rows that were read and not left out."""
         return self.num_read - self.num_dropped
 
     @property
@@ -327,7 +327,7 @@ class DataReport(RowReport):
 
     @classmethod
     def merge(cls, reports: Sequence[DataReport], *, name: str) -> DataReport:
-        """Combine the reports of several data sets that are concatenated."""
+        """Combine the reports of several data sets that are concatenated into one, named `name`."""
         merged = cls.of_rows(reports, name=name)
         total = merged.figures
         for report in reports:
@@ -542,7 +542,7 @@ class TextReport(RowReport):
 
     @classmethod
     def merge(cls, reports: Sequence[Self], *, name: str) -> Self:
-        """Combine the reports of several data sets that are concatenated."""
+        """Combine the reports of several data sets that are concatenated into one, named `name`."""
         merged = cls.of_rows(reports, name=name)
         for report in reports:
             merged.num_items += report.num_items

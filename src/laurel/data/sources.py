@@ -219,7 +219,7 @@ def answer(conversation: Conversation, *, what: str) -> Conversation:
 
 
 def json_kind(value: Any) -> str:
-    """Return the kind of a value in the terms of JSON, for messages."""
+    """Return what JSON calls a value's type, such as an object or a list, for messages."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -428,7 +428,7 @@ def _csv_cell(cell: str) -> Any:
 
 
 def parquet_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
-    """Read a Parquet table."""
+    """Read the rows of a Parquet table."""
     import pyarrow.parquet
     from pyarrow.lib import ArrowException
 
@@ -440,7 +440,7 @@ def parquet_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
 
 
 def arrow_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
-    """Read an Arrow table, in the stream format (as `datasets` writes it) or the file format."""
+    """Read the rows of an Arrow table in stream format (as `datasets` writes) or file format."""
     from pyarrow.ipc import open_file, open_stream
     from pyarrow.lib import ArrowException
 
@@ -784,7 +784,7 @@ _ACTED_ON_HERE = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnRows(Generic[SetConfig]):
-    """The rows of one split that a class or function of the user supplies."""
+    """The rows that a class or function of the user supplies for one split."""
 
     rows: Iterable[Any]
     config: SetConfig

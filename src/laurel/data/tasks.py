@@ -78,12 +78,12 @@ class TaskNeeds:
 
 
 NO_NEEDS = TaskNeeds(answers=frozenset(), guess=None)
-"""The needs of a caller that only inspects rows: none is required."""
+"""The `TaskNeeds` for a caller that only inspects rows: no environment needs anything."""
 
 
 @dataclass(slots=True, kw_only=True)
 class NeedsCheck:
-    """Checks the rows of one data set against the needs of its environment."""
+    """Checks that a data set's tasks have the answers or tests that their environment needs."""
 
     needs: TaskNeeds
     environment: str
@@ -315,7 +315,7 @@ FOR_FUNCTIONS = {"data_source": str, "extra_info": dict}
 """The columns that verl's reward functions expect, with their types; they become metadata."""
 
 NEEDS = TaskNeeds()
-"""The needs of the environments that require no configuration."""
+"""The `TaskNeeds` of the environments that require no configuration."""
 
 _HUBS = {name: known.hub for name, known in TASK_SETS.items()}
 

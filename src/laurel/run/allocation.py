@@ -69,7 +69,7 @@ class Allocation:
         return bool(self.reservations)
 
     def num_slots(self, role: RoleName) -> int:
-        """Return the number of slots of a remote role."""
+        """Return the number of Ray slots that a remote role has."""
         return self.reservations[role].size
 
     def take_turns(self, role: RoleName) -> bool:

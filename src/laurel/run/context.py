@@ -53,7 +53,7 @@ class RunContext(Generic[R]):
     stack: ExitStack
     """The exit stack that closes everything that the run starts."""
     allocation: Allocation = field(default_factory=Allocation.of_this_process)
-    """The resources of each role."""
+    """The resources that each role of the run has."""
     store: CheckpointStore | None = None
     """The store of checkpoints; None if no checkpoints are saved."""
     resume_from: Path | None = None

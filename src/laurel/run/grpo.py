@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 def train_policy(config: GRPORun, *, console: Console, warnings: Sequence[str] = ()) -> RunOutcome:
-    """Run `laurel grpo` from beginning to end."""
+    """Train a policy by GRPO (`laurel grpo`) from beginning to end, and return the outcome."""
     for warning in warnings:
         console.print(f"warning: {warning}")
     with ExitStack() as stack:
@@ -269,7 +269,7 @@ def _describe_step(config: GRPORun, chat: ChatFormat, parts: PolicyParts, consol
 
 
 def chat_of(config: GRPORun, facts: ModelFacts) -> ChatFormat:
-    """Return the chat format of the policy."""
+    """Return the chat format that renders the policy's conversations."""
     from laurel.models.chat import ChatFormat
 
     return ChatFormat(

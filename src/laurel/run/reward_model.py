@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 def train_reward_model(
     config: RewardTrainingRun, *, console: Console, warnings: Sequence[str] = ()
 ) -> RunOutcome:
-    """Run `laurel rm` from beginning to end.
+    """Train a reward model (`laurel rm`) from beginning to end, and return the outcome.
 
     Errors are reported in the order of their cost: first those that need nothing loaded, then those
     that need the data, then those that need the model. torch is imported after the data is read.

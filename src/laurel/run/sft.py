@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ()) -> RunOutcome:
-    """Run `laurel sft` from beginning to end."""
+    """Fine-tune a model on demonstrations (`laurel sft`) from beginning to end."""
     for warning in warnings:
         console.print(f"warning: {warning}")
     config = resolve_model(config, console)

@@ -111,7 +111,7 @@ class References:
     failed: tuple[str, ...] = ()
     """The place of each row whose solution failed, with how it failed."""
     problem: str | None = None
-    """The reason why no solution was run; None if they were run."""
+    """The reason why no reference solution was run; None if some were run."""
 
 
 def run_references(tasks: Sequence[Task], config: CodeEnvironmentConfig) -> References | None:

@@ -58,7 +58,7 @@ _FROM_OUTSIDE = ("HOME", "USER", "PWD")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A training program with its parsed arguments."""
+    """A training program found in a script or command line, with its parsed arguments."""
 
     system: str
     run: str

@@ -30,7 +30,7 @@ def is_secret(key: str) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class KeyOutcome:
-    """The outcome of importing one key of the source."""
+    """The outcome of importing one source key: its status and the keys of Laurel that it set."""
 
     key: str
     status: Status
@@ -268,7 +268,7 @@ class KeyRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappingTable:
-    """The mapping table for one kind of run of another system."""
+    """All rules that translate another system's configuration of one kind of run into Laurel's."""
 
     rules: tuple[KeyRule, ...]
     defaults: Mapping[str, Any]
@@ -291,7 +291,7 @@ class MappingTable:
         return None
 
     def known(self) -> Iterator[str]:
-        """Yield every key of the table, in the order of its rules."""
+        """Yield every source key that the table has a rule for, in the order of the rules."""
         for rule in self.rules:
             yield from rule.keys
 

@@ -39,7 +39,7 @@ _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,([^{}]*))?\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportRequest:
-    """What to import, and the facts that the source itself may lack."""
+    """What to import, with facts that the source may lack, such as its number of steps."""
 
     path: Path
     text: str | None = None
@@ -52,7 +52,7 @@ class ImportRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportReport:
-    """An imported configuration, with the system it was recognized as."""
+    """The result of `import_configuration`, with the system that the source was recognized as."""
 
     imported: Imported
     system: System

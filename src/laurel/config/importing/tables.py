@@ -1,33 +1,34 @@
-"""Tables of other systems, read from YAML: each row says where keys go, by which rule, and why.
+"""Reads mapping tables from YAML; each row gives the conversion of another system's keys.
 
 A file holds what the programs of one system share, and one table for each program:
 
-- `short`: names for the beginnings of keys; with `A: actor_rollout_ref.actor` a row says `A.optim`.
+- `short`: abbreviations of key prefixes; with `A: actor_rollout_ref.actor` a row can use `A.optim`.
 - `blocks`: rows that several programs use, by name.
-- `programs`: by run of ours, `defaults`, `own_keys`, `other_names` and `rows`.
+- `programs`: by Laurel's kind of run, `defaults`, `own_keys`, `other_names` and `rows`.
 
 A row is one of:
 
-- `{same: KEY, to: OURS, how: TEXT}`: another name for the same thing.
-- `{absent: [KEYS], why: TEXT, fine: [VALUES]}`: nothing here does it; at these values nothing is
-  lost.
-- `{unneeded: [KEYS], why: TEXT}`: it changes nothing about what is learned.
-- `{use: BLOCK, short: {...}}`: the rows of a block.
-- `{keys: [KEYS], how: TEXT, do: [STEPS]}`: keys that mean something only together.
+- `{same: KEY, to: OURS, how: TEXT}`: Laurel has the key under another name.
+- `{absent: [KEYS], why: TEXT, fine: [VALUES]}`: Laurel lacks the feature; at these values nothing
+  is lost.
+- `{unneeded: [KEYS], why: TEXT}`: the keys do not affect what is learned.
+- `{use: BLOCK, short: {...}}`: the rows of a block are inserted.
+- `{keys: [KEYS], how: TEXT, do: [STEPS]}`: the keys have a meaning only together.
 
-Steps are done in order:
+Steps are executed in order:
 
-- `{set: OURS, to: EXPRESSION, by: [KEYS], how: TEXT}`: `by` is left out where the expression names
-  the keys.
-- `{refuse: KEYS, why: TEXT}`, `{skip: KEYS, why: TEXT}` (those that are said), `{note: KEY, why:
-  TEXT}`, and `{error: KEY, why: TEXT}`, which ends the import.
-- `{let: {NAME: EXPRESSION}}`: names for later steps and rows.
-- `{call: RULE, ...}`: a conversion of `optimizing` with the keys that it reads.
-- `{do: [STEPS]}`, `{steps: BLOCK, short: {...}}`.
+- `{set: OURS, to: EXPRESSION, by: [KEYS], how: TEXT}`: sets a key of Laurel; `by` is left out if
+  the expression names the keys.
+- `{refuse: KEYS, why: TEXT}`, `{skip: KEYS, why: TEXT}` (those that the source sets), `{note: KEY,
+  why: TEXT}`, and `{error: KEY, why: TEXT}`, which ends the import.
+- `{let: {NAME: EXPRESSION}}`: names values for later steps and rows.
+- `{call: RULE, ...}`: calls a conversion of `optimizing` with the keys that it reads.
+- `{do: [STEPS]}`, `{steps: BLOCK, short: {...}}`: execute further steps.
 
-Each may have `if: EXPRESSION`, and `else: [STEPS]` for the other case. Expressions are Python's,
-with keys as names: `whole(KEY)`, `number(KEY)`, `on(KEY)`, `text(KEY)` check what a key holds,
-`said(KEY)` tells whether the source has it. Texts hold expressions in braces.
+Each step may have `if: EXPRESSION`, and `else: [STEPS]` for the other case. Expressions are
+Python's, with keys as names: `whole(KEY)`, `number(KEY)`, `on(KEY)` and `text(KEY)` check the
+value of a key, and `said(KEY)` returns whether the source sets it. Texts may contain expressions in
+braces.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ _IN_TEXT = re.compile(r"\{([^{}]+)\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The abbreviations and keys that the rows of a table may use."""
+    """The abbreviations and keys that expressions in one mapping table may use."""
 
     short: Mapping[str, str] = field(default_factory=dict)
     keys: frozenset[str] = frozenset()
@@ -149,7 +150,7 @@ class _Keys(ast.NodeTransformer):
 
 
 class Expression:
-    """A compiled expression of a mapping table.
+    """A compiled Python expression over another system's keys, as mapping tables contain them.
 
     Raises:
         ValueError: The expression uses a name that the table does not have.

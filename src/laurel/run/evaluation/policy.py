@@ -51,7 +51,7 @@ It leaves room for answers with a chain of thought, and fits a small GPU.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """The options of `laurel eval policy`."""
+    """The command-line options of `laurel eval policy`."""
 
     model: str = ""
     environment: str = ""

@@ -179,7 +179,7 @@ class StoredResult:
     sections: Mapping[str, float | None]
     """The value of each metric by name; the final score is the last."""
     credits: MeasuredCredits | None
-    """Whether the model ranked each row correctly; None if the file of scores is missing."""
+    """The credit of each row, 0 to 1, by its id; None if the file of scores is missing."""
     subset_of: Mapping[str, str | None] = field(default_factory=dict)
     """The subset of each row, by the row's id."""
 

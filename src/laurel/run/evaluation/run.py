@@ -361,7 +361,7 @@ class EvalScorer:
 
     @property
     def is_server(self) -> bool:
-        """Report whether the model is the address of a server."""
+        """Report whether `model` is the address of a server."""
         return self.model.startswith(("http://", "https://"))
 
     def found(self) -> EvalScorer:
@@ -490,7 +490,7 @@ class EvaluationRequest:
     margin_key: str | None = None
     """The column with the margin of the chosen answer (`pairs` only)."""
     prior: bool = False
-    """Whether the prior sets are scored as well (`reward-bench` only)."""
+    """Whether RewardBench's prior sets are scored as well (`reward-bench` only)."""
     zero_spread: ZeroSpread = "limit"
     """How Ties rows count whose correct answers score the same; see `evaluation.reward_bench`."""
     max_samples: int | None = None

@@ -91,7 +91,10 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
 
 
 def print_compatibility(console: Console, facts: Mapping[str, Any], *, num_rows: int) -> None:
-    """Print how many rows have other tokens under another program than the contract, and why."""
+    """Print in how many rows another program's tokens differ from those of the contract.
+
+    The reasons for the differences are printed as well.
+    """
     console.print(
         f"format  {facts['program']}, {facts['max_length']:,} tokens, cut on the "
         f"{facts['truncation_side']}: other tokens than by the scoring contract in "

@@ -103,7 +103,7 @@ def policy_labels(groups: Sequence[TokenGroup]) -> list[PolicyLabels]:
 
 
 def policy_loss(workload: Workload) -> PolicyLoss:
-    """Return GRPO's loss for a workload, without a reference policy."""
+    """Return the GRPO loss for a workload, without a KL term to a reference policy."""
     config = PolicyLossConfig(
         reference_policy_kl_penalty=0.0, use_importance_sampling_correction=False
     )
