@@ -444,7 +444,6 @@ def _show_references(console: Console, references: References) -> None:
 
 
 def _show_formats(console: Console, findings: Findings) -> None:
-    """Print the formats that the commands in question accept."""
     asked = {reading.trainer for reading in findings.readings}
     known = findings.known
     if known is not None and known.trainers and not asked & known.trainers.keys():

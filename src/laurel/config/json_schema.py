@@ -72,7 +72,7 @@ def _named_in(reference: dict[str, Any]) -> str:
 def _accept(
     schema: dict[str, Any], section: type[Section], named: dict[str, type[Section]]
 ) -> None:
-    """Widen the schema of a section from the values that it holds to those of a file."""
+    """Widen a section's schema so that it accepts what files may contain, such as references."""
     schema.pop("required", None)
     for key, entry in schema["properties"].items():
         field = section.model_fields[key]
@@ -94,7 +94,7 @@ def _accept(
 
 
 def _accepting(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a value with null and references added, inside of it too."""
+    """Return the schema of a value, widened at every level by null and references."""
     alternatives = [
         one | {name: _accepting(one[name]) for name in _INSIDE if isinstance(one.get(name), dict)}
         for one in entry.get("anyOf", [entry])

@@ -130,7 +130,7 @@ def check_tree(schema: type[T], tree: YamlNode, problems: Sequence[str] = ()) ->
 
 
 class _Broken:
-    """A value that has been reported and must not be reported again."""
+    """Stands for a value whose problem was reported, so that it is not reported again."""
 
 
 _BROKEN = _Broken()
@@ -327,7 +327,7 @@ _DESCRIBED_BY_KIND = (
 
 
 def _descend(kinds: Kinds, location: tuple[int | str, ...]) -> tuple[KeyPath, Kinds]:
-    """Follow a location down to where it names branches of a union; return that and its kinds."""
+    """Follow a location down until it names a branch of a union; return that path and its kinds."""
     where: KeyPath = location[:1]
     for key in location[1:]:
         inside = item_kinds(kinds[0]) if len(kinds) == 1 else None

@@ -196,7 +196,6 @@ class _Values:
         self.interpolations = Interpolations(tree, schema)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a dotted key, or `default` if there is none."""
         found = _at(self.tree, key)
         return default if found is None else self._of(found, tuple(key.split(".")))
 

@@ -21,7 +21,7 @@ Precision = Literal["float32", "bfloat16", "float16"]
 # The `cluster.placement` section: which slots each role of a run gets, where the rules do not do.
 #
 # Whether it can be had is not checked here but by `laurel plan` and at the start of a run, which
-# tell everything that does not fit at once.
+# report everything that does not fit at once.
 
 
 class RolePlacement(Section):

@@ -526,7 +526,7 @@ def _words(column: str) -> set[str]:
 
 
 def _column(row: Row, words: Collection[str], *, but: Collection[str] = ()) -> str | None:
-    """Find a column whose name is one of the words, has one of them, or resembles one."""
+    """Find a column whose name is one of the words, contains one, or resembles one."""
     free = [
         key
         for key, value in row.items()

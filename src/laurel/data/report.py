@@ -471,7 +471,10 @@ def _figures(report: DataReport) -> Iterator[tuple[str, str]]:
 
 
 def _places(sources: Sequence[str], count: int, origin: str) -> str:
-    """The first of `count` sources; only their lines if all come from the file of the report."""
+    """Return the first of `count` sources as text.
+
+    If all come from the report's own file, only their line numbers are given.
+    """
     more = ", ..." if count > MAX_EXAMPLES else ""
     sources = sources[:MAX_EXAMPLES]
     places = [source.removeprefix(f"{origin}:") for source in sources]

@@ -259,7 +259,11 @@ def _refuse(word: str) -> NoReturn:
 
 
 def _parse(content: str) -> Any:
-    """The value of a JSON text. Raises json.JSONDecodeError alone."""
+    """Parse a JSON text.
+
+    Raises:
+        json.JSONDecodeError: The text is not JSON; no other error is raised.
+    """
     try:
         return json.loads(content, parse_constant=_refuse)
     except json.JSONDecodeError:
@@ -387,7 +391,11 @@ def csv_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
 
 
 def _check_separator(header: list[str], path: str) -> None:
-    """Raise DataError for a header of one column that is a list of names between other marks."""
+    """Refuse a header whose columns are separated by semicolons or tabs.
+
+    Raises:
+        DataError: The separator is no comma.
+    """
     for mark, name in ((";", "semicolons (;)"), ("\t", "tabs")):
         names = header[0].split(mark) if len(header) == 1 else []
         if len(names) > 1 and all(one.strip() for one in names):
@@ -413,7 +421,7 @@ def _csv_row(header: list[str], cells: list[str]) -> Row:
 
 
 def _csv_cell(cell: str) -> Any:
-    """The cell's text, or the messages or completions that it holds."""
+    """Return the text of a cell, or the messages or completions that it holds as JSON."""
     if not cell.startswith("[{"):
         return cell
     try:
@@ -459,7 +467,7 @@ def arrow_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
 
 
 def _seekable(stream: IO[bytes]) -> IO[bytes]:
-    """The stream, or its content where it is compressed: these formats are read out of order."""
+    """Return the stream or, if it is compressed, its content, because reads are out of order."""
     return io.BytesIO(stream.read()) if isinstance(stream, gzip.GzipFile) else stream
 
 

@@ -416,7 +416,7 @@ def _called_in(tree: ast.Module) -> list[str]:
 
 
 def _defined_in(tree: ast.Module) -> set[str]:
-    """Return the names of the functions and classes defined at the top level."""
+    """Return the names that a module defines or imports at its top level."""
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)} | {
         (name.asname or name.name)
         for node in tree.body

@@ -183,7 +183,7 @@ class Work:
         for key in keys:
             found = self.reached.setdefault(key, [])
             found += [target] if target not in found else []
-        # A default is shown, too: nobody wrote it, and it may differ from ours.
+        # A default is shown, too: it is not in the file, and may differ from Laurel's.
         for key in said or keys:
             entry = self._entry(key, "carried" if said else "default")
             entry.to[target] = value

@@ -247,7 +247,6 @@ class _Reader:
         return convert
 
     def step(self, spec: Mapping[str, Any], names: Names) -> Step:
-        """Build one step, with its condition."""
         act = self.act(spec, names)
         other = self.steps(spec.get("else", ()), names)
         if "if" not in spec:
@@ -353,7 +352,6 @@ class _Reader:
 
 
 def _keys_of(rows: Sequence[Any], spec: Mapping[str, Any], names: Names) -> Iterator[str]:
-    """Yield every key that rows mention."""
     for row in rows:
         if "use" in row:
             own = Names(short={**names.short, **row.get("short", {})})

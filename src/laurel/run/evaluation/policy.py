@@ -132,7 +132,6 @@ def _changes(options: EvalOptions, path: Path | None) -> list[str]:
 
 
 def _sets(config: GRPORun, options: EvalOptions) -> list[TaskSetConfig]:
-    """Return the data sets that the options name."""
     named = {"dataset_name": options.dataset, "data_path": options.data_path}
     given = {key: value for key, value in named.items() if value is not None}
     data = config.data
