@@ -88,7 +88,7 @@ def _run(probe: Probe) -> ProbeFinding:
 
 
 def advise(facts: Mapping[str, Mapping[str, Any]]) -> ProbeFinding:
-    """Derive what a run on this machine will use (device, precision) from the probes' facts."""
+    """Derive from the probes' facts what a run will use here: device, threads and precision."""
     has_gpu = bool(facts.get("gpus", {}).get("devices"))
     device = "cuda" if has_gpu else "cpu"
     lines = [f"device: {device} (cluster.device=auto)"]

@@ -709,7 +709,7 @@ _START = "\n\nHuman:"
 
 
 def is_transcript(value: object) -> bool:
-    """Report whether a value is text with `Human:` and `Assistant:` turns, as in HH-RLHF."""
+    """Report whether a value is text that begins with a `Human:` turn, as HH-RLHF's transcripts."""
     return isinstance(value, str) and value.startswith(_START)
 
 

@@ -76,7 +76,10 @@ def environments_of(data: TaskData, context: RunContext[GRPORun]) -> dict[str, E
 
 
 def check_answers(data: TaskData, environments: dict[str, Environment], console: Console) -> None:
-    """Leave out, and report, tasks whose known answer would not earn the full reward itself."""
+    """Leave out, and report, tasks whose own answer or tests their environment rejects.
+
+    Of each environment's tasks, the first `NUM_CHECKED` of a set are checked.
+    """
     for name, tasks in (("train", data.train), ("validation", data.validation)):
         for env_name, environment in environments.items():
             own = [task for task in tasks if task.environment == env_name][:NUM_CHECKED]
@@ -146,6 +149,8 @@ def leave_out(
     environment: str,
 ) -> None:
     """Remove rejected tasks from a data set, and count them in its report.
+
+    `name` is the set, and `environment` the one that rejected them, for messages.
 
     Raises:
         DataError: No task is left.

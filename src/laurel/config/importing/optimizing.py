@@ -115,7 +115,11 @@ def put_schedule(
 def share_of(
     work: Work, ratio: float, total: int | None, rounded: Callable[[float], int] = math.ceil
 ) -> int | None:
-    """Return the steps of a warm-up that is a share of the run; None if the length is unknown."""
+    """Return the steps of a warm-up that is a share of the run; None if the length is unknown.
+
+    `ratio` is the share, and `total` the length in steps, which the import's `total_steps` replaces
+    if it is None.
+    """
     total = total or work.total_steps
     if ratio == 0:
         return 0
