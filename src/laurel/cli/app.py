@@ -1,4 +1,7 @@
-"""Extends typer: dataclasses as parameters, `--quiet` and `--verbose` anywhere, clearer errors."""
+"""Extends typer with dataclasses as parameters, clearer errors, `--quiet` and `--verbose`.
+
+Each command takes `--quiet` and `--verbose` at any place.
+"""
 
 from __future__ import annotations
 

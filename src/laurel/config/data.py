@@ -121,7 +121,11 @@ def train_sets(data: Any, kind: type[S]) -> list[S]:
 
 
 def validation_sets(data: Any, kind: type[S]) -> list[S]:
-    """Return the validation sets of a `data` section, named by a path, a split or blocks."""
+    """Return the validation sets of a `data` section as sections of `kind`.
+
+    They are configured by a path, by a split of the training set, or as blocks; the list is empty
+    if there are none.
+    """
     if data.validation is not None:
         return [filled(data, block) for block in _listed(data.validation)]
     if data.val_data_path is None and data.val_split is None:

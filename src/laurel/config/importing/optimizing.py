@@ -9,7 +9,10 @@ from typing import Any
 from laurel.config.importing.rules import Work
 
 FIRST_FACTOR = 1e-8
-"""The initial factor of a warm-up; torch's LinearLR cannot begin at 0, as other systems do."""
+"""The factor of the learning rate at which a warm-up begins.
+
+Other systems begin at 0, which torch's LinearLR does not accept.
+"""
 
 NO_CRITIC = "Laurel learns without a critic"
 
@@ -177,9 +180,10 @@ def put_estimator_of_lone_completions(work: Work, key: str, *, size_key: str) ->
 
 
 def put_adam_of(work: Work, *, name: str, **keys: Any) -> None:
-    """Set AdamW as `put_adam` does, where the source's key `name` chooses the optimizer.
+    """Set AdamW as `put_adam` does, for a source whose key `name` chooses the optimizer.
 
-    A key that was refused is not reported as carried over. `keys` are the arguments of `put_adam`.
+    If that key was refused as unsupported, it is not listed as carried over. `keys` are the
+    arguments of `put_adam`.
     """
     put_adam(work, name_by=() if name in _refused(work) else (name,), **keys)
 

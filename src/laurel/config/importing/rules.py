@@ -197,7 +197,7 @@ class Work:
         self.origins[target] = origin or ", ".join(said) or default
 
     def unneeded(self, key: str, why: str) -> None:
-        """Record that a source key is not needed, and why."""
+        """Record that Laurel does not need a source key; the report shows `why`."""
         entry = self._entry(key, "not needed")
         entry.why = entry.why or why
 

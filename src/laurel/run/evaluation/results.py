@@ -43,7 +43,10 @@ class Evaluation:
     seconds: float
     details: Mapping[str, Any] = field(default_factory=dict)
     by_contract: Measured | None = None
-    """The metrics under the model's own contract, if `measured` copies another program's tokens."""
+    """The metrics under the model's own scoring contract.
+
+    It is None unless `measured` copies another program's tokens.
+    """
 
     def beside(self, figure: Figure) -> float | None:
         """Return the length baseline's value of a metric; None if it has none."""

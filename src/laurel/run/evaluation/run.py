@@ -492,7 +492,10 @@ class EvaluationRequest:
     prior: bool = False
     """Whether RewardBench's prior sets are scored as well (`reward-bench` only)."""
     zero_spread: ZeroSpread = "limit"
-    """How Ties rows count whose correct answers score the same; see `evaluation.reward_bench`."""
+    """How RewardBench 2's Ties rows count if all correct answers have the same score.
+
+    The choices are explained in `evaluation.reward_bench`.
+    """
     max_samples: int | None = None
     diagnostics: bool = False
     """Whether diagnostics are computed (`pairs` only); the next four options imply it.
