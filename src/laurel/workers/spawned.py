@@ -120,7 +120,9 @@ class SpawnedGroup(GroupCalls):
             while True:
                 number, answer = self._pipe.recv()
                 with self._lock:
-                    future = self._owed.pop(number)
+                    future = self._owed.pop(number, None)
+                if future is None:  # its caller has seen the end of the process before
+                    continue
                 try:
                     outcome: Outcome = pickle.loads(answer)
                 except Exception as error:  # an exception's class may want more than its text

@@ -172,7 +172,7 @@ def test_weights_that_change_under_a_request_are_an_error():
 
     with (
         engine_of(policy, end_ids=[]) as engine,
-        pytest.raises(EngineError, match="changed while completions were being drawn"),
+        pytest.raises(EngineError, match="changed while completions were being sampled"),
     ):
         run(changed(engine))
 

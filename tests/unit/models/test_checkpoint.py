@@ -335,6 +335,7 @@ BETWEEN_OWN_PROCESSES = {
     "workers/worker_actor.py",
     "workers/spawned.py",
     "workers/calls.py",
+    "workers/ray_group.py",
 }
 """Calls and results of the workers of one run. Ray carries everything as pickles, behind the token
 of its cluster, and processes that a run has started itself have a pipe of their own; nothing is

@@ -40,7 +40,7 @@ def contract_of(tokenizer=None, **changes):
 def test_a_card_about_nothing_leaves_out_what_it_cannot_say():
     card = reward_model_card(CardFacts(), contract_of())
     headings = re.findall(r"^## (.*)$", card, flags=re.MULTILINE)
-    assert headings == ["How it scores", "Use"]
+    assert headings == ["Intended use", "Limits", "How it scores", "Licence", "Use"]
     for word in ("N/A", "None", "not recorded", "Made with", "reference set", "golden", "Saved"):
         assert word not in card, word
 
@@ -68,7 +68,7 @@ def test_a_name_is_the_hubs_unless_there_is_such_a_directory(tmp_path, monkeypat
 
 def test_an_accuracy_stands_beside_the_baseline_of_its_set():
     card = reward_model_card(CardFacts(metrics=METRICS), contract_of())
-    assert "| easy | 0.75 | 0.5 | 8 |" in card
+    assert "| easy | 0.75 | 0.5 |  | 8 |" in card
     assert "| hard |" not in card  # it has no baseline
     for name, value in METRICS.items():
         assert f"| {name} | {value:.4g} |" in card

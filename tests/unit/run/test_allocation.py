@@ -47,7 +47,7 @@ def test_more_slots_or_an_address_are_ray(overrides):
     ("overrides", "said"),
     [
         (("cluster.gpus_per_node=2", "cluster.backend=local"), r"cluster\.backend=local"),
-        (("policy.dtensor_cfg.tensor_parallel_size=2",), r"tensor_parallel_size=2.*\n.*mend"),
+        (("policy.dtensor_cfg.tensor_parallel_size=2",), r"tensor_parallel_size=2.*\n.*fix"),
         (("policy.dtensor_cfg.cpu_offload=true",), "the policy has one rank"),
         (("cluster.gpus_per_node=1", *ONE_FOR_JUDGING), "resources.gpus_per_node"),
     ],

@@ -38,7 +38,7 @@ def test_a_wrong_key_is_told_in_one_sentence(monkeypatch):
     monkeypatch.setenv("LAUREL_API_KEY", "k" * 40)
     url, told = refused(401, "this key is not one of the server's")
     assert told == (
-        f"--model {url} refuses to score: answered 401: this key is not one of the server's; is "
+        f"--model {url} refuses to score: answered 401: this key is not one of the server's; "
         "does the variable of --api-key-env (default LAUREL_API_KEY) hold the key of this server?"
     )
 
