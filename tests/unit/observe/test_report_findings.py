@@ -98,6 +98,15 @@ def test_a_run_of_which_nothing_is_known():
             "90% of all groups were all right",
         ),
         ({"train/truncation_rate": UP}, "grpo", "look: 94% of the completions"),
+        (
+            {
+                "train/truncation_rate": UP,
+                "train/unended_out_of_turns": [26.0] * 100,
+                "train/unended_cut_off": [2.0] * 100,
+            },
+            "grpo",
+            "most because they were out of turns. A larger grpo.max_rollout_turns",
+        ),
         ({"train/entropy": [1.0 - 0.0095 * i for i in range(100)]}, "grpo", "look: Entropy fell"),
         (
             {"train/reward": UP, "validation/accuracy": [0.6, 0.4]},

@@ -120,12 +120,20 @@ def groups_without_spread(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def cut_off(record: RunRecord) -> Iterator[RunFinding]:
-    """Report completions that were cut at the length limit."""
+    """Report completions that were cut at the length limit, or by the limit of turns."""
     share = record.series("train/truncation_rate")
     if share and (last := fmean(ending(share))) > 0.2:
+        # Both kinds of end count as truncated; a run logs their numbers where there are any.
+        by_turns, by_length = (
+            fmean(ending(found)) if (found := record.series(f"train/unended_{name}")) else 0.0
+            for name in ("out_of_turns", "cut_off")
+        )
         yield RunFinding(
             weight="look",
-            text=f"{last:.0%} of the completions of the last steps were cut off. A larger "
+            text=f"{last:.0%} of the conversations of the last steps did not end by themselves, "
+            "most because they were out of turns. A larger grpo.max_rollout_turns."
+            if by_turns > by_length
+            else f"{last:.0%} of the completions of the last steps were cut off. A larger "
             "policy.generation.max_new_tokens, or overlong filtering.",
         )
 
