@@ -15,6 +15,15 @@ from collections.abc import Callable
 from typing import Any
 
 MIB = 1024 * 1024
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or the meter would not see what the engine costs
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""Set before vLLM is imported by a worker that is measured."""
 
 
 class Channel:

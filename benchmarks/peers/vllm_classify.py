@@ -9,20 +9,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from channel import Channel, Meter
+from channel import VLLM_ENVIRONMENT, Channel, Meter
 
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
     channel = Channel()
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or the meter would not see what the engine costs
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_DO_NOT_TRACK": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+    os.environ |= VLLM_ENVIRONMENT
     import torch
     import vllm
     from vllm.config import PoolerConfig

@@ -110,7 +110,7 @@ def test_dynamic_sampling_ends_when_all_epochs_are_used_up(tmp_path, model, stal
     step = done.outcome.step
     assert done.outcome.ended == "finished"
     assert 1 <= step < 6, "18 tasks are 6 steps only where none is left out"
-    said = f"no step {step + 1}: all 18 tasks have been sampled (grpo.max_num_epochs=1)"
+    said = f"no step {step + 1}: all 18 tasks have been used (grpo.max_num_epochs=1)"
     assert said in done.text.replace("\n", " ")
     assert saves(tmp_path) == [f"step_{step}"]
     assert "validation/reward_mean" in metrics_of(tmp_path)[step], "val_at_end"

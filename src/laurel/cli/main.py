@@ -150,7 +150,7 @@ def score_command(
     Each line is {"messages": [...]}, {"prompt": ..., "completions": [...]}, or a row of a
     preference data set, whose columns are set as for laurel rm. A prompt is a string or a list of
     messages. The exit code is 1 if a completion gets no score. With data.on_bad_row=skip a row that
-    cannot be read does not end the command: it gets a failure in place of scores, and is counted.
+    cannot be read gets a failure in place of scores and is counted; the exit code stays 0.
 
     Example: laurel score rows.jsonl -m results/rm/best data.prompt_key=question
     """

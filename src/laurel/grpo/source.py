@@ -178,7 +178,7 @@ class BatchCollector:
         count = min(round(count * config.batch_multiplier), num_tasks - self.consumed)
         if count <= 0:
             raise NothingLeft(
-                f"no step {batch.step + 1}: all {num_tasks} tasks have been sampled "
+                f"no step {batch.step + 1}: all {num_tasks} tasks have been used "
                 f"(grpo.max_num_epochs={config.max_num_epochs}), and "
                 f"{self._what_it_has(batch)}"
             )

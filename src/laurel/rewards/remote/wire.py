@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Self, TypeVar
@@ -275,10 +276,10 @@ class GroupBody(Body, extra="forbid"):
 class ScoringRequest(Body):
     """Base of bodies that ask for scores."""
 
-    @cached_property
+    @property
+    @abstractmethod
     def as_groups(self) -> Sequence[Group]:
         """Groups to score."""
-        raise NotImplementedError
 
 
 class ScoreRequest(ScoringRequest, extra="forbid"):
