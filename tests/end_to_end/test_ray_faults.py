@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from laurel.errors import EnvironmentFailedError
-from policy_fakes import HOOKS
+from laurel.generation.replicas import GeneratorReplicas
 from policy_runs import MATCHES, grpo, grpo_settings, metrics_of, warm_started
 from runs import run, settings, start, train, wait_until
 
@@ -145,7 +145,7 @@ def newest_worker():
 
 @pytest.mark.slow
 def test_a_replica_that_is_lost_after_its_checkpoint_was_pruned_comes_back(
-    tmp_path, small_cluster, caplog
+    tmp_path, small_cluster, caplog, monkeypatch
 ):
     model = warm_started(tmp_path / "model")
     steps = ("grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.save_period=1")
@@ -161,17 +161,19 @@ def test_a_replica_that_is_lost_after_its_checkpoint_was_pruned_comes_back(
     grpo(grpo_settings(run_dir, model, *own, *steps, "grpo.max_num_steps=1"))
     killed: list[int] = []
 
-    def kill_the_replica():
+    generate = GeneratorReplicas.generate
+
+    # Killed before a request, the replica is missed by this request. Killed while completions are
+    # scored, it may have no request left, and then the next weights find it dead.
+    def kill_before_a_request(generator, request):
         if (run_dir / "saves" / "step_4").is_dir() and not killed:
             assert not (run_dir / "saves" / "step_2").exists(), "nothing was pruned yet"
             killed.append(newest_worker())
             os.kill(killed[0], signal.SIGKILL)
+        return generate(generator, request)
 
-    HOOKS["judge"] = kill_the_replica
-    try:
-        finished = grpo(grpo_settings(run_dir, model, *own, *steps, "grpo.max_num_steps=6"))
-    finally:
-        HOOKS.clear()
+    monkeypatch.setattr(GeneratorReplicas, "generate", kill_before_a_request)
+    finished = grpo(grpo_settings(run_dir, model, *own, *steps, "grpo.max_num_steps=6"))
     assert killed
     assert "resuming from" in finished.text
     assert finished.outcome.ended == "finished"
