@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import statistics
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from rounds import Worker, add_clock, machine, seconds_of, spread, table, write_
 
 from laurel.models.forest.attention import FOREST, register
 from laurel.models.forest.decoder import RewardModel
+from laurel.models.loading.pretrained import train_tokenizer
 from laurel.rewards.scorer import score_tokens
 from laurel.types import TokenGroup
 
@@ -151,9 +153,16 @@ def start_vllm(
 ) -> Worker:
     """A vLLM engine in a process of its own, which scores all rows at a command."""
     model.save_pretrained(scratch / "model")
+    # vLLM's classifiers want a tokenizer, whatever it is: rows reach them as tokens.
+    train_tokenizer(["the laurel grows by the western gate"], vocab_size=400).save_pretrained(
+        scratch / "model"
+    )
+    # In a file, because an argument of a command has a limit of length.
+    ids_NL = [row.tolist() for row in rows_of(groups)]
+    (scratch / "rows.json").write_text(json.dumps(ids_NL), encoding="utf-8")
     settings = {
         "model": str(scratch / "model"),
-        "rows": [row.tolist() for row in rows_of(groups)],
+        "rows": str(scratch / "rows.json"),
         "threads": options.threads,
     }
     worker = Worker.start("vllm", "vllm_classify.py", options.vllm_python, settings, scratch)

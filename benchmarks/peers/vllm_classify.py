@@ -20,17 +20,17 @@ def main() -> None:
     import vllm
     from vllm.config import PoolerConfig
 
-    rows = [vllm.TokensPrompt(prompt_token_ids=ids) for ids in settings["rows"]]
+    ids_NL = json.loads(Path(settings["rows"]).read_text())
+    rows = [vllm.TokensPrompt(prompt_token_ids=ids) for ids in ids_NL]
     engine = vllm.LLM(
         model=settings["model"],
         runner="pooling",
         convert="classify",
         dtype="float32",
-        max_model_len=max(map(len, settings["rows"])) + 8,
+        max_model_len=max(map(len, ids_NL)) + 8,
         max_num_seqs=len(rows),
         enforce_eager=True,
         enable_prefix_caching=True,
-        skip_tokenizer_init=True,
         pooler_config=PoolerConfig(seq_pooling_type="LAST", use_activation=False),
     )
     torch.set_num_threads(settings["threads"])
