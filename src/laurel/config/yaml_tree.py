@@ -343,11 +343,7 @@ class _Reader:
 # The base of every section of a configuration.
 
 
-def _off_is_0(value: Any) -> Any:
-    return 0 if value == -1 else value
-
-
-MINUS_1_IS_OFF = BeforeValidator(_off_is_0)
+MINUS_1_IS_OFF = BeforeValidator(lambda value: 0 if value == -1 else value)
 OffPeriod = Annotated[int, MINUS_1_IS_OFF]
 """The number of steps between two events; 0, or -1 as in other systems, disables them."""
 

@@ -137,7 +137,12 @@ def scoring_row(
 def _scoring_row(
     row: Row, source: str, where: str, columns: Mapping[str, str] | None
 ) -> ScoringRow:
-    prompt, completions_G = _parts(_as_called(row, columns or {}))
+    # The shapes know columns by their default names.
+    named = {
+        key.removesuffix("_key"): required(row, column, setting=key)
+        for key, column in (columns or {}).items()
+    }
+    prompt, completions_G = _parts({**row, **named} if named else row)
     own_id = row.get("id")
     return ScoringRow(
         group=Group(id=where, prompt=prompt, completions_G=completions_G),
@@ -172,15 +177,6 @@ def _parts(row: Row) -> _Parts:
         f"the row has the keys {', '.join(map(str, row)) or '(none)'}, which say no conversation",
         remedy=f"A row can be {_SHAPES_IN_WORDS}",
     )
-
-
-def _as_called(row: Row, columns: Mapping[str, str]) -> Row:
-    # The shapes know columns by their default names.
-    named = {
-        key.removesuffix("_key"): required(row, column, setting=key)
-        for key, column in columns.items()
-    }
-    return {**row, **named} if named else row
 
 
 def _list_of_completions(row: Row) -> _Parts:
@@ -235,10 +231,6 @@ class _Shape(NamedTuple):
     read: Callable[[Row], _Parts]
 
 
-def _has_prompt_and(*keys: str) -> Callable[[Row], bool]:
-    return lambda row: _has(row, _PROMPTS) and all(key in row for key in keys)
-
-
 # The most specific first: data sets often repeat the chosen conversation under `messages`.
 _SHAPES = (
     _Shape(
@@ -255,7 +247,7 @@ _SHAPES = (
     ),
     _Shape(
         '{"context": ..., "response1": ..., "response2": ...}',
-        _has_prompt_and("response1", "response2"),
+        lambda row: _has(row, _PROMPTS) and {"response1", "response2"} <= row.keys(),
         _two_responses,
     ),
     _Shape(

@@ -115,17 +115,9 @@ def _is_dapo(row: Row) -> bool:
     return row.get("prompt") is not None and isinstance(judge, Mapping) and "ground_truth" in judge
 
 
-def _is_gsm8k(row: Row) -> bool:
-    return _has("question", "answer")(row) and "\n#### " in str(row["answer"])
-
-
 def _is_squad(row: Row) -> bool:
     answers = row.get("answers")
     return _has("context", "question")(row) and isinstance(answers, Mapping) and "text" in answers
-
-
-def _is_turns(row: Row) -> bool:
-    return isinstance(row.get("conversations"), Sequence)
 
 
 _QUESTIONS = ("input", "question", "problem", "prompt", "query", "instruction")
@@ -139,16 +131,6 @@ _ANSWERS = (
     "response",
     "generated_solution",
 )
-
-
-def _is_answered(row: Row) -> bool:
-    return any(row.get(key) is not None for key in _QUESTIONS) and any(
-        row.get(key) is not None for key in _ANSWERS
-    )
-
-
-def _is_asked(row: Row) -> bool:
-    return any(row.get(key) is not None for key in _QUESTIONS)
 
 
 _PROMPTS: Sequence[str] = ("data.env_name=reward_model",)
@@ -359,7 +341,7 @@ FORMATS: tuple[KnownFormat, ...] = (
             "question": "Ann has 2 laurels and buys 3. How many has she?",
             "answer": "2 + 3 = <<2+3=5>>5\n#### 5",
         },
-        fits=_is_gsm8k,
+        fits=lambda row: _has("question", "answer")(row) and "\n#### " in str(row["answer"]),
         trainers={"sft": ("data.dataset_name=GSM8K",), "grpo": ("data.env_name=math",)},
     ),
     KnownFormat(
@@ -394,7 +376,7 @@ FORMATS: tuple[KnownFormat, ...] = (
                 {"from": "gpt", "value": "By the gate."},
             ]
         },
-        fits=_is_turns,
+        fits=lambda row: isinstance(row.get("conversations"), Sequence),
         trainers={"sft": ()},
     ),
     KnownFormat(
@@ -403,7 +385,10 @@ FORMATS: tuple[KnownFormat, ...] = (
         columns="input, output; also question, problem, prompt, query, instruction and answer, "
         "expected_answer, ground_truth, solution, completion, response",
         example={"input": "What is 6 times 7?", "output": "42"},
-        fits=_is_answered,
+        fits=lambda row: (
+            any(row.get(key) is not None for key in _QUESTIONS)
+            and any(row.get(key) is not None for key in _ANSWERS)
+        ),
         trainers={"sft": (), "grpo": ("data.env_name=math",)},
         keys={"input": "data.input_key", "output": "data.output_key"},
     ),
@@ -412,7 +397,7 @@ FORMATS: tuple[KnownFormat, ...] = (
         says="prompts without answers",
         columns="prompt; also input, question, problem, query, instruction",
         example={"prompt": "Write a line about laurels."},
-        fits=_is_asked,
+        fits=lambda row: any(row.get(key) is not None for key in _QUESTIONS),
         trainers={"grpo": _PROMPTS},
         keys={"prompt": "data.input_key"},
     ),

@@ -25,6 +25,7 @@ from laurel.data.sources import (
     Row,
     UnusableRow,
     answer,
+    as_row,
     complaint,
     has_own_split,
     integer,
@@ -275,10 +276,7 @@ class _Loading:
         self.source.report.drop("malformed", source, kind=problem.kind)
 
     def _preference(self, source: str, row: Any) -> Preference:
-        if not isinstance(row, Mapping):
-            raise UnusableRow(
-                "not an object", f"the row is {json_kind(row)} where {{key: value}} is expected"
-            )
+        row = as_row(row)
         ranked = ranked_row(row, self._class_of(row), self.source.config, self.attributes)
         prompt = self.frame.around(ranked.prompt)
         if self.frame.system is not None and len(prompt) > 1 and prompt[1].role == "system":

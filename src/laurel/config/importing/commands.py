@@ -22,6 +22,7 @@ _PROGRAMS: tuple[tuple[str, str, str], ...] = (
     ("verl", r"^(?:\S*[./])?main_(?P<run>ppo|dapo)\w*?(?:\.py)?$", "overrides"),
     ("verl", r"^\S*trainer[./](?P<run>(?:fsdp_)?sft_trainer(?:_ray)?)(?:\.py)?$", "overrides"),
 )
+_IN_PROGRAMS = ("trl", "openrlhf", "main_ppo", "main_dapo", "sft_trainer")
 _RUNS: Mapping[tuple[str, str], str] = {
     ("trl", "reward"): "rm",
     ("trl", "grpo"): "grpo",
@@ -87,7 +88,8 @@ def find_command(text: str, name: str) -> Command | None:
     scripts = [one for line in joined.splitlines() if (one := _TRL_EXAMPLE.search(line))]
     for line in _ARRAY.sub("", joined).splitlines():
         assigned = _ASSIGNMENT.match(line)
-        words = _words(line, name) if _may_matter(line) else []
+        is_start = any(part in line for part in _IN_PROGRAMS)
+        words = _words(line, name) if is_start else []
         if assigned and len(_words(assigned[2], name, strict=False)) <= 1:
             value = _words(_filled(assigned[2], variables), name, strict=False)
             variables[assigned[1]] = value[0] if value else ""
@@ -137,10 +139,6 @@ def _python_problem(text: str, name: str) -> ConfigError | None:
         else f"{name}: a Python program, which is not executed to find out what it sets; give the "
         f"command line that starts the training instead ({PROGRAMS})"
     )
-
-
-def _may_matter(line: str) -> bool:
-    return any(word in line for word in ("trl", "openrlhf", "main_ppo", "main_dapo", "sft_trainer"))
 
 
 def _words(line: str, name: str, *, strict: bool = True) -> list[str]:

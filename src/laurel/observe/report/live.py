@@ -186,7 +186,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer a request for the page or its state."""
         served = self.server.followed.served
-        if not self._is_for_us():
+        # Against DNS rebinding: pages of a foreign name that points here could read the answers.
+        port = self.server.server_address[1]
+        names = (HOST, "localhost")
+        ours = {f"{name}:{port}" for name in names} | ({*names} if port == 80 else set())
+        if self.headers.get_all("Host", []) not in [[one] for one in ours]:
             self._answer(HTTPStatus.FORBIDDEN, b"This server answers only under its own address.\n")
         elif self.path == "/":
             self._answer(HTTPStatus.OK, served.page, "text/html; charset=utf-8")
@@ -201,13 +205,6 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         """Answer with the headers alone."""
         self.do_GET()
-
-    def _is_for_us(self) -> bool:
-        # Against DNS rebinding: pages of a foreign name that points here could read the answers.
-        port = self.server.server_address[1]
-        names = (HOST, "localhost")
-        ours = {f"{name}:{port}" for name in names} | ({*names} if port == 80 else set())
-        return self.headers.get_all("Host", []) in [[one] for one in ours]
 
     def _answer(self, status: HTTPStatus, body: bytes, kind: str = "text/plain") -> None:
         self.send_response(status)
@@ -280,8 +277,9 @@ def state_of(record: RunRecord, *, seconds_quiet: float) -> RunActivity:
         return RunActivity(ended=False)
     if process == "gone":
         return RunActivity(ended=True, reason="its process has ended")
-    planned = _planned_steps(record)
-    if planned is not None and record.num_steps >= planned:
+    section = record.settings.get(record.kind) or {}
+    planned = section.get("max_num_steps") if isinstance(section, Mapping) else None
+    if isinstance(planned, int) and 0 < planned <= record.num_steps:
         if seconds_quiet >= QUIET_AFTER_LAST_STEP:
             return RunActivity(ended=True, reason=f"it has reached its last step, {planned:,}")
     elif seconds_quiet >= QUIET:
@@ -290,12 +288,6 @@ def state_of(record: RunRecord, *, seconds_quiet: float) -> RunActivity:
             ended=True, reason=f"it has written nothing for {minutes:,} minutes: ended, or stuck"
         )
     return RunActivity(ended=False)
-
-
-def _planned_steps(record: RunRecord) -> int | None:
-    section = record.settings.get(record.kind) or {}
-    steps = section.get("max_num_steps") if isinstance(section, Mapping) else None
-    return steps if isinstance(steps, int) and steps > 0 else None
 
 
 def _process(settings: Mapping[str, Any]) -> Literal["runs", "gone", "unknown"]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -416,7 +416,7 @@ def spread(trial: Trial, *, tp: int) -> Found:
     on_gpu = trial.device.type == "cuda"
     with tempfile.TemporaryDirectory(prefix="laurel-trial-") as folder:
         load = _loader(trial, folder)
-        expected = _step(_local_learner(load, trial.device), trial)
+        expected = _step(LocalLearner(load(device=trial.device).model, optimizer=DESCENT), trial)
         load = _loader(trial, folder, tp=tp)
         ranks = shape.num_ranks
         with RayCluster(cpus=ranks, gpus=ranks if on_gpu else 0) as cluster:
@@ -475,10 +475,6 @@ def _worker_settings(trial: Trial, shape: ParallelShape) -> dict[str, Any]:
         "cluster": ClusterConfig(device=device, cpu_threads=1),
         "seed": 1,
     }
-
-
-def _local_learner(load: Callable[..., Any], device: torch.device) -> LocalLearner:
-    return LocalLearner(load(device=device).model, optimizer=DESCENT)
 
 
 def _step(learner: Learner, trial: Trial) -> _Step:
@@ -603,13 +599,8 @@ def vllm(trial: Trial) -> Found:
     )
 
 
-def _each_precision() -> dict[str, Check]:
-    precisions: tuple[Precision, ...] = ("float32", "bfloat16", "float16")
-    return {f"forest in {p}": partial(exactness, precision=p) for p in precisions}
-
-
 ALL_CHECKS: Mapping[str, Check] = {
-    **_each_precision(),
+    **{f"forest in {p}": partial(exactness, precision=p) for p in get_args(Precision)},
     "memory of training": memory,
     "speed of training": partial(speed, phase="training"),
     "speed of scoring": partial(speed, phase="scoring"),
