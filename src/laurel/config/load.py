@@ -225,7 +225,11 @@ class Checker:
     def _value(self, kinds: Kinds, node: YamlNode, path: KeyPath) -> Any:
         """Return the value of one key, with references resolved and sections built."""
         try:
-            node = self._resolved(node, path)
+            if node.value is MISSING:
+                raise UnresolvedError("must be given: the file says ???")
+            if node.reference:
+                found = graft(self.interpolations.value(path, node.value), node.place)
+                node = replace(found, text=str(found.value))
         except UnresolvedError as error:
             return self._report(path, node.place, str(error))
         if not isinstance(node.value, dict | list):
@@ -246,14 +250,6 @@ class Checker:
         if isinstance(node.value, list):
             return [self._value(inside, item, (*path, i)) for i, item in enumerate(node.value)]
         return {k: self._value(inside, child, (*path, k)) for k, child in node.value.items()}
-
-    def _resolved(self, node: YamlNode, path: KeyPath) -> YamlNode:
-        if node.value is MISSING:
-            raise UnresolvedError("must be given: the file says ???")
-        if not node.reference:
-            return node
-        found = graft(self.interpolations.value(path, node.value), node.place)
-        return replace(found, text=str(found.value))
 
     # ------------------------------------------------------------------------------------ messages
 

@@ -456,7 +456,11 @@ def _load(
         if clue not in noted:
             noted.add(clue)
             report.notes.append(f"read as {clue}")
-        checked = _checked(opened.frame.around(_with_system(said, row, config)))
+        if not (said and said[0].role == "system"):
+            given = row.get(config.system_key) if config.system_key is not None else None
+            if content := given if given is not None else config.system_prompt:
+                said = (Message("system", text(content, what="the system message")), *said)
+        checked = _checked(opened.frame.around(said))
         roles.look(source, checked)
         return Dialogue(
             id=f"{report.name}:{source}",
@@ -484,16 +488,6 @@ def _checked(said: Conversation) -> Conversation:
     if any(not turn.content.strip() for turn in said if turn.role == "assistant"):
         raise LeftOutRow("empty", "the assistant says nothing")
     return said
-
-
-def _with_system(said: Conversation, row: Row, config: DemonstrationSetConfig) -> Conversation:
-    if said and said[0].role == "system":
-        return said
-    given = row.get(config.system_key) if config.system_key is not None else None
-    content = given if given is not None else config.system_prompt
-    if not content:
-        return said
-    return (Message("system", text(content, what="the system message")), *said)
 
 
 # ---------------------------------------------------------------------------------------- shapes
@@ -612,12 +606,6 @@ def _found(row: Row) -> tuple[str, str] | None:
     return None if asked is None or answered is None else (asked, answered)
 
 
-def _found_pair(row: Row, config: DemonstrationSetConfig) -> Conversation:
-    found = _found(row)
-    assert found is not None  # what `fits` looked at
-    return _pair(row, *found)
-
-
 def _best(row: Row, class_name: str) -> Conversation:
     prompt, answered = best_answer(row, class_name)
     return prompt + answered
@@ -637,7 +625,7 @@ def _squad(row: Row) -> Conversation:
 
 _GUESSED = _DemonstrationShape(
     lambda row, config: _found(row) is not None,
-    _found_pair,
+    lambda row, config: _pair(row, *(_found(row) or ("", ""))),
     lambda row, config: "'{}', answered by '{}'".format(*(_found(row) or ("", ""))),
 )
 # The most specific first.

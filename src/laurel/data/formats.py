@@ -6,6 +6,7 @@ their table of contents, for people and for `laurel data check`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -82,32 +83,17 @@ def _is_transcripts(row: Row) -> bool:
     return found is not None and found[1].startswith("transcripts")
 
 
-def _is_python(head: Any) -> bool:
-    # HumanEval was translated into other languages, which the code environment does not run.
-    return isinstance(head, str) and "def " in head
-
-
-def _is_mbpp(row: Row) -> bool:
-    asks = row.get("text") is not None or row.get("prompt") is not None
-    return asks and _has("test_list", "code")(row)
-
-
 def _brings_tests(row: Row) -> bool:
     own = ("test_code", "test_list", "stdio_tests", "call_tests", "public_test_cases")
     if any(row.get(column) is not None for column in own) or row.get("input_output"):
         return True
-    return isinstance(_tests_of_verl(row), Mapping)
-
-
-def _tests_of_verl(row: Row) -> Any:
     judge = row.get("reward_model")
     truth = judge.get("ground_truth") if isinstance(judge, Mapping) else None
-    if not isinstance(truth, str) or not truth.lstrip().startswith("{"):
-        return truth
-    try:
-        return json.loads(truth)
-    except ValueError:
-        return truth
+    if isinstance(truth, str) and truth.lstrip().startswith("{"):
+        # verl's files hold the tests as JSON inside of a text.
+        with contextlib.suppress(ValueError):
+            truth = json.loads(truth)
+    return isinstance(truth, Mapping)
 
 
 def _is_dapo(row: Row) -> bool:
@@ -293,7 +279,12 @@ FORMATS: tuple[KnownFormat, ...] = (
             "canonical_solution": "    return 1\n",
             "test": "def check(candidate):\n    assert candidate() == 1\n",
         },
-        fits=lambda row: _has("prompt", "entry_point", "test")(row) and _is_python(row["prompt"]),
+        # HumanEval was translated into other languages, which the code environment does not run.
+        fits=lambda row: (
+            _has("prompt", "entry_point", "test")(row)
+            and isinstance(row["prompt"], str)
+            and "def " in row["prompt"]
+        ),
         trainers={"grpo": ("data.dataset_name=HumanEval", "data.env_name=code")},
     ),
     KnownFormat(
@@ -306,7 +297,10 @@ FORMATS: tuple[KnownFormat, ...] = (
             "code": "def same(x):\n    return x",
             "test_list": ["assert same(1) == 1"],
         },
-        fits=_is_mbpp,
+        fits=lambda row: (
+            any(row.get(column) is not None for column in ("text", "prompt"))
+            and _has("test_list", "code")(row)
+        ),
         trainers={"grpo": ("data.dataset_name=MBPP", "data.env_name=code")},
     ),
     KnownFormat(

@@ -147,9 +147,11 @@ def _spaced(text: str) -> str:
 
 def _passage(text: str) -> str:
     text = text.rstrip()
-    sentence = "" if text.isascii() else _last_sentence_with_answer(text)
-    if sentence:
-        return sentence
+    # The parser knows no Chinese or Japanese phrase for "the answer is".
+    for sentence in () if text.isascii() else reversed(_END_OF_SENTENCE.split(text)):
+        end = last_end(_EAST_ASIAN_ANSWER, sentence)
+        if end and _SAYS_SOMETHING.search(sentence, end):
+            return f"答案: {sentence[end:]}"[:MAX_CHARACTERS]
     if len(text) <= MAX_CHARACTERS:
         return text
     start = len(text) - MAX_CHARACTERS
@@ -160,15 +162,6 @@ def _passage(text: str) -> str:
     # From a new line on: after half a formula, all dollar signs would be read the wrong way round.
     newline = text.find("\n", start)
     return text[newline + 1 :] if newline >= 0 else text[start:]
-
-
-def _last_sentence_with_answer(text: str) -> str:
-    # The parser knows no Chinese or Japanese phrase for "the answer is".
-    for sentence in reversed(_END_OF_SENTENCE.split(text)):
-        end = last_end(_EAST_ASIAN_ANSWER, sentence)
-        if end and _SAYS_SOMETHING.search(sentence, end):
-            return f"答案: {sentence[end:]}"[:MAX_CHARACTERS]
-    return ""
 
 
 def in_known_characters(text: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from laurel.errors import ConfigError, DataError
 from laurel.observe.report.page import Live, content_policy, page_of, page_script
-from laurel.observe.report.samples import RunSamples
+from laurel.observe.report.samples import RunSamples, stamps_of
 from laurel.observe.run_record import COMPLETIONS_DIRECTORY, EVALUATIONS, RunRecord, read_run_record
 
 HOST = "127.0.0.1"
@@ -82,7 +82,17 @@ class FollowedRuns:
         """
         started = time.perf_counter()
         # Before reading: what is written meanwhile makes the next look find a difference.
-        seen = [_stamps(run) for run in self._runs]
+        seen = [
+            stamps_of(
+                (
+                    *run.glob("*.json*"),
+                    *run.glob("*.yaml"),
+                    *run.glob(f"*/{EVALUATIONS}"),
+                    run / COMPLETIONS_DIRECTORY,  # it changes with each new file
+                )
+            )
+            for run in self._runs
+        ]
         try:
             if seen != self._seen:
                 self._records = [read_run_record(run) for run in self._runs]
@@ -229,19 +239,6 @@ def _said(record: RunRecord, state: RunActivity) -> str:
     if state.ended:
         return f"{name} has ended at step {record.num_steps:,} ({state.reason})"
     return f"{name} goes on: step {record.num_steps:,}"
-
-
-def _stamps(run: Path) -> dict[str, tuple[int, int]]:
-    files = [*run.glob("*.json*"), *run.glob("*.yaml"), *run.glob(f"*/{EVALUATIONS}")]
-    stamps = {}
-    # The directory of completions changes with each new file.
-    for file in (*files, run / COMPLETIONS_DIRECTORY):
-        try:
-            status = file.stat()
-        except OSError:
-            continue
-        stamps[str(file)] = (status.st_mtime_ns, status.st_size)
-    return stamps
 
 
 # --------------------------------------------------------------------------------------------------
