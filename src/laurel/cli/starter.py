@@ -129,6 +129,7 @@ def run_init(
     if reward_model is not None and task != "grpo-rm":
         raise ConfigError(f"--reward-model is for --task grpo-rm, not for {task}")
     output = output or Path(f"{task}.yaml")
+    # Before the model and the rows are looked at, which takes time.
     check_output(output, read_from="")
     if output.exists() and not force:
         raise ConfigError(
@@ -228,6 +229,7 @@ def _model(said: str, *, trainer: str) -> Chosen:
         if trainer == "grpo":
             note += ". It writes noise at first: warm it up with laurel sft on examples"
         return Chosen(settings={"policy.model_name": "null"}, notes=[note])
+    # With a slash at its end it is a directory, and never a name of the hub.
     is_path = said.endswith("/") and not said.startswith(("/", "~", "."))
     check_not_missing(f"./{said}" if is_path else said, key="--model")
     if not Path(said).expanduser().is_dir():
@@ -254,6 +256,7 @@ def _model(said: str, *, trainer: str) -> Chosen:
         except ModelError:
             settings["policy.tokenizer.chat_template"] = "chatml"
             notes.append(f"{name} has no chat template: the configuration chooses chatml")
+        # Without a template, which the model may lack: only its tokens are looked at.
         bare = tokenizer(TokenizerConfig(chat_template=None))
         if trainer == "rm" and bare.pad_token == bare.eos_token:
             settings["policy.tokenizer.pad_token"] = "auto"

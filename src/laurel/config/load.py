@@ -228,6 +228,7 @@ class Checker:
             if node.value is MISSING:
                 raise UnresolvedError("must be given: the file says ???")
             if node.reference:
+                # An error in the value names the line of the reference.
                 found = graft(self.interpolations.value(path, node.value), node.place)
                 node = replace(found, text=str(found.value))
         except UnresolvedError as error:

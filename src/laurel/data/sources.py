@@ -98,6 +98,7 @@ def text(value: Any, *, what: str) -> str:
         raise UnusableRow(
             f"{what} is not text", f"{what} is {json_kind(value)} where text is expected"
         )
+    # ASCII holds no surrogates, and to see that is quicker than to encode.
     if not value.isascii():
         try:
             value.encode()
@@ -132,6 +133,7 @@ def number(value: Any, *, what: str) -> float:
         UnusableRow: The value is no finite number.
     """
     result = math.nan
+    # To Python `true` is 1.
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             result = float(value)
@@ -317,6 +319,7 @@ def json_lines(stream: IO[bytes], path: str, complain: Complain) -> Rows:
     """Read one JSON object per line; blank lines are skipped."""
     label = os.path.basename(path)
     for number, raw in enumerate(stream, start=1):
+        # Some editors begin a file with a byte-order mark.
         line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
         if line.isspace() or not line:
             continue

@@ -343,12 +343,14 @@ class LocalLearner:
         """
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
+        # Read before the scheduler moves on: the rate that this step is taken with.
         rate = self.learning_rate
         sums: dict[str, Tensor] = {}
         losses_B = torch.stack(self._accumulate(batch, loss, denominator, fillers, sums))
         bad = (~losses_B.isfinite()).sum().double()
         parameters = [parameter for _, parameter in self.named_parameters]
         if self.ranks is not None:
+            # All ranks decide alike: one that stepped alone would part from the others.
             bad = self.ranks.totals({"bad": bad})["bad"]
             norm = self.ranks.clip(parameters, self.max_grad_norm)
         else:
