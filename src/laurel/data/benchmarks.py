@@ -338,11 +338,6 @@ def best_of_n_row(row: Row) -> BenchmarkRow:
     )
 
 
-def _domain_of_file(name: str) -> str | None:
-    found = _RM_BENCH_FILE.fullmatch(name)
-    return None if found is None else found["domain"]
-
-
 def _row(
     row: Row,
     *,
@@ -418,7 +413,9 @@ RM_BENCH = BenchmarkForm(
     written='{"id", "domain", "prompt", "chosen": [three answers], "rejected": [three]}',
     read=rm_bench_row,
     hub=(HubPart("THU-KEG/RM-Bench", "train"),),
-    subset_of_file=_domain_of_file,
+    subset_of_file=lambda name: (
+        found["domain"] if (found := _RM_BENCH_FILE.fullmatch(name)) is not None else None
+    ),
 )
 JUDGE_BENCH = BenchmarkForm(
     name="judge-bench",

@@ -196,13 +196,8 @@ def _list_of_completions(row: Row) -> _Parts:
     )
 
 
-def _one_completion(row: Row) -> _Parts:
-    prompt, key = _prompt(row), _first_of(row, _ANSWERS)
-    return _Parts(prompt, (_completion(required(row, key), prompt, f"'{key}'"),))
-
-
-def _two_responses(row: Row) -> _Parts:
-    prompt, keys = _prompt(row), ("response1", "response2")
+def _completions_at(row: Row, *keys: str) -> _Parts:
+    prompt = _prompt(row)
     return _Parts(
         prompt, tuple(_completion(required(row, key), prompt, f"'{key}'") for key in keys)
     )
@@ -248,12 +243,12 @@ _SHAPES = (
     _Shape(
         '{"context": ..., "response1": ..., "response2": ...}',
         lambda row: _has(row, _PROMPTS) and {"response1", "response2"} <= row.keys(),
-        _two_responses,
+        lambda row: _completions_at(row, "response1", "response2"),
     ),
     _Shape(
         '{"prompt": ..., "completion": ...} (also "response" for "completion")',
         lambda row: _has(row, _PROMPTS) and _has(row, _ANSWERS),
-        _one_completion,
+        lambda row: _completions_at(row, _first_of(row, _ANSWERS)),
     ),
     _Shape('{"messages": [...]}', lambda row: "messages" in row, _whole_conversation),
 )

@@ -96,16 +96,6 @@ def _brings_tests(row: Row) -> bool:
     return isinstance(truth, Mapping)
 
 
-def _is_dapo(row: Row) -> bool:
-    judge = row.get("reward_model")
-    return row.get("prompt") is not None and isinstance(judge, Mapping) and "ground_truth" in judge
-
-
-def _is_squad(row: Row) -> bool:
-    answers = row.get("answers")
-    return _has("context", "question")(row) and isinstance(answers, Mapping) and "text" in answers
-
-
 _QUESTIONS = ("input", "question", "problem", "prompt", "query", "instruction")
 _ANSWERS = (
     "output",
@@ -324,7 +314,11 @@ FORMATS: tuple[KnownFormat, ...] = (
             "prompt": [{"role": "user", "content": "What is 6 times 7?"}],
             "reward_model": {"ground_truth": "42"},
         },
-        fits=_is_dapo,
+        fits=lambda row: (
+            _has("prompt", "reward_model")(row)
+            and isinstance(row["reward_model"], Mapping)
+            and "ground_truth" in row["reward_model"]
+        ),
         trainers={"grpo": ("data.dataset_name=DAPOMath17K", "data.env_name=math")},
     ),
     KnownFormat(
@@ -347,7 +341,11 @@ FORMATS: tuple[KnownFormat, ...] = (
             "question": "Where is the laurel?",
             "answers": {"text": ["by the gate"], "answer_start": [18]},
         },
-        fits=_is_squad,
+        fits=lambda row: (
+            _has("context", "question", "answers")(row)
+            and isinstance(row["answers"], Mapping)
+            and "text" in row["answers"]
+        ),
         trainers={"sft": ("data.dataset_name=squad",)},
     ),
     KnownFormat(
@@ -496,7 +494,13 @@ def suggestions(row: Row) -> list[Suggestion]:
         found = make(row)
         if found is not None:
             return [found]
-    return _as_answered(row) or _as_prompt(row)
+    if answered := _as_answered(row):
+        return answered
+    asked = _column(row, _PROMPT_LIKE)
+    if asked is None or not _can(lambda: response(row, TaskSetConfig(input_key=asked))):
+        return []
+    settings = (f"data.input_key={_quoted(asked)}", "data.env_name=reward_model")
+    return [Suggestion(says=f"prompts under '{asked}'", trainer="grpo", settings=settings)]
 
 
 def _words(column: str) -> set[str]:
@@ -606,14 +610,6 @@ def _as_answered(row: Row) -> list[Suggestion]:
         Suggestion(says=says, trainer="sft", settings=keys),
         Suggestion(says=says, trainer="grpo", settings=(*keys, "data.env_name=math")),
     ]
-
-
-def _as_prompt(row: Row) -> list[Suggestion]:
-    asked = _column(row, _PROMPT_LIKE)
-    if asked is None or not _can(lambda: response(row, TaskSetConfig(input_key=asked))):
-        return []
-    settings = (f"data.input_key={_quoted(asked)}", "data.env_name=reward_model")
-    return [Suggestion(says=f"prompts under '{asked}'", trainer="grpo", settings=settings)]
 
 
 def _renamed(row: Row) -> Suggestion | None:

@@ -101,7 +101,12 @@ def read_answer(response: str) -> Candidate | None:
     if boxed is not None:
         boxed = in_known_characters(boxed).strip()
         return Candidate(text=boxed) if boxed else None
-    passage = in_known_characters(_spaced(_passage(text))).strip()
+    passage = _passage(text)
+    if not passage.isascii():
+        # East Asian writing needs no blanks, but a number that touches a letter is none to the
+        # parser.
+        passage = _BESIDE_EAST_ASIAN.sub(" ", passage).translate(_EAST_ASIAN_STOPS)
+    passage = in_known_characters(passage).strip()
     return Candidate(text=passage, boxed=False) if passage else None
 
 
@@ -136,13 +141,6 @@ def _closing_braces(text: str, start: int) -> dict[int, int]:
         elif mark[0] == "}" and opened:
             closing[opened.pop()] = mark.start()
     return closing
-
-
-def _spaced(text: str) -> str:
-    # East Asian writing needs no blanks, but a number that touches a letter is none to the parser.
-    if text.isascii():
-        return text
-    return _BESIDE_EAST_ASIAN.sub(" ", text).translate(_EAST_ASIAN_STOPS)
 
 
 def _passage(text: str) -> str:
