@@ -188,18 +188,7 @@ class Gate:
         async def counting(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 call.status = message["status"]
-                found = [
-                    (b"x-request-id", call.request_id.encode("latin-1")),
-                    (b"x-content-type-options", b"nosniff"),
-                    (b"cache-control", b"no-store"),
-                ]
-                if call.version:
-                    found.append(
-                        (VERSION_HEADER.lower().encode(), call.version.encode("ascii", "replace"))
-                    )
-                if call.status in (408, 413):  # the rest of the body is not read
-                    found.append((b"connection", b"close"))
-                message["headers"] = [*message.get("headers", ()), *found]
+                message["headers"] = [*message.get("headers", ()), *_added_headers(call)]
             else:
                 call.sent_bytes += len(message.get("body", b""))
             await send(message)
@@ -369,6 +358,19 @@ _ONCE = (b"authorization", b"host", b"content-length", b"x-request-id")
 # Together an id that is unique among the requests of all servers.
 _ORIGIN = secrets.token_hex(8)
 _NUMBERS = itertools.count(1)
+
+
+def _added_headers(call: HttpCall) -> list[tuple[bytes, bytes]]:
+    found = [
+        (b"x-request-id", call.request_id.encode("latin-1")),
+        (b"x-content-type-options", b"nosniff"),
+        (b"cache-control", b"no-store"),
+    ]
+    if call.version:
+        found.append((VERSION_HEADER.lower().encode(), call.version.encode("ascii", "replace")))
+    if call.status in (408, 413):  # the rest of the body is not read
+        found.append((b"connection", b"close"))
+    return found
 
 
 def error_response(refusal: RefusedRequestError) -> Response:
