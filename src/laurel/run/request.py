@@ -118,6 +118,7 @@ def uses_reward_model(config: GRPORun) -> bool:
     named: set[str] = set()
     while waiting:
         name = waiting.pop()
+        # A part may be a composite itself, and several may have the same part.
         if name not in named and name in config.env.composite:
             waiting += [part.env for part in config.env.composite[name].parts]
         named.add(name)
