@@ -331,18 +331,22 @@ _TEXTS = frozenset({"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"})
 _AROUND_TEXT = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
 
 
+def _text_in_pickle(data: bytes) -> str:
+    """Return the text that a pickle holds without unpickling; refuse a pickle of anything else."""
+    # To unpickle would run what the pickle says.
+    steps = [(step.name, argument) for step, argument, _ in pickletools.genops(data)]
+    texts = [argument for name, argument in steps if name in _TEXTS]
+    if len(texts) != 1 or not {name for name, _ in steps} <= _TEXTS | _AROUND_TEXT:
+        raise ValueError("not the pickle of a text")
+    return str(texts[0])
+
+
 def _unpacked(packed: str, what: str) -> Any:
     """Unpack a long case of LiveCodeBench: base64 of a zlib stream of a pickled JSON text."""
     try:
         stream = zlib.decompressobj()
         data = stream.decompress(base64.b64decode(packed, validate=True), _MOST_UNPACKED)
-        # Read without unpickling, which would run what the pickle says; anything but a text is
-        # refused.
-        steps = [(step.name, argument) for step, argument, _ in pickletools.genops(data)]
-        texts = [argument for name, argument in steps if name in _TEXTS]
-        if len(texts) != 1 or not {name for name, _ in steps} <= _TEXTS | _AROUND_TEXT:
-            raise ValueError("not the pickle of a text")
-        return json.loads(str(texts[0]))
+        return json.loads(_text_in_pickle(data))
     except Exception as problem:  # a pickle that is none may raise anything
         raise UnusableRow(
             f"{what} cannot be read",

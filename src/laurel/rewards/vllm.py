@@ -81,13 +81,7 @@ class VllmScorer(ContractScorer):
                     f"{self._model.vocab_size}: they do not belong together "
                     f"({key_of('policy.tokenizer.name')})"
                 )
-            tolerance = golden_tolerance(self.contract, self._dtype)
-            self.golden_difference = check_golden_by(
-                lambda tokens: self._values(tokens, None, exactly=False),
-                self.contract,
-                dtype=self._dtype,
-                why=lambda values_K, expected_K: _cause(values_K, expected_K, tolerance),
-            )
+            self.golden_difference = self._check_golden()
             """Largest difference from a golden score, in units of max(1, |score|)."""
         except BaseException:
             self.close()
@@ -145,6 +139,15 @@ class VllmScorer(ContractScorer):
     @property
     def _num_outputs(self) -> int:
         return len(self.contract.rules.golden[0].values_K)
+
+    def _check_golden(self) -> float:
+        tolerance = golden_tolerance(self.contract, self._dtype)
+        return check_golden_by(
+            lambda tokens: self._values(tokens, None, exactly=False),
+            self.contract,
+            dtype=self._dtype,
+            why=lambda values_K, expected_K: _cause(values_K, expected_K, tolerance),
+        )
 
 
 def _cause(values_K: Sequence[float], expected_K: Sequence[float], tolerance: float) -> str:

@@ -416,7 +416,7 @@ def spread(trial: Trial, *, tp: int) -> Found:
     on_gpu = trial.device.type == "cuda"
     with tempfile.TemporaryDirectory(prefix="laurel-trial-") as folder:
         load = _loader(trial, folder)
-        expected = _step(LocalLearner(load(device=trial.device).model, optimizer=DESCENT), trial)
+        expected = _step(_local_learner(load, trial.device), trial)
         load = _loader(trial, folder, tp=tp)
         ranks = shape.num_ranks
         with RayCluster(cpus=ranks, gpus=ranks if on_gpu else 0) as cluster:
@@ -475,6 +475,10 @@ def _worker_settings(trial: Trial, shape: ParallelShape) -> dict[str, Any]:
         "cluster": ClusterConfig(device=device, cpu_threads=1),
         "seed": 1,
     }
+
+
+def _local_learner(load: Callable[..., Any], device: torch.device) -> LocalLearner:
+    return LocalLearner(load(device=device).model, optimizer=DESCENT)
 
 
 def _step(learner: Learner, trial: Trial) -> _Step:
