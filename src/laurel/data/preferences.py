@@ -686,15 +686,14 @@ def _ratings(items: Sequence[Row], attributes: Sequence[str]) -> tuple[tuple[flo
                 "'attributes' is not an object",
                 f"'attributes' is {json_kind(rated)} where {{name: number}} is expected",
             )
-        rows.append(tuple(_rating(rated.get(name), name) for name in attributes))
+        row = []
+        for name in attributes:
+            value = rated.get(name)
+            # A table has one column for all rows, so a missing rating is null or NaN there.
+            is_missing = value is None or (isinstance(value, float) and math.isnan(value))
+            row.append(math.nan if is_missing else number(value, what=f"attribute '{name}'"))
+        rows.append(tuple(row))
     return tuple(rows)
-
-
-def _rating(value: Any, name: str) -> float:
-    # A table has one column for all rows, so a missing rating is null or NaN there.
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return math.nan
-    return number(value, what=f"attribute '{name}'")
 
 
 def _optional_number(row: Row, key: str, *, otherwise: float) -> float:
