@@ -270,6 +270,7 @@ class RewardLoss:
         else:
             assert scores_NK.shape[1] == 1, "comparisons need one score per completion"
             total = self._comparisons(rewards_N, batch, ranked)
+        # Detached, as metrics are kept for longer than the graph.
         sums = _ranking_sums(rewards_N.detach(), ranked)
         sums |= {"loss": total.detach(), "num_groups": total.new_full((), self.count(batch))}
         return LossOutput(loss=total / num_groups, sums=sums)

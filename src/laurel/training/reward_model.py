@@ -85,6 +85,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         update, samples, step = taken.update, taken.samples, position.step + 1
         if update.failure is None:
             bad_steps = 0
+        # Rows that teach nothing are no fault of the run, and end no row of faults either.
         elif not update.metrics and self.loss.count([s.preference for s in samples]) == 0:
             self.progress.message(f"step {step} skipped: {update.failure}")
             bad_steps = position.bad_steps
@@ -135,6 +136,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         # The accuracy of a bag of words that learned from the first training rows. It depends on
         # the data alone, so it is computed at the first validation of a set and kept. None where no
         # row has a better and a worse answer.
+        # The sets live as long as this object, so no other has their ids.
         known = self._baselines.get(id(samples))
         if known is None:
             pairs = [pair for one in samples for pair in unscored_pairs(one.preference)]
