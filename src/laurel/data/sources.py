@@ -585,6 +585,7 @@ def _file_rows(path: str, complain: Complain) -> Rows:
             f"{path}: cannot tell the format from the name. Known endings are "
             f"{', '.join(READERS)}, each also with .gz"
         )
+    # A stream that breaks off has no line of its own: the last row that was read shows the place.
     last = "the start"
     try:
         if os.path.getsize(path) == 0:
@@ -714,6 +715,7 @@ def _other_than_data(directory: str) -> str | None:
                 where = os.path.relpath(os.path.join(folder, mark), directory)
                 return f"is the directory of {kind} (it holds {where}), and not of data"
         if folder.count(os.sep) - top.count(os.sep) >= _DEEPEST_MARK:
+            # `os.walk` does not enter what is taken out of its list.
             inside.clear()
     return None
 
@@ -738,6 +740,7 @@ def _quiet() -> Iterator[None]:
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)
+    # Only those that are on are switched on again.
     silenced = [bars for bars in (reading, fetching) if not bars.are_progress_bars_disabled()]
     for bars in silenced:
         bars.disable_progress_bars()
