@@ -112,7 +112,7 @@ class FollowedRuns:
         self.seconds_to_wait = min(max(MIN_SECONDS, spent / SHARE_OF_TIME), MAX_SECONDS)
         self._describe(seen)
 
-    def _describe(self, seen: Sequence[dict[str, tuple[int, int]]]) -> None:
+    def _describe(self, seen: Sequence[dict[Path, tuple[int, int]]]) -> None:
         # On the page, and once the runs have ended on the terminal.
         states = [
             state_of(
