@@ -215,7 +215,7 @@ class WorkerGroup(Protocol):
         """Call a method on one worker, and wait for its result."""
 
     def alive(self) -> list[bool]:
-        """Report for each rank whether its process lives, at once, even during calls."""
+        """Report whether each rank's process is alive; returns at once, even during calls."""
 
     def shutdown(self) -> None:
         """Shut every worker down: its `shutdown()` if it has one, then its process. Idempotent."""

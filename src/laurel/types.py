@@ -424,7 +424,7 @@ class EnvironmentReturn(_SixFields):
         return made
 
     def _replace(self, **changes: Any) -> EnvironmentReturn:
-        """Copy with other fields, `failures` and `notes` among them."""
+        """Return a copy with fields replaced; `failures` and `notes` may be among them."""
         fields = {**self._asdict(), "failures": self.failures, "notes": self.notes}
         return EnvironmentReturn(**(fields | changes))
 

@@ -387,10 +387,10 @@ def slope(config: RewardScalingConfig) -> float:
 
 
 def overlong_penalty(num_tokens: int, config: RewardShapingConfig, *, longest: int) -> float:
-    """Compute the penalty of a completion's length (DAPO, arXiv 2503.14476); never below 0.
+    """Compute the penalty for a completion's length (DAPO, arXiv 2503.14476), which is at least 0.
 
-    Nothing up to `max_response_length - overlong_buffer_length` tokens, `overlong_buffer_penalty`
-    at `max_response_length`, a straight line in between and, as in NeMo RL, beyond.
+    It is 0 up to `max_response_length - overlong_buffer_length` tokens. From there on it is linear:
+    `overlong_buffer_penalty` at `max_response_length` and, as in NeMo RL, larger beyond.
 
     Args:
         num_tokens: Tokens that the policy wrote.
@@ -426,11 +426,11 @@ def shaped(rollout: Rollout, reward: float, config: RewardShapingConfig, *, long
 def shape_rewards(
     groups: Sequence[RolloutGroup], config: GRPOConfig, *, longest: int
 ) -> ShapedRewards:
-    """Shape rewards as `reward_scaling`, `reward_shaping` and `overlong_filtering` say.
+    """Apply `reward_scaling`, `reward_shaping` and `overlong_filtering` to rewards.
 
     Args:
         groups: The rollouts with their rewards.
-        config: The section `grpo.reward_shaping`.
+        config: The section `grpo`.
         longest: `policy.max_total_sequence_length`.
     """
     rewards_BG, penalties = list[list[float | None]](), list[float]()
@@ -522,7 +522,7 @@ def fail_without_divergence(
 
 
 def lacks_divergences(groups: Sequence[RolloutGroup]) -> bool:
-    """Report whether no completion is left to train on for lack of a divergence."""
+    """Report whether every completion has failed, some for a KL divergence that is not finite."""
     failures = [rollout.failure for group in groups for rollout in group.rollouts_G]
     return None not in failures and NO_DIVERGENCE in failures
 

@@ -442,7 +442,7 @@ class PolicyParts:
 
     @contextmanager
     def generator_at_rest(self, timers: Timers) -> Iterator[None]:
-        """Put the generator to sleep for the duration."""
+        """Put the generator to sleep while the context is open, if `generator_rests`."""
         if not self.generator_rests:
             yield
             return
@@ -455,12 +455,12 @@ class PolicyParts:
                 self.source.wait_for(self.generator.wake())
 
     def learner_at_rest(self) -> AbstractContextManager[None]:
-        """Put the learner to sleep for the duration."""
+        """Put the learner to sleep while the context is open, if `learner_rests`."""
         return self.learner.resting() if self.learner_rests else nullcontext()
 
     @contextmanager
     def judges_at_rest(self) -> Iterator[None]:
-        """Put reward models that can sleep to sleep for the duration."""
+        """Put reward models that can sleep to sleep while the context is open, if `judges_rest`."""
         with ExitStack() as stack:
             for environment in self.environments.values() if self.judges_rest else ():
                 stack.enter_context(environment.resting())

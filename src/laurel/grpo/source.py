@@ -65,7 +65,7 @@ class Batch:
 
 
 class BatchCollector:
-    """A collector of the batches of a run, one after the other."""
+    """Collects finished groups of rollouts into the run's training batches, one after the other."""
 
     def __init__(
         self,
@@ -315,11 +315,11 @@ class RolloutSource:
         return batch
 
     def settle(self, *, is_patient: Callable[[], bool] = lambda: True) -> list[Batch]:
-        """Wait until no rollout is in progress, and return the batches that are ahead.
+        """Wait until no rollout is in progress, and return the batches generated ahead.
 
         Args:
-            is_patient: Asked a few times a second. Once it says no, what is not finished is given
-                up: it is as if it had never been asked for.
+            is_patient: Called a few times a second. Once it returns False, unfinished batches are
+                discarded as if they had never been requested.
         """
         for ahead in list(self._ahead):
             while not wait((ahead.future,), timeout=SECONDS_BETWEEN_LOOKS).done:

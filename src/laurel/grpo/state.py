@@ -22,8 +22,10 @@ from laurel.types import Message, Rollout, RolloutGroup, Task
 
 
 class GRPORunState(PolicyRunState):
-    """The checkpoints of a GRPO run: besides the policy, the position in the stream of tasks, the
-    rollouts ahead of the step, the state of the environments and of the alarms.
+    """Saves and restores a GRPO run.
+
+    A checkpoint holds the policy, the position in the task stream, the rollouts generated ahead,
+    and the state of environments and alarms.
     """
 
     def __init__(

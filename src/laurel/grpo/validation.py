@@ -20,7 +20,7 @@ KEPT = ("reward_std", "reward_min", "reward_max", "truncation_rate", "avg_turns_
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyValidation:
-    """The tasks of a run's validation, and their sampling."""
+    """Runs the validation tasks of a run with their sampling settings."""
 
     tasks: Sequence[Task]
     config: GRPOConfig

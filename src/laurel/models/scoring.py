@@ -189,7 +189,7 @@ class ScoringContract:
         """Load the contract saved in a checkpoint.
 
         Raises:
-            CheckpointError: `scoring.json` is unreadable, or the tokenizer beside it is another.
+            CheckpointError: `scoring.json` is unreadable, or was written for another tokenizer.
         """
         rules = ScoringRules.read(directory)
         if _sha256(tokenizer.chat_template or "") != rules.template_sha256:

@@ -249,8 +249,8 @@ def close_ends(tokenizer: Any, *, append_eos: bool) -> None:
 
     Args:
         tokenizer: Its template is changed where something is missing.
-        append_eos: Whether a conversation ends with EOS. Line breaks behind it are allowed, as
-            ChatML closes a turn so.
+        append_eos: Whether a conversation ends with EOS. Line breaks may follow it, since ChatML
+            ends a turn that way.
 
     Raises:
         ModelError: The template cannot render a question and its answer.

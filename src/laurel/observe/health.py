@@ -174,7 +174,10 @@ class History:
         return self._median(name, self.config.window)
 
     def gold(self) -> float | None:
-        """Return the median of the gold metric, over a few values where validations measure it."""
+        """Return the median of the last values of the gold metric, which measures the true task.
+
+        A metric of the steps is taken over `window` steps, one of validations over the last few.
+        """
         name = self.gold_name or ""
         window = self.config.window
         return self._median(name, min(window, VALIDATIONS) if is_of_validation(name) else window)

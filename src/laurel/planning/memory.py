@@ -61,7 +61,7 @@ class ModelShape:
         return 0 if divides else self.other_parameters
 
     def outside(self, tp: int) -> int:
-        """Return how many parameters outside the layers each of `tp` ranks computes with."""
+        """Return how many parameters outside the decoder layers each of `tp` ranks holds."""
         return self.undivided(tp) or self.other_parameters // tp
 
     @property

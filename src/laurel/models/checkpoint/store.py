@@ -158,7 +158,7 @@ class CheckpointStore:
             What to say where two fit, but not all that `keep_top_k` keeps at a time.
 
         Raises:
-            CheckpointError: There is no such room.
+            CheckpointError: The disk has no room for the checkpoints that must exist at a time.
         """
         self._expected_bytes = estimated_bytes
         sound = self._sound()
@@ -545,7 +545,7 @@ class SaveUnderWay:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is known to be whole, or that there is none."""
+        """Whether the save has ended: with a complete checkpoint, or with an error."""
         return self._path is not None or self._failure is not None
 
     @property

@@ -82,7 +82,7 @@ class KeyCall(Protocol):
 
 
 def own_keys(trees: Sequence[Tree]) -> list[Seen]:
-    """List each trunk and branch with itself as causal keys."""
+    """List each trunk and branch with its own tokens as the keys that it attends to causally."""
     return [Seen(span, (span,)) for span in _segments(trees)]
 
 
@@ -181,7 +181,10 @@ def _add(total: Tensor, rows: Rows, part: Tensor) -> None:
 
 
 class SpanCall:
-    """Attention span by span, with the flash kernel of CPUs; query heads may share key heads."""
+    """Computes attention span by span with PyTorch's flash kernel for CPUs.
+
+    It supports grouped-query attention.
+    """
 
     def __init__(self, seen: Sequence[Seen], *, is_causal: bool) -> None:
         """Take the spans; the keys of each are one span."""

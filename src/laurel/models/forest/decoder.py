@@ -229,7 +229,7 @@ def weights_as(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 class Resting:
-    """The memory that a learner holds on a device, moved to the host and back; nothing on CPUs."""
+    """Offloads a learner's device memory to the host and restores it; does nothing on CPUs."""
 
     def __init__(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Register the models and the optimizer; nothing is moved yet."""

@@ -63,7 +63,7 @@ class VocabularyShare:
         return is_mine, there.where(is_mine, 0)
 
     def reduce(self, values: Tensor, kind: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Reduce values over the parts in place: the same bits on every rank."""
+        """All-reduce values over the vocabulary shards in place, bit-identical on every rank."""
         dist.all_reduce(values, op=kind, group=self.group)
         return values
 

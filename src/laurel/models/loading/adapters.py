@@ -137,19 +137,19 @@ def without_adapters(network: nn.Module) -> Iterator[None]:
 def merged_weights(network: Any, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights under their names without adapters, adapters merged in.
 
-    One after the other, so that no second copy of the model is made. A weight that is tied to
-    another comes once, under the name of the other, as in a saved model. Weights without adapters
-    are those of the model itself: copy them before training goes on.
+    One weight is merged at a time, so no second copy of the model is made. Tied weights are yielded
+    once, under the name that a saved model has. Weights without adapters are the model's own
+    tensors: copy them before training continues.
 
-    Of a spread model they come whole, gathered one at a time: all ranks go through all of them.
+    If the model is sharded, each weight is gathered whole, so every rank must iterate to the end.
 
-    The adapted layers themselves stay untouched: merging and unmerging would round the base
-    weights, and a resumed run would no longer be the same run.
+    The adapted layers themselves do not change: merging and unmerging would round the base weights,
+    and a resumed run would no longer be the same run.
 
     Args:
-        network: With or without adapters.
-        changing_only: Leave out what training cannot change. The weights of a block stay together,
-            as engines join some of its layers: queries, keys and values, say.
+        network: A model with or without adapters.
+        changing_only: Yield only blocks that training changes. A block is yielded whole, because
+            engines join some of its layers, such as queries, keys and values.
     """
     layers = adapted_layers(network)
     changing = {_block_of(n) for n, p in network.named_parameters() if p.requires_grad}

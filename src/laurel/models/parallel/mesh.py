@@ -458,7 +458,7 @@ def divided_over(gradient: Tensor) -> tuple[str, ...]:
     """List the dimensions of the mesh that a tensor, mostly a gradient, is divided over.
 
     Raises:
-        ModelError: It is not summed yet.
+        ModelError: The tensor is still a partial sum.
     """
     if not isinstance(gradient, DTensor):
         return ()

@@ -105,10 +105,10 @@ def tensor_plan(
 
 
 def vocabulary_layers(network: Any, size: int) -> list[str]:
-    """Name the embedding and the language-model head that ranks divide by vocabulary.
+    """Name the layers that ranks shard by vocabulary: the embedding and the language-model head.
 
-    What is left out stays whole on every rank: a vocabulary that does not divide, a class that may
-    do more than look up or multiply. Where both are one matrix, both are divided or neither.
+    A layer stays whole on every rank if the vocabulary size is not divisible, or if its class may
+    do more than look up or multiply. If the two are tied, both are sharded or neither.
 
     Args:
         network: A Hugging Face model, with or without adapters.

@@ -272,9 +272,9 @@ class Smoothed:
 
 
 def extremes(series: Series, num_stretches: int = NUM_PLACES) -> Series:
-    """Return the lowest and the highest point of each stretch, in the order of the log.
+    """Return the minimum and the maximum of each segment of a curve, in the order of the log.
 
-    A curve of up to two points a stretch is returned as it is.
+    A curve with at most two points per segment is returned unchanged.
     """
     count = len(series.steps)
     if count <= 2 * num_stretches:

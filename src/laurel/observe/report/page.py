@@ -545,7 +545,10 @@ def _facts_of(records: Sequence[RunRecord], compared: SideBySide) -> list[Fact]:
 
 
 def _from_to(record: RunRecord, title: str, name: str, about: Sequence[str] = ()) -> list[Fact]:
-    """Return the last value of a metric with its number of rows, baselines and first value."""
+    """Return a fact about a metric: its last value, with its row count, baselines and first value.
+
+    The texts `about` begin the note of the fact. A metric without values gives an empty list.
+    """
     series = record.series(name)
     if not series:
         return []
@@ -643,7 +646,7 @@ def _section(
 
 
 def _num_leads(charts: Sequence[Chart]) -> int:
-    """The number of charts that go to the top of the page: two at most, and one of any run."""
+    """Return how many charts lead the page: two if the first two are lead charts, otherwise one."""
     found = [chart.is_lead for chart in charts[:2]]
     return len(found) if all(found) else 1
 
