@@ -101,7 +101,7 @@ class EvaluationTable:
 
     @property
     def has_failures(self) -> bool:
-        """Whether a row could not be scored."""
+        """Whether at least one row could not be scored."""
         return any(row.num_failures for row in self.rows)
 
 
