@@ -284,10 +284,10 @@ def check_sandbox(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run hostile programs in the sandbox and report which isolation layers work on this machine.
+    """Run hostile programs in the sandbox and report which isolation layers work here.
 
-    For each layer that does not work, the report names the missing protection and how to enable it.
-    The exit code is 1 if a run would be refused unless an option allows weaker isolation.
+    For a layer that does not, print what protection is missing and how to enable it. The exit code
+    is 1 if a run would be refused unless an option allows weaker isolation.
     """
 
     if not run_check(without=frozenset(without or ()), as_json=as_json):

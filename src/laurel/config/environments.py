@@ -582,9 +582,9 @@ class ResourcesConfig(Section):
     """The slots of the cluster that are reserved for one role: generation or the reward model."""
 
     gpus_per_node: int | None = Field(default=None, ge=1)
-    """Slots that are reserved on each node."""
+    """Slots reserved on each node."""
     num_nodes: int | None = Field(default=None, ge=1)
-    """Nodes on which slots are reserved."""
+    """Nodes with reserved slots."""
 
 
 class ScoringVllmConfig(Section):

@@ -139,10 +139,10 @@ class TokenizerConfig(Section):
 
 
 class RewardModelConfig(Section):
-    """The head that makes the policy a reward model; it replaces the language-model head."""
+    """The head that makes the policy a reward model."""
 
     enabled: bool = False
-    """Put a reward head on the decoder, or load the one that the checkpoint has."""
+    """Put a reward head on the decoder, or load the one it has."""
     reward_model_type: Literal["bradley_terry", "regression"] = "bradley_terry"
     """One scalar learned from comparisons, or one number per attribute learned from ratings."""
     attributes: list[str] = Field(default_factory=list)

@@ -185,7 +185,7 @@ RAW: dict[str, Any] = dict.fromkeys(_ACTIVATION_KEYS, False)
 
 
 class _Activated(ForeignRequest):
-    """A request that is answered with sigmoids of scores, or with raw scores if it asks for them."""
+    """A request that is answered with sigmoids of scores, or with raw scores if it says so."""
 
     model: Any = Field(default=None, json_schema_extra={"type": "string"})
     use_activation: bool | None = None
