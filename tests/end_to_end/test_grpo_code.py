@@ -7,6 +7,7 @@ import pytest
 
 from laurel.models.forest.decoding import DecodePlan, PrefillPlan
 from laurel.models.forest.policy import PolicyModel
+from laurel.observe.loggers import read_metrics
 from laurel.sandbox.detection import detect
 from laurel.sandbox.tiers import Tier
 from policy_runs import (
@@ -166,7 +167,9 @@ def test_eight_turns_with_a_tool_compute_each_token_once(tmp_path, caller, monke
             )
         )
         assert done.outcome.ended == "finished"
-        return metrics_of(directory)[1], completions_of(directory, 1), sum(computed)
+        log = read_metrics(directory / "logs" / "exp_001" / "metrics.jsonl")
+        figures = {name: value for line in log for name, value in line.items()}
+        return figures, completions_of(directory, 1), sum(computed)
 
     figures, rows, num_computed = played(tmp_path / "kept", 2)
     num_rollouts = len(rows)
@@ -194,7 +197,7 @@ def caller(tmp_path_factory):
     ]
     write_rows(directory / "demonstrations.jsonl", shown)
     saved = sft(
-        sft_settings(directory, "sft.max_num_epochs=12", "policy.max_total_sequence_length=96")
+        sft_settings(directory, "sft.max_num_epochs=12", "policy.max_total_sequence_length=400")
     ).outcome.latest
     assert saved is not None
     return saved

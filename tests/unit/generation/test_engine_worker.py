@@ -154,7 +154,7 @@ def test_it_can_be_shut_down_in_the_middle_of_everything():
 
 def test_who_waits_for_news_is_told_of_the_end():
     worker = EngineWorker(RankPlace(role="generation"), ScriptedEngine)
-    waiting = threading.Thread(target=worker.exchange, args=([], [], 60.0), daemon=True)
+    waiting = threading.Thread(target=worker.exchange, args=([], [], [], 60.0), daemon=True)
     waiting.start()
     worker.shutdown()
     waiting.join(10)

@@ -231,8 +231,8 @@ class PrefillPlan(ForestPlan):
         layer, num_fresh = _layer_of(module), sum(self.lengths)
         found = []
         if num_fresh:
-            fresh = (tensor[:, :, :num_fresh] for tensor in (query, key, value))
-            found.append(super().attend(module, *fresh, options))
+            q, k, v = (tensor[:, :, :num_fresh] for tensor in (query, key, value))
+            found.append(super().attend(module, q, k, v, options))
         for prompt, span in zip(self._prompts, self._spans, strict=True):
             keys, values = prompt.block.layer(
                 layer, key[0].transpose(0, 1), value[0].transpose(0, 1)
