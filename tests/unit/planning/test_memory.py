@@ -501,7 +501,8 @@ def test_conversations_between_their_turns_take_memory_too():
     turns = ("grpo.max_rollout_turns=8", "policy.generation.conversation_cache_gib=0.5")
     kept = "keys and values between turns"
     in_process = ("policy.generation.backend=transformers", "cluster.device=cpu")
-    for settings in (in_process, (*in_process, "grpo.max_staleness=1")):
+    ahead = ("grpo.max_staleness=1", "loss_fn.use_importance_sampling_correction=true")
+    for settings in (in_process, (*in_process, *ahead)):
         generation = phase(fit(grpo(*settings, *turns), Shapes(policy=SMALL)), "generation")
         assert generation.parts[kept] == GIB // 2
     for settings in ((*in_process, turns[1]), turns):  # one turn; vLLM
