@@ -40,6 +40,13 @@ class Generator(Protocol):
         engine that dies raises `EngineError` from every iterator that is open.
         """
 
+    def end_conversations(self, names: Sequence[str]) -> None:
+        """Free what the engine keeps of conversations that have ended. Returns at once.
+
+        Args:
+            names: As in `GenerationRequest.conversations_G`; unknown ones are ignored.
+        """
+
     async def update_weights(self, weights: Weights) -> None:
         """Sample from these weights from now on.
 

@@ -37,6 +37,7 @@ from laurel.grpo.metrics import (
     environment_metrics,
     failures_with,
     judging_metrics,
+    reuse_metrics,
     rollout_metrics,
     unended_metrics,
     unended_note,
@@ -350,6 +351,7 @@ class GRPO(TrainingLoop):
         logged |= {
             "timing/train/rollout/generation": batch.stats.generation,
             **judging_metrics(batch.stats),
+            **reuse_metrics(batch.stats),
             "performance/tokens_per_second": num_tokens / timing["total_step_time"],
             "performance/generated_tokens_per_second": batch.stats.num_tokens
             / max(batch.stats.generation, 1e-9),

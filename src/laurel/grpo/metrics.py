@@ -103,6 +103,13 @@ def judging_metrics(stats: RolloutStats) -> dict[str, float]:
     return figures if share is None else figures | {"performance/reward_hidden_share": share}
 
 
+def reuse_metrics(stats: RolloutStats) -> dict[str, float]:
+    """Measure how much of earlier turns the generator did not compute again."""
+    if not stats.num_repeated:
+        return {}
+    return {"performance/turns_reused_share": stats.num_cached / stats.num_repeated}
+
+
 def unended_metrics(stats: RolloutStats) -> dict[str, float]:
     """Return counts of conversations that ran out of turns or tokens before they were over."""
     found = {"unended_out_of_turns": stats.num_out_of_turns, "unended_cut_off": stats.num_cut_off}
