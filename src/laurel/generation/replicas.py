@@ -574,7 +574,7 @@ class GeneratorReplica(Replica[WorkerGroup]):
         """Whether it has loaded a full set of weights since its start, so that the next update may
         send only those that training changes."""
         self.ended: list[str] = []
-        """Names of ended conversations that its engine has not been told of."""
+        """The names of ended conversations of which its engine has not been informed."""
         self._orders: dict[int, Order] = {}
         self._new: list[tuple[int, GenerationRequest]] = []
         self._aborted: list[int] = []
