@@ -165,7 +165,7 @@ def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_attribu
         )
         for stream in streams:
             stream.write(lines)
-            # Whoever reads the pipe gets each chunk, and a kill loses no more than one.
+            # A program that reads the pipe gets each chunk, and a kill loses no more than one.
             stream.flush()
 
     return write_lines

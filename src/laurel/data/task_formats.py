@@ -378,8 +378,8 @@ def _texts(value: Any, what: str) -> list[str]:
 def _function_of_all(metadata: Mapping[str, Any]) -> str | None:
     """Find the one function that every assert of a `test_list` calls; None if that is ambiguous.
 
-    Builtins and functions that the task defines are skipped. Nothing is refused here, because the
-    environment reports what it lacks and all other faults of the list.
+    Builtins and functions that the task defines are skipped. Nothing is rejected here: the
+    environment reports a missing function and every other fault of the list.
     """
     tests = metadata.get("test_list")
     setup, solution = (metadata.get(key) or "" for key in ("test_setup", "reference_solution"))
