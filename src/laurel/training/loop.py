@@ -41,6 +41,8 @@ class RunOutcome:
     """Newest checkpoint."""
     best: Path | None = None
     """Best checkpoint by the run's metric."""
+    best_by: str | None = None
+    """Name of the metric that ranks the checkpoints; None where none does."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Latest value of every validation metric, by full name."""
     seconds: float = 0.0
@@ -209,6 +211,7 @@ class TrainingLoop(ABC):
             signal=None if self.stop.signal is None else self.stop.signal.name,
             latest=self.saving.latest,
             best=None if self.store is None else self.store.best(),
+            best_by=self.selection.key,
             metrics=self.latest_metrics,
             seconds=time.monotonic() - started,
             is_early=self._is_early,
