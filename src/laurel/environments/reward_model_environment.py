@@ -826,15 +826,6 @@ def measure_noise(
     together = score(groups)
     sizes = [value for value in _values(together) if value is not None]
     size = _root_mean_square(sizes) if sizes else 0.0
-    found = [_noise_across_batches(score, groups, together), RESOLUTION * size]
-    if exact is not None:
-        found.append(_noise_of_rounding(together, exact(groups)))
-    return max(found)
-
-
-def _noise_across_batches(
-    score: ScoreNow, groups: Sequence[Group], together: Sequence[tuple[Score, ...]]
-) -> float:
     alone = [replace(g, completions_G=(c,)) for g in groups for c in g.completions_G]
     turned = [replace(g, completions_G=g.completions_G[::-1]) for g in groups[::-1]]
     layouts = [
@@ -851,7 +842,10 @@ def _noise_across_batches(
             deviations.append(max(abs(value - mean) for value in scored))
     if not deviations:
         raise ValueError("the noise of a scorer cannot be measured on what it cannot score")
-    return _root_mean_square(deviations)
+    found = [_root_mean_square(deviations), RESOLUTION * size]
+    if exact is not None:
+        found.append(_noise_of_rounding(together, exact(groups)))
+    return max(found)
 
 
 def _noise_of_rounding(
