@@ -538,7 +538,7 @@ class PolicyTokens:
 
     @classmethod
     def of(cls, batch: Sequence[PolicyLabels], *, like: Tensor) -> PolicyTokens:
-        """Return the tokens of a micro-batch; `like` [M] are the log-probabilities of its outputs."""
+        """Return the tokens of a micro-batch; `like` [M] are its outputs' log-probabilities."""
         places = _places(
             [
                 mask_L & used
