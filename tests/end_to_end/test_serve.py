@@ -4,6 +4,7 @@ import asyncio
 import collections
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -13,7 +14,7 @@ import pytest
 
 from laurel.cli import serve as command
 from laurel.cli.main import main
-from laurel.errors import MissingDependencyError
+from laurel.errors import MissingDependencyError, install_command
 from laurel.generation.vllm import settings as vllm_settings
 from reward_models import small_model, write_model
 from serve_processes import Load, Serving, ask_many, model_values, request_of, values_of
@@ -92,7 +93,7 @@ def test_vllm_is_asked_for_where_it_is_not(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr(command, "_NEEDED", ())
     code, error = run_main(monkeypatch, capfd, "--port", "0", "--model", "x", "--engine", "vllm")
     assert code == 2
-    assert "pip install 'laurel-rl[vllm]'" in error
+    assert install_command("vllm") in error
 
 
 def test_a_port_that_is_taken(monkeypatch, capfd):
@@ -132,7 +133,7 @@ def test_the_extra_is_named(monkeypatch):
         command.importlib.util, "find_spec", lambda name: None if name == "uvicorn" else real(name)
     )
     options = command.ServeOptions(**dict.fromkeys(command.ServeOptions.__slots__, None))
-    with pytest.raises(MissingDependencyError, match=r"pip install 'laurel-rl\[serve\]'"):
+    with pytest.raises(MissingDependencyError, match=re.escape(install_command("serve"))):
         command.run_serve(options)
 
 

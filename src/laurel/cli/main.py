@@ -34,7 +34,7 @@ from laurel.cli.options import (
     ThreadsOption,
 )
 from laurel.cli.report import report
-from laurel.errors import ConfigError, LaurelError
+from laurel.errors import ConfigError, LaurelError, if_interrupted
 from laurel.observe.console import verbosity
 from laurel.observe.json_output import JsonOption
 
@@ -348,7 +348,8 @@ def demo(
 
     if data_only:
         write_demo_data(directory, seed=seed, as_json=as_json)
-    else:
+        return
+    with if_interrupted(lambda: f"{directory} keeps what was made, and another demo starts over"):
         run_demo(directory, seed=seed, as_json=as_json)
 
 
@@ -372,14 +373,6 @@ def main() -> None:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader of the output, such as `head`, is gone. Python flushes stdout at its exit and
-        # would print a traceback there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
 
 
 if __name__ == "__main__":

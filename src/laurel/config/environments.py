@@ -446,7 +446,9 @@ class ScorerSource(AskingConfig):
                     where = "; a judge has its own" if self.judge is not None else ""
                     raise ValueError(f"{key} says how urls are asked, and there are none{where}")
         if len(self._sources()) > 1:
-            raise ValueError(f"{' and '.join(self._sources())} cannot both give the score")
+            raise ValueError(
+                f"{' and '.join(self._sources())} cannot both give the score; keep one"
+            )
         return self
 
     def _check_urls(self, urls: Sequence[str]) -> None:

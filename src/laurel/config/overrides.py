@@ -12,6 +12,7 @@ from typing import Any
 
 from laurel.config.schema_info import (
     Kinds,
+    changes_default,
     default_node,
     sections_of,
     sole_section,
@@ -37,6 +38,7 @@ _FORM = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?:(?P<equals>=)(?P<value
 
 COLUMN_KEYS = ("data.prompt_key", "data.chosen_key", "data.rejected_key")
 """The keys that name the columns of preferences, which all commands that read such rows accept."""
+COLUMNS_IN_WORDS = ", ".join(f"{key}=COLUMN" for key in COLUMN_KEYS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +144,7 @@ def column_overrides(
             more = "; or set data.on_bad_row=skip" if or_bad_rows else ""
             raise ConfigError(
                 f"{said.place}: there is no configuration here, and only the columns of rows "
-                f"can be named: {', '.join(f'{key}=COLUMN' for key in COLUMN_KEYS)}{more}"
+                f"can be named: {COLUMNS_IN_WORDS}{more}"
             )
         columns[said.keys[-1]] = str(value)
     return columns
@@ -224,7 +226,10 @@ def _changed(schema: type[Section], tree: YamlNode, override: Override) -> YamlN
             raise problem(f"is already set in {place}; to change it leave out '+'")
         # A section that is not written begins with what the schema sets there explicitly. A mapping
         # is laid over it and over what files set, as that of another file would be.
-        is_section = sole_section(step.kinds) is not None
+        default = None if step.field is None else step.field.default
+        is_section = sole_section(step.kinds) is not None or (
+            is_last and override.value is not None and changes_default(default, override.value)
+        )
         if child is None and (is_section or not is_last):
             child = default_node(step.field)
         if not is_last:

@@ -166,6 +166,10 @@ def read_scalars_our_way(yaml_class: Any) -> None:
         yaml_class.add_implicit_resolver(tag, re.compile(rf"(?:{pattern})\Z"), list(first))
 
 
+# Of files of rows (`data.sources` reads them); a configuration may be JSON, too.
+_DATA_SUFFIXES = (".jsonl", ".csv", ".parquet", ".arrow")
+
+
 class _Loader(yaml.SafeLoader):
     """Loads YAML with the rules of `read_scalars_our_way`."""
 
@@ -203,7 +207,16 @@ def _with_parents(path: Path, children: tuple[Path, ...], named_by: str = "") ->
     if path.resolve() in [child.resolve() for child in children]:
         chain = " -> ".join(str(step) for step in (*children, path))
         raise ConfigError(f"{named_by}the files inherit in a circle: {chain}")
-    tree = _Reader(_read_bytes(path, named_by), str(path)).tree()
+    written = _read_bytes(path, named_by)
+    row, _, rest = written.lstrip().partition(b"\n")
+    are_rows = row.startswith(b"{") and row.rstrip().endswith(b"}") and rest.lstrip()[:1] == b"{"
+    if are_rows or path.name.lower().removesuffix(".gz").endswith(_DATA_SUFFIXES):
+        raise ConfigError(
+            f"{named_by}{path} looks like a file of data, not a configuration. Data to train on is "
+            f"given as data.train_data_path={path}, without --config or beside it; laurel data "
+            f"check {path} prints the whole command"
+        )
+    tree = _Reader(written, str(path)).tree()
     sections = {} if tree.value is None else tree.value
     if not isinstance(sections, dict):
         raise ConfigError(f"{tree.place}: a configuration is a mapping of keys, this file is not")
@@ -350,6 +363,14 @@ def _off_is_0(value: Any) -> Any:
 MINUS_1_IS_OFF = BeforeValidator(_off_is_0)
 OffPeriod = Annotated[int, MINUS_1_IS_OFF]
 """The number of steps between two events; 0, or -1 as in other systems, disables them."""
+
+
+def _no_items_is_none(value: Any) -> Any:
+    return None if value == [] else value
+
+
+NO_ITEMS_IS_NONE = BeforeValidator(_no_items_is_none)
+"""Marks a key that takes no list, but an empty one, which means the same as null."""
 
 
 @cache

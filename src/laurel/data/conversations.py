@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Literal, NamedTuple
 
 from laurel.config.data import DatasetConfig
+from laurel.config.overrides import COLUMNS_IN_WORDS
 from laurel.config.sft import DemonstrationDataConfig, DemonstrationSetConfig
 from laurel.data.benchmarks import ANSWER_LISTS
 from laurel.data.preferences import DATASET_CLASSES, best_answer, binary, infer_class
@@ -92,22 +93,17 @@ def read_scoring_rows(
         return source if path == STDIN else locate(path, source)
 
     def complain(source: str, problem: UnusableRow) -> None:
-        where = place(source)
-        if on_bad_row == "error":
-            raise DataError(f"{where}: {problem}") from problem
-        said = f"{where}: {problem.message}. {problem.remedy}."
-        nothing = Group(id=where, prompt=(), completions_G=())
-        ready.append(ScoringRow(group=nothing, source=source, problem=said))
+        ready.append(_bad_row(problem, source, place(source), on_bad_row))
 
     if path == STDIN:
         rows = _stdin_rows(stdin if stdin is not None else sys.stdin.buffer, complain)
     else:
         rows = read_rows(path, on_bad_row=complain)
     for source, row in rows:
-        try:
-            ready.append(_scoring_row(row, source, place(source), columns))
-        except UnusableRow as problem:
-            complain(source, problem)
+        where = place(source)
+        ready.append(
+            scoring_row(row, source=source, where=where, columns=columns, on_bad_row=on_bad_row)
+        )
         # Lines before this one that hold no row are among them.
         yield from ready
         ready.clear()
@@ -115,7 +111,12 @@ def read_scoring_rows(
 
 
 def scoring_row(
-    row: Row, *, source: str, where: str, columns: Mapping[str, str] | None = None
+    row: Row,
+    *,
+    source: str,
+    where: str,
+    columns: Mapping[str, str] | None = None,
+    on_bad_row: Literal["error", "skip"] = "error",
 ) -> ScoringRow:
     """Read the prompt and the completions of a row to score.
 
@@ -124,26 +125,31 @@ def scoring_row(
         source: The row's place in its file, for `ScoringRow.source`.
         where: The row's place with the path of the file, for messages and as the group's id.
         columns: The columns with other names, as in `read_scoring_rows`.
+        on_bad_row: Whether an unreadable row is an error, or is returned with its `problem`.
 
     Raises:
         DataError: The row cannot be read.
     """
     try:
-        return _scoring_row(row, source, where, columns)
+        prompt, completions_G = _parts(_as_called(row, columns or {}))
     except UnusableRow as problem:
-        raise DataError(f"{where}: {problem.message}. {problem.remedy}.") from problem
-
-
-def _scoring_row(
-    row: Row, source: str, where: str, columns: Mapping[str, str] | None
-) -> ScoringRow:
-    prompt, completions_G = _parts(_as_called(row, columns or {}))
+        return _bad_row(problem, source, where, on_bad_row)
     own_id = row.get("id")
     return ScoringRow(
         group=Group(id=where, prompt=prompt, completions_G=completions_G),
         source=source,
         id=own_id if isinstance(own_id, str | int) and not isinstance(own_id, bool) else None,
     )
+
+
+def _bad_row(
+    problem: UnusableRow, source: str, where: str, on_bad_row: Literal["error", "skip"]
+) -> ScoringRow:
+    if on_bad_row == "error":
+        raise DataError(f"{where}: {problem}") from problem
+    said = f"{where}: {problem.message}. {problem.remedy}."
+    nothing = Group(id=where, prompt=(), completions_G=())
+    return ScoringRow(group=nothing, source=source, problem=said)
 
 
 def _stdin_rows(
@@ -170,7 +176,7 @@ def _parts(row: Row) -> _Parts:
     raise UnusableRow(
         "unknown shape",
         f"the row has the keys {', '.join(map(str, row)) or '(none)'}, which say no conversation",
-        remedy=f"A row can be {_SHAPES_IN_WORDS}",
+        remedy=f"A row can be {_SHAPES_IN_WORDS}; or name its columns ({COLUMNS_IN_WORDS})",
     )
 
 

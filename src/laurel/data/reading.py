@@ -29,7 +29,7 @@ from laurel.data.sources import (
     read_rows,
 )
 from laurel.errors import DataError, counted, counted_that
-from laurel.types import Conversation, Message
+from laurel.types import USUAL_ROLES, Conversation, Message
 
 # --------------------------------------------------------------------------------------------------
 # The files that are put around a prompt: a text for the first question, a system message.
@@ -286,18 +286,6 @@ def _object(row: Any) -> Row:
 #
 # Templates such as ChatML render any role, so that nothing else would report `usr`.
 
-USUAL_ROLES = (
-    "system",
-    "user",
-    "assistant",
-    "tool",
-    "developer",
-    "function",
-    "ipython",
-    "environment",
-    "observation",
-)
-"""The message roles that common chat templates know."""
 _MOST_NAMED = 3
 
 

@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Any, Literal, Protocol
 
 from laurel.config.data import BenchmarkName, BenchmarkSetConfig, DatasetConfig
+from laurel.config.overrides import COLUMNS_IN_WORDS
 from laurel.data import benchmarks as rows_of
 from laurel.data.benchmarks import BenchmarkForm, BenchmarkRow
 from laurel.data.preferences import load_preferences
@@ -204,9 +205,8 @@ def _remedy(problem: UnusableRow) -> str:
     # An evaluation has no configuration: a run's advice about a malformed row would mislead.
     if problem.lacks_columns:
         return (
-            "Name the columns as for laurel rm (data.prompt_key=COLUMN, data.chosen_key=COLUMN, "
-            "data.rejected_key=COLUMN), or fix the row. Where the class that reads the rows was "
-            f"guessed wrongly, name it with {key_of('--dataset')}."
+            f"Name the columns as for laurel rm ({COLUMNS_IN_WORDS}), or fix the row. Where the "
+            f"class that reads the rows was guessed wrongly, name it with {key_of('--dataset')}."
         )
     return "Fix the row, or take it out of the file: what is evaluated is evaluated whole."
 

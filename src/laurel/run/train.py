@@ -208,7 +208,8 @@ def conclude(
     if outcome.latest is not None and outcome.latest != outcome.best:
         last.append(("latest", str(outcome.latest)))
     if outcome.best is not None:
-        last.append(("best", str(outcome.best)))
+        by = f"  (by {outcome.best_by})" if outcome.best_by is not None else ""
+        last.append(("best", f"{outcome.best}{by}"))
     if model is not None:
         last.append(("use it", use.format(model)))
     if outcome.run_dir is not None:

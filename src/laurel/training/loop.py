@@ -41,6 +41,8 @@ class RunOutcome:
     """The newest checkpoint; None if the run has none."""
     best: Path | None = None
     """The best checkpoint by the run's metric; None if there is none."""
+    best_by: str | None = None
+    """The name of the metric that ranks the checkpoints; None if none does."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The latest value of every validation metric, by full name."""
     seconds: float = 0.0
@@ -209,6 +211,7 @@ class TrainingLoop(ABC):
             signal=None if self.stop.signal is None else self.stop.signal.name,
             latest=self.saving.latest,
             best=None if self.store is None else self.store.best(),
+            best_by=self.selection.key,
             metrics=self.latest_metrics,
             seconds=time.monotonic() - started,
             is_early=self._is_early,

@@ -47,7 +47,8 @@ def build_optimizer(
         return make(list(named_parameters), **kwargs)  # type: ignore[no-any-return]
     except _REFUSALS as error:
         raise ConfigError(
-            f"policy.optimizer: {config.name} refuses these kwargs ({error}). It takes: "
+            f"policy.optimizer: {config.name} refuses these kwargs ({error}): "
+            f"{_written(config)}. It takes: "
             f"{', '.join(name for name in accepted if name != 'params')}."
         ) from error
 
@@ -93,13 +94,17 @@ def _scheduler(
     except _REFUSALS as error:
         accepted = [name for name in inspect.signature(make).parameters if name != "optimizer"]
         raise ConfigError(
-            f"policy.scheduler: {config.name} refuses these kwargs ({error}). It takes: "
-            f"{', '.join(accepted)}."
+            f"policy.scheduler: {config.name} refuses these kwargs ({error}): "
+            f"{_written(config)}. It takes: {', '.join(accepted)}."
         ) from error
 
 
 # Constructors of torch raise these errors for invalid arguments.
 _REFUSALS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError)
+
+
+def _written(call: NamedCall) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in call.kwargs.items()) or "there are none"
 
 
 def _needs_argument(step: Callable[..., object]) -> bool:
