@@ -257,10 +257,6 @@ def _verl_value(expected: Any, given: Any) -> bool:
     return _apps_value(expected, given)
 
 
-def _livecodebench_value(expected: Any, given: Any) -> bool:
-    return bool((list(given) if isinstance(given, tuple) else given) == expected)
-
-
 def _rows_as_lists(value: Any) -> Any:
     """Convert the items of a value into lists if the first of them is a tuple."""
     if isinstance(value, list | deque) and value and isinstance(value[0], tuple):
@@ -280,6 +276,8 @@ _OUTPUTS: Mapping[str, Callable[[str, str], bool]] = {
 _VALUES: Mapping[str, Callable[[Any, Any], bool]] = {
     "apps": _apps_value,
     "taco": _apps_value,
-    "livecodebench": _livecodebench_value,
+    "livecodebench": lambda expected, given: bool(
+        (list(given) if isinstance(given, tuple) else given) == expected
+    ),
     "verl": _verl_value,
 }

@@ -111,7 +111,11 @@ def _stdio(job: SandboxJob, runner: Runner) -> _Graded:
         status = status_of(outcome, limits)
         if status is Status.OK:
             given = outcome.stdout.decode("utf-8", "replace")
-            if not _is_output(test.stdout, given, job):
+            if job.comparison == "laurel":
+                same = same_output(test.stdout, given, float_tolerance=job.float_tolerance)
+            else:
+                same = same_output_as(job.comparison, test.stdout, given)
+            if not same:
                 status = Status.WRONG_ANSWER
         return TestResult(status=status), [outcome]
 
@@ -158,12 +162,6 @@ def _run_script(job: SandboxJob, runner: Runner, stdin: str, limits: Limits) -> 
     return runner.one(header, _bytes(job.code), limits=limits, stdin=_bytes(stdin))
 
 
-def _is_output(expected: str, given: str, job: SandboxJob) -> bool:
-    if job.comparison == "laurel":
-        return same_output(expected, given, float_tolerance=job.float_tolerance)
-    return same_output_as(job.comparison, expected, given)
-
-
 def _overall(results: Sequence[TestResult]) -> Status:
     """Return the status of the first test that did not pass."""
     return next((one.status for one in results if one.status is not Status.OK), Status.OK)
@@ -208,18 +206,18 @@ def _grade_line(line: bytes, index: int, test: CallTest, job: SandboxJob) -> Tes
         if "bad" in reply:
             return TestResult(status=Status.BAD_RESULT, detail=str(reply["bad"])[:_DETAIL])
         given = plain_data.loads(json.dumps(reply["value"]).encode())
-        same = _is_value(test.expected, given, job)
+        if job.comparison != "laurel":
+            same = same_value_as(job.comparison, test.expected, given)
+        else:
+            same = same_value(
+                test.expected,
+                given,
+                strict_types=job.strict_types,
+                float_tolerance=job.float_tolerance,
+            )
     except Exception as error:  # the program may have sent anything
         return TestResult(status=Status.BAD_RESULT, detail=f"{type(error).__name__} in its value")
     return TestResult(status=Status.OK if same else Status.WRONG_ANSWER)
-
-
-def _is_value(expected: Any, given: Any, job: SandboxJob) -> bool:
-    if job.comparison != "laurel":
-        return same_value_as(job.comparison, expected, given)
-    return same_value(
-        expected, given, strict_types=job.strict_types, float_tolerance=job.float_tolerance
-    )
 
 
 def _status_named(name: Any) -> Status:

@@ -277,7 +277,19 @@ class ZygoteProcess:
                     self._group = ControlGroup(self._place)
                     self._group.allow(Limits())
                     self._group.take(self._process.pid)
-                self._greet(here)
+                here.settimeout(START_SECONDS)
+                request = {"layers": sorted(self.wanted), "scratch": self._scratch}
+                here.sendall(json.dumps(request).encode())
+                received = b""
+                while not received.endswith(b"\n"):
+                    part = here.recv(_LONGEST_REPLY)
+                    if not part:
+                        raise SandboxStartError("its process ended")
+                    received += part
+                reply = json.loads(received)
+                if "failed" in reply:
+                    raise SandboxStartError(reply["failed"])
+                self.layers, self.reasons = frozenset(reply["layers"]), reply["reasons"]
             except (OSError, ValueError, SandboxStartError) as error:
                 here.close()
                 self._stop()
@@ -289,21 +301,6 @@ class ZygoteProcess:
         self._control = here
         if "namespaces" in self.layers:
             self._remove_scratch()  # it stays empty, and might be left behind later
-
-    def _greet(self, control: socket.socket) -> None:
-        control.settimeout(START_SECONDS)
-        request = {"layers": sorted(self.wanted), "scratch": self._scratch}
-        control.sendall(json.dumps(request).encode())
-        received = b""
-        while not received.endswith(b"\n"):
-            part = control.recv(_LONGEST_REPLY)
-            if not part:
-                raise SandboxStartError("its process ended")
-            received += part
-        reply = json.loads(received)
-        if "failed" in reply:
-            raise SandboxStartError(reply["failed"])
-        self.layers, self.reasons = frozenset(reply["layers"]), reply["reasons"]
 
     def _stop(self) -> None:
         """End the zygote and its jobs, whose outcomes then raise an error."""

@@ -116,6 +116,7 @@ def shares(group: TokenGroup, *, budget: int | None) -> list[list[int]]:
         return [[i] for i in range(len(sizes))]
     if group.num_tokens <= budget:
         return [list(range(len(sizes)))]
+    # A prompt that fills the budget leaves each completion by itself.
     return bin_pack(sizes, max(1, budget - len(group.trunk_ids)))
 
 
@@ -215,6 +216,7 @@ class Stream:
         if not self.shuffle:
             return within
         if epoch not in self._orders:
+            # Only the latest epoch is kept, as positions rise.
             self._orders = {epoch: permutation(self.num_rows, self.seed, epoch)}
         return int(self._orders[epoch][within])
 

@@ -67,10 +67,12 @@ def validate(
     values: dict[str, np.ndarray] = {}
     found = learner.outputs([micro_batch.inputs for micro_batch in micro_batches])
     for micro_batch, outputs_NK in zip(micro_batches, found, strict=True):
+        # Not divided here: `loss.metrics` divides each sum by what it counts.
         add_up(totals, loss(outputs_NK, micro_batch.labels, num_groups=1.0).sums)
         rows_NK, first = outputs_NK.float().cpu().numpy(), 0
         for preference in micro_batch.labels:
             size = len(preference.ranks_G)
+            # Micro-batches have the groups in another order, which the ids undo.
             values[preference.group.id] = rows_NK[first : first + size]
             first += size
         on_groups(len(micro_batch.labels))

@@ -348,15 +348,22 @@ class LocalLearner:
         """
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
+        # Read before the scheduler moves on: the rate that this step is taken with.
         rate = self.learning_rate
         sums: dict[str, Tensor] = {}
         losses_B = torch.stack(self._accumulate(batch, loss, denominator, fillers, sums))
         bad = (~losses_B.isfinite()).sum().double()
+        parameters = [parameter for _, parameter in self.named_parameters]
         if self.ranks is not None:
+            # All ranks decide alike: one that stepped alone would part from the others.
             bad = self.ranks.totals({"bad": bad})["bad"]
-        norm = self._clip().to(losses_B.device)
+            norm = self.ranks.clip(parameters, self.max_grad_norm)
+        else:
+            limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
+            norm = nn.utils.clip_grad_norm_(parameters, limit)
         # The only time that the host waits for the device, and once more for the sums.
-        *values_B, num_bad, grad_norm = torch.stack([*losses_B, bad, norm]).tolist()
+        everything = [*losses_B, bad, norm.to(losses_B.device)]
+        *values_B, num_bad, grad_norm = torch.stack(everything).tolist()
         if num_bad:
             self.optimizer.zero_grad(set_to_none=True)
             own = next((value for value in values_B if not math.isfinite(value)), None)
@@ -395,13 +402,6 @@ class LocalLearner:
                 result.loss.backward()  # type: ignore[no-untyped-call]
                 add_up(sums, result.sums)
         return losses
-
-    def _clip(self) -> Tensor:
-        parameters = [parameter for _, parameter in self.named_parameters]
-        if self.ranks is not None:
-            return self.ranks.clip(parameters, self.max_grad_norm)
-        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        return nn.utils.clip_grad_norm_(parameters, limit)
 
     # --------------------------------------------------------------------------------- being asked
 

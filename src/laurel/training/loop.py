@@ -217,6 +217,7 @@ class TrainingLoop(ABC):
             is_early=self._is_early,
             run_dir=self.state.run_dir,
         )
+        # The weights end with this process: a run whose last save failed is no success.
         if self.store is None or not self.saving.num_missed:
             return outcome
         if self.saving.latest is not None:
@@ -239,6 +240,7 @@ class TrainingLoop(ABC):
                     position = self.step(position)
                 except Interrupted:
                     ended = "signal"
+                    # The seconds of a step that was not taken belong to no step.
                     self.timers.collect()
                     if position.step > 0 and not self.saving.is_saved(position.step):
                         self._save(position, goes_on=False)
@@ -247,6 +249,7 @@ class TrainingLoop(ABC):
                 else:
                     position, ended = self._after_step(position)
         except Exception:
+            # A checkpoint that was begun before the error is as good as any other.
             self.saving.salvage(position.step)
             raise
         self.saving.finish(position.step)
@@ -321,6 +324,7 @@ class TrainingLoop(ABC):
 
     def _check_goal(self, position: Position) -> None:
         goal = self.schedule.goal
+        # The metrics of an earlier step say nothing about these weights.
         if goal is None or position.validated_at != position.step:
             return
         value = position.metrics.get(goal.key)
@@ -368,6 +372,7 @@ class TrainingLoop(ABC):
         schedule = self.schedule
         periodic = schedule.val_period > 0 and step % schedule.val_period == 0
         at_end = schedule.val_at_end and step >= schedule.total_steps
+        # Without the metric a checkpoint could not become the best one.
         ranks_save = self._save_due(step) and (self.selection.key or "").startswith("validation")
         return schedule.has_validation and (periodic or at_end or ranks_save)
 
@@ -514,7 +519,16 @@ class Saving:
         self._progress.message(f"saved {path}{begun.remark}", is_routine=True)
 
     def salvage(self, step: int) -> None:
+<<<<<<< HEAD
         """Finish a background save, if possible, after the run has failed at `step`."""
+=======
+        """Finish a background save, if it can still be written, after the run has failed.
+
+        Args:
+            step: Current step.
+        """
+        # The error that ended the run is the one to report.
+>>>>>>> main
         with suppress(Exception):
             self.finish(step)
 

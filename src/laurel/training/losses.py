@@ -72,6 +72,7 @@ def davidson(
         raise ValueError(f"Davidson's nu must be above 0, got {nu}")
     log_nu = math.log(nu)
     lead_P = _lead(better_P, worse_P, margin_P)
+    # In logarithms: the exponential of a large lead would overflow.
     win_P = -logsigmoid(-torch.logaddexp(-lead_P, log_nu - lead_P / 2))
     lose_P = -logsigmoid(-torch.logaddexp(lead_P, log_nu + lead_P / 2))
     tie_P = -logsigmoid(log_nu - torch.logaddexp(lead_P / 2, -lead_P / 2))
@@ -102,6 +103,7 @@ def rao_kupper(
     log_theta = math.log(theta)
     lead_P = _lead(better_P, worse_P, margin_P)
     win_P, lose_P = -logsigmoid(lead_P - log_theta), -logsigmoid(-lead_P - log_theta)
+    # As a product: theta^2 - 1 would lose its digits where theta is close to 1.
     tie_P = win_P + lose_P - (math.log(theta - 1.0) + math.log(theta + 1.0))
     return torch.where(is_tie_P, tie_P, _expected(win_P, lose_P, target_P, label_smoothing))
 
@@ -122,6 +124,8 @@ def plackett_luce(scores_N: Tensor, pairs: PairIndex) -> Tensor:
     group_I = torch.zeros_like(items_I).index_put((item_P,), pairs.group_P)
     # log-sum of each item's rivals. Accumulating by index_put is deterministic on a GPU too.
     zeros_I = behind_P.new_zeros(len(items_I))
+    # The largest of them is taken out, so that no exponential overflows. It cancels, so that its
+    # gradient is not needed.
     nearest_I = (zeros_I - math.inf).scatter_reduce(0, item_P, behind_P.detach(), "amax")
     rivals_I = zeros_I.index_put(
         (item_P,), torch.exp(behind_P - nearest_I[item_P]), accumulate=True
@@ -266,6 +270,7 @@ class RewardLoss:
         else:
             assert scores_NK.shape[1] == 1, "comparisons need one score per completion"
             total = self._comparisons(rewards_N, batch, ranked)
+        # Detached, as metrics are kept for longer than the graph.
         sums = _ranking_sums(rewards_N.detach(), ranked)
         sums |= {"loss": total.detach(), "num_groups": total.new_full((), self.count(batch))}
         return LossOutput(loss=total / num_groups, sums=sums)

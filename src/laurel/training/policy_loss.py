@@ -122,7 +122,13 @@ class PolicyLoss:
             entropy_U = _full_precision(outputs.entropy_M).index_select(0, tokens.place_U)
             sums["entropy"] = entropy_U.detach().sum()
         sums |= self._figures(current_U.detach(), old_U, log_ratio_U.detach(), tokens)
-        sums |= self._corrections(corrected, tokens)
+        sums["sampling_importance_ratio"] = corrected.weights_U.sum()
+        outside_U = corrected.outside_U.to(corrected.weights_U.dtype)
+        kind = self._config.truncation
+        if kind in ("seq-tis", "seq-mask-tis"):
+            sums["outside_samples"] = tokens.means(outside_U).sum()
+        elif kind is not None:
+            sums["is_oob_ratio"] = outside_U.sum()
         return LossOutput(loss=total / num_groups, sums=sums)
 
     def metrics(self, sums: Mapping[str, SupportsFloat]) -> dict[str, float]:
@@ -225,16 +231,6 @@ class PolicyLoss:
         if len(ratio_U):
             for name, values_U in (("probs_ratio", ratio_U), ("probs_ratio_clamped", clamped_U)):
                 sums |= {f"{name}_min": values_U.min(), f"{name}_max": values_U.max()}
-        return sums
-
-    def _corrections(self, corrected: Correction, tokens: PolicyTokens) -> dict[str, Tensor]:
-        sums = {"sampling_importance_ratio": corrected.weights_U.sum()}
-        outside_U = corrected.outside_U.to(corrected.weights_U.dtype)
-        kind = self._config.truncation
-        if kind in ("seq-tis", "seq-mask-tis"):
-            sums["outside_samples"] = tokens.means(outside_U).sum()
-        elif kind is not None:
-            sums["is_oob_ratio"] = outside_U.sum()
         return sums
 
 

@@ -27,7 +27,7 @@ from laurel.observe.report.last_words import accuracy_words
 from laurel.rewards.preparing import Prepared, prepared_by
 from laurel.rewards.scorer import ContractScorer, OnBatch
 from laurel.training.batches import Batcher
-from laurel.training.epochs import EpochParts, EpochTraining, StepResult, Validation, validate
+from laurel.training.epochs import EpochParts, EpochTraining, Validation, validate
 from laurel.training.learner import Learner, MicroBatch
 from laurel.training.loop import RunServices
 from laurel.training.losses import RewardLoss
@@ -82,7 +82,24 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
     def step(self, position: Position) -> Position:
         """Take one step; count a step that was not applied, and write its rows to a file."""
         taken = self.take(position)
-        bad_steps = self._count_bad_step(taken, position)
+        update, samples, step = taken.update, taken.samples, position.step + 1
+        if update.failure is None:
+            bad_steps = 0
+        # Rows that teach nothing are no fault of the run, and end no row of faults either.
+        elif not update.metrics and self.loss.count([s.preference for s in samples]) == 0:
+            self.progress.message(f"step {step} skipped: {update.failure}")
+            bad_steps = position.bad_steps
+        else:
+            sources = [sample.preference.source for sample in samples]
+            try:
+                path = write_bad_step(self.state.run_dir, step, samples, update.failure)
+                kept = f"Its rows are in {path}"
+            except OSError as error:
+                kept = f"Its rows could not be written down: {error}"
+            self.progress.message(f"step {step} not applied: {update.failure}. {kept}")
+            shown = ", ".join(sources[:8]) + (" ..." if len(sources) > 8 else "")
+            where = f"step {step}, rows {shown}"
+            bad_steps = self.bad_steps(update, position.bad_steps, where=where, kept=kept)
         lengths = [length for sample in taken.samples for length in sample.tokens.lengths_G]
         figures = {
             "train/global_valid_seqs": float(len(lengths)),
@@ -92,24 +109,6 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
             "performance/groups_per_second": len(taken.samples) / taken.seconds,
         }
         return self.log(position, taken, bad_steps=bad_steps, figures=figures)
-
-    def _count_bad_step(self, taken: StepResult[PreferenceSample], position: Position) -> int:
-        update, samples, step = taken.update, taken.samples, position.step + 1
-        if update.failure is None:
-            return 0
-        if not update.metrics and self.loss.count([s.preference for s in samples]) == 0:
-            self.progress.message(f"step {step} skipped: {update.failure}")
-            return position.bad_steps
-        sources = [sample.preference.source for sample in samples]
-        try:
-            path = write_bad_step(self.state.run_dir, step, samples, update.failure)
-            kept = f"Its rows are in {path}"
-        except OSError as error:
-            kept = f"Its rows could not be written down: {error}"
-        self.progress.message(f"step {step} not applied: {update.failure}. {kept}")
-        shown = ", ".join(sources[:8]) + (" ..." if len(sources) > 8 else "")
-        where = f"step {step}, rows {shown}"
-        return self.bad_steps(update, position.bad_steps, where=where, kept=kept)
 
     # --------------------------------------------------------------------------------- validating
 
@@ -134,9 +133,16 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         return validation
 
     def _bag_of_words_baseline(self, samples: Sequence[PreferenceSample]) -> float | None:
+<<<<<<< HEAD
         # Returns the accuracy of a bag of words that was trained on the first training rows. It
         # depends only on the data, so it is computed at the first validation of a set and kept.
         # None if no row has a better and a worse answer.
+=======
+        # The accuracy of a bag of words that learned from the first training rows. It depends on
+        # the data alone, so it is computed at the first validation of a set and kept. None where no
+        # row has a better and a worse answer.
+        # The sets live as long as this object, so no other has their ids.
+>>>>>>> main
         known = self._baselines.get(id(samples))
         if known is None:
             pairs = [pair for one in samples for pair in unscored_pairs(one.preference)]

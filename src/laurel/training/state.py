@@ -345,6 +345,7 @@ def samples_fingerprint(samples: Sequence[PreferenceSample]) -> str:
     for sample in samples:
         digest.update(sample.tokens.trunk_ids.tobytes())
         for ids in sample.tokens.branches_ids_G:
+            # The mark tells the same tokens, cut elsewhere, apart.
             digest.update(b"|" + ids.tobytes())
         preference = sample.preference
         values = (preference.ranks_G, preference.margin, preference.target)
@@ -472,5 +473,6 @@ def hash_of(texts: Iterable[str]) -> str:
     """Return a hash of texts, in order."""
     digest = hashlib.sha256()
     for text in texts:
+        # Rows may hold unpaired surrogates, which UTF-8 cannot.
         digest.update(text.encode("utf-8", "backslashreplace") + b"\n")
     return digest.hexdigest()[:16]
