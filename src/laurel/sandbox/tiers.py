@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LAYERS = ("namespaces", "landlock", "seccomp")
-"""The optional layers. Every tier runs each program in a new process, without an environment and open
-files, with limits of resources, wall time and output, and under another account than root's.
+"""The optional layers. Every tier runs each program in a new process, without an environment and
+open files, with limits of resources, wall time and output, and under another account than root's.
 """
 
 

@@ -519,16 +519,8 @@ class Saving:
         self._progress.message(f"saved {path}{begun.remark}", is_routine=True)
 
     def salvage(self, step: int) -> None:
-<<<<<<< HEAD
         """Finish a background save, if possible, after the run has failed at `step`."""
-=======
-        """Finish a background save, if it can still be written, after the run has failed.
-
-        Args:
-            step: Current step.
-        """
         # The error that ended the run is the one to report.
->>>>>>> main
         with suppress(Exception):
             self.finish(step)
 

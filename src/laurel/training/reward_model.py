@@ -133,16 +133,10 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         return validation
 
     def _bag_of_words_baseline(self, samples: Sequence[PreferenceSample]) -> float | None:
-<<<<<<< HEAD
         # Returns the accuracy of a bag of words that was trained on the first training rows. It
         # depends only on the data, so it is computed at the first validation of a set and kept.
-        # None if no row has a better and a worse answer.
-=======
-        # The accuracy of a bag of words that learned from the first training rows. It depends on
-        # the data alone, so it is computed at the first validation of a set and kept. None where no
-        # row has a better and a worse answer.
-        # The sets live as long as this object, so no other has their ids.
->>>>>>> main
+        # None if no row has a better and a worse answer. The sets live as long as this object, so
+        # no other has their ids.
         known = self._baselines.get(id(samples))
         if known is None:
             pairs = [pair for one in samples for pair in unscored_pairs(one.preference)]

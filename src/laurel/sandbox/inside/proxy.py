@@ -112,19 +112,11 @@ class _Channel:
         return value
 
     def _loads(self, value: Any) -> Any:
-<<<<<<< HEAD
-        return plain_data.loads(json.dumps(value).encode(), self._object_of)
-
-    def _object_of(self, number: int) -> _Remote:
-        """Return the proxy of a number, always the same one, so that identity is preserved."""
-        return self._remote.setdefault(number, _Remote(self, number))
-=======
-        # The same stand-in for a number each time, so that identity is preserved here.
+        # A number always gives the same proxy, so that identity is preserved here.
         return plain_data.loads(
             json.dumps(value).encode(),
             lambda number: self._remote.setdefault(number, _Remote(self, number)),
         )
->>>>>>> main
 
     def _reply(self) -> dict[str, Any]:
         received = bytearray()

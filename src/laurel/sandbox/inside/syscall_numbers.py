@@ -199,8 +199,8 @@ attributes continue.
 """
 
 CLONE3: tuple[int, int] = (435, 435)
-"""The call that gets the error "no such call", because a filter cannot see its flags; then libraries
-use `clone`.
+"""The call that gets the error "no such call", because a filter cannot see its flags. Libraries
+then use `clone`.
 """
 
 OURS: Mapping[str, tuple[int, int]] = {
