@@ -47,7 +47,7 @@ def report(
 
         try:
             follow(runs, title=title, port=port, say=partial(print, flush=True))
-        except KeyboardInterrupt:  # the way that its server ends, of which it has told
+        except KeyboardInterrupt:  # ends the server, which has printed a message
             raise typer.Exit(130) from None
         return
     from laurel.observe.report.page import findings_of, write_report

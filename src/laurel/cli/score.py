@@ -70,6 +70,7 @@ def run_score(
     messages = message_console()
     say = say_on(messages)
     spec = asked_scorer(model, options)
+    # Before the model is loaded: that it cannot be written is known at once.
     if output is not None:
         check_output(output, read_from=file)
     rows, num_rows = _open_rows(file, columns or {}, on_bad_row, stdin, say)
@@ -164,6 +165,7 @@ def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_attribu
         )
         for stream in streams:
             stream.write(lines)
+            # A program that reads the pipe gets each chunk, and a kill loses no more than one.
             stream.flush()
 
     return write_lines

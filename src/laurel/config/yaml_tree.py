@@ -206,6 +206,7 @@ def read_document(text: str, name: str) -> YamlNode:
 
 def _with_parents(path: Path, children: tuple[Path, ...], named_by: str = "") -> YamlNode:
     path = path.expanduser()
+    # Links are followed: the same file under another name is a circle, too.
     if path.resolve() in [child.resolve() for child in children]:
         chain = " -> ".join(str(step) for step in (*children, path))
         raise ConfigError(f"{named_by}the files inherit in a circle: {chain}")
@@ -327,6 +328,7 @@ class _Reader:
         else:
             self.problems.append(f"{place}: the tag '{node.tag}' means nothing in a configuration")
         self.open.pop()
+        # As written, for a key that wants text: `revision: 12e3` is no number.
         is_spelled = is_scalar and not isinstance(value, str)
         return YamlNode(value, place, node.value if is_spelled else None)
 
@@ -338,6 +340,7 @@ class _Reader:
         for key, value in node.value:
             place = self._place(key)
             if key.tag == _TAG + "merge":
+                # Of several merged mappings the first counts, so it is laid on last.
                 for entry in reversed(value.value if value.tag == _TAG + "seq" else [value]):
                     source = self._node(entry, place)
                     if isinstance(source.value, dict):
@@ -358,11 +361,7 @@ class _Reader:
 # The base of every section of a configuration.
 
 
-def _off_is_0(value: Any) -> Any:
-    return 0 if value == -1 else value
-
-
-MINUS_1_IS_OFF = BeforeValidator(_off_is_0)
+MINUS_1_IS_OFF = BeforeValidator(lambda value: 0 if value == -1 else value)
 OffPeriod = Annotated[int, MINUS_1_IS_OFF]
 """The number of steps between two events; 0, or -1 as in other systems, disables them."""
 

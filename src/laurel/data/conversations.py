@@ -131,7 +131,12 @@ def scoring_row(
         DataError: The row cannot be read.
     """
     try:
-        prompt, completions_G = _parts(_as_called(row, columns or {}))
+        # The shapes know columns by their default names.
+        named = {
+            key.removesuffix("_key"): required(row, column, setting=key)
+            for key, column in (columns or {}).items()
+        }
+        prompt, completions_G = _parts({**row, **named} if named else row)
     except UnusableRow as problem:
         return _bad_row(problem, source, where, on_bad_row)
     own_id = row.get("id")
@@ -180,15 +185,6 @@ def _parts(row: Row) -> _Parts:
     )
 
 
-def _as_called(row: Row, columns: Mapping[str, str]) -> Row:
-    # The shapes know columns by their default names.
-    named = {
-        key.removesuffix("_key"): required(row, column, setting=key)
-        for key, column in columns.items()
-    }
-    return {**row, **named} if named else row
-
-
 def _list_of_completions(row: Row) -> _Parts:
     key = _first_of(row, ANSWER_LISTS)
     values = required(row, key)
@@ -206,13 +202,8 @@ def _list_of_completions(row: Row) -> _Parts:
     )
 
 
-def _one_completion(row: Row) -> _Parts:
-    prompt, key = _prompt(row), _first_of(row, _ANSWERS)
-    return _Parts(prompt, (_completion(required(row, key), prompt, f"'{key}'"),))
-
-
-def _two_responses(row: Row) -> _Parts:
-    prompt, keys = _prompt(row), ("response1", "response2")
+def _completions_at(row: Row, *keys: str) -> _Parts:
+    prompt = _prompt(row)
     return _Parts(
         prompt, tuple(_completion(required(row, key), prompt, f"'{key}'") for key in keys)
     )
@@ -241,10 +232,6 @@ class _Shape(NamedTuple):
     read: Callable[[Row], _Parts]
 
 
-def _has_prompt_and(*keys: str) -> Callable[[Row], bool]:
-    return lambda row: _has(row, _PROMPTS) and all(key in row for key in keys)
-
-
 # The most specific first: data sets often repeat the chosen conversation under `messages`.
 _SHAPES = (
     _Shape(
@@ -261,13 +248,13 @@ _SHAPES = (
     ),
     _Shape(
         '{"context": ..., "response1": ..., "response2": ...}',
-        _has_prompt_and("response1", "response2"),
-        _two_responses,
+        lambda row: _has(row, _PROMPTS) and {"response1", "response2"} <= row.keys(),
+        lambda row: _completions_at(row, "response1", "response2"),
     ),
     _Shape(
         '{"prompt": ..., "completion": ...} (also "response" for "completion")',
         lambda row: _has(row, _PROMPTS) and _has(row, _ANSWERS),
-        _one_completion,
+        lambda row: _completions_at(row, _first_of(row, _ANSWERS)),
     ),
     _Shape('{"messages": [...]}', lambda row: "messages" in row, _whole_conversation),
 )
@@ -470,7 +457,11 @@ def _load(
         if clue not in noted:
             noted.add(clue)
             report.notes.append(f"read as {clue}")
-        checked = _checked(opened.frame.around(_with_system(said, row, config)))
+        if not (said and said[0].role == "system"):
+            given = row.get(config.system_key) if config.system_key is not None else None
+            if content := given if given is not None else config.system_prompt:
+                said = (Message("system", text(content, what="the system message")), *said)
+        checked = _checked(opened.frame.around(said))
         roles.look(source, checked)
         return Dialogue(
             id=f"{report.name}:{source}",
@@ -498,16 +489,6 @@ def _checked(said: Conversation) -> Conversation:
     if any(not turn.content.strip() for turn in said if turn.role == "assistant"):
         raise LeftOutRow("empty", "the assistant says nothing")
     return said
-
-
-def _with_system(said: Conversation, row: Row, config: DemonstrationSetConfig) -> Conversation:
-    if said and said[0].role == "system":
-        return said
-    given = row.get(config.system_key) if config.system_key is not None else None
-    content = given if given is not None else config.system_prompt
-    if not content:
-        return said
-    return (Message("system", text(content, what="the system message")), *said)
 
 
 # ---------------------------------------------------------------------------------------- shapes
@@ -626,12 +607,6 @@ def _found(row: Row) -> tuple[str, str] | None:
     return None if asked is None or answered is None else (asked, answered)
 
 
-def _found_pair(row: Row, config: DemonstrationSetConfig) -> Conversation:
-    found = _found(row)
-    assert found is not None  # what `fits` looked at
-    return _pair(row, *found)
-
-
 def _best(row: Row, class_name: str) -> Conversation:
     prompt, answered = best_answer(row, class_name)
     return prompt + answered
@@ -651,7 +626,7 @@ def _squad(row: Row) -> Conversation:
 
 _GUESSED = _DemonstrationShape(
     lambda row, config: _found(row) is not None,
-    _found_pair,
+    lambda row, config: _pair(row, *(_found(row) or ("", ""))),
     lambda row, config: "'{}', answered by '{}'".format(*(_found(row) or ("", ""))),
 )
 # The most specific first.

@@ -38,10 +38,8 @@ from laurel.environments.interface import (
     EnvironmentReturn,
     EnvironmentSpec,
     RejectedTask,
-    batch_figures,
+    accuracy_figures,
     mean_of,
-    numbers,
-    pass_at_k,
     settings_of,
 )
 from laurel.errors import EnvironmentFailedError
@@ -263,14 +261,7 @@ class CodeEnvironment(EnvironmentInterface):
         where the batch has `notes`. `sandbox_failures` is the number of samples without a reward;
         `tier_is_full` is 1 where programs have Laurel's full isolation.
         """
-        ended = [one > 0 for one in numbers(batch["is_end"])]
-        correct = [
-            reward >= _ALL and end
-            for reward, end in zip(numbers(batch["rewards"]), ended, strict=True)
-        ]
-        figures = batch_figures(batch)
-        figures |= mean_of("accuracy", [float(one) for one in correct])
-        figures |= pass_at_k(batch["group_ids"], correct)
+        figures, _ = accuracy_figures(batch, right=_ALL)
         noted = [note or {} for note in batch.get("notes") or ()]
         scored = [note for note in noted if "verdict" in note]
         for status, count in Counter(note["verdict"] for note in scored).items():

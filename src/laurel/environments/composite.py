@@ -253,7 +253,14 @@ class CompositeEnvironment(EnvironmentInterface):
                 metrics[f"{name}/{metric.removeprefix(f'{name}_env/')}"] = value
             if name in self._watched:
                 metrics |= mean_of(f"{name}/reward_mean", numbers(theirs["rewards"]))
-        return batch, metrics | self._gated_out(batch.get("notes") or ())
+        shut_out = []
+        for note in batch.get("notes") or ():
+            rewards = note["rewards"] if note else {}
+            own = [(rewards.get(name), gate) for name, gate in self._gates]
+            known = [(reward, gate) for reward, gate in own if reward is not None]
+            if own and len(known) == len(own):
+                shut_out.append(float(any(reward < gate for reward, gate in known)))
+        return batch, metrics | mean_of("gated_out", shut_out)
 
     def end_batch(self, batch: Mapping[str, Any]) -> None:
         """Update the state of each part from the samples that it scored."""
@@ -274,16 +281,6 @@ class CompositeEnvironment(EnvironmentInterface):
                 "num_failures": sum(note is not None for note in notes) - len(scored),
             }
         return batches
-
-    def _gated_out(self, notes: Sequence[Mapping[str, Any] | None]) -> dict[str, float]:
-        shut_out = []
-        for note in notes:
-            rewards = note["rewards"] if note else {}
-            own = [(rewards.get(name), gate) for name, gate in self._gates]
-            known = [(reward, gate) for reward, gate in own if reward is not None]
-            if own and len(known) == len(own):
-                shut_out.append(float(any(reward < gate for reward, gate in known)))
-        return mean_of("gated_out", shut_out)
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
         """List the tasks that any part rejects, each once per part."""

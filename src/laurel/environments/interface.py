@@ -37,6 +37,7 @@ __all__ = [
     "EnvironmentReturn",
     "EnvironmentSpec",
     "RejectedTask",
+    "accuracy_figures",
     "batch_figures",
     "mean_of",
     "numbers",
@@ -194,6 +195,19 @@ def batch_figures(batch: Mapping[str, Any]) -> dict[str, float]:
     for name, values in means.items():
         metrics |= mean_of(name, numbers(values))
     return metrics
+
+
+def accuracy_figures(
+    batch: Mapping[str, Any], *, right: float = 1.0
+) -> tuple[dict[str, float], list[bool]]:
+    """Add `accuracy` and `pass@...` to the common metrics; return them and what is correct.
+
+    A sample is correct if its reward is `right` or more and it was not truncated.
+    """
+    samples = zip(numbers(batch["rewards"]), numbers(batch["is_end"]), strict=True)
+    correct = [reward >= right and end > 0 for reward, end in samples]
+    figures = batch_figures(batch) | mean_of("accuracy", [float(one) for one in correct])
+    return figures | pass_at_k(batch["group_ids"], correct), correct
 
 
 def mean_of(name: str, values: Sequence[float]) -> dict[str, float]:

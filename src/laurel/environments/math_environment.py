@@ -14,10 +14,9 @@ from laurel.environments.interface import (
     EnvironmentReturn,
     EnvironmentSpec,
     RejectedTask,
-    batch_figures,
+    accuracy_figures,
     mean_of,
     numbers,
-    pass_at_k,
     response_of,
     settings_of,
 )
@@ -110,14 +109,7 @@ class MathEnvironment(EnvironmentInterface):
         A sample counts as correct if its reward is 1 and it was not truncated. `timeouts` and
         `unparseable` are the numbers of such verdicts, where the batch has `notes`.
         """
-        ended = [one > 0 for one in numbers(batch["is_end"])]
-        correct = [
-            reward == 1.0 and end
-            for reward, end in zip(numbers(batch["rewards"]), ended, strict=True)
-        ]
-        figures = batch_figures(batch)
-        figures |= mean_of("accuracy", [float(one) for one in correct])
-        figures |= pass_at_k(batch["group_ids"], correct)
+        figures, correct = accuracy_figures(batch)
         lengths = numbers(batch["generation_lengths"])
         figures |= mean_of(
             "correct_solution_generation_lengths",

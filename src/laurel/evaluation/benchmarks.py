@@ -150,12 +150,6 @@ def _reward_bench_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
     return rows
 
 
-def _judge_bench_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
-    rows = _read(rows_of.JUDGE_BENCH)(asked, say)
-    # The category becomes the subset, so that two results can be compared by it as well.
-    return [replace(row, subset=other_benchmarks.category_of(row.subset or "")) for row in rows]
-
-
 def preference_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
     """Read the preferences of every named set; of several, each is a subset of its own."""
     if not asked.data and asked.dataset is None:
@@ -319,7 +313,11 @@ BENCHMARKS: dict[BenchmarkName, Benchmark] = {
     ),
     "judge-bench": Benchmark(
         title="JudgeBench",
-        read=_judge_bench_rows,
+        # The category becomes the subset, so that two results can be compared by it as well.
+        read=lambda asked, say: [
+            replace(row, subset=other_benchmarks.category_of(row.subset or ""))
+            for row in _read(rows_of.JUDGE_BENCH)(asked, say)
+        ],
         scored=ordered_pairs,
         measure=lambda rows, _: other_benchmarks.measure_judge_bench(rows),
         by_length=pairs_by_length,

@@ -590,7 +590,10 @@ def _largest_difference(model: RewardModel, probe: Probe) -> float | None:
     hidden_ND = model.last_hidden(batch).double()
     with own_attention(model):
         own_NK = torch.cat([_own_scores(model, ids) for ids in probe.sequences_N]).double()
-        own_ND = torch.cat([_own_hidden(model, ids) for ids in probe.sequences_N]).double()
+        base = model.classifier.base_model
+        own_ND = torch.cat(
+            [base(**inputs_alone(model, ids)).last_hidden_state[:, -1] for ids in probe.sequences_N]
+        ).double()
     if not (own_NK.isfinite().all() and own_ND.isfinite().all()):
         return None
     size_N = own_ND.norm(dim=1).clamp_min(1e-12)
@@ -603,9 +606,3 @@ def _largest_difference(model: RewardModel, probe: Probe) -> float | None:
 def _own_scores(model: RewardModel, ids_L: Tensor) -> Tensor:
     scores_1K: Tensor = model.classifier(**inputs_alone(model, ids_L)).logits
     return scores_1K
-
-
-def _own_hidden(model: RewardModel, ids_L: Tensor) -> Tensor:
-    inputs = inputs_alone(model, ids_L)
-    hidden_1D: Tensor = model.classifier.base_model(**inputs).last_hidden_state[:, -1]
-    return hidden_1D

@@ -114,6 +114,7 @@ def trained(
         unsaved, outcome = error, error.outcome
     limit = _limit(kind, loaded.config, outcome)
     conclude(outcome, last or console, use=use, limit=limit, unsaved=unsaved)
+    # Raised only here: what was learned, and where it is logged, is shown in any case.
     if unsaved is not None:
         raise unsaved
     return outcome
@@ -135,6 +136,7 @@ def _use_of(kind: Kind, config: Section) -> str:
                 ]
                 if config.data.on_bad_row == "skip":
                     said.append("data.on_bad_row=skip")
+                # `format` would take a brace in the path for the place of the model.
                 named = shlex.join([path, *said]).replace("{", "{{").replace("}", "}}")
                 return f"laurel score --model {{}} {named}"
     return _USES[kind]

@@ -57,9 +57,19 @@ class TaskTests:
                 asserts must be run in parts, and tests after a failure are run, too.
             total_s: Time limit of all tests together, in seconds.
         """
+        # Room for the expected output, and to spare: 1 may be written as 1.000000.
+        printed = [len(one.stdout) for one in self.tests if isinstance(one, StdioTest)]
+        returned = [len(repr(one.expected)) for one in self.tests if isinstance(one, CallTest)]
+        # Output of a function besides its value is ignored.
+        stdout_kb = _ROOM * max(printed) // 1024 + 1 if printed else _CHATTER_KB
+        result_kb = _ROOM * sum(returned) // 1024 + 1
         job = SandboxJob(
             code=code,
-            limits=self._roomy(limits),
+            limits=replace(
+                limits,
+                stdout_kb=max(limits.stdout_kb, stdout_kb),
+                result_kb=max(limits.result_kb, result_kb),
+            ),
             strict_types=self.strict_types,
             float_tolerance=self.float_tolerance,
             comparison=self.comparison,
@@ -78,19 +88,6 @@ class TaskTests:
             # Part of each test: asserts may need objects of the program's classes.
             parts, setup = [f"{setup}\n{one}" for one in parts], ""
         return replace(job, mode="tests", entry=self.entry, test_setup=setup, tests=parts)
-
-    def _roomy(self, limits: Limits) -> Limits:
-        # Room for the expected output, and to spare: 1 may be written as 1.000000.
-        printed = [len(one.stdout) for one in self.tests if isinstance(one, StdioTest)]
-        returned = [len(repr(one.expected)) for one in self.tests if isinstance(one, CallTest)]
-        # Output of a function besides its value is ignored.
-        stdout_kb = _ROOM * max(printed) // 1024 + 1 if printed else _CHATTER_KB
-        result_kb = _ROOM * sum(returned) // 1024 + 1
-        return replace(
-            limits,
-            stdout_kb=max(limits.stdout_kb, stdout_kb),
-            result_kb=max(limits.result_kb, result_kb),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

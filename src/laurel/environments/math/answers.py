@@ -101,7 +101,12 @@ def read_answer(response: str) -> Candidate | None:
     if boxed is not None:
         boxed = in_known_characters(boxed).strip()
         return Candidate(text=boxed) if boxed else None
-    passage = in_known_characters(_spaced(_passage(text))).strip()
+    passage = _passage(text)
+    if not passage.isascii():
+        # East Asian writing needs no blanks, but a number that touches a letter is none to the
+        # parser.
+        passage = _BESIDE_EAST_ASIAN.sub(" ", passage).translate(_EAST_ASIAN_STOPS)
+    passage = in_known_characters(passage).strip()
     return Candidate(text=passage, boxed=False) if passage else None
 
 
@@ -138,18 +143,13 @@ def _closing_braces(text: str, start: int) -> dict[int, int]:
     return closing
 
 
-def _spaced(text: str) -> str:
-    # East Asian writing needs no blanks, but a number that touches a letter is none to the parser.
-    if text.isascii():
-        return text
-    return _BESIDE_EAST_ASIAN.sub(" ", text).translate(_EAST_ASIAN_STOPS)
-
-
 def _passage(text: str) -> str:
     text = text.rstrip()
-    sentence = "" if text.isascii() else _last_sentence_with_answer(text)
-    if sentence:
-        return sentence
+    # The parser knows no Chinese or Japanese phrase for "the answer is".
+    for sentence in () if text.isascii() else reversed(_END_OF_SENTENCE.split(text)):
+        end = last_end(_EAST_ASIAN_ANSWER, sentence)
+        if end and _SAYS_SOMETHING.search(sentence, end):
+            return f"答案: {sentence[end:]}"[:MAX_CHARACTERS]
     if len(text) <= MAX_CHARACTERS:
         return text
     start = len(text) - MAX_CHARACTERS
@@ -160,15 +160,6 @@ def _passage(text: str) -> str:
     # From a new line on: after half a formula, all dollar signs would be read the wrong way round.
     newline = text.find("\n", start)
     return text[newline + 1 :] if newline >= 0 else text[start:]
-
-
-def _last_sentence_with_answer(text: str) -> str:
-    # The parser knows no Chinese or Japanese phrase for "the answer is".
-    for sentence in reversed(_END_OF_SENTENCE.split(text)):
-        end = last_end(_EAST_ASIAN_ANSWER, sentence)
-        if end and _SAYS_SOMETHING.search(sentence, end):
-            return f"答案: {sentence[end:]}"[:MAX_CHARACTERS]
-    return ""
 
 
 def in_known_characters(text: str) -> str:

@@ -464,6 +464,7 @@ def _local(scorer: EvalScorer, console: Console) -> OpenScorer:
     from laurel.evaluation.rewardbench_tokens import RewardBenchContract
     from laurel.rewards.scorer import LocalScorer
 
+    # `open_asked` has checked the settings and shown its warnings.
     policy = policy_of_settings(scorer.settings, rules=None, say=lambda _: None)
     model = replace(model_spec(policy), name=place.name)
     reference = RewardBenchContract.beside(own.contract, model, form=form)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -604,13 +604,8 @@ def vllm(trial: Trial) -> Found:
     )
 
 
-def _each_precision() -> dict[str, Check]:
-    precisions: tuple[Precision, ...] = ("float32", "bfloat16", "float16")
-    return {f"forest in {p}": partial(exactness, precision=p) for p in precisions}
-
-
 ALL_CHECKS: Mapping[str, Check] = {
-    **_each_precision(),
+    **{f"forest in {p}": partial(exactness, precision=p) for p in get_args(Precision)},
     "memory of training": memory,
     "speed of training": partial(speed, phase="training"),
     "speed of scoring": partial(speed, phase="scoring"),
