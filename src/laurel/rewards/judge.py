@@ -94,7 +94,7 @@ class JudgeReplica:
         try:
             replies = await asyncio.gather(*asked)
         finally:
-            # If one of them fails, the others are of no use.
+            # If one of them fails, the others are not needed.
             for task in asked:
                 task.cancel()
         return self._verdict(replies)
