@@ -165,11 +165,13 @@ def _configured(
     data = load_config(SCHEMAS[trainer], None, [*base, *overrides]).config.data  # type: ignore[attr-defined]
     # Formats are recognised by the default names of columns, so the columns that `data` names get
     # these.
-    renamed = dict(first)
-    for key, field_of_key in type(data).model_fields.items():
-        column, default = getattr(data, key), field_of_key.default
-        if key.endswith("_key") and isinstance(default, str) and column in first:
-            renamed[default] = first[column]
+    columns = {
+        field_of_key.default: getattr(data, key)
+        for key, field_of_key in type(data).model_fields.items()
+        if key.endswith("_key") and isinstance(field_of_key.default, str)
+    }
+    renamed = {name: value for name, value in first.items() if columns.get(name, name) == name}
+    renamed |= {name: first[column] for name, column in columns.items() if column in first}
     known = recognise(renamed)
     settings = tuple(known.trainers.get(trainer, ())) if known is not None else ()
     if trainer == "grpo" and not any(one.startswith("data.env_name=") for one in settings):

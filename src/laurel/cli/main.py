@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.text import Text
 
 from laurel import __version__
 from laurel.cli.app import App, QuietOption, VerboseOption, begin
@@ -35,7 +36,7 @@ from laurel.cli.options import (
 )
 from laurel.cli.report import report
 from laurel.errors import ConfigError, LaurelError, if_interrupted
-from laurel.observe.console import verbosity
+from laurel.observe.console import make_console, verbosity
 from laurel.observe.json_output import JsonOption
 
 app = App(
@@ -371,7 +372,7 @@ def main() -> None:
     except LaurelError as error:
         if verbosity() == "verbose":
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        make_console(stderr=True).print(Text(f"error: {error}"), soft_wrap=True)
         sys.exit(error.exit_code)
 
 

@@ -27,6 +27,7 @@ from laurel.config.yaml_tree import (
     YamlNode,
     dotted,
     find_node,
+    is_named_as_data,
     overlay,
     read_text,
     with_key,
@@ -93,6 +94,11 @@ def parse_override(text: str, *, place: str | None = None) -> Override:
         raise ConfigError(
             f"{place}: a configuration file is given as --config {text}; overrides are "
             "written section.key=value"
+        )
+    if not form["equals"] and is_named_as_data(text):
+        raise ConfigError(
+            f"{place}: a file of data to train on is given as data.train_data_path={text}; "
+            "overrides are written section.key=value"
         )
     if not all(keys) or any(part != part.strip() for part in keys):
         raise ConfigError(f"{place}: write it as section.key=value")

@@ -166,8 +166,10 @@ def read_scalars_our_way(yaml_class: Any) -> None:
         yaml_class.add_implicit_resolver(tag, re.compile(rf"(?:{pattern})\Z"), list(first))
 
 
-# Of files of rows (`data.sources` reads them); a configuration may be JSON, too.
-_DATA_SUFFIXES = (".jsonl", ".csv", ".parquet", ".arrow")
+def is_named_as_data(name: str) -> bool:
+    """Report whether a file's name ends like one of rows, and not like one of a configuration."""
+    # `data.sources` reads these; JSON may be either.
+    return name.lower().removesuffix(".gz").endswith((".jsonl", ".csv", ".parquet", ".arrow"))
 
 
 class _Loader(yaml.SafeLoader):
@@ -211,7 +213,7 @@ def _with_parents(path: Path, children: tuple[Path, ...], named_by: str = "") ->
     written = _read_bytes(path, named_by)
     row, _, rest = written.lstrip().partition(b"\n")
     are_rows = row.startswith(b"{") and row.rstrip().endswith(b"}") and rest.lstrip()[:1] == b"{"
-    if are_rows or path.name.lower().removesuffix(".gz").endswith(_DATA_SUFFIXES):
+    if are_rows or is_named_as_data(path.name):
         raise ConfigError(
             f"{named_by}{path} looks like a file of data, not a configuration. Data to train on is "
             f"given as data.train_data_path={path}, without --config or beside it; laurel data "

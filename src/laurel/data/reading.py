@@ -28,7 +28,7 @@ from laurel.data.sources import (
     open_own,
     read_rows,
 )
-from laurel.errors import DataError, counted, counted_that
+from laurel.errors import DataError, counted, counted_that, setting_of
 from laurel.types import USUAL_ROLES, Conversation, Message
 
 # --------------------------------------------------------------------------------------------------
@@ -267,8 +267,8 @@ def unknown_class(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     hint = f"Did you mean {by_lower[near[0]]}? " if near else ""
     return (
-        f"data.dataset_name={name} is unknown. {hint}Known are: {', '.join(by_lower.values())}; or "
-        "give the dotted import path of your own class"
+        f"{setting_of('data.dataset_name', name)} is unknown. {hint}Known are: "
+        f"{', '.join(by_lower.values())}; or give the dotted import path of your own class"
     )
 
 

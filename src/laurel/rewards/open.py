@@ -181,6 +181,7 @@ def _open(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str = ""
 
 
 def _open_members(spec: ScorerSpec, placement: ScorerPlacement, say: Say) -> Scorer:
+    # Keys are looked up first: a missing one is reported before a model is loaded.
     for member in spec.members:
         with speaking(*member.spec.terms):
             if member.spec.servers is not None:
@@ -207,6 +208,7 @@ def _open_members(spec: ScorerSpec, placement: ScorerPlacement, say: Say) -> Sco
             scorer = _open(member.spec, placement, say, member.name)
             opened.callback(_run, partial(close_scorer, scorer))
             scorers[member.name] = scorer
+        # All are open: the ensemble closes them from here on.
         opened.pop_all()
     members = []
     for one in spec.members:

@@ -67,6 +67,14 @@ def test_the_command_has_what_the_words_leave_open_and_no_more(tmp_path, model):
     assert "on_bad_row" not in said
 
 
+def test_a_column_that_is_not_there_hides_the_one_of_the_default_name(tmp_path):
+    path = write(tmp_path / "rows.jsonl", PAIR)
+    code, said, _ = check(path, "data.prompt_key=question")
+    assert code == 2
+    assert "rm no: 1 malformed" in said
+    assert "laurel eval" not in said.partition("Formats")[0]
+
+
 def test_the_score_is_read_from_the_last_token_of_each_answer(tmp_path, model):
     path = write(tmp_path / "rows.jsonl", PAIR)
     code, said, _ = check(path, "--for", "rm", "--model", model, "--json")
