@@ -46,6 +46,7 @@ from laurel.models.parallel.mesh import ParallelShape
 from laurel.models.scoring import FILE_NAME, ScoringContract, ScoringRules
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import quiet_libraries
+from laurel.observe.hub import check_not_missing
 from laurel.protocols import Scorer, WorkerGroup
 from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.ensemble import EnsembleScorer, Member
@@ -71,7 +72,6 @@ from laurel.rewards.spec import (
     Say,
     ScorerSpec,
     check_files,
-    check_not_missing,
     find_model,
     find_reward_model,
     headless,
