@@ -42,7 +42,7 @@ from laurel.observe.console import (
 )
 from laurel.observe.hub import check_fetchable
 from laurel.observe.json_output import write_json
-from laurel.rewards.spec import check_not_missing, find_model
+from laurel.rewards.spec import find_model
 from laurel.run.reward_model import load_data
 from laurel.run.specs import OPTIONS, model_spec
 from laurel.run.tasks import References, check_tests, needs_of, run_references
@@ -234,7 +234,6 @@ def run_data_check(
     """
     found = ""
     if model:
-        check_not_missing(model, key="--model")
         with speaking(OPTIONS):
             found = find_model(model).name
         if not Path(found).is_dir():

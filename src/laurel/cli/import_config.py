@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from laurel.config.importing.rules import KeyOutcome, is_secret, shown
+from laurel.config.importing.rules import is_secret, shown
 from laurel.config.importing.sources import (
     STDIN,
     TITLES,
@@ -73,22 +73,17 @@ def as_lines(report: ImportReport, output: Path | None) -> Iterator[str]:
             for why in dict.fromkeys(one.why for one in entries):
                 keys = ", ".join(said(one) for one in entries if one.why == why)
                 yield f"  {keys}: {why}"
-            continue
-        for one in entries:
-            yield from _entry_lines(one)
+        elif status == "not carried":
+            yield from (f"  {said(one)}: {' '.join(one.why.split())}" for one in entries)
+        else:
+            for one in entries:
+                key = said(one) if one.is_said else one.key
+                to = ", ".join(f"{ours}={shown(ours, value)}" for ours, value in one.to.items())
+                yield f"  {key}" if list(one.to) == [one.key] else f"  {key} -> {to}"
+                if one.why:
+                    yield f"      {one.why}"
     if output is not None:
         yield f"wrote {output}; run it: laurel {imported.run} --config {output}"
-
-
-def _entry_lines(one: KeyOutcome) -> Iterator[str]:
-    if one.status == "not carried":
-        yield f"  {said(one)}: {' '.join(one.why.split())}"
-        return
-    key = said(one) if one.is_said else one.key
-    to = ", ".join(f"{ours}={shown(ours, value)}" for ours, value in one.to.items())
-    yield f"  {key}" if list(one.to) == [one.key] else f"  {key} -> {to}"
-    if one.why:
-        yield f"      {one.why}"
 
 
 def import_facts(report: ImportReport, output: Path | None) -> dict[str, Any]:
@@ -96,7 +91,14 @@ def import_facts(report: ImportReport, output: Path | None) -> dict[str, Any]:
     imported = report.imported
 
     def facts(status: str) -> list[dict[str, Any]]:
-        return [_fact(one) for one in imported.with_status(status)]
+        found = []
+        for one in imported.with_status(status):
+            value = "(not shown)" if is_secret(one.key) and one.value else one.value
+            fact: dict[str, Any] = {"key": one.key, "value": value}
+            fact |= {"to": one.to} if one.to else {}
+            fact |= {"why": one.why} if one.why else {}
+            found.append(fact)
+        return found
 
     return {
         "from": report.system,
@@ -110,13 +112,3 @@ def import_facts(report: ImportReport, output: Path | None) -> dict[str, Any]:
         "configuration": dict(imported.values),
         "written": None if output is None else str(output),
     }
-
-
-def _fact(one: KeyOutcome) -> dict[str, Any]:
-    value = "(not shown)" if is_secret(one.key) and one.value else one.value
-    found: dict[str, Any] = {"key": one.key, "value": value}
-    if one.to:
-        found["to"] = one.to
-    if one.why:
-        found["why"] = one.why
-    return found

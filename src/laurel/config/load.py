@@ -264,7 +264,14 @@ class Checker:
     ) -> None:
         """Report pydantic's problem with a key, in words and with the line that it is in."""
         field = section.model_fields[str(problem["loc"][0])]
-        where, kinds = _descend(kinds_of(field.annotation), problem["loc"])
+        where: KeyPath = problem["loc"][:1]
+        kinds = kinds_of(field.annotation)
+        # From a union on, the location names its branches, which are no keys.
+        for key in problem["loc"][1:]:
+            inside = item_kinds(kinds[0]) if len(kinds) == 1 else None
+            if inside is None:
+                break
+            where, kinds = (*where, key), inside
         if problem["type"] == "missing":
             message = f"is missing; it must be {describe_kinds(kinds)}"
             self._report((*path, *where), node.place, message)
@@ -317,17 +324,6 @@ _DESCRIBED_BY_KIND = (
     "less_than",
     "less_than_equal",
 )
-
-
-def _descend(kinds: Kinds, location: tuple[int | str, ...]) -> tuple[KeyPath, Kinds]:
-    """Follow a location down until it names a branch of a union; return that path and its kinds."""
-    where: KeyPath = location[:1]
-    for key in location[1:]:
-        inside = item_kinds(kinds[0]) if len(kinds) == 1 else None
-        if inside is None:
-            break
-        where, kinds = (*where, key), inside
-    return where, kinds
 
 
 def _reason(problem: ErrorDetails) -> str:

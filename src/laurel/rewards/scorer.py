@@ -415,12 +415,8 @@ def divide_into_micro_batches(
     if path == "forest":
         return bin_pack([group.num_tokens for group in groups], batch_tokens)
     lengths = [group.lengths_G for group in groups]
-    if batch_size is not None:
-        return _pack_rows(lengths, batch_size)
-    return pack_padded(lengths, batch_tokens)
-
-
-def _pack_rows(lengths: Sequence[tuple[int, ...]], batch_size: int) -> list[list[int]]:
+    if batch_size is None:
+        return pack_padded(lengths, batch_tokens)
     # Groups of similar lengths share a batch, as rows are padded to the longest.
     bins: list[list[int]] = []
     rows = 0

@@ -270,9 +270,18 @@ class RewardLoss:
         else:
             assert scores_NK.shape[1] == 1, "comparisons need one score per completion"
             total = self._comparisons(rewards_N, batch, ranked)
-        # Detached, as metrics are kept for longer than the graph.
-        sums = _ranking_sums(rewards_N.detach(), ranked)
-        sums |= {"loss": total.detach(), "num_groups": total.new_full((), self.count(batch))}
+        # Detached, as metrics are kept for longer than the graph. `metrics` divides the first three
+        # by the number of pairs.
+        detached_N = rewards_N.detach()
+        better_P, worse_P = detached_N[ranked.better_P], detached_N[ranked.worse_P]
+        sums = {
+            "accuracy": (better_P > worse_P).sum().to(detached_N.dtype),
+            "rewards_chosen_mean": better_P.sum(),
+            "rewards_rejected_mean": worse_P.sum(),
+            "num_valid_samples": detached_N.new_full((), len(ranked.better_P)),
+            "loss": total.detach(),
+            "num_groups": total.new_full((), self.count(batch)),
+        }
         return LossOutput(loss=total / num_groups, sums=sums)
 
     def metrics(self, sums: Mapping[str, SupportsFloat]) -> dict[str, float]:
@@ -377,17 +386,6 @@ def _is_rated(ratings_K: Sequence[float]) -> bool:
 def _like(values: Sequence[Any], scores: Tensor) -> Tensor:
     # A non-blocking copy: the host does not wait for the device.
     return torch.tensor(values, dtype=scores.dtype).to(scores.device, non_blocking=True)
-
-
-def _ranking_sums(rewards_N: Tensor, ranked: PairIndex) -> dict[str, Tensor]:
-    # `metrics` divides these by the number of pairs.
-    better_P, worse_P = rewards_N[ranked.better_P], rewards_N[ranked.worse_P]
-    return {
-        "accuracy": (better_P > worse_P).sum().to(rewards_N.dtype),
-        "rewards_chosen_mean": better_P.sum(),
-        "rewards_rejected_mean": worse_P.sum(),
-        "num_valid_samples": rewards_N.new_full((), len(ranked.better_P)),
-    }
 
 
 # --------------------------------------------------------------------------------------------------

@@ -54,7 +54,13 @@ def run(job: dict[str, Any], parts: list[bytes]) -> None:
     try:
         _KINDS[job["kind"]](job, parts)
     except SystemExit as end:
-        code = _code_of(end)
+        # The exit code that Python would give.
+        if end.code is None or type(end.code) is int:
+            code = (end.code or 0) & 0xFF
+        else:
+            code = 1
+            with contextlib.suppress(Exception):  # it may be any object
+                print(end.code, file=sys.stderr)
     except BaseException as error:
         code = EXIT_CODES.get(classify(error), 1)
         _print_traceback(error)
@@ -73,17 +79,6 @@ def _stream(descriptor: int, mode: str, errors: str) -> TextIO:
     # Not closed with the object, as a thread may still print.
     stream = os.fdopen(descriptor, mode, encoding="utf-8", errors=errors, closefd=False)
     return cast(TextIO, stream)
-
-
-def _code_of(end: SystemExit) -> int:
-    """Return the exit code that Python would give."""
-    if end.code is None:
-        return 0
-    if type(end.code) is int:
-        return end.code & 0xFF
-    with contextlib.suppress(Exception):  # it may be any object
-        print(end.code, file=sys.stderr)
-    return 1
 
 
 def _print_traceback(error: BaseException) -> None:
