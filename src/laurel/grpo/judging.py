@@ -1,4 +1,4 @@
-"""Scoring of completions by environments: which ones share a call, and timing."""
+"""Lets environments score completions, and decides which completions share a call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# A completion while it is being played: what was said, its tokens, its reward so far.
+# A completion in progress: its messages, its tokens, and its reward so far.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class RolloutInProgress:
     index: int
     metadata: dict[str, Any] | None
     group_id: str = ""
-    """Id of its group."""
+    """The id of the rollout's group."""
     messages: list[Message] = field(default_factory=list)
     ids: list[TokenIds] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
@@ -87,7 +87,7 @@ class RolloutInProgress:
         self.failure, self.is_over = reason, True
 
     def finished(self) -> Rollout:
-        """Convert it to a `Rollout`."""
+        """Return the finished `Rollout`."""
         return Rollout(
             messages=tuple(self.messages),
             ids_L=_joined(self.ids),
@@ -105,14 +105,14 @@ class RolloutInProgress:
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Most conversations have one turn, which need not be copied."""
+    """Concatenate arrays; a single array, as of most conversations, is not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def take_verdict(
     step: Callable[..., Any], returned: Any, rollouts: Sequence[RolloutInProgress]
 ) -> None:
-    """Distribute the results of `step` over the conversations.
+    """Store the results of an environment's `step` in the conversations.
 
     Raises:
         EnvironmentFailedError: The results do not match these conversations.
@@ -157,38 +157,38 @@ PendingJudgement = tuple[Conversation, RolloutInProgress]
 """A prompt, and a conversation that began with it."""
 
 MAX_PARTS = 4
-"""Maximum number of parts of a group that is scored in parts."""
+"""The maximum number of parts of a group that is scored in parts."""
 MIN_TOKEN_RATIO = 2
-"""A part is scored in a call of its own from this multiple of its prompt's tokens on."""
+"""The ratio of a part's tokens to its prompt's from which the part is scored in a separate call."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RolloutStats:
-    """The timing of a batch of rollouts in seconds, and its counts."""
+    """The seconds that a batch of rollouts took, and counts of its tokens and conversations."""
 
     generation: float = 0.0
-    """Time from the first request to the last completion."""
+    """The time from the first request to the last completion."""
     environment: float = 0.0
-    """Time in environments, summed over all calls."""
+    """The time in environments, summed over all calls."""
     judging: float = 0.0
-    """Time with at least one call of an environment in progress."""
+    """The time with at least one call of an environment in progress."""
     exposed: float = 0.0
-    """Time waiting for environments after the last completion: not hidden by streaming."""
+    """The time of waiting for environments after the last completion, which nothing hides."""
     num_tokens: int = 0
-    """Tokens sampled during `generation`, including groups that were left out."""
+    """The number of tokens sampled during `generation`, including those of dropped groups."""
     num_repeated: int = 0
-    """Tokens of the prompts of further turns: the conversations so far."""
+    """The number of prompt tokens of further turns, which are the conversations so far."""
     num_cached: int = 0
-    """Those of them that the generator did not compute again."""
+    """How many of `num_repeated` the generator did not compute again."""
     num_out_of_turns: int = 0
-    """Conversations that ran out of turns before their environment ended them."""
+    """The number of conversations that ran out of turns before their environment ended them."""
     num_cut_off: int = 0
-    """Conversations that were truncated, or ran out of room, before their environment ended
-    them."""
+    """The number of conversations that were truncated, or ran out of room, before their environment
+    ended them."""
 
     @property
     def hidden_share(self) -> float | None:
-        """Share of the scoring that overlapped with generation, 0 to 1."""
+        """The share of the scoring that overlapped with generation, from 0 to 1."""
         if not self.judging:
             return None
         return max(0.0, 1.0 - self.exposed / self.judging)
@@ -203,14 +203,14 @@ class RolloutStats:
 
 
 class Calls:
-    """The calls of environments for one batch, in one event loop."""
+    """Limits and times the calls of environments for one batch, in one event loop."""
 
     def __init__(self, stats: RolloutStats, limit: int) -> None:
         """Start without calls.
 
         Args:
-            stats: The seconds that the calls take are added to it.
-            limit: Maximum number of concurrent calls.
+            stats: The object to which the seconds of the calls are added.
+            limit: The maximum number of concurrent calls.
         """
         self.stats = stats
         self.slots = asyncio.Semaphore(limit)
@@ -219,7 +219,7 @@ class Calls:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Time a call of an environment."""
+        """Measure the time of one call of an environment, which is made in the context."""
         started = time.monotonic()
         if not self._num_open:
             self._began = started
@@ -235,20 +235,20 @@ class Calls:
 
 
 class Judges:
-    """A caller of environments in threads; conversations receive their rewards or failures."""
+    """Calls environments in threads, and stores rewards or failures in conversations."""
 
     def __init__(self, *, timeout: float, num_threads: int) -> None:
         """Prepare the threads; none starts yet.
 
         Args:
-            timeout: Seconds of one call; a call for several groups gets this for each.
-            num_threads: Number of concurrent calls.
+            timeout: The time limit of a call in seconds, for each group of the call.
+            num_threads: The number of concurrent calls.
         """
         self._timeout = timeout
         self._threads = PatientThreads(num_threads, name="environment")
 
     def begin(self, stats: RolloutStats) -> Calls:
-        """Make the state that the calls of one batch share."""
+        """Return the state that the calls of one batch share."""
         return Calls(stats, self._threads.limit)
 
     def close(self) -> None:
@@ -263,7 +263,15 @@ class Judges:
         *,
         num_groups: int = 1,
     ) -> None:
-        """Score conversations in one call of their environment.
+        """Score conversations in one call of their environment, and store the results in them.
+
+        Any error of the environment, except a lost worker, makes these conversations failures.
+
+        Args:
+            environment: The environment.
+            pending: The conversations, with their prompts.
+            calls: The calls of the batch, among which this call is limited and timed.
+            num_groups: The number of groups in the call, which multiplies the time limit.
 
         Raises:
             WorkerError: The environment's worker is lost.
@@ -293,7 +301,7 @@ class Judges:
                     rollout.fail(str(error))
             except Exception as error:  # an environment's own code: anything can come out of it
                 if isinstance(error, WorkerError) and error.is_lost:
-                    raise  # the worker is gone: not these samples' fault, nor the next ones'
+                    raise  # the worker is gone, whatever its input was
                 for rollout in rollouts:
                     rollout.fail(described(error, environment.step))
 
@@ -303,7 +311,7 @@ def parts_to_judge(
 ) -> list[list[RolloutInProgress]]:
     """Divide a group into parts that are scored together, once their last completion has ended.
 
-    The division depends on indices alone, never on the order of completion.
+    The division depends only on indices, never on the order in which completions end.
     """
     most = {"completion": len(rollouts), "part": MAX_PARTS}.get(environment.spec.judges, 1)
     size = -(-len(rollouts) // most)
@@ -313,10 +321,10 @@ def parts_to_judge(
 def worth_separate_call(
     part: Sequence[RolloutInProgress], environment: Environment, prompt_length: int
 ) -> bool:
-    """Report whether a part is worth a call of its own, which computes the prompt once more.
+    """Report whether part of a group should be scored in a separate call.
 
-    This bounds the extra computation for a group at 50 %. The answer depends on the tokens alone,
-    so it is the same in every run.
+    A separate call computes the prompt once more. The rule limits this extra computation to 50 % of
+    a group's, and depends only on the tokens, so it decides equally in every run.
     """
     if environment.spec.judges == "completion":
         return True
@@ -326,7 +334,7 @@ def worth_separate_call(
 
 
 def copy_reward_to_duplicates(rollouts: Iterable[RolloutInProgress]) -> None:
-    """Copy the reward of the first of equal conversations to those that were scored separately."""
+    """Copy the reward of the first of equal conversations to the others."""
     first_of: dict[Conversation, RolloutInProgress] = {}
     for rollout in rollouts:
         if rollout.failure is None:
@@ -336,7 +344,7 @@ def copy_reward_to_duplicates(rollouts: Iterable[RolloutInProgress]) -> None:
 
 
 class BatchBarrier:
-    """The groups of a batch that one environment scores together, in one call."""
+    """Collects the groups of a batch that one environment scores together, in one call."""
 
     def __init__(self, num_groups: int) -> None:
         self._num_missing = num_groups
@@ -348,7 +356,7 @@ class BatchBarrier:
         pending: Sequence[PendingJudgement],
         judge: Callable[[Sequence[PendingJudgement]], Awaitable[None]],
     ) -> None:
-        """Wait until all groups have been scored; the last one to arrive makes the call."""
+        """Wait until all groups have been scored; the last group to arrive makes the call."""
         self._pending += pending
         self._num_missing -= 1
         if self._num_missing:
@@ -359,7 +367,7 @@ class BatchBarrier:
 
 
 # --------------------------------------------------------------------------------------------------
-# Doing things side by side: calls that block in threads, and coroutines that fail together.
+# Concurrency: calls that block run in threads, and coroutines fail together.
 
 T = TypeVar("T")
 
@@ -382,13 +390,13 @@ async def end_all(tasks: Iterable[asyncio.Future[Any]], *, patience: float | Non
         ended, _ = await asyncio.wait(tasks, timeout=patience)
         for task in ended:
             if not task.cancelled():
-                task.exception()  # which tells the loop that somebody has seen it
+                task.exception()  # marks the exception as retrieved
 
 
 class PatientThreads:
-    """Threads for calls that block and may never return.
+    """Runs calls that block, and that may never return, in threads.
 
-    An abandoned call keeps its thread; another thread takes its place, and none keeps the process
+    An abandoned call keeps its thread, which another thread replaces. No thread keeps the process
     from ending.
     """
 
@@ -405,16 +413,16 @@ class PatientThreads:
         *arguments: Any,
         timeout: float,
     ) -> T:
-        """Call the function in a thread; its result or exception is passed on.
+        """Call a function in a thread, and return its result or raise its exception.
 
         Args:
-            slots: Semaphore of the event loop, with `limit` places.
-            function: Called in a thread.
-            arguments: Its arguments.
-            timeout: Seconds from when it is called, not from when it is asked for.
+            slots: A semaphore of the event loop with the value `limit`.
+            function: The function that is called in a thread.
+            arguments: The arguments of the function.
+            timeout: The time limit in seconds, from the start of the call in its thread.
 
         Raises:
-            GivenUpError: It took longer.
+            GivenUpError: The call took longer, and was abandoned.
         """
         async with slots:
             thread = self._idle.pop() if self._idle else _Thread(self._name)
@@ -443,7 +451,7 @@ class PatientThreads:
 
 
 class GivenUpError(Exception):
-    """Raised for a call that took too long."""
+    """Raised for a call that took too long and was abandoned."""
 
 
 _Outcome = Callable[[], T]
@@ -454,8 +462,8 @@ def described(error: BaseException, called: Callable[..., Any] | None = None) ->
 
     Args:
         error: The exception.
-        called: The function whose author is to read it: the innermost line of
-            its own, or of what else is neither Laurel's nor of a package, is shown.
+        called: The function that was called. The line is the innermost one of this function, or of
+            other code that belongs neither to Laurel nor to a package.
     """
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

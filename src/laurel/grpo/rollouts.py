@@ -1,9 +1,9 @@
-"""Rollouts of tasks: generate, score, append observations, generate again.
+"""Runs rollouts of tasks: generate, score, append observations, generate again.
 
-Everything streams. Requests of all tasks are with the generator at once; what it finishes goes to
-the environment at once, completion by completion where the environment can judge one alone, group
-by group otherwise, while the rest is still being generated. An environment may also ask for parts
-of a group, or for the whole batch; see `protocols.Environment`.
+Everything streams. The generator gets the requests of all tasks at once. A finished completion goes
+to its environment at once if the environment scores single completions, otherwise with its group,
+while others are still being generated. An environment may also score parts of a group, or the whole
+batch, as `protocols.Environment` describes.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Chat(Protocol):
     """A chat format that tokenises conversations, as `models.chat.ChatFormat` does."""
 
     def prompt_ids(self, conversation: Conversation, /) -> TokenIds:
-        """Tokenise a conversation, up to where the policy begins to write."""
+        """Tokenise a conversation up to the start of the policy's next turn."""
 
     def observation_ids(
         self, observation: Mapping[str, str], /, *, history: Conversation, turn_ids: TokenIds
     ) -> TokenIds:
-        """Tokenise what lies between the policy's turn, which has these tokens, and its next one.
+        """Tokenise the text between the policy's turn, with tokens `turn_ids`, and its next one.
 
         `history` is the conversation before the turn.
         """
@@ -67,11 +67,11 @@ class _Batch:
     num_generations: int
     sampling: SamplingParams
     calls: Calls
-    # The groups of an environment that scores a whole batch wait here for each other.
+    # The barriers at which the groups of environments that score a whole batch wait for each other.
     barriers: dict[str, BatchBarrier]
-    # Requests with completions outstanding.
+    # The number of requests whose completions are not all finished.
     num_open: int = 0
-    # Time of the latest request or completion.
+    # The time of the latest request or completion.
     last_news: float = field(default_factory=time.monotonic)
     last_completion: float = field(default_factory=time.monotonic)
 
@@ -81,7 +81,7 @@ class _RolloutContext:
     task: Task
     environment: Environment
     prompt_ids: TokenIds
-    # Number of the batch, then of the task in it.
+    # The number of the batch, then of the task in it.
     numbers: tuple[int, ...]
     batch: _Batch
 
@@ -91,11 +91,11 @@ class _RolloutContext:
 
 
 CLOSING_SECONDS = 10.0
-"""Seconds that a failed generator may take to release its requests."""
+"""The seconds that a failed generator may take to release its requests."""
 
 
 class Rollouts:
-    """A runner of rollouts: one generator and the environments of a run."""
+    """Runs rollouts with a generator and the environments of a run."""
 
     def __init__(
         self,
@@ -114,16 +114,18 @@ class Rollouts:
         """Take the parts that do not change during a run.
 
         Args:
-            generator: Samples the completions.
-            environments: Environments by the name in tasks.
+            generator: The generator, which samples the completions.
+            environments: The environments, by the names in tasks.
             chat: The policy's chat format.
-            max_turns: Turns of the policy in one conversation, at most.
-            max_length: Tokens of a whole conversation, at most.
-            seed: Every completion's own seed follows from it, the batch, the task and its index.
-            environment_timeout: Seconds of one call of an environment.
-            generation_timeout: Seconds without any completion after which the engine is given up.
-            max_failed_share: Share of a batch that may remain without a reward.
-            num_threads: Concurrent calls of environments.
+            max_turns: The maximum number of turns of the policy in one conversation.
+            max_length: The maximum number of tokens of a whole conversation.
+            seed: The seed from which, with the batch, the task and its index, the seed of every
+                completion is derived.
+            environment_timeout: The time limit of one call of an environment, in seconds.
+            generation_timeout: The seconds without any completion after which the generator counts
+                as stuck.
+            max_failed_share: The share of a batch that may remain without a reward.
+            num_threads: The number of concurrent calls of environments.
         """
         self.generator = generator
         self.environments = environments
@@ -136,7 +138,7 @@ class Rollouts:
         self._judges = Judges(timeout=environment_timeout, num_threads=num_threads)
 
     def close(self) -> None:
-        """End the threads; the generator and the environments are the caller's."""
+        """End the threads; the caller closes the generator and the environments."""
         self._judges.close()
 
     async def play(
@@ -152,12 +154,13 @@ class Rollouts:
         """Run the rollouts of all tasks.
 
         Args:
-            tasks: Their prompts fit into the context.
-            num_generations: Completions of each.
-            sampling: `max_new_tokens` of one turn is cut to the room that is left.
-            batch: Numbers that tell this batch from every other of the run: they seed it.
-            stats: The seconds and counts of these rollouts are added to it.
-            on_group: Called as soon as a group is finished, in any order.
+            tasks: The tasks, whose prompts fit into the context.
+            num_generations: The number of completions of each task.
+            sampling: The sampling parameters; `max_new_tokens` of a turn is limited to the room
+                that is left.
+            batch: Numbers that identify this batch in the run, from which its seeds are derived.
+            stats: The object to which the seconds and counts of these rollouts are added.
+            on_group: Called with each group as soon as it is finished, in any order.
 
         Returns:
             A group for each task, in order.
@@ -295,7 +298,7 @@ class Rollouts:
         for rollout in rollouts:
             self._continue(context, rollout)
         self._end_conversations(context, [rollout for rollout in rollouts if rollout.is_over])
-        # A task for each would cost more than the rest of a step for a short conversation.
+        # A coroutine for each would cost more than the rest of a step for a short conversation.
         await together(self._take_turns(context, r) for r in rollouts if not r.is_over)
 
     async def _take_turns(self, context: _RolloutContext, rollout: RolloutInProgress) -> None:
@@ -383,7 +386,7 @@ class Rollouts:
             ids = self.chat.observation_ids(
                 rollout.observation, history=history, turn_ids=rollout.ids[-1]
             )
-        except DataError as error:  # this observation's, and nobody else's
+        except DataError as error:  # concerns only this observation
             rollout.fail(str(error))
             return
         length = len(context.prompt_ids) + sum(map(len, rollout.ids)) + len(ids)
@@ -402,7 +405,7 @@ class Rollouts:
         )
 
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
-        """Raise EnvironmentFailedError where an environment failed on too many samples."""
+        """Raise EnvironmentFailedError if an environment failed on too many completions."""
         for name in self.environments:
             samples = [r for g in groups if g.task.environment == name for r in g.rollouts_G]
             failed = [r.failure for r in samples if r.failure is not None]
