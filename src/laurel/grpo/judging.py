@@ -1,4 +1,4 @@
-"""Lets environments score completions, and decides which completions share a call."""
+"""Scores completions in environments: decides which ones share a call, and measures the time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# A completion in progress: its messages, its tokens, and its reward so far.
+# A completion while it is being played: what was said, its tokens, its reward so far.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class RolloutInProgress:
     index: int
     metadata: dict[str, Any] | None
     group_id: str = ""
-    """The id of the rollout's group."""
+    """Id of its group."""
     messages: list[Message] = field(default_factory=list)
     ids: list[TokenIds] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
@@ -64,7 +64,7 @@ class RolloutInProgress:
     """The environment's last observation."""
 
     def add_turn(self, generated: Generated) -> None:
-        """Append a turn of the policy."""
+        """Append an assistant turn that the generator has sampled."""
         self._append(generated.ids_L, True, generated.logprobs_L)
         self.messages.append(Message("assistant", generated.text))
         self.num_turns += 1
@@ -73,7 +73,7 @@ class RolloutInProgress:
         self.weight_version = min(v for v in versions if v is not None)
 
     def add_observation(self, observation: Mapping[str, str], ids: TokenIds) -> None:
-        """Append an observation of the environment."""
+        """Append a message of the environment, with its tokens, which are not trained on."""
         self._append(ids, False, np.zeros(len(ids), dtype=np.float32))
         self.messages.append(Message(observation["role"], observation["content"]))
 
@@ -83,11 +83,11 @@ class RolloutInProgress:
         self.logprobs.append(np.asarray(logprobs, dtype=np.float32))
 
     def fail(self, reason: str) -> None:
-        """End the rollout without a reward."""
+        """End the conversation without a reward; `reason` becomes the rollout's `failure`."""
         self.failure, self.is_over = reason, True
 
     def finished(self) -> Rollout:
-        """Return the finished `Rollout`."""
+        """Return this conversation as a `Rollout`; its reward is None if it failed."""
         return Rollout(
             messages=tuple(self.messages),
             ids_L=_joined(self.ids),
@@ -105,17 +105,25 @@ class RolloutInProgress:
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate arrays; a single array, as of most conversations, is not copied."""
+    """Concatenate arrays; a single one, as most conversations have, is not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def take_verdict(
     step: Callable[..., Any], returned: Any, rollouts: Sequence[RolloutInProgress]
 ) -> None:
-    """Store the results of an environment's `step` in the conversations.
+    """Write what an environment's `step` returned into the conversations that it scored.
+
+    A conversation fails if its reward is not finite, or if an observation that should continue it
+    is not a message.
+
+    Args:
+        step: The method that was called, for error messages.
+        returned: The value that it returned.
+        rollouts: The conversations, in the order in which they were passed to `step`.
 
     Raises:
-        EnvironmentFailedError: The results do not match these conversations.
+        EnvironmentFailedError: The value does not have one entry for each conversation.
     """
     size = len(rollouts)
     verdict = checked_return(step, returned, size)
@@ -154,47 +162,55 @@ def take_verdict(
 
 
 PendingJudgement = tuple[Conversation, RolloutInProgress]
-"""A prompt, and a conversation that began with it."""
+"""The prompt and the rest of a conversation that is to be scored."""
 
 MAX_PARTS = 4
-"""The maximum number of parts of a group that is scored in parts."""
+"""Maximum number of parts of a group that is scored in parts."""
 MIN_TOKEN_RATIO = 2
-"""The ratio of a part's tokens to its prompt's from which the part is scored in a separate call."""
+"""Minimum ratio of a part's tokens to those of its prompt for a separate scoring call."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RolloutStats:
-    """The seconds that a batch of rollouts took, and counts of its tokens and conversations."""
+    """The durations, in seconds, and the counts of a batch of rollouts."""
 
     generation: float = 0.0
-    """The time from the first request to the last completion."""
+    """Time from the first request for completions to the last completion."""
     environment: float = 0.0
-    """The time in environments, summed over all calls."""
+    """Time in environments, summed over all calls."""
     judging: float = 0.0
-    """The time with at least one call of an environment in progress."""
+    """Time with at least one call of an environment in progress."""
     exposed: float = 0.0
-    """The time of waiting for environments after the last completion, which nothing hides."""
+    """Time waiting for environments after the last completion: not hidden by streaming."""
     num_tokens: int = 0
-    """The number of tokens sampled during `generation`, including those of dropped groups."""
+    """Tokens sampled during `generation`, including groups that were left out."""
     num_repeated: int = 0
-    """The number of prompt tokens of further turns, which are the conversations so far."""
+    """Tokens of the prompts of further turns: the conversations so far."""
     num_cached: int = 0
-    """How many of `num_repeated` the generator did not compute again."""
+    """Tokens of `num_repeated` that the generator did not compute again."""
     num_out_of_turns: int = 0
-    """The number of conversations that ran out of turns before their environment ended them."""
+    """Conversations that ran out of turns before their environment ended them."""
     num_cut_off: int = 0
-    """The number of conversations that were truncated, or ran out of room, before their environment
-    ended them."""
+    """Conversations that were truncated, or ran out of room, before their environment ended
+    them."""
 
     @property
     def hidden_share(self) -> float | None:
-        """The share of the scoring that overlapped with generation, from 0 to 1."""
+        """Share of the scoring time that overlapped with generation, 0 to 1.
+
+        None if no environment was called.
+        """
         if not self.judging:
             return None
         return max(0.0, 1.0 - self.exposed / self.judging)
 
     def end_unfinished(self, rollout: RolloutInProgress, *, is_out_of_turns: bool) -> None:
-        """End and count a conversation that its environment would have continued."""
+        """Mark a conversation as truncated and over before its environment ended it, and count it.
+
+        Args:
+            rollout: The conversation.
+            is_out_of_turns: Whether the limit of turns ended it; otherwise its tokens ran out.
+        """
         rollout.truncated = rollout.is_over = True
         if is_out_of_turns:
             self.num_out_of_turns += 1
@@ -203,14 +219,14 @@ class RolloutStats:
 
 
 class Calls:
-    """Limits and times the calls of environments for one batch, in one event loop."""
+    """Limits and times the calls of environments that one batch of rollouts makes."""
 
     def __init__(self, stats: RolloutStats, limit: int) -> None:
-        """Start without calls.
+        """Create the limit and the timer; no call is open yet.
 
         Args:
-            stats: The object to which the seconds of the calls are added.
-            limit: The maximum number of concurrent calls.
+            stats: Accumulates the seconds that calls take, in `environment` and `judging`.
+            limit: The maximum number of concurrent calls of environments.
         """
         self.stats = stats
         self.slots = asyncio.Semaphore(limit)
@@ -219,7 +235,7 @@ class Calls:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Measure the time of one call of an environment, which is made in the context."""
+        """Time one call of an environment, which runs while the context is open."""
         started = time.monotonic()
         if not self._num_open:
             self._began = started
@@ -235,24 +251,24 @@ class Calls:
 
 
 class Judges:
-    """Calls environments in threads, and stores rewards or failures in conversations."""
+    """Calls environments in threads, and writes rewards and failures into the conversations."""
 
     def __init__(self, *, timeout: float, num_threads: int) -> None:
-        """Prepare the threads; none starts yet.
+        """Set the limits of calls; threads start with the first calls.
 
         Args:
-            timeout: The time limit of a call in seconds, for each group of the call.
-            num_threads: The number of concurrent calls.
+            timeout: The maximum seconds of a call. A call for several groups gets this for each.
+            num_threads: The maximum number of concurrent calls.
         """
         self._timeout = timeout
         self._threads = PatientThreads(num_threads, name="environment")
 
     def begin(self, stats: RolloutStats) -> Calls:
-        """Return the state that the calls of one batch share."""
+        """Create the limit and the timer that the calls of one batch share."""
         return Calls(stats, self._threads.limit)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the idle threads; calls in progress are abandoned, not waited for."""
         self._threads.close()
 
     async def judge(
@@ -263,18 +279,20 @@ class Judges:
         *,
         num_groups: int = 1,
     ) -> None:
-        """Score conversations in one call of their environment, and store the results in them.
+        """Score conversations in one call of their environment.
 
-        Any error of the environment, except a lost worker, makes these conversations failures.
+        Each conversation gets its reward. If the call raises an error or takes too long, all
+        conversations fail with that reason.
 
         Args:
-            environment: The environment.
-            pending: The conversations, with their prompts.
-            calls: The calls of the batch, among which this call is limited and timed.
-            num_groups: The number of groups in the call, which multiplies the time limit.
+            environment: The environment whose `step` is called.
+            pending: The conversations to score, each with its prompt.
+            calls: The limit and the timer of the batch.
+            num_groups: The number of groups of the conversations; the time limit is multiplied by
+                it.
 
         Raises:
-            WorkerError: The environment's worker is lost.
+            WorkerError: The environment's worker process is lost.
         """
         rollouts = [rollout for _, rollout in pending]
         logs = [
@@ -301,7 +319,7 @@ class Judges:
                     rollout.fail(str(error))
             except Exception as error:  # an environment's own code: anything can come out of it
                 if isinstance(error, WorkerError) and error.is_lost:
-                    raise  # the worker is gone, whatever its input was
+                    raise  # the worker is gone: not these samples' fault, nor the next ones'
                 for rollout in rollouts:
                     rollout.fail(described(error, environment.step))
 
@@ -309,9 +327,9 @@ class Judges:
 def parts_to_judge(
     environment: Environment, rollouts: Sequence[RolloutInProgress]
 ) -> list[list[RolloutInProgress]]:
-    """Divide a group into parts that are scored together, once their last completion has ended.
+    """Divide a group into parts, each scored as soon as all of its completions have ended.
 
-    The division depends only on indices, never on the order in which completions end.
+    The division depends on indices alone, never on the order of completion.
     """
     most = {"completion": len(rollouts), "part": MAX_PARTS}.get(environment.spec.judges, 1)
     size = -(-len(rollouts) // most)
@@ -321,10 +339,11 @@ def parts_to_judge(
 def worth_separate_call(
     part: Sequence[RolloutInProgress], environment: Environment, prompt_length: int
 ) -> bool:
-    """Report whether part of a group should be scored in a separate call.
+    """Report whether a part of a group is long enough to be scored in a call of its own.
 
-    A separate call computes the prompt once more. The rule limits this extra computation to 50 % of
-    a group's, and depends only on the tokens, so it decides equally in every run.
+    Each call computes the prompt again. The rule bounds the extra computation for a group at 50 %.
+    The answer depends on the tokens alone, so it is the same in every run. Environments that score
+    single completions always get separate calls.
     """
     if environment.spec.judges == "completion":
         return True
@@ -334,7 +353,10 @@ def worth_separate_call(
 
 
 def copy_reward_to_duplicates(rollouts: Iterable[RolloutInProgress]) -> None:
-    """Copy the reward of the first of equal conversations to the others."""
+    """Give conversations with equal messages equal rewards: those of the first of them.
+
+    Equal conversations that are scored in different calls may otherwise differ by rounding.
+    """
     first_of: dict[Conversation, RolloutInProgress] = {}
     for rollout in rollouts:
         if rollout.failure is None:
@@ -344,7 +366,7 @@ def copy_reward_to_duplicates(rollouts: Iterable[RolloutInProgress]) -> None:
 
 
 class BatchBarrier:
-    """Collects the groups of a batch that one environment scores together, in one call."""
+    """Collects the groups of a batch for an environment that scores all of them in one call."""
 
     def __init__(self, num_groups: int) -> None:
         self._num_missing = num_groups
@@ -356,7 +378,10 @@ class BatchBarrier:
         pending: Sequence[PendingJudgement],
         judge: Callable[[Sequence[PendingJudgement]], Awaitable[None]],
     ) -> None:
-        """Wait until all groups have been scored; the last group to arrive makes the call."""
+        """Add a group, and wait until all groups of the batch have been scored.
+
+        The last group to arrive calls `judge` with the conversations of all groups.
+        """
         self._pending += pending
         self._num_missing -= 1
         if self._num_missing:
@@ -367,13 +392,16 @@ class BatchBarrier:
 
 
 # --------------------------------------------------------------------------------------------------
-# Concurrency: calls that block run in threads, and coroutines fail together.
+# Doing things side by side: calls that block in threads, and coroutines that fail together.
 
 T = TypeVar("T")
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently; the first exception cancels the others, then is raised."""
+    """Run coroutines concurrently, and return their results in order.
+
+    The first exception cancels the other coroutines, and is raised when they have ended.
+    """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -382,7 +410,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def end_all(tasks: Iterable[asyncio.Future[Any]], *, patience: float | None = None) -> None:
-    """Cancel unfinished tasks and wait for them, for `patience` seconds at most."""
+    """Cancel unfinished tasks and wait for them; `patience` is the maximum wait in seconds."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
@@ -390,18 +418,21 @@ async def end_all(tasks: Iterable[asyncio.Future[Any]], *, patience: float | Non
         ended, _ = await asyncio.wait(tasks, timeout=patience)
         for task in ended:
             if not task.cancelled():
-                task.exception()  # marks the exception as retrieved
+                task.exception()  # which tells the loop that somebody has seen it
 
 
 class PatientThreads:
-    """Runs calls that block, and that may never return, in threads.
+    """Runs blocking calls in threads, and abandons those that take too long.
 
-    An abandoned call keeps its thread, which another thread replaces. No thread keeps the process
-    from ending.
+    An abandoned call keeps its thread, and another thread replaces it in the pool. No thread keeps
+    the process from exiting.
     """
 
     def __init__(self, limit: int, *, name: str) -> None:
-        """Prepare at most `limit` threads; none starts yet."""
+        """Create an empty pool of at most `limit` threads, which start with the first calls.
+
+        `name` is the name of the threads.
+        """
         self.limit = limit
         self._name = name
         self._idle: list[_Thread] = []
@@ -413,16 +444,16 @@ class PatientThreads:
         *arguments: Any,
         timeout: float,
     ) -> T:
-        """Call a function in a thread, and return its result or raise its exception.
+        """Call a function in a thread; return its result or raise its exception.
 
         Args:
-            slots: A semaphore of the event loop with the value `limit`.
-            function: The function that is called in a thread.
-            arguments: The arguments of the function.
-            timeout: The time limit in seconds, from the start of the call in its thread.
+            slots: A semaphore of the running event loop that admits `limit` calls.
+            function: The function to call.
+            arguments: The positional arguments of the function.
+            timeout: The maximum seconds of the call; waiting for a slot does not count.
 
         Raises:
-            GivenUpError: The call took longer, and was abandoned.
+            GivenUpError: The call took longer than `timeout`.
         """
         async with slots:
             thread = self._idle.pop() if self._idle else _Thread(self._name)
@@ -442,7 +473,7 @@ class PatientThreads:
         return outcome()
 
     def close(self) -> None:
-        """End all idle threads and wait for them."""
+        """End the idle threads and wait for them; threads with a call in progress are left."""
         idle, self._idle = self._idle, []
         for thread in idle:
             thread.end()
@@ -451,7 +482,7 @@ class PatientThreads:
 
 
 class GivenUpError(Exception):
-    """Raised for a call that took too long and was abandoned."""
+    """Raised when a call in a thread took longer than its time limit."""
 
 
 _Outcome = Callable[[], T]
@@ -462,8 +493,8 @@ def described(error: BaseException, called: Callable[..., Any] | None = None) ->
 
     Args:
         error: The exception.
-        called: The function that was called. The line is the innermost one of this function, or of
-            other code that belongs neither to Laurel nor to a package.
+        called: The function whose author reads the message. The line shown is then the innermost
+            one in the function's file, or in a file that is part of no installed package.
     """
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

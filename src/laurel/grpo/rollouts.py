@@ -1,9 +1,9 @@
-"""Runs rollouts of tasks: generate, score, append observations, generate again.
+"""Runs the rollouts of tasks: generate, score, append observations, generate again.
 
-Everything streams. The generator gets the requests of all tasks at once. A finished completion goes
-to its environment at once if the environment scores single completions, otherwise with its group,
-while others are still being generated. An environment may also score parts of a group, or the whole
-batch, as `protocols.Environment` describes.
+Generation and scoring overlap. The generator gets the requests of all tasks at once. The
+environment gets finished completions while others are still being generated: one by one if the
+environment can score single completions, otherwise group by group. An environment may also ask for
+parts of a group, or for the whole batch; see `protocols.Environment`.
 """
 
 from __future__ import annotations
@@ -47,17 +47,20 @@ if TYPE_CHECKING:
 
 
 class Chat(Protocol):
-    """A chat format that tokenises conversations, as `models.chat.ChatFormat` does."""
+    """The part of `models.chat.ChatFormat` that rollouts use: it tokenises conversations."""
 
     def prompt_ids(self, conversation: Conversation, /) -> TokenIds:
-        """Tokenise a conversation up to the start of the policy's next turn."""
+        """Tokenise a conversation, including the opening of the assistant's next turn."""
 
     def observation_ids(
         self, observation: Mapping[str, str], /, *, history: Conversation, turn_ids: TokenIds
     ) -> TokenIds:
-        """Tokenise the text between the policy's turn, with tokens `turn_ids`, and its next one.
+        """Tokenise an environment's message and the text around it, up to the policy's next turn.
 
-        `history` is the conversation before the turn.
+        Args:
+            observation: The `role` and `content` of the message.
+            history: The conversation before the policy's turn that the message answers.
+            turn_ids: The tokens of that turn.
         """
 
 
@@ -67,11 +70,11 @@ class _Batch:
     num_generations: int
     sampling: SamplingParams
     calls: Calls
-    # The barriers at which the groups of environments that score a whole batch wait for each other.
+    # The groups of an environment that scores a whole batch wait here for each other.
     barriers: dict[str, BatchBarrier]
-    # The number of requests whose completions are not all finished.
+    # Requests with completions outstanding.
     num_open: int = 0
-    # The time of the latest request or completion.
+    # Time of the latest request or completion.
     last_news: float = field(default_factory=time.monotonic)
     last_completion: float = field(default_factory=time.monotonic)
 
@@ -81,7 +84,7 @@ class _RolloutContext:
     task: Task
     environment: Environment
     prompt_ids: TokenIds
-    # The number of the batch, then of the task in it.
+    # Number of the batch, then of the task in it.
     numbers: tuple[int, ...]
     batch: _Batch
 
@@ -91,11 +94,11 @@ class _RolloutContext:
 
 
 CLOSING_SECONDS = 10.0
-"""The seconds that a failed generator may take to release its requests."""
+"""Seconds that a failed generator may take to release its requests."""
 
 
 class Rollouts:
-    """Runs rollouts with a generator and the environments of a run."""
+    """Runs rollouts with one generator and the environments of a run."""
 
     def __init__(
         self,
@@ -111,21 +114,20 @@ class Rollouts:
         max_failed_share: float = 0.5,
         num_threads: int = 16,
     ) -> None:
-        """Take the parts that do not change during a run.
+        """Set the components and limits that stay the same during a run.
 
         Args:
-            generator: The generator, which samples the completions.
-            environments: The environments, by the names in tasks.
+            generator: Samples the completions.
+            environments: The environments by the names that tasks give.
             chat: The policy's chat format.
-            max_turns: The maximum number of turns of the policy in one conversation.
+            max_turns: The maximum number of the policy's turns in a conversation.
             max_length: The maximum number of tokens of a whole conversation.
-            seed: The seed from which, with the batch, the task and its index, the seed of every
-                completion is derived.
-            environment_timeout: The time limit of one call of an environment, in seconds.
-            generation_timeout: The seconds without any completion after which the generator counts
-                as stuck.
-            max_failed_share: The share of a batch that may remain without a reward.
-            num_threads: The number of concurrent calls of environments.
+            seed: The seed of the run. The seed of each turn is derived from it and from the
+                numbers of the batch, task, completion and turn.
+            environment_timeout: The maximum seconds of a call of an environment.
+            generation_timeout: The maximum seconds without a new completion; then generation fails.
+            max_failed_share: The share of failed completions that `check_failures` allows.
+            num_threads: The maximum number of concurrent calls of environments.
         """
         self.generator = generator
         self.environments = environments
@@ -138,7 +140,7 @@ class Rollouts:
         self._judges = Judges(timeout=environment_timeout, num_threads=num_threads)
 
     def close(self) -> None:
-        """End the threads; the caller closes the generator and the environments."""
+        """Stop the threads; the caller closes the generator and the environments."""
         self._judges.close()
 
     async def play(
@@ -154,12 +156,12 @@ class Rollouts:
         """Run the rollouts of all tasks.
 
         Args:
-            tasks: The tasks, whose prompts fit into the context.
-            num_generations: The number of completions of each task.
-            sampling: The sampling parameters; `max_new_tokens` of a turn is limited to the room
-                that is left.
-            batch: Numbers that identify this batch in the run, from which its seeds are derived.
-            stats: The object to which the seconds and counts of these rollouts are added.
+            tasks: Tasks whose prompts fit into the context.
+            num_generations: The number of completions for each task.
+            sampling: The sampling parameters. Each turn's `max_new_tokens` is reduced to the tokens
+                that `max_length` leaves.
+            batch: Numbers that identify this batch within the run; the seeds depend on them.
+            stats: Accumulates the seconds and counts of these rollouts.
             on_group: Called with each group as soon as it is finished, in any order.
 
         Returns:
@@ -167,7 +169,7 @@ class Rollouts:
 
         Raises:
             EngineError: The generator died or is stuck.
-            WorkerError: An environment's worker is lost.
+            WorkerError: The worker process of an environment is lost.
         """
         stats = stats or RolloutStats()
         names = Counter(task.environment for task in tasks)
@@ -298,7 +300,7 @@ class Rollouts:
         for rollout in rollouts:
             self._continue(context, rollout)
         self._end_conversations(context, [rollout for rollout in rollouts if rollout.is_over])
-        # A coroutine for each would cost more than the rest of a step for a short conversation.
+        # A task for each would cost more than the rest of a step for a short conversation.
         await together(self._take_turns(context, r) for r in rollouts if not r.is_over)
 
     async def _take_turns(self, context: _RolloutContext, rollout: RolloutInProgress) -> None:
@@ -386,7 +388,7 @@ class Rollouts:
             ids = self.chat.observation_ids(
                 rollout.observation, history=history, turn_ids=rollout.ids[-1]
             )
-        except DataError as error:  # concerns only this observation
+        except DataError as error:  # this observation's, and nobody else's
             rollout.fail(str(error))
             return
         length = len(context.prompt_ids) + sum(map(len, rollout.ids)) + len(ids)
@@ -405,7 +407,11 @@ class Rollouts:
         )
 
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
-        """Raise EnvironmentFailedError if an environment failed on too many completions."""
+        """Check that no environment failed on more than `max_failed_share` of its completions.
+
+        Raises:
+            EnvironmentFailedError: An environment failed on more.
+        """
         for name in self.environments:
             samples = [r for g in groups if g.task.environment == name for r in g.rollouts_G]
             failed = [r.failure for r in samples if r.failure is not None]
