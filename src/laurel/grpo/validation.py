@@ -1,4 +1,4 @@
-"""Validation of a policy on tasks that it does not train on."""
+"""Validates a policy on tasks that are not trained on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PolicyValidation:
         return chosen
 
     def by_set(self, groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
-        """Return the groups of each named validation set."""
+        """Return the groups by the name of their validation set; unnamed sets are omitted."""
         named: dict[str, list[RolloutGroup]] = {}
         for group in groups:
             name = self.set_of.get(group.task.id)
@@ -89,7 +89,7 @@ class PolicyValidation:
 def validation_metrics(
     groups: Sequence[RolloutGroup], environments: Mapping[str, Environment]
 ) -> dict[str, float]:
-    """Return the metrics of a validation, by their names without a prefix.
+    """Return the metrics of a validation; their names have no prefix such as `validation/`.
 
     `reward_mean` excludes completions without a reward, which `num_failures` counts. If every
     reward is 0 or 1, `accuracy` equals `reward_mean`, and `pass@k` is computed over the tasks whose
