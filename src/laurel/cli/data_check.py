@@ -232,11 +232,12 @@ def run_data_check(
     Raises:
         UserError: There is no file or no row, or a model or an override cannot be used.
     """
+    found = ""
     if model:
         with speaking(OPTIONS):
-            model = find_model(model).name
-        if not Path(model).is_dir():
-            check_fetchable(model, key="--model")
+            found = find_model(model).name
+        if not Path(found).is_dir():
+            check_fetchable(found, key="--model")
     with message_console().status(f"reading {path}"):
         findings = examine_data(path, trainer, overrides)
         row = problem = None
@@ -244,7 +245,7 @@ def run_data_check(
             row = first_row(findings.shown, "")
             try:
                 with speaking(Terms({"policy.model_name": "--model"})):
-                    row = first_row(findings.shown, model) if model else row
+                    row = first_row(findings.shown, found) if found else row
             except UserError as error:
                 problem = error  # raised after the findings are printed
     references = None
