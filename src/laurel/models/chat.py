@@ -1,9 +1,9 @@
 """Tokenises the conversations of a policy, for sampling and for supervised fine-tuning.
 
-Samples and demonstrations are divided into the same pieces: the prompt, which is the template's
+Conversations of both kinds are divided into the same pieces: the prompt, which is the template's
 text up to where the assistant begins; the policy's own tokens, including the token that ends its
-turn; and the template's text between that and the assistant's next turn. Each piece is tokenised by
-itself, so no token crosses a border, and the policy's tokens stay as it generated them.
+turn; and the template's text from there to the assistant's next turn. Each piece is tokenised by
+itself, so no token crosses a border, and the policy's tokens stay as the policy generated them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Demonstration:
 
     @property
     def truncated(self) -> bool:
-        """Whether the end of the conversation was cut off."""
+        """Whether the end of the conversation was cut off at the maximum length."""
         return self.tokens.truncated_G[0]
 
 
@@ -121,7 +121,11 @@ class ChatFormat:
     def prompts_ids(
         self, conversations: Sequence[Conversation], *, sources: Sequence[str] = ()
     ) -> list[TokenIds]:
-        """Compute `prompt_ids` of many conversations at once; errors name their `sources`.
+        """Tokenise many conversations at once, each as `prompt_ids` does.
+
+        Args:
+            conversations: The conversations.
+            sources: The origin of each conversation, such as a file and a line, for error messages.
 
         Raises:
             DataError: The template cannot render a conversation, or a prompt has no token.
@@ -148,7 +152,7 @@ class ChatFormat:
         history: Conversation = (),
         turn_ids: Sequence[int] | TokenIds = (),
     ) -> TokenIds:
-        """Tokenise the text between the policy's turn and its next one: int32 [L].
+        """Tokenise an environment's message, up to the policy's next turn: int32 [L].
 
         Args:
             observation: The `role` and `content` of the environment's message. With the role
@@ -325,10 +329,10 @@ class ChatFormat:
 
     @property
     def asks_as_it_answers(self) -> bool:
-        """Whether an assistant's turn begins with the text that prompts the policy.
+        """Whether a rendered assistant turn begins with the text that opens it in a prompt.
 
-        Otherwise prompts in training differ from those in sampling, because of a mistake in the
-        template, or because it opens a block of thought.
+        If not, prompts in training differ from those in sampling. The cause is a mistake in the
+        template, or an opening that begins a block of thought.
         """
         asked = (Message("user", "a"),)
         whole = self.render((*asked, Message("assistant", "b")))

@@ -1,7 +1,7 @@
 """Loads the tokenizer of a model, and sets its chat template and padding token.
 
-Both are chosen only here, and saved with every checkpoint, because scores are silently wrong if two
-programs choose differently.
+Template and padding token are chosen only here, and saved with every checkpoint, because scores are
+silently wrong if two programs choose differently.
 """
 
 from __future__ import annotations
@@ -311,10 +311,14 @@ def render(
 
 
 def refuse_left_out(conversation: Conversation, text: str) -> None:
-    """Refuse a template that omits a message.
+    """Check that a template rendered all messages of a conversation.
+
+    Args:
+        conversation: The conversation.
+        text: The rendered conversation.
 
     Raises:
-        ModelError: The rendered text does not contain the content of a message.
+        ModelError: The text does not contain the content of a message.
     """
     for message in conversation:
         if message.content not in text:
@@ -327,7 +331,7 @@ def refuse_left_out(conversation: Conversation, text: str) -> None:
 
 
 def plain_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Decode tokens without special tokens, as `Generated` holds text."""
+    """Decode tokens to text, without special tokens."""
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
