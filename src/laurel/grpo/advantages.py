@@ -118,7 +118,7 @@ def resolve(config: GRPOConfig) -> AdvantageRule:
 
 
 def teaches(values: Floats) -> bool:
-    """Report whether any advantage is nonzero; otherwise the policy does not change."""
+    """Report whether any advantage is nonzero; if none is, the batch teaches nothing."""
     return bool(np.any(values != 0.0))
 
 
@@ -389,7 +389,7 @@ def scaled(reward: float, config: RewardScalingConfig) -> float:
 
 
 def slope(config: RewardScalingConfig) -> float:
-    """Return the factor by which `scaled` stretches differences of rewards; 1 if it is disabled."""
+    """Return the factor by which `scaled` stretches differences of rewards; 1 if scaling is off."""
     if not config.enabled:
         return 1.0
     width = config.target_max - config.target_min
@@ -427,8 +427,8 @@ def shaped(rollout: Rollout, reward: float, config: RewardShapingConfig, *, long
     """Return the reward of a rollout after `grpo.reward_shaping`.
 
     If `stop_properly_penalty_coef` is set, truncated completions are reduced by
-    `stopped_improperly`, and others keep their reward. Otherwise the result is the reward minus
-    the `overlong_penalty`, whose `longest` is passed on.
+    `stopped_improperly`, and others keep their reward. Otherwise the result is the reward minus the
+    `overlong_penalty`, which also describes `longest`.
     """
     if config.stop_properly_penalty_coef is None:
         num_tokens = int(rollout.mask_L.sum())
@@ -541,7 +541,7 @@ def fail_without_divergence(
 
 
 def lacks_divergences(groups: Sequence[RolloutGroup]) -> bool:
-    """Report whether all completions failed, at least one of them in `fail_without_divergence`."""
+    """Report whether all completions failed, some of them because of their KL divergence."""
     failures = [rollout.failure for group in groups for rollout in group.rollouts_G]
     return None not in failures and NO_DIVERGENCE in failures
 

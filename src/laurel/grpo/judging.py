@@ -257,7 +257,7 @@ class Judges:
         """Set the limits of calls; threads start with the first calls.
 
         Args:
-            timeout: The maximum seconds of a call. A call for several groups gets this for each.
+            timeout: The maximum seconds of a call. A call for n groups may take n times as long.
             num_threads: The maximum number of concurrent calls.
         """
         self._timeout = timeout

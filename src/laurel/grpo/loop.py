@@ -1,4 +1,4 @@
-"""The training loop of GRPO.
+"""Runs the training loop of GRPO.
 
     tasks --> rollouts --> rewards --> advantages --> token forests --> log-probs --> loss --> step
 
@@ -111,7 +111,7 @@ class GRPO(TrainingLoop):
         )
 
     def run(self, position: Position) -> RunOutcome:
-        """Train from a position, which is 0 or that of a checkpoint, until the run ends."""
+        """Train from `position`, the start or that of a checkpoint, until the run ends."""
         if position.step > 0:  # a new generator knows nothing of the steps before
             self._hand_over(position.step)
             self.health.resumed(position.step)
@@ -450,10 +450,10 @@ class PolicyParts:
         return max((one.noise_floor() for one in self.environments.values()), default=0.0)
 
     def transfer_figures(self) -> dict[str, float]:
-        """Return the metric that counts failed weight broadcasts to the generator.
+        """Return the metric that counts weight broadcasts to the generator that failed.
 
-        Ray's object store completed these transfers. The result is empty if the generator does not
-        count them.
+        In these cases Ray's object store transferred the weights. The result is empty if the
+        generator does not count them.
         """
         number = getattr(self.generator, "num_weight_fallbacks", None)
         return {} if number is None else {"performance/weight_transfer_fallbacks": float(number)}
@@ -513,7 +513,7 @@ def policy_logprobs(
         batch_tokens: The token budget of one forward pass; larger groups are divided.
         pad_id: The padding token, for padded rows.
         share_prompts: Whether a prompt is computed once for all its completions.
-        dp_size: The number of data-parallel ranks, `Learner.dp_size`.
+        dp_size: The number of data-parallel ranks, over which batches are balanced.
 
     Returns:
         For each group, an array float32 [L] for each completion, in order.

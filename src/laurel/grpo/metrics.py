@@ -322,9 +322,10 @@ class HealthWatch:
         return f"ended by an alarm: {rising} (grpo.health.stop_on); {self._path} has the evidence"
 
     def resumed(self, step: int) -> None:
-        """Remove the alarms after the step of a checkpoint from `health.jsonl`.
+        """Remove the alarms of steps after `step` from `health.jsonl`.
 
-        The resumed run repeats these steps and writes their alarms again.
+        A run that resumes from the checkpoint of `step` repeats the later steps, and writes their
+        alarms again.
         """
         if not self._path.is_file():
             return
@@ -515,7 +516,11 @@ def length_correlation(groups: Sequence[RolloutGroup]) -> float | None:
 def samples_of(groups: Sequence[RolloutGroup], evidence: Evidence) -> list[dict[str, Any]]:
     """Return sample completions that show why an alarm was raised, as rows for `health.jsonl`.
 
-    They are of different prompts if possible. `evidence` says which completions are the best ones.
+    They are of different prompts if possible.
+
+    Args:
+        groups: The rollouts of the step.
+        evidence: The property of the completions that are chosen, such as `longest` or `failed`.
     """
     ordered = _ordered(groups, evidence)
     first: dict[str, Played] = {}

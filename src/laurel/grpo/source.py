@@ -252,11 +252,12 @@ class RolloutSource:
             tasks: The training set.
             config: The section `grpo`.
             sampling: The sampling parameters of completions.
-            shuffle: Whether each epoch has an order of its own.
+            shuffle: Whether each epoch reads the tasks in another random order.
             total_steps: The maximum number of steps. With dynamic sampling there may be fewer,
                 because it uses at most the tasks of all epochs.
             noise: Maps the name of an environment to the standard deviation of the errors of its
-                rewards. Dynamic sampling drops groups whose rewards differ hardly more than that.
+                rewards. Dynamic sampling drops groups whose rewards deviate less than
+                `noise_floor_factor` times that.
         """
         self._rollouts = rollouts
         self._collector = BatchCollector(
@@ -320,7 +321,7 @@ class RolloutSource:
 
         Args:
             is_patient: Called a few times a second. Once it returns False, unfinished batches are
-                discarded as if they had never been requested.
+                discarded as if they had never been requested, and only finished ones are returned.
         """
         for ahead in list(self._ahead):
             while not wait((ahead.future,), timeout=SECONDS_BETWEEN_LOOKS).done:

@@ -71,7 +71,7 @@ class ChatFormat:
             text wherever it is saved.
         template_kwargs: The variables of the template.
         generation_end_ids: The end tokens of the model's generation configuration.
-        today: The date that a template which prints the date is pinned to.
+        today: The date that replaces the current date in a template that prints it.
 
     Raises:
         ModelError: The template cannot render a question and its answer, or omits one of them; or

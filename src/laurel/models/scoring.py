@@ -164,7 +164,7 @@ class ScoringContract:
             attributes: The names of the outputs of a regression head.
             attribute_weights: The weights of the attributes in the score; None: the score is the
                 mean of the attributes.
-            today: The date that a template which prints the date is pinned to.
+            today: The date that replaces the current date in a template that prints it.
             closes_ends: Whether a missing BOS or EOS is added to the template; False if the
                 template already gives exactly the texts that the model was trained on.
         """

@@ -101,7 +101,13 @@ def load_tokenizer(
 
 
 def settle_template(tokenizer: Any, choice: str | None) -> None:
-    """Set the chat template of a tokenizer to the one that the configuration names.
+    """Set the chat template of a tokenizer.
+
+    Args:
+        tokenizer: The tokenizer, which is changed.
+        choice: `default` for the tokenizer's own template, the name of a template of Laurel's, a
+            path that ends in `.jinja`, or the template itself. None: contents are joined as they
+            are.
 
     Raises:
         ModelError: The tokenizer has no template, the name is unknown, or the file is missing.

@@ -289,9 +289,10 @@ class RowProgress:
 
         Args:
             console: The console of the bar.
-            num_rows: The number of all rows; None if it is unknown.
+            num_rows: The total number of rows; None if it is unknown.
             chunk: The number of rows that are scored at a time.
-            shares_screen: Whether the scores are printed on the same screen.
+            shares_screen: Whether the scores are printed on the same screen, so that the bar must
+                be hidden after every chunk.
         """
         self._progress = Progress(
             TextColumn("scoring"),

@@ -6,9 +6,10 @@ state, and activation checkpointing recomputes with the same plan. A plan decide
 attends to: `ForestPlan` for whole sequences, and those of `models/forest/decoding.py` for
 generation.
 
-In a forest, each trunk attends causally to itself, and each branch to its trunk and causally to
-itself. Models pass sliding windows, soft-capping and attention sinks as keyword arguments, which
-follow positions. `ForestPlan.attend` uses the first of these methods that supports what a layer
+In a token forest, a tree is a prompt (trunk), stored once, with its completions (branches). Each
+trunk attends causally to itself, and each branch to its trunk and causally to itself. Models pass
+sliding windows, soft-capping and attention sinks as keyword arguments; windows count positions
+within a sequence. `ForestPlan.attend` uses the first of these methods that supports what a layer
 needs:
 
 - a cascade of flash kernels (`models/forest/cascade.py`): on CPUs without windows; on CUDA in half
@@ -77,12 +78,15 @@ class AttentionPlan(Protocol):
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Compute the attention of one layer.
+        """Compute the attention of one layer for all tokens of a row.
+
+        H and H_kv are the numbers of query and key heads, T is the number of tokens, and D and D_v
+        are the sizes of heads.
 
         Args:
             module: The attention layer.
-            query: The queries `[1, H, T, D]`, rotated by position already.
-            key: The keys `[1, H_kv, T, D]`.
+            query: The queries `[1, H, T, D]`, after rotary embedding.
+            key: The keys `[1, H_kv, T, D]`, after rotary embedding.
             value: The values `[1, H_kv, T, D_v]`.
             options: The options of the layer.
 
@@ -92,9 +96,9 @@ class AttentionPlan(Protocol):
 
 
 class ForestPlan:
-    """The plan of whole sequences, as segments of trunks and branches, which all layers share.
+    """The attention plan of whole sequences, for all layers of one micro-batch.
 
-    A plan is for one micro-batch. It creates indices and masks at their first use, and keeps them.
+    The plan creates indices and masks at their first use, and keeps them.
     """
 
     def __init__(self, trees: Sequence[Tree]) -> None:
@@ -119,7 +123,10 @@ class ForestPlan:
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Compute attention as `AttentionPlan.attend` does; padding after the trees gives 0."""
+        """Compute attention as `AttentionPlan.attend` describes.
+
+        The output for padding tokens after the last tree is 0.
+        """
         query, key, value = as_computed(query, key, value)
         if options.sliding_window is not None and options.sliding_window >= self._longest:
             options = replace(options, sliding_window=None)
@@ -153,7 +160,12 @@ class ForestPlan:
         return self._calls[known]
 
     def block_mask(self, device: torch.device, window: int | None) -> BlockMask:
-        """Return the mask of FlexAttention, by segment and position."""
+        """Return FlexAttention's mask: a query sees earlier tokens of its segment and its trunk.
+
+        Args:
+            device: The device of the mask.
+            window: The sliding window, as in `AttentionOptions`; None for no window.
+        """
         known = (device, window)
         if known not in self._blocks:
             numbers: list[tuple[int, int, int]] = []  # own segment, trunk's segment, position
@@ -179,14 +191,20 @@ class ForestPlan:
     def mask(
         self, num_queries: int, num_keys: int, window: int | None, like: Tensor
     ) -> Tensor | None:
-        """Return the additive mask of queries that are the last tokens of the keys, or None.
+        """Return the additive mask for queries that are the last tokens of a sequence.
 
-        Query `i` has the position `num_keys - num_queries + i`, and attends to the keys at
-        positions up to its own and, with a window `w`, above its own minus `w`.
+        Query `i` has the position `num_keys - num_queries + i`. It attends to the keys at positions
+        up to its own and, with a window `w`, above its own minus `w`.
+
+        Args:
+            num_queries: The number of queries.
+            num_keys: The number of keys: all tokens of the sequence.
+            window: The sliding window, as in `AttentionOptions`; None for no window.
+            like: A tensor with the dtype and device of the mask.
 
         Returns:
-            `[num_queries, num_keys]` of 0 and -inf in the dtype of `like`; None for the square
-            causal case without a window, for which kernels have a faster option.
+            `[num_queries, num_keys]` of 0 and -inf. None if nothing is hidden, or if the mask is
+            square and causal without a window, for which kernels have a faster option.
         """
         if window is not None and window >= num_keys:
             window = None
@@ -204,7 +222,11 @@ class ForestPlan:
     def attend_by_segments(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Compute the attention of one trunk or branch after the other; slow, for every case."""
+        """Compute the attention of each trunk and each branch separately.
+
+        This is slower than the other methods, but supports all options. `AttentionPlan.attend`
+        describes the arguments.
+        """
         key, value = _repeat_heads(query, key), _repeat_heads(query, value)
         queries = query.split_with_sizes(self.lengths, dim=2)
         keys = key.split_with_sizes(self.lengths, dim=2)
@@ -259,19 +281,19 @@ def forest_attention(
 
     Args:
         module: The attention layer.
-        query: The queries `[1, H, T, D]`, rotated by position already.
-        key: The keys `[1, H_kv, T, D]`.
+        query: The queries `[1, H, T, D]`, after rotary embedding.
+        key: The keys `[1, H_kv, T, D]`, after rotary embedding.
         value: The values `[1, H_kv, T, D_v]`.
         attention_mask: Always None, because the plan decides.
         forest_plan: The plan of this forward pass.
-        scaling: The factor of the logits, as are the following in `AttentionOptions`.
+        scaling: The factor of the logits; this and the following are the `AttentionOptions`.
         dropout: The probability of dropping an attention weight.
         sliding_window: The number of latest positions to which a token attends.
         softcap: The limit of the logits.
         s_aux: The logits of attention sinks.
 
     Returns:
-        The attention output `[1, T, H, D_v]`, and None for the weights.
+        The attention output `[1, T, H, D_v]`, and None instead of the attention weights.
     """
     if forest_plan is None:
         raise ModelError(
@@ -289,7 +311,7 @@ def forest_attention(
 
 
 def as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors to the dtype that autocast gives to products, if autocast is on."""
+    """Cast tensors to the dtype of autocast; return them unchanged if autocast is off."""
     kind = tensors[0].device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return tensors
@@ -320,7 +342,7 @@ def _is_gpu(tensor: Tensor) -> bool:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile FlexAttention, which is fast and has a backward pass only if it is compiled."""
+    """Compile a function of FlexAttention, which is slow otherwise and has no backward pass."""
     return torch.compile(function)
 
 
@@ -332,7 +354,16 @@ def attend_by_blocks(
     blocks: BlockMask,
     options: AttentionOptions,
 ) -> Tensor:
-    """Compute attention with FlexAttention; sinks take their share of the weights afterwards."""
+    """Compute attention with FlexAttention.
+
+    Args:
+        kernel: The compiled `flex_attention`.
+        query: The queries `[1, H, T, D]`.
+        key: The keys `[1, H_kv, T, D]`.
+        value: The values `[1, H_kv, T, D_v]`.
+        blocks: The mask.
+        options: The options of the layer. Attention sinks are applied to the output.
+    """
     softcap = options.softcap
 
     def cap(logit: Tensor, *_: Tensor) -> Tensor:
@@ -355,12 +386,14 @@ def attend_by_blocks(
 
 
 def hidden_keys(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
-    """Return which keys each query must not attend to: later ones, and those outside its window.
+    """Return a mask of the keys to which each query must not attend.
+
+    These are the keys later than the query, and those before its sliding window.
 
     Args:
         keys: The positions of the keys.
         queries: The positions of the queries, in a shape that broadcasts against the keys.
-        window: The sliding window, as in `AttentionOptions`.
+        window: The sliding window, as in `AttentionOptions`; None for no window.
     """
     hidden = keys > queries
     if window is not None:

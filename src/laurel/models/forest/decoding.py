@@ -3,9 +3,9 @@
 There are plans for two kinds of forward pass, both through `laurel_forest`
 (`models/forest/attention.py`). `PrefillPlan` computes prompts, several in one row, and stores their
 keys and values. `DecodePlan` computes one new token of every completion, all in one row: one
-product computes the attention of all completions of a prompt to it, another that of each completion
-to itself, and the two parts of the softmax are combined by their totals. Sliding windows,
-soft-capping and attention sinks follow positions.
+product computes the attention of all completions of a prompt to the prompt, another that of each
+completion to itself, and the two parts of the softmax are combined by their totals. Sliding
+windows, soft-capping and attention sinks are supported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from laurel.types import Span, Tree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens:
-    """A copy of the keys and values of consecutive tokens, from which a later turn continues."""
+    """A copy of the keys and values of a sequence's first tokens, for use in a later prompt."""
 
     length: int
     layers: dict[int, tuple[Tensor, Tensor]]
@@ -44,7 +44,10 @@ class KeptTokens:
 
 
 class KVBlock:
-    """A block of the KV cache, for sequences of at most `length` tokens, in slots without gaps."""
+    """A block of the KV cache, for sequences of at most `length` tokens.
+
+    Each sequence, which is named by an `owner` id, has one slot. The slots in use have no gaps.
+    """
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -60,7 +63,9 @@ class KVBlock:
         return sum(t.nbytes for pair in self._layers.values() for t in pair)
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a layer in the used slots; the first call allocates them.
+        """Return the keys and values of one layer in all slots in use.
+
+        The first call for a layer allocates its memory.
 
         Args:
             index: The number of the layer.
@@ -80,7 +85,7 @@ class KVBlock:
         return like.new_zeros((self._capacity, like.shape[-2], self.length, like.shape[-1]))
 
     def add(self, owners: Sequence[int]) -> None:
-        """Assign each owner a slot after those in use."""
+        """Assign each owner a new slot after the slots in use, and allocate memory if needed."""
         for owner in owners:
             self._slots[owner] = len(self.owners)
             self.owners.append(owner)
@@ -88,7 +93,7 @@ class KVBlock:
             self._resize(max(len(self.owners), 2 * self._capacity))
 
     def remove(self, owner: int) -> None:
-        """Free the slot of a sequence, and memory when most of it is unused."""
+        """Free the slot of an owner, and shrink the memory if at most a quarter is in use."""
         slot, last = self._slots.pop(owner), self.owners.pop()
         if last != owner:
             self.owners[slot] = last
@@ -103,11 +108,11 @@ class KVBlock:
             self._resize(2 * len(self.owners))
 
     def slot(self, owner: int) -> int:
-        """Return the slot of a sequence."""
+        """Return the number of the slot of an owner's sequence."""
         return self._slots[owner]
 
     def copy(self, owner: int, length: int) -> KeptTokens:
-        """Copy the first tokens of a sequence out of the block."""
+        """Return a copy of the keys and values of an owner's first `length` tokens."""
         slot = self._slots[owner]
         return KeptTokens(
             length,
@@ -119,7 +124,7 @@ class KVBlock:
         )
 
     def take(self, other: KVBlock, owners: Sequence[int]) -> None:
-        """Copy the contents of a shorter block for sequences that have slots in both."""
+        """Copy the sequences of `owners` from a shorter block; they have slots in both blocks."""
         theirs = torch.tensor([other.slot(owner) for owner in owners])
         mine = torch.tensor([self.slot(owner) for owner in owners])
         for index, (keys, values) in other._layers.items():
@@ -169,7 +174,10 @@ class Trunks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The rows of a decoding step; valid until a completion is added, removed or moved."""
+    """The completion of each row of a decoding step, and where its keys and values are cached.
+
+    A layout is valid until a completion is added, removed or moved to another block.
+    """
 
     ids: tuple[int, ...]
     born_N: Tensor
@@ -195,13 +203,15 @@ class _NewPrompt(NamedTuple):
 
 
 class PrefillPlan(ForestPlan):
-    """The plan of new prompts in one row, each causal, whose keys and values are stored.
+    """The attention plan of a forward pass over several prompts in one row.
 
-    If a prompt continues a conversation, the row has only the tokens after those that were kept.
+    Each prompt attends causally to itself, and its keys and values are cached. If the first tokens
+    of a prompt are cached already, as in a conversation that continues, the row has only its other
+    tokens.
     """
 
     def __init__(self, prompts: Sequence[_NewPrompt]) -> None:
-        """Lay the prompts side by side; those that continue a conversation come last."""
+        """Arrange the prompts in one row; those with cached tokens must come last."""
         trees, self._spans, end = [], [], 0
         for prompt in prompts:
             self._spans.append(slice(end, end + prompt.length - prompt.num_kept))
@@ -213,7 +223,7 @@ class PrefillPlan(ForestPlan):
 
     @property
     def positions_T(self) -> Tensor:
-        """int64 [T]: the position of each token in its prompt."""
+        """int64 [T]: the position of each token of the row in its prompt."""
         return torch.cat([torch.arange(p.num_kept, p.length) for p in self._prompts])
 
     @property
@@ -277,12 +287,12 @@ class DecodePlan:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The completion of each row."""
+        """The id of the completion in each row."""
         return self._layout.ids
 
     @property
     def positions_N(self) -> Tensor:
-        """int64 [N]: the position of each token in its sequence."""
+        """int64 [N]: the position of each new token, counted from the start of its prompt."""
         return self._layout.prompt_lengths_N + self._lengths_N
 
     @property
@@ -482,16 +492,16 @@ class KeyValueStore:
     def add_prompts(
         self, lengths: dict[int, int], kept: Mapping[int, Sequence[KeptTokens]] | None = None
     ) -> PrefillPlan:
-        """Allocate slots for prompts.
+        """Allocate cache slots for prompts.
 
         Args:
             lengths: The number of tokens of each prompt, by an id that the caller chooses.
-            kept: The keys and values of the first tokens of some prompts, but not of all their
-                tokens. These prompts are the last of `lengths`.
+            kept: The copied keys and values of the first tokens of some prompts, which must be the
+                last ones of `lengths`. At least one token of each prompt must be left to compute.
 
         Returns:
-            The plan of the forward pass that must follow, over the prompts in one row, in this
-            order, without the tokens that were kept.
+            The plan of the forward pass that must follow, over the prompts in this order, without
+            the tokens in `kept`.
         """
         kept = kept or {}
         for prompt, length in lengths.items():
@@ -510,25 +520,28 @@ class KeyValueStore:
         )
 
     def copy_prompt(self, prompt: int) -> KeptTokens:
-        """Copy the keys and values of a prompt."""
+        """Return a copy of the keys and values of the prompt with this id."""
         stored = self._prompts[prompt]
         return stored.block.copy(prompt, stored.length)
 
     def copy_completion(self, completion: int) -> KeptTokens:
-        """Copy the keys and values of the tokens of a completion that have been computed.
+        """Return a copy of the keys and values of the completion with this id.
 
-        They do not include the token that was sampled last, which no step has computed yet.
+        The token that was sampled last is not included, because no forward pass has read it yet.
         """
         stored = self._completions[completion]
         return stored.block.copy(completion, self._clock - stored.born)
 
     def remove_prompt(self, prompt: int) -> None:
-        """Remove a prompt that has no completion left."""
+        """Free the cache slot of a prompt that has no completions left."""
         self._prompts.pop(prompt).block.remove(prompt)
         self._layout = None
 
     def add_completions(self, prompt: int, completions: Sequence[int]) -> None:
-        """Begin completions of a prompt that was computed; the caller chooses their ids."""
+        """Allocate cache slots for completions of a prompt that was computed.
+
+        The caller chooses the ids of the completions.
+        """
         block = self._branch_blocks.setdefault(SHORTEST, KVBlock(SHORTEST))
         block.add(completions)
         for completion in completions:
@@ -536,14 +549,15 @@ class KeyValueStore:
         self._layout = None
 
     def remove_completion(self, completion: int) -> None:
-        """Remove a completion."""
+        """Free the cache slot of the completion with this id."""
         self._completions.pop(completion).block.remove(completion)
         self._layout = None
 
     def next_step(self) -> DecodePlan:
         """Return the plan of a forward pass over one new token of every completion.
 
-        That pass must follow, because the completions count as one token longer from now on.
+        The forward pass must follow, because from now on each completion counts as one token
+        longer.
         """
         self._make_room()
         if self._layout is None:
