@@ -20,7 +20,7 @@ KEPT = ("reward_std", "reward_min", "reward_max", "truncation_rate", "avg_turns_
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyValidation:
-    """Runs the validation tasks of a run with their sampling settings."""
+    """Runs the validation tasks of a run, with the sampling parameters for validation."""
 
     tasks: Sequence[Task]
     config: GRPOConfig
@@ -60,7 +60,7 @@ class PolicyValidation:
         Args:
             source: Runs the rollouts.
             while_waiting: Called with the number of finished tasks, a few times a second and after
-                each batch; its exception ends the validation.
+                each batch. If it raises an exception, the validation ends with that exception.
 
         Raises:
             EnvironmentFailedError: An environment failed on too many completions.

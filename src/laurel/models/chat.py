@@ -111,7 +111,7 @@ class ChatFormat:
     # ---------------------------------------------------------------------------------- sampling
 
     def prompt_ids(self, conversation: Conversation) -> TokenIds:
-        """Tokenise a conversation up to the start of the assistant's next turn: int32 [L].
+        """Tokenise a conversation and the opening of the assistant's next turn: int32 [L].
 
         Raises:
             DataError: The template cannot render the conversation, or the prompt has no token.
@@ -156,7 +156,8 @@ class ChatFormat:
 
         Args:
             observation: The `role` and `content` of the environment's message. With the role
-                `environment` the text continues the policy's turn; any other role gets a turn.
+                `environment` the text continues the policy's turn; any other role gets a turn of
+                its own.
             history: The conversation before the policy's turn, on which a template may depend.
             turn_ids: The tokens of the policy's turn. If no end token is among them, the returned
                 tokens begin with the text that closes the turn.

@@ -74,6 +74,6 @@ class ModelSpec:
 
 
 def hub_name(model: str | None) -> str | None:
-    """Return `model` if it is a name on the hub; None if it is a local directory or None."""
+    """Return `model` if it is a hub name (`owner/name`) and no local path, otherwise None."""
     is_name = model is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", model)
     return model if is_name and not Path(str(model)).exists() else None

@@ -154,7 +154,7 @@ def settle_padding(tokenizer: Any, choice: str | None, *, may_end: bool = False)
     """Set the padding token of a tokenizer, so that it is not the end-of-sequence token.
 
     Hugging Face's own reward head reads the score at the last token that is not padding. If padding
-    is EOS, that is the token before the end, so the same model gives other scores than a program
+    is EOS, this is the token before EOS, so the same model gives other scores than in a program
     that reads the last token.
 
     Args:
@@ -203,7 +203,8 @@ def pin_date(template: str, today: date) -> tuple[str, str | None]:
     the clock by the date of training.
 
     Returns:
-        The template, and the date as it prints it; None if it does not print the current date.
+        The template, and the pinned date as the template prints it; None if the template does not
+        print the current date.
 
     Raises:
         ModelError: The template computes the format of the date, so it cannot be pinned.
@@ -228,7 +229,7 @@ def pin_date(template: str, today: date) -> tuple[str, str | None]:
 
 
 def bind_variables(template: str, kwargs: Mapping[str, Any]) -> str:
-    """Write the values of a template's variables into it, as defaults.
+    """Return a template in which variables have the values `kwargs` as defaults.
 
     Raises:
         ConfigError: A name is reserved by Hugging Face, or is not a valid name.

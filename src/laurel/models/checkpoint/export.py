@@ -158,9 +158,10 @@ ROWS = 4
 def plain_scores(
     directory: Path, conversations: Sequence[Conversation], *, device: torch.device
 ) -> np.ndarray:
-    """Score conversations with `AutoModelForSequenceClassification` alone: `[N, K]`.
+    """Score conversations with `AutoModelForSequenceClassification` alone, to check an export.
 
-    The function checks an export: it uses no code of Laurel's models.
+    Returns:
+        `[N, K]`: the K outputs of the head for each of the N conversations.
 
     Raises:
         ScoringContractError: The model cannot be loaded, or the files lack weights or have
@@ -185,7 +186,7 @@ def plain_scores(
 def plain_logprobs(
     directory: Path, sequences_N: Sequence[Tensor], starts_N: Sequence[int], *, device: torch.device
 ) -> np.ndarray:
-    """Compute log-probabilities with `AutoModelForCausalLM` alone, in one padded batch.
+    """Compute log-probabilities with `AutoModelForCausalLM` alone, to check an export.
 
     Args:
         directory: The directory of the exported policy.

@@ -504,7 +504,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Restore the generators to the states that `random_states` returned."""
+    """Restore the random generators to `states`, which `random_states` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(torch.from_numpy(states["torch"]))
@@ -533,7 +533,7 @@ _NUMBER_KINDS = "biufc"
 
 
 class UnencodableError(TypeError):
-    """Raised for a value of a type that cannot be saved; the message says where it is."""
+    """Raised for a value of a type that cannot be saved; the message says which value."""
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Json:

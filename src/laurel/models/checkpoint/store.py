@@ -555,7 +555,7 @@ class SaveUnderWay:
 
     @property
     def seconds(self) -> float:
-        """The seconds of work on the save so far, without the time between calls."""
+        """The seconds that the save has taken so far; waiting between calls does not count."""
         return self._seconds
 
     @property

@@ -45,7 +45,10 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device that computes; the weights of a sharded model may be on the host meanwhile."""
+        """The device that computes.
+
+        A sharded model may keep its weights on the host between uses.
+        """
         if self.mesh is not None and self.mesh.device_type != "cpu":
             return torch.device(self.mesh.device_type, torch.cuda.current_device())
         return next(self.parameters()).device

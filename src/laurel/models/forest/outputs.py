@@ -57,7 +57,7 @@ class VocabularyShare:
         return cls(mesh.get_group(), mesh.get_local_rank() * size, size)
 
     def mine(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which tokens are in this shard, and their indices in it.
+        """Return a mask of the tokens that are in this shard, and their indices in the shard.
 
         The index of a token in another shard is 0.
         """

@@ -149,8 +149,8 @@ def merged_weights(network: Any, *, changing_only: bool = False) -> Iterator[tup
 
     Args:
         network: A model with or without adapters.
-        changing_only: Yield only blocks that training changes. A block is yielded whole, because
-            engines join some of its layers, such as queries, keys and values.
+        changing_only: Whether only blocks that training changes are yielded. A block is yielded
+            whole, because engines join some of its layers, such as queries, keys and values.
     """
     layers = adapted_layers(network)
     changing = {_block_of(n) for n, p in network.named_parameters() if p.requires_grad}

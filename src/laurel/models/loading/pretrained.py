@@ -279,7 +279,10 @@ def compute_dtype(spec: ModelSpec, weights_dtype: torch.dtype) -> torch.dtype:
 def finalize_model(
     model: Decoder, spec: ModelSpec, device: torch.device, mesh: DeviceMesh | None
 ) -> None:
-    """Move a model to its device, or shard it over a mesh, with activation checkpointing if set."""
+    """Move a model to its device, or shard it over a mesh if there is one.
+
+    Activation checkpointing is enabled if `spec` asks for it.
+    """
     network = model.network
     if spec.activation_checkpointing:
         recompute_activations(network)
@@ -365,7 +368,7 @@ def num_positions(network: Any) -> int | None:
 
     Rotary embeddings of type `longrope` (Phi-3) change for a whole batch as soon as one text is
     longer than the original training length. The output for a text must not depend on the rest of
-    its batch, so that length is their limit.
+    its batch, so the limit of such models is that length.
     """
     hf_config = network.config.get_text_config()
     positions: int | None = getattr(hf_config, "max_position_embeddings", None)

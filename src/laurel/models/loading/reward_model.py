@@ -100,8 +100,8 @@ class ValueHead:
     def describe(self) -> str:
         """Return a sentence for the user about this head.
 
-        It names the framework that saved the head, the file, and the token at which the score is
-        read.
+        The sentence names the framework that saved the head, the file of the head, and the token at
+        which the score is read.
         """
         where = f"{self.file.name}: {self.weight}" + (f" and {self.bias}" if self.bias else "")
         rule = {
@@ -193,7 +193,8 @@ def find_value_head(directory: Path, *, safetensors_only: bool = True) -> ValueH
         The head; None for any other model, including Laurel's, and for other directories.
 
     Raises:
-        ModelError: The model is of one of these programs, but not a reward model, or incomplete.
+        ModelError: One of these frameworks saved the model, but it is incomplete or gives no
+            reward.
     """
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))

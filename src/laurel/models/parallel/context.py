@@ -3,8 +3,8 @@
 Only attention needs tokens of other ranks. For attention, the ranks exchange heads for tokens
 (DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509), so that each rank has all tokens of some of
 the heads, and the `AttentionPlan` of the row decides which keys a query attends to. Afterwards each
-rank has its own tokens again.
-After the last norm every rank gathers all tokens, and computes the same head and loss.
+rank has its own tokens again. After the last norm every rank gathers all tokens, and computes the
+same head and loss.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEADS, _TOKENS = (Shard(1),), (Shard(2),)
 
 
 def share_context(network: Any, mesh: DeviceMesh) -> None:
-    """Make a network divide the tokens of every forest over ranks; other batches stay whole.
+    """Make a network divide the tokens of token forests over ranks; padded rows stay whole.
 
     Args:
         network: A Hugging Face model, which tensor-parallel ranks may have split already.

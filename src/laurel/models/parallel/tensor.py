@@ -54,7 +54,7 @@ STYLES: dict[Split, Callable[[], ParallelStyle]] = {
 
 
 def decoder_layers(network: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the list of a model's repeated layers, and its name in the model.
+    """Return the name and the list of a model's repeated layers.
 
     Raises:
         ConfigError: The model has no list of layers.
