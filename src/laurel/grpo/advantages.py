@@ -118,7 +118,7 @@ def resolve(config: GRPOConfig) -> AdvantageRule:
 
 
 def teaches(values: Floats) -> bool:
-    """Report whether any advantage is nonzero; if none is, the batch teaches nothing."""
+    """Report whether any advantage is nonzero; if none is, the rewards change nothing."""
     return bool(np.any(values != 0.0))
 
 

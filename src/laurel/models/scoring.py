@@ -414,7 +414,7 @@ def token_group(group_id: str, rows: Sequence[tuple[TrainedIds, bool]]) -> Token
 
 
 def shared_prefix(ids_G: Sequence[np.ndarray]) -> int:
-    """Return the length of the longest common prefix that leaves a token of every sequence."""
+    """Return the length of the longest common prefix that leaves each sequence a token."""
     limit = min(len(ids) for ids in ids_G) - 1
     for other in ids_G[1:]:
         different = np.flatnonzero(ids_G[0][:limit] != other[:limit])

@@ -757,13 +757,13 @@ class Alarms:
         members: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start without alarms.
+        """Create the alarms of a new run, none of which is raised.
 
         Args:
             config: The settings of the alarms.
-            members: Names of the reward models where there are several.
-            settings: The whole configuration as plain values, in which a gold metric is looked for
-                where `config` names none.
+            members: The names of the reward models if there are several.
+            settings: The whole configuration as plain values. A gold metric is searched in it if
+                `config` names none.
         """
         self.config = config
         self._history = History(config, members=members, settings=settings)

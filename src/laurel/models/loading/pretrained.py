@@ -258,9 +258,9 @@ def agree_on_padding(network: Any, tokenizer: Any, *, teaches_padding: bool) -> 
     Args:
         network: The network, whose configuration and embeddings are changed.
         tokenizer: The tokenizer, which is not changed.
-        teaches_padding: Whether the embedding of the padding token gets gradients like any other.
-            Otherwise transformers decides this by the configuration when it creates the network,
-            so a resumed run could train other embeddings than before.
+        teaches_padding: Whether the embedding of the padding token is trained; False: it gets no
+            gradient. Without this setting, transformers would decide by the configuration from
+            which it creates the network, and a resumed run might differ.
     """
     for hf_config in (network.config, network.config.get_text_config()):
         hf_config.pad_token_id = tokenizer.pad_token_id

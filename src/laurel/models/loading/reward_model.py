@@ -144,7 +144,8 @@ class ValueHead:
                 the head.
 
         Returns:
-            The bias, which the framework adds to every score; 0 if there is none.
+            The bias, which the framework adds to every score; 0 if there is none, or if
+            transformers loads the head.
 
         Raises:
             ModelError: The head is not one linear layer with one output over the hidden states.
