@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import psutil
 import pytest
 
 from group_workers import Worker
@@ -21,7 +20,7 @@ from laurel.workers.reservations import Resources
 from laurel.workers.spawned import SpawnedGroup
 from laurel.workers.supervisor import EndlessRestarts, Restarts
 from process_group import ProcessGroup
-from reward_servers import wait_until
+from sandbox_processes import END, is_gone, wait_until
 
 pytestmark = pytest.mark.slow_parameters("ray", "spawned")
 
@@ -55,7 +54,7 @@ class Made:
         return [replica.value.call_one(0, "pid") for replica in self.replicas.replicas]
 
     def until_ready(self, number: int) -> None:
-        wait_until(lambda: self.replicas.num_ready == number, seconds=60)
+        wait_until(lambda: self.replicas.num_ready == number)
 
 
 @pytest.fixture(params=["forked", "spawned", "ray"])
@@ -115,7 +114,7 @@ def test_what_a_lost_one_had_is_done_by_another_and_it_comes_back(
     assert made.replicas.call(killing(number, [second])) == 1
     made.until_ready(2)
     assert set(made.pids()).isdisjoint({first})
-    assert not psutil.pid_exists(first)
+    wait_until(lambda: is_gone(first))
     why = "died in compute" if number == signal.SIGKILL else f"within {LIMIT:g} s"
     lost, back = made.said
     assert lost.startswith(f"{ROLE} 0 was lost (")
@@ -149,7 +148,7 @@ def test_one_that_dies_while_it_has_nothing_to_do_is_found(make: Callable[..., M
     )
     first, second = made.pids()
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: any("is back" in line for line in made.said), seconds=60)
+    wait_until(lambda: any("is back" in line for line in made.said))
     made.until_ready(2)
     assert f"{ROLE} 0 was lost (it is gone)" in made.said[0]
     assert second in made.pids()
@@ -188,18 +187,18 @@ def test_one_that_is_being_started_as_all_end_ends_too(make: Callable[..., Made]
 
     def wait() -> None:
         starting.set()
-        may_go_on.wait(20)
+        may_go_on.wait(END)
 
     made.before_making = wait
     os.kill(made.pids()[0], signal.SIGKILL)
     with ThreadPoolExecutor(2) as threads:
         asking = threads.submit(made.ask, "compute", 1)
-        assert starting.wait(20)
+        assert starting.wait(END)
         closing = threads.submit(made.replicas.close)
         with pytest.raises(EngineError, match="has been shut down"):
-            asking.result(20)
+            asking.result(END)
         may_go_on.set()
-        closing.result(60)
+        closing.result(END)
     assert len(made.groups) == 2
     assert not any(made.groups[1].alive())
 

@@ -55,7 +55,7 @@ def batch_of(logs, returned, group_ids, is_end=None):
 
 @pytest.fixture(scope="module")
 def environment():
-    with MathEnvironment({"num_workers": 2, "timeout_seconds": 1.0}) as environment:
+    with MathEnvironment({"num_workers": 2, "timeout_seconds": 3.0}) as environment:
         yield environment
 
 
