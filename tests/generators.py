@@ -31,6 +31,7 @@ from laurel.workers.calls import LocalGroup
 
 MAX_CONCURRENT = 16
 """So few that requests of the suite have to wait for each other."""
+CONVERSATION_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,7 @@ def transformers(shares_weights: bool) -> Iterator[Setup]:
         tokenizer,
         end_ids=[tokenizer.eos_token_id],
         max_concurrent=MAX_CONCURRENT,
+        conversation_bytes=CONVERSATION_BYTES,
         shares_weights=shares_weights,
     )
     try:
@@ -115,6 +117,7 @@ def replicas(num_replicas: int) -> Iterator[Setup]:
             tokenizer,
             end_ids=[tokenizer.eos_token_id],
             max_concurrent=MAX_CONCURRENT,
+            conversation_bytes=CONVERSATION_BYTES,
             shares_weights=False,
         )
 
@@ -172,6 +175,7 @@ def request(
     *,
     seeds: Sequence[int] = (1, 2, 3),
     request_id: str = "r",
+    conversations: Sequence[str] = (),
     **sampling: Any,
 ) -> GenerationRequest:
     ids = [ord(c) % 200 + 3 for c in prompt] if isinstance(prompt, str) else prompt
@@ -180,7 +184,39 @@ def request(
         prompt_ids=np.array(ids, np.int32),
         seeds_G=tuple(seeds),
         sampling=SamplingParams(**{"max_new_tokens": 20, **sampling}),
+        conversations_G=tuple(conversations),
     )
+
+
+ENDS = tuple(range(3, 203, 8))
+"""Tokens that end a turn of `talk`, an eighth of them."""
+HEARD = [7, 11, 13, 17]
+"""What each turn of `talk` is answered."""
+
+
+def talk(
+    generator: Generator,
+    prompt: Sequence[int],
+    *,
+    name: str | None,
+    num_turns: int,
+    seed: int = 0,
+) -> list[tuple[GenerationRequest, Generated]]:
+    """Hold a conversation of several turns, under a name or as requests that nothing connects."""
+    ids, found = list(prompt), []
+    for turn in range(num_turns):
+        wanted = request(
+            ids,
+            seeds=(100 * seed + turn,),
+            request_id=f"{name}-{turn}",
+            conversations=() if name is None else (name,),
+            stop_token_ids=ENDS,
+            max_new_tokens=100,
+        )
+        ((said,),) = draw(generator, wanted)
+        found.append((wanted, said))
+        ids += [*said.ids_L.tolist(), *HEARD]
+    return found
 
 
 async def collect(generator: Generator, wanted: GenerationRequest) -> list[Generated]:

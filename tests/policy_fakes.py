@@ -75,6 +75,7 @@ class ScriptedGenerator:
     open: set[str] = field(default_factory=set)
     weight_version: int = 0
     updates: list[int] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
         self.requests.append(request)
@@ -101,6 +102,9 @@ class ScriptedGenerator:
                 )
         finally:
             self.open.discard(request.id)
+
+    def end_conversations(self, names: Sequence[str]) -> None:
+        self.ended += names
 
     async def update_weights(self, weights: Weights) -> None:
         assert not self.open, "weights changed in the middle of a request"

@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class ScriptedEngine:
         """Completions that it may give."""
         self.given = 0
         self.asked: list[GenerationRequest] = []
+        self.ended: list[str] = []
         self.num_open = 0
         self.failure: Exception | None = None
         """What it dies of, as soon as it draws."""
@@ -50,6 +51,9 @@ class ScriptedEngine:
                 yield completion(index, seed, self.weight_version)
         finally:
             self.num_open -= 1
+
+    def end_conversations(self, names: Sequence[str]) -> None:
+        self.ended += names
 
     async def update_weights(self, weights: Weights) -> None:
         if self.refusal is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -112,6 +112,8 @@ class Keeping:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
         raise EngineError("it draws nothing")
         yield
+
+    def end_conversations(self, names: Sequence[str]) -> None: ...
 
     async def sleep(self) -> None: ...
 

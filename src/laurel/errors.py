@@ -172,7 +172,7 @@ class WorkerError(TrainingError):
 
 
 def is_lost_worker(error: BaseException | None) -> bool:
-    """Report whether a worker is lost for good: no input of its is to blame."""
+    """Report whether an error means that a worker is permanently lost, whatever its input was."""
     return isinstance(error, WorkerError) and error.is_lost
 
 

@@ -40,6 +40,13 @@ class Generator(Protocol):
         engine that dies raises `EngineError` from every iterator that is open.
         """
 
+    def end_conversations(self, names: Sequence[str]) -> None:
+        """Free what the engine keeps of conversations that have ended. Returns at once.
+
+        Args:
+            names: As in `GenerationRequest.conversations_G`; unknown ones are ignored.
+        """
+
     async def update_weights(self, weights: Weights) -> None:
         """Sample from these weights from now on.
 
@@ -215,7 +222,7 @@ class WorkerGroup(Protocol):
         """Call a method on one worker, and wait for its result."""
 
     def alive(self) -> list[bool]:
-        """Report for each rank whether its process lives, at once, even during calls."""
+        """Report whether each rank's process is alive; returns at once, even during calls."""
 
     def shutdown(self) -> None:
         """Shut every worker down: its `shutdown()` if it has one, then its process. Idempotent."""

@@ -294,6 +294,10 @@ class GenerationRequest:
     seeds_G: tuple[int, ...]
     """Seed of each completion, which never depends on other requests."""
     sampling: SamplingParams
+    conversations_G: tuple[str, ...] = ()
+    """Name of the conversation that each completion belongs to, where it may have several turns. An
+    engine may keep the keys and values of a conversation for its next turn, until
+    `Generator.end_conversations`."""
 
 
 FinishReason = Literal["stop", "length", "aborted"]
@@ -317,6 +321,9 @@ class Generated:
     """`length`: the limit came before a stop string or a stop token."""
     weight_version: int
     """Oldest version of the weights that any of its tokens was sampled with."""
+    num_cached: int = 0
+    """Tokens of the prompt that the engine did not compute, because it had their keys and
+    values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,7 +431,7 @@ class EnvironmentReturn(_SixFields):
         return made
 
     def _replace(self, **changes: Any) -> EnvironmentReturn:
-        """Copy with other fields, `failures` and `notes` among them."""
+        """Return a copy with fields replaced; `failures` and `notes` may be among them."""
         fields = {**self._asdict(), "failures": self.failures, "notes": self.notes}
         return EnvironmentReturn(**(fields | changes))
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from generators import MAKERS, collect, draw, full_logits, full_logprobs, request, run
+from generators import MAKERS, collect, draw, full_logits, full_logprobs, request, run, talk
 from laurel.errors import ConfigError, DataError, EngineError
 from laurel.protocols import Generator
 from laurel.types import Weights
@@ -111,6 +111,21 @@ def test_temperature_0_takes_the_likeliest_and_reports_at_temperature_1(setup):
     logits = full_logits(setup.policy, wanted, found[0].ids_L.tolist())
     assert found[0].ids_L.tolist() == logits.argmax(-1).tolist()
     assert found[0].logprobs_L == near(full_logprobs(setup.policy, wanted, found[0]), setup)
+
+
+def test_the_turns_of_a_conversation_are_those_of_separate_requests(setup):
+    prompt = [20 + i % 150 for i in range(40)]
+    named = talk(setup.generator, prompt, name="c", num_turns=4)
+    for (wanted, one), (_, other) in zip(
+        named, talk(setup.generator, prompt, name=None, num_turns=4), strict=True
+    ):
+        same(one, other, setup)
+        assert one.logprobs_L == near(full_logprobs(setup.policy, wanted, one), setup)
+        assert 0 <= one.num_cached < len(wanted.prompt_ids)
+    assert named[0][1].finish_reason == "stop"
+    setup.generator.end_conversations(["c", "never heard of"])
+    ((after, said),) = talk(setup.generator, prompt, name="c", num_turns=1)
+    assert said.logprobs_L == near(full_logprobs(setup.policy, after, said), setup)
 
 
 def test_a_completion_depends_on_its_own_seed_alone(setup):

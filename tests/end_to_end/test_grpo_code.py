@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from laurel.models.forest.decoding import DecodePlan, PrefillPlan
+from laurel.models.forest.policy import PolicyModel
+from laurel.observe.loggers import read_metrics
 from laurel.sandbox.detection import detect
 from laurel.sandbox.tiers import Tier
 from policy_runs import (
@@ -130,6 +133,60 @@ def test_code_as_a_tool(tmp_path, caller, ends):
     assert all(("<result>42</result>" in text) == (not ends) for text in called)
 
 
+def test_eight_turns_with_a_tool_compute_each_token_once(tmp_path, caller, monkeypatch):
+    computed = []
+    hidden_of_row = PolicyModel.hidden_of_row
+
+    def counting(model, ids_T, positions_T, plan):
+        if isinstance(plan, PrefillPlan | DecodePlan):
+            computed.append(len(ids_T))
+        return hidden_of_row(model, ids_T, positions_T, plan)
+
+    monkeypatch.setattr(PolicyModel, "hidden_of_row", counting)
+
+    def played(directory, gib):
+        directory.mkdir()
+        computed.clear()
+        write_rows(directory / "tasks.jsonl", [{"prompt": f"What is {i}?"} for i in range(16)])
+        done = grpo(
+            grpo_settings(
+                directory,
+                caller,
+                *CODE,
+                "policy.max_total_sequence_length=400",
+                "grpo.max_rollout_turns=8",
+                "grpo.max_num_steps=1",
+                "grpo.val_period=0",
+                "grpo.val_at_end=false",
+                "policy.generation.temperature=0.1",
+                f"policy.generation.conversation_cache_gib={gib}",
+                "env.code.terminate_on_evaluation=false",
+                "data.env_name=tool",
+                "+env.custom.judge.name=policy_fakes.Judge",
+                "+env.composite.tool={parts: [{env: code}, {env: judge}], conducted_by: code}",
+            )
+        )
+        assert done.outcome.ended == "finished"
+        log = read_metrics(directory / "logs" / "exp_001" / "metrics.jsonl")
+        figures = {name: value for line in log for name, value in line.items()}
+        return figures, completions_of(directory, 1), sum(computed)
+
+    figures, rows, num_computed = played(tmp_path / "kept", 2)
+    num_rollouts = len(rows)
+    assert figures["train/avg_turns_per_sample"] > 6
+    # Each prompt counts once for its four completions.
+    distinct = figures["train/total_num_tokens"] - (
+        figures["train/mean_prompt_length"] * num_rollouts * 3 / 4
+    )
+    assert num_computed <= 1.05 * distinct
+    assert figures["performance/turns_reused_share"] > 0.8
+
+    again, same_rows, num_computed = played(tmp_path / "again", 0)
+    assert again["performance/turns_reused_share"] == 0
+    assert num_computed > 3 * distinct
+    assert [row["completion"] for row in rows] == [row["completion"] for row in same_rows]
+
+
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory):
     """Calls its tool, whatever it is asked; its turn ends with the stop string alone."""
@@ -140,7 +197,7 @@ def caller(tmp_path_factory):
     ]
     write_rows(directory / "demonstrations.jsonl", shown)
     saved = sft(
-        sft_settings(directory, "sft.max_num_epochs=12", "policy.max_total_sequence_length=96")
+        sft_settings(directory, "sft.max_num_epochs=12", "policy.max_total_sequence_length=400")
     ).outcome.latest
     assert saved is not None
     return saved

@@ -1,6 +1,6 @@
 """Extends typer with dataclasses as parameters, clearer errors, `--quiet` and `--verbose`.
 
-Each command takes `--quiet` and `--verbose` at any place.
+Every command accepts `--quiet` and `--verbose` at any position.
 """
 
 from __future__ import annotations

@@ -284,10 +284,10 @@ def check_sandbox(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Lock hostile programs in and say what holds on this machine.
+    """Run hostile programs in the sandbox and report which isolation layers work here.
 
-    Also what is lost where something does not, and the remedy. The exit code is 1 where a run would
-    be refused unless an option accepts less.
+    For a layer that does not, print what protection is missing and how to enable it. The exit code
+    is 1 if a run would be refused unless an option allows weaker isolation.
     """
 
     if not run_check(without=frozenset(without or ()), as_json=as_json):

@@ -45,7 +45,8 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
     """Print the plan of a run, and return whether the run fits the cluster.
 
     Raises:
-        ConfigError: The configuration or an option is invalid. A run that does not fit is printed.
+        ConfigError: The configuration or an option is invalid. A run that does not fit is no error:
+            the plan says so, and False is returned.
     """
     sizes = {"num_nodes": options.num_nodes, "gpus_per_node": options.slots_per_node}
     cluster = [f"cluster.{key}={size}" for key, size in sizes.items() if size is not None]

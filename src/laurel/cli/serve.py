@@ -53,22 +53,22 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """An API or admin key of the server, with where the key comes from."""
+    """An API or admin key of the server, and the source it was read from."""
 
     value: str | None
     source: str
     header: str = ""
     """The shell expression that yields the key, for the example command with curl."""
     place: dict[str, str] | None = None
-    """Where programs find the key: `{"variable": NAME}` or `{"file": PATH}`."""
+    """The source for programs that read the key: `{"variable": NAME}` or `{"file": PATH}`."""
 
 
 def run_serve(options: ServeOptions) -> None:
-    """Serve a reward model until SIGTERM or SIGINT; check all that needs no model first.
+    """Serve a reward model until SIGTERM or SIGINT; what needs no model is checked first.
 
     Raises:
         UserError: An option, a port, a model or a key cannot be used.
-        WorkerError: All replicas crashed too often; exit code 75 asks for a restart.
+        WorkerError: Every replica has used up its restarts; exit code 75 asks for a restart.
     """
     _check(options)
     from laurel.rewards.server.run import ServerRun, in_thread, listen

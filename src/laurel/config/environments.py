@@ -579,12 +579,12 @@ class ScoreTransformConfig(Section):
 
 
 class ResourcesConfig(Section):
-    """Slots that are set aside."""
+    """The slots of the cluster that are reserved for one role: generation or the reward model."""
 
     gpus_per_node: int | None = Field(default=None, ge=1)
-    """Of each node."""
+    """Slots reserved on each node."""
     num_nodes: int | None = Field(default=None, ge=1)
-    """Nodes."""
+    """Nodes with reserved slots."""
 
 
 class ScoringVllmConfig(Section):

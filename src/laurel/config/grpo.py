@@ -96,6 +96,10 @@ class GenerationConfig(Section):
     max_concurrent: int = Field(default=256, ge=1)
     """Completions generated side by side, at most (transformers). Default: a bound on the memory of
     keys and values."""
+    conversation_cache_gib: float = Field(default=2.0, ge=0)
+    """GiB of keys and values that are kept between the turns of conversations (transformers; vLLM
+    has its prefix cache). Beyond it, a conversation is computed again from its start; 0 keeps
+    nothing. Default: room for 80,000 tokens of Qwen2.5-0.5B in float32."""
     timeout_seconds: float = Field(default=1800.0, gt=0)
     """Seconds without a finished completion after which the engine counts as dead. Default: half an
     hour without one completion is a hang."""
@@ -113,6 +117,11 @@ class GenerationConfig(Section):
     weight_probe_tolerance: float | None = Field(default=None, gt=0)
     """Largest difference between log-probabilities of engine and learner in the probe after a
     weight transfer; beyond it the run stops. Null: 1e-3 in float32, 0.2 in bfloat16."""
+
+    @property
+    def conversation_bytes(self) -> int:
+        """`conversation_cache_gib` in bytes."""
+        return int(self.conversation_cache_gib * 2**30)
 
     @field_validator("stop_strings")
     @classmethod

@@ -140,5 +140,5 @@ def _paths(node: YamlNode, path: KeyPath) -> Iterator[KeyPath]:
 
 
 def escaped(text: str) -> str:
-    """Escape a text that looks like a `${}` reference but is none, so that it is read as text."""
+    """Escape text that looks like a `${}` reference but is none, so that it is read literally."""
     return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)

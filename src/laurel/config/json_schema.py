@@ -94,7 +94,7 @@ def _accept(
 
 
 def _accepting(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a value, widened at every level by null and references."""
+    """Return a value's JSON schema, extended to accept null and `${}` references at every level."""
     alternatives = [
         one | {name: _accepting(one[name]) for name in _INSIDE if isinstance(one.get(name), dict)}
         for one in entry.get("anyOf", [entry])

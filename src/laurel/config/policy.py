@@ -25,7 +25,7 @@ Precision = Literal["float32", "bfloat16", "float16"]
 
 
 class RolePlacement(Section):
-    """The slots of one role. What is not said is left open, and `{}` takes all that is left."""
+    """The slots of one role. Keys that are null restrict nothing: `{}` takes all free slots."""
 
     nodes: int | list[int] | None = None
     """Which nodes, counted from 0; or how many, of which those are taken that are least free and
@@ -139,10 +139,10 @@ class TokenizerConfig(Section):
 
 
 class RewardModelConfig(Section):
-    """Turns the policy section into a reward model."""
+    """The head that makes the policy a reward model."""
 
     enabled: bool = False
-    """Put a reward head on the decoder (or load the one that is there)."""
+    """Put a reward head on the decoder, or load the one it has."""
     reward_model_type: Literal["bradley_terry", "regression"] = "bradley_terry"
     """One scalar learned from comparisons, or one number per attribute learned from ratings."""
     attributes: list[str] = Field(default_factory=list)

@@ -113,9 +113,9 @@ def step_into(kinds: Kinds, key: str | int) -> KeyInfo:
 
 
 def default_node(field: FieldInfo | None) -> YamlNode | None:
-    """Return the schema's default of a key as a node.
+    """Return the default of a key in the schema as a node.
 
-    Of a section, only the keys that it sets explicitly are included.
+    The node of a section has only the keys that the schema sets explicitly.
     """
     if field is None or field.is_required():
         return None
@@ -213,7 +213,7 @@ def _describe_one(kind: Any, *, many: bool = False) -> str:
 
 
 def unknown_key(schema: type[Section], section: type[Section], key: str) -> str:
-    """Return the error message for an unknown key of a section, with the key probably meant."""
+    """Return the error message for an unknown key of a section, with the most similar known key."""
     if key in section.removed:
         return f"there is no such key any more ({section.removed[key]}); leave it out"
     if key == "_override_":

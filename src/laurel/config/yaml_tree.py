@@ -178,7 +178,7 @@ def read_file(path: Path) -> YamlNode:
 
     Raises:
         ConfigError: A file is missing or not YAML, a key is given twice, or `defaults` form a
-            circle.
+            cycle.
     """
     return _with_parents(path, ())
 

@@ -358,7 +358,7 @@ class DialogueReport(TextReport):
     def move_out(
         self, *, kept: Sequence[Dialogue], held_out: Sequence[Dialogue], name: str
     ) -> DialogueReport:
-        """Count conversations as held out, and return the report of the set that they go to."""
+        """Count conversations as held out of this set, and return the report of their new set."""
         other = self.split_off([dialogue.source for dialogue in held_out], name=name)
         self.describe(kept)
         other.describe(held_out)

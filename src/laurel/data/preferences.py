@@ -223,7 +223,7 @@ class _Loading:
         return kept
 
     def notes(self) -> list[str]:
-        """Return the notes of the report about rows that were kept."""
+        """Return the report's remarks on rows that were kept."""
         said = {
             ("prefer", "what an earlier row with the same prompt and answers did not"): (
                 self.num_contradictions

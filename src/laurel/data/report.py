@@ -239,7 +239,7 @@ class RowReport:
 
 
 def origin_of(path_or_name: str) -> str:
-    """Return how a report names a place: a file without its directory, or the hub name."""
+    """Return the name of a data source in reports: its file name, or its name on the hub."""
     is_local = os.path.exists(os.path.expanduser(path_or_name))
     return os.path.basename(os.path.normpath(path_or_name)) if is_local else path_or_name
 

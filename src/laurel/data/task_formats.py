@@ -367,7 +367,7 @@ def _texts(value: Any, what: str) -> list[str]:
 
 
 def _function_in(tests: Sequence[str], code: str) -> str:
-    """Find the function that asserts test: the one that they call and the solution defines.
+    """Find the function under test: the one that the asserts call and the solution defines.
 
     Without a solution, it is the first called function that is not a builtin.
     """
@@ -383,8 +383,8 @@ def _function_in(tests: Sequence[str], code: str) -> str:
 def _function_of_all(metadata: Mapping[str, Any]) -> str | None:
     """Find the one function that every assert of a `test_list` calls; None if that is ambiguous.
 
-    Builtins and functions that the task defines are skipped. Nothing is refused here, because the
-    environment reports what it lacks and all other faults of the list.
+    Builtins and functions that the task defines are skipped. Nothing is rejected here: the
+    environment reports a missing function and every other fault of the list.
     """
     tests = metadata.get("test_list")
     setup, solution = (metadata.get(key) or "" for key in ("test_setup", "reference_solution"))

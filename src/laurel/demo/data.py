@@ -40,13 +40,16 @@ RUDE = ("Get the {thing} yourself.", "I do not feel like going to the {place}.")
 
 
 def errands(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield rows `{"prompt", "chosen", "rejected"}`.
+    """Yield preferences, rows `{"prompt", "chosen", "rejected"}`, about fetching things.
+
+    A prompt asks for a thing from a place. The chosen answer brings it from there; the rejected one
+    brings another thing, goes to another place, or is rude.
 
     Args:
         count: The number of rows.
         seed: The seed of the sampling.
-        held_out: Whether the prompts are those that never occur otherwise: a sixth of them, each
-            asking for a thing from a place in one of three ways.
+        held_out: Whether to use the sixth of all prompts that is reserved for validation, instead
+            of the other five sixths.
     """
     generator = random.Random(f"{seed}-{held_out}")
     # Split by a rule, not by chance: both sides hold every thing, place and form of request.
@@ -109,7 +112,7 @@ class FunctionTasks:
         Args:
             seed: The seed of the sampling.
             count: The number of rows of the split `train`.
-            share_wrong: The probability that such a row has a wrong answer.
+            share_wrong: The probability that a training row has a wrong answer.
         """
         self.formatted_ds = {
             "train": list(function_tasks(count, seed=seed, share_wrong=share_wrong)),

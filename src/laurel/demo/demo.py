@@ -71,7 +71,7 @@ class DemoResult:
     reward_accuracy: float
 
     def missed(self) -> list[str]:
-        """Return the missed aims in words."""
+        """Return one sentence for each target that the demo missed."""
         return [
             text
             for text, is_missed in (
@@ -175,12 +175,12 @@ def write_demo_data(directory: Path, *, seed: int = 0, as_json: bool = False) ->
     one before it saves its last checkpoint.
 
     Args:
-        directory: The directory of all files of the demo. Files of runs in it stay.
+        directory: The directory of all files of the demo. Files of earlier runs in it are kept.
         seed: The seed of the data, and of the configured runs.
-        as_json: Write the paths also as JSON.
+        as_json: Also print the paths as JSON.
 
     Raises:
-        CheckpointError: The directory holds something else than a demo.
+        CheckpointError: The directory holds something other than a demo.
     """
     _claim(directory)
     files = Files(directory)
@@ -242,7 +242,7 @@ def _finished(outcome: RunOutcome, console: Console) -> Path:
 def _compare(
     before: Measurement, after: Measurement, reward_model: Path, console: Console
 ) -> list[Comparison]:
-    """Return the first answers to all held-out tasks, before and after, with score and verdict."""
+    """Pair the first answers to each held-out task before and after GRPO, with their scores."""
     from laurel.rewards.open import open_local
 
     scorer = open_local(str(reward_model), say=lambda text: console.print(text, soft_wrap=True))
@@ -435,11 +435,11 @@ class Files:
         return self.directory / "checkpoints" / stage
 
     def last_checkpoint(self, stage: str, steps: int) -> Path:
-        """Return the directory of the last checkpoint of a stage with this number of steps."""
+        """Return the directory of the last checkpoint of a stage that trains for `steps` steps."""
         return self.checkpoints(stage) / f"step_{steps}"
 
     def config(self, stage: str) -> Path:
-        """Return the file of a stage's whole configuration."""
+        """Return the path of a stage's full configuration."""
         return self.directory / "configs" / f"{stage}.yaml"
 
     @property
@@ -477,7 +477,7 @@ def rm_run(files: Files, seed: int, policy: Path) -> RewardTrainingRun:
 
 
 def grpo_run(files: Files, seed: int, policy: Path, reward_model: Path) -> GRPORun:
-    """Configure GRPO against the reward model; held-out tasks only measure the truth."""
+    """Configure GRPO against the reward model; validation grades held-out tasks by true answers."""
     return _load(
         GRPORun,
         files,

@@ -225,8 +225,9 @@ class RewardModelEnvironment(EnvironmentInterface):
 
         Args:
             message_logs: Raw messages, the policy's answer last.
-            env_infos: Metadata, which is returned unchanged; may be empty. Only `ground_truth` is
-                read, where it is subtracted.
+            env_infos: Metadata, which is returned unchanged; may be empty. With
+                `transform.subtract_reference`, the score of `ground_truth` is subtracted from that
+                of the answer.
         """
         infos: list[Any] = list(env_infos or [None] * len(message_logs))
         if len(infos) != len(message_logs):
@@ -291,7 +292,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         return cases
 
     def scores(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
-        """Score groups with the model, before scores become rewards."""
+        """Return the model's raw scores of groups, before they are transformed into rewards."""
         return self._open().score_now(groups)
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
@@ -783,7 +784,7 @@ class NoiseProbe:
 
 
 def noise_of(scorer: ModelScorer | BlockingScorer, groups: Sequence[Group]) -> float:
-    """Measure a scorer's rounding noise, as by `measure_noise`; 0 where it scores nothing."""
+    """Measure a scorer's rounding noise with `measure_noise`; 0 if it returns no scores."""
     if isinstance(scorer, LoopScorer):  # which would answer repetitions from its cache
         return scorer.directly(lambda model: noise_of(model, groups))
     with contextlib.suppress(ValueError):
@@ -1008,7 +1009,7 @@ def _check_parallel(parallel: DTensorConfig) -> None:
 
 
 def merges(scorer: Scorer) -> bool:
-    """Whether completions of a prompt may come one by one without repeated computation."""
+    """Whether a prompt is computed once even if its completions arrive in separate calls."""
     if isinstance(scorer, EnsembleScorer):
         return all(merges(member.scorer) for member in scorer.members)
     return isinstance(scorer, LoopScorer) or not isinstance(scorer, ModelScorer)
@@ -1027,7 +1028,9 @@ def gpus_of_actor(
     device: Device = "auto",
     say: Say | None = None,
 ) -> float:
-    """Count the GPUs of the actor itself; `RewardModelEnvironment` describes the arguments.
+    """Return how many GPUs the environment's own actor needs, without its workers.
+
+    The arguments are those of `RewardModelEnvironment`.
 
     Raises:
         ConfigError: The settings are wrong.

@@ -474,7 +474,7 @@ class BenchmarkSet:
 
     @property
     def is_cut(self) -> bool:
-        """Whether rows were left out by `max_samples`."""
+        """Whether `max_samples` dropped rows."""
         return len(self.rows) < self.num_read
 
     @property
@@ -518,7 +518,7 @@ class BenchmarkSet:
         }
 
     def possible(self) -> list[str]:
-        """Return the figures that these rows define, by which a checkpoint may be selected."""
+        """Return the names of the metrics of these rows that can select the best checkpoint."""
         known = self.figures([[_EVEN] * len(row.group.completions_G) for row in self.rows])
         return [key for key in selectable(self.benchmark) if key in known]
 

@@ -641,7 +641,11 @@ _PARAGRAPHS = re.compile(r"\n\s*\n")
 
 
 def other_white_space(text: str) -> str | None:
-    """Put two spaces after sentences and a second empty line between paragraphs and at the end."""
+    """Change only white space, so that a score which depends on it can be detected.
+
+    Sentences end with two spaces, and paragraphs and the text with a second empty line. Return None
+    for a text without characters other than white space.
+    """
     # Indentation stays: in code and lists it has a meaning.
     if not text.strip():
         return None

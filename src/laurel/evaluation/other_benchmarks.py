@@ -71,10 +71,10 @@ def levels_of(matrix: Matrix) -> dict[str, float]:
 
 
 def measure_rm_bench(rows: Sequence[ScoredList]) -> Measured:
-    """Measure easy, normal, hard and their mean, of each domain and over the domains.
+    """Measure the accuracy at each level (easy, normal, hard), by domain and over the domains.
 
-    Rows of a subset that is no domain are a domain of their own, and take no part in the mean over
-    domains, which is absent where one of the four is.
+    Rows of a subset that belongs to none of the four domains are reported under that subset, and
+    the mean over domains excludes them. That mean is absent if one of the four domains is.
 
     Raises:
         ValueError: A row is not of RM-Bench, or two rows share an id.

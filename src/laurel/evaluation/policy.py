@@ -13,8 +13,8 @@ RewardsBG = Sequence[Sequence[float | None]]
 def reward_figures(rewards_BG: RewardsBG) -> dict[str, float]:
     """Return the mean reward over tasks, its standard error, and the counts of failures.
 
-    Completions of a task are alike, so that the standard error is taken over tasks: each counts by
-    the mean of its completions. It is left out of one task alone.
+    Completions of the same task are correlated, so the standard error is computed over the means of
+    the tasks. It is undefined, and omitted, for a single task.
 
     Returns:
         `reward_mean`, `reward_standard_error`, `num_completions`, `num_failures` (completions

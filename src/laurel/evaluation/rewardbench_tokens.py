@@ -30,7 +30,7 @@ MAX_LENGTH = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceFormat:
-    """The settings of the program whose numbers are to be reproduced."""
+    """The tokenization settings of the program whose published numbers are reproduced."""
 
     program: str
     truncation_side: Literal["left", "right"] | None
@@ -235,10 +235,10 @@ def _check_supported(contract: ScoringContract, tokenizer: Any) -> None:
 
 
 def _settle_padding(tokenizer: Any, pad_id: int | None) -> int:
-    """Return the reference's padding token, after setting it in the tokenizer.
+    """Return the id of the padding token that rewardbench would use, and set it in the tokenizer.
 
     Raises:
-        ModelError: There is none, or the model and its tokenizer have different ones.
+        ModelError: There is no padding token, or the model and its tokenizer have different ones.
     """
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:

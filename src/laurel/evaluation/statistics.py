@@ -44,7 +44,7 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """The accuracy on some of the pairs."""
+    """The accuracy on a subset of the pairs."""
 
     name: str
     lowest: float | None

@@ -39,7 +39,7 @@ def run_export(
 
     Args:
         options: The options of the command line.
-        hub: A replacement of the Hugging Face hub.
+        hub: The client of the Hugging Face hub; None creates one if the options name a repository.
         messages: Gets progress and results; None is standard error.
 
     Raises:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def write_policy(directory: Path, spec: ModelSpec, options: ExportOptions, say: Say) -> None:
-    """Write a policy, load it anew without Laurel, and compare log-probabilities.
+    """Write a policy, reload it without Laurel, and compare log-probabilities.
 
     Args:
         directory: An empty directory.
@@ -56,7 +56,7 @@ def write_policy(directory: Path, spec: ModelSpec, options: ExportOptions, say: 
         say: Gets the results.
 
     Raises:
-        UserError: The model is no policy, or the directory gives other log-probabilities.
+        UserError: The model is not a policy, or the written one gives other log-probabilities.
     """
     device = choose_device(options.device)
     loaded = load_policy(
@@ -114,7 +114,7 @@ def write_reward_model(
     tables: Sequence[EvaluationTable],
     say: Say,
 ) -> None:
-    """Write a reward model, load it anew without Laurel and with it, and compare scores.
+    """Write a reward model, reload it both without Laurel and with it, and compare scores.
 
     Args:
         directory: An empty directory.
@@ -125,7 +125,7 @@ def write_reward_model(
         say: Gets the results.
 
     Raises:
-        UserError: The model is no reward model, or the directory gives other scores.
+        UserError: The model is not a reward model, or the written one gives other scores.
     """
     scorer = load_scorer(place, spec, say=say)
     facts = facts_beside(place.name)
@@ -192,7 +192,7 @@ def probes_for(contract: ScoringContract) -> list[Conversation]:
 
 
 def facts_beside(name: str) -> CardFacts:
-    """Read the facts for a model card from a model's directory, or from its name on the hub."""
+    """Read the facts for a model card from a model's directory; a hub name gives only the base."""
     facts = CardFacts.load(Path(name)) if Path(name).is_dir() else None
     if facts is not None:
         return facts
@@ -212,7 +212,7 @@ def _remove_bias(scorer: LocalScorer) -> float:
 
 
 def _contract(scorer: LocalScorer, options: ExportOptions, say: Say) -> ScoringContract:
-    """Return the contract with golden scores of the weights as they are written."""
+    """Return the scoring contract with golden scores in the data type that is written."""
     contract = scorer.contract
     # The golden scores are computed anew: those of the checkpoint are of its own precision.
     kept = [golden.messages for golden in contract.rules.golden]

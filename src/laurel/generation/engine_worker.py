@@ -77,6 +77,7 @@ class EngineWorker:
         self,
         new: Sequence[tuple[int, GenerationRequest]],
         aborted: Sequence[int],
+        ended: Sequence[str],
         wait: float,
     ) -> list[EngineEvent]:
         """Start and abort requests, and return the events since the last call.
@@ -86,8 +87,11 @@ class EngineWorker:
         Args:
             new: Requests to start, each with a number that was never used before.
             aborted: Numbers of requests to abort. Each of them still ends with a last event.
+            ended: Names of conversations that have ended.
             wait: Seconds to wait for an event when there is none yet.
         """
+        if ended:
+            self._engine.end_conversations(ended)
         if new or aborted:
             self._background.wait_for(self._begin(new, aborted))
         with self._changed:

@@ -61,6 +61,7 @@ class TransformersMaker:
             loaded.tokenizer,
             end_ids=self.spec.end_ids,
             max_concurrent=self.spec.settings.max_concurrent,
+            conversation_bytes=self.spec.settings.conversation_bytes,
             shares_weights=False,
             owns_model=True,
             weight_version=self.spec.weight_version,

@@ -115,6 +115,9 @@ class GeneratorReplicas:
         self._replicas: list[GeneratorReplica] = []
         self._supervisor: Supervisor[WorkerGroup] | None = None
         self._unplaced: list[Order] = []
+        self._holders: dict[str, GeneratorReplica] = {}
+        """The replica that had the latest turn of each conversation, and may keep its keys and
+        values."""
         self._numbers = itertools.count()
         self._has_first_weights = True
         self._is_updating = False
@@ -228,6 +231,16 @@ class GeneratorReplicas:
             self._place(order)
             await order.over.wait()
 
+    def end_conversations(self, names: Sequence[str]) -> None:
+        """Tell the replicas which conversations have ended, with the next call of each."""
+        with contextlib.suppress(EngineError):  # closed
+            self._background.submit(self._end_conversations(names))
+
+    async def _end_conversations(self, names: Sequence[str]) -> None:
+        for name in names:
+            if (holder := self._holders.pop(name, None)) is not None:
+                holder.ended.append(name)
+
     async def _withdraw(self, order: Order) -> None:
         """Abort an order and wait until no replica works on it."""
         order.is_aborted = True
@@ -315,12 +328,19 @@ class GeneratorReplicas:
     # -------------------------------------------------------------------------------------- orders
 
     def _place(self, order: Order) -> None:
-        """Give an order to the replica with the least work, or keep it until a replica is ready."""
+        """Give an order to a replica, or keep it until a replica is ready.
+
+        A conversation stays with its replica; what begins goes to the replica with the least work.
+        """
         ready = [replica for replica in self._replicas if replica.state == "ready"]
+        names = order.request.conversations_G
         if self._failure is not None:
             order.fail(self._failure)
         elif ready:
-            min(ready, key=lambda replica: replica.load).give(order, next(self._numbers))
+            holder = self._holders.get(names[0]) if names else None
+            chosen = holder if holder in ready else min(ready, key=lambda replica: replica.load)
+            chosen.give(order, next(self._numbers))
+            self._holders.update(dict.fromkeys(names, chosen))
         else:
             self._unplaced.append(order)
             if not any(replica.state == "starting" for replica in self._replicas):
@@ -504,7 +524,9 @@ class Order:
         """Return a request for the missing completions only."""
         self._asked = list(self._missing)
         seeds_G = tuple(self.request.seeds_G[index] for index in self._asked)
-        return replace(self.request, seeds_G=seeds_G)
+        names = self.request.conversations_G
+        conversations_G = tuple(names[index] for index in self._asked) if names else ()
+        return replace(self.request, seeds_G=seeds_G, conversations_G=conversations_G)
 
     def take(self, generated: Generated) -> None:
         """Deliver a completion of the latest attempt, under its index in the original request.
@@ -551,6 +573,8 @@ class GeneratorReplica(Replica[WorkerGroup]):
         self.has_all_weights = False
         """Whether it has loaded a full set of weights since its start, so that the next update may
         send only those that training changes."""
+        self.ended: list[str] = []
+        """The names of ended conversations of which its engine has not been informed."""
         self._orders: dict[int, Order] = {}
         self._new: list[tuple[int, GenerationRequest]] = []
         self._aborted: list[int] = []
@@ -583,10 +607,10 @@ class GeneratorReplica(Replica[WorkerGroup]):
         self.has_work.set()
         return True
 
-    def take_news(self) -> tuple[list[tuple[int, GenerationRequest]], list[int]]:
-        """Return, and clear, the requests and aborts that were not sent to the engine yet."""
-        news = self._new, self._aborted
-        self._new, self._aborted = [], []
+    def take_news(self) -> tuple[list[tuple[int, GenerationRequest]], list[int], list[str]]:
+        """Return, and clear, the requests, aborts and ends that were not sent to the engine yet."""
+        news = self._new, self._aborted, self.ended
+        self._new, self._aborted, self.ended = [], [], []
         return news
 
     def hear(self, events: Sequence[EngineEvent]) -> LaurelError | None:

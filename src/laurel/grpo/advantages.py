@@ -1,21 +1,23 @@
-"""Compute advantages from rewards: how much better each completion is than its alternatives.
+"""Computes advantages from rewards: how much better each completion is than its alternatives.
 
-All of it is float64 on the CPU. Statistics take two passes: deviations from a reward of the group
-first, squares of those afterwards, so rewards of 30 that differ by 0.01 keep their digits and equal
-rewards give exactly 0. A completion without a reward is ignored and gets 0.
+Everything is computed in float64 on the CPU. Statistics take two passes: first the deviations from
+one reward of the group, then their squares. So rewards near 30 that differ by 0.01 keep their
+digits, and equal rewards give exactly 0. A completion without a reward gets the advantage 0 and
+changes no other.
 
-With `d_i` the reward of completion i minus its baseline (the mean of its group, or of the others):
+Let `d_i` be the reward of completion i minus its baseline, which is the mean reward of its group or
+of the group's other completions. The estimators are:
 
-    grpo                 d_i / s, where s is by `scale` the deviation of the group's rewards, of
-                         those of all groups, or 1
-    gdpo                 that for each component of the reward, added up with weights, then divided
-                         by the deviation of all such sums (arXiv 2601.05242)
+    grpo                 d_i / s, where `scale` chooses s: the standard deviation of the group's
+                         rewards, that of the rewards of all groups, or 1
+    gdpo                 the weighted sum of d_i / s over the components of the reward, divided by
+                         the standard deviation of all these sums (arXiv 2601.05242)
     reinforce_plus_plus  d_i (or the reward itself), whitened over all groups (arXiv 2501.03262);
-                         each completion counts once, however long it is
+                         each completion counts once, whatever its length
 
-`/ s` means: by `s + std_eps`, or by `noise_floor_factor` times the noise if that is more; not at
-all where s is 0. The mean over the batch is subtracted only where no baseline has been: otherwise a
-group without a difference would be trained by the other groups.
+A division by s divides by `s + std_eps`, or by `noise_floor_factor` times the noise if that is
+larger; nothing is divided if s is 0. The mean over the batch is subtracted only if no baseline was:
+otherwise a group with equal rewards would get advantages from the other groups.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ class AdvantageRule:
 
     name: Literal["grpo", "gdpo", "reinforce_plus_plus"]
     has_baseline: bool
-    """The group's mean, or that of the others, is subtracted."""
+    """Whether the mean reward of the group, or of its other completions, is subtracted."""
     leave_one_out: bool
     scale: Literal["group", "batch", "none"]
     leave_one_out_std: bool
-    """Each sample is divided by the deviation of the others."""
+    """Whether each completion is divided by the standard deviation of the others in its group."""
     std_ddof: int
     std_eps: float
     noise_floor_factor: float
@@ -78,10 +80,10 @@ class Advantages:
 
 
 def resolve(config: GRPOConfig) -> AdvantageRule:
-    """Fill in what the estimator leaves to the `grpo` section.
+    """Return the rule for advantages of a `grpo` section; nulls of the estimator take its values.
 
     Raises:
-        ConfigError: GDPO together with what changes only the total reward.
+        ConfigError: GDPO is combined with reward scaling or shaping, which change only the total.
     """
     chosen = config.adv_estimator
     if chosen.name == "gdpo" and (config.reward_scaling.enabled or config.reward_shaping.enabled):
@@ -111,7 +113,7 @@ def resolve(config: GRPOConfig) -> AdvantageRule:
 
 
 def teaches(values: Floats) -> bool:
-    """Report whether any of these advantages moves the policy."""
+    """Report whether any advantage is nonzero, so that it moves the policy."""
     return bool(np.any(values != 0.0))
 
 
@@ -124,22 +126,23 @@ def compute_advantages(
 ) -> Advantages:
     """Compute the advantages of a batch of groups.
 
-    Metrics, over the samples that have a reward: `advantages/{mean,max,min,std,sum}`; `reward` and
-    `reward_std` (of these rewards, over the batch); `reward_group_std` (mean over groups);
-    `frac_reward_zero_std` (share of the groups with at least two rewards in which all are equal);
-    `groups_without_signal` (every advantage is 0); `groups_at_noise_floor`; and, where all rewards
-    are 0 or 1, `baseline_reward/{pct_0,pct_1,pct_mixed}` (percent of groups).
+    The metrics are computed over the completions that have a reward:
+    `advantages/{mean,max,min,std,sum}`; `reward` and `reward_std` over the batch;
+    `reward_group_std`, the mean over groups; `frac_reward_zero_std`, the share with equal rewards
+    among the groups with at least two; `groups_without_signal`, whose advantages are all 0;
+    `groups_at_noise_floor`; and, if all rewards are 0 or 1, the percentages of groups with only 0,
+    only 1 or both, `baseline_reward/{pct_0,pct_1,pct_mixed}`.
 
     Args:
-        rewards_BG: None where a sample failed or is left out.
-        rule: Result of `resolve` for the `grpo` section.
-        noise: Standard deviation of the scorer's own noise, in units of the reward; or of that of
-            each group, where their scorers differ.
-        components_BG: The parts of each reward, for GDPO.
+        rewards_BG: The reward of each completion; None if it failed or is excluded.
+        rule: The result of `resolve` for the `grpo` section.
+        noise: The standard deviation of the scorer's noise, in units of the reward: one number, or
+            one per group.
+        components_BG: The components of each reward, for GDPO.
 
     Raises:
-        ConfigError: GDPO and rewards without components, or as many weights as components.
-        ValueError: a reward is NaN or infinite; that is a failure, and should be None.
+        ConfigError: GDPO lacks the components of rewards, or has another number of weights.
+        ValueError: A reward is NaN or infinite: it is a failure, and must be None.
     """
     used_BG = [np.array([r is not None for r in row_G], dtype=bool) for row_G in rewards_BG]
     rewards = [np.array([r for r in row_G if r is not None], np.float64) for row_G in rewards_BG]
@@ -303,7 +306,7 @@ def _mean(row: Floats) -> float:
 
 
 def _deviation(rows: Floats, ddof: int) -> Floats:
-    # 0 where there are too few.
+    # The result is 0 if there are too few values.
     n = rows.shape[-1]
     if n < 2:
         return np.zeros(rows.shape[:-1])
@@ -356,7 +359,7 @@ def _metrics(
 # --------------------------------------------------------------------------------------------------
 # What happens to a reward between the environment and the advantages.
 #
-# In this order: `reward_scaling`, then `reward_shaping`, then (where asked for) the divergence from
+# The order is: `reward_scaling`, then `reward_shaping`, then, if configured, the KL divergence from
 # the reference policy is subtracted. Rollouts keep the reward that their environment gave.
 
 
@@ -365,10 +368,10 @@ class ShapedRewards:
     """The rewards after shaping, from which advantages are computed."""
 
     rewards_BG: list[list[float | None]]
-    """None where a sample failed, or was cut off and `overlong_filtering` leaves it out."""
+    """The reward of each completion; None if it failed, or if `overlong_filtering` excludes it."""
     metrics: dict[str, float]
-    """`reward_scaling/clamped_fraction` and `reward_shaping/{penalty_mean,penalized_fraction}`,
-    over the samples with a reward; `overlong_filtered`: how many were left out."""
+    """`reward_scaling/clamped_fraction` and `reward_shaping/{penalty_mean,penalized_fraction}`
+    over the completions with a reward, and `overlong_filtered`, the number that is excluded."""
 
 
 def scaled(reward: float, config: RewardScalingConfig) -> float:
@@ -379,7 +382,7 @@ def scaled(reward: float, config: RewardScalingConfig) -> float:
 
 
 def slope(config: RewardScalingConfig) -> float:
-    """Compute the factor of `scaled` on differences between rewards."""
+    """Return the factor by which `scaled` changes differences between rewards; 1 if disabled."""
     if not config.enabled:
         return 1.0
     width = config.target_max - config.target_min
@@ -387,15 +390,15 @@ def slope(config: RewardScalingConfig) -> float:
 
 
 def overlong_penalty(num_tokens: int, config: RewardShapingConfig, *, longest: int) -> float:
-    """Compute the penalty of a completion's length (DAPO, arXiv 2503.14476); never below 0.
+    """Compute the penalty for a completion's length (DAPO, arXiv 2503.14476), which is at least 0.
 
-    Nothing up to `max_response_length - overlong_buffer_length` tokens, `overlong_buffer_penalty`
-    at `max_response_length`, a straight line in between and, as in NeMo RL, beyond.
+    It is 0 up to `max_response_length - overlong_buffer_length` tokens. From there on it is linear:
+    `overlong_buffer_penalty` at `max_response_length` and, as in NeMo RL, larger beyond.
 
     Args:
-        num_tokens: Tokens that the policy wrote.
+        num_tokens: The number of tokens that the policy generated.
         config: The section `grpo.reward_shaping`.
-        longest: `max_response_length` where the configuration has none.
+        longest: The `max_response_length` if the section sets none.
     """
     limit = config.max_response_length or longest
     excess = num_tokens - (limit - config.overlong_buffer_length)
@@ -403,10 +406,10 @@ def overlong_penalty(num_tokens: int, config: RewardShapingConfig, *, longest: i
 
 
 def stopped_improperly(reward: float, *, coefficient: float) -> float:
-    """Lower the reward of a truncated completion: never more than its full reward.
+    """Return the reduced reward of a truncated completion, which is at most its full reward.
 
-    A positive reward is multiplied by the coefficient. Doing so to a negative one would raise it:
-    that one is divided by the coefficient, or doubled where the coefficient is below 0.5.
+    A positive reward is multiplied by the coefficient. That would raise a negative reward, which is
+    divided by the coefficient instead, or by 0.5 if the coefficient is smaller.
     """
     if reward > 0.0:
         return coefficient * reward
@@ -414,7 +417,10 @@ def stopped_improperly(reward: float, *, coefficient: float) -> float:
 
 
 def shaped(rollout: Rollout, reward: float, config: RewardShapingConfig, *, longest: int) -> float:
-    """Subtract the penalty from a reward; a `stop_properly_penalty_coef` replaces it."""
+    """Return a reward less its `overlong_penalty`.
+
+    With `stop_properly_penalty_coef`, truncated completions are reduced by that instead.
+    """
     if config.stop_properly_penalty_coef is None:
         num_tokens = int(rollout.mask_L.sum())
         return reward - overlong_penalty(num_tokens, config, longest=longest)
@@ -426,11 +432,11 @@ def shaped(rollout: Rollout, reward: float, config: RewardShapingConfig, *, long
 def shape_rewards(
     groups: Sequence[RolloutGroup], config: GRPOConfig, *, longest: int
 ) -> ShapedRewards:
-    """Shape rewards as `reward_scaling`, `reward_shaping` and `overlong_filtering` say.
+    """Apply `reward_scaling`, `reward_shaping` and `overlong_filtering` to rewards.
 
     Args:
         groups: The rollouts with their rewards.
-        config: The section `grpo.reward_shaping`.
+        config: The section `grpo`.
         longest: `policy.max_total_sequence_length`.
     """
     rewards_BG, penalties = list[list[float | None]](), list[float]()
@@ -470,17 +476,17 @@ def shape_rewards(
 def completion_divergence(
     policy_L: LogProbs, reference_L: LogProbs, mask_L: Mask, config: PolicyLossConfig
 ) -> float:
-    """Estimate the divergence of a whole completion from the reference policy.
+    """Estimate the KL divergence of the policy from the reference policy on one completion.
 
-    The sum over the policy's own tokens of the estimator of `reference_policy_kl_type`, with its
-    clamps. Not weighted by the penalty. k1 is the unbiased choice here; it may be negative. NaN
-    where a log-probability is not finite, whatever the clamps.
+    The result is the sum over the policy's tokens of the clamped estimator that
+    `reference_policy_kl_type` names, without the penalty's weight. Only k1 is unbiased here, and it
+    can be negative. The result is NaN if a log-probability is not finite.
 
     Args:
         policy_L: Log-probabilities under the policy that sampled the completion.
-        reference_L: Log-probabilities under the reference.
-        mask_L: The policy's own tokens; what the others hold is not read.
-        config: The section `grpo.reward_shaping`.
+        reference_L: Log-probabilities under the reference policy.
+        mask_L: True for tokens of the policy; the other tokens are ignored.
+        config: The section `loss_fn`.
     """
     given = reference_L[mask_L].astype(np.float64), policy_L[mask_L].astype(np.float64)
     if not np.isfinite(given).all():
@@ -506,7 +512,7 @@ NO_DIVERGENCE = "the divergence from the reference policy is not finite (loss_fn
 def fail_without_divergence(
     groups: Sequence[RolloutGroup], divergences_BG: Sequence[Sequence[float]]
 ) -> list[RolloutGroup]:
-    """Fail completions that have a reward but no finite divergence."""
+    """Return groups in which completions without a finite KL divergence have failed."""
     return [
         replace(
             group,
@@ -522,7 +528,7 @@ def fail_without_divergence(
 
 
 def lacks_divergences(groups: Sequence[RolloutGroup]) -> bool:
-    """Report whether no completion is left to train on for lack of a divergence."""
+    """Report whether every completion has failed, some for a KL divergence that is not finite."""
     failures = [rollout.failure for group in groups for rollout in group.rollouts_G]
     return None not in failures and NO_DIVERGENCE in failures
 
@@ -530,7 +536,10 @@ def lacks_divergences(groups: Sequence[RolloutGroup]) -> bool:
 def mean_divergence(
     rewards_BG: Sequence[Sequence[float | None]], divergences_BG: Sequence[Sequence[float]]
 ) -> dict[str, float]:
-    """Average `kl_in_reward` over the samples with a reward; empty without any."""
+    """Return the metric `kl_in_reward`, the mean KL divergence of the completions with a reward.
+
+    The result is empty if no completion has a reward.
+    """
     rows = zip(rewards_BG, divergences_BG, strict=True)
     counted = [kl for row in rows for reward, kl in zip(*row, strict=True) if reward is not None]
     return {"kl_in_reward": float(np.mean(counted))} if counted else {}
@@ -542,7 +551,7 @@ def subtract_divergences(
     *,
     weight: float,
 ) -> list[list[float | None]]:
-    """Subtract `weight` times the divergence of each completion; None stays None."""
+    """Return the rewards less `weight` times the KL divergences; a reward of None stays None."""
     return [
         [None if reward is None else reward - weight * kl for reward, kl in zip(*rows, strict=True)]
         for rows in zip(rewards_BG, divergences_BG, strict=True)

@@ -176,6 +176,10 @@ class RolloutStats:
     """Time waiting for environments after the last completion: not hidden by streaming."""
     num_tokens: int = 0
     """Tokens sampled during `generation`, including groups that were left out."""
+    num_repeated: int = 0
+    """Tokens of the prompts of further turns: the conversations so far."""
+    num_cached: int = 0
+    """Those of them that the generator did not compute again."""
     num_out_of_turns: int = 0
     """Conversations that ran out of turns before their environment ended them."""
     num_cut_off: int = 0

@@ -2,7 +2,7 @@
 
     tasks --> rollouts --> rewards --> advantages --> token forests --> log-probs --> loss --> step
 
-Its parts are made in `run/grpo.py`.
+`run/grpo.py` creates the parts of the loop.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from laurel.grpo.metrics import (
     environment_metrics,
     failures_with,
     judging_metrics,
+    reuse_metrics,
     rollout_metrics,
     unended_metrics,
     unended_note,
@@ -80,21 +81,21 @@ class GRPOSettings:
     loss: PolicyLossConfig
     logging: LoggerConfig
     max_length: int
-    """Tokens of the longest sequence."""
+    """The maximum number of tokens of a sequence."""
     longest_completion: int
-    """Tokens of the longest completion."""
+    """The maximum number of tokens of a completion."""
     batch_size: int
-    """Completions of one optimizer step."""
+    """The number of completions of one optimizer step."""
     micro_batch_size: int
-    """Groups of one forward pass where nothing is packed."""
+    """The number of groups of one forward pass if rows are not packed."""
     logprob_tokens: int
-    """Tokens of one forward pass without gradients."""
+    """The token budget of one forward pass without gradients."""
     updates_per_rollout: int
-    """Optimizer steps that train on one batch of rollouts."""
+    """The number of optimizer steps that train on one batch of rollouts."""
 
 
 class GRPO(TrainingLoop):
-    """A GRPO run."""
+    """Runs the steps and validations of a GRPO run."""
 
     state: GRPORunState
 
@@ -123,7 +124,7 @@ class GRPO(TrainingLoop):
     # ------------------------------------------------------------------------------------- a step
 
     def step(self, position: Position) -> Position:
-        """Take the batch of a step, train on it, and send the weights to the generator."""
+        """Train on the batch of a step, and send the new weights to the generator."""
         time, grpo = self.timers.time, self.settings.grpo
         num_groups = None if grpo.use_dynamic_sampling else grpo.num_prompts_per_step
         with time("total_step_time"):
@@ -263,7 +264,7 @@ class GRPO(TrainingLoop):
     # --------------------------------------------------------------------------------- validating
 
     def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Validate the policy; the metrics are by logged names, and by the names of checkpoints."""
+        """Validate the policy; return its metrics by their names in logs, and in checkpoints."""
         validation = self.parts.validation
         assert validation is not None
         with (
@@ -289,7 +290,7 @@ class GRPO(TrainingLoop):
         logged["timing/validation/total_validation_time"] = seconds
         keyed = {f"validation_{k}": v for k, v in figures.items()}
         for name, own in validation.by_set(groups).items():
-            # What environments measure is logged under their own names, of all sets.
+            # Metrics of environments are logged once, over all sets, under the environments' names.
             of_set = validation_metrics(own, {})
             self._show(f"validation-{name}", of_set, step)
             logged |= {f"validation-{name}/{k}": v for k, v in of_set.items()}
@@ -326,7 +327,7 @@ class GRPO(TrainingLoop):
         if note is not None and not self._noted_unended:
             self._noted_unended = True
             self.progress.message(f"step {step}: {note}")
-        train.setdefault("lr", self.parts.learner.learning_rate)  # where no update was made
+        train.setdefault("lr", self.parts.learner.learning_rate)  # missing without an update
         train["bad_steps_in_a_row"] = float(bad_steps)
         train["optimizer_steps"] = float(sum(u.failure is None for u in updates))
         train["optimizer_steps_not_applied"] = len(updates) - train["optimizer_steps"]
@@ -350,6 +351,7 @@ class GRPO(TrainingLoop):
         logged |= {
             "timing/train/rollout/generation": batch.stats.generation,
             **judging_metrics(batch.stats),
+            **reuse_metrics(batch.stats),
             "performance/tokens_per_second": num_tokens / timing["total_step_time"],
             "performance/generated_tokens_per_second": batch.stats.num_tokens
             / max(batch.stats.generation, 1e-9),
@@ -391,7 +393,7 @@ _COUNTS = ("global_valid_toks", "global_valid_seqs", "num_valid_samples", "num_e
 
 
 def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    # Extremes, totals of counts, means of the rest.
+    # Minima, maxima, sums of counts, and means of all other metrics.
     figures: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in updates for name in metrics):
         values = [metrics[name] for metrics in updates if name in metrics]
@@ -405,16 +407,16 @@ def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a GRPO run works with, and who rests where they have the same devices.
+# What a GRPO run works with, and which part rests if several have the same devices.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyParts:
-    """The parts of a GRPO run."""
+    """The components that a GRPO run works with, and which of them share devices."""
 
     learner: Learner
     has_reference: bool = False
-    """Whether the learner has a reference policy, as the divergence has a weight."""
+    """Whether the learner has a reference policy, because the KL divergence has a weight."""
     batcher: Batcher
     generator: Generator
     source: RolloutSource
@@ -430,11 +432,11 @@ class PolicyParts:
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the rewards of the noisiest environment."""
+        """The largest noise floor of an environment, as a standard deviation of its rewards."""
         return max((one.noise_floor() for one in self.environments.values()), default=0.0)
 
     def transfer_figures(self) -> dict[str, float]:
-        """Count failed transfers of weights, where there are several routes."""
+        """Return the number of weight transfers that used a fallback, if the generator has one."""
         number = getattr(self.generator, "num_weight_fallbacks", None)
         return {} if number is None else {"performance/weight_transfer_fallbacks": float(number)}
 
@@ -442,7 +444,7 @@ class PolicyParts:
 
     @contextmanager
     def generator_at_rest(self, timers: Timers) -> Iterator[None]:
-        """Put the generator to sleep for the duration."""
+        """Put the generator to sleep while the context is open, if `generator_rests`."""
         if not self.generator_rests:
             yield
             return
@@ -455,12 +457,12 @@ class PolicyParts:
                 self.source.wait_for(self.generator.wake())
 
     def learner_at_rest(self) -> AbstractContextManager[None]:
-        """Put the learner to sleep for the duration."""
+        """Put the learner to sleep while the context is open, if `learner_rests`."""
         return self.learner.resting() if self.learner_rests else nullcontext()
 
     @contextmanager
     def judges_at_rest(self) -> Iterator[None]:
-        """Put reward models that can sleep to sleep for the duration."""
+        """Put reward models that can sleep to sleep while the context is open, if `judges_rest`."""
         with ExitStack() as stack:
             for environment in self.environments.values() if self.judges_rest else ():
                 stack.enter_context(environment.resting())
@@ -487,16 +489,16 @@ def policy_logprobs(
     """Compute the log-probability of every token of every completion, without gradients.
 
     Args:
-        outputs: Outputs of the policy, or of the reference.
+        outputs: Computes the outputs of the policy, or of the reference policy.
         groups: Prompts of at least one token, with their completions.
-        path: How batches reach the model.
-        batch_tokens: Token budget of one forward pass; larger groups are divided.
-        pad_id: For models on the padded path.
-        share_prompts: Compute a prompt once for all its completions.
-        dp_size: `Learner.dp_size`.
+        path: The layout of batches: token forests or padded rows.
+        batch_tokens: The token budget of one forward pass; larger groups are divided.
+        pad_id: The padding token, for padded rows.
+        share_prompts: Whether a prompt is computed once for all its completions.
+        dp_size: The number of data-parallel ranks, `Learner.dp_size`.
 
     Returns:
-        float32 [L] for each completion of each group, in order whatever the batches were.
+        float32 [L] for each completion, in the order of the groups.
     """
     is_forest = path == "forest"
     budget = batch_tokens if is_forest and share_prompts else None

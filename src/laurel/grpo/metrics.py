@@ -1,6 +1,6 @@
-"""Metrics of a batch of rollouts: lengths, turns, rewards, those of environments, and alarms.
+"""Computes metrics of a batch of rollouts (lengths, turns, rewards, environments), and alarms.
 
-Names are NeMo RL's where it has one, TRL's where only it has one.
+A metric has the name that NeMo RL gives it, or TRL's if only TRL has it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OWN_PREFIX = re.compile(r"^\w+_env/")
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Measure all rollouts, with or without a reward; lengths are in tokens."""
+    """Return metrics of all rollouts, with or without a reward; lengths are in tokens."""
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
     if not rollouts:
         return {}
@@ -93,7 +93,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def judging_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Measure the time in environments, and how much of it overlapped with generation."""
+    """Return the time spent in environments, and the share that overlapped with generation."""
     figures = {
         "timing/train/rollout/environment": stats.environment,
         "timing/train/rollout/environment_busy": stats.judging,
@@ -103,14 +103,24 @@ def judging_metrics(stats: RolloutStats) -> dict[str, float]:
     return figures if share is None else figures | {"performance/reward_hidden_share": share}
 
 
+def reuse_metrics(stats: RolloutStats) -> dict[str, float]:
+    """Measure how much of earlier turns the generator did not compute again."""
+    if not stats.num_repeated:
+        return {}
+    return {"performance/turns_reused_share": stats.num_cached / stats.num_repeated}
+
+
 def unended_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Count conversations that ended before their environment ended them."""
+    """Return counts of conversations that ran out of turns or tokens before they were over."""
     found = {"unended_out_of_turns": stats.num_out_of_turns, "unended_cut_off": stats.num_cut_off}
     return {name: float(number) for name, number in found.items() if number}
 
 
 def unended_note(stats: RolloutStats, *, max_turns: int) -> str | None:
-    """Explain such conversations; None where there are none, or a limit above 1 ended them all."""
+    """Return a warning about conversations that ran out of turns or tokens before they were over.
+
+    Running out of turns counts only with `max_turns` 1. None if there is nothing to report.
+    """
     said = []
     if stats.num_out_of_turns and max_turns == 1:
         said.append(
@@ -128,9 +138,10 @@ def unended_note(stats: RolloutStats, *, max_turns: int) -> str | None:
 
 
 def failures_with(figures: dict[str, float], left_out: Mapping[str, int]) -> dict[str, float]:
-    """Add the failures of groups that were left out of a batch to its metrics.
+    """Return metrics of a batch to which the failures of its dropped groups are added.
 
-    They are in the counters of each reason, but not in `num_failures`, which is of the batch.
+    They count in `num_failures_left_out` and in the counter of each reason, but not in
+    `num_failures`, which covers only the batch.
     """
     found = {**figures, "num_failures_left_out": float(sum(left_out.values()))}
     for word, number in left_out.items():
@@ -154,10 +165,12 @@ def failure_counts(groups: Sequence[RolloutGroup]) -> Counter[str]:
 def environment_metrics(
     groups: Sequence[RolloutGroup], environments: Mapping[str, Environment]
 ) -> dict[str, float]:
-    """Let each environment measure its own samples, as `env/<name>/<metric>`.
+    """Return the metrics that each environment computes of its own rollouts.
+
+    They are named `env/<name>/<metric>`.
 
     Raises:
-        EnvironmentFailedError: It raised something, or what it gave are no figures.
+        EnvironmentFailedError: An environment raised an error, or returned no metrics.
     """
     figures: dict[str, float] = {}
     for name, environment in environments.items():
@@ -179,10 +192,10 @@ def environment_metrics(
 
 
 def end_batch(groups: Sequence[RolloutGroup], environments: Mapping[str, Environment]) -> None:
-    """Advance the state of environments past a batch that was trained on.
+    """Let environments with a state update it after a batch that was trained on.
 
     Raises:
-        EnvironmentFailedError: One of them raised something.
+        EnvironmentFailedError: An environment raised an error.
     """
     for name, environment in environments.items():
         own = [group for group in groups if group.task.environment == name]
@@ -206,7 +219,10 @@ def _own_code(environment: str, doing: str, method: Callable[..., Any]) -> Itera
 
 
 def environment_batch(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-    """Make the batch that an environment measures (`protocols.Environment`)."""
+    """Return the batch from which an environment computes metrics, as `protocols.Environment` says.
+
+    It holds the rollouts that have a reward.
+    """
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts_G]
     scored = [(group, rollout) for group, rollout in pairs if rollout.reward is not None]
     names = sorted({name for _, rollout in scored for name in rollout.components})
@@ -255,20 +271,20 @@ Played = tuple[RolloutGroup, Rollout]
 
 
 def members_of(config: EnvironmentsConfig) -> tuple[str, ...]:
-    """Name the reward models, where there are several."""
+    """Return the names of the reward models; empty unless there are several."""
     return tuple(part.name for part in config.reward_model.models or ())
 
 
 class HealthWatch:
-    """The alarms of a run: fed with metrics, reported in the log and in `health.jsonl`."""
+    """Feeds the alarms of a run with metrics, and reports them on the console and in a file."""
 
     def __init__(self, alarms: Alarms, *, run_dir: Path, say: Callable[[str], None]) -> None:
-        """Set up the alarms.
+        """Take the alarms of a run.
 
         Args:
-            alarms: Perhaps those of a checkpoint.
-            run_dir: Directory of `health.jsonl`.
-            say: Puts text on the console.
+            alarms: The alarms, new or restored from a checkpoint.
+            run_dir: The log directory of the run, which holds `health.jsonl`.
+            say: Prints text on the console.
         """
         self._alarms = alarms
         self._path = run_dir / HEALTH_FILE
@@ -280,7 +296,7 @@ class HealthWatch:
 
     @property
     def reason_to_stop(self) -> str | None:
-        """Name the raised alarms that end the run (`stop_on`), in a sentence."""
+        """Return a sentence that names the raised alarms of `stop_on`, which end the run."""
         names = self._alarms.stopping if self._is_enabled else ()
         if not names:
             return None
@@ -299,16 +315,16 @@ class HealthWatch:
     def step(
         self, step: int, groups: Sequence[RolloutGroup], figures: Mapping[str, float]
     ) -> dict[str, float]:
-        """Feed the alarms with the metrics of a step, and report changes.
+        """Feed the alarms with the metrics of a step, and report those that change.
 
         Args:
-            step: Its number.
-            groups: Its rollouts.
-            figures: Logged metrics, by full names.
+            step: The number of the step.
+            groups: The rollouts of the step.
+            figures: The metrics that the step logs, by their full names.
 
         Returns:
-            Figures to be logged with the others: what was measured for the alarms, and
-            `health/<alarm>`, 1 while it is raised and 0 otherwise, for those with enough data.
+            More metrics to log: those that only alarms read, and for each alarm with enough data
+            `health/<alarm>`, 1 while it is raised and 0 otherwise.
         """
         if not self._is_enabled:
             return {}
@@ -320,7 +336,7 @@ class HealthWatch:
     def validated(
         self, step: int, groups: Sequence[RolloutGroup], figures: Mapping[str, float]
     ) -> None:
-        """Feed the alarms with the metrics of a validation, and report changes."""
+        """Feed the alarms with the metrics of a validation, and report those that change."""
         if self._is_enabled:
             self._judge(step, groups, figures)
 
@@ -332,7 +348,7 @@ class HealthWatch:
             self._tell(event, groups)
 
     def _look_for_named(self, figures: Mapping[str, float]) -> None:
-        # A warning, once, where a metric that the configuration names is not among the first ones.
+        # Warn once if a metric that the configuration names is not among the first ones.
         config, kind = self._alarms.config, any(map(is_of_validation, figures))
         for key in ("gold_metric", "format_metric"):
             name = getattr(config, key)
@@ -359,7 +375,7 @@ class HealthWatch:
                 f"samples: {self._path}",
             ]
             self._say("\n  ".join(lines))
-        else:  # a figure about its threshold may come and go
+        else:  # a metric near its threshold may cross it many times
             self._say("  ".join(lines))
         entry = {
             "step": event.step,
@@ -394,11 +410,11 @@ def _counts(line: str, *, until: int) -> bool:
 def completion_figures(
     groups: Sequence[RolloutGroup], figures: Mapping[str, float]
 ) -> dict[str, float]:
-    """Measure what alarms read and a step does not log otherwise.
+    """Return the metrics of completions that alarms read and a step does not log otherwise.
 
     Args:
         groups: The rollouts of the step.
-        figures: Its other figures, for what is left out of the rollouts.
+        figures: The other metrics of the step, which count the failures of dropped groups.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
     repeated = [share for r in rollouts if (share := repeated_share(r.ids_L[r.mask_L])) is not None]
@@ -414,7 +430,10 @@ def completion_figures(
 
 
 def repeated_share(ids_L: TokenIds) -> float | None:
-    """Measure the share of a text's 4-grams of tokens that repeat; None without any."""
+    """Return the share of a text's 4-grams of tokens that repeat an earlier one.
+
+    None for a text of fewer than four tokens.
+    """
     count = len(ids_L) - GRAM + 1
     if count < 1:
         return None
@@ -441,9 +460,9 @@ def repeated_share(ids_L: TokenIds) -> float | None:
 
 
 def length_correlation(groups: Sequence[RolloutGroup]) -> float | None:
-    """Correlate reward and length within groups, over all of them.
+    """Return the correlation of reward and length within groups, pooled over all groups.
 
-    None where no group differs in both.
+    None if rewards, or lengths, are equal within every group.
     """
     products = squares = other_squares = 0.0
     for group in groups:
@@ -464,7 +483,7 @@ def length_correlation(groups: Sequence[RolloutGroup]) -> float | None:
 
 
 def samples_of(groups: Sequence[RolloutGroup], evidence: Evidence) -> list[dict[str, Any]]:
-    """Choose completions that show an alarm's evidence, of different prompts if possible."""
+    """Return completions that show an alarm's evidence, of different prompts if possible."""
     ordered = _ordered(groups, evidence)
     first: dict[str, Played] = {}
     for one in ordered:
@@ -487,7 +506,7 @@ def samples_of(groups: Sequence[RolloutGroup], evidence: Evidence) -> list[dict[
 
 
 def _ordered(groups: Sequence[RolloutGroup], evidence: Evidence) -> list[Played]:
-    # The clearest first; where equally clear, in the order of the batch.
+    # The clearest evidence comes first; equally clear completions keep the order of the batch.
     played = [(group, rollout) for group in groups for rollout in group.rollouts_G]
     if evidence == "failed":
         return [one for one in played if one[1].failure is not None]

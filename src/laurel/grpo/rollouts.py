@@ -227,12 +227,15 @@ class Rollouts:
             )
             for i in range(batch.num_generations)
         ]
-        if (barrier := batch.barriers.get(task.environment)) is not None:
-            await self._sample_all(context, rollouts)
-            await barrier.wait(_pending(context, rollouts), partial(self._judge, context))
-            await self._run_further_turns(context, rollouts)
-        else:
-            await self._judge_in_parts(context, parts_to_judge(environment, rollouts))
+        try:
+            if (barrier := batch.barriers.get(task.environment)) is not None:
+                await self._sample_all(context, rollouts)
+                await barrier.wait(_pending(context, rollouts), partial(self._judge, context))
+                await self._run_further_turns(context, rollouts)
+            else:
+                await self._judge_in_parts(context, parts_to_judge(environment, rollouts))
+        finally:
+            self._end_conversations(context, rollouts)
         if environment.spec.judges in ("completion", "part"):
             copy_reward_to_duplicates(rollouts)
         group = RolloutGroup(
@@ -291,6 +294,7 @@ class Rollouts:
     ) -> None:
         for rollout in rollouts:
             self._continue(context, rollout)
+        self._end_conversations(context, [rollout for rollout in rollouts if rollout.is_over])
         # A task for each would cost more than the rest of a step for a short conversation.
         await together(self._take_turns(context, r) for r in rollouts if not r.is_over)
 
@@ -299,6 +303,21 @@ class Rollouts:
             await self._sample_all(context, [rollout])
             await self._judge(context, _pending(context, [rollout]))
             self._continue(context, rollout)
+        self._end_conversations(context, [rollout])
+
+    def _conversations(
+        self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
+    ) -> tuple[str, ...]:
+        # A name for each where there may be several turns.
+        if self.max_turns == 1:
+            return ()
+        return tuple(f"{context.group_id}-{rollout.index}" for rollout in rollouts)
+
+    def _end_conversations(
+        self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
+    ) -> None:
+        if names := self._conversations(context, rollouts):
+            self.generator.end_conversations(names)
 
     async def _sample_turn(
         self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
@@ -323,6 +342,7 @@ class Rollouts:
                 )
             ),
             sampling=sampling,
+            conversations_G=self._conversations(context, rollouts),
         )
         missing = set(range(len(rollouts)))
         batch.num_open += 1
@@ -339,6 +359,9 @@ class Rollouts:
                         )
                     missing.remove(generated.index)
                     batch.calls.stats.num_tokens += len(generated.ids_L)
+                    if turn:
+                        batch.calls.stats.num_repeated += len(so_far)
+                        batch.calls.stats.num_cached += generated.num_cached
                     rollouts[generated.index].add_turn(generated)
                     yield rollouts[generated.index]
         finally:

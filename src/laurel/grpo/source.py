@@ -1,11 +1,11 @@
-"""The batches of a GRPO run: rollouts in a background thread, some of them ahead.
+"""Generates the batches of a GRPO run in a background thread, some of them ahead of their step.
 
-Synchronous and asynchronous training are one loop. With `max_staleness` 0 a batch is begun when its
-step needs it; with more, the batches of the next steps are played while the learner works on this
-one, with the weights of this step. Batches are played one after the other and all of them are
-finished before weights change, so samples depend on the run's seed alone, and a checkpoint
-holds the batches that were ahead. Only a run that is asked to end does not wait for all of them:
-unfinished batches are dropped, and will be sampled with newer weights.
+Synchronous and asynchronous training share one loop. With `max_staleness` 0 a batch is begun when
+its step needs it. With more, the batches of the next steps are generated with the weights of this
+step while the learner trains on it. Batches are generated one after the other, and all are finished
+before the weights change, so the samples depend only on the run's seed, and a checkpoint holds the
+batches generated ahead. A run that is asked to end does not wait for them: unfinished batches are
+dropped, and are sampled with newer weights when the run resumes.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ from laurel.training.stopping import NothingLeft
 from laurel.types import RolloutGroup, SamplingParams, Task
 
 # --------------------------------------------------------------------------------------------------
-# What a batch of rollouts is made of: the next tasks, and the groups of them that are kept.
+# How a batch is collected: the next tasks are taken, and some of their groups are kept.
 
 TRAINING, VALIDATION = 0, 1
-"""First of the numbers that seed a batch."""
+"""The first of the numbers that seed a batch."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """The rollouts of one step."""
+    """The groups of rollouts that one step trains on, and how they were collected."""
 
     step: int
     """The step (from 0) that learns from them."""
     groups: list[RolloutGroup]
     stats: RolloutStats = field(default_factory=RolloutStats)
     num_batches: int = 1
-    """Batches of generation it took, with dynamic sampling."""
+    """The number of batches of generation that were needed."""
     num_discarded: int = 0
-    """Groups with a signal beyond those that the step needs."""
+    """The number of groups with a signal beyond those that the step needs."""
     num_without_signal: int = 0
-    """Groups that dynamic sampling left out."""
+    """The number of groups that dynamic sampling dropped."""
     num_replaced: int = 0
-    """Groups that were replaced because too few of their completions have a reward."""
+    """The number of groups that were replaced: too few of their completions have a reward."""
     failures_left_out: dict[str, int] = field(default_factory=dict)
-    """Completions without a reward in groups that were left out, by reason."""
+    """Counts of the completions without a reward in dropped groups, by reason."""
 
     def leave_out(self, groups: Sequence[RolloutGroup]) -> None:
-        """Count the failures in groups that the step will not use."""
+        """Count the failures in groups that are dropped from the batch."""
         for word, number in failure_counts(groups).items():
             self.failures_left_out[word] = self.failures_left_out.get(word, 0) + number
 
 
 class BatchCollector:
-    """A collector of the batches of a run, one after the other."""
+    """Collects finished groups of rollouts into the run's training batches, one after the other."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class BatchCollector:
         """Start at the first task; the arguments are those of `RolloutSource`."""
         self.tasks = tasks
         self.consumed = 0
-        """Tasks of the stream that begun batches have used."""
+        """The number of tasks of the stream that batches have used so far."""
         self._rollouts = rollouts
         self._config = config
         self._sampling = sampling
@@ -88,15 +88,15 @@ class BatchCollector:
         self._noise = noise
 
     async def play(self, step: int, *, on_group: Callable[[RolloutGroup], None]) -> Batch:
-        """Collect the batch of a step.
+        """Generate the batch of a step.
 
         Args:
-            step: From 0.
-            on_group: Called as soon as a group is finished, also for one that is left out.
+            step: The number of the step, from 0.
+            on_group: Called with each group as soon as it is finished, even if it is dropped.
 
         Raises:
             NothingLeft: Dynamic sampling has used up the tasks of all epochs.
-            TrainingError: It has found too few groups with a signal.
+            TrainingError: Dynamic sampling has found too few groups with a signal.
         """
         config, batch = self._config, Batch(step=step, groups=[])
         limit = config.dynamic_sampling_max_gen_batches
@@ -193,7 +193,7 @@ class BatchCollector:
             for r in group.rollouts_G
             if r.reward is not None and not (r.truncated and self._config.overlong_filtering)
         ]
-        # What the clamp of `reward_scaling` makes equal teaches nothing.
+        # Rewards that the clamp of `reward_scaling` makes equal give no signal.
         scaling = self._config.reward_scaling
         rewards = [r.reward for r in used if r.reward is not None]
         columns = [[scaled(reward, scaling) for reward in rewards] if scaling.enabled else rewards]
@@ -222,7 +222,7 @@ SECONDS_BETWEEN_LOOKS = 0.1
 class _Ahead:
     step: int
     future: Future[Batch] = field(default_factory=Future)
-    # Tasks used when it was begun. None: not yet begun, or it used none.
+    # The number of tasks used when the batch was begun; None if it is not begun, or used none.
     before: int | None = None
 
     @property
@@ -232,7 +232,7 @@ class _Ahead:
 
 
 class RolloutSource:
-    """The batches of a run's steps, in order."""
+    """Yields the batches of a run's steps in order; rollouts run in a background thread."""
 
     def __init__(
         self,
@@ -248,15 +248,15 @@ class RolloutSource:
         """Start the background thread.
 
         Args:
-            rollouts: Plays tasks; closed together with this.
+            rollouts: Runs the rollouts; `close` closes it too.
             tasks: The training set.
             config: The section `grpo`.
-            sampling: Sampling parameters of completions.
+            sampling: The sampling parameters of completions.
             shuffle: Whether each epoch has an order of its own.
-            total_steps: No batch is begun for a step beyond. With dynamic sampling there may be
-                fewer: it takes no more tasks than all epochs have.
-            noise: Noise of an environment's rewards, by its name: dynamic sampling sees no signal
-                in differences that are not far above it.
+            total_steps: The maximum number of steps. With dynamic sampling there may be fewer,
+                because it uses at most the tasks of all epochs.
+            noise: Returns the noise of the rewards of an environment, by its name. Dynamic sampling
+                sees no signal in differences that are not far above the noise.
         """
         self._rollouts = rollouts
         self._collector = BatchCollector(
@@ -283,16 +283,17 @@ class RolloutSource:
 
     @property
     def consumed(self) -> int:
-        """Number of tasks of the stream that begun batches have used."""
+        """The number of tasks of the stream that batches have used so far."""
         return self._collector.consumed
 
     def take(self, step: int, *, while_waiting: Waiting = lambda num_groups: None) -> Batch:
-        """Return the batch of a step, and begin those that may run ahead of it.
+        """Return the batch of a step, and begin the batches that may be generated ahead.
 
         Args:
-            step: Steps are taken in order.
-            while_waiting: Called a few times a second with the number of groups played so far.
-                What it raises is raised here; then it is as if this step had never been asked for.
+            step: The number of the step; steps are taken in order.
+            while_waiting: Called a few times a second with the number of groups finished so far.
+                An exception of it is raised here, and the step's batch is discarded as if it had
+                never been requested.
 
         Raises:
             NothingLeft: Dynamic sampling has used up the tasks of all epochs.
@@ -315,11 +316,11 @@ class RolloutSource:
         return batch
 
     def settle(self, *, is_patient: Callable[[], bool] = lambda: True) -> list[Batch]:
-        """Wait until no rollout is in progress, and return the batches that are ahead.
+        """Wait until no rollout is in progress, and return the batches generated ahead.
 
         Args:
-            is_patient: Asked a few times a second. Once it says no, what is not finished is given
-                up: it is as if it had never been asked for.
+            is_patient: Called a few times a second. Once it returns False, unfinished batches are
+                discarded as if they had never been requested.
         """
         for ahead in list(self._ahead):
             while not wait((ahead.future,), timeout=SECONDS_BETWEEN_LOOKS).done:
@@ -334,7 +335,7 @@ class RolloutSource:
         return [ahead.future.result() for ahead in self._ahead if ahead.is_finished]
 
     def put_back(self, batches: Sequence[Batch], *, consumed: int) -> None:
-        """Restore the batches that a checkpoint held."""
+        """Restore the batches generated ahead and the number of used tasks from a checkpoint."""
         self._collector.consumed = consumed
         for batch in batches:
             ahead = _Ahead(step=batch.step)
@@ -351,9 +352,9 @@ class RolloutSource:
         batch: tuple[int, ...],
         while_waiting: Waiting = lambda num_groups: None,
     ) -> list[RolloutGroup]:
-        """Run rollouts of other tasks, for validation. Exceptions of `while_waiting` end them.
+        """Run the rollouts of validation tasks; an exception of `while_waiting` ends them.
 
-        Failures are not checked: call `check_failures`.
+        The caller checks failures with `check_failures`.
         """
         self._num_played = 0
         future = self._begin(
@@ -372,14 +373,14 @@ class RolloutSource:
             raise
 
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
-        """Raise EnvironmentFailedError where an environment failed on too many samples."""
+        """Raise EnvironmentFailedError if an environment failed on too many completions."""
         self._rollouts.check_failures(groups)
 
     def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine of the generator in the loop of the rollouts.
+        """Run a coroutine of the generator in the event loop of the rollouts.
 
         Raises:
-            EngineError: It did not end within the time limit of generation.
+            EngineError: The coroutine did not end within the time limit of generation.
         """
         limit = self._rollouts.generation_timeout
 
@@ -395,7 +396,7 @@ class RolloutSource:
         return self._begin(bounded()).result()
 
     def close(self) -> None:
-        """Stop the rollouts and end the thread. Idempotent."""
+        """Stop the rollouts and end the thread; further calls do nothing."""
         if self._loop.is_closed():
             return
         with self._ending:
@@ -407,8 +408,8 @@ class RolloutSource:
         self._rollouts.close()
 
     def _run(self) -> None:
-        # Ending needs the loop once more. The thread that closes may have a running loop of its
-        # own: that of a notebook.
+        # Pending tasks need the loop to end. The thread that calls `close` cannot run it, because
+        # in a notebook it has a running loop of its own.
         self._loop.run_forever()
         pending = asyncio.all_tasks(self._loop)
         self._loop.run_until_complete(end_all(pending, patience=1.0))
@@ -427,7 +428,7 @@ class RolloutSource:
         return future.result()
 
     def _give_up(self) -> None:
-        # Unfinished batches are as if they had never been requested.
+        # Unfinished batches are discarded as if they had never been requested.
         kept = list(takewhile(lambda ahead: ahead.is_finished, self._ahead))
         lost = list(self._ahead)[len(kept) :]
         self._drop(ahead.future for ahead in lost)
@@ -448,8 +449,8 @@ class RolloutSource:
                 await asyncio.wait(others, timeout=CLOSING_SECONDS)
 
         with self._ending:
-            # The tasks behind the futures end a little later; that is what is waited for. Once the
-            # loop is being stopped, `close` has done so, and nobody would answer.
+            # The tasks behind the futures end a little later, which is awaited here. Once the loop
+            # is being stopped, `close` has awaited them, and the loop would not run this.
             if not self._is_stopped:
                 self._begin(others_have_ended()).result()
 

@@ -1,4 +1,4 @@
-"""The contents of a GRPO checkpoint besides the policy: progress in the tasks, rollouts ahead."""
+"""Saves the state of GRPO in checkpoints: progress in the tasks, and rollouts generated ahead."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from laurel.types import Message, Rollout, RolloutGroup, Task
 
 
 class GRPORunState(PolicyRunState):
-    """The checkpoints of a GRPO run: besides the policy, the position in the stream of tasks, the
-    rollouts ahead of the step, the state of the environments and of the alarms.
+    """Saves and restores a GRPO run.
+
+    A checkpoint holds the policy, the position in the task stream, the rollouts generated ahead,
+    and the state of environments and alarms.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class GRPORunState(PolicyRunState):
         self.alarms = alarms or Alarms(HealthConfig(enabled=False))
 
     def more(self) -> dict[str, Any]:
-        """Return the algorithm's own state (`RunState`)."""
+        """Return the state of GRPO that a checkpoint holds, as `RunState` describes."""
         return {
             "consumed": self._source.consumed,
             "ahead": [batch_to_dict(batch) for batch in self._source.settle()],
@@ -54,7 +56,7 @@ class GRPORunState(PolicyRunState):
         }
 
     def restore_more(self, more: Mapping[str, Any]) -> None:
-        """Restore the algorithm's own state (`RunState`)."""
+        """Restore the state that `more` returned, as `RunState` describes."""
         tasks = {task.id: task for task in self._source.tasks}
         if "notes" in more:
             # Older checkpoints hold notes apart, by environment.
@@ -78,7 +80,7 @@ _ARRAYS = ("ids_L", "mask_L", "logprobs_L")
 
 
 def batch_to_dict(batch: Batch) -> dict[str, Any]:
-    """Convert a batch to JSON types; tasks become their ids."""
+    """Convert a batch to values that a checkpoint can hold; tasks become their ids."""
     return {
         "step": batch.step,
         "clock": asdict(batch.stats),
@@ -108,7 +110,7 @@ def batch_to_dict(batch: Batch) -> dict[str, Any]:
 
 
 def batch_from_dict(saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> Batch:
-    """Restore a batch of a checkpoint; `tasks` are by their ids."""
+    """Restore a batch from a checkpoint; `tasks` maps ids to tasks."""
     return Batch(
         step=saved["step"],
         stats=RolloutStats(**saved["clock"]),
@@ -139,7 +141,7 @@ def batch_from_dict(saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> Batc
 def _notes_of_rollouts(noted: Any) -> Sequence[Any]:
     if not isinstance(noted, Mapping):
         return noted or ()
-    # Those of a composite: its own, and those of its parts, which may be composites.
+    # A composite has notes of its own and of its parts, which may be composites.
     parts = {name: _notes_of_rollouts(of_part) for name, of_part in noted["parts"].items()}
     return [
         rewards and {"rewards": rewards, "parts": {name: p[i] for name, p in parts.items() if p}}
@@ -148,7 +150,7 @@ def _notes_of_rollouts(noted: Any) -> Sequence[Any]:
 
 
 def fingerprint_of_tasks(tasks: Sequence[Task]) -> str:
-    """Hash the prompts and metadata of a task set, in order."""
+    """Return a hash of the prompts and metadata of a task set, in order."""
     rows = ([[m.role, m.content] for m in task.prompt] for task in tasks)
     return hash_of(
         json.dumps([row, task.id, task.environment, dict(task.metadata)], default=repr)
@@ -159,7 +161,7 @@ def fingerprint_of_tasks(tasks: Sequence[Task]) -> str:
 def write_bad_rollouts(
     run_dir: Path, step: int, groups: Sequence[RolloutGroup], reason: str
 ) -> Path:
-    """Write the rollouts of a step that was not applied, for inspection."""
+    """Write the rollouts of a step whose update was not applied to a file; return its path."""
     rows = (
         {
             "source": group.task.source,

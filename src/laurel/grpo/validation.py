@@ -15,23 +15,23 @@ from laurel.protocols import Environment
 from laurel.types import RolloutGroup, SamplingParams, Task
 
 KEPT = ("reward_std", "reward_min", "reward_max", "truncation_rate", "avg_turns_per_sample")
-"""Metrics of rollouts that a validation logs besides its own."""
+"""The metrics of rollouts that a validation logs besides its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyValidation:
-    """The tasks of a run's validation, and their sampling."""
+    """Runs the validation tasks of a run with their sampling settings."""
 
     tasks: Sequence[Task]
     config: GRPOConfig
     sampling: SamplingParams
     environments: Mapping[str, Environment]
     set_of: Mapping[str, str] = field(default_factory=dict)
-    """Name of a task's set, by its id; empty where sets have none."""
+    """The name of a task's validation set by the task's id; only named sets have entries."""
 
     @property
     def chosen(self) -> list[Task]:
-        """List the tasks that are used: the first `max_val_samples` of each set that has a name."""
+        """The tasks that are validated: the first `max_val_samples` of each validation set."""
         counts: Counter[str] = Counter()
         chosen = []
         for task in self.tasks:
@@ -42,7 +42,7 @@ class PolicyValidation:
         return chosen
 
     def by_set(self, groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
-        """Divide groups by the sets of their tasks."""
+        """Return the groups of each named validation set."""
         named: dict[str, list[RolloutGroup]] = {}
         for group in groups:
             name = self.set_of.get(group.task.id)
@@ -53,17 +53,17 @@ class PolicyValidation:
     def play(
         self, source: RolloutSource, *, while_waiting: Waiting = lambda num_tasks: None
     ) -> list[RolloutGroup]:
-        """Run the rollouts of the tasks that are used, `val_batch_size` concurrently.
+        """Run the rollouts of the chosen tasks, in batches of `val_batch_size`.
 
-        The seeds do not depend on the step, so validations differ by the policy alone.
+        The seeds do not depend on the step, so validations differ only by the policy.
 
         Args:
-            source: Plays them.
-            while_waiting: Called with the number of tasks that are done, a few times a second and
-                after each batch; what it raises ends the validation.
+            source: Runs the rollouts.
+            while_waiting: Called with the number of finished tasks, a few times a second and after
+                each batch; its exception ends the validation.
 
         Raises:
-            EnvironmentFailedError: An environment failed on too many samples.
+            EnvironmentFailedError: An environment failed on too many completions.
         """
         tasks = self.chosen
         groups: list[RolloutGroup] = []
@@ -81,7 +81,7 @@ class PolicyValidation:
                 while_waiting=count,
             )
             while_waiting(first + len(batch))
-        # Of all at once: the last batch may be a single sample.
+        # Failures are checked over all batches, because the last may be a single completion.
         source.check_failures(groups)
         return groups
 
@@ -89,11 +89,11 @@ class PolicyValidation:
 def validation_metrics(
     groups: Sequence[RolloutGroup], environments: Mapping[str, Environment]
 ) -> dict[str, float]:
-    """Measure a validation, by bare names.
+    """Return the metrics of a validation, by their names without a prefix.
 
-    `reward_mean` always; `accuracy` (its other name) only where every reward is 0 or 1, and then
-    `pass@k` too, over the tasks with k > 1 completions that were all scored; `avg_length` in
-    tokens. Samples without a reward are in no mean of rewards and counted in `num_failures`.
+    `reward_mean` excludes completions without a reward, which `num_failures` counts. If every
+    reward is 0 or 1, `accuracy` equals `reward_mean`, and `pass@k` is computed over the tasks whose
+    k > 1 completions all have a reward. `avg_length` is in tokens.
     """
     measured = rollout_metrics(groups)
     figures = {"num_failures": measured.get("num_failures", 0.0)}

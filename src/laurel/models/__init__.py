@@ -1,1 +1,1 @@
-"""Models: loading, forest computation, parallelism, checkpoints and the scoring contract."""
+"""Loads, runs, parallelizes and checkpoints models, and defines the scoring contract."""

@@ -1,10 +1,9 @@
-"""Conversations as the tokens of a policy, for sampling and for imitation.
+"""Tokenises the conversations of a policy, for sampling and for supervised fine-tuning.
 
-Samples and demonstrations are divided into the same pieces. A prompt is the template's text
-up to where the assistant begins; then come the policy's own tokens, up to and with the token that
-ends its turn; then what the template writes between that and the assistant's next turn. Each piece
-is tokenised by itself, so no token ever straddles a border, and the policy's tokens stay as it
-wrote them.
+Samples and demonstrations are divided into the same pieces: the prompt, which is the template's
+text up to where the assistant begins; the policy's own tokens, including the token that ends its
+turn; and the template's text between that and the assistant's next turn. Each piece is tokenised by
+itself, so no token crosses a border, and the policy's tokens stay as it generated them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from laurel.types import Mask, TokenIds
 
 ENVIRONMENT = "environment"
-"""Role of messages whose text continues inside the policy's own turn."""
+"""The role of messages whose text continues inside the policy's own turn."""
 
 _ANOTHER = (
     "Choose a template that only appends (policy.tokenizer.chat_template=chatml, or a path "
@@ -46,13 +45,13 @@ class Demonstration:
     """A conversation prepared for supervised fine-tuning."""
 
     tokens: TokenGroup
-    """One branch: everything from the assistant's first token on."""
+    """A group of one branch, which begins with the assistant's first token."""
     mask_L: Mask
-    """bool [L], over the branch: the tokens to learn. The last one is among them."""
+    """bool [L]: which tokens of the branch are learned; the last one always is."""
 
     @property
     def truncated(self) -> bool:
-        """Report whether its end was cut off."""
+        """Whether the end of the conversation was cut off."""
         return self.tokens.truncated_G[0]
 
 
@@ -62,19 +61,19 @@ class _Piece(NamedTuple):
 
 
 class ChatFormat:
-    """Chat format of one policy: prompts, observations and demonstrations as tokens.
+    """Converts prompts, observations and demonstrations of one policy to tokens.
 
     Args:
-        tokenizer: With template and padding settled (`load_tokenizer`). Its template is changed
-            where it prints the date, takes variables, or leaves out a BOS that the tokenizer adds,
-            so that it says the same wherever it is saved.
-        template_kwargs: Variables of the template.
+        tokenizer: A tokenizer from `load_tokenizer`. Its template is changed if it prints the date,
+            takes variables, or omits a BOS that the tokenizer adds, so that it renders the same
+            text wherever it is saved.
+        template_kwargs: The variables of the template.
         generation_end_ids: The end tokens of the model's generation configuration.
-        today: The date to pin a clock to.
+        today: The date that a template which prints the date is pinned to.
 
     Raises:
-        ModelError: A template that cannot render a question and its answer or leaves either out, or
-            a policy that could never end its turn.
+        ModelError: The template cannot render a question and its answer, or omits one of them; or
+            no token ends the policy's turn.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class ChatFormat:
             self.end_id = int(tokenizer.convert_tokens_to_ids(self._end_text.strip()))
         ends = dict.fromkeys((self.end_id, tokenizer.eos_token_id, *more))
         self.end_ids: tuple[int, ...] = tuple(end for end in ends if end is not None)
-        """Tokens that end the policy's turn; the first is the one that the template writes."""
+        """The tokens that end the policy's turn; the first is the one that the template writes."""
         if not self.end_ids:
             raise ModelError(
                 "neither the chat template nor the tokenizer has a token that ends a turn, so the "
@@ -110,10 +109,10 @@ class ChatFormat:
     # ---------------------------------------------------------------------------------- sampling
 
     def prompt_ids(self, conversation: Conversation) -> TokenIds:
-        """Tokenise a conversation up to where the assistant begins to speak: int32 [L].
+        """Tokenise a conversation up to the start of the assistant's next turn: int32 [L].
 
         Raises:
-            DataError: The template cannot render it, or nothing is there.
+            DataError: The template cannot render the conversation, or the prompt has no token.
         """
         return self.prompts_ids([conversation])[0]
 
@@ -123,7 +122,7 @@ class ChatFormat:
         """Compute `prompt_ids` of many conversations at once; errors name their `sources`.
 
         Raises:
-            DataError: The template cannot render one, or a prompt has no token.
+            DataError: The template cannot render a conversation, or a prompt has no token.
         """
         where = [f"{source}: " for source in sources] or [""] * len(conversations)
         texts: list[str] = []
@@ -147,16 +146,17 @@ class ChatFormat:
         history: Conversation = (),
         turn_ids: Sequence[int] | TokenIds = (),
     ) -> TokenIds:
-        """Tokenise what follows the policy's turn: int32 [L]. The turn's tokens stay as they are.
+        """Tokenise the text between the policy's turn and its next one: int32 [L].
 
         Args:
-            observation: `role` and `content` of what the environment says. The role `environment`
-                goes on inside the policy's turn, as raw text; any other gets a turn of its own.
-            history: The conversation before the policy's turn, for templates that care.
-            turn_ids: The policy's turn. Where it has no end token, what closes it is included.
+            observation: The `role` and `content` of the environment's message. With the role
+                `environment` the text continues the policy's turn; any other role gets a turn.
+            history: The conversation before the policy's turn, on which a template may depend.
+            turn_ids: The tokens of the policy's turn. If no end token is among them, the returned
+                tokens begin with the text that closes the turn.
 
         Raises:
-            DataError: The template cannot render such a turn.
+            DataError: The template cannot render a turn of this role.
         """
         role, content = observation["role"], observation["content"]
         if role == ENVIRONMENT:
@@ -185,7 +185,7 @@ class ChatFormat:
         """Render a conversation as text; `prompt` adds the opening of the assistant's turn.
 
         Raises:
-            DataError: The template cannot render it.
+            DataError: The template cannot render the conversation.
         """
         return render(self.tokenizer, conversation, self.template_kwargs, prompt=prompt)
 
@@ -201,16 +201,17 @@ class ChatFormat:
     ) -> Demonstration | None:
         """Tokenise a conversation and mark the tokens to learn: assistant turns and their ends.
 
-        Longer ones lose their end. None where no token to learn is left.
-
         Args:
-            conversation: With at least one assistant turn.
-            demonstration_id: Id of the token group.
-            max_length: Longest conversation in tokens.
-            only_final: Learn the assistant's last turn alone.
+            conversation: A conversation with at least one assistant turn.
+            demonstration_id: The id of the token group.
+            max_length: The maximum number of tokens; the end of a longer conversation is cut off.
+            only_final: Whether only the assistant's last turn is learned.
+
+        Returns:
+            The demonstration; None if no token to learn is left.
 
         Raises:
-            DataError: A template that writes a turn differently once more follows.
+            DataError: The template renders a turn differently if another turn follows.
         """
         pieces = self._pieces(conversation, only_final=only_final)
         ids = [token for piece in pieces for token in piece.ids]
@@ -314,10 +315,10 @@ class ChatFormat:
 
     @property
     def asks_as_it_answers(self) -> bool:
-        """Report whether an assistant's turn begins with the text that prompts the policy.
+        """Whether an assistant's turn begins with the text that prompts the policy.
 
-        Where it does not, the policy is prompted otherwise than it was trained: by a mistake in the
-        template, or because the template opens a block of thought.
+        Otherwise prompts in training differ from those in sampling, because of a mistake in the
+        template, or because it opens a block of thought.
         """
         asked = (Message("user", "a"),)
         whole = self.render((*asked, Message("assistant", "b")))

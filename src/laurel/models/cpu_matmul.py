@@ -1,10 +1,10 @@
-"""The products of linear layers, by the quicker library that torch holds.
+"""Computes the products of linear layers on CPUs with the faster library of torch.
 
-torch multiplies float32 matrices with MKL, which keeps the widest vector instructions for Intel's
-processors. On others that have them, oneDNN, which torch holds too, takes half the time for the
-same arithmetic (docs/benchmarks.md). Its sums round otherwise by about 1e-6 of their size: below
-what a generator and a policy's updates promise, above what a scorer does, so reward models keep
-MKL. The choice depends on the processor and the sizes alone, never on a timing.
+torch multiplies float32 matrices with MKL, which uses the widest vector instructions only on
+Intel's processors. On others that have them, oneDNN, another library of torch, needs half the time
+(docs/benchmarks.md). Its sums round differently, by about 1e-6 of their size. That is within the
+tolerance of a generator and of a policy's updates, but not of a scorer, so reward models keep MKL.
+The choice depends only on the processor and the sizes, never on a timing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 LARGE = 2**22
-"""Multiplications of a product from which one with gradients gains more than a call costs."""
+"""The number of multiplications from which a product with gradients is faster with oneDNN."""
 
 
 @contextmanager
 def fast_matmul(model: nn.Module) -> Iterator[None]:
-    """Let a model multiply with the quicker library for a while, where there is a choice.
+    """Let a model multiply with oneDNN while the context is open, if that is faster here.
 
-    Only plain linear layers in float32 on the CPU; with their gradients where a product is large.
+    It affects plain linear layers in float32 on the CPU; with gradients, only large products.
     """
     layers = [m for m in model.modules() if type(m) is nn.Linear] if prefers_onednn() else []
     for layer in layers:
@@ -41,10 +41,10 @@ def fast_matmul(model: nn.Module) -> Iterator[None]:
 
 
 class _OneDnnLinear(nn.Linear):
-    """`nn.Linear` whose float32 products on the CPU are oneDNN's."""
+    """A linear layer that computes float32 products on the CPU with oneDNN."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply as `nn.Linear` does."""
+        """Apply the layer, as `nn.Linear` does."""
         if (
             not input.dtype == self.weight.dtype == torch.float32
             or input.device.type != "cpu"
@@ -60,7 +60,7 @@ class _OneDnnLinear(nn.Linear):
 
 
 class _LinearProduct(torch.autograd.Function):
-    """The product with its gradients, which are two more products."""
+    """A product by oneDNN with its gradients, which are two more products."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -81,7 +81,7 @@ class _LinearProduct(torch.autograd.Function):
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`input @ weight.T + bias`."""
+    """Return `input @ weight.T + bias`."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     return product
 
@@ -99,7 +99,7 @@ def prefers_onednn() -> bool:
 
 
 def _vendor() -> str:
-    """The maker of the processor, as it names itself."""
+    """Return the vendor of the processor, as it names itself; empty if unknown."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,8 +1,8 @@
-"""How a conversation becomes a number: the scoring contract.
+"""Defines the scoring contract: the rules by which a conversation becomes a score.
 
-It is defined here once, saved with every checkpoint as `scoring.json`, and used by training,
-evaluation, serving and environments alike. Callers pass raw messages; no other code renders a
-template, adds a special token or chooses the position of the score.
+The contract is saved with every checkpoint as `scoring.json`, and training, evaluation, serving and
+environments all use it. Callers pass raw messages; no other code renders a template, adds a special
+token or chooses the position of the score.
 """
 
 from __future__ import annotations
@@ -38,68 +38,68 @@ TrainedIds = list[int]
 
 
 class GoldenScore(BaseModel):
-    """A golden conversation: its scores when the checkpoint was saved, compared at every load."""
+    """The scores of a conversation when a checkpoint was saved, which are checked at every load."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     messages: tuple[Message, ...]
     """The conversation as raw messages."""
     values_K: tuple[float, ...]
-    """Outputs of the head."""
+    """The outputs of the head."""
     num_tokens: int
-    """Tokens of the rendered conversation, after truncation."""
+    """The number of tokens of the rendered conversation, after truncation."""
 
 
 class ScoringRules(BaseModel):
-    """The contract as it is saved: everything that decides a score besides the weights."""
+    """The saved form of the contract: everything that decides a score besides the weights."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: int = FORMAT
-    """Version of the file format."""
+    """The version of the file format."""
     template_sha256: str
-    """Hash of the chat template that is saved with the tokenizer."""
+    """The hash of the chat template that is saved with the tokenizer."""
     template_kwargs: dict[str, Any] = {}
-    """Variables that the template is rendered with."""
+    """The variables that the template is rendered with."""
     pinned_date: str | None = None
-    """The date that a template with a clock was pinned to."""
+    """The date that the template prints, if it would print the current date; otherwise null."""
     bos_id: int | None
-    """The token that begins a text; null where there is none, as below."""
+    """The token that begins a text; null if there is none."""
     eos_id: int | None
-    """The token that ends a text; null where there is none."""
+    """The token that ends a text; null if there is none."""
     pad_id: int | None
-    """The token that fills rows up; its place is never scored."""
+    """The padding token, whose position is never scored; null if there is none."""
     pooled: Literal["last", "model"] = "last"
     """`last`: the score is read from the last token. `model`: an encoder pools by itself."""
     max_length: int
-    """Tokens; longer conversations are cut."""
+    """The maximum number of tokens; longer conversations are truncated."""
     truncation_side: Literal["left", "right"]
-    """The side that is cut from conversations longer than `max_length`."""
+    """The side on which longer conversations are truncated."""
     head_dtype: str = "float32"
-    """Dtype of the head's arithmetic."""
+    """The dtype in which the head computes."""
     attributes: tuple[str, ...] = ()
-    """Names of the outputs of a regression head; empty for a scalar."""
+    """The names of the outputs of a regression head; empty for a scalar."""
     attribute_weights: tuple[float, ...] | None = None
-    """Weights that combine the attributes into one score."""
+    """The weights that combine the attributes into one score; null: their mean."""
     mean: float | None = None
-    """Mean of the scores of reference completions; null: not measured."""
+    """The mean of the scores of reference completions; null if it was not measured."""
     std: float | None = None
-    """Their standard deviation."""
+    """The standard deviation of these scores; null if it was not measured."""
     num_reference: int = 0
-    """Completions that mean and std were measured on."""
+    """The number of completions from which `mean` and `std` were measured."""
     golden: tuple[GoldenScore, ...] = ()
     """Conversations whose scores the model must reproduce at every load."""
     golden_dtype: str = "float32"
-    """Dtype of the weights, and of the arithmetic that gave the golden scores."""
+    """The dtype of the weights and of the arithmetic that gave the golden scores."""
     versions: dict[str, str] = {}
-    """Versions of the libraries it was saved with."""
+    """The versions of the libraries that saved the contract."""
 
     @classmethod
     def read(cls, directory: Path) -> ScoringRules:
-        """Read `scoring.json` of a checkpoint without looking at the tokenizer beside it.
+        """Read `scoring.json` of a checkpoint, without checking the tokenizer.
 
         Raises:
-            CheckpointError: It is unreadable, or of a format this version cannot read.
+            CheckpointError: The file is unreadable, or has a format that this version cannot read.
         """
         path = directory / FILE_NAME
         try:
@@ -122,15 +122,14 @@ _FOREIGN_MARK = re.compile(
 
 
 class ScoringContract:
-    """Turns conversations into token groups by a fixed set of rules, and outputs into a scalar."""
+    """Converts conversations to tokens, and outputs of the head to scores, by saved rules."""
 
     def __init__(self, tokenizer: Any, rules: ScoringRules) -> None:
         self.tokenizer = tokenizer
         self.rules = rules
         self._terms = terms_in_use()
-        """Key names of the caller that opened the model: it may render in other threads and
-        processes.
-        """
+        """The key names of the caller that opened the model, for errors in other threads and
+        processes."""
 
     @classmethod
     def create(
@@ -147,23 +146,23 @@ class ScoringContract:
         today: date | None = None,
         closes_ends: bool = True,
     ) -> ScoringContract:
-        """Make the contract of a model that has none yet.
+        """Create the contract of a model that has none yet.
 
         Args:
-            tokenizer: With template and padding settled; its template is changed where it prints
-                the date, takes variables, or does not write a BOS or EOS that belongs there.
-            max_length: Longest conversation in tokens.
-            truncation_side: Which end of a longer one is cut.
-            append_eos: End every conversation with EOS, and begin it with BOS where there is one.
-                True for models trained here; a model from elsewhere is scored on its template as
-                it is, as it was trained, with the BOS that its tokenizer would add.
-            template_kwargs: Variables of the template.
-            pooled: Where the score is read.
-            attributes: Outputs of a regression head.
-            attribute_weights: Their weights in the scalar; None is their mean.
-            today: The date to pin a clock to.
-            closes_ends: Whether the template is given the BOS and EOS that it lacks; False for one
-                that says already, to the letter, what the model was trained on.
+            tokenizer: A tokenizer from `load_tokenizer`. Its template is changed if it prints the
+                date, takes variables, or lacks a BOS or EOS.
+            max_length: The maximum number of tokens of a conversation.
+            truncation_side: The side on which longer conversations are truncated.
+            append_eos: Whether every conversation ends with EOS, and begins with BOS if there is
+                one. It is True for models trained here. Other models are scored on their template
+                as it is, with the BOS that their tokenizer adds.
+            template_kwargs: The variables of the template.
+            pooled: The position of the score, as in `ScoringRules.pooled`.
+            attributes: The names of the outputs of a regression head.
+            attribute_weights: The weights of the attributes in the score; None: their mean.
+            today: The date that a template which prints the date is pinned to.
+            closes_ends: Whether a missing BOS or EOS is added to the template; False if the
+                template already gives exactly the texts that the model was trained on.
         """
         template, pinned = pin_date(tokenizer.chat_template, today or date.today())
         tokenizer.chat_template = bind_variables(template, template_kwargs or {})
@@ -189,7 +188,7 @@ class ScoringContract:
         """Load the contract saved in a checkpoint.
 
         Raises:
-            CheckpointError: `scoring.json` is unreadable, or the tokenizer beside it is another.
+            CheckpointError: `scoring.json` is unreadable, or was written for another tokenizer.
         """
         rules = ScoringRules.read(directory)
         if _sha256(tokenizer.chat_template or "") != rules.template_sha256:
@@ -214,7 +213,7 @@ class ScoringContract:
         (directory / FILE_NAME).write_text(text + "\n", encoding="utf-8")
 
     def with_rules(self, **changes: Any) -> ScoringContract:
-        """The same contract with some rules changed (reference statistics, golden scores)."""
+        """Return a copy with some rules changed, such as reference statistics or golden scores."""
         return ScoringContract(self.tokenizer, self.rules.model_copy(update=changes))
 
     # ------------------------------------------------------------------------------- to tokens
@@ -223,7 +222,7 @@ class ScoringContract:
         """Render a conversation as text.
 
         Raises:
-            DataError: The template cannot render it.
+            DataError: The template cannot render the conversation.
         """
         with speaking(*self._terms) if self._terms else nullcontext():
             return render(self.tokenizer, conversation, self.rules.template_kwargs)
@@ -231,16 +230,17 @@ class ScoringContract:
     def encode(self, groups: Sequence[Group], *, sources: Sequence[str] = ()) -> list[TokenGroup]:
         """Tokenise groups.
 
-        The tokens of each conversation are those of its whole rendered text, so nothing is forced
-        at the borders of messages; the trunk is the longest prefix of tokens that all completions
-        share, which leaves each at least one of its own.
+        Each conversation is tokenised as one text, so tokens may cross the borders of messages. The
+        trunk is the longest prefix of tokens that all completions share and that leaves each of
+        them at least one token.
 
         Args:
             groups: Prompts with at least one completion each.
-            sources: Where each group came from, for errors.
+            sources: The origin of each group, for error messages.
 
         Raises:
-            DataError: A template that fails, with the source of the group.
+            DataError: The template cannot render a conversation, or it has no token; the message
+                names the source of the group.
         """
         where = sources or [group.id for group in groups]
         texts: list[str] = []
@@ -268,21 +268,21 @@ class ScoringContract:
         """Tokenise one conversation that the caller has rendered by the template of this contract.
 
         Args:
-            row: Its text, the ids of its tokens, or a prompt and a response; see `SentTurn`. A
-                text gets the BOS that conversations begin with here where it has none: clients of
-                servers that add one leave it out.
+            row: The text, the ids of its tokens, or a prompt and a response (`SentTurn`). A text
+                without the BOS that conversations begin with gets it, because clients of servers
+                that add it omit it.
 
         Raises:
-            DataError: It has no token, or one that the tokenizer does not know; or it is unclear
-                whether a prompt was rendered.
+            DataError: The conversation has no token, or one that the tokenizer does not know; or it
+                is unclear whether a prompt was rendered.
         """
         if isinstance(row, SentTurn):
             if not self._was_rendered(row):
                 said = group_of((Message("user", row.prompt),), (row.response,), group_id="")
                 return self.encode([said])[0]
             text = self._as_in_a_conversation(row.prompt) + row.response
-            # Trainers cut the end of a turn off, or keep a part of it, and the reward is read from
-            # the last token.
+            # Trainers remove all or part of the end of a turn, but the reward is read from the last
+            # token.
             end = self._end_of_turn
             kept = next((n for n in range(len(end), 0, -1) if text.endswith(end[:n])), 0)
             row = text + end[kept:]
@@ -301,8 +301,7 @@ class ScoringContract:
         return token_group("", [self._finish(ids)])
 
     def _was_rendered(self, turn: SentTurn) -> bool:
-        # A prompt with marks of a template that is not this one is refused: what it is cannot be
-        # known.
+        # A prompt with marks of another template is refused, because it is unclear what it is.
         if turn.is_rendered is not None:
             return turn.is_rendered
         if self._asks_for_an_answer and turn.prompt.endswith(self._asks_for_an_answer):
@@ -320,8 +319,8 @@ class ScoringContract:
         )
 
     def _as_in_a_conversation(self, prompt: str) -> str:
-        # Some templates ask for an answer in other words than those before a given one (Qwen 3 with
-        # and without thinking), so the end of the prompt is replaced by the latter.
+        # Some templates end a prompt with other text than they write before a given answer (Qwen 3
+        # with and without thinking), so the end of the prompt is replaced by the latter.
         if not self._asks_for_an_answer:
             return prompt
         in_conversation, *others = self._asks_for_an_answer
@@ -332,8 +331,8 @@ class ScoringContract:
 
     @cached_property
     def _asks_for_an_answer(self) -> tuple[str, ...]:
-        # The text between a user's turn and the answer: within a conversation, and as a prompt
-        # ends. A template whose text for it is too short to be recognised has none.
+        # The texts between a user's turn and the answer: within a conversation, and at the end of a
+        # prompt. The result is empty if the template's text is too short to be recognised.
         text = self.render((Message("user", _PROBE), Message("assistant", _ANSWER)))
         found = [text.partition(_PROBE)[2].partition(_ANSWER)[0]]
         with suppress(DataError):  # a template may refuse a conversation without an answer
@@ -351,14 +350,14 @@ class ScoringContract:
 
     @cached_property
     def _special_texts(self) -> list[str]:
-        # Special tokens include those that only the vocabulary calls special.
+        # These include tokens that only the vocabulary marks as special.
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
         special = [str(token.content) for token in added if token.special]
         return [text for text in {*self.tokenizer.all_special_tokens, *special} if len(text) > 2]
 
     @cached_property
     def opening_bos(self) -> int | None:
-        """Find the BOS token, if conversations begin with one."""
+        """The BOS token if conversations begin with it, otherwise None."""
         asked = group_of((Message("user", "a"),), ("b",), group_id="")
         (tokens,) = self.encode([asked])
         first = int(tokens.branches_ids_G[0][0])
@@ -388,11 +387,11 @@ class ScoringContract:
 
 
 def token_group(group_id: str, rows: Sequence[tuple[TrainedIds, bool]]) -> TokenGroup:
-    """Make the token group of conversations of one prompt; tokens that all share are kept once.
+    """Return the token group of conversations with one prompt, whose shared tokens are kept once.
 
     Args:
-        group_id: Id of the group.
-        rows: The tokens of each, and whether it was cut to them.
+        group_id: The id of the group.
+        rows: The tokens of each conversation, and whether it was truncated.
     """
     ids_G = [np.asarray(ids, dtype=np.int32) for ids, _ in rows]
     shared = shared_prefix(ids_G) if len(ids_G) > 1 else 0
@@ -405,7 +404,7 @@ def token_group(group_id: str, rows: Sequence[tuple[TrainedIds, bool]]) -> Token
 
 
 def shared_prefix(ids_G: Sequence[np.ndarray]) -> int:
-    """Measure the prefix that all sequences share, short of the whole of any of them."""
+    """Return the length of the common prefix of all sequences, less than any of their lengths."""
     limit = min(len(ids) for ids in ids_G) - 1
     for other in ids_G[1:]:
         different = np.flatnonzero(ids_G[0][:limit] != other[:limit])
@@ -415,10 +414,10 @@ def shared_prefix(ids_G: Sequence[np.ndarray]) -> int:
 
 
 def check_rendering(contract: ScoringContract) -> None:
-    """Refuse a template that drops what it is given, or ends in padding.
+    """Refuse a template that omits a message, or ends a conversation with the padding token.
 
     Raises:
-        ModelError: The answer does not appear in the text that would be scored, or other programs
+        ModelError: A message does not appear in the text that would be scored, or other programs
             would take the last token for padding.
     """
     probe = (Message("user", "Where is the laurel?"), Message("assistant", "By the western gate."))

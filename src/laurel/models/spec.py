@@ -19,54 +19,53 @@ from laurel.config.policy import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A policy or a reward model that is to be loaded, or made with random weights.
+    """A policy or a reward model to load, or to create with random weights.
 
-    Errors name keys of the section `policy`, unless the caller has other names for them: see
-    `errors.speaking`.
+    Errors name keys of the section `policy`, unless the caller names others with `errors.speaking`.
     """
 
     name: str | None = None
-    """A directory or a name on the hub. Beside `scratch` it is not loaded, and a note says so."""
+    """A directory or a hub name; with `scratch` it is not loaded, and a remark says so."""
     revision: str | None = None
-    """Commit or tag of a hub model."""
+    """The commit or tag of a hub model."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Whether Python code that comes with the model may run."""
     safetensors_only: bool = True
-    """Refuse pickled weights."""
+    """Whether pickled weights are refused."""
     config_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Keys changed in the model's own configuration before it is built."""
+    """Keys that are changed in the model's own configuration before it is built."""
     scratch: ScratchConfig | None = None
-    """A small model with random weights, made instead of loading one."""
+    """A small model with random weights, which is created instead of loading one."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    """The place of the tokenizer, its chat template and its padding."""
+    """The tokenizer, its chat template and its padding."""
     head: RewardModelConfig = field(default_factory=RewardModelConfig)
-    """Outputs of a reward model. Ignored by a policy."""
+    """The head of a reward model; a policy ignores it."""
     precision: Precision = "bfloat16"
-    """Arithmetic of the decoder, where its weights are in float32."""
+    """The dtype in which the decoder computes if its weights are float32."""
     reads_forests: bool = True
-    """Batches are token forests where the architecture can read them; False: padded rows."""
+    """Whether batches are token forests, if the architecture can read them, or padded rows."""
     logprob_chunk_size: int | None = None
-    """A policy computes the log-probabilities of this many tokens at a time; None: of a batch."""
+    """The number of tokens whose logits a policy computes at a time; None: about 16M logits."""
     lora: LoraConfig | None = None
     """The adapters that are trained; None: the model has none."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
+    """Whether activations are recomputed in the backward pass."""
     tensor_parallel_size: int = 1
-    """Ranks that share each layer."""
+    """The number of ranks that split each layer."""
     context_parallel_size: int = 1
-    """Ranks that divide the tokens of each micro-batch."""
+    """The number of ranks that divide the tokens of each micro-batch."""
     sequence_parallel: bool = False
-    """Shard activations over the tensor-parallel ranks."""
+    """Whether activations are sharded over the tensor-parallel ranks."""
     cpu_offload: bool = False
-    """Keep the weights of a spread model on the host between uses."""
+    """Whether the weights of a sharded model rest on the host between uses."""
     parallel_plan: str | dict[str, Any] | None = None
-    """Import path or mapping of a tensor-parallel plan; None: that of the architecture."""
+    """The import path or mapping of a tensor-parallel plan; None: that of the architecture."""
 
     def weights_from(self, resume_from: Path | None) -> str | None:
-        """Name the directory or hub model whose weights are read; None where they are random.
+        """Return the directory or hub name whose weights are read; None if they are random.
 
-        A resumed run reads its checkpoint, unless it trains adapters: a checkpoint holds weights
-        with the adapters merged in, and adapters are put on the weights that the run started from.
+        A resumed run reads its checkpoint, unless it trains adapters. A checkpoint holds weights
+        with merged adapters, but adapters are added to the weights that the run started from.
         """
         if resume_from is not None and self.lora is None:
             return str(resume_from)
@@ -74,6 +73,6 @@ class ModelSpec:
 
 
 def hub_name(model: str | None) -> str | None:
-    """Return a model's name if it is one on the hub, and no directory here."""
+    """Return a model's name if it names a model on the hub, rather than a directory here."""
     is_name = model is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", model)
     return model if is_name and not Path(str(model)).exists() else None

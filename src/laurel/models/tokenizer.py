@@ -1,7 +1,7 @@
-"""Load the tokenizer of a model, and settle its chat template and padding token.
+"""Loads the tokenizer of a model, and sets its chat template and padding token.
 
-Both are chosen once, here, and saved with every checkpoint, because most silently wrong scores of
-this field come from two places choosing differently.
+Both are chosen only here, and saved with every checkpoint, because scores are silently wrong if two
+programs choose differently.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ RESERVED = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""Names that Hugging Face's rendering of templates keeps for itself."""
+"""The names of variables that Hugging Face sets itself when it renders a template."""
 
 _CLOCK = re.compile(r"strftime_now\s*\(")
 _DATE_CALL = re.compile(r"strftime_now\s*\(\s*(['\"])(?P<format>.*?)\1\s*\)")
@@ -68,16 +68,16 @@ _PINNED = "macro strftime_now("
 def load_tokenizer(
     config: TokenizerConfig, *, model_name: str, trust_remote_code: bool, pad_may_end: bool = False
 ) -> Any:
-    """Load the tokenizer and settle its template and padding token.
+    """Load a tokenizer, and set its chat template and padding token.
 
     Args:
-        config: Which, and what of it is changed.
-        model_name: Read from here unless the configuration names another tokenizer.
-        trust_remote_code: Run Python code that comes with it.
-        pad_may_end: See `settle_padding`.
+        config: The tokenizer, its template and its padding.
+        model_name: The model whose tokenizer is read if the configuration names no other.
+        trust_remote_code: Whether Python code that comes with the tokenizer may run.
+        pad_may_end: Whether padding may be the end-of-sequence token (`settle_padding`).
 
     Raises:
-        ModelError: No tokenizer there, no chat template, or padding that ends sequences.
+        ModelError: There is no tokenizer or no chat template, or padding would end sequences.
     """
     from transformers import AutoTokenizer
 
@@ -101,10 +101,10 @@ def load_tokenizer(
 
 
 def settle_template(tokenizer: Any, choice: str | None) -> None:
-    """Give the tokenizer the chat template that the configuration names.
+    """Set the chat template of a tokenizer to the one that the configuration names.
 
     Raises:
-        ModelError: There is none, or the file is missing.
+        ModelError: The tokenizer has no template, the name is unknown, or the file is missing.
     """
     if choice is None:
         tokenizer.chat_template = CONCATENATION
@@ -145,17 +145,17 @@ def settle_template(tokenizer: Any, choice: str | None) -> None:
 
 
 def settle_padding(tokenizer: Any, choice: str | None, *, may_end: bool = False) -> None:
-    """Make sure padding is never the token that ends a sequence.
+    """Set the padding token of a tokenizer, so that it is not the end-of-sequence token.
 
-    Hugging Face's own reward head reads the score at the rightmost token that is not padding. With
-    pad == eos that is the token before the end, so the same model gives other numbers there than
-    where the last token is read.
+    Hugging Face's own reward head reads the score at the last token that is not padding. If padding
+    is EOS, that is the token before the end, so the same model gives other scores than a program
+    that reads the last token.
 
     Args:
-        tokenizer: Changed.
-        choice: `policy.tokenizer.pad_token`.
-        may_end: Allow it all the same where nobody asked for another: of language models, nothing
-            is read by the padding token.
+        tokenizer: The tokenizer, which is changed.
+        choice: The value of `policy.tokenizer.pad_token`.
+        may_end: Whether EOS is allowed if the configuration names no other token; for language
+            models, nothing depends on the padding token.
 
     Raises:
         ModelError: The padding token is the end-of-sequence token, or is not in the vocabulary.
@@ -193,15 +193,14 @@ def settle_padding(tokenizer: Any, choice: str | None, *, may_end: bool = False)
 def pin_date(template: str, today: date) -> tuple[str, str | None]:
     """Make a template that prints the current date print one fixed date.
 
-    Scores that change from day to day cannot be compared, so the date of training is written into
-    the template that is saved: a macro takes the place of the clock.
+    Scores that change from day to day cannot be compared, so a macro in the saved template replaces
+    the clock by the date of training.
 
     Returns:
-        The template, and the date in its own format (None where it has no clock, or one that was
-        pinned before).
+        The template, and the date as it prints it; None if it does not print the current date.
 
     Raises:
-        ModelError: It prints the date in a way that cannot be pinned.
+        ModelError: The template computes the format of the date, so it cannot be pinned.
     """
     calls = list(_DATE_CALL.finditer(template))
     if _PINNED in template or not _CLOCK.search(template):
@@ -226,7 +225,7 @@ def bind_variables(template: str, kwargs: Mapping[str, Any]) -> str:
     """Write the values of a template's variables into it, as defaults.
 
     Raises:
-        ConfigError: A name that Hugging Face keeps for itself.
+        ConfigError: A name is reserved by Hugging Face, or is not a valid name.
     """
     cases = ""
     for name, value in kwargs.items():
@@ -242,15 +241,15 @@ def bind_variables(template: str, kwargs: Mapping[str, Any]) -> str:
 
 
 def close_ends(tokenizer: Any, *, append_eos: bool) -> None:
-    """Make the template itself write the BOS and EOS that belong to every conversation.
+    """Make a tokenizer's template write the BOS and EOS that belong to every conversation.
 
-    What is in the template reaches every program that renders it, so scores do not depend on
-    whether a program remembers to add special tokens, or adds them a second time.
+    Then scores do not depend on whether a program forgets to add special tokens, or adds them a
+    second time.
 
     Args:
-        tokenizer: Its template is changed where something is missing.
-        append_eos: Whether a conversation ends with EOS. Line breaks behind it are allowed, as
-            ChatML closes a turn so.
+        tokenizer: The tokenizer, whose template is changed if a token is missing.
+        append_eos: Whether a conversation ends with EOS. Line breaks may follow it, since ChatML
+            ends a turn that way.
 
     Raises:
         ModelError: The template cannot render a question and its answer.
@@ -269,8 +268,8 @@ def close_ends(tokenizer: Any, *, append_eos: bool) -> None:
     adds_bos = bos is not None and (
         append_eos or tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     )
-    # Jinja drops the line break behind a comment and the one that ends a template, so what is put
-    # in front goes on a line of its own, and what is put behind takes the place of the last break.
+    # Jinja drops the line break after a comment and the one that ends a template. So the text in
+    # front gets its own line, and the text at the end replaces the last line break.
     if adds_bos and not text.startswith(bos):
         tokenizer.chat_template = "{{ bos_token }}{# begin #}\n" + tokenizer.chat_template
     if append_eos and eos is not None and not text.rstrip("\n").endswith(eos):
@@ -289,7 +288,7 @@ def render(
     """Render a conversation as text; `prompt` adds the opening of the assistant's turn.
 
     Raises:
-        DataError: The template cannot render it.
+        DataError: The template cannot render the conversation.
     """
     try:
         return str(
@@ -312,10 +311,10 @@ def render(
 
 
 def refuse_left_out(conversation: Conversation, text: str) -> None:
-    """Refuse a template that drops what it is given.
+    """Refuse a template that omits a message.
 
     Raises:
-        ModelError: A message is not in the text that was rendered of it.
+        ModelError: The rendered text does not contain the content of a message.
     """
     for message in conversation:
         if message.content not in text:
@@ -328,10 +327,10 @@ def refuse_left_out(conversation: Conversation, text: str) -> None:
 
 
 def plain_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Decode tokens as `Generated` has them: without special tokens."""
+    """Decode tokens without special tokens, as `Generated` holds text."""
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def first_line(error: BaseException) -> str:
-    """Shorten the message of another library's error to its first line."""
+    """Return the first line of an error's message, or the name of its type if there is none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,1 +1,1 @@
-"""What happened: metrics, loggers, progress, alarms and reports."""
+"""Records and reports what happens in a run: metrics, loggers, progress, alarms and reports."""

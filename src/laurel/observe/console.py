@@ -1,6 +1,6 @@
-"""Output on a terminal: consoles, line breaks, and tables of metrics, pairs and scores.
+"""Writes output to a terminal: consoles, line breaks, and tables of metrics, pairs and scores.
 
-Texts of models and data sets are shown as they are: no markup in them takes effect, and control
+Texts of models and data sets are shown literally: markup in them has no effect, and control
 characters appear as escapes, so that no text can colour, clear or reorder the screen.
 """
 
@@ -34,14 +34,14 @@ _PROMPT_LENGTH = 240
 _ANSWER_LENGTH = 320
 _MESSAGES_SHOWN = 6
 _REORDERING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Marks that make a terminal reorder the text around them."""
+"""The marks that make a terminal reorder the text around them."""
 _FOLDED_WIDTH = 24
-"""Cells to which a column that may break words can be narrowed."""
+"""The number of cells to which a column whose words may be broken can be narrowed."""
 _WORD = re.compile(r"^ *\S+|\S+", re.MULTILINE)
 _ITEM = re.compile(r"\S+(?: \S+)*")
-"""A label, or a name with its number: text between gaps of two spaces or more."""
+"""An item, such as a label or a name with its number: text between gaps of at least two spaces."""
 _PIECE = re.compile(r"[^(/=,:;&?]*[(/=,:;&?]+|[^(/=,:;&?]+")
-"""A part of a word that is longer than a line, up to a separator that it may be broken after."""
+"""A piece of a word that is wider than a line, up to a separator after which it may be broken."""
 _URGENT = re.compile(r"(warning|FAILED)\b")
 _VERDICT_STYLES = {"right": "green", "wrong": "red", "tie": "yellow", "unknown": "yellow"}
 
@@ -58,7 +58,7 @@ class PairRow:
 
     @classmethod
     def of(cls, preference: Preference, scores_G: Sequence[float]) -> PairRow | None:
-        """Make the row of the best and the worst completion; None where all share one rank."""
+        """Return the row of the best and the worst completion; None if all have the same rank."""
         ranks_G = preference.ranks_G
         best, worst = ranks_G.index(min(ranks_G)), ranks_G.index(max(ranks_G))
         if ranks_G[best] == ranks_G[worst]:
@@ -84,7 +84,7 @@ class PairRow:
 
     @property
     def verdict(self) -> Literal["right", "wrong", "tie", "unknown"]:
-        """The agreement of the scores with the annotators; unknown where a score is not finite."""
+        """Whether the scores agree with the annotators; unknown if a score is not finite."""
         if not (math.isfinite(self.better_score) and math.isfinite(self.worse_score)):
             return "unknown"
         if self.better_score == self.worse_score:
@@ -93,13 +93,13 @@ class PairRow:
 
 
 _NOTEBOOK_WIDTH = 92
-"""Characters; a cell of JupyterLab in a window of 1,300 pixels shows 95, then breaks words."""
+"""The width of lines in characters; a cell of JupyterLab 1,300 pixels wide breaks lines at 95."""
 
 
 class _Screen(Console):
     """A console that keeps live displays and their control codes out of files and dumb terminals.
 
-    FORCE_COLOR makes any file a terminal to rich: it may have colours then, but no display.
+    With FORCE_COLOR rich treats any file as a terminal; it then gets colours, but no display.
     """
 
     def __init__(self, *, stderr: bool, is_quiet: bool) -> None:
@@ -145,14 +145,15 @@ def _fitted(shown: Any, width: int) -> Any:
 def wrapped(text: str, width: int, *, indent: str | None = None, end: str = "") -> str:
     r"""Break lines that are wider than a terminal, between words and never within a number.
 
-    Items between two spaces (`loss 0.25`) stay whole where they fit. A word that is wider than a
-    line, such as a path, is broken after one of its separators.
+    Items between two spaces (`loss 0.25`) stay whole if they fit. A word that is wider than a line,
+    such as a path, is broken after one of its separators.
 
     Args:
         text: The lines.
-        width: The cells of a line.
-        indent: Stands before what is continued; None: to the column that follows a short label.
-        end: Stands at the end of what is continued, as ` \` in a command.
+        width: The width of a line in cells.
+        indent: The text before continued lines; None indents them to the column after a short
+            label.
+        end: The text at the end of lines that are continued, such as ` \` in a command.
     """
     return "\n".join(
         line if cell_len(line) <= width else _broken(line, width, indent, end)
@@ -207,25 +208,25 @@ def print_command(console: Console, label: str, command: str) -> None:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Make the console of a command's results: no markup, no highlighting; honours NO_COLOR.
+    """Create the console for a command's results, without markup and highlighting.
 
-    A character that the stream cannot encode is shown as its escape instead of ending the run. In a
-    notebook it writes plain text, line by line, as into a file: what is saved with a notebook can
-    then be compared, and nothing asks for widgets.
+    It respects NO_COLOR. A character that the stream cannot encode is shown as an escape instead of
+    ending the run. In a notebook the console writes plain lines, as into a file, so that saved
+    outputs can be compared, and no widgets are needed.
     """
     return _screen(stderr=stderr, is_quiet=False)
 
 
 def message_console(*, stderr: bool = True) -> Console:
-    """Make the console for messages beside the results; `laurel --quiet` keeps the urgent ones.
+    """Create the console for messages, not results; `laurel --quiet` shows only urgent ones.
 
-    Urgent are lines that begin with `warning` or `FAILED`, and those of `print_urgent`.
+    Urgent messages are lines that begin with `warning` or `FAILED`, and those of `print_urgent`.
     """
     return _screen(stderr=stderr, is_quiet=verbosity() == "quiet")
 
 
 def print_urgent(console: Console, text: str) -> None:
-    """Print a line also where the command was started with `--quiet`."""
+    """Print a line even if the command was started with `--quiet`."""
     Console.print(console, text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -239,7 +240,7 @@ def _screen(*, stderr: bool, is_quiet: bool) -> Console:
 
 
 def silent_console() -> Console:
-    """Make a console whose output is discarded."""
+    """Create a console whose output is discarded."""
     return Console(file=io.StringIO(), force_jupyter=False, force_terminal=False)
 
 
@@ -264,7 +265,8 @@ def print_pairs(
         console: The console to print on.
         title: The title of the table.
         rows: The pairs.
-        is_brief: Print a line for the scores of a pair and one for each text, without a title.
+        is_brief: Whether to print one line for the scores of a pair and one for each text, without
+            a title.
     """
     if not rows:
         console.print(Text(f"{visible(title)}: no pairs"))
@@ -296,7 +298,7 @@ def print_line(console: Console, text: str) -> None:
 
 
 def print_scores(console: Console, rows: Sequence[tuple[Conversation, Score]]) -> None:
-    """Print conversations with their scores, or the reasons why there is none."""
+    """Print conversations with their scores, or with the reasons why they have none."""
     if not rows:
         console.print(Text("no conversations"))
         return
@@ -329,7 +331,7 @@ def format_number(value: float) -> str:
 
 
 def shorten_middle(text: str, length: int) -> str:
-    """Shorten a text to `length` visible characters: start and end, with ` ... ` between."""
+    """Shorten a text to `length` visible characters: its start, ` ... ` and its end."""
     # The question stands at the end of a long prompt, its subject at the start.
     if length < 16:
         raise ValueError(f"length is {length}; at least 16 are needed to show both ends")
@@ -349,7 +351,7 @@ def shorten_middle(text: str, length: int) -> str:
 
 
 def shorten_end(text: str, width: int) -> str:
-    """Shorten a text to the cells of a line: after a word where there is one, with ` ...`."""
+    """Shorten a text to `width` cells and add ` ...`, after a whole word if possible."""
     shown = visible(text[: width + 1])
     if len(text) <= width + 1 and cell_len(shown) <= width:
         return shown
@@ -382,7 +384,7 @@ def visible(text: str) -> str:
 
 
 def conversation_text(conversation: Conversation) -> str:
-    """Return a conversation as one text, with roles where there are several messages."""
+    """Return a conversation as one text, with roles if there are several messages."""
     if len(conversation) == 1:
         return conversation[0].content
     return "\n".join(f"{message.role}: {message.content}" for message in conversation)
@@ -392,7 +394,7 @@ def conversation_text(conversation: Conversation) -> str:
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """Make a table with a column of names and columns of numbers, for `print_table`."""
+    """Create a table with a column of names and columns of numbers, for `print_table`."""
     table = Table(
         title=Text(visible(title)) if title else None,
         title_justify="left",
@@ -406,10 +408,10 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table; no word or number in it is broken, however narrow the terminal is.
+    """Print a table without breaking a word or number, however narrow the terminal is.
 
-    Columns give up width down to their longest word, then the gaps between them. Where that is not
-    enough, each cell gets a line of its own, beside its heading.
+    Columns are narrowed to their longest word, then the gaps between them are. If that is not
+    enough, each cell gets its own line, after its heading.
     """
     if table.title is not None:
         console.print(Text(wrapped(_plain(table.title), console.width), style="table.title"))
@@ -424,7 +426,7 @@ def print_table(console: Console, table: Table) -> None:
         for column, width in zip(table.columns, least, strict=True)
     ]
     table.expand = False
-    # The usual gaps, then the least: what stands between columns is given up before numbers are.
+    # The usual gaps are tried first, then the least: gaps are narrowed before numbers are broken.
     for padding in (table.padding, (0, 0)):
         table.padding = padding
         unlimited = console.options.update(max_width=100_000)
@@ -450,7 +452,10 @@ def _plain(cell: Any) -> str:
 
 # rich's own collapse takes the widest column down first, below the longest word of others.
 def _shared(room: int, least: Sequence[int], whole: Sequence[int]) -> list[int]:
-    """Widths from the least to the whole ones; what is too little for all is shared evenly."""
+    """Return the widths of columns, between their least and whole widths, that fill the room.
+
+    If the room is too small for all, columns share evenly what exceeds the least widths.
+    """
     widths = list(least)
     while room > 0 and (open_ones := [i for i, width in enumerate(widths) if width < whole[i]]):
         for i in open_ones:
@@ -465,7 +470,7 @@ def _answer(text: str) -> Text:
 
 
 def _conversation(conversation: Conversation, score: Score) -> Text:
-    # One line a message; of a long conversation the first and the last ones.
+    # Each message has one line; a long conversation is shown by its first and its last messages.
     lines = Text()
     hidden = range(1, len(conversation) - _MESSAGES_SHOWN + 1)
     for index, message in enumerate(conversation):
@@ -503,7 +508,7 @@ class CompletionRow:
     advantage: float | None = None
     answer: str | None = None
     expected: str | None = None
-    """The known answer, where there is one."""
+    """The known answer; None if there is none."""
     truncated: bool = False
     failure: str | None = None
     num_tokens: int = 0
@@ -517,7 +522,7 @@ class CompletionRow:
 
     @property
     def cells(self) -> tuple[object, ...]:
-        """The values, in the order of `columns`."""
+        """The values of the row, in the order of `columns`."""
         return tuple(asdict(self).values())
 
 
@@ -555,9 +560,9 @@ def completion_rows(
 
 
 def completion_text(messages: Conversation) -> str:
-    """Join the turns after a prompt; those of the environment are marked.
+    """Join the turns after a prompt to one text, such as `x [environment] wrong [policy] y`.
 
-    The result is like `x [environment] wrong [policy] y`; a single turn is its text alone.
+    A single turn has no mark of its role.
     """
     # Only changes of the speaker are marked, so that a single turn reads as it was written.
     text, speaker = "", "policy"
@@ -578,7 +583,7 @@ def print_completions(
         console: The console to print on.
         title: The title of the table.
         rows: The completions.
-        is_brief: Print one line for each completion, without a title.
+        is_brief: Whether to print one line for each completion, without a title.
     """
     if is_brief:
         for row in rows:
@@ -604,7 +609,7 @@ ROWS_AT_A_TIME = 512
 
 
 def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
-    """Write the rows as a parquet file that pandas, polars and duckdb read."""
+    """Write the rows as a parquet file, which pandas, polars and duckdb can read."""
     import pyarrow
     from pyarrow import parquet
 
@@ -619,7 +624,7 @@ def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     writer_of: Any = parquet.ParquetWriter
     with writer_of(path, schema) as writer:
-        # In parts, which use the same memory one after the other.
+        # The parts are written one after the other, and use the same memory.
         for first in range(0, len(rows), ROWS_AT_A_TIME):
             arrays = []
             for column in schema:
@@ -637,14 +642,14 @@ def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
 # Verbosity: `laurel --quiet` and `laurel --verbose`, for the whole process.
 
 Verbosity = Literal["quiet", "normal", "verbose"]
-"""`quiet`: errors, warnings and results. `verbose`: also the debug messages of Laurel's loggers,
-and the tracebacks of errors."""
+"""`quiet` prints errors, warnings and results. `verbose` also prints the debug messages of Laurel's
+loggers, and the tracebacks of errors."""
 
 _verbosity: Verbosity = "normal"
 
 
 class _ToStderr(logging.Handler):
-    # Looks standard error up for each record: a live display replaces it for a while.
+    # This looks up standard error for each record, because a live display replaces it meanwhile.
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)
 
@@ -659,10 +664,10 @@ def verbosity() -> Verbosity:
 
 
 def set_verbosity(wanted: Verbosity) -> None:
-    """Set the verbosity of this process; consoles made before keep theirs."""
+    """Set the verbosity of this process; existing consoles keep theirs."""
     global _verbosity
     _verbosity = wanted
-    # Removed first, so that a second call does not print each message twice.
+    # The handler is removed first, so that a second call does not print each message twice.
     logger = logging.getLogger("laurel")
     logger.removeHandler(_handler)
     logger.setLevel(logging.NOTSET)
@@ -672,7 +677,7 @@ def set_verbosity(wanted: Verbosity) -> None:
 
 
 def quiet_libraries() -> None:
-    """Switch off the progress bars and the advice of libraries."""
+    """Switch off the progress bars and the warnings of libraries."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Atomic writes of files and directories: complete or absent, whenever a process or machine dies.
+"""Writes files and directories atomically: complete or absent, even if the machine fails.
 
 Each is written under a name that begins with a dot, forced to the disk, and only then renamed.
 """
@@ -30,8 +30,8 @@ def check_output(path: Path, *, read_from: str) -> None:
     """Refuse an output file that could not be written, before any work is done.
 
     Raises:
-        DataError: Its directory is missing or not writable, the path is a directory, or it is the
-            file that is read.
+        DataError: The file's directory is missing or not writable, the path is a directory, or the
+            file is the input.
     """
     asked = setting_of("--output", path)
     target = Path(os.path.realpath(path.expanduser()))
@@ -49,10 +49,10 @@ def check_output(path: Path, *, read_from: str) -> None:
 def replace_file(path: Path) -> Iterator[TextIO]:
     """Write a text file that replaces an older one only when it is complete.
 
-    A name that ends in `.gz` is compressed. A device or pipe is written as it comes.
+    A file whose name ends in `.gz` is compressed. A device or pipe is written directly.
 
     Raises:
-        DataError: The disk is full or refuses; what was there before is as it was.
+        DataError: The disk is full or reports an error; the older file is unchanged.
     """
     target = Path(os.path.realpath(path.expanduser()))
     is_special = _is_special(target)
@@ -90,7 +90,7 @@ def replace_directory(path: Path) -> Iterator[Path]:
     """Fill a directory that replaces an older one only when it is complete.
 
     Raises:
-        DataError: The disk is full or refuses; what was there before is as it was.
+        DataError: The disk is full or reports an error; the older directory is unchanged.
     """
     identity = uuid4().hex
     fresh = path.with_name(f".tmp-{path.name}-{identity}")
@@ -111,10 +111,10 @@ def replace_directory(path: Path) -> Iterator[Path]:
 def put_in_place(
     fresh: Path, path: Path, aside: Path, *, on_phase: Callable[[str], object] = lambda phase: None
 ) -> None:
-    """Rename a directory whose content is on the disk; what had its name is renamed to `aside`.
+    """Rename `fresh`, whose content is on the disk, to `path`; an older one is renamed to `aside`.
 
-    Where that fails, what was there has its name again. The phases are `renamed-old`, where
-    something was there, and `renamed`.
+    If renaming fails, the older one gets its name back. The phases are `renamed-old`, if there is
+    an older one, and `renamed`.
     """
     had_older = os.path.lexists(path)
     if had_older:
@@ -132,7 +132,7 @@ def put_in_place(
 
 
 def sync_tree(directory: Path) -> None:
-    """Force the contents of a directory to the disk: the files, then their names, inner first."""
+    """Force a directory to the disk: the contents of files, then their names, inner ones first."""
     for folder, subfolders, names in os.walk(directory):
         subfolders.sort()
         for name in sorted(names):
@@ -143,7 +143,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Force the names in a folder (not the files they name) to the disk."""
+    """Force the names in a folder to the disk, but not the contents of the files."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -156,7 +156,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def delete_directory(directory: Path) -> None:
-    """Remove a directory; what cannot be removed is logged, and stays."""
+    """Delete a directory; log the entries that cannot be deleted."""
     try:
         shutil.rmtree(directory)
     except FileNotFoundError:
@@ -166,5 +166,5 @@ def delete_directory(directory: Path) -> None:
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Return whether a disk is full or refuses, whichever library says so."""
+    """Report whether an error, of any library, means that a disk is full or fails."""
     return isinstance(error, OSError) or _RUST_OS_ERROR.search(str(error)) is not None

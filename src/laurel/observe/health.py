@@ -1,7 +1,7 @@
-"""Alarms of a run, raised and ended step by step from its metrics.
+"""Raises and ends the alarms of a run, step by step from its metrics.
 
-They are pure arithmetic: no clock, no randomness, no files. The same metrics in the same order give
-the same events, also where a run was saved and resumed in between.
+The rules are pure arithmetic, without a clock, randomness or files. The same metrics in the same
+order give the same events, even if the run was saved and resumed in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from laurel.config.grpo import Alarm, HealthConfig
 from laurel.observe.console import format_number
 
 # --------------------------------------------------------------------------------------------------
-# The history that alarms keep of a run: the first values of a metric, the latest, and one peak.
+# The history of a run that alarms keep: the first and the latest values of metrics, and a peak.
 
 REWARD = "train/reward"
 DIVERGENCES = ("train/kl_penalty", "train/kl_in_reward")
@@ -48,30 +48,30 @@ WINDOWS_KEPT = 5
 LEAST_STEPS = 3
 """The least number of first steps for a baseline."""
 BEFORE_A_JUMP = 4
-"""The values before the latest that are needed to estimate the noise of one step."""
+"""The number of earlier values that are needed to estimate the noise of one step."""
 VALIDATIONS = 3
-"""Validations whose median is checked: they are rarer than steps, of the same tasks each time."""
+"""The number of validations whose median is checked: few, because each uses the same tasks."""
 _OF_MEMBER = re.compile(r"(env/.+/part/)(.+)/(?:mean|std)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """A metric in the first steps."""
+    """The median and spread of a metric in the first steps."""
 
     median: float
     spread: float
-    """Robust standard deviation: 1.4826 times the median absolute deviation."""
+    """The robust standard deviation: 1.4826 times the median absolute deviation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecentValues:
-    """The latest value of a metric and those right before it."""
+    """The latest value of a metric, compared with the values right before it."""
 
     value: float
     before: float
-    """Median of the window before the value, which may still be shorter."""
+    """The median of the window before the value; the window may not be full yet."""
     spread: float | None
-    """Robust standard deviation of a single value; None with fewer than `BEFORE_A_JUMP` values."""
+    """The robust standard deviation of a value; None with fewer than `BEFORE_A_JUMP` values."""
     is_share: bool
     """Whether all values lie between 0 and 1."""
 
@@ -90,7 +90,7 @@ class MetricWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The best value of the gold metric, with reward and divergence at that point."""
+    """The best value of the gold metric, with the reward and the KL divergence at that point."""
 
     gold: float
     reward: float
@@ -98,9 +98,9 @@ class Peak:
 
 
 class History:
-    """The metrics of a run as the rules read them, in constant memory.
+    """Keeps the values of a run's metrics that the rules read, in constant memory.
 
-    Values that are not finite count as not measured.
+    A value that is not finite counts as not measured.
     """
 
     def __init__(
@@ -121,13 +121,13 @@ class History:
         self.config = config
         self.members = tuple(members)
         self.gold_name: str | None = config.gold_metric
-        """The name of the gold metric, by `gold_metric`; None until one has been measured."""
+        """The name of the gold metric; None while it is unknown, until one has been measured."""
         self._settings = settings or {}
         self.peak: Peak | None = None
         self._series: dict[str, MetricWindow] = {}
 
     def add(self, figures: Mapping[str, float]) -> None:
-        """Add the metrics of one step, or of one validation, by full name."""
+        """Add the metrics of a step, or of a validation, by their full names."""
         for series in self._series.values():
             series.is_fresh = False
         if self.gold_name is None:
@@ -138,7 +138,7 @@ class History:
                 if len(series.first) < self.config.baseline_steps:
                     series.first.append(float(value))
                 series.latest.append(float(value))
-                # Constant memory, and a saved state of constant size.
+                # Memory and the saved state have a constant size.
                 del series.latest[: -WINDOWS_KEPT * max(self.config.window, VALIDATIONS)]
                 series.count += 1
                 series.is_fresh = True
@@ -154,7 +154,7 @@ class History:
         name = self.gold_name
         if name is None or not self.is_fresh(name):
             return
-        # Of medians, not of single values: the best of many noisy values would be no real peak.
+        # The peak is one of medians, because the best of many noisy values would be no real peak.
         gold, reward = self.gold(), self.now(REWARD)
         if gold is None or reward is None or (self.peak is not None and gold <= self.peak.gold):
             return
@@ -165,16 +165,19 @@ class History:
     # ---------------------------------------------------------------------------- what rules read
 
     def is_fresh(self, name: str) -> bool:
-        """Tell whether the last step, or validation, measured a metric."""
+        """Report whether the last step, or validation, measured a metric."""
         series = self._series.get(name)
         return series is not None and series.is_fresh
 
     def now(self, name: str) -> float | None:
-        """Return the median of the latest window; None before a window is full."""
+        """Return the median of a metric over the latest window; None before a window is full."""
         return self._median(name, self.config.window)
 
     def gold(self) -> float | None:
-        """Return the median of the gold metric, over a few values where validations measure it."""
+        """Return the median of the last values of the gold metric, which measures the true task.
+
+        It is taken over `window` steps; for a metric of validations, over at most `VALIDATIONS`.
+        """
         name = self.gold_name or ""
         window = self.config.window
         return self._median(name, min(window, VALIDATIONS) if is_of_validation(name) else window)
@@ -186,9 +189,9 @@ class History:
         return statistics.median(series.latest[-window:])
 
     def baseline(self, name: str) -> Baseline | None:
-        """Return a metric's baseline from the first steps that lie before the latest window.
+        """Return the baseline of a metric, from the first steps before the latest window.
 
-        It is None with fewer than `LEAST_STEPS` of them.
+        None with fewer than `LEAST_STEPS` such steps.
         """
         series, wanted = self._series.get(name), self.config.baseline_steps
         # The latest window must not be compared with itself.
@@ -197,17 +200,17 @@ class History:
             return None
         spread = _spread(first)
         if 1 < len(first) < wanted:
-            # A median of few says little of chance, and is often 0.
+            # The median of a few values says little about chance, and is often 0.
             spread = max(spread, statistics.stdev(first)) * wanted / len(first)
         return Baseline(median=statistics.median(first), spread=spread)
 
     def step(self, name: str) -> RecentValues | None:
-        """Return the latest value and those before it; None where it is the first one."""
+        """Return the latest value of a metric and those before it; None if it is the first."""
         series = self._series.get(name)
         if series is None or not series.is_fresh or len(series.latest) < 2:
             return None
         *before, value = series.latest
-        # Steps from value to value: their spread is hardly widened by a drift.
+        # A drift hardly widens the spread of differences between successive values.
         changes = [abs(b - a) for a, b in pairwise(before)]
         spread = 1.4826 * statistics.median(changes) / math.sqrt(2) if changes else 0.0
         return RecentValues(
@@ -218,9 +221,10 @@ class History:
         )
 
     def noise(self, name: str) -> float | None:
-        """Return the standard deviation of a single value; None with too few values.
+        """Return the standard deviation of a single value of a metric; None with too few values.
 
-        It is estimated from differences of neighbours, which a slow drift hardly widens.
+        It is estimated from differences of successive values, on which a slow drift has hardly any
+        effect.
         """
         latest = self._series[name].latest if name in self._series else []
         changes = [abs(after - before) for before, after in pairwise(latest)]
@@ -230,11 +234,11 @@ class History:
         return math.sqrt(math.pi) / 2 * statistics.fmean(changes) * few
 
     def divergence(self) -> str | None:
-        """Return the name of the divergence from the reference policy, if one is measured."""
+        """Return the name of the metric of KL divergence from the reference; None without one."""
         return next((name for name in DIVERGENCES if name in self._series), None)
 
     def ensembles(self) -> Iterator[list[str]]:
-        """Yield the stems of the metrics of several reward models for the same completions."""
+        """Yield, for each ensemble of reward models, the prefixes of its members' metrics."""
         by_place: dict[str, set[str]] = {}
         for name in self._series:
             found = _OF_MEMBER.fullmatch(name)
@@ -245,7 +249,7 @@ class History:
     # ------------------------------------------------------------------------------------ resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole history in JSON's types."""
+        """Return the whole history as values that JSON can hold."""
         peak = self.peak
         return {
             "series": {
@@ -277,7 +281,7 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def is_of_validation(name: str) -> bool:
-    """Tell whether a metric is measured in validations, not at every step."""
+    """Report whether a metric is measured in validations, not at every step."""
     return name.startswith("validation")
 
 
@@ -287,8 +291,8 @@ def is_of_validation(name: str) -> bool:
 # Drifts compare the median of the latest window with the first steps. Leaps compare the latest step
 # alone with the window before it, at once and from the second step on.
 #
-# A rule is silent (None) where a metric that it reads is not measured, or not yet long enough, and
-# where the last step did not measure it. `docs/reward_hacking.md` describes each alarm, its
+# A rule gives no result (None) if a metric that it reads is not measured, or not yet long enough,
+# or was not measured in the last step. `docs/reward_hacking.md` describes each alarm, its
 # threshold, and remedies.
 
 GOLD_LEAP = 0.4
@@ -307,26 +311,26 @@ class AlarmFinding:
     is_bad: bool
     metric: str
     value: float
-    """The metric over the latest window."""
+    """The value of the metric over the latest window."""
     threshold: float
-    """The value from which the finding is bad."""
+    """The value of the metric from which on the finding is bad."""
     text: str
     """The finding in words, with its numbers."""
     baseline: float | None = None
-    """The value to compare with."""
+    """The value with which the metric is compared."""
     evidence: Evidence = "best"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmRule:
-    """The check of an alarm, and the usual remedies."""
+    """The rule of an alarm, with the evidence that it shows and the usual remedies."""
 
     judge: Callable[[History], AlarmFinding | None]
     advice: str
 
 
 def _beyond(history: History, step: RecentValues, least: float) -> float:
-    """Return the distance from the values before at which a value is a leap beyond chance."""
+    """Return how far a value must lie from earlier values to be more than a chance leap."""
     if step.spread is None:
         return 2 * least  # too few values to estimate their noise
     return max(least, history.config.jump_spreads * step.spread)
@@ -338,14 +342,14 @@ def _first_bad(*found: AlarmFinding | None) -> AlarmFinding | None:
 
 
 def overoptimisation(history: History) -> AlarmFinding | None:
-    """Check whether the gold metric falls: slowly while the reward does not, or in one step."""
+    """Check whether the gold metric falls, slowly while the reward does not, or in one step."""
     return _first_bad(_gold_leaps(history), _gold_drifts(history))
 
 
 def _gold_leaps(history: History) -> AlarmFinding | None:
-    """Check for a fall of the gold metric by half in one step, whatever the reward did.
+    """Check whether the gold metric fell by `gold_jump` in one step, whatever the reward did.
 
-    Before its noise is known, only a share that fell by `GOLD_LEAP` counts.
+    Before its noise is known, only a metric between 0 and 1 that fell by `GOLD_LEAP` counts.
     """
     name = history.gold_name
     step = None if name is None else history.step(name)
@@ -370,13 +374,13 @@ def _gold_leaps(history: History) -> AlarmFinding | None:
 
 
 def _gold_drifts(history: History) -> AlarmFinding | None:
-    """Check for a gold metric below its peak while the reward has not fallen with it.
+    """Check whether the gold metric is below its peak while the reward has not fallen with it.
 
     A policy that is trained against a proxy first gains in the gold metric and later loses, as a
-    function of the root of its divergence from its start (Gao, Schulman and Hilton, arXiv
-    2210.10760). Where a divergence is measured it must have grown since: a policy that falls back
-    towards its reference has another problem. A gold metric of every step must also fall beyond
-    chance: by `num_spreads` standard deviations of the median of a window.
+    function of the root of its KL divergence from its start (Gao, Schulman and Hilton, arXiv
+    2210.10760). If the divergence is measured, it must have grown since the peak: a policy that
+    returns to its reference has another problem. A gold metric of every step must also fall by more
+    than chance, `num_spreads` standard deviations of the median of a window.
     """
     config, peak, name = history.config, history.peak, history.gold_name
     if name is None or peak is None or not history.is_fresh(name):
@@ -389,7 +393,7 @@ def _gold_drifts(history: History) -> AlarmFinding | None:
     # A policy that returned to its reference is not overoptimised.
     has_left = now is None or peak.divergence is None or now >= peak.divergence
     least = config.gold_drop * abs(peak.gold)
-    if not is_of_validation(name):  # figures of few tasks, other ones each time
+    if not is_of_validation(name):  # each step measures few tasks, and other ones each time
         noise = history.noise(name)
         if noise is None:
             return None
@@ -408,7 +412,7 @@ def _gold_drifts(history: History) -> AlarmFinding | None:
 
 
 def kl_jump(history: History) -> AlarmFinding | None:
-    """Check whether the divergence from the reference grew by a large factor in one step."""
+    """Check whether the KL divergence from the reference grew by a large factor in one step."""
     config, name = history.config, history.divergence()
     step = None if name is None else history.step(name)
     if name is None or step is None:
@@ -456,8 +460,8 @@ def _length_leaps(history: History) -> AlarmFinding | None:
 
 
 def _length_drifts(history: History) -> AlarmFinding | None:
-    # Length is the commonest way to a higher score without better answers (Singhal et al., arXiv
-    # 2310.03716). It is no problem where longer reasoning is being learned.
+    # Length is the most common way to a higher score without better answers (Singhal et al., arXiv
+    # 2310.03716). It is no problem if the policy learns to reason longer.
     config, baseline, now = history.config, history.baseline(LENGTH), history.now(LENGTH)
     if baseline is None or now is None or not history.is_fresh(LENGTH):
         return None
@@ -481,14 +485,14 @@ def _length_drifts(history: History) -> AlarmFinding | None:
 def length_bias(history: History) -> AlarmFinding | None:
     """Check whether longer completions get better rewards within groups while lengths grow.
 
-    Correlation alone means little: answers that are cut short are wrong in any task. With growing
-    lengths it shows what the policy is learning.
+    A correlation alone means little, because truncated answers are wrong in any task. Together with
+    growing lengths it shows that the policy learns to write more.
     """
     name, config = LENGTH_CORRELATION, history.config
     baseline, length_now, now = history.baseline(LENGTH), history.now(LENGTH), history.now(name)
     if baseline is None or length_now is None or now is None or not history.is_fresh(name):
         return None
-    # Half as far as for an alarm by itself, as two things must come together.
+    # Half the growth that raises an alarm by itself suffices, because two conditions must hold.
     grows = length_now > baseline.median + config.num_spreads / 2 * baseline.spread
     return AlarmFinding(
         is_bad=grows and now >= config.length_correlation,
@@ -601,7 +605,7 @@ def zero_spread_groups(history: History) -> AlarmFinding | None:
     reward = history.now(REWARD)
     if found is None or reward is None:
         return found
-    # The reward tells whether the tasks are solved or hopeless.
+    # The reward shows whether the tasks are solved or hopeless.
     return replace(found, text=f"{found.text}; the mean reward is {_of(reward)}")
 
 
@@ -614,9 +618,9 @@ def missing_rewards(history: History) -> AlarmFinding | None:
 def ensemble(history: History) -> AlarmFinding | None:
     """Check whether reward models disagree on how much better the completions have become.
 
-    Models that were trained apart agree on real progress and diverge where the policy exploits one
-    of them (Coste et al., arXiv 2310.02743). The gain of each is measured in standard deviations of
-    its own scores in the first steps.
+    Models that were trained separately agree on real progress, and disagree if the policy exploits
+    one of them (Coste et al., arXiv 2310.02743). The gain of each model is measured in standard
+    deviations of its own scores in the first steps.
     """
     found: list[AlarmFinding] = []
     for stems in history.ensembles():
@@ -631,7 +635,7 @@ def ensemble(history: History) -> AlarmFinding | None:
         if len(gains) < 2:
             continue
         most, least = max(gains, key=gains.__getitem__), min(gains, key=gains.__getitem__)
-        # Gains, not scores: the models' scales differ, and so do their means from the start.
+        # Gains are compared, because the scores of the models differ in scale and in mean.
         apart = gains[most] - gains[least]
         found.append(
             AlarmFinding(
@@ -720,7 +724,7 @@ RULES: Mapping[Alarm, AlarmRule] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmEvent:
-    """The rise or the end of an alarm."""
+    """An event of a run: an alarm is raised, or ends."""
 
     step: int
     alarm: Alarm
@@ -734,10 +738,10 @@ class AlarmEvent:
 
 
 class Alarms:
-    """The alarms of a run, updated step by step.
+    """The alarms of a run, which are updated step by step.
 
-    An alarm rises as soon as its rule finds something bad, and is over when the rule has found
-    nothing bad `window` times in a row. A silent rule changes nothing.
+    An alarm is raised as soon as its rule finds something bad, and ends when the rule has found
+    nothing bad `window` times in a row. A rule without a result changes nothing.
 
     Example::
 
@@ -769,12 +773,12 @@ class Alarms:
 
     @property
     def raised(self) -> tuple[Alarm, ...]:
-        """The alarms that are raised now."""
+        """The alarms that are currently raised."""
         return tuple(name for name in RULES if name in self._good_in_a_row)
 
     @property
     def known(self) -> tuple[Alarm, ...]:
-        """The alarms whose metrics this run has measured long enough."""
+        """The alarms whose metrics this run has measured long enough for a result."""
         return tuple(name for name in RULES if name in self._known)
 
     @property
@@ -783,7 +787,7 @@ class Alarms:
         return tuple(name for name in self.raised if name in self.config.stop_on)
 
     def see(self, step: int, figures: Mapping[str, float]) -> list[AlarmEvent]:
-        """Check the metrics of a step, or of a validation after it.
+        """Check the metrics of a step, or of a validation after it; return raised and ended alarms.
 
         Args:
             step: The number of the step.
@@ -808,7 +812,7 @@ class Alarms:
             return None if is_raised else "raised"
         if not is_raised:
             return None
-        # A single good step may be chance: an alarm that flickers would be ignored.
+        # A single good step may be chance, and users would ignore an alarm that flickers.
         self._good_in_a_row[name] += 1
         if self._good_in_a_row[name] < self.config.window:
             return None
@@ -816,7 +820,7 @@ class Alarms:
         return "over"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history and the raised alarms in JSON's types."""
+        """Return the history and the raised alarms as values that JSON can hold."""
         return {
             "history": self._history.state_dict(),
             "raised": dict(self._good_in_a_row),
@@ -833,7 +837,7 @@ class Alarms:
 
 
 # --------------------------------------------------------------------------------------------------
-# The gold metric of a run: the real goal, measured beside the reward that the run learns from.
+# The gold metric of a run measures the real goal, besides the reward that the run learns from.
 #
 # Reports and alarms both use this definition.
 
@@ -842,16 +846,16 @@ _GOLD_FIGURES = ("accuracy", "reward_mean")
 
 
 def gold_metric(settings: Mapping[str, Any], measured: Collection[str]) -> str | None:
-    """Return the full name of a run's gold metric; None where the run has none.
+    """Return the full name of a run's gold metric; None if the run has none.
 
-    It is `grpo.health.gold_metric` where that is set. Otherwise it is a metric of a part with
-    weight 0 of a `composite` environment, which scores completions and is no part of the reward.
+    It is `grpo.health.gold_metric` if that is set. Otherwise it is a metric of a part of a
+    `composite` environment whose weight is 0, so that its scores do not change the reward.
 
     Args:
         settings: The whole configuration of the run, as plain values (`model_dump()`, or
             `config.json` of its directory).
-        measured: Names of the metrics that the run has logged. A part of a composite whose
-            environment is never used logs none, and is passed over.
+        measured: The names of the metrics that the run has logged. A composite that is never used
+            logs none, and is ignored.
     """
     named = _inside(settings, "grpo", "health").get("gold_metric")
     if named is not None:
@@ -859,7 +863,7 @@ def gold_metric(settings: Mapping[str, Any], measured: Collection[str]) -> str |
     for environment, composite in _inside(settings, "env", "composite").items():
         parts = composite.get("parts") if isinstance(composite, Mapping) else None
         for part in parts or ():
-            # A gate decides about the reward, whatever its weight.
+            # A gate changes the reward, whatever its weight is.
             if part.get("gate") is None and part.get("weight", 1.0) == 0.0:
                 for figure in _GOLD_FIGURES:
                     name = f"env/{environment}/{part.get('env')}/{figure}"

@@ -1,7 +1,7 @@
-"""A quick check whether the Hugging Face hub answers, and lines of code for error messages.
+"""Checks quickly whether the Hugging Face hub answers, and finds lines of code for error messages.
 
-The hub's libraries retry for half a minute, and for every file, before they give up. So the hub is
-asked once before they are.
+The hub's libraries retry each file for half a minute before they give up. So this module tests the
+connection once before they are called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WITHOUT_ASKING = (
     "HF_HOME"
 )
 CONNECT_SECONDS = 5.0
-"""The longest wait for a connection; `HF_HUB_ETAG_TIMEOUT` changes it, as for the library."""
+"""The timeout of a connection; `HF_HUB_ETAG_TIMEOUT` changes it, as it does for the library."""
 _AT_ONCE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.5
 _NOT_CONNECTED = ("ConnectError", "ConnectTimeout", "ProxyError", "ConnectionError", "SSLError")
@@ -32,11 +32,11 @@ Kind = Literal["model", "dataset"]
 
 
 def check_fetchable(name: str, *, key: str, instead: str = "") -> None:
-    """Refuse a model of the hub that is not in the cache where the hub does not answer.
+    """Refuse a model of the hub that is not in the cache if the hub does not answer.
 
     Args:
-        name: The name of the model, which is no local directory.
-        key: The setting that names it.
+        name: The hub name of the model.
+        key: The setting that names the model.
         instead: An alternative for the error message, with a comma before it.
 
     Raises:
@@ -53,11 +53,11 @@ def check_fetchable(name: str, *, key: str, instead: str = "") -> None:
 
 
 def why_not_fetched(name: str, kind: Kind = "model") -> str | None:
-    """Return the reason why a repository of the hub cannot be fetched; None where it may be.
+    """Return the reason why a repository of the hub cannot be fetched; None if it can be tried.
 
     Args:
-        name: The name of the repository. An invalid name, or one in the cache, gives None: the
-            loader decides about it.
+        name: The name of the repository. The result is None if the name is invalid, or if the
+            repository is in the cache, because the loader handles these cases.
         kind: The kind of the repository.
     """
     from huggingface_hub import constants
@@ -69,7 +69,7 @@ def why_not_fetched(name: str, kind: Kind = "model") -> str | None:
         validate_repo_id(name)
     except HFValidationError:
         return None
-    # In the cache the library decides by itself, also without a network.
+    # For a cached repository the library decides by itself, even without a network.
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
     if (folder / "snapshots").is_dir():
         return None
@@ -81,17 +81,17 @@ def why_not_fetched(name: str, kind: Kind = "model") -> str | None:
 
 
 def why_no_answer(url: str, *, seconds: float = CONNECT_SECONDS) -> str | None:
-    """Return the reason why there is no connection to a server; None where it answers anything.
+    """Return the reason why a server cannot be reached; None if it answers anything.
 
-    A server that accepts the connection and is slow to answer counts as answering. An attempt that
-    fails at once is repeated: a lost packet is no lost network.
+    A server that accepts the connection counts as answering, even if it is slow. An attempt that
+    fails immediately is repeated, because a single packet may have been lost.
 
     Args:
         url: The address of the server.
-        seconds: The longest wait for a connection, and for an answer. With several addresses, none
-            of which can be reached, it is twice that.
+        seconds: The timeout of the connection, and of the answer. It doubles if the server has
+            several addresses and none can be reached.
     """
-    # A failure at once may be chance; one after a wait would only be waited for again.
+    # An immediate failure may be chance; after a timeout, another attempt would only time out too.
     for is_last in (False, True):
         started = time.monotonic()
         problem = _asked(url, seconds)
@@ -102,7 +102,7 @@ def why_no_answer(url: str, *, seconds: float = CONNECT_SECONDS) -> str | None:
 
 
 def _asked(url: str, seconds: float) -> str | None:
-    # In a thread: for a name with many addresses the library's own limit does not hold.
+    # A thread enforces the limit, because the library's own does not hold for many addresses.
     said: list[str | None] = []
     thread = threading.Thread(target=lambda: said.append(_ask(url, seconds)), daemon=True)
     thread.start()
@@ -111,7 +111,7 @@ def _asked(url: str, seconds: float) -> str | None:
 
 
 def _ask(url: str, seconds: float) -> str | None:
-    # It knows proxies and certificates.
+    # The library handles proxies and certificates.
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
     try:
@@ -133,18 +133,18 @@ _PYTHON = sysconfig.get_path("stdlib") + os.sep
 
 
 def line_of(file: str, line: int | None) -> str:
-    """Name a line of a file, relative to the working directory where the file is below it."""
+    """Return a file and line for messages, relative to the working directory if it is below it."""
     near = os.path.relpath(file)
     return f"{file if near.startswith(os.pardir) else near}:{line}"
 
 
 def is_ours(file: str) -> bool:
-    """Tell whether a file belongs to Laurel."""
+    """Report whether a file belongs to Laurel."""
     return file.startswith(_LAUREL)
 
 
 def is_installed(file: str) -> bool:
-    """Tell whether a file belongs to Laurel, Python or a package, and not to the user."""
+    """Report whether a file belongs to Laurel, Python or a package, and not to the user."""
     return is_ours(file) or file.startswith(_PYTHON) or "site-packages" in file
 
 
@@ -155,7 +155,7 @@ def own_line_of(error: BaseException) -> str | None:
 
 
 def error_with_line(error: Exception) -> str:
-    """Describe an error with the line that raised it, or that could not be parsed."""
+    """Describe an error with the line that raised it, or the line that could not be parsed."""
     place: tuple[str, int | None] | None = None
     if isinstance(error, SyntaxError) and error.filename is not None:
         place, said = (error.filename, error.lineno), error.msg

@@ -1,4 +1,4 @@
-"""JSON output for other programs: without NaN and infinity, which JSON cannot express."""
+"""Writes JSON for other programs, without NaN and infinity, which JSON cannot express."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import typer
 
 
 def json_text(value: Any, *, indent: int | None = 2) -> str:
-    """Return the value as ASCII JSON without a newline at its end; numbers not finite are null.
+    """Return a value as ASCII JSON without a final newline; numbers that are not finite are null.
 
     Args:
-        value: Mappings, lists, tuples, texts, numbers, paths, None.
-        indent: Spaces of each level; None writes one line.
+        value: A value of mappings, lists, tuples, texts, numbers, paths and None.
+        indent: The number of spaces per level; None writes one line.
     """
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
@@ -37,7 +37,7 @@ def _finite(value: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# `--json`: standard output holds JSON and nothing else, also where libraries write to it meanwhile.
+# `--json`: standard output gets nothing but JSON, even if libraries write to it meanwhile.
 
 _kept: TextIO | None = None
 """Standard output, while other writes to it are redirected to standard error."""
@@ -49,11 +49,11 @@ def json_stream() -> TextIO:
 
 
 def write_json(value: Any, *, indent: int | None = 2) -> None:
-    """Write one value and a newline; numbers not finite are null.
+    """Write a value as JSON, and a newline; numbers that are not finite are null.
 
     Args:
-        value: A value that `json_text` takes.
-        indent: Spaces of each level; None writes one line.
+        value: A value that `json_text` accepts.
+        indent: The number of spaces per level; None writes one line.
     """
     stream = json_stream()
     stream.write(json_text(value, indent=indent) + "\n")
@@ -62,10 +62,10 @@ def write_json(value: Any, *, indent: int | None = 2) -> None:
 
 @contextlib.contextmanager
 def stdout_for_json() -> Iterator[None]:
-    """Keep standard output for `write_json`.
+    """Reserve standard output for `write_json` while the context is open.
 
-    Everything else that is printed there (by libraries, child processes, the user's code, as
-    tables) goes to standard error.
+    Everything else that is printed there, by libraries, child processes or the user's code, goes to
+    standard error.
     """
     global _kept
     before = _kept
@@ -79,8 +79,8 @@ def stdout_for_json() -> Iterator[None]:
 
 
 def _own_stdout(stack: contextlib.ExitStack) -> TextIO:
-    # Duplicates descriptor 1 for JSON, and points descriptor 1 at standard error. A stream that
-    # replaces standard output, as in a test, has no descriptor and stays.
+    # This duplicates descriptor 1 for JSON, and points descriptor 1 to standard error. A stream
+    # without a descriptor that replaces standard output, as in a test, stays.
     stream = sys.stdout
     try:
         is_descriptor = stream.fileno() == 1

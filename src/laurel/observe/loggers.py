@@ -1,6 +1,6 @@
-"""Loggers of a run: JSON lines in its directory, and trackers such as TensorBoard.
+"""Logs a run, as JSON lines in its directory and with trackers such as TensorBoard.
 
-A run leaves in its directory `config.json`, `metrics.jsonl` and `samples.jsonl`, which people and
+The directory of a run holds `config.json`, `metrics.jsonl` and `samples.jsonl`, which people and
 scripts can read without Laurel, and the files of the trackers.
 """
 
@@ -35,7 +35,7 @@ class MetricLogger(Protocol):
     """A destination of a run's metrics, tables and configuration."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Log numbers by full name, e.g. `train/loss` or `validation-default/accuracy`."""
+        """Log metrics by their full names, e.g. `train/loss` or `validation-default/accuracy`."""
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Row], *, step: int
@@ -46,18 +46,18 @@ class MetricLogger(Protocol):
         """Log the resolved configuration."""
 
     def close(self) -> None:
-        """Write pending data. Nothing may be logged afterwards."""
+        """Write pending data; nothing may be logged afterwards."""
 
 
 class JsonlLogger:
-    """Writes one JSON object a line, flushed at once, so that a killed run loses nothing.
+    """Writes one JSON object per line and flushes it, so that a killed run loses nothing.
 
-    `metrics.jsonl` holds `{"step", "time", <metric>: <number>, ...}`, `samples.jsonl` one line for
-    each row of a table: `{"step", "time", "table", "row": {<column>: <value>}}`. Numbers that JSON
-    cannot express are the strings "NaN", "Infinity" and "-Infinity".
+    `metrics.jsonl` holds `{"step", "time", <metric>: <number>, ...}`, and `samples.jsonl` one line
+    for each row of a table: `{"step", "time", "table", "row": {<column>: <value>}}`. Numbers that
+    JSON cannot express are the strings "NaN", "Infinity" and "-Infinity".
 
-    A resumed run removes the lines beyond the step from which it resumes, which it computes again:
-    both files hold each step once. The line `{"event": "resumed", "step": N}` marks the place.
+    A resumed run removes the lines after the step from which it resumes, because it repeats these
+    steps: both files hold each step once. The line `{"event": "resumed", "step": N}` marks this.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class JsonlLogger:
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Read the valid lines of a `metrics.jsonl`, oldest first.
 
-    Lines that a later resume superseded, and a last line that a kill cut short, are left out.
+    Lines of steps that a resumed run repeated are omitted, and so is an incomplete last line.
     """
     records: list[dict[str, float]] = []
     with path.open(encoding="utf-8", newline="\n") as lines:
@@ -138,9 +138,9 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 class Loggers:
-    """Passes everything to several loggers; one that fails is switched off and the run goes on.
+    """Passes everything to several loggers; one that fails is switched off, and the run goes on.
 
-    `warn` gets one line about each logger that failed; the default is the standard logging.
+    `warn` gets one line about each logger that failed; by default it is written to Python's log.
     """
 
     def __init__(
@@ -199,9 +199,9 @@ def check_available(
 ) -> None:
     """Raise MissingDependencyError if a logger that is switched on is not installed.
 
-    Imports nothing, so that a run can ask before it creates or loads anything.
+    This imports nothing, so a run can call it before it creates or loads anything.
     """
-    # A mere folder called `wandb` in the working directory is found too, but has no origin.
+    # A folder called `wandb` in the working directory is found too, but has no origin.
     is_installed = is_installed or (
         lambda name: getattr(find_spec(name), "origin", None) is not None
     )
@@ -226,8 +226,8 @@ def open_loggers(
 ) -> Loggers:
     """Open the loggers that are switched on, and log the run's configuration.
 
-    `resumed_step` is the step of the checkpoint from which the run resumes: what was logged in the
-    same directory beyond it no longer counts, and trackers continue the same run.
+    `resumed_step` is the step of the checkpoint from which the run resumes. Entries of later steps
+    in the same directory are removed or hidden, and trackers continue the same run.
     """
     check_available(config)
 
@@ -250,13 +250,16 @@ def open_loggers(
 
 
 def shows_whole_samples(config: LoggerConfig) -> bool:
-    """Tell whether a validation prints its samples whole, and not in a line each."""
+    """Report whether a validation prints its samples completely, rather than in one line each."""
     # A user who sets the number of samples wants to read them.
     return verbosity() == "verbose" or "num_val_samples_to_print" in config.model_fields_set
 
 
 def next_run_dir(log_dir: str | Path) -> Path:
-    """Create the next free `exp_001`, `exp_002`, ... in `log_dir`, also when runs start at once."""
+    """Create the next free directory `exp_001`, `exp_002`, ... in `log_dir`.
+
+    Runs that start at the same time get different directories.
+    """
     parent = Path(log_dir)
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -264,7 +267,7 @@ def next_run_dir(log_dir: str | Path) -> Path:
         number = max((int(match[1]) for match in taken if match), default=0)
         while True:
             number += 1
-            # Making it is the test: two runs that start at once cannot both succeed.
+            # Creating it is the test, because two runs that start at once cannot both succeed.
             try:
                 (parent / f"exp_{number:03d}").mkdir()
             except FileExistsError:
@@ -297,7 +300,7 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def _drop_superseded(path: Path, resumed_step: int) -> None:
-    # Removes the lines beyond the step, and those that earlier resumes superseded.
+    # This removes the lines after the step, and those that earlier resumed runs repeated.
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -307,7 +310,7 @@ def _drop_superseded(path: Path, resumed_step: int) -> None:
         step, is_resume = _step_of(line)
         if is_resume:
             kept = [(earlier, text) for earlier, text in kept if earlier <= step]
-        # The mark of a resume stays, whatever is superseded later.
+        # The mark of a resume stays, even if its step is repeated later.
         kept.append((-math.inf if is_resume else step, line))
     remaining = [text for step, text in kept if step <= resumed_step]
     if len(remaining) == len(lines):
@@ -317,7 +320,7 @@ def _drop_superseded(path: Path, resumed_step: int) -> None:
 
 
 def _step_of(line: bytes) -> tuple[float, bool]:
-    # The step, and whether the line marks a resume. A line in another format has no step.
+    # Returns the step, and whether the line marks a resume. A line in another format has no step.
     try:
         record = json.loads(line)
         return float(record.get("step", -math.inf)), record.get("event") == "resumed"
@@ -326,7 +329,7 @@ def _step_of(line: bytes) -> tuple[float, bool]:
 
 
 def _write_line(file: TextIO, record: Mapping[str, object]) -> None:
-    # One write and a flush: a kill leaves at most one torn line, which is recognised.
+    # With one write and a flush, a kill leaves at most one incomplete line, which is recognised.
     file.write(json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n")
     file.flush()
 
@@ -360,15 +363,15 @@ def _number(value: object) -> float:
 # --------------------------------------------------------------------------------------------------
 # Trackers: TensorBoard, Weights & Biases, MLflow.
 #
-# Each imports its library when it is made, and takes a replacement for it in tests.
+# Each imports its library when it is created, and accepts a replacement for it in tests.
 
 _MLFLOW_BATCH = 100
-"""The number of parameters that MLflow takes in one request."""
+"""The maximum number of parameters that MLflow accepts in one request."""
 _MLFLOW_PARAMETER_LENGTH = 6000
 
 
 class TensorboardLogger:
-    """Writes event files for TensorBoard. Events beyond `resumed_step` are hidden."""
+    """Writes event files for TensorBoard; events after `resumed_step` are hidden."""
 
     def __init__(self, events_dir: Path, *, resumed_step: int | None = None) -> None:
         try:
@@ -407,9 +410,9 @@ class TensorboardLogger:
 
 
 class WandbLogger:
-    """Logs to Weights & Biases. A resumed run continues under the same id.
+    """Logs to Weights & Biases; a resumed run continues under the same id.
 
-    Charts use Laurel's step: W&B's own would refuse the steps that a resumed run repeats.
+    Charts use Laurel's step, because W&B's own would refuse the steps that a resumed run repeats.
     """
 
     def __init__(
@@ -450,7 +453,7 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """Logs to an MLflow experiment. A resumed run continues under the same id."""
+    """Logs to an MLflow experiment; a resumed run continues under the same id."""
 
     def __init__(
         self, config: MlflowConfig, *, run_dir: Path, resumed: bool = False, library: Any = None

@@ -1,12 +1,12 @@
-"""Metrics of a reward model from its scores: pure arithmetic for training and validation.
+"""Computes metrics of a reward model from its scores, for training and validation.
 
-Each metric is computed once over all pairs or completions that are passed in, never averaged over
-averages, so pass a whole step or a whole validation set. Sums are `math.fsum` in float64: the
-result does not depend on the order in which batches came back. Standard deviations are those of
-the population (divided by n, not n - 1), in two passes.
+Each metric is computed once over all pairs or completions that are passed in, and is never a mean
+of means, so pass a whole step or a whole validation set. Sums use `math.fsum` in float64, so the
+result does not depend on the order of batches. Standard deviations are those of the population
+(divided by n, not n - 1), and are computed in two passes.
 
-A metric that is undefined is absent. It is never 0.0 and never NaN, so that "the best checkpoint"
-cannot be one that was not measured.
+An undefined metric is absent. It is never 0.0 or NaN, so that the best checkpoint cannot be one
+that was not measured.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PREFERENCE_METRICS = (
 NUM_CALIBRATION_BINS = 10
 
 _LARGEST_SCORE = float(np.finfo(np.float32).max)
-"""The largest float32, which scores are by the scoring contract; a larger value overflowed."""
+"""The largest float32; by the scoring contract scores are float32, so a larger one overflowed."""
 
 _LOWER_IS_BETTER = re.compile(
     r"(^|[/_:])(loss|ece|mse|mse/[^/]+|score_ties|tie_share|num_nonfinite|grad_norm|time)$"
@@ -54,7 +54,7 @@ _ATTRIBUTE_CORRELATION = re.compile(r"(^|[/_:])pearson/[^/]+$")
 
 
 class _Pairs(NamedTuple):
-    """The pairs of different rank with two finite scores."""
+    """The pairs of completions that differ in rank and have two finite scores."""
 
     better_P: FloatArray
     worse_P: FloatArray
@@ -70,21 +70,21 @@ def preference_metrics(
 ) -> dict[str, float]:
     """Compare scores with the annotators' ranks (lower is better), over all groups together.
 
-    `lengths_BG` are the lengths of the answers, in any unit. `losses` are the terms whose mean the
-    loss is, one per pair or per group as the loss counts them.
+    `lengths_BG` are the lengths of the answers, in any unit. `losses` are the terms of the loss,
+    one per pair or per group, and `loss` is their mean. The other metrics are:
 
-    - `accuracy`: share of pairs of different rank whose better side scores strictly higher.
+    - `accuracy`: the share of pairs of different rank whose better side scores strictly higher.
       Equal scores count as wrong, and `score_ties` is their share.
-    - `rewards_chosen_mean`, `rewards_rejected_mean`: over the better and the worse side of pairs.
+    - `rewards_chosen_mean`, `rewards_rejected_mean`: means over the better and the worse sides.
     - `rewards_mean`, `rewards_std`: over completions. `margin_mean`, `margin_std`: over pairs.
-    - `ece`: expected calibration error, as `calibration_error` defines it.
-    - `top1`: share of groups of more than two whose best completion scores strictly highest.
-    - `score_length_correlation`: Spearman, over completions. `longer_wins_baseline`: mean
+    - `ece`: the expected calibration error, as `calibration_error` defines it.
+    - `top1`: the share of groups of more than two whose best completion scores strictly highest.
+    - `score_length_correlation`: Spearman's, over completions. `longer_wins_baseline`: the mean
       `longer_credit` over pairs; equal lengths count half.
-    - `num_valid_samples`: pairs. `num_nonfinite`: scores that are NaN or infinite, which no other
-      metric counts; present where there are any.
+    - `num_valid_samples`: the number of pairs. `num_nonfinite`: the number of scores that are NaN
+      or infinite, which no other metric counts; it is absent if there are none.
 
-    Without a valid pair there is only `num_valid_samples` = 0, and `loss` where it has terms.
+    Without a valid pair, only `num_valid_samples` = 0 and, if it has terms, `loss` are present.
     """
     _check_sizes("ranks", scores_BG, ranks_BG)
     if lengths_BG is not None:
@@ -124,13 +124,13 @@ def calibration_error(margins_P: npt.ArrayLike) -> float:
     """Return the expected calibration error of sigmoid(margin) as a probability, in [0, 1].
 
     A margin is the score of the better side minus that of the worse. The model's confidence is
-    p = sigmoid(|margin|), in [0.5, 1]; it is right where the margin is above 0. Confidences fall
-    into 10 bins of equal width over [0.5, 1] (lower edge included; 1 belongs to the last); the
-    error is the mean over pairs of |share right - mean confidence| of their bin. At least one pair.
-    Guo et al. 2017, arXiv 1706.04599.
+    sigmoid(|margin|), in [0.5, 1], and the model is right if the margin is above 0. Confidences are
+    divided into 10 bins of equal width over [0.5, 1]; a bin includes its lower edge, and the last
+    bin includes 1. The error is the mean over pairs of |share right - mean confidence| of their bin
+    (Guo et al. 2017, arXiv 1706.04599). There must be at least one pair.
     """
     margins = np.asarray(margins_P, dtype=np.float64)
-    # Of the absolute margin: exp never overflows, and a confidence is never below one half.
+    # With the absolute margin exp never overflows, and the confidence is at least one half.
     confidence_P = 1.0 / (1.0 + np.exp(-np.abs(margins)))
     width = 0.5 / NUM_CALIBRATION_BINS
     bins_P = np.minimum((confidence_P - 0.5) / width, NUM_CALIBRATION_BINS - 1).astype(np.int64)
@@ -143,9 +143,9 @@ def attribute_metrics(
 ) -> dict[str, float]:
     """Return mean squared error `mse/<name>` and correlation `pearson/<name>` of each attribute.
 
-    A target of NaN means that it was not rated; an attribute without targets has no metrics, and
-    one whose targets or predictions are all equal no correlation. Predictions that are NaN or
-    infinite are left out and counted in `num_nonfinite`.
+    A target of NaN was not rated. An attribute without targets has no metrics, and one with equal
+    targets or equal predictions has no correlation. Predictions that are NaN or infinite are
+    omitted, and counted in `num_nonfinite`.
     """
     predictions = np.asarray(predictions_NK, dtype=np.float64).reshape(-1, len(names))
     targets = np.asarray(targets_NK, dtype=np.float64).reshape(-1, len(names))
@@ -167,10 +167,10 @@ def attribute_metrics(
 
 
 def is_lower_better(metric_name: str) -> bool:
-    """Tell whether a smaller value of this metric is the better one.
+    """Report whether a smaller value of this metric is better.
 
-    That is so for losses, errors, score ties, non-finite counts, gradient norms and times, in every
-    form of the name: `loss`, `train/loss`, `validation-default_ece`, `val:validation-default_loss`.
+    It is for losses, errors, score ties, non-finite counts, gradient norms and times, in every form
+    of the name: `loss`, `train/loss`, `validation-default_ece`, `val:validation-default_loss`.
     """
     if _ATTRIBUTE_CORRELATION.search(metric_name):
         return False
@@ -224,7 +224,7 @@ def _completion_metrics(
 def _top1_hits(
     scores_BG: Sequence[Sequence[float]], ranks_BG: Sequence[Sequence[int]]
 ) -> list[bool]:
-    # One entry for each group of more than two that has a best, and only usable scores.
+    # There is one entry for each group of more than two that has a best, and only usable scores.
     hits: list[bool] = []
     for scores_G, ranks_G in zip(scores_BG, ranks_BG, strict=True):
         if len(scores_G) <= 2 or len(set(ranks_G)) < 2 or not all(map(_is_usable, scores_G)):
@@ -264,7 +264,7 @@ def _std(values: FloatArray) -> float:
 
 
 def _pearson(left: FloatArray, right: FloatArray) -> float | None:
-    # Undefined where a side does not vary.
+    # The correlation is undefined if one side does not vary.
     if len(left) < 2 or left.min() == left.max() or right.min() == right.max():
         return None
     left_deviation, right_deviation = _unit_deviation(left), _unit_deviation(right)
@@ -279,7 +279,7 @@ def _unit_deviation(values: FloatArray) -> FloatArray:
 
 
 def spearman(values: npt.ArrayLike, others: npt.ArrayLike) -> float | None:
-    """Return Pearson's correlation of the ranks; None where a side does not vary."""
+    """Return Spearman's correlation, Pearson's of the ranks; None if one side does not vary."""
     return _pearson(_average_ranks(values), _average_ranks(others))
 
 
@@ -290,14 +290,14 @@ def _average_ranks(values: npt.ArrayLike) -> FloatArray:
 
 
 # --------------------------------------------------------------------------------------------------
-# The one definition of the length of an answer, and of the baseline that prefers the longer one.
+# The only definition of the length of an answer, and of the baseline that prefers the longer one.
 #
-# Data reports, validations, evaluations and model cards use it, so that their figures on the same
+# Data reports, validations, evaluations and model cards use it, so that their metrics of the same
 # pairs are equal.
 
 
 def answer_length(messages: Conversation) -> int:
-    """Count the characters of the contents of messages, also of an answer that is cut to fit."""
+    """Count the characters of messages, including those that truncation would cut off."""
     return sum(len(message.content) for message in messages)
 
 

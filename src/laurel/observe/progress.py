@@ -1,4 +1,4 @@
-"""The progress of a run: a live display on a terminal, plain lines now and then elsewhere."""
+"""Shows the progress of a run, as a live display on a terminal, and as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _SHOWN = {
     "lr": "lr",
     "grad_norm": "grad norm",
 }
-"""Metrics on display, by the last part of their name, with their labels."""
+"""The labels of the metrics that are displayed, by the last part of their names."""
 _RATE_STEPS = 20
 """The number of steps over which the rate is averaged."""
 _SECONDS_BETWEEN_LINES = 5.0
 
 
 class _Work(NamedTuple):
-    """The work of a run up to one moment, phases left out."""
+    """The work of a run up to one moment, without phases."""
 
     seconds: float
     pairs: int
@@ -49,7 +49,7 @@ class _Work(NamedTuple):
 
 
 class ProgressPhase:
-    """A part of a run beside training steps, such as a validation."""
+    """A part of a run besides training steps, such as a validation."""
 
     def __init__(
         self, name: str, total: int | None, on_change: Callable[[ProgressPhase], None]
@@ -60,18 +60,19 @@ class ProgressPhase:
         self._on_change = on_change
 
     def advance(self, count: int = 1) -> None:
-        """Add `count` to the number that is done."""
+        """Add `count` to the number of finished units of work."""
         self.done += count
         self._on_change(self)
 
 
 class TrainingProgress:
-    """Shows step, time left, rate and the latest metrics of a training run.
+    """Shows the step, the time left, the rate and the latest metrics of a training run.
 
-    A terminal gets a live display; a file, a pipe or CI a line at most every 5 seconds, besides the
-    first step and the last. `live` overrides the choice. Rates are those of training alone, without
-    phases; the time left counts everything. `unit` names the rows of a step, `counted` the step,
+    A terminal gets a live display. A file, a pipe or CI gets a line at most every 5 seconds, and at
+    the first and the last step. `live` overrides the choice. Rates are those of training, without
+    phases; the time left includes everything. `unit` names the rows of a step, `counted` the steps,
     and `doing` the activity.
+
     Example::
 
         with TrainingProgress(total_steps=100, start_step=0, console=make_console()) as progress:
@@ -114,7 +115,7 @@ class TrainingProgress:
 
     @property
     def console(self) -> Console:
-        """The console of the display; what is printed there appears above it."""
+        """The console of the display; lines that are printed on it appear above the display."""
         return self._console
 
     def __enter__(self) -> TrainingProgress:
@@ -136,10 +137,10 @@ class TrainingProgress:
             self._print_line(self._step_line())
 
     def step(self, step: int, metrics: Mapping[str, float], pairs: int, tokens: int) -> None:
-        """Report that a step is done, with its metrics and the rows and tokens of its batch."""
+        """Show that a step is finished, with its metrics and the rows and tokens of its batch."""
         self._step = step
-        # Metrics of earlier steps are not shown: they would be taken for those of this step.
-        # Names in full are for files: on the display their last part is enough.
+        # Metrics of earlier steps are not shown, as they would be taken for those of this step.
+        # The display shows only the last part of names; files hold the full names.
         short_names = {name.rpartition("/")[2]: value for name, value in metrics.items()}
         self._metrics = {k: float(v) for k, v in short_names.items() if k in _SHOWN}
         before = self._history[-1] if self._history else _Work(0.0, 0, 0)
@@ -150,7 +151,7 @@ class TrainingProgress:
             self._printed_step = step
 
     def message(self, text: str, *, is_routine: bool = False) -> None:
-        """Print a line above the display; `laurel --quiet` leaves out routine lines."""
+        """Print a line above the display; `laurel --quiet` omits routine lines."""
         shown = "\n".join(map(visible, text.split("\n")))
         if is_routine:
             self._print(shown)
@@ -161,12 +162,12 @@ class TrainingProgress:
     def phase(
         self, name: str, total: int | None = None, *, timed: bool = False
     ) -> Iterator[ProgressPhase]:
-        """Show a second bar for a part of a step, or for work beside training.
+        """Show a second bar for a part of a step, or for work besides training.
 
         Args:
             name: The label of the bar.
-            total: The number of units of work; None where it is unknown.
-            timed: Whether the phase is part of a step, so that its time counts in the rates.
+            total: The number of units of work; None if it is unknown.
+            timed: Whether the phase is part of a step, so that the rates include its time.
         """
         outer, started = self._phase, self._clock()
 
@@ -208,8 +209,8 @@ class TrainingProgress:
         self._print(line)
 
     def _print(self, line: str) -> None:
-        # In a file one line stays one line: it is searched, not looked at. FORCE_COLOR makes any
-        # file a "terminal".
+        # In a file lines are not wrapped, because they are searched rather than looked at.
+        # FORCE_COLOR makes any file a "terminal".
         if self._console.file.isatty():
             line = wrapped(line, self._console.width)
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -236,7 +237,7 @@ class TrainingProgress:
         ]
 
     def _times(self) -> str:
-        # Since this start, not since step 0: a resumed run took no time for earlier steps.
+        # The rate counts from this start, because a resumed run took no time for earlier steps.
         elapsed = self._clock() - self._started
         done = self._step - self._start_step
         to_do = max(0, self._total_steps - self._step)
@@ -274,7 +275,7 @@ class _RowRate(ProgressColumn):
 
 
 class RowProgress:
-    """Shows a bar with rate and time left, on a terminal and where there are several chunks.
+    """Shows a bar with the rate and the time left, on a terminal and if there are several chunks.
 
     It is hidden while scores are printed on the same screen.
     """
@@ -282,11 +283,11 @@ class RowProgress:
     def __init__(
         self, console: Console, num_rows: int | None, *, chunk: int, shares_screen: bool
     ) -> None:
-        """Make the bar without showing it.
+        """Create the bar without showing it.
 
         Args:
             console: The console of the bar.
-            num_rows: The number of all rows; None where it is unknown.
+            num_rows: The number of all rows; None if it is unknown.
             chunk: The number of rows that are scored at a time.
             shares_screen: Whether the scores are printed on the same screen.
         """
@@ -319,16 +320,16 @@ class RowProgress:
         self._progress.stop()
 
     def show(self) -> None:
-        """Show the bar as a chunk begins."""
+        """Show the bar at the beginning of a chunk."""
         if self._is_wanted:
             self._progress.start()
 
     def advance(self, num_rows: int, num_tokens: int) -> None:
-        """Count rows of the chunk as scored."""
+        """Count rows of the current chunk as scored."""
         self._progress.advance(self._task, num_rows)
 
     def hide(self, *, done: int) -> None:
-        """Count a chunk of `done` rows as ended, and hide the bar where it shares the screen."""
+        """Count a chunk of `done` rows as finished, and hide the bar if it shares the screen."""
         self._done += done
         self._is_wanted = True
         self._progress.update(self._task, completed=self._done)
@@ -343,7 +344,7 @@ class RowProgress:
 class Timers:
     """Sums the seconds of named parts of one thread's work until they are collected.
 
-    Timers nest: time inside an inner timer also counts for the outer one, and a name that is timed
+    Timers nest: the time of an inner timer also counts for the outer one, and a name that is timed
     inside itself counts once. Example::
 
         with timers.time("total_step_time"):
@@ -359,7 +360,7 @@ class Timers:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Add the time spent inside the block, also when it ends in an exception."""
+        """Add the time spent inside the block, even if it ends with an exception."""
         if name in self._running:
             yield
             return
@@ -372,7 +373,7 @@ class Timers:
             self._running.remove(name)
 
     def collect(self) -> dict[str, float]:
-        """Return the seconds by name since the last call; a running timer counts when it ends."""
+        """Return the seconds by name since the last call; a timer counts once it has ended."""
         seconds = dict(self._seconds)
         self._seconds.clear()
         return seconds

@@ -1,4 +1,4 @@
-"""The record of a run, read back from its directory."""
+"""Reads the record of a run back from its directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVALUATIONS = "*-report.json"
 """The reports of `laurel eval ... --output`, in the run's directory or in a folder inside."""
 
 KINDS = {"rm": "Reward model", "sft": "Fine-tuning", "grpo": "GRPO"}
-"""The sections of a configuration by which a run is recognised, with the title of each kind."""
+"""The title of each kind of run, by the section of a configuration that identifies the kind."""
 
 TIMED = (
     "timing/train/total_step_time",
@@ -32,7 +32,7 @@ TIMED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A metric over the steps of a run; values that are not finite are left out."""
+    """A metric over the steps of a run; values that are not finite are omitted."""
 
     steps: tuple[float, ...]
     values: tuple[float, ...]
@@ -43,24 +43,24 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """The data of one run; a file that its directory lacks is an empty field."""
+    """The data of one run; the field of a missing file is empty."""
 
     path: Path
     kind: str = ""
-    """`rm`, `sft`, `grpo`, or empty where the configuration names none."""
+    """`rm`, `sft`, `grpo`, or empty if the configuration shows none of these."""
     metrics: Sequence[Mapping[str, float]] = ()
     samples: Sequence[Mapping[str, Any]] = ()
-    """Rows of `samples.jsonl`: `{"step", "table", "row"}`."""
+    """The rows of `samples.jsonl`: `{"step", "table", "row"}`."""
     config: str = ""
     """The configuration as YAML."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The configuration as plain values."""
     health: Sequence[Mapping[str, Any]] = ()
-    """Lines of `health.jsonl`: alarms that were raised or ended."""
+    """The lines of `health.jsonl`: alarms that were raised or ended."""
     evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Reports of `laurel eval` by their path in the directory."""
+    """The reports of `laurel eval` by their path in the directory."""
     data: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Data reports by name of the set."""
+    """The data reports by the name of the data set."""
 
     @property
     def title(self) -> str:
@@ -74,11 +74,11 @@ class RunRecord:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds spent on steps, validations and checkpoints; None where nothing was timed."""
+        """The seconds spent on steps, validations and checkpoints; None if nothing was timed."""
         return math.fsum(map(self.total, TIMED)) or None
 
     def series(self, name: str) -> Series:
-        """Return a metric over the steps, by its full name."""
+        """Return the values of a metric over the steps, by its full name."""
         points = [(r["step"], r[name]) for r in self.metrics if name in r and "step" in r]
         finite = [(step, value) for step, value in points if math.isfinite(value)]
         return Series(steps=tuple(s for s, _ in finite), values=tuple(v for _, v in finite))
@@ -122,7 +122,7 @@ def read_run_record(path: Path) -> RunRecord:
     """
     if not path.is_dir():
         raise DataError(f"{path}: there is no such directory; name one that a run logged to")
-    # A run that has not logged yet has its configuration.
+    # A run that has not logged yet has a configuration.
     if not any((path / name).is_file() for name in (METRICS_FILE, CONFIG_FILE, "config.yaml")):
         inside = sorted(entry.name for entry in path.glob("exp_*") if entry.is_dir())
         hint = f"; did you mean {path / inside[-1]}?" if inside else ""
@@ -173,7 +173,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:
-    # A last line that a kill cut short is left out, and so are lines that a resume superseded.
+    # An incomplete last line is omitted, and so are the steps that a resumed run repeated.
     if not path.is_file():
         return []
     rows: list[Mapping[str, Any]] = []

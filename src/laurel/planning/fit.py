@@ -164,7 +164,10 @@ def _changes(
 
 
 def _training_changes(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[_Change]:
-    """Yield changes of training, each on top of those before, except for larger groups of ranks."""
+    """Yield changes of the training settings that may make the run fit.
+
+    Each is added to the ones before; only larger groups of ranks are tried on their own.
+    """
     training, role = request.training, request.roles[0]
     said: list[str] = []
 

@@ -61,7 +61,7 @@ class ModelShape:
         return 0 if divides else self.other_parameters
 
     def outside(self, tp: int) -> int:
-        """Return how many parameters outside the layers each of `tp` ranks computes with."""
+        """Return how many parameters outside the decoder layers each of `tp` ranks holds."""
         return self.undivided(tp) or self.other_parameters // tp
 
     @property
@@ -288,8 +288,7 @@ def _on_policy(
     stays = {n: size for n, size in own.items() if n in ("weights", "optimizer", "reference")}
     taken = _drawing(request, plan, shapes, device_memory, shares_with="policy")
     if drawing is not None and taken:
-        copy = {"engine's weights": taken["weights"]}
-        taken = {"keys and values": taken["keys and values"]}
+        copy = {"engine's weights": taken.pop("weights")}
         if drawing.uses_vllm:
             # Optimizer and reference go to the host meanwhile; the weights stay to be handed over.
             stays_now = {n: size for n, size in stays.items() if n == "weights"} | copy
@@ -441,7 +440,10 @@ def _drawing(
     if drawing.uses_vllm and device_memory is not None:
         pool = int(drawing.memory_share * device_memory)
         needed = max(drawing.longest * each, pool - weights)
-    return {"weights": weights, "keys and values": needed}
+    parts = {"weights": weights, "keys and values": needed}
+    if drawing.conversation_bytes:
+        parts["keys and values between turns"] = drawing.conversation_bytes
+    return parts
 
 
 # --------------------------------------------------------------------------------------- formulas

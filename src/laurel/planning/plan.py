@@ -336,7 +336,7 @@ def _own_slots(request: ClusterRequest) -> dict[RoleName, OwnSlots]:
 
 
 def _sizes(own: OwnSlots | None, *, nodes: int = 0) -> tuple[int, int]:
-    """Return the slots of each node and the number of nodes; 0 and 0 without own slots.
+    """Return the slots per node and the number of nodes of a role's own slots; (0, 0) without any.
 
     The number of nodes defaults to `nodes`.
     """

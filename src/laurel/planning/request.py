@@ -138,6 +138,8 @@ class DrawingRequest:
     """Fraction of the device's memory that vLLM takes for weights and cache."""
     runs_ahead: bool
     """Whether generation overlaps with training, so that it needs a copy of the weights."""
+    conversation_bytes: int = 0
+    """Most bytes of keys and values that are kept of conversations between their turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

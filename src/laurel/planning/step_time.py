@@ -136,7 +136,7 @@ class StepTime:
 
 @cache
 def known_devices() -> dict[str, Device]:
-    """Return the devices of the table that lies beside this module, by name."""
+    """Return the devices in the table next to this module, by name."""
     text = resources.files(__package__).joinpath("devices.yaml").read_text(encoding="utf-8")
     table: dict[str, dict[str, Any]] = yaml.safe_load(text)
     return {

@@ -375,7 +375,7 @@ def _open_replicas(
     say: Say,
     name: str,
 ) -> ModelScorer:
-    """Open a model in worker groups: in the loop one for each replica, otherwise one for all."""
+    """Open a model in worker groups: one per replica if `spec.in_loop`, otherwise one for all."""
     shape = placement.shape
     spec = replace(spec, model=replace(spec.model, tensor_parallel_size=shape.tp))
     place, spec = _found(spec, say)

@@ -75,7 +75,7 @@ class Preparers:
         """Render and tokenise groups.
 
         Raises:
-            WorkerError: All workers were lost, too many to restart (`is_lost`).
+            WorkerError: All workers were lost, and the restart limit is reached (`is_lost` is set).
         """
         share = -(-len(groups) // len(self.workers.replicas))
         parts = [groups[first : first + share] for first in range(0, len(groups), share or 1)]

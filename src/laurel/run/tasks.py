@@ -1,4 +1,4 @@
-"""Prepares tasks for rollouts: starts environments, checks answers and tests, limits prompts."""
+"""Prepares tasks for rollouts: starts environments, checks answers, drops overlong prompts."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def has_no_gpu(*, root: Path = Path("/")) -> bool:
 
 
 def cpu_quota(*, root: Path = Path("/")) -> float | None:
-    """Return the cores' worth of time that this process's control groups allow; None: no limit.
+    """Return how many cores' worth of CPU time this process's control groups allow; None: no limit.
 
     Args:
         root: Directory that contains `proc` and `sys`.
@@ -123,10 +123,10 @@ def _affine_cores() -> int:
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the groups of this process under a controller and those around them, with the version.
+    """Yield this process's control group and its ancestors under a controller, with the version.
 
-    A container may see its group under the host's name while its own tree begins at that group:
-    then the folder does not exist, and the ones around it, up to the top, do.
+    In a container the path may be the host's: then the folder of the group does not exist, but
+    those of its ancestors, up to the top, do.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

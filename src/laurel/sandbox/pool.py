@@ -262,11 +262,11 @@ def _share_of_time(state: _State, item: _Waiting) -> float | None:
 
 
 class _TimeIsUpError(Exception):
-    """Raised where a program was ended for lack of time, not at a limit of its own."""
+    """Raised if the deadline of a call stopped a program before the program's own time limit."""
 
 
 class _Bounded:
-    """Runs programs until a moment, at which it raises `_TimeIsUpError`."""
+    """Runs programs until a deadline, then raises `_TimeIsUpError`."""
 
     def __init__(self, runner: Runner, until: float | None) -> None:
         self._runner = runner

@@ -62,10 +62,10 @@ class RunningJob:
         self._deadline = time.monotonic() + limits.wall_s + GRACE_SECONDS
 
     def outcome(self) -> ProcessOutcome:
-        """Wait for its end.
+        """Wait until the job ends, and return its outcome.
 
         Raises:
-            SandboxLostError: It could not be isolated, or its monitor is gone or late.
+            SandboxLostError: The job could not be isolated, or its monitor is gone or late.
         """
         try:
             header, parts = receive(self._link, self._deadline)

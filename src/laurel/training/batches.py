@@ -107,8 +107,8 @@ class Batcher:
 def shares(group: TokenGroup, *, budget: int | None) -> list[list[int]]:
     """Choose which completions of a group are computed together, as indices of its branches.
 
-    All of them where they and the prompt fit into `budget` tokens, else as many as fit; each by
-    itself where there is no budget, as nothing is shared then.
+    These are all completions if they and the prompt fit into `budget` tokens, otherwise as many as
+    fit. Without a budget each is computed alone, because no prompt is shared then.
     """
     sizes = [len(ids) for ids in group.branches_ids_G]
     if budget is None:

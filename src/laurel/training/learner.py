@@ -199,7 +199,7 @@ class Learner(Protocol):
         """
 
     def load_state(self, directory: Path) -> dict[str, Any]:
-        """Restore the state that `save_state` wrote; return `extra`."""
+        """Restore the state that `save_state` wrote, and return the `extra` that it was given."""
 
     def resting(self) -> AbstractContextManager[None]:
         """Release device memory for the duration; the model must not be used meanwhile."""
@@ -475,7 +475,7 @@ class LocalLearner:
         return self._writing.outcome(is_awaited=is_awaited)
 
     def load_state(self, directory: Path) -> dict[str, Any]:
-        """Restore the state that `save_state` wrote; return `extra`."""
+        """Restore the state that `save_state` wrote, and return the `extra` that it was given."""
         return load_training_state(
             directory, optimizer=self.optimizer, scheduler=self.scheduler, mesh=self._mesh
         )

@@ -199,7 +199,10 @@ class LearnerGroup:
         return float(max(answers))
 
     def load_state(self, directory: Path) -> dict[str, Any]:
-        """Restore the state that `save_state` wrote; all nodes must see the directory."""
+        """Restore the state that `save_state` wrote, and return its `extra`.
+
+        Every node must see the directory.
+        """
         with _disk_errors():
             extra, self._learning_rate = self.group.call("load_state", directory)[0]
         return dict(extra)
@@ -263,9 +266,9 @@ def divide_micro_batches(sizes: Sequence[int], places: int) -> list[list[int | N
 
 
 def imbalance(sizes: Sequence[int], shares: Sequence[Sequence[int | None]]) -> float:
-    """Measure how many more tokens the fullest rank computes than the mean: 0 where all are equal.
+    """Return by what fraction the busiest rank's token count exceeds the mean; 0 if all are equal.
 
-    Fillers that only make up the number count as nothing.
+    Entries of None, which only pad a share, count as 0 tokens.
     """
     totals = [sum(sizes[i] for i in share if i is not None) for share in shares]
     return max(totals) * len(totals) / sum(totals) - 1.0
@@ -305,7 +308,7 @@ class WeightExporter(ABC):
     # ------------------------------------------------------------------- weights, bucket by bucket
 
     def open_weights(self, changing_only: bool) -> None:
-        """Begin `next_weights` at the first weight of `Learner.named_weights`."""
+        """Restart `next_weights` at the first weight of `Learner.named_weights`."""
         self._weights = self.named_weights(changing_only)
 
     def next_weights(self, num_bytes: int) -> list[tuple[str, Tensor]]:

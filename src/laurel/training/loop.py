@@ -489,11 +489,7 @@ class Saving:
         self._logger.log({WAITED: time.monotonic() - started}, step=position.step)
 
     def look(self, step: int) -> None:
-        """Advance a background save and log its outcome. Never waits.
-
-        Args:
-            step: Current step.
-        """
+        """Check on a background save without waiting, and log its outcome once it has finished."""
         if self._begun is not None and self._begun.save.ready():
             self.finish(step)
 

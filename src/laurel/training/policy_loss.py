@@ -63,7 +63,7 @@ class PolicyLoss:
         return self._config.reference_policy_kl_penalty > 0 and not self._config.use_kl_in_reward
 
     def has_signal(self, labels: PolicyLabels) -> bool:
-        """Report whether the loss, apart from the divergence, changes any likelihood."""
+        """Report whether the loss without its KL term has a nonzero gradient for any token."""
         imitates = self._config.positive_example_nll_weight > 0.0
         return any(
             used and (advantage != 0.0 or (imitates and reward is not None and reward > 0.0))
@@ -361,13 +361,13 @@ class Correction(NamedTuple):
 def correction(old_U: Tensor, tokens: PolicyTokens, config: PolicyLossConfig) -> Correction:
     """Compute weights `old / behaviour` of the policy-gradient term, without a gradient.
 
-    One per token, or with sequence-level ratios the product over the completion. Then, with
-    `[a, b]` the range (a is 0 where none is given):
+    There is one weight per token, or with sequence-level ratios the product over the completion.
+    The kind of truncation then decides by the range `[a, b]`, where a defaults to 0:
 
-    - `tis`: cut to it (truncated importance sampling, Yao et al. 2025)
-    - `icepop`: 0 outside it (Ling team, 2025)
-    - `seq-mask-tis`: unchanged, but 0 for completions whose geometric mean lies outside it
-    - `seq-tis`: the product over the completion, cut to it
+    - `tis`: clipped to the range (truncated importance sampling, Yao et al. 2025)
+    - `icepop`: 0 outside the range (Ling team, 2025)
+    - `seq-mask-tis`: unchanged, but 0 for completions whose geometric mean lies outside the range
+    - `seq-tis`: the product over the completion, clipped to the range
     """
     log_U = (old_U - tokens.behaviour_U).detach()
     kind = config.truncation

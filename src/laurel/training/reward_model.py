@@ -255,8 +255,8 @@ class LearnerScorer(ContractScorer):
         Args:
             learner: Learner of a reward model.
             contract: Scoring contract that is saved with it.
-            batcher: Cuts groups up for it.
-            micro_batch_size: Groups of one forward pass where nothing is packed.
+            batcher: Divides groups into micro-batches.
+            micro_batch_size: Groups of one forward pass if rows are not packed.
         """
         super().__init__(contract, batch_tokens=batcher.limits.forest_tokens, batch_size=None)
         self.preparers = _Remembering(contract)

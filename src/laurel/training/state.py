@@ -51,8 +51,7 @@ class RunState(ABC):
 
         Args:
             learner: The model with its optimizer.
-            identity: By dotted name, what must be the same when a run goes on, or it would be
-                another run.
+            identity: Settings by dotted name that must be unchanged for the run to be resumed.
             config_yaml: The resolved configuration.
             run_dir: Log directory of this run.
             save_optimizer: Whether the run can be resumed.

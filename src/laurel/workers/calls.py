@@ -30,13 +30,13 @@ class WorkerCall(NamedTuple):
 
 
 class Shared:
-    """An argument for several groups that is prepared for travel once, not for each of them.
+    """An argument for several groups that is serialized once rather than once per group.
 
-    It is passed by position. Workers get the value itself, and may not write into it.
+    It is passed by position. Workers get the value itself, and must not modify it.
     """
 
     def __init__(self, value: Any) -> None:
-        """Wrap the value; it is prepared when a group needs it."""
+        """Wrap the value; it is serialized when a group first needs it."""
         self.value = value
         self._carried: Any = None
 
@@ -44,7 +44,7 @@ class Shared:
         return Shared, (self.value,)
 
     def carried(self, carry: Callable[[Any], Any]) -> Any:
-        """Prepare the value with `carry`, which is called once."""
+        """Serialize the value with `carry`, which is called once."""
         if self._carried is None:
             self._carried = carry(self.value)
         return self._carried

@@ -99,7 +99,7 @@ def open_cluster(
 
 
 def device_of(config: ClusterConfig, cluster: RayCluster) -> Device:
-    """Choose the kind of slot on this cluster: where any node has GPUs, `auto` is a GPU."""
+    """Choose the kind of slot on this cluster: `auto` means GPUs if any node has one."""
     if config.device != "auto":
         return config.device
     return "cuda" if any(state.total.get("GPU") for state in cluster.nodes()) else "cpu"

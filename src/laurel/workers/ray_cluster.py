@@ -331,12 +331,14 @@ class Reservation:
         return len(self.node_ids)
 
     def part(self, role: str, ranks: Sequence[int], *, share: float | None = None) -> Reservation:
-        """Take some of the slots, or a share of them, for a role; they are released with the rest.
+        """Take some of this reservation's slots, or a share of each, for a role.
+
+        They are released with the reservation.
 
         Args:
-            role: Role that they are for.
+            role: The role that gets the slots.
             ranks: Ranks of this reservation, in the order of the new one.
-            share: Part of each slot; None: as much as this reservation has.
+            share: The fraction of each slot; None takes all that this reservation has.
         """
         return replace(
             self,

@@ -90,7 +90,7 @@ class EndlessRestarts(Restarts):
     """
 
     def __init__(self, most: int, say: Callable[[str], None] = _log.warning) -> None:
-        """Start without losses; `most` is the limit of losses in a row."""
+        """Start with no losses; `most` is how often in a row a replica may die without any work."""
         super().__init__(most, say)
         self._in_a_row: dict[str, int] = {}
 

@@ -21,7 +21,7 @@ COMPARED = ("laurel-rl", "torch", "transformers")
 
 
 class Packed(NamedTuple):
-    """A pickled value, and the memory of the arrays in it."""
+    """A pickled value, with the buffers of its arrays kept apart."""
 
     head: bytes
     buffers: list[npt.NDArray[np.uint8]]

@@ -27,11 +27,11 @@ def working(engine):
 
 def events_of(worker, count, new=(), aborted=()):
     """The next so many events, as (number, completion's index, None or the error)."""
-    events = worker.exchange(new, aborted, 0.0)
+    events = worker.exchange(new, aborted, [], 0.0)
     deadline = time.monotonic() + 60
     while len(events) < count:
         assert time.monotonic() < deadline
-        events += worker.exchange([], [], 0.2)
+        events += worker.exchange([], [], [], 0.2)
     return [(e.number, getattr(e.what, "index", e.what)) for e in events]
 
 
@@ -51,11 +51,11 @@ def test_it_waits_no_longer_than_it_may_and_no_longer_than_it_must():
     engine = ScriptedEngine(allowed=0)
     with working(engine) as worker:
         started = time.monotonic()
-        assert worker.exchange([(1, request(seeds=(5,)))], [], 0.2) == []
+        assert worker.exchange([(1, request(seeds=(5,)))], [], [], 0.2) == []
         assert 0.2 <= time.monotonic() - started < 10
         threading.Timer(0.1, setattr, (engine, "allowed", 1)).start()
         started = time.monotonic()
-        assert len(worker.exchange([], [], 30.0)) >= 1
+        assert len(worker.exchange([], [], [], 30.0)) >= 1
         assert time.monotonic() - started < 25
 
 
@@ -143,7 +143,7 @@ def test_a_transfer_that_breaks_off_makes_room_for_the_next():
 def test_it_can_be_shut_down_in_the_middle_of_everything():
     engine = ScriptedEngine(allowed=0)
     worker = EngineWorker(RankPlace(role="generation"), lambda: engine)
-    worker.exchange([(1, request())], [], 0.0)
+    worker.exchange([(1, request())], [], [], 0.0)
     worker.begin_weights(4)
     worker.take_weights([pack_tensor("a", torch.ones(2))])
     worker.shutdown()
@@ -154,7 +154,7 @@ def test_it_can_be_shut_down_in_the_middle_of_everything():
 
 def test_who_waits_for_news_is_told_of_the_end():
     worker = EngineWorker(RankPlace(role="generation"), ScriptedEngine)
-    waiting = threading.Thread(target=worker.exchange, args=([], [], 60.0), daemon=True)
+    waiting = threading.Thread(target=worker.exchange, args=([], [], [], 60.0), daemon=True)
     waiting.start()
     worker.shutdown()
     waiting.join(50)

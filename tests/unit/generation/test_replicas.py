@@ -21,7 +21,7 @@ from laurel.generation.transformers.engine import TransformersEngine
 from laurel.generation.weights.probe import ProbeAnswer, model_logprobs
 from laurel.types import Weights
 from laurel.workers.calls import LocalGroup, with_shared, without_shared
-from scripted_engines import Company, MortalGroup, ScriptedEngine
+from scripted_engines import Company, MortalGroup, ScriptedEngine, completion
 
 
 def replicas_of(company, count=2, **options):
@@ -70,6 +70,57 @@ def test_a_request_goes_whole_to_the_replica_with_the_least_work():
     assert [name for name, _ in company.asked(0)] == ["a", "e"]
     assert [name for name, _ in company.asked(1)] == ["b", "c", "d", "f"]
     assert [seeds_of(one) for one in found] == [[0, 1, 2, 3], [0], [0, 1], [0], [0, 1], [0]]
+
+
+def test_a_conversation_stays_with_its_replica_and_its_end_is_passed_on():
+    company = Company(held_back)
+
+    def turn(name, number):
+        return request(seeds=(number,), request_id=f"{name}{number}", conversations=(name,))
+
+    async def ask(generator):
+        first = [asyncio.create_task(collect(generator, turn(name, 0))) for name in "xy"]
+        await until(lambda: all(engine.asked for engine in company.engines))
+        for engine in company.engines:
+            engine.allowed = 100
+        await asyncio.gather(*first)
+        for number in (1, 2):
+            for name in "yx":
+                await collect(generator, turn(name, number))
+        generator.end_conversations(["y", "unknown"])
+        # What has ended belongs to nobody: it begins where there is least work.
+        await collect(generator, turn("y", 3))
+        await collect(generator, turn("x", 3))
+
+    with replicas_of(company) as generator:
+        run(ask(generator))
+    assert [name for name, _ in company.asked(0)] == ["x0", "x1", "x2", "y3", "x3"]
+    assert [name for name, _ in company.asked(1)] == ["y0", "y1", "y2"]
+    assert generator._holders.keys() == {"x", "y"}
+    assert company.engines[0].ended == []
+
+
+def test_the_end_of_a_conversation_goes_out_with_the_next_call():
+    company = Company()
+
+    async def ask(generator):
+        for name in ("a", "b"):
+            await collect(generator, request(seeds=(1,), request_id=name, conversations=(name,)))
+        generator.end_conversations(["a", "b"])
+        await collect(generator, request(seeds=(1,), request_id="next"))
+
+    with replicas_of(company, 1) as generator:
+        run(ask(generator))
+        assert company.engines[0].ended == ["a", "b"]
+        assert not generator._holders
+
+
+def test_missing_completions_keep_the_names_of_their_conversations():
+    order = Order(request(seeds=(1, 2, 3), conversations="abc"), lambda item: None)
+    order.rest()
+    order.take(completion(1, 2))
+    rest = order.rest()
+    assert (rest.seeds_G, rest.conversations_G) == ((1, 3), ("a", "c"))
 
 
 def test_work_that_has_come_counts_no_more():

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import threading
 import time
 
@@ -14,7 +15,17 @@ import torch
 
 import tiny
 import tiny_tokenizers
-from generators import collect, draw, full_logprobs, policy_and_tokenizer, request, run
+from generators import (
+    ENDS,
+    HEARD,
+    collect,
+    draw,
+    full_logprobs,
+    policy_and_tokenizer,
+    request,
+    run,
+    talk,
+)
 from laurel.config.policy import LoraConfig
 from laurel.errors import EngineError, ModelError
 from laurel.generation.transformers.engine import TransformersEngine
@@ -107,6 +118,144 @@ def test_memory_of_keys_and_values_is_given_back():
     with engine_of(policy) as engine:
         draw(engine, request(seeds=range(5)))
         assert engine._batch.num_bytes == 0
+
+
+# ---------------------------------------------------------------------------------- conversations
+
+
+PROMPT = [20 + i % 150 for i in range(60)]
+
+
+def distinct(found):
+    """Tokens of conversations, each counted once, without the last turns' last tokens."""
+    return sum(
+        len(wanted.prompt_ids) + len(said.ids_L) - 1 for wanted, said in (t[-1] for t in found)
+    )
+
+
+def test_each_token_of_a_conversation_is_computed_once():
+    policy, _ = policy_and_tokenizer()
+    seen = watch_tokens(policy)
+    with engine_of(policy, end_ids=[], conversation_bytes=2**22) as engine:
+        found = talk(engine, PROMPT, name="c", num_turns=8)
+        assert sum(seen) == distinct([found])
+        for (before, said), (wanted, one) in itertools.pairwise(found):
+            assert one.num_cached == len(before.prompt_ids) + len(said.ids_L) - 1
+            assert one.num_cached + 1 + len(HEARD) == len(wanted.prompt_ids)
+        # Without a name every turn is computed from its start.
+        seen.clear()
+        talk(engine, PROMPT, name=None, num_turns=8)
+        assert sum(seen) > 4 * distinct([found])
+
+
+def test_conversations_that_begin_together_share_their_prompt():
+    policy, _ = policy_and_tokenizer()
+    seen = watch_tokens(policy)
+    with engine_of(policy, end_ids=[], conversation_bytes=2**22) as engine:
+        names = ["a", "b", "c"]
+        first = request(
+            PROMPT, seeds=(1, 2, 3), conversations=names, stop_token_ids=ENDS, max_new_tokens=100
+        )
+        (said,) = draw(engine, first)
+        cache = engine._batch.conversations
+        # Three layers, keys and values, two heads of 16 floats: 768 bytes a token.
+        own = sum(len(one.ids_L) - 1 for one in said)
+        assert cache.num_bytes == 768 * (len(PROMPT) + own)
+        seen.clear()
+        further = [
+            request([*PROMPT, *one.ids_L, *HEARD], seeds=(9,), request_id=n, conversations=(n,))
+            for n, one in zip(names, said, strict=True)
+        ]
+        for wanted, (one,) in zip(further, draw(engine, *further), strict=True):
+            assert one.logprobs_L == pytest.approx(full_logprobs(policy, wanted, one), abs=1e-5)
+        assert seen[0] == 3 * (1 + len(HEARD)), "the last token of a turn, and what was heard"
+
+
+@pytest.mark.parametrize("name", sorted(tiny.LANGUAGE_MODELS))
+def test_later_turns_have_the_models_own_log_probabilities_for_every_architecture(name):
+    policy = tiny.tiny_policy(name, std=0.1)
+    with engine_of(policy, end_ids=[], conversation_bytes=2**24) as engine:
+        prompt = [5 + i % 20 for i in range(40)]
+        found = talk(engine, prompt, name="c", num_turns=3)
+        assert [one.num_cached > 0 for _, one in found] == [False, True, True]
+        for wanted, one in found:
+            assert one.logprobs_L == pytest.approx(full_logprobs(policy, wanted, one), abs=1e-5)
+
+
+def test_the_conversation_that_has_waited_longest_goes_first():
+    policy, _ = policy_and_tokenizer()
+    with engine_of(policy, end_ids=[], conversation_bytes=768 * 300) as engine:
+        cache = engine._batch.conversations
+        lengths = {}
+        for seed, name in enumerate("abcdef"):
+            ((wanted, said),) = talk(engine, PROMPT, name=name, num_turns=1, seed=seed)
+            lengths[name] = len(wanted.prompt_ids) + len(said.ids_L) - 1
+            assert cache.num_bytes <= cache.max_bytes
+        left = list(cache._kept)
+        assert left == list("abcdef")[-len(left) :]
+        assert cache.num_bytes == 768 * sum(lengths[name] for name in left)
+        assert 768 * (sum(lengths[n] for n in left) + lengths["abcdef"[-len(left) - 1]]) > (
+            cache.max_bytes
+        )
+
+
+def test_what_ended_is_freed_at_once():
+    policy, _ = policy_and_tokenizer()
+    with engine_of(policy, end_ids=[], conversation_bytes=2**22) as engine:
+        cache = engine._batch.conversations
+        talk(engine, PROMPT, name="c", num_turns=2)
+        assert cache.num_bytes > 0
+        engine.end_conversations(["c"])
+        deadline = time.monotonic() + 60
+        while cache.num_bytes:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+
+def test_a_turn_that_was_cut_off_and_a_cache_without_room_keep_nothing():
+    policy, _ = policy_and_tokenizer()
+    cut = request(PROMPT, seeds=(1,), conversations=("c",), max_new_tokens=3)
+    for room, asked in ((2**22, cut), (0, None), (768, None)):
+        with engine_of(policy, end_ids=[], conversation_bytes=room) as engine:
+            if asked is None:
+                found = talk(engine, PROMPT, name="c", num_turns=2)
+                assert [one.num_cached for _, one in found] == [0, 0]
+            else:
+                draw(engine, asked)
+            assert engine._batch.conversations.num_bytes == 0
+
+
+@pytest.mark.parametrize("change", ["update", "same weights", "in place", "sleep"])
+def test_nothing_is_kept_beyond_the_weights_or_a_rest(change):
+    policy, _ = policy_and_tokenizer()
+    with engine_of(policy, end_ids=[], conversation_bytes=2**22) as engine:
+        ((wanted, said),) = talk(engine, PROMPT, name="c", num_turns=1)
+        if change == "in place":  # by an optimizer, before the engine hears of it
+            with torch.no_grad():
+                policy.causal_lm.base_model.layers[0].mlp.down_proj.weight.mul_(-3)
+        elif change == "sleep":
+            run(engine.sleep())
+            run(engine.wake())
+        else:
+            same_as = 0 if change == "same weights" else None
+            run(engine.update_weights(Weights(version=1, tensors=dict, same_as=same_as)))
+        ids = [*wanted.prompt_ids, *said.ids_L, *HEARD]
+        further = request(ids, seeds=(4,), conversations=("c",))
+        ((one,),) = draw(engine, further)
+        assert one.num_cached == 0
+        assert one.logprobs_L == pytest.approx(full_logprobs(policy, further, one), abs=1e-5)
+
+
+def test_a_prompt_that_departs_from_what_was_kept_is_computed_whole():
+    policy, _ = policy_and_tokenizer()
+    with engine_of(policy, end_ids=[], conversation_bytes=2**22) as engine:
+        ((wanted, said),) = talk(engine, PROMPT, name="c", num_turns=1)
+        whole = [*wanted.prompt_ids.tolist(), *said.ids_L.tolist(), *HEARD]
+        whole[10] += 1
+        further = request(whole, seeds=(4,), conversations=("c",))
+        ((one,),) = draw(engine, further)
+        assert one.num_cached == 0
+        assert one.logprobs_L == pytest.approx(full_logprobs(policy, further, one), abs=1e-5)
 
 
 def test_dropout_is_off_while_drawing_and_the_model_is_as_before_afterwards():

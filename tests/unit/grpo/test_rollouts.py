@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from laurel.errors import DataError, EngineError, EnvironmentFailedError, WorkerError
 from laurel.grpo.judging import RolloutStats
 from laurel.grpo.rollouts import Rollouts
-from laurel.types import EnvironmentReturn, RolloutGroup, SamplingParams, Task
+from laurel.types import EnvironmentReturn, GenerationRequest, RolloutGroup, SamplingParams, Task
 from policy_fakes import (
     SAMPLING,
     ByteChat,
@@ -149,6 +149,48 @@ def test_turns_go_on_until_the_environment_says_so() -> None:
         ["q", "ab", "t1"],
     ]
     assert len({r.id for r in generator.requests}) == 3
+
+
+def test_conversations_have_a_name_from_their_first_turn_to_their_end() -> None:
+    ended_when: list[tuple[int, list[str]]] = []
+
+    class Watching(ScriptedGenerator):
+        def end_conversations(self, names: Sequence[str]) -> None:
+            ended_when.append((len(self.requests), list(names)))
+            super().end_conversations(names)
+
+    generator = Watching(saying("ab"))
+    stats = RolloutStats()
+    rollouts = rollouts_of(generator, judge=Judge(counting), max_turns=9)
+    play(rollouts, [task("q"), task("r")], num_generations=2, stats=stats)
+    first = [r for r in generator.requests if len(r.seeds_G) == 2]
+    assert [len(r.conversations_G) for r in first] == [2, 2]
+    names = {name for r in first for name in r.conversations_G}
+    assert len(names) == 4
+    further = [r.conversations_G for r in generator.requests if r not in first]
+    assert Counter(further) == {(name,): 2 for name in names}, "three turns each"
+    assert set(generator.ended) == names
+    assert stats.num_repeated == 4 * (len("q>ab[t1]>") + len("q>ab[t1]>ab[t2]>"))
+    assert stats.num_cached == 0
+
+
+def test_a_conversation_ends_also_where_its_group_fails() -> None:
+    def script(request: GenerationRequest) -> Sequence[Any]:
+        if len(request.seeds_G) == 1:
+            return [EngineError("it died")]
+        return saying("ab")(request)
+
+    generator = ScriptedGenerator(script)
+    with pytest.raises(EngineError, match="it died"):
+        play(rollouts_of(generator, judge=Judge(counting), max_turns=9), [task("q")])
+    assert set(generator.ended) == set(generator.requests[0].conversations_G) != set()
+
+
+def test_a_single_turn_has_no_name() -> None:
+    generator = ScriptedGenerator(saying("ab"))
+    play(rollouts_of(generator, judge=Judge(counting), max_turns=1), [task("q")])
+    assert [r.conversations_G for r in generator.requests] == [()]
+    assert generator.ended == []
 
 
 def test_an_observation_that_no_template_renders_fails_its_own_sample() -> None:

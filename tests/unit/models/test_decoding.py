@@ -8,7 +8,7 @@ from torch import nn
 
 import tiny
 from laurel.models.forest.attention import forest_attention
-from laurel.models.forest.decoding import KeyValueStore
+from laurel.models.forest.decoding import KeptTokens, KeyValueStore
 
 pytestmark = pytest.mark.slow_parameters(
     "gemma",
@@ -212,6 +212,67 @@ def _by_the_book(q, keys, values, sinks, repeats, *, sliding_window, softcap, sc
     weights = logits.exp()
     total = weights.sum(1) + (0 if sinks is None else sinks.exp())
     return torch.einsum("hl,lhd->hd", weights / total[:, None], values)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(
+        st.tuples(st.integers(0, 90), st.integers(0, 40), st.integers(1, 70)),
+        min_size=1,
+        max_size=4,
+    ),
+    options=OPTIONS,
+    has_sinks=st.booleans(),
+    repeats=st.sampled_from([1, 2]),
+    seed=st.integers(0, 2**16),
+)
+def test_a_prompt_that_continues_kept_tokens(lengths, options, has_sinks, repeats, seed):
+    """Two kept parts and new tokens, beside whole prompts, against a softmax over the sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    layer = nn.Module()
+    layer.layer_idx = 0
+    heads, kv_heads, size = 2 * repeats, 2, 4
+    sinks = torch.randn(heads, generator=generator, dtype=torch.float64) if has_sinks else None
+
+    def random(count, heads):
+        return torch.randn(count, heads, size, generator=generator, dtype=torch.float64)
+
+    def part(keys, values):
+        pair = (keys.transpose(0, 1), values.transpose(0, 1))
+        return KeptTokens(len(keys), {0: pair} if len(keys) else {})
+
+    # Whole prompts come first.
+    lengths = sorted(lengths, key=lambda sizes: sizes[0] + sizes[1] > 0)
+    keys = [random(sum(sizes), kv_heads) for sizes in lengths]
+    values = [random(sum(sizes), kv_heads) for sizes in lengths]
+    starts = [first + second for first, second, _ in lengths]
+    kept = {
+        index: (
+            part(keys[index][:first], values[index][:first]),
+            part(keys[index][first : first + second], values[index][first : first + second]),
+        )
+        for index, (first, second, _) in enumerate(lengths)
+        if first + second
+    }
+    store = KeyValueStore(CPU)
+    plan = store.add_prompts({i: len(k) for i, k in enumerate(keys)}, kept)
+    queries = [random(new, heads) for _, _, new in lengths]
+    new_keys = [k[start:] for k, start in zip(keys, starts, strict=True)]
+    new_values = [v[start:] for v, start in zip(values, starts, strict=True)]
+    rows = (torch.cat(rows).transpose(0, 1)[None] for rows in (queries, new_keys, new_values))
+    out, _ = forest_attention(layer, *rows, None, forest_plan=plan, s_aux=sinks, **options)
+    expected = [
+        _by_the_book(q, k[: start + i + 1], v[: start + i + 1], sinks, repeats, **options)
+        for k, v, start, mine in zip(keys, values, starts, queries, strict=True)
+        for i, q in enumerate(mine)
+    ]
+    torch.testing.assert_close(out[0], torch.stack(expected), rtol=1e-10, atol=1e-10)
+    assert plan.positions_T.tolist() == [
+        position for k, start in zip(keys, starts, strict=True) for position in range(start, len(k))
+    ]
+    for index, (k, v) in enumerate(zip(keys, values, strict=True)):
+        copied = store.copy_prompt(index).layers[0]
+        torch.testing.assert_close(copied, (k.transpose(0, 1), v.transpose(0, 1)), rtol=0, atol=0)
 
 
 def test_a_prompt_is_held_once_for_all_its_completions():

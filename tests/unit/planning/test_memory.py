@@ -497,6 +497,19 @@ def test_in_process_generation_needs_no_second_copy():
     assert generation.parts["keys and values"] == 256 * 512 * 2 * 16 * 8 * 64 * 2
 
 
+def test_conversations_between_their_turns_take_memory_too():
+    turns = ("grpo.max_rollout_turns=8", "policy.generation.conversation_cache_gib=0.5")
+    kept = "keys and values between turns"
+    in_process = ("policy.generation.backend=transformers", "cluster.device=cpu")
+    ahead = ("grpo.max_staleness=1", "loss_fn.use_importance_sampling_correction=true")
+    for settings in (in_process, (*in_process, *ahead)):
+        generation = phase(fit(grpo(*settings, *turns), Shapes(policy=SMALL)), "generation")
+        assert generation.parts[kept] == GIB // 2
+    for settings in ((*in_process, turns[1]), turns):  # one turn; vLLM
+        generation = phase(fit(grpo(*settings), Shapes(policy=SMALL)), "generation")
+        assert kept not in generation.parts
+
+
 def test_heads_that_tensor_parallel_ranks_cannot_share():
     config = grpo(
         "cluster.gpus_per_node=8",

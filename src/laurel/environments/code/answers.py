@@ -26,7 +26,7 @@ _STOPPED = re.compile(r"\n(?:async def|def|class|if|print|assert|import|from|@|#
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Holds a fenced block."""
+    """A fenced code block in an answer."""
 
     language: str
     """Language after the fence, in lower case; may be empty."""

@@ -83,7 +83,7 @@ class NodeWorker:
         return detect(), affordable_workers(min(num_workers, available_cores()), limits_mb)
 
     def prepare(self, tier: Tier, num_workers: int, cgroup: str) -> None:
-        """Make a pool, whose sandboxes start with their first programs.
+        """Create the pool; each sandbox starts only when it gets its first program.
 
         Args:
             tier: Tier that was found here, whose layers every sandbox must have.

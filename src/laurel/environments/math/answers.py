@@ -543,8 +543,8 @@ def check_choice(response: str, gold: str, *, multilingual: bool) -> Checked:
     Args:
         response: Text of the policy.
         gold: The right letter.
-        multilingual: Whether to accept the word for "Answer", and the letter, in all languages
-            above.
+        multilingual: Whether to accept the word for "Answer" and the letters in every supported
+            language.
     """
     right = _normal(gold).strip().strip("().").translate(_LETTERS).upper()
     if re.fullmatch("[A-Z]", right) is None:

@@ -5,11 +5,11 @@ This is the arithmetic of the engine, without threads; `generation/transformers/
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from torch import Tensor
 from laurel.errors import EngineError
 from laurel.generation.transformers.sampling import SamplingRows, sample_tokens
 from laurel.models.cpu_matmul import fast_matmul as fast_matmul_of
-from laurel.models.forest.decoding import KeyValueStore
+from laurel.models.forest.decoding import KeptTokens, KeyValueStore
 from laurel.models.forest.policy import PolicyModel
 from laurel.models.tokenizer import plain_text
 from laurel.types import FinishReason, Generated, GenerationRequest, SamplingParams
@@ -47,6 +47,10 @@ class Ticket:
     """The prompt's id in the key-value store; None while its keys and values are not stored."""
     hidden_1D: Tensor | None = None
     """The prompt's last hidden state [1, D], from which the first tokens are sampled."""
+    num_cached: int = 0
+    """Tokens of the prompt that were not computed, because an earlier turn had done it."""
+    copied_prompt: KeptTokens | None = None
+    """Keys and values of the prompt, shared by the conversations that began with it."""
 
     @property
     def num_left(self) -> int:
@@ -75,11 +79,14 @@ class ContinuousBatch:
         *,
         end_ids: Sequence[int],
         max_concurrent: int,
+        conversation_bytes: int = 0,
         fast_matmul: bool = True,
     ) -> None:
         """Make an empty batch; the arguments are those of `TransformersEngine`."""
         self.model = model
         self.weight_version = 0
+        self.conversations = ConversationCache(conversation_bytes)
+        self._stamp_of_cached: int | None = None
         self._tokenizer = tokenizer
         self._products = fast_matmul_of if fast_matmul else nullcontext
         self._table = RowTable(max_concurrent, model.vocab_size, end_ids)
@@ -114,6 +121,9 @@ class ContinuousBatch:
         for module in in_training:
             module.training = False
         before = self._weights_stamp()
+        if before != self._stamp_of_cached:  # they are of other weights
+            self.conversations.clear()
+        self._stamp_of_cached = before
         try:
             with torch.inference_mode(), self.model.autocast(), self._products(self.model):
                 yield
@@ -152,7 +162,8 @@ class ContinuousBatch:
         while num_free and (self._partial is not None or waiting):
             ticket = self._partial or waiting[0]
             if self._partial is None:
-                num_tokens += len(ticket.request.prompt_ids)
+                cached = self.conversations.find(ticket.request)
+                num_tokens += len(ticket.request.prompt_ids) - sum(part.length for part in cached)
                 if chosen and num_tokens > PREFILL_TOKENS:
                     break
                 waiting.popleft()
@@ -187,13 +198,21 @@ class ContinuousBatch:
     def _read_prompts(self, tickets: Sequence[Ticket]) -> None:
         if not tickets:
             return
+        kept: dict[int, Sequence[KeptTokens]] = {}
         for ticket in tickets:
             ticket.prompt = self._next_prompt
             self._next_prompt += 1
+            if parts := self.conversations.find(ticket.request):
+                self.conversations.remove(ticket.request.conversations_G)
+                kept[ticket.prompt] = parts
+                ticket.num_cached = sum(part.length for part in parts)
+        tickets = sorted(tickets, key=lambda ticket: ticket.prompt in kept)
         plan = self._store.add_prompts(
-            {t.prompt: len(t.request.prompt_ids) for t in tickets if t.prompt is not None}
+            {t.prompt: len(t.request.prompt_ids) for t in tickets if t.prompt is not None}, kept
         )
-        ids_T = np.concatenate([t.request.prompt_ids for t in tickets], dtype=np.int64)
+        ids_T = np.concatenate(
+            [t.request.prompt_ids[t.num_cached :] for t in tickets], dtype=np.int64
+        )
         hidden_TD = self.model.hidden_of_row(torch.from_numpy(ids_T), plan.positions_T, plan)
         for ticket, hidden_D in zip(tickets, hidden_TD[plan.last_B], strict=True):
             ticket.hidden_1D = hidden_D[None]
@@ -242,6 +261,9 @@ class ContinuousBatch:
 
     def _end(self, slot: int, is_stop: bool) -> tuple[Ticket, Generated]:
         row = self._rows[slot]
+        # A completion that was cut off is never continued.
+        if is_stop or row.rest is not None:
+            self._keep(row, slot)
         ids_L, logprobs_L = self._drop(slot)
         text = plain_text(self._tokenizer, ids_L.tolist())
         if row.rest and text.endswith(row.rest):
@@ -254,6 +276,21 @@ class ContinuousBatch:
             text=text,
             finish_reason=reason,
             weight_version=self.weight_version,
+            num_cached=row.ticket.num_cached,
+        )
+
+    def _keep(self, row: _Row, slot: int) -> None:
+        """Copy the keys and values of a completion that ends, for the next turn."""
+        ticket, request = row.ticket, row.ticket.request
+        if not (request.conversations_G and self.conversations.max_bytes):
+            return
+        assert ticket.prompt is not None
+        if ticket.copied_prompt is None:
+            ticket.copied_prompt = self._store.copy_prompt(ticket.prompt)
+        own = self._store.copy_completion(slot)
+        ids_L = np.concatenate((request.prompt_ids, self._table.tokens(slot)[: own.length]))
+        self.conversations.put(
+            request.conversations_G[row.index], ids_L, (ticket.copied_prompt, own)
         )
 
     def _drop(self, slot: int) -> Any:
@@ -269,7 +306,7 @@ class ContinuousBatch:
     def _forget_prompt(self, ticket: Ticket) -> None:
         if ticket.prompt is not None:
             self._store.remove_prompt(ticket.prompt)
-        ticket.prompt = ticket.hidden_1D = None
+        ticket.prompt = ticket.hidden_1D = ticket.copied_prompt = None
 
     @torch.inference_mode()
     def abort(self, ticket: Ticket) -> None:
@@ -281,17 +318,92 @@ class ContinuousBatch:
         self._forget_prompt(ticket)
 
     def free_memory(self) -> None:
-        """Empty torch's cache of the device memory that an idle batch no longer uses."""
+        """Free the memory of an idle batch: of conversations, and torch's cache on the device."""
         assert self.is_idle
+        self.conversations.clear()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def clear(self) -> None:
         """Remove all requests and free the memory; the batch cannot be used afterwards."""
         self._store = KeyValueStore(self.model.device)
+        self.conversations.clear()
         self._rows.clear()
         self._watches.clear()
         self._partial = self._known = None
+
+
+# --------------------------------------------------------------------------------------------------
+# What was computed in earlier turns of conversations that may go on.
+
+
+class _Conversation(NamedTuple):
+    ids_L: TokenIds
+    parts: tuple[KeptTokens, ...]
+
+
+class ConversationCache:
+    """Keys and values of conversations between their turns; beyond a limit, the oldest go first.
+
+    What is not there is computed again, so nothing but time depends on it.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """Start empty; `max_bytes` 0 keeps nothing."""
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        """Bytes kept now."""
+        # In the order in which they were kept: a conversation is removed for its next turn, so
+        # the first has not been used for the longest time.
+        self._kept: dict[str, _Conversation] = {}
+        self._uses: Counter[KeptTokens] = Counter()
+
+    def put(self, name: str, ids_L: TokenIds, parts: tuple[KeptTokens, ...]) -> None:
+        """Keep a conversation.
+
+        Args:
+            name: As in `GenerationRequest.conversations_G`.
+            ids_L: Its tokens so far that have been computed.
+            parts: Their keys and values. Conversations may share parts.
+        """
+        self.remove((name,))
+        self._kept[name] = _Conversation(ids_L, parts)
+        for part in parts:
+            self._uses[part] += 1
+            if self._uses[part] == 1:
+                self.num_bytes += part.num_bytes
+        while self.num_bytes > self.max_bytes:
+            self.remove((next(iter(self._kept)),))
+
+    def find(self, request: GenerationRequest) -> tuple[KeptTokens, ...]:
+        """Return the keys and values of the conversation that a request continues.
+
+        They are those of the first tokens of its prompt. The result is empty where there are none.
+        """
+        if len(request.conversations_G) != 1:  # several begin here: none of them has had a turn
+            return ()
+        found = self._kept.get(request.conversations_G[0])
+        if found is None:
+            return ()
+        length = len(found.ids_L)
+        is_continued = length < len(request.prompt_ids) and np.array_equal(
+            found.ids_L, request.prompt_ids[:length]
+        )
+        return found.parts if is_continued else ()
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Free conversations; unknown names are ignored."""
+        for name in names:
+            gone = self._kept.pop(name, None)
+            for part in () if gone is None else gone.parts:
+                self._uses[part] -= 1
+                if not self._uses[part]:
+                    del self._uses[part]
+                    self.num_bytes -= part.num_bytes
+
+    def clear(self) -> None:
+        """Free all conversations."""
+        self.remove(list(self._kept))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -345,6 +457,10 @@ class RowTable:
         self._generators[slot] = np.random.Generator(np.random.Philox(seed))
         self._uniforms[slot] = self._generators[slot].random(self._uniforms.shape[1])
         return slot
+
+    def tokens(self, slot: int) -> TokenIds:
+        """Return the tokens of a slot's completion so far."""
+        return self._tokens[slot, : self._lengths[slot]]
 
     def end(self, slot: int) -> tuple[TokenIds, LogProbs]:
         """Free a slot; return its completion's tokens and their log-probabilities."""

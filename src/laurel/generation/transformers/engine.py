@@ -53,6 +53,7 @@ class TransformersEngine:
         shares_weights: bool = True,
         owns_model: bool = False,
         weight_version: int = 0,
+        conversation_bytes: int = 0,
         fast_matmul: bool = True,
     ) -> None:
         """Make an engine that samples from a model.
@@ -68,6 +69,8 @@ class TransformersEngine:
             owns_model: Without shared weights: whether the engine may use the model itself instead
                 of a copy, because nothing else uses it.
             weight_version: The version of the weights that the model has now.
+            conversation_bytes: Most bytes of keys and values that are kept of conversations between
+                their turns; 0: every turn is computed from the first token of its prompt.
             fast_matmul: Whether to multiply with the faster of torch's two CPU libraries, where
                 they differ (`cpu_matmul`), and not with the one that the learner uses.
 
@@ -85,6 +88,7 @@ class TransformersEngine:
             copy.deepcopy(tokenizer),
             end_ids=end_ids,
             max_concurrent=max_concurrent,
+            conversation_bytes=conversation_bytes,
             fast_matmul=fast_matmul,
         )
         self._batch.weight_version = weight_version
@@ -128,6 +132,10 @@ class TransformersEngine:
             self._worker.abort(ticket, lambda: _tell(loop, _settle, gone))
             await gone
 
+    def end_conversations(self, names: Sequence[str]) -> None:
+        """Free the keys and values of conversations that have ended."""
+        self._worker.end_conversations(names)
+
     async def update_weights(self, weights: Weights) -> None:
         """Load new weights into the engine's copy; with shared weights, set only the version.
 
@@ -139,6 +147,9 @@ class TransformersEngine:
         def work() -> None:
             if self._held is not None and weights.same_as != self._batch.weight_version:
                 self._held.take(weights)
+            # Also of the same weights: what is sampled next must not depend on what was sampled
+            # before, which a resumed run does not know.
+            self._batch.conversations.clear()
             self._batch.weight_version = weights.version
 
         await self._do(work)
@@ -223,6 +234,7 @@ class GenerationWorker:
         self._waiting: deque[Ticket] = deque()
         self._jobs: deque[IdleTask] = deque()
         self._aborts: deque[tuple[Ticket, Callable[[], None]]] = deque()
+        self._ended: list[str] = []
         self._open: set[Ticket] = set()
         self._is_asleep = False
         self._end: EngineError | None = None
@@ -255,6 +267,13 @@ class GenerationWorker:
                 self._wake_up()
                 return
         gone()
+
+    def end_conversations(self, names: Sequence[str]) -> None:
+        """Free what the batch keeps of these conversations, at its next step."""
+        with self._changed:
+            self._ended += names
+            if self._thread is not None:
+                self._changed.notify_all()
 
     def submit(self, job: IdleTask) -> None:
         """Queue a job, which runs when no request is running."""
@@ -315,7 +334,7 @@ class GenerationWorker:
         """Wait for work; return False when the thread must end."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._end or self._jobs or self._aborts or self._may_begin()
+                lambda: self._end or self._jobs or self._aborts or self._ended or self._may_begin()
             )
             return self._end is None
 
@@ -382,6 +401,7 @@ class GenerationWorker:
         with self._changed:
             aborts = list(self._aborts)
             self._aborts.clear()
+            ended, self._ended = self._ended, []
             for ticket, gone in aborts:
                 self._gone.append(gone)
                 self._open.discard(ticket)
@@ -391,6 +411,7 @@ class GenerationWorker:
                     self._waiting.remove(ticket)
         for ticket, _ in aborts:
             self._batch.abort(ticket)
+        self._batch.conversations.remove(ended)
 
     def _finish(self) -> None:
         """Fail every open request and job."""

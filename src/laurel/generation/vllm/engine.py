@@ -246,6 +246,7 @@ class VllmEngine:
                 tokenizer=self._tokenizer,
                 stop_strings=request.sampling.stop_strings,
                 weight_version=version,
+                num_cached=output.num_cached_tokens or 0,
             )
         )
 
@@ -258,6 +259,9 @@ class VllmEngine:
             return [output async for output in self._llm.generate(prompt, sampling, name)][-1]
 
         return await self._life.hold(last())
+
+    def end_conversations(self, names: Sequence[str]) -> None:
+        """Do nothing: vLLM's prefix cache drops by itself what has not been used for longest."""
 
     # ------------------------------------------------------------------------------------- weights
 
@@ -528,6 +532,7 @@ def as_generated(
     tokenizer: Any,
     stop_strings: Sequence[str],
     weight_version: int,
+    num_cached: int = 0,
 ) -> Generated:
     """Convert a finished `CompletionOutput` of vLLM to a `Generated`."""
     ids = list(completion.token_ids)
@@ -539,6 +544,7 @@ def as_generated(
         text=_text(tokenizer, ids, stop_strings),
         finish_reason=_FINISHES[completion.finish_reason],
         weight_version=weight_version,
+        num_cached=num_cached,
     )
 
 

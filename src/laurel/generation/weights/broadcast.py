@@ -208,12 +208,12 @@ class _Parcel:
         self._filled = -(-end // ALIGNMENT) * ALIGNMENT
 
     def clear(self) -> None:
-        """Wait until the bucket was sent, then empty the block."""
+        """Wait until the bucket has been sent, then empty it."""
         self.wait()
         self._table, self._filled = [], 0
 
     def send(self) -> None:
-        """Start to send the bucket, without waiting; `clear` makes the block reusable."""
+        """Start sending the bucket without waiting; its memory is reusable only after `clear`."""
         values = self._memory[: self._table[-1].start + self._table[-1].num_bytes]
         text = bytearray(json.dumps(self._table).encode())
         words = torch.frombuffer(text, dtype=torch.uint8).to(self._group.device)

@@ -113,7 +113,7 @@ def unpack_tensor(values: Tensor, entry: TensorEntry) -> PackedTensor:
 class WeightStream:
     """A stream of weights that one thread fills bucket by bucket while another reads them.
 
-    `put` blocks while the bucket before is unread.
+    `put` blocks until the previous bucket has been read.
     """
 
     def __init__(self, version: int, *, changing_only: bool = False) -> None:

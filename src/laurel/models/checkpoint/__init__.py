@@ -1,1 +1,1 @@
-"""Checkpoints: written whole or not at all, verified at load, exported."""
+"""Writes checkpoints completely or not at all, verifies them at load, and exports models."""

@@ -1,6 +1,6 @@
-"""The README of a checkpoint or export: the model, its training data, its quality and its use.
+"""Writes the README of a checkpoint or export: the model, its training data, quality and use.
 
-Equal weights get equal cards: a card holds no time. Unknown facts are left out.
+A card holds no time, so equal weights get equal cards. Unknown facts are omitted.
 """
 
 from __future__ import annotations
@@ -20,52 +20,52 @@ from laurel.types import Message, group_of
 
 CARD = "README.md"
 FACTS = "model_card.json"
-"""File of the facts that a checkpoint's card was written from, for later cards."""
+"""The file with the facts that a checkpoint's card was written from, for later cards."""
 
 HERE = "."
-"""Default location of the model in a card's programs: their working directory."""
+"""The default location of the model in a card's example programs: their working directory."""
 
 _TAGS = {"reward model": "reward-model", "policy": "policy"}
 
 
 class CardFacts(BaseModel):
-    """Facts for the card that the model itself does not hold."""
+    """The facts for a model card that the model itself does not hold."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     base_model: str = ""
-    """Description of the model that training started from."""
+    """A description of the model that training started from."""
     hub_base: str | None = None
-    """Its hub name, where it has one."""
+    """The hub name of that model; None if it has none."""
     method: str = ""
-    """How it was trained, e.g. `GRPO`."""
+    """The training method, e.g. `GRPO`."""
     data: Mapping[str, str] = {}
-    """Description of each data set, by name."""
+    """A description of each data set, by its name."""
     settings: Mapping[str, str | int | float | bool | None] = {}
-    """Settings that shaped the model."""
+    """The settings of the training that shaped the model."""
     metrics: Mapping[str, float] = {}
-    """Values by metric name."""
+    """The value of each metric, by its name."""
     max_length: int | None = None
-    """Tokens of the longest text that a policy was trained on."""
+    """The number of tokens of the longest text that a policy was trained on."""
     notes: tuple[str, ...] = ()
     """Further paragraphs."""
 
     def measured(self, metrics: Mapping[str, float]) -> CardFacts:
-        """Return a copy with metrics; values that are not finite are left out."""
+        """Return a copy with metrics; values that are not finite are omitted."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return self.model_copy(update={"metrics": finite})
 
     def save(self, directory: Path) -> None:
-        """Write the facts beside the card."""
+        """Write the facts into a checkpoint."""
         text = json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False)
         (directory / FACTS).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, directory: Path) -> CardFacts | None:
-        """Read the facts of a checkpoint; None where there are none.
+        """Read the facts of a checkpoint; None if it has none.
 
         Raises:
-            CheckpointError: They cannot be read.
+            CheckpointError: The file of the facts cannot be read.
         """
         path = directory / FACTS
         if not path.is_file():
@@ -80,7 +80,7 @@ class CardFacts(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRow:
-    """One metric of an evaluation, beside that of a scorer by length."""
+    """A row of an evaluation table: a metric of the model, and of a baseline by length."""
 
     name: str
     value: float | None
@@ -91,7 +91,7 @@ class EvaluationRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationTable:
-    """The results of an evaluation of the model."""
+    """A table of a model card with the results of one evaluation."""
 
     title: str
     data: tuple[str, ...]
@@ -101,7 +101,7 @@ class EvaluationTable:
 
     @property
     def has_failures(self) -> bool:
-        """Whether a row could not be scored."""
+        """Whether at least one row could not be scored."""
         return any(row.num_failures for row in self.rows)
 
 
@@ -115,10 +115,10 @@ def reward_model_card(
     """Write the README of a reward model.
 
     Args:
-        facts: Facts about its training.
-        contract: It scores by this.
-        evaluations: Tables to show.
-        place: Location of the model in its programs: a name on the hub, or the directory itself.
+        facts: The facts about its training.
+        contract: The model's scoring contract.
+        evaluations: The tables of results that the card shows.
+        place: The location of the model in the example programs: a hub name or a directory.
     """
     rules, tokenizer = contract.rules, contract.tokenizer
     return _render(
@@ -140,7 +140,7 @@ def reward_model_card(
 
 
 def policy_card(facts: CardFacts, *, place: str = HERE) -> str:
-    """Write the README of a policy; parameters as for `reward_model_card`."""
+    """Write the README of a policy; the arguments are those of `reward_model_card`."""
     return _render(
         "policy.md.j2",
         facts=facts,

@@ -1,4 +1,4 @@
-"""Write models as directories that Hugging Face loads with the same scores."""
+"""Writes models as directories from which Hugging Face's classes compute the same scores."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def save_reward_model(
     card: str,
     background: Background | None = None,
 ) -> None:
-    """Write weights, configuration, tokenizer, scoring contract and model card.
+    """Write the weights, configuration, tokenizer, scoring contract and card of a reward model.
 
-    With adapters, the weights are the merged ones, so the directory needs nothing besides itself;
-    the adapters themselves lie in `adapter/`, for resuming and for small downloads.
+    Adapters are merged into the weights, so the directory is complete. The adapters themselves are
+    also written to `adapter/`, for resuming and for small downloads.
 
     Args:
-        directory: Exists, for the rank that writes.
-        model: Whole, or spread over ranks, which then all call this; one of them writes.
-        contract: With the golden scores of these weights.
-        card: Text of `reward_model_card`.
-        background: Worker that writes the files, as for `write_model`.
+        directory: An existing directory.
+        model: The model. If it is sharded, all ranks call this, and one of them writes.
+        contract: The scoring contract, with golden scores of these weights.
+        card: The text of `reward_model_card`.
+        background: The worker that writes the files, as for `write_model`.
     """
 
     def write_rest() -> None:
@@ -61,16 +61,16 @@ def write_model(
     max_file_bytes: int = FILE_BYTES,
     background: Background | None = None,
 ) -> None:
-    """Write weights and configuration of a model, its adapters if any, and the remaining files.
+    """Write the weights and configuration of a model, its adapters if any, and the other files.
 
     Args:
         directory: An empty directory.
         model: A reward model or policy.
-        write_rest: Writes the other files; called by the process that writes.
-        max_file_bytes: Size limit of one file of weights: so much of the model, and no more, is
-            copied to the memory of the process that writes, one file after the other.
-        background: Writes the weights, all of them from copies on the host that are taken before
-            this returns; it reports what goes wrong. None: they are written here.
+        write_rest: Writes the other files; called in the process that writes.
+        max_file_bytes: The size limit of a file of weights. The process that writes holds copies of
+            the weights of one file at a time.
+        background: The worker that writes the weights. It writes copies on the host that are made
+            before this returns, and it reports errors. None: this call writes them.
 
     Raises:
         CheckpointError: Another rank could not write.
@@ -125,17 +125,17 @@ def save_policy(
     card: str,
     background: Background | None = None,
 ) -> None:
-    """Write weights, configuration, tokenizer and model card.
+    """Write the weights, configuration, tokenizer and model card of a policy.
 
-    With adapters, the weights are the merged ones, so the directory needs nothing besides itself;
-    the adapters themselves lie in `adapter/`, for resuming and for small downloads.
+    Adapters are merged into the weights, so the directory is complete. The adapters themselves are
+    also written to `adapter/`, for resuming and for small downloads.
 
     Args:
-        directory: Exists, for the rank that writes.
-        model: Whole, or spread over ranks, which then all call this; one of them writes.
-        tokenizer: Its own.
-        card: Text of `policy_card`.
-        background: Worker that writes the files, as for `write_model`.
+        directory: An existing directory.
+        model: The model. If it is sharded, all ranks call this, and one of them writes.
+        tokenizer: The policy's tokenizer.
+        card: The text of `policy_card`.
+        background: The worker that writes the files, as for `write_model`.
     """
 
     def write_rest() -> None:
@@ -152,18 +152,16 @@ def save_policy(
 # and pooled by the classes that a user of the directory has.
 
 ROWS = 4
-"""Conversations of one padded batch."""
+"""The number of conversations in one padded batch."""
 
 
 def plain_scores(
     directory: Path, conversations: Sequence[Conversation], *, device: torch.device
 ) -> np.ndarray:
-    """Score conversations with `AutoModelForSequenceClassification`: `[N, K]`.
-
-    Batches are padded; neighbours of different lengths share one.
+    """Score conversations with `AutoModelForSequenceClassification`, in padded batches: `[N, K]`.
 
     Raises:
-        ScoringContractError: It does not load, or only with weights left out or made up.
+        ScoringContractError: The model does not load, or the files lack or exceed its weights.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -186,10 +184,10 @@ def plain_logprobs(
 ) -> np.ndarray:
     """Compute log-probabilities with `AutoModelForCausalLM` in one padded batch.
 
-    They are those of the tokens of each sequence from its start on, concatenated.
+    The result concatenates the log-probabilities of each sequence's tokens from its start on.
 
     Raises:
-        ScoringContractError: The directory does not load, or differs from its contract.
+        ScoringContractError: The model does not load, or the files lack or exceed its weights.
     """
     from transformers import AutoModelForCausalLM
 
@@ -206,12 +204,12 @@ def plain_logprobs(
 
 
 def largest_difference(found: np.ndarray, expected: np.ndarray) -> float:
-    """Measure the largest difference in units of max(1, |expected|), as for golden scores.
+    """Return the largest difference in units of max(1, |expected|), as for golden scores.
 
-    It is infinite where a value is not a number.
+    It is infinite if any difference is not finite.
 
     Raises:
-        ScoringContractError: Another number of them.
+        ScoringContractError: The two arrays have different shapes.
     """
     if found.shape != expected.shape:
         raise ScoringContractError(

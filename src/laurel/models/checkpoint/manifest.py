@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint directory: its files with sizes and hashes.
+"""Reads, writes and checks the manifest of a checkpoint directory: its files, sizes and hashes.
 
-`MANIFEST.json` is the last file written into a directory, so one that has it is complete; sizes
-and hashes tell whether it still is. Torch is not needed to read or check it.
+`MANIFEST.json` is the last file written into a directory, so a directory with a manifest was
+complete; sizes and hashes show whether it still is. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ _VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "nu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """Size and hash of a file when it was saved."""
+    """The size and hash of a file when it was saved."""
 
     size: int
-    """Size in bytes."""
+    """The size in bytes."""
     sha256: str
-    """SHA-256 in hexadecimal."""
+    """The SHA-256 hash in hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The contents of a checkpoint directory and its rank among its neighbours."""
+    """The files of a checkpoint directory, and the metric that ranks it among other checkpoints."""
 
     step: int
     metric_name: str | None
-    """Name of the metric that ranks checkpoints; only equal names are compared."""
+    """The name of the metric that ranks checkpoints; only metrics of one name are compared."""
     metric: float | None
-    """Its value, always finite; None where the run had none."""
+    """The value of the metric, which is finite; None if the run had none."""
     created_by: Mapping[str, str]
-    """Versions of the software that wrote it, by package."""
+    """The versions of the software that wrote the checkpoint, by package."""
     files: Mapping[str, FileRecord]
-    """By path relative to the directory, with forward slashes. The manifest is not in it."""
+    """The files by path relative to the directory, with forward slashes, without the manifest."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files together."""
+        """The total size of all files."""
         return sum(record.size for record in self.files.values())
 
 
@@ -76,11 +76,11 @@ def software_versions() -> dict[str, str]:
 def seal_files(
     directory: Path, *, on_file: Callable[[str], None] = lambda name: None
 ) -> dict[str, FileRecord]:
-    """Force every file and folder below `directory` to the disk; return what the files are.
+    """Force every file and folder below `directory` to the disk; return the records of the files.
 
     Raises:
-        CheckpointError: something in it is neither a file nor a folder.
-        OSError: the disk refuses.
+        CheckpointError: An entry is neither a file nor a folder.
+        OSError: The disk reports an error.
     """
     records = {}
     for name in list_files(directory):
@@ -93,7 +93,7 @@ def seal_files(
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest, durably. Call it last, after `seal_files`."""
+    """Write the manifest and force it to the disk; call this last, after `seal_files`."""
     with (directory / MANIFEST_NAME).open("w", encoding="ascii", newline="\n") as file:
         file.write(_render(manifest))
         file.flush()
@@ -102,11 +102,11 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest; it must be unaltered.
+    """Read the manifest of a directory, and check that it is unaltered.
 
     Raises:
-        CheckpointError: it is missing, unreadable, altered, or of a format this version cannot
-            read. The message has no directory in it: the caller says which.
+        CheckpointError: The manifest is missing, unreadable, altered, or of a format that this
+            version cannot read. The message does not name the directory; the caller adds it.
     """
     try:
         content = (directory / MANIFEST_NAME).read_bytes()
@@ -150,9 +150,9 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def find_problems(directory: Path, manifest: Manifest, *, hashes: bool) -> list[str]:
-    """List the differences between a directory and its manifest, a line per file, worst first.
+    """List the differences between a directory and its manifest, one line per file, worst first.
 
-    Sizes are always compared; contents (a full read) only with `hashes`.
+    Sizes are always compared. Contents are compared only with `hashes`, which reads all files.
     """
     try:
         present = set(list_files(directory)) - {MANIFEST_NAME}
@@ -177,8 +177,8 @@ def list_files(directory: Path) -> Iterator[str]:
     """Yield relative paths of the regular files below `directory`, sorted within each folder.
 
     Raises:
-        CheckpointError: there is a link, socket or the like, which a manifest cannot vouch for.
-        OSError: a folder cannot be read.
+        CheckpointError: An entry is a link, a socket or the like, which no manifest can cover.
+        OSError: A folder cannot be read.
     """
     for folder, subfolders, names in os.walk(directory, onerror=_raise):
         subfolders.sort()
@@ -225,19 +225,19 @@ class NewestCheckpoint:
     """The checkpoint from which a run resumes, and newer ones that were skipped."""
 
     path: Path | None
-    """The newest whole checkpoint; None where there is none."""
+    """The newest complete checkpoint; None if there is none."""
     manifest: Manifest | None
-    """Its manifest; None exactly where `path` is."""
+    """The manifest of that checkpoint; None if there is none."""
     skipped: tuple[str, ...]
-    """Newer directories that cannot be used, newest first, each with the reason."""
+    """The newer directories that cannot be used, newest first, each with the reason."""
 
 
 def verify(path: str | os.PathLike[str], *, hashes: bool = True) -> Manifest:
-    """Check a checkpoint directory against its manifest; sizes always, contents with `hashes`.
+    """Check a checkpoint directory against its manifest: sizes always, contents with `hashes`.
 
     Raises:
-        CheckpointError: it is torn, altered or foreign. The message names the bad files and, where
-            there is one, the newest earlier checkpoint that is whole.
+        CheckpointError: The directory is incomplete, altered or no checkpoint. The message names
+            the bad files and, if there is one, the newest earlier checkpoint that is complete.
     """
     directory = Path(os.path.realpath(path))
     try:
@@ -265,11 +265,11 @@ def steps_to_keep(
     higher_is_better: bool,
     just_saved: int,
 ) -> set[int]:
-    """Choose which of the steps in `metrics` stay.
+    """Return the steps in `metrics` whose checkpoints are kept.
 
-    The best `keep_top_k` (ties: the newer; no metric: worse than any), the one just saved and the
-    latest. At least two stay, so that a damaged one always has another behind it. Where no step
-    has a metric that makes the most recent ones.
+    These are the best `keep_top_k`, the one just saved and the latest. Of equal metrics the newer
+    step is better, and a step without a metric is worse than any other; so without metrics the most
+    recent steps are kept. At least two are kept, in case one is damaged.
     """
     if keep_top_k is None:
         return set(metrics)
@@ -281,7 +281,7 @@ def steps_to_keep(
 
 
 def verify_directory(directory: Path, *, hashes: bool) -> Manifest:
-    """Verify a directory like `verify`, without looking at its neighbours."""
+    """Verify a directory like `verify`, without searching for an earlier checkpoint."""
     try:
         os.scandir(directory).close()
     except OSError as error:
@@ -300,7 +300,7 @@ def verify_directory(directory: Path, *, hashes: bool) -> Manifest:
 
 
 def is_whole(directory: Path) -> bool:
-    """Report whether every byte is as it was saved."""
+    """Report whether every byte of a checkpoint is as it was saved."""
     try:
         verify_directory(directory, hashes=True)
     except CheckpointError:
@@ -309,7 +309,7 @@ def is_whole(directory: Path) -> bool:
 
 
 def find_newest(root: Path, steps: Iterable[int], *, hashes: bool) -> NewestCheckpoint:
-    """Find the newest of these steps that is whole."""
+    """Find the newest of these steps whose checkpoint is complete."""
     skipped: list[str] = []
     for step in sorted(steps, reverse=True):
         path = root / f"step_{step}"
@@ -323,7 +323,7 @@ def find_newest(root: Path, steps: Iterable[int], *, hashes: bool) -> NewestChec
 
 
 def steps_in(root: Path) -> list[int]:
-    """List the steps that have a directory here, in rising order; other names are passed over.
+    """List the steps that have a directory in `root`, in rising order; other names are ignored.
 
     Raises:
         CheckpointError: `root` exists and cannot be listed.
@@ -343,7 +343,7 @@ def steps_in(root: Path) -> list[int]:
 
 
 def best_first(metrics: Mapping[int, float | None], higher_is_better: bool) -> list[int]:
-    """Order steps by rank: by metric, then the newer first; no metric is worse than any."""
+    """Sort steps by metric, best first; ties by newer first, and steps without a metric last."""
     sign = -1.0 if higher_is_better else 1.0
 
     def rank(step: int) -> tuple[bool, float, int]:

@@ -1,13 +1,12 @@
-"""Training state besides the model: a resumed run continues as if it had never stopped.
+"""Saves the training state besides the model, so that a resumed run continues unchanged.
 
 `training_state.json` holds the settings of the optimizer, the state of the scheduler and of the
-random generators, and what the caller adds; `optimizer.safetensors` holds the tensors. Neither can
-run code when it is loaded. Optimizer state goes by the names of parameters, so a model that has
-changed is refused instead of getting the momentum of another weight.
+random generators, and values of the caller; `optimizer.safetensors` holds the tensors. Loading
+either runs no code. Optimizer state is keyed by parameter name, so the state of another model is
+refused instead of being applied to the wrong weights.
 
-Of a model that is spread over ranks, each rank writes what it holds of the tensors into the folder
-`optimizer`, and the states of its own random generators. Either form is read by any number of
-ranks, or by a single process.
+If the model is sharded, each rank writes its shards of the tensors into the folder `optimizer`, and
+the states of its own random generators. Any number of ranks can read either form.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ from laurel.models.parallel.mesh import fail_together, host_copy
 STATE_NAME = "training_state.json"
 TENSORS_NAME = "optimizer.safetensors"
 SHARES_NAME = "optimizer"
-"""Folder that replaces `optimizer.safetensors` where ranks have written."""
+"""The folder that replaces `optimizer.safetensors` if ranks have written their shards."""
 ALONE, BY_RANKS = 1, 2
-"""Versions of the format: written by a single process, and by ranks."""
+"""The versions of the format: written by a single process, and by ranks."""
 
 _DAMAGED = (KeyError, TypeError, ValueError, AttributeError, RuntimeError)
 
@@ -67,23 +66,23 @@ def save_training_state(
     mesh: DeviceMesh | None = None,
     background: Background | None = None,
 ) -> None:
-    """Write the state into `directory` (which a `CheckpointStore` makes durable).
+    """Write the training state into `directory`; a `CheckpointStore` forces it to the disk.
 
     Args:
-        directory: Exists; with a mesh, on a disk that all ranks share.
-        optimizer: Any of `torch.optim` whose state is tensors and numbers; None leaves it out.
-        scheduler: Any of `torch.optim.lr_scheduler`; None leaves it out.
-        extra: Position in the data and the like; see `state_encoding.encode` for what it may hold.
-        parameter_names: Names of the optimizer's parameters, group after group. Not needed where
-            it was made from `named_parameters()`.
-        mesh: Mesh the model is spread over: a collective call, with the same `extra` on all ranks.
-        background: Writes, from copies on the host that are taken before this returns; each rank
-            has its own, which tells what goes wrong in that. None: all is written here.
+        directory: An existing directory; with a mesh, on a disk that all ranks share.
+        optimizer: An optimizer whose state is tensors and numbers; None saves no state of it.
+        scheduler: A scheduler of `torch.optim.lr_scheduler`; None saves no state of it.
+        extra: Other state, such as the position in the data, of the types that `encode` accepts.
+        parameter_names: The names of the optimizer's parameters, group after group; needed unless
+            it was created from `named_parameters()`.
+        mesh: The mesh of a sharded model. All ranks then call this, with the same `extra`.
+        background: The worker of this rank, which writes copies on the host that are made before
+            this returns, and reports errors. None: this call writes them.
 
     Raises:
-        ConfigError: part of the state is of a kind that cannot be saved.
-        CheckpointError: another rank failed.
-        OSError, SafetensorError: the disk refuses.
+        ConfigError: Part of the state has a type that cannot be saved.
+        CheckpointError: Another rank failed.
+        OSError, SafetensorError: The disk reports an error.
     """
     tensors: dict[str, torch.Tensor] = {}
     try:
@@ -147,18 +146,18 @@ def load_training_state(
     parameter_names: Sequence[str] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> dict[str, Any]:
-    """Put the saved state into `optimizer`, `scheduler` and the random generators; return `extra`.
+    """Restore `optimizer`, `scheduler` and the random generators; return the saved `extra`.
 
-    Call it last before the loop: random numbers sampled after it change the run. With
-    None for both, only the random generators are restored. Nothing has changed when it raises,
+    Call this last before the loop, because random numbers sampled after it change the run. With
+    None for both, only the random generators are restored. If it raises, nothing has changed,
     unless torch itself refuses the state half-way.
 
-    The mesh (see `save_training_state`) may be another than the one that wrote, and either may be
-    none. Every rank gets the random states it had, if there are as many; otherwise rank 0's.
+    The mesh may differ from the one that wrote, and either may be None. Each rank gets its own
+    random states if the number of ranks is the same, otherwise those of rank 0.
 
     Raises:
-        CheckpointError: the files are missing or damaged, or belong to another model, optimizer
-            or scheduler. (Their bytes are checked by `checkpoint.verify`, not here.)
+        CheckpointError: The files are missing or damaged, or belong to another model, optimizer or
+            scheduler. (`manifest.verify` checks their bytes, not this.)
     """
     groups = [] if optimizer is None else named_groups(optimizer, parameter_names)
     try:
@@ -308,7 +307,7 @@ def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # The state of an optimizer by the names of its parameters: what is saved, checked and put back.
 
 STATE = "optimizer/state/"
-"""Prefix of the names of its tensors; the name of a parameter follows."""
+"""The prefix of the names of optimizer tensors; the name of a parameter follows."""
 
 _SHOWN_NAMES = 3
 
@@ -321,10 +320,12 @@ def encode_optimizer(
     parameter_names: Sequence[str] | None,
     tensors: dict[str, torch.Tensor],
 ) -> Json:
-    """Encode class, parameters, settings and state as JSON; tensors in it are added to `tensors`.
+    """Encode an optimizer's class, parameters, settings and state as JSON.
+
+    The tensors of the state are added to `tensors`, and the JSON names them.
 
     Raises:
-        UnencodableError: part of it is of a kind that cannot be saved.
+        UnencodableError: Part of the optimizer has a type that cannot be saved.
     """
     if optimizer is None:
         return None
@@ -361,16 +362,16 @@ def _refuse_undivided(packed: Mapping[str, Any], names: Mapping[int, str], group
 
 
 def check_optimizer_state(file: Path, saved: Any, optimizer: Optimizer, groups: Groups) -> None:
-    """Refuse the state of another optimizer or model.
+    """Refuse the saved state of another optimizer or model.
 
     Args:
-        file: File it was read from, for errors.
-        saved: Result of `encode_optimizer`.
-        optimizer: Optimizer of this run.
-        groups: Its parameters.
+        file: The file that held the state, for error messages.
+        saved: The result of `encode_optimizer`.
+        optimizer: The optimizer of this run.
+        groups: The optimizer's parameters.
 
     Raises:
-        CheckpointError: it is of another, or there is none.
+        CheckpointError: The state is of another optimizer or model, or missing.
     """
     if saved is None:
         raise CheckpointError(
@@ -392,7 +393,7 @@ def check_optimizer_state(file: Path, saved: Any, optimizer: Optimizer, groups: 
 
 
 def load_optimizer(saved: Any, optimizer: Optimizer, groups: Groups) -> None:
-    """Load decoded state, which `check_optimizer_state` has accepted, into an optimizer."""
+    """Load a saved state, which `check_optimizer_state` has accepted, into an optimizer."""
     packed = optimizer.state_dict()
     names = _names_by_index(packed, groups)
     settings = []
@@ -481,7 +482,7 @@ _log = logging.getLogger(__name__)
 def random_states() -> dict[str, Any]:
     """Capture the states of the global generators: Python's, numpy's, torch's on CPU and each GPU.
 
-    GPUs are left out while this process has not used one.
+    GPUs are omitted while this process has not used one.
     """
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     cuda = torch.cuda.get_rng_state_all() if used else []
@@ -523,18 +524,18 @@ _NUMBER_KINDS = "biufc"
 
 
 class UnencodableError(TypeError):
-    """A value of a kind that cannot be saved; the message names its place."""
+    """Raised for a value of a type that cannot be saved; the message says where it is."""
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Json:
-    """Encode a value as JSON; tensors in it are added to `tensors`, named after `name`.
+    """Encode a value as JSON; tensors in it are added to `tensors`, under names from `name`.
 
-    Floats come back bit by bit: `json` writes the shortest text that reads as the same number.
+    Floats are restored exactly: `json` writes the shortest text that reads as the same number.
 
     Raises:
-        UnencodableError: something in it is not None, a number, text, list, tuple, dict,
-            `Counter`, array or dense tensor, whole or spread over ranks (other subclasses of these
-            are refused too).
+        UnencodableError: Part of the value is not None, a number, text, list, tuple, dict,
+            `Counter`, array or dense tensor, which may be sharded. Other subclasses of these are
+            refused too.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -564,10 +565,10 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Json:
 
 
 def decode(value: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Decode a value that `encode` was given.
+    """Decode a value that `encode` returned.
 
     Raises:
-        KeyError, TypeError, ValueError: this is nothing that `encode` wrote.
+        KeyError, TypeError, ValueError: The value is not a result of `encode`.
     """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
@@ -625,31 +626,31 @@ _DECODERS: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# Tensors that ranks hold in shares, in safetensors files: each rank writes and reads its own.
+# Sharded tensors in safetensors files: each rank writes and reads its own shards.
 #
 # The files are those of torch's distributed checkpoints in their safetensors form; the header of
-# each says where in the whole tensor its parts begin. A reader takes what overlaps with its
-# own shares, so the ranks may be others than those that wrote, or a single process. Nothing in the
-# files can run code. A file that holds whole tensors is read in the same way.
+# each says where in the whole tensor its parts begin. A reader takes the parts that overlap with
+# its own shards, so other ranks than those that wrote, or a single process, can read. Nothing in
+# the files can run code. A file that holds whole tensors is read in the same way.
 #
-# Torch plans and reads. Two things stay by hand: values that are no tensors, which torch pickles,
-# and the writing of copies apart from the plan, for `async_save` needs a process group of its own
-# and its end waits for every rank, also for one that was lost.
+# Torch plans and reads. Two things are done here: encoding values that are not tensors, which torch
+# would pickle, and writing the copies after the plan, because `async_save` needs a process group of
+# its own, and its end waits for every rank, even for one that was lost.
 
 
 def plan_shares(directory: Path, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-    """Copy the parts of tensors that this rank writes to the host: a collective call.
+    """Copy the parts of tensors that this rank writes to the host; all ranks call this together.
 
     Args:
-        directory: Made if need be; the same on every rank, on a disk that all share.
-        tensors: The same names on every rank. What is not spread is the same everywhere, and is
-            written once.
+        directory: The directory on a disk that all ranks share; it is created if necessary.
+        tensors: The tensors, with the same names on every rank. A tensor that is not sharded is the
+            same on every rank, and is written once.
 
     Returns:
-        What writes the copies, this rank's own and without the others.
+        A function that writes this rank's copies, and needs no other rank.
 
     Raises:
-        CheckpointError: A rank could not begin; said on all of them.
+        CheckpointError: A rank could not begin; the error is raised on every rank.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -665,16 +666,16 @@ def plan_shares(directory: Path, tensors: Mapping[str, Tensor]) -> Callable[[], 
 def read_shares(
     directory: Path, like: Callable[[str], Tensor | None], *, leave_out: str | None = None
 ) -> dict[str, Tensor]:
-    """Read the tensors in the files of a directory. Each rank reads by itself.
+    """Read the tensors in the files of a directory; each rank reads by itself.
 
     Args:
-        directory: One that `plan_shares` filled, or one with files of whole tensors.
-        like: Of the name of a tensor one of its shape that is spread as it shall be; None where it
-            has a shape of its own. What is not spread comes on the CPU.
-        leave_out: Beginning of the names of tensors that are not wanted.
+        directory: A directory that `plan_shares` filled, or one with files of whole tensors.
+        like: Returns, for the name of a tensor, one with the shape and sharding that it must have;
+            None accepts any shape. A tensor that is not sharded is read to the CPU.
+        leave_out: Tensors whose names begin with this text are not read.
 
     Raises:
-        CheckpointError: A part is missing, or a tensor has not the shape of the other.
+        CheckpointError: A part is missing, or a tensor differs in shape from that of `like`.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -726,14 +727,14 @@ def _said(error: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Who writes what of a spread state, as torch's distributed checkpoints plan it, and the file.
+# Which rank writes which part of a sharded state, as torch plans it, and writing the file.
 
 
 class ShareWriter(HuggingFaceStorageWriter):
-    """Writer of this rank's shares: plans with all ranks and copies; `write` writes the file later.
+    """Copies this rank's shards by a plan of all ranks; `write` writes the file later.
 
-    Writing needs no other rank and no device, so it may go on during training; and it cannot wait
-    for a lost rank.
+    Writing needs no other rank and no device, so it can run during training, and it never waits for
+    a lost rank.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -745,7 +746,7 @@ class ShareWriter(HuggingFaceStorageWriter):
         self._offsets: dict[str, dict[str, list[int]]] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Take the copies: torch calls this when all ranks have agreed on the plan."""
+        """Copy the shards to the host; torch calls this when all ranks have agreed on the plan."""
         for item in plan.items:
             assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
             name = item.index.fqn
@@ -760,14 +761,14 @@ class ShareWriter(HuggingFaceStorageWriter):
         return done
 
     def write(self) -> None:
-        """Write this rank's file, where it has one, and release the copies.
+        """Write this rank's file, if it has shards to write, and release the copies.
 
         Raises:
-            OSError, SafetensorError: The disk refuses.
+            OSError, SafetensorError: The disk reports an error.
         """
         parts, self._parts = self._parts, {}
         if not parts:
             return
-        # One entry alone: the order of several would differ in every file.
+        # There is only one entry, because the order of several would differ in every file.
         metadata = {CUSTOM_METADATA_KEY: json.dumps(self._offsets)}
         save_file(parts, self._directory / self._file_name, metadata=metadata)

@@ -3,14 +3,14 @@
 ::
 
     root/step_16/     a checkpoint: the caller's files, training_info.json and MANIFEST.json
-    root/best         link to the best of them
-    root/.lock        one writer at a time
+    root/best         a link to the best of them
+    root/.lock        the lock that allows one writer at a time
 
-A checkpoint is filled under a name that begins with a dot, forced to the disk, given its manifest
-and only then renamed: `step_<N>` is whole or absent. Nothing is deleted under its own name either.
-What a kill leaves behind has a dot name and is cleared up by the next writer.
+A checkpoint is written under a name that begins with a dot, forced to the disk, given its manifest,
+and only then renamed. So `step_<N>` is complete or absent. A checkpoint is also renamed before it
+is deleted. A killed writer leaves only names that begin with a dot, which the next writer removes.
 
-This file moves bytes and knows nothing of models; it does not import torch.
+This module knows nothing of models, and does not import torch.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ _log = logging.getLogger(__name__)
 class CheckpointStore:
     """The checkpoints of one run, in one directory.
 
-    Reading (`steps`, `newest_whole`, `best`) needs nothing. Writing needs the lock: use the store
-    as a context manager, which also clears up what a killed writer left.
+    Reading (`steps`, `newest_whole`, `best`) needs no lock, but writing does. Use the store as a
+    context manager, which takes the lock and removes the files that a killed writer left.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class CheckpointStore:
         higher_is_better: bool = False,
         on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        """Describe the store; nothing is read or written yet.
+        """Take the settings of the store; nothing is read or written yet.
 
         Args:
-            root: Holds the `step_<N>` directories; made when the store is entered.
-            keep_top_k: Number of best checkpoints that stay, as in `steps_to_keep`.
-            metric_name: Name of the value in `save(metric=...)`. Checkpoints that recorded another
-                name rank as if they had no metric.
-            higher_is_better: Direction of the metric.
-            on_phase: Called with the name of every phase of a save, in the thread that does it, so
-                that a test can break it there: begin, written, file:<name>, fsynced, manifest,
+            root: The directory of the `step_<N>` directories; entering the store creates it.
+            keep_top_k: The number of best checkpoints that are kept, as in `steps_to_keep`.
+            metric_name: The name of the value in `save(metric=...)`. Checkpoints with another name
+                rank as if they had no metric.
+            higher_is_better: Whether a higher value of the metric is better.
+            on_phase: Called with the name of each phase of a save, in the thread of the phase, so
+                that tests can interrupt it: begin, written, file:<name>, fsynced, manifest,
                 renamed-old, renamed, best, prune:step_<N>, deleting:step_<N>, pruned.
         """
         self.root = Path(root)
@@ -134,11 +134,11 @@ class CheckpointStore:
             self._lock.release()
 
     def pin(self, checkpoint: Path) -> None:
-        """Keep a checkpoint for as long as this store is open, whatever `keep_top_k` is.
+        """Keep a checkpoint as long as this store is open, whatever `keep_top_k` is.
 
         Args:
-            checkpoint: One of this store, such as that which workers are started from again. Others
-                are not pruned anyway.
+            checkpoint: A checkpoint of this store, such as one that restarted workers load. Other
+                paths have no effect.
         """
         for step in self.steps():
             if self.path_of(step).resolve() == checkpoint.resolve():
@@ -147,18 +147,18 @@ class CheckpointStore:
     def require_room(self, num_saves: int, *, estimated_bytes: int) -> str | None:
         """Check before a run whether the disk has room for its checkpoints.
 
-        A save replaces nothing before it is whole, so there must be room for two checkpoints, less
-        one that is there already.
+        An old checkpoint is deleted only when the new one is complete, so there must be room for
+        two checkpoints, of which one may exist already.
 
         Args:
-            num_saves: Checkpoints that the run will write.
-            estimated_bytes: Size of one, where no checkpoint exists yet.
+            num_saves: The number of checkpoints that the run will write.
+            estimated_bytes: The size of a checkpoint, used while none exists.
 
         Returns:
-            What to say where two fit, but not all that `keep_top_k` keeps at a time.
+            A warning if two checkpoints fit, but not as many as `keep_top_k` keeps; otherwise None.
 
         Raises:
-            CheckpointError: There is no such room.
+            CheckpointError: The disk has no room for the checkpoints that must exist at a time.
         """
         self._expected_bytes = estimated_bytes
         sound = self._sound()
@@ -189,19 +189,22 @@ class CheckpointStore:
         return sound[max(sound)].num_bytes if sound else self._expected_bytes
 
     def path_of(self, step: int) -> Path:
-        """Name the directory of a step, whether or not it exists."""
+        """Return the path of the directory of a step, which need not exist."""
         return self.root / f"step_{step}"
 
     def steps(self) -> list[int]:
-        """List the steps that have a directory, whole or not, in rising order."""
+        """List the steps that have a directory, complete or not, in rising order."""
         return steps_in(self.root)
 
     def newest_whole(self, *, hashes: bool = True) -> NewestCheckpoint:
-        """Find the newest checkpoint that passes `verify`, and those that were skipped for it."""
+        """Find the newest checkpoint that passes `verify`, and the newer ones that do not."""
         return find_newest(self.root, self.steps(), hashes=hashes)
 
     def best(self) -> Path | None:
-        """Find the checkpoint with the best metric (ties: the newer); None without any metric."""
+        """Return the path of the checkpoint with the best metric, the newer one of equals.
+
+        None if no checkpoint has a metric.
+        """
         metrics = {step: value for step, value in self._metrics().items() if value is not None}
         ranked = best_first(metrics, self._higher_is_better)
         return self.path_of(ranked[0]) if ranked else None
@@ -215,20 +218,20 @@ class CheckpointStore:
         info: Mapping[str, Any] | None = None,
         estimated_bytes: int | None = None,
     ) -> Path:
-        """Write the checkpoint of a step, then delete those that need not stay.
+        """Write the checkpoint of a step, then delete the checkpoints that are not kept.
 
         Args:
-            step: Its number. A checkpoint of that step is replaced; a directory of that name that
-                Laurel did not write is moved to `step_<N>.foreign-...`.
-            write: Fills the empty directory it is given.
-            metric: Ranks the checkpoint; a number that is not finite counts as none.
-            info: Goes into `training_info.json`; numbers that are not finite become null.
-            estimated_bytes: Size to expect, for the check of free space; by default that of the
+            step: The number of the step. A checkpoint of that step is replaced; a directory of that
+                name that Laurel did not write is moved to `step_<N>.foreign-...`.
+            write: Fills the empty directory that it is given.
+            metric: The value that ranks the checkpoint; if it is not finite, there is none.
+            info: The content of `training_info.json`; numbers that are not finite become null.
+            estimated_bytes: The expected size, for the check of free space; by default that of the
                 newest checkpoint, or the estimate given to `require_room`.
 
         Raises:
-            CheckpointError: the disk is full or refuses. Earlier checkpoints are as they were, and
-                the run may go on and try again at a later step.
+            CheckpointError: The disk is full or reports an error. Earlier checkpoints are
+                unchanged, and the run can continue and save at a later step.
         """
 
         def begin(directory: Path) -> Written:
@@ -247,20 +250,21 @@ class CheckpointStore:
         info: Mapping[str, Any] | None = None,
         estimated_bytes: int | None = None,
     ) -> SaveUnderWay:
-        """Begin to write the checkpoint of a step; one at a time may go on in the background.
+        """Begin to write the checkpoint of a step in the background, one checkpoint at a time.
 
-        Leaving the store waits for it; on an exception it is dropped, unless all of it has been
-        written.
+        Leaving the store waits for the save. If an exception leaves it, the save is dropped unless
+        all its files have been written.
 
         Args:
-            step: Step of the run.
-            write: Begins to fill the empty directory it is given, and returns its reporter.
-            metric: Its value of `metric_name`.
-            info: JSON for `training_info.json`.
-            estimated_bytes: Size of the checkpoint, for the check of free space.
+            step: The step of the run.
+            write: Begins to fill the empty directory that it is given, and returns a function that
+                reports on the writing.
+            metric: The value of `metric_name`.
+            info: The content of `training_info.json`.
+            estimated_bytes: The size of the checkpoint, for the check of free space.
 
         Raises:
-            CheckpointError: It cannot begin. Later failures are raised by the returned save.
+            CheckpointError: The save cannot begin. The returned save raises later failures.
         """
         if not self._lock.held:
             raise RuntimeError("enter the store first: `with CheckpointStore(...) as store:`")
@@ -294,7 +298,7 @@ class CheckpointStore:
 
     @contextmanager
     def _whole_or_absent(self, step: int, temporary: Path) -> Iterator[None]:
-        # Nothing of a checkpoint stays where a stage fails.
+        # A stage that fails leaves nothing of the checkpoint.
         try:
             yield
         except BaseException as error:
@@ -392,7 +396,7 @@ class CheckpointStore:
     # -------------------------------------------------------------------------- what is there
 
     def _sound(self) -> dict[int, Manifest]:
-        # Checkpoints whose files have the right sizes. Others are never ranked nor deleted.
+        # Checkpoints whose files have the right sizes; others are neither ranked nor deleted.
         sound = {}
         for step in self.steps():
             try:
@@ -409,7 +413,7 @@ class CheckpointStore:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a writer of checkpoints that was killed has left behind: names that begin with a dot.
+# Cleaning up after a writer that was killed: it left names that begin with a dot.
 
 _LEFTOVER = re.compile(
     r"\.(?P<kind>tmp|old|del)-(?P<step>step_(?:0|[1-9][0-9]*))-(?P<id>[0-9a-f]{32})"
@@ -420,7 +424,7 @@ _LEFTOVER_LINK = re.compile(r"\.best-[0-9a-f]{32}")
 
 
 def clear_up(root: Path) -> None:
-    """Finish or undo interrupted saves, and delete the rest. The caller must hold the lock."""
+    """Finish or undo interrupted saves, and delete other leftovers; the caller holds the lock."""
     names = os.listdir(root)
     leftovers = [match for name in names if (match := _LEFTOVER.fullmatch(name))]
     for match in leftovers:
@@ -460,7 +464,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class DirectoryLock:
-    """A lock on a directory: the file `.lock` itself stays for good."""
+    """A lock on a directory, by its file `.lock`, which is never deleted."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK_NAME
@@ -468,15 +472,16 @@ class DirectoryLock:
 
     @property
     def held(self) -> bool:
-        """Whether this process, not one it was forked from, holds the lock."""
+        """Whether this process, rather than one it was forked from, holds the lock."""
         return self._descriptor in _held
 
     def acquire(self) -> None:
         """Take the lock.
 
         Raises:
-            CheckpointError: somebody has it (the message says who), or the directory has no locks.
-            OSError: the file cannot be opened.
+            CheckpointError: Another process has the lock (the message names it), or the file system
+                has no locks.
+            OSError: The file of the lock cannot be opened.
         """
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -502,7 +507,7 @@ class DirectoryLock:
         _held.add(descriptor)
 
     def release(self) -> None:
-        """Release the lock; nothing happens where it is not held."""
+        """Release the lock if it is held."""
         if self._descriptor is not None and self._descriptor in _held:
             _held.remove(self._descriptor)
             os.close(self._descriptor)
@@ -510,26 +515,27 @@ class DirectoryLock:
 
 
 # --------------------------------------------------------------------------------------------------
-# A checkpoint between its beginning and its name: who wants it asks now and then, or waits.
+# A checkpoint that is being saved: its owner checks on it now and then, or waits.
 
 Written = Callable[[bool], float | None]
-"""Reports on the writing of a checkpoint's files: the seconds it took, or None while it goes on;
-given True, it waits for the end. It raises what went wrong after all writers have ended, and is
-called only from the thread that began the save.
+"""A function that returns the seconds that writing a checkpoint's files took; None if it goes on.
+
+With True it waits for the end. It raises an error of the writers after all of them have ended. It
+is called only in the thread that began the save.
 """
 
 
 class SaveUnderWay:
-    """One save: it is written, then sealed, then whole or absent."""
+    """A save in progress: its files are written, then sealed; it ends complete or absent."""
 
     def __init__(self, written: Written, seal: Callable[[], Path], *, seconds: float) -> None:
         """Take the stages of the save; nothing runs yet.
 
         Args:
             written: Reports on the writing, as `Written` describes.
-            seal: Forces the files to the disk and gives them their name; leaves nothing behind
-                where it fails.
-            seconds: Seconds that the beginning took.
+            seal: Forces the files to the disk and renames their directory; if it fails, it deletes
+                them.
+            seconds: The seconds that the beginning of the save took.
         """
         self._written = written
         self._seal = seal
@@ -540,21 +546,21 @@ class SaveUnderWay:
 
     @property
     def seconds(self) -> float:
-        """Seconds of work since its beginning, without the time between calls."""
+        """The seconds of work on the save so far, without the time between calls."""
         return self._seconds
 
     @property
     def is_over(self) -> bool:
-        """Whether it is known to be whole, or that there is none."""
+        """Whether the save has ended: with a complete checkpoint, or with an error."""
         return self._path is not None or self._failure is not None
 
     @property
     def is_sealing(self) -> bool:
-        """Whether all files are written, and sealing goes on by itself."""
+        """Whether all files have been written, and a thread is sealing them."""
         return self._sealing is not None
 
     def ready(self) -> bool:
-        """Report whether `finish` would return at once. Never waits, and advances the save."""
+        """Advance the save without waiting, and report whether `finish` would return at once."""
         if self.is_over:
             return True
         if self._sealing is None:
@@ -566,11 +572,12 @@ class SaveUnderWay:
         return self._sealing.outcome(is_awaited=False) is not None
 
     def finish(self) -> Path:
-        """Wait for the end and return the directory. May be called again, with the same outcome.
+        """Wait for the end of the save, and return the path; further calls have the same outcome.
 
         Raises:
-            CheckpointError: The disk is full or refuses. Earlier checkpoints are as they were.
-            Exception: Another failure in writing it.
+            CheckpointError: The disk is full or reports an error. Earlier checkpoints are
+                unchanged.
+            Exception: Writing failed for another reason.
         """
         if not self.is_over:
             if self._sealing is not None:
@@ -604,32 +611,24 @@ class SaveUnderWay:
 
 
 # --------------------------------------------------------------------------------------------------
-# Work that goes on behind the rest of a program: one piece after the other, in one thread.
+# Work in the background of a program: one piece after the other, in a thread.
 
 
 class Background:
-    """A thread that does pieces of work in order; after one that fails, none is begun.
+    """Runs pieces of work in the background, in order; after one fails, none of the batch runs.
 
-    Pieces form one batch until its outcome was reported; then a new batch begins. The
-    process does not end before its pieces have.
+    Pieces belong to one batch until its outcome is returned; the next piece begins a new batch. The
+    process does not end before all pieces have ended.
     """
 
     def __init__(self, name: str) -> None:
-        """Prepare the thread; nothing starts yet.
-
-        Args:
-            name: Name of the thread.
-        """
+        """Take the name of the thread; nothing starts yet."""
         self._name = name
         self._pieces: list[Future[float]] = []
         self._is_reported = False
 
     def start(self, work: Callable[[], object]) -> None:
-        """Queue a piece of work.
-
-        Args:
-            work: Released, with all that it holds, as soon as it is done.
-        """
+        """Queue a piece of work; `work` is released as soon as it has run."""
         if self._is_reported:
             self._pieces = []
             self._is_reported = False
@@ -638,13 +637,13 @@ class Background:
         thread.shutdown(wait=False)  # it ends with the piece
 
     def outcome(self, *, is_awaited: bool) -> float | None:
-        """Return the seconds of work once all pieces are done; None while they are not.
+        """Return the seconds of work once all pieces have ended; None before.
 
         Args:
-            is_awaited: Do not come back before they are.
+            is_awaited: Whether to wait for the end.
 
         Raises:
-            Exception: The failure of a piece; again in every call, until a new batch.
+            Exception: A piece failed; every call raises this error until a new batch begins.
         """
         if not is_awaited and not all(piece.done() for piece in self._pieces):
             return None

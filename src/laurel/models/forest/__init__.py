@@ -1,1 +1,1 @@
-"""Models computed on token forests: attention, decoding, outputs and heads."""
+"""Computes models on token forests: attention, decoding, heads and their outputs."""

@@ -215,6 +215,19 @@ class ForestPlan:
         segments = _segments(self, queries, keys, values)
         return torch.cat([self._segment(q, k, v, options) for q, k, v in segments], dim=2)
 
+    def attend_last(
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """Attend with the last tokens of one sequence to all of it, by position.
+
+        Args:
+            query: `[1, H, L_q, D]`.
+            key: `[1, H_kv, L, D]`, L at least L_q.
+            value: `[1, H_kv, L, D_v]`.
+            options: As in `AttentionPlan.attend`.
+        """
+        return self._segment(query, _repeat_heads(query, key), _repeat_heads(query, value), options)
+
     def _segment(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         mask = self.mask(q.shape[2], k.shape[2], options.sliding_window, q)
         if options.softcap is not None or options.s_aux is not None:

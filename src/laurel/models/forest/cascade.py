@@ -1,13 +1,13 @@
-"""Attention over a token forest as a cascade of flash kernels, which know neither trees nor masks.
+"""Computes attention over a token forest with plain flash kernels, which know no trees or masks.
 
-A query of a branch sees two kinds of keys: all of its trunk's, and those of its own branch up to
-itself. Each kind is one plain call, and the results are merged by their log-sum-exps. The backward
-pass asks the kernels' own backward functions with the merged output and the merged log-sum-exp,
-from which each finds the true weights of its keys. So no token is copied, nothing is masked, and
-nothing is kept but queries, keys, values, output and log-sum-exp of every distinct token.
+A query of a branch attends to two kinds of keys: all keys of its trunk, and those of its own branch
+up to itself. One call computes each kind, and the results are merged by their log-sum-exps. The
+backward pass calls the kernels' backward functions with the merged output and log-sum-exp, from
+which each call computes the correct weights of its keys. So no token is copied, nothing is masked,
+and only queries, keys, values, output and log-sum-exp of every distinct token are kept.
 
-`SpanCall` goes from span to span, on a CPU; `PackedCall` is one launch for all spans, on CUDA.
-Tensors are `[T, H, D]` here: tokens first, as the packed kernels want them.
+`SpanCall` computes one span after the other, on a CPU; `PackedCall` computes all spans in one
+kernel launch, on CUDA. Tensors have the layout `[T, H, D]`, which the packed kernels require.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from laurel.types import Span, Tree
 _aten = torch.ops.aten
 
 CAUSAL_PIECE = 192
-"""Tokens of a causal call of the CPU kernel.
+"""The number of tokens in one causal call of the CPU kernel.
 
-The kernel computes whole blocks on the diagonal, and they grow with the number of queries:
-2,048 tokens in such pieces took 0.90, 512 tokens 0.73 of the time of one call.
+The kernel computes whole blocks on the diagonal, whose size grows with the number of queries. In
+such pieces, 2,048 tokens took 0.90 and 512 tokens 0.73 of the time of a single call.
 """
 
 Rows = slice | Tensor
-"""Tokens of a row: neighbours as a slice, others by int64 indices."""
+"""Tokens of a row: a slice if they are adjacent, otherwise int64 indices."""
 
 
 class Seen(NamedTuple):
-    """Adjacent queries and the keys that they see."""
+    """Adjacent queries, and the keys that they attend to."""
 
     queries: Span
     keys: tuple[Span, ...]
 
 
 class Attended(NamedTuple):
-    """Attention of some queries to some of their keys, before it is merged."""
+    """The attention of queries to some of their keys, before all keys are merged."""
 
     queries: Rows
     out: Tensor
-    """`[queries, H, D]`"""
+    """`[queries, H, D]`: the attention output."""
     lse: Tensor
-    """`[H, queries]`: the log-sum-exp of their logits."""
+    """`[H, queries]`: the log-sum-exp of the logits."""
 
 
 class Gradients(NamedTuple):
@@ -63,10 +63,10 @@ class Gradients(NamedTuple):
 
 
 class KeyCall(Protocol):
-    """Attention to one kind of keys, for all the queries that see them."""
+    """Computes the attention to one kind of keys, for all queries that attend to them."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Attended]:
-        """Attend to these keys alone; no query comes twice."""
+        """Compute the attention to these keys only; no query is yielded twice."""
 
     def backward(
         self,
@@ -78,16 +78,16 @@ class KeyCall(Protocol):
         lse: Tensor,
         scale: float | None,
     ) -> Iterator[Gradients]:
-        """Compute gradients through these keys, from the merged output and its log-sum-exp."""
+        """Compute the gradients through these keys from the merged output and log-sum-exp."""
 
 
 def own_keys(trees: Sequence[Tree]) -> list[Seen]:
-    """List each trunk and branch with itself as causal keys."""
+    """List each trunk and branch with its own tokens as the keys that it attends to causally."""
     return [Seen(span, (span,)) for span in _segments(trees)]
 
 
 def trunk_keys(trees: Sequence[Tree]) -> list[Seen]:
-    """List the branches of each tree with the whole trunk as keys."""
+    """List the branches of each tree, with the whole trunk as the keys that they attend to."""
     return [
         Seen(Span(tree.branches_G[0].start, tree.branches_G[-1].end), (tree.trunk,))
         for tree in trees
@@ -96,9 +96,9 @@ def trunk_keys(trees: Sequence[Tree]) -> list[Seen]:
 
 
 def in_pieces(trees: Sequence[Tree], size: int = CAUSAL_PIECE) -> tuple[list[Seen], list[Seen]]:
-    """Cut long trunks and branches into pieces: keys seen causally, and keys seen whole.
+    """Split long trunks and branches into pieces; list causal keys, and keys attended as a whole.
 
-    A piece sees itself causally, and all of its segment before it.
+    A piece attends causally to itself, and to all of its segment before it.
     """
     own, before = [], trunk_keys(trees)
     for start, end in _segments(trees):
@@ -111,9 +111,9 @@ def in_pieces(trees: Sequence[Tree], size: int = CAUSAL_PIECE) -> tuple[list[See
 
 
 def keys_in_window(trees: Sequence[Tree], window: int) -> list[Seen]:
-    """List the keys within a window: a branch sees the end of its trunk and itself.
+    """List the keys within a sliding window: the end of a branch's trunk, and the branch itself.
 
-    The first token of a branch sees `window - 1` tokens of the trunk, and the others see fewer.
+    The first token of a branch attends to `window - 1` tokens of the trunk, later ones to fewer.
     """
     seen = []
     for tree in trees:
@@ -131,20 +131,23 @@ def _segments(trees: Sequence[Tree]) -> Iterator[Span]:
 
 
 class Cascade(torch.autograd.Function):
-    """The calls of a layer, merged. The first has every query; keys of the calls are disjoint."""
+    """Merges the calls of a layer's attention, whose keys are disjoint.
+
+    The first call has every query.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: tuple[KeyCall, ...], scale: float | None
     ) -> Tensor:
-        """Compute attention `[T, H, D]`."""
+        """Compute the attention output `[T, H, D]`."""
         out = q.new_zeros(q.shape)
         lse = q.new_empty(q.shape[1::-1], dtype=torch.promote_types(q.dtype, torch.float32))
         for part in calls[0].forward(q, k, v, scale):
             out[part.queries], lse[:, part.queries] = part.out, part.lse
         for call in calls[1:]:
             for part in call.forward(q, k, v, scale):
-                # More keys under the softmax: a mean of both results by the share that each has.
+                # With more keys under the softmax, both results are averaged by their shares.
                 before = lse[:, part.queries]
                 share = torch.sigmoid(part.lse - before).T[..., None]
                 merged = torch.lerp(
@@ -181,15 +184,18 @@ def _add(total: Tensor, rows: Rows, part: Tensor) -> None:
 
 
 class SpanCall:
-    """Attention span by span, with the flash kernel of CPUs; query heads may share key heads."""
+    """Computes attention span by span with PyTorch's flash kernel for CPUs.
+
+    It supports grouped-query attention.
+    """
 
     def __init__(self, seen: Sequence[Seen], *, is_causal: bool) -> None:
-        """Take the spans; the keys of each are one span."""
+        """Take the spans; the queries of each attend to exactly one span of keys."""
         self._pairs = [(slice(*queries), slice(*keys)) for queries, (keys,) in seen]
         self._is_causal = is_causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Attended]:
-        """Attend to these keys alone; no query comes twice."""
+        """Compute the attention to these keys only; no query is yielded twice."""
         q, k, v = (_heads_first(t) for t in (q, k, v))
         for rows, seen in self._pairs:
             out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -207,7 +213,7 @@ class SpanCall:
         lse: Tensor,
         scale: float | None,
     ) -> Iterator[Gradients]:
-        """Compute gradients through these keys, from the merged output and its log-sum-exp."""
+        """Compute the gradients through these keys from the merged output and log-sum-exp."""
         grad, q, k, v, out = (_heads_first(t) for t in (grad, q, k, v, out))
         for rows, seen in self._pairs:
             found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -229,9 +235,9 @@ def _heads_first(tensor: Tensor) -> Tensor:
 
 
 class PackedCall:
-    """All spans in one launch of the flash kernel for sequences of any lengths.
+    """Computes all spans in one launch of the flash kernel for sequences of different lengths.
 
-    A window counts back from where a query is when it and the last of its keys are aligned.
+    A window counts back from the position of a query if the last query and key are aligned.
     """
 
     def __init__(
@@ -244,7 +250,7 @@ class PackedCall:
         kernel: Callable[..., Any] = _aten._flash_attention_forward,
         backward_kernel: Callable[..., Any] = _aten._flash_attention_backward,
     ) -> None:
-        """Take the spans; their indices go to the device here, once for all layers."""
+        """Take the spans, and copy their indices to the device, once for all layers."""
         lengths = [pair.queries.length for pair in seen]
         key_lengths = [sum(span.length for span in pair.keys) for pair in seen]
         self._rows = _rows([pair.queries for pair in seen], device)
@@ -258,7 +264,7 @@ class PackedCall:
         self._kernel, self._backward_kernel = kernel, backward_kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Attended]:
-        """Attend to these keys alone; no query comes twice."""
+        """Compute the attention to these keys only; no query is yielded twice."""
         out, lse, *_ = self._kernel(
             q[self._rows],
             k[self._seen],
@@ -283,7 +289,7 @@ class PackedCall:
         lse: Tensor,
         scale: float | None,
     ) -> Iterator[Gradients]:
-        """Compute gradients through these keys, from the merged output and its log-sum-exp."""
+        """Compute the gradients through these keys from the merged output and log-sum-exp."""
         nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout, no state of it
         found = self._backward_kernel(
             grad[self._rows],
@@ -307,10 +313,10 @@ class PackedCall:
 def packed_calls(
     trees: Sequence[Tree], device: torch.device, window: int | None, **kernels: Any
 ) -> list[KeyCall]:
-    """Make the calls of a layer: at most two, whatever the number of trees and branches.
+    """Return the calls of a layer: at most two, whatever the number of trees and branches.
 
-    With a window there is one. The keys of a trunk are then copied before those of each of its
-    branches: copies, but of no more tokens than the window has.
+    With a window there is one call. It copies the end of a trunk's keys before the keys of each
+    branch, but never more tokens than the window has.
     """
     if window is not None:
         seen = keys_in_window(trees, window)

@@ -1,6 +1,6 @@
-"""Hugging Face decoders that read forests or padded rows, and the reward model on top.
+"""Wraps Hugging Face decoders to read token forests or padded rows, and defines the reward model.
 
-Policies, which make log-probabilities, are in `models/forest/policy.py`.
+Policies, which compute log-probabilities, are in `models/forest/policy.py`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Path = Literal["forest", "padded"]
 
 
 class Decoder(nn.Module):
-    """The layers below the head; batches are forests or padded rows.
+    """A Hugging Face model whose layers below the head compute token forests or padded rows.
 
-    Their arithmetic is in `precision`: autocast over float32 master weights, or the weights' own
-    dtype.
+    These layers compute in `precision`, by autocast over float32 master weights, or otherwise in
+    the dtype of the weights.
     """
 
     def __init__(self, *, path: Path, precision: torch.dtype) -> None:
@@ -34,9 +34,9 @@ class Decoder(nn.Module):
         self.path: Path = path
         self.precision = precision
         self.mesh: DeviceMesh | None = None
-        """Mesh that `parallelise` spread it over; None: this process holds all of it."""
+        """The mesh over which `parallelise` sharded it; None: this process holds all of it."""
         self.gathered_dtype: torch.dtype | None = None
-        """Dtype that weights of layers are rounded to when they are gathered; None: not rounded."""
+        """The dtype to which gathered weights of layers are rounded; None: they are not rounded."""
 
     @property
     @abstractmethod
@@ -45,32 +45,32 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device that computes. Weights of a spread model may lie elsewhere between uses."""
+        """The device that computes; weights of a sharded model may rest elsewhere between uses."""
         if self.mesh is not None and self.mesh.device_type != "cpu":
             return torch.device(self.mesh.device_type, torch.cuda.current_device())
         return next(self.parameters()).device
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
+        """The dtype of the parameters."""
         return next(self.parameters()).dtype
 
     @property
     def exact_dtype(self) -> torch.dtype:
-        """Dtype that weights have even `in_full_precision`."""
+        """The dtype to which weights may be rounded even `in_full_precision`."""
         return self.gathered_dtype or self.weights_dtype
 
     def without_gradients(self) -> contextlib.AbstractContextManager[Any]:
-        """Compute without gradients, and without inference mode where the model is spread."""
-        # In inference mode a spread model could not write the weights that it gathers.
+        """Return a context without gradients, in inference mode unless the model is sharded."""
+        # In inference mode a sharded model could not write the weights that it gathers.
         return torch.inference_mode() if self.mesh is None else torch.no_grad()
 
     @contextlib.contextmanager
     def in_full_precision(self) -> Iterator[None]:
-        """Compute in the dtype of the weights for the duration, whatever `precision` is.
+        """Compute in the dtype of the weights while the context is open, whatever `precision` is.
 
-        For checks: the rounding of bfloat16 would hide the errors they look for. Weights that
-        are rounded on their way from other ranks stay so, but nothing else is.
+        Checks use this, because rounding to bfloat16 would hide the errors that they look for.
+        Weights that are rounded when they are gathered stay rounded.
         """
         precision, self.precision = self.precision, self.weights_dtype
         is_mixed = self.exact_dtype != self.weights_dtype
@@ -81,8 +81,9 @@ class Decoder(nn.Module):
             self.precision = precision
 
     def hidden(self, batch: TokenForest | PaddedRows) -> Tensor:
-        """Compute every token's hidden state after the last norm: `[T, D]`, or `[N, L, D]` of
-        rows.
+        """Compute every token's hidden state after the last norm.
+
+        It is `[T, D]` for a forest, and `[N, L, D]` for padded rows.
         """
         with self.autocast():
             if isinstance(batch, TokenForest):
@@ -93,9 +94,9 @@ class Decoder(nn.Module):
             return rows
 
     def hidden_of_row(self, ids_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
-        """Compute `hidden` of tokens in one row, `[T, D]`; the plan decides which tokens attend.
+        """Compute the hidden states of one row, `[T, D]`; the plan decides what tokens attend to.
 
-        The surrounding precision holds: `hidden` puts `autocast` there.
+        The caller sets the precision, as `hidden` does with `autocast`.
         """
         hidden_1TD: Tensor = self.network.base_model(
             input_ids=ids_T[None].to(self.device, non_blocking=True),
@@ -106,7 +107,7 @@ class Decoder(nn.Module):
         return hidden_1TD[0]
 
     def padded_inputs(self, rows: PaddedRows) -> dict[str, Tensor]:
-        """Build the keyword arguments of transformers' models for padded rows."""
+        """Return the keyword arguments of transformers' models for padded rows."""
         column_L = torch.arange(rows.ids_NL.shape[1])
         mask_NL = column_L[None] < rows.lengths_N[:, None]
         return {
@@ -115,24 +116,18 @@ class Decoder(nn.Module):
         }
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Autocast to lower precision where the weights are float32 masters and less is
-        configured.
-        """
+        """Return a context that autocasts float32 weights to a lower `precision`, if configured."""
         is_master = self.weights_dtype == torch.float32
         if self.precision == torch.float32 or not is_master:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.precision)
 
 
-# --------------------------------------------------------------------------------------------------
-# A model computed in a higher precision than its weights are held, or gathered, in.
-
-
 class RewardModel(Decoder):
-    """The decoder and its reward head, with the only code that reads scores.
+    """A decoder with a reward head, and the only code that reads scores.
 
-    The head always runs in float32, because the noise of bfloat16 is of the size of the differences
-    that decide a comparison.
+    The head always computes in float32, because the rounding noise of bfloat16 is as large as the
+    differences that decide a comparison.
     """
 
     def __init__(
@@ -147,10 +142,10 @@ class RewardModel(Decoder):
 
         Args:
             classifier: A Hugging Face `...ForSequenceClassification`.
-            head_name: Attribute of the linear head over the last hidden state; None where the
-                model pools by itself (encoders), which only the padded path serves.
-            path: How batches reach it.
-            precision: Dtype of the decoder's arithmetic.
+            head_name: The attribute of the linear head over the last hidden state; None for an
+                encoder, which pools by itself and reads only padded rows.
+            path: The layout of batches: token forests or padded rows.
+            precision: The dtype in which the decoder computes.
         """
         super().__init__(path=path, precision=precision)
         self.classifier: Any = classifier
@@ -163,14 +158,14 @@ class RewardModel(Decoder):
 
     @property
     def num_outputs(self) -> int:
-        """K: number of outputs of the head."""
+        """The number of outputs of the head, K."""
         return int(self.classifier.config.num_labels)
 
     def forward(self, batch: TokenForest | PaddedRows) -> Tensor:
         """Score every completion of a micro-batch.
 
         Returns:
-            float32 `[N, K]` (float64 where the weights are), in the order of the batch.
+            float32 `[N, K]` (float64 if the weights are), in the order of the batch.
         """
         if self.head_name is None:
             assert isinstance(batch, PaddedRows)
@@ -197,12 +192,16 @@ class RewardModel(Decoder):
             return nn.functional.linear(hidden_ND.to(dtype), head.weight.to(dtype), bias)
 
 
+# --------------------------------------------------------------------------------------------------
+# A model computed in a higher precision than its weights are held, or gathered, in.
+
+
 @contextmanager
 def weights_as(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Convert the weights of each module to another dtype while it computes.
+    """Convert the weights of each module to another dtype while the module computes.
 
-    Widening loses nothing, so the outputs are exactly those of these weights. Only the modules that
-    compute at the moment hold their weights twice.
+    A wider dtype loses nothing, so the outputs are exactly those of the weights. Only the module
+    that is computing holds its weights twice.
     """
     narrow: dict[nn.Module, dict[str, Any]] = {}
 
@@ -225,11 +224,11 @@ def weights_as(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Models and their optimizer on the host for a while, when others need the memory of the device.
+# Offloading models and their optimizer to the host while others need the memory of the device.
 
 
 class Resting:
-    """The memory that a learner holds on a device, moved to the host and back; nothing on CPUs."""
+    """Offloads a learner's device memory to the host and restores it; does nothing on CPUs."""
 
     def __init__(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Register the models and the optimizer; nothing is moved yet."""
@@ -239,7 +238,7 @@ class Resting:
         self._states: list[tuple[dict[str, Any], str, torch.device]] = []
 
     def sleep(self) -> None:
-        """Move everything to the host. Gradients are dropped."""
+        """Move models and optimizer state to the host; gradients are dropped."""
         self._optimizer.zero_grad(set_to_none=True)
         for model in self._models:
             device = next(model.parameters()).device
@@ -255,7 +254,7 @@ class Resting:
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Move everything back to where it was."""
+        """Move models and optimizer state back to their devices."""
         while self._homes:
             model, device = self._homes.pop()
             model.to(device)

@@ -10,7 +10,7 @@ and attention sinks are honoured by position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,6 +27,20 @@ from laurel.types import Span, Tree
 
 # --------------------------------------------------------------------------------------------------
 # Memory for keys and values: sequences of about the same length side by side in one tensor.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptTokens:
+    """Keys and values of consecutive tokens, copied out of the store to be used again."""
+
+    length: int
+    layers: dict[int, tuple[Tensor, Tensor]]
+    """By layer: `[H_kv, length, D]` and `[H_kv, length, D_v]`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(tensor.nbytes for pair in self.layers.values() for tensor in pair)
 
 
 class KVBlock:
@@ -92,6 +106,18 @@ class KVBlock:
         """Find the slot of a sequence."""
         return self._slots[owner]
 
+    def copy(self, owner: int, length: int) -> KeptTokens:
+        """Copy the first tokens of a sequence out of the block."""
+        slot = self._slots[owner]
+        return KeptTokens(
+            length,
+            {
+                index: (keys[slot, :, :length].clone(), values[slot, :, :length].clone())
+                for index, (keys, values) in self._layers.items()
+                if length
+            },
+        )
+
     def take(self, other: KVBlock, owners: Sequence[int]) -> None:
         """Copy the contents of a shorter block for sequences that have slots in both."""
         theirs = torch.tensor([other.slot(owner) for owner in owners])
@@ -153,26 +179,44 @@ class Layout:
     """Whether `places_N` is simply 0, 1, 2, ..."""
 
 
-class PrefillPlan(ForestPlan):
-    """Prompts in one row, each causal; their keys and values are kept."""
+class _NewPrompt(NamedTuple):
+    owner: int
+    block: KVBlock
+    length: int
+    # Keys and values of its first tokens, where they have been computed before.
+    kept: Sequence[KeptTokens]
 
-    def __init__(self, prompts: Sequence[tuple[int, KVBlock, int]]) -> None:
-        trees, end = [], 0
-        for _, _, length in prompts:
-            trees.append(Tree(Span(end, end + length), ()))
-            end += length
+    @property
+    def num_kept(self) -> int:
+        return sum(part.length for part in self.kept)
+
+
+class PrefillPlan(ForestPlan):
+    """Prompts in one row, each causal; their keys and values are kept.
+
+    Of a prompt that continues a conversation, only the tokens after the kept ones are in the row.
+    """
+
+    def __init__(self, prompts: Sequence[_NewPrompt]) -> None:
+        """Lay the prompts side by side; those that continue a conversation come last."""
+        trees, self._spans, end = [], [], 0
+        for prompt in prompts:
+            self._spans.append(slice(end, end + prompt.length - prompt.num_kept))
+            if not prompt.kept:
+                trees.append(Tree(Span(end, end + prompt.length), ()))
+            end = self._spans[-1].stop
         super().__init__(trees)
         self._prompts = tuple(prompts)
 
     @property
     def positions_T(self) -> Tensor:
         """int64 [T]: position of each token in its prompt."""
-        return torch.cat([torch.arange(length) for length in self.lengths])
+        return torch.cat([torch.arange(p.num_kept, p.length) for p in self._prompts])
 
     @property
     def last_B(self) -> list[int]:
         """Index in the row of the last token of each prompt."""
-        return [tree.trunk.end - 1 for tree in self.trees]
+        return [span.stop - 1 for span in self._spans]
 
     def attend(
         self,
@@ -184,14 +228,28 @@ class PrefillPlan(ForestPlan):
     ) -> Tensor:
         """Attend as `AttentionPlan.attend`, each prompt to itself."""
         query, key, value = as_computed(query, key, value)
-        layer = _layer_of(module)
-        for tree, (owner, block, length) in zip(self.trees, self._prompts, strict=True):
-            span = slice(*tree.trunk)
-            keys, values = block.layer(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-            slot = block.slot(owner)
-            keys[slot, :, :length] = key[0, :, span]
-            values[slot, :, :length] = value[0, :, span]
-        return super().attend(module, query, key, value, options)
+        layer, num_fresh = _layer_of(module), sum(self.lengths)
+        found = []
+        if num_fresh:
+            q, k, v = (tensor[:, :, :num_fresh] for tensor in (query, key, value))
+            found.append(super().attend(module, q, k, v, options))
+        for prompt, span in zip(self._prompts, self._spans, strict=True):
+            keys, values = prompt.block.layer(
+                layer, key[0].transpose(0, 1), value[0].transpose(0, 1)
+            )
+            slot, start = prompt.block.slot(prompt.owner), 0
+            own_keys, own_values = keys[slot, :, : prompt.length], values[slot, :, : prompt.length]
+            for part in prompt.kept:
+                if part.length:
+                    end = start + part.length
+                    own_keys[:, start:end], own_values[:, start:end] = part.layers[layer]
+                    start = end
+            own_keys[:, start:], own_values[:, start:] = key[0, :, span], value[0, :, span]
+            if prompt.kept:
+                found.append(
+                    self.attend_last(query[:, :, span], own_keys[None], own_values[None], options)
+                )
+        return torch.cat(found, dim=2) if len(found) > 1 else found[0]
 
 
 class _Half(NamedTuple):
@@ -416,15 +474,21 @@ class KeyValueStore:
         blocks = [*self._trunk_blocks.values(), *self._branch_blocks.values()]
         return sum(block.num_bytes for block in blocks)
 
-    def add_prompts(self, lengths: dict[int, int]) -> PrefillPlan:
+    def add_prompts(
+        self, lengths: dict[int, int], kept: Mapping[int, Sequence[KeptTokens]] | None = None
+    ) -> PrefillPlan:
         """Allocate slots for prompts.
 
         Args:
             lengths: Tokens of each, by an id of the caller's choice.
+            kept: Keys and values of the first tokens of some prompts, but not of all their tokens.
+                These prompts are the last of `lengths`.
 
         Returns:
-            The plan of the forward pass that must follow: the prompts in one row, in this order.
+            The plan of the forward pass that must follow: the prompts in one row, in this order,
+            without the tokens that were kept.
         """
+        kept = kept or {}
         for prompt, length in lengths.items():
             # Blocks of prompts hold 64, 96, 128, 192, 256, 384, ... tokens.
             size = SHORTEST
@@ -433,7 +497,25 @@ class KeyValueStore:
             block = self._trunk_blocks.setdefault(size, KVBlock(size))
             block.add([prompt])
             self._prompts[prompt] = _Prompt(length, block)
-        return PrefillPlan([(p, self._prompts[p].block, length) for p, length in lengths.items()])
+        return PrefillPlan(
+            [
+                _NewPrompt(prompt, self._prompts[prompt].block, length, kept.get(prompt, ()))
+                for prompt, length in lengths.items()
+            ]
+        )
+
+    def copy_prompt(self, prompt: int) -> KeptTokens:
+        """Copy the keys and values of a prompt."""
+        stored = self._prompts[prompt]
+        return stored.block.copy(prompt, stored.length)
+
+    def copy_completion(self, completion: int) -> KeptTokens:
+        """Copy the keys and values of the tokens of a completion that have been computed.
+
+        The token that was sampled last has not: no step has read it yet.
+        """
+        stored = self._completions[completion]
+        return stored.block.copy(completion, self._clock - stored.born)
 
     def remove_prompt(self, prompt: int) -> None:
         """Forget a prompt that has no completion left."""

@@ -1,12 +1,12 @@
 """Computes log-probabilities of tokens from hidden states; only this module shifts tokens.
 
-Position t of every per-token stream describes token t: its log-probability is read from the hidden
-state of the token before it, here and nowhere else.
+Position t of every per-token stream describes token t, whose log-probability is computed from the
+hidden state of the token before it, here and nowhere else.
 
-A vocabulary is so large that the logits of a micro-batch would fill more memory than the model.
-They are therefore made in chunks of tokens, read, and dropped, and made again in the backward pass.
-Where ranks divide the vocabulary, each makes its own logits. They exchange a few numbers a token
-and, in the backward pass, the gradients by the hidden states.
+A vocabulary is so large that the logits of a micro-batch would need more memory than the model. So
+they are computed and dropped in chunks of tokens, and computed again in the backward pass. If the
+vocabulary is sharded, each rank computes the logits of its own shard. The ranks exchange a few
+numbers per token and, in the backward pass, the gradients of the hidden states.
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ from laurel.errors import DataError
 from laurel.types import PaddedRows, TokenForest
 
 CHUNK_LOGITS = 2**24
-"""Logits of one chunk unless a size is configured: 64 MiB."""
+"""The number of logits of one chunk if no size is configured: 64 MiB."""
 CACHED_LOGITS = 2**20
-"""Logits that are worked on at a time, to stay in a processor's cache."""
+"""The number of logits that are processed at a time, to stay in a processor's cache."""
 
 
 class TokenOutputs(NamedTuple):
     """The policy's outputs for the completion tokens of a micro-batch."""
 
     logprobs_M: Tensor
-    """float32 [M], differentiable: log-probability of each token."""
+    """float32 [M], differentiable: the log-probability of each token."""
     entropy_M: Tensor | None
-    """float32 [M], without gradient: entropy in nats of each token's distribution."""
+    """float32 [M], without gradient: the entropy of each token's distribution, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShare:
-    """The part of the vocabulary whose embeddings or logits this rank has: all are of one size."""
+    """The shard of the vocabulary that this rank has; all shards have the same size."""
 
     group: dist.ProcessGroup
-    """Process group of the ranks that have the other parts."""
+    """The process group of the ranks that have the shards."""
     start: int
-    """Id of the first token."""
+    """The id of the first token of the shard."""
     size: int
 
     @classmethod
     def of(cls, weight_VD: DTensor) -> VocabularyShare:
-        """Find this rank's part of the vocabulary in a weight `[V, D]` sharded by rows."""
+        """Return this rank's shard of the vocabulary, by a weight `[V, D]` sharded by rows."""
         mesh = weight_VD.device_mesh
         size = weight_VD.shape[0] // mesh.size()
         return cls(mesh.get_group(), mesh.get_local_rank() * size, size)
 
     def mine(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Locate tokens in this part: a mask, and indices into the part (0 for other tokens)."""
+        """Return a mask of the tokens in this shard, and their indices in it (otherwise 0)."""
         there = ids - self.start
         is_mine = (there >= 0) & (there < self.size)
         return is_mine, there.where(is_mine, 0)
 
     def reduce(self, values: Tensor, kind: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Reduce values over the parts in place: the same bits on every rank."""
+        """All-reduce values over the vocabulary shards in place, bit-identical on every rank."""
         dist.all_reduce(values, op=kind, group=self.group)
         return values
 
     def gather(self, logits_XV: Tensor) -> Tensor:
-        """Concatenate the logits of all parts."""
+        """Gather the logits of all shards, and concatenate them."""
         ranks = dist.get_world_size(self.group)
         parts_XV = [torch.empty_like(logits_XV) for _ in range(ranks)]
         dist.all_gather(parts_XV, logits_XV.contiguous(), group=self.group)
@@ -78,12 +78,12 @@ class VocabularyShare:
 def predictors(batch: TokenForest | PaddedRows) -> tuple[Tensor, Tensor]:
     """Find the hidden state that predicts each completion token.
 
-    It is that of the token before it: within a branch the previous one, for the first token of a
-    branch the last one of its trunk.
+    It is that of the token before, which for the first token of a branch is the last token of its
+    trunk.
 
     Returns:
-        int64 [M], indices into the hidden states of the micro-batch with all dimensions but the
-        last made one (of rows: `row * L + column`); int64 [M], the tokens they predict.
+        int64 [M], indices into the hidden states of the micro-batch, flattened except for the last
+        dimension (in padded rows `row * L + column`); and int64 [M], the tokens that they predict.
 
     Raises:
         DataError: A completion has no prompt, so nothing predicts its first token.
@@ -128,25 +128,27 @@ def token_logprobs(
 ) -> TokenOutputs:
     """Compute log-probabilities of tokens under `softmax(logits / temperature)`.
 
-    Never holds `[M, V]`, forward or backward: the largest matrix is `[chunk_size, V]`. Tokens that
-    get no gradient cost nothing in the backward pass.
+    The largest matrix in memory is `[chunk_size, V]`, never `[M, V]`, also in the backward pass.
+    There, tokens without a gradient cost nothing.
 
-    Products are float32 with float32 sums (float64 where the hidden states are). Where both factors
-    are bfloat16 or float16 on a GPU, they are multiplied as they are, which is exact, and summed
-    and kept in float32; logits rounded to bfloat16 would be off by several hundredths.
+    Products and sums are float32 (float64 if the hidden states are). If both factors are bfloat16
+    or float16 on a GPU, they are multiplied in that dtype, which is exact, and summed in float32.
+    Logits rounded to bfloat16 would be wrong by several hundredths.
 
     Args:
-        hidden_MD: Hidden state that predicts each token, after the last norm.
+        hidden_MD: The hidden state that predicts each token, after the last norm.
         targets_M: int64, the tokens.
-        weight_VD: Weights of the language-model head; this rank's part where a share is given.
-        bias_V: Likewise.
-        temperature: Above 0.
-        softcap: Logits are squashed to `softcap * tanh(logits / softcap)`.
-        logit_scale: Factor of the logits, before the softcap.
-        chunk_size: Tokens whose logits are in memory at a time; None: about 16M logits.
-        with_entropy: Also measure the entropy.
-        share: Which part of the vocabulary the weight is of; None: all. With one, this and the
-            backward pass are collective calls with the same hidden states and tokens on every rank.
+        weight_VD: The weights of the language-model head, or this rank's shard of them.
+        bias_V: The bias of the head, or this rank's shard of it.
+        temperature: The temperature, above 0.
+        softcap: The limit of the logits, which become `softcap * tanh(logits / softcap)`.
+        logit_scale: The factor of the logits, before the softcap.
+        chunk_size: The number of tokens whose logits are in memory at a time; None: as many as give
+            about 16M logits.
+        with_entropy: Whether the entropy is computed too.
+        share: The shard of the vocabulary that the weight covers; None: all of it. With a shard,
+            all ranks make this call and the backward pass together, with equal hidden states and
+            tokens.
     """
     chunk_size = chunk_size or max(1, CHUNK_LOGITS // weight_VD.shape[0])
     options = _Options(temperature, softcap, logit_scale, chunk_size, with_entropy, share)
@@ -165,9 +167,9 @@ def all_logits(
     logit_scale: float = 1.0,
     share: VocabularyShare | None = None,
 ) -> Tensor:
-    """Compute the logits that `token_logprobs` reads, all at once, at temperature 1: `[X, V]`.
+    """Compute the logits `[X, V]` of all tokens at once, at temperature 1 and without gradients.
 
-    Without gradients: they are for sampling tokens.
+    They are used to sample tokens; `token_logprobs` describes the arguments.
     """
     options = _Options(1.0, softcap, logit_scale, len(hidden_XD), with_entropy=False, share=share)
     with torch.no_grad(), torch.autocast(hidden_XD.device.type, enabled=False):
@@ -202,7 +204,7 @@ class _Head:
         self._space: Tensor | None = None
 
     def chunk(self, hidden_CD: Tensor) -> Tensor:
-        # The next call overwrites the logits `[C, V]`.
+        # The logits `[C, V]` are valid until the next call overwrites them.
         if self._space is None and not self.is_low:
             size = (min(self._chunk_size, len(hidden_CD)), len(self.weight_VD))
             self._space = hidden_CD.new_empty(size, dtype=self.precise)
@@ -213,7 +215,7 @@ class _Head:
         return self.finish(self._multiply(hidden_XD, None))
 
     def finish(self, logits_CV: Tensor) -> Tensor:
-        # Caps the logits and divides them by the temperature, in place.
+        # This caps the logits and divides them by the temperature, in place.
         if self.softcap is None:
             return logits_CV
         return logits_CV.div_(self.softcap).tanh_().mul_(self.softcap / self.temperature)
@@ -293,7 +295,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_MD, weight_VD, bias_V, targets_M, logsum_M = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         options: _Options = ctx.options
-        # A host would wait for its device to say which tokens these are: there all of them are.
+        # On a device all tokens are used, because the host would wait for it to know which are not.
         is_here = by_logprobs_M.device.type == "cpu"
         taught_M = (
             by_logprobs_M.nonzero()[:, 0]
@@ -333,8 +335,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _reduce(logits_CV: Tensor, entropy_C: Tensor | None) -> tuple[Tensor, Tensor]:
-    # The largest logit of each token, and how much larger the log-sum-exp is. Overwrites the
-    # logits. The entropy goes into `entropy_C`, where one is given.
+    # Returns the largest logit of each token, and by how much the log-sum-exp is larger. It
+    # overwrites the logits, and writes the entropy into `entropy_C`, if that is given.
     peak_C = logits_CV.new_empty(len(logits_CV))
     rest_C = torch.empty_like(peak_C)
     for part in _cached(logits_CV):
@@ -355,7 +357,7 @@ def _reduce(logits_CV: Tensor, entropy_C: Tensor | None) -> tuple[Tensor, Tensor
 def _reduce_shared(
     logits_CV: Tensor, targets_C: Tensor, entropy_C: Tensor | None, share: VocabularyShare
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # `_reduce` over all parts of the vocabulary, and the logit of each target before it.
+    # Returns what `_reduce` returns over all shards of the vocabulary, after each target's logit.
     is_mine_C, there_C = share.mine(targets_C)
     chosen_C = logits_CV.gather(1, there_C[:, None])[:, 0].masked_fill_(~is_mine_C, 0.0)
     peak_C = share.reduce(logits_CV.amax(dim=1), dist.ReduceOp.MAX)
@@ -407,6 +409,6 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 
 
 def _cached(logits_CV: Tensor) -> Iterator[slice]:
-    # On a processor as many rows as its cache holds, on a GPU all of them.
+    # A CPU gets as many rows as its cache holds, a GPU all of them.
     length, width = logits_CV.shape
     return _slices(length, length if logits_CV.is_cuda else max(1, CACHED_LOGITS // width))

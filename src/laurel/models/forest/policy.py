@@ -1,4 +1,4 @@
-"""A Hugging Face language model as a policy: token forests in, float32 log-probabilities out."""
+"""Wraps a Hugging Face language model as a policy, which computes float32 log-probabilities."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from laurel.types import PaddedRows, TokenForest
 
 
 class PolicyModel(Decoder):
-    """The decoder, its language-model head, and the log-probabilities of completion tokens.
+    """A decoder with a language-model head that computes log-probabilities of completion tokens.
 
-    Products and sums of the head are float32 whatever the decoder's arithmetic is.
+    The head computes in float32, whatever the decoder's precision is.
     """
 
     def __init__(
@@ -46,15 +46,16 @@ class PolicyModel(Decoder):
 
         Args:
             causal_lm: A Hugging Face `...ForCausalLM`, with or without adapters.
-            path: How batches reach it.
-            precision: Dtype of the decoder's arithmetic.
-            temperature: Sampling temperature; log-probabilities are taken at the same.
-                0 counts as 1, as in `Generated`.
-            logprob_chunk_size: Tokens whose logits are in memory at a time; None: about 16M logits.
-            with_entropy: Also measure the entropy of each token's distribution.
+            path: The layout of batches: token forests or padded rows.
+            precision: The dtype in which the decoder computes.
+            temperature: The sampling temperature, at which log-probabilities are computed; 0 counts
+                as 1, as in `Generated`.
+            logprob_chunk_size: The number of tokens whose logits are in memory at a time; None: as
+                many as give about 16M logits.
+            with_entropy: Whether the entropy of each token's distribution is computed too.
 
         Raises:
-            ModelError: Its head is not a linear layer over the vocabulary.
+            ModelError: The head is not a linear layer over the vocabulary.
         """
         super().__init__(path=path, precision=precision)
         self.causal_lm: Any = causal_lm
@@ -80,14 +81,14 @@ class PolicyModel(Decoder):
 
     @property
     def vocab_size(self) -> int:
-        """V: logits of a token. Models often have a few more than their tokenizer has tokens."""
+        """The number of logits per token, V, which may exceed the tokenizer's number of tokens."""
         return int(self.head.weight.shape[0])
 
     def forward(self, batch: TokenForest | PaddedRows) -> TokenOutputs:
         """Compute the log-probabilities of all completion tokens of a micro-batch.
 
         Raises:
-            DataError: A completion without a prompt.
+            DataError: A completion has no prompt.
         """
         index_M, targets_M = predictors(batch)
         hidden_XD = self.hidden(batch).flatten(0, -2)
@@ -107,7 +108,10 @@ class PolicyModel(Decoder):
         )
 
     def logprobs(self, batch: TokenForest | PaddedRows) -> Tensor:
-        """Compute the log-probabilities alone, float32 [M], without gradients and dropout."""
+        """Compute log-probabilities of all completion tokens, float32 [M].
+
+        There are no gradients, and no dropout.
+        """
         was_training, measures = self.training, self.with_entropy
         self.eval()
         self.with_entropy = False
@@ -120,7 +124,7 @@ class PolicyModel(Decoder):
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
-        """Take log-probabilities at another temperature for the duration."""
+        """Compute log-probabilities at another temperature while the context is open."""
         usual, self.temperature = self.temperature, temperature or 1.0
         try:
             yield
@@ -128,11 +132,11 @@ class PolicyModel(Decoder):
             self.temperature = usual
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        """Compute the logits of hidden states, float32 `[X, V]`, at temperature 1, no gradients."""
+        """Compute the logits `[X, V]` of hidden states, float32, at temperature 1, no gradients."""
         hidden_XD, weight_VD = self._factors(hidden_XD)
         is_plain = self.softcap is None and self.logit_scale == 1.0
         if is_plain and hidden_XD.dtype == weight_VD.dtype == torch.float32:
-            # Through the layer itself, whose product a generator may have exchanged for a quicker.
+            # The layer itself is called, because a generator may have made its product faster.
             with torch.no_grad(), torch.autocast(hidden_XD.device.type, enabled=False):
                 return self.head(hidden_XD)  # type: ignore[no-any-return]
         return all_logits(
@@ -145,11 +149,10 @@ class PolicyModel(Decoder):
         )
 
     def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values as `from_pretrained` knows them, adapters merged.
+        """Yield the weights by the names that `from_pretrained` knows, with adapters merged.
 
-        Values are those that the model trains on, in the dtype of its
-        weights; copy what you keep. Of a spread model they come whole, one at a time: a collective
-        call.
+        The values may be the tensors that the model trains: copy what you keep. If the model is
+        sharded, each weight is gathered whole, so every rank must iterate to the end.
         """
         return saved_weights(self.causal_lm, changing_only=changing_only)
 
@@ -164,7 +167,7 @@ class PolicyModel(Decoder):
 
     def _factors(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor]:
         # On a GPU, float32 products over a large vocabulary would take longer than the rest of the
-        # model. There both factors are rounded to the decoder's precision; sums and logits stay
+        # model. So both factors are rounded to the decoder's precision there; sums and logits stay
         # float32.
         weight_VD = local(self.head.weight)
         if hidden_XD.is_cuda and self.precision.itemsize < 4:
@@ -173,15 +176,15 @@ class PolicyModel(Decoder):
 
 
 class Reference:
-    """The frozen policy before training, for the divergence from it."""
+    """The reference policy of the KL divergence: the policy as it was before training."""
 
     def __init__(self, model: PolicyModel, *, leaves_adapters_out: bool = False) -> None:
-        """Take a model that is never trained: loaded for this when a run is resumed.
+        """Take the model of the reference policy.
 
         Args:
-            model: Weights, temperature and path.
-            leaves_adapters_out: It is the policy itself, and the reference is what is below its
-                adapters.
+            model: The frozen model, or the policy itself.
+            leaves_adapters_out: Whether the model is the policy, whose adapters are disabled to get
+                the reference. Otherwise the model is frozen.
         """
         self.model = model
         self._leaves_adapters_out = leaves_adapters_out
@@ -191,10 +194,10 @@ class Reference:
 
     @classmethod
     def of(cls, model: PolicyModel) -> Reference:
-        """Make the reference of a policy whose training begins now.
+        """Return the reference of a policy whose training begins now.
 
-        With adapters it is the same model with them switched off, without memory of its own, also
-        in a resumed run; otherwise a copy of the weights as they are now.
+        With adapters it is the same model with disabled adapters, which needs no more memory;
+        otherwise it is a copy of the current weights.
         """
         if adapted_layers(model.causal_lm):
             return cls(model, leaves_adapters_out=True)
@@ -217,8 +220,8 @@ class Reference:
 
 
 def _logit_rules(causal_lm: Any) -> tuple[float, float | None]:
-    # Factor and cap of the head's products. transformers has no common name for them; the check at
-    # load refuses models that this misses.
+    # Returns the factor and the cap of the logits. transformers has no common name for them; the
+    # check at load refuses models whose names this does not know.
     config = causal_lm.config.get_text_config()
     scale = 1.0
     scaling = getattr(config, "logits_scaling", None)

@@ -1,1 +1,1 @@
-"""Models from a directory, from the hub or from nothing."""
+"""Loads models from directories or the hub, or creates them with random weights."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters: put around the layers of a decoder, merged for export, saved for resuming."""
+"""Adds low-rank adapters to a decoder, merges them for export, and saves them for resuming."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from laurel.errors import CheckpointError, ConfigError, MissingDependencyError, 
 from laurel.models.parallel.mesh import host_copy, whole
 
 ADAPTERS = Path("adapter", "adapters.safetensors")
-"""Path of the adapters within a checkpoint."""
+"""The path of the adapters within a checkpoint."""
 
 
 def with_adapters(
     network: Any, config: LoraConfig, resume_from: Path | None, *, trains_head: bool
 ) -> Any:
-    """Wrap a network in adapters: new ones, or those of the checkpoint `resume_from`.
+    """Add new adapters to a network, or those of the checkpoint `resume_from`.
 
     Raises:
-        UserError: See `add_adapters` and `load_adapters`.
+        UserError: The adapters cannot be added or loaded (`add_adapters`, `load_adapters`).
     """
     network = add_adapters(network, config, trains_head=trains_head)
     if resume_from is not None:
@@ -34,16 +34,16 @@ def with_adapters(
 
 
 def add_adapters(network: Any, config: LoraConfig, *, trains_head: bool) -> Any:
-    """Wrap the linear layers below the head in adapters.
+    """Add adapters to the linear layers below the head.
 
     Args:
-        network: A Hugging Face model; its weights may be on the meta device, the adapters are not.
-        config: Which layers, and of which rank.
-        trains_head: Train the head, whole, besides the adapters. Otherwise they alone are trained,
-            and without them the model is what it was.
+        network: A Hugging Face model. Its weights may be on the meta device; the adapters are not.
+        config: The layers that get adapters, and the rank of the adapters.
+        trains_head: Whether the whole head is trained besides the adapters. Otherwise only the
+            adapters are trained, and without them the model is unchanged.
 
     Raises:
-        ConfigError: Names that no linear layer has.
+        ConfigError: The configuration names layers that do not exist, or leaves none.
         MissingDependencyError: peft is not installed.
     """
     try:
@@ -91,9 +91,8 @@ def add_adapters(network: Any, config: LoraConfig, *, trains_head: bool) -> Any:
 
 @contextmanager
 def _standing_in(network: nn.Module) -> Iterator[None]:
-    # Adapters are made beside the weights they adapt: where those are on the meta device, a
-    # stand-in on the CPU (one number, expanded to the shape of the weight) takes their place
-    # meanwhile.
+    # Adapters are created on the device of their weights. A weight on the meta device is therefore
+    # replaced meanwhile by a stand-in on the CPU: one number, expanded to the weight's shape.
     places = [
         (module, name, parameter)
         for module in network.modules()
@@ -113,7 +112,7 @@ def _standing_in(network: nn.Module) -> Iterator[None]:
 
 
 def adapted_layers(network: nn.Module) -> dict[str, Any]:
-    """Collect the layers that carry adapters, by name."""
+    """Return the layers that have adapters, by name."""
     return {
         name: module
         for name, module in network.named_modules()
@@ -123,7 +122,7 @@ def adapted_layers(network: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def without_adapters(network: nn.Module) -> Iterator[None]:
-    """Disable the adapters for the duration."""
+    """Disable the adapters while the context is open."""
     layers = adapted_layers(network).values()
     try:
         for layer in layers:
@@ -135,21 +134,21 @@ def without_adapters(network: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(network: Any, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights under their names without adapters, adapters merged in.
+    """Yield the weights with adapters merged, by the names that the model has without adapters.
 
-    One after the other, so that no second copy of the model is made. A weight that is tied to
-    another comes once, under the name of the other, as in a saved model. Weights without adapters
-    are those of the model itself: copy them before training goes on.
+    One weight is merged at a time, so no second copy of the model is made. Tied weights are yielded
+    once, under the name that a saved model has. Weights without adapters are the model's own
+    tensors: copy them before training continues.
 
-    Of a spread model they come whole, gathered one at a time: all ranks go through all of them.
+    If the model is sharded, each weight is gathered whole, so every rank must iterate to the end.
 
-    The adapted layers themselves stay untouched: merging and unmerging would round the base
-    weights, and a resumed run would no longer be the same run.
+    The adapted layers themselves do not change: merging and unmerging would round the base weights,
+    and a resumed run would no longer be the same run.
 
     Args:
-        network: With or without adapters.
-        changing_only: Leave out what training cannot change. The weights of a block stay together,
-            as engines join some of its layers: queries, keys and values, say.
+        network: A model with or without adapters.
+        changing_only: Yield only blocks that training changes. A block is yielded whole, because
+            engines join some of its layers, such as queries, keys and values.
     """
     layers = adapted_layers(network)
     changing = {_block_of(n) for n, p in network.named_parameters() if p.requires_grad}
@@ -171,7 +170,8 @@ def merged_weights(network: Any, *, changing_only: bool = False) -> Iterator[tup
 
 
 def _block_of(name: str) -> str:
-    # The part of a layer that a weight is in, `model.layers.3.mlp`, or its module outside layers.
+    # Returns the block of a layer that holds a weight, such as `model.layers.3.mlp`; outside the
+    # layers, the module.
     path = name.split(".")
     for index, part in enumerate(path):
         if part.isdigit():
@@ -182,7 +182,7 @@ def _block_of(name: str) -> str:
 
 
 def _delta(layer: Any, adapter: str) -> Tensor:
-    # The factors of a spread layer are gathered first.
+    # The factors of a sharded layer are gathered first.
     factors = (layer.lora_A[adapter], layer.lora_B[adapter])
     shares = [factor.weight for factor in factors]
     try:
@@ -196,9 +196,9 @@ def _delta(layer: Any, adapter: str) -> Tensor:
 
 
 def trained_weights(network: Any) -> dict[str, Tensor]:
-    """Collect the trainable weights of a model with adapters by name, whole and on the CPU.
+    """Return the trainable weights of a model with adapters by name, whole and on the CPU.
 
-    Nothing where there are no adapters. A collective call on a spread model.
+    The result is empty without adapters. If the model is sharded, all ranks call this together.
     """
     if not adapted_layers(network):
         return {}
@@ -217,7 +217,7 @@ def save_adapters(directory: Path, trained: dict[str, Tensor]) -> None:
 
 
 def load_adapters(directory: Path, network: Any) -> None:
-    """Load the adapters of a checkpoint, and the head where it is trained, into a model with them.
+    """Load the adapters of a checkpoint, and the head if it is trained, into a model.
 
     Raises:
         CheckpointError: The checkpoint has no adapters, or its parameters differ from those

@@ -41,12 +41,12 @@ from laurel.models.spec import ModelSpec
 from laurel.types import PaddedRows, Span, TokenForest, Tree
 
 SHAPES = ((11, (5, 1, 8)), (1, (7,)))
-"""Length of the trunk and of each branch of the probe, tree by tree."""
+"""The lengths of the trunk and of the branches of each tree of the probe."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadedPolicy:
-    """A policy with its tokenizer and the notes on loading it."""
+    """A policy, its tokenizer, and remarks on loading it."""
 
     model: PolicyModel
     tokenizer: Any
@@ -68,18 +68,19 @@ def load_policy(
     temperature: float = 1.0,
     mesh: DeviceMesh | None = None,
 ) -> LoadedPolicy:
-    """Load or make a policy.
+    """Load a policy, or create one with random weights.
 
     Args:
-        spec: Which model.
-        seed: Seeds adapters and a model from scratch.
-        max_length: Longest prompt with its completion.
-        device: Device that it is moved to.
-        texts: Training texts of a tokenizer from scratch.
-        weights_dtype: float32 for training (master weights).
-        resume_from: Checkpoint of the same run: its tokenizer and weights are used.
-        temperature: Sampling temperature of completions.
-        mesh: Mesh to spread it over: a collective call, with the same arguments on every rank.
+        spec: The specification of the model.
+        seed: The seed of adapters and of random weights.
+        max_length: The maximum number of tokens of a prompt with its completion.
+        device: The device to which the model is moved.
+        texts: The training texts of a new tokenizer.
+        weights_dtype: The dtype of the weights; float32 for training (master weights).
+        resume_from: A checkpoint of the same run, whose tokenizer and weights are used.
+        temperature: The sampling temperature of completions.
+        mesh: The mesh over which the model is sharded. All ranks then call this with the same
+            arguments.
 
     Raises:
         ModelError: The model does not generate text, or is unsafe to load.
@@ -188,16 +189,16 @@ def _is_reward_model(name: str, evidence: str) -> str:
 
 
 def check_policy_paths(model: PolicyModel, *, seed: int = 0) -> float:
-    """Compare a small batch on the model's path with the model's own forward pass, one by one.
+    """Check that a model computes a small batch as Hugging Face's class computes each sequence.
 
-    Hidden states are compared, because an untrained head makes all words nearly alike, and then
-    log-probabilities with those that follow from the logits of Hugging Face's class.
+    Log-probabilities are compared, and also hidden states, because the log-probabilities of an
+    untrained head are all nearly equal.
 
     Returns:
-        The largest relative difference found.
+        The largest relative difference.
 
     Raises:
-        ModelError: They disagree, so training would follow wrong gradients.
+        ModelError: The results differ, so training would follow wrong gradients.
     """
     probe = make_probe(model, SHAPES, seed=seed)
     return check_batches(
@@ -228,8 +229,8 @@ def _largest_difference(model: PolicyModel, probe: Probe) -> float | None:
 
 
 def _alone(model: PolicyModel, ids_L: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    # The hidden states that predict one completion, and its log-probabilities, both by the Hugging
-    # Face class.
+    # Returns the hidden states that predict one completion, and its log-probabilities, both as
+    # Hugging Face's class computes them.
     inputs = inputs_alone(model, ids_L)
     hidden_LD = model.causal_lm.base_model(**inputs).last_hidden_state[0, start - 1 : -1]
     logits_LV = model.causal_lm(**inputs).logits[0, start - 1 : -1].double() / model.temperature
@@ -238,40 +239,41 @@ def _alone(model: PolicyModel, ids_L: Tensor, start: int) -> tuple[Tensor, Tenso
 
 
 # --------------------------------------------------------------------------------------------------
-# A small batch that every loaded model must answer as it answers its sequences one by one.
+# A small batch for which every loaded model must give the results of its sequences one by one.
 
 TOLERANCE = 1e-4
-"""Allowed difference between hidden states in a batch and alone, relative to their size. Rounding
-in float32 makes about 1e-6; a key too many or a position off by one shows as 1e-3 and more even in
-an untrained model."""
+"""The allowed relative difference between hidden states in a batch and alone.
+
+Rounding in float32 gives about 1e-6. One key too many, or a position wrong by one, gives at least
+1e-3, even in an untrained model."""
 LOW_PRECISION_TOLERANCE = 0.1
-"""`TOLERANCE` of weights in bfloat16 or float16, whose rounding alone reaches a few hundredths."""
+"""The `TOLERANCE` of bfloat16 and float16 weights, whose rounding gives a few hundredths."""
 
 WINDOW = 6
-"""Sliding windows are narrowed to this during the check: shorter than its texts."""
+"""The sliding window during the check, which is shorter than the sequences of the check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Probe:
-    """The same sequences as a forest, as rows, and one by one."""
+    """Random sequences as a token forest, as padded rows, and one by one."""
 
     forest: TokenForest
     rows: PaddedRows
     sequences_N: tuple[Tensor, ...]
-    """int64 [L] each."""
+    """The sequences, each int64 [L]."""
 
     def batch(self, path: ComputePath) -> TokenForest | PaddedRows:
-        """Return all sequences in the form that a model of this path reads."""
+        """Return all sequences in one batch of this layout."""
         return self.forest if path == "forest" else self.rows
 
 
 def make_probe(model: Decoder, shapes: Sequence[tuple[int, Sequence[int]]], *, seed: int) -> Probe:
-    """Make a probe of random tokens; none is padding, by which Hugging Face finds the last one.
+    """Return a probe of random tokens, none of which is the padding token.
 
     Args:
-        model: Model whose vocabulary the tokens are from.
-        shapes: Length of the trunk and of each branch, tree by tree.
-        seed: Seeds the tokens.
+        model: The model whose vocabulary the tokens are from.
+        shapes: The lengths of the trunk and of the branches of each tree.
+        seed: The seed of the tokens.
     """
     pad_id = int(model.network.config.get_text_config().pad_token_id or 0)
     num_tokens = model.network.get_input_embeddings().num_embeddings
@@ -304,19 +306,20 @@ def make_probe(model: Decoder, shapes: Sequence[tuple[int, Sequence[int]]], *, s
 def check_batches(
     model: Decoder, difference: Callable[[], float | None], *, what: str, role: str
 ) -> float:
-    """Compare in full precision, with narrow windows and without dropout; check the result.
+    """Measure a difference in full precision, without dropout, with narrow windows, and check it.
 
     Args:
-        model: Restored to its state afterwards.
-        difference: Between a batch and one by one, relative; None where the latter is not finite.
-        what: Name of the model's output.
-        role: Role of the model: policy or reward model.
+        model: The model, whose settings are restored afterwards.
+        difference: Returns the relative difference between the results of a batch and of single
+            sequences; None if the latter are not finite.
+        what: The name of the model's output, for error messages.
+        role: The role of the model: policy or reward model.
 
     Returns:
         The difference.
 
     Raises:
-        ModelError: It is too large, or the model cannot be given a batch.
+        ModelError: The difference is too large, or the model cannot compute a batch.
     """
     kind = type(model.network).__name__
     was_training, dtype = model.training, model.weights_dtype
@@ -350,14 +353,14 @@ def check_batches(
 
 
 def inputs_alone(model: Decoder, ids_L: Tensor) -> dict[str, Tensor]:
-    """Build the keyword arguments of transformers' models for one sequence."""
+    """Return the keyword arguments of transformers' models for one sequence."""
     ids_1L = ids_L[None].to(model.device)
     return {"input_ids": ids_1L, "attention_mask": torch.ones_like(ids_1L)}
 
 
 @contextmanager
 def own_attention(model: Decoder) -> Iterator[None]:
-    """Use eager attention of transformers for the duration, where batches use `laurel_forest`."""
+    """Let a model that reads forests use eager attention of transformers while this is open."""
     implementation = model.network.config._attn_implementation
     if model.path == "forest":
         model.network.set_attn_implementation("eager")

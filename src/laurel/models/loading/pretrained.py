@@ -1,4 +1,4 @@
-"""Steps shared by the loading of reward models and of policies."""
+"""Provides the steps of loading that reward models and policies share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from laurel.observe.hub import check_fetchable
 from laurel.planning.memory import ModelShape
 
 REWARD_HEADS = ("score.", "classifier.")
-"""Prefixes of a reward head's weights: of decoders, then of encoders."""
+"""The prefixes of the weights of reward heads, in decoders and in encoders."""
 PLAIN_ATTENTION = {"full_attention", "sliding_attention"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,7 +37,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def start_of(spec: ModelSpec) -> tuple[str, list[str]]:
-    """Name what training starts from, with notes on a model name that is not loaded."""
+    """Return the model that training starts from, and a warning if a model name is not loaded."""
     if spec.scratch is None:
         return str(spec.name), []
     notes = []
@@ -60,7 +60,7 @@ def find_tokenizer(
     """Load the tokenizer of a model, or of the checkpoint of a run, or train one on texts.
 
     Raises:
-        ModelError: See `load_tokenizer`.
+        ModelError: `load_tokenizer` cannot load the tokenizer.
     """
     if spec.scratch is not None and resume_from is None:
         tokenizer = train_tokenizer(texts, vocab_size=spec.scratch.vocab_size)
@@ -77,17 +77,17 @@ def find_tokenizer(
 def make_network(
     factory: Any, spec: ModelSpec, tokenizer: Any, max_length: int, **special: Any
 ) -> Any:
-    """Make a small random network for a tokenizer.
+    """Create a small network with random weights for a tokenizer.
 
     Args:
-        factory: transformers' `AutoModelFor...`.
-        spec: With `scratch`.
-        tokenizer: It gives the size of the vocabulary.
-        max_length: Positions.
+        factory: The class `AutoModelFor...` of transformers.
+        spec: The specification of the model; `scratch` is set.
+        tokenizer: The tokenizer, which gives the size of the vocabulary.
+        max_length: The number of positions.
         special: Further settings of the network's configuration.
 
     Raises:
-        ConfigError: `scratch` describes something that cannot be made.
+        ConfigError: transformers cannot create the model that `scratch` describes.
     """
     assert spec.scratch is not None
     hf_config = scratch_config(spec.scratch, tokenizer, max_length=max_length)
@@ -107,8 +107,8 @@ def read_config(spec: ModelSpec, name: str) -> Any:
     """Read the configuration of a model and apply the run's overrides.
 
     Raises:
-        ModelError: There is none that can be read.
-        ConfigError: `hf_config_overrides` names a setting that it does not have.
+        ModelError: The model has no readable configuration.
+        ConfigError: `hf_config_overrides` names a setting that the configuration does not have.
     """
     from transformers import AutoConfig
 
@@ -136,18 +136,18 @@ def read_weights(
     *,
     may_be_empty: bool = False,
 ) -> tuple[Any, Any]:
-    """Read a network with transformers' report on its weights: missing, unexpected, mismatched.
+    """Read a network, and transformers' report on missing, unexpected and mismatched weights.
 
     Args:
-        factory: transformers' `AutoModelFor...`.
-        spec: Which model.
-        name: Directory or hub name.
-        hf_config: Its configuration.
-        dtype: Dtype of the weights.
-        may_be_empty: Whether it may come without memory; see `empty_network`.
+        factory: The class `AutoModelFor...` of transformers.
+        spec: The specification of the model.
+        name: The directory or hub name.
+        hf_config: The configuration of the model.
+        dtype: The dtype of the weights.
+        may_be_empty: Whether the network may be one of `empty_network`, without memory.
 
     Raises:
-        ModelError: They cannot be read, or must not be.
+        ModelError: The weights cannot be read, or `spec` does not allow reading them.
     """
     if may_be_empty:
         found = empty_network(factory, spec, name, hf_config, dtype)
@@ -172,7 +172,7 @@ def refuse_other_sizes(name: str, mismatched: Iterable[tuple[str, Any, Any]]) ->
     """Refuse weights whose sizes differ from the configuration's.
 
     Raises:
-        ModelError: The first of them.
+        ModelError: A weight is mismatched; the message names the first.
     """
     for key, found, expected in sorted(mismatched, key=lambda entry: entry[0]):
         raise ModelError(
@@ -186,7 +186,7 @@ def refuse_missing(name: str, missing: Iterable[str]) -> None:
     """Refuse a network that lacks some weights.
 
     Raises:
-        ModelError: With the first of them.
+        ModelError: A weight is missing; the message names the first few.
     """
     names = sorted(missing)
     if names:
@@ -222,10 +222,10 @@ def _not_loadable(name: str, error: Exception) -> str:
 
 
 def refuse_large_tokenizer(network: Any, tokenizer: Any) -> None:
-    """Refuse a tokenizer with ids that the network does not embed.
+    """Refuse a tokenizer that has more tokens than the network embeds.
 
     Raises:
-        ModelError: It does.
+        ModelError: The tokenizer has too many tokens.
     """
     size = network.get_input_embeddings().num_embeddings
     if len(tokenizer) > size:
@@ -236,16 +236,16 @@ def refuse_large_tokenizer(network: Any, tokenizer: Any) -> None:
 
 
 def agree_on_padding(network: Any, tokenizer: Any, *, teaches_padding: bool) -> None:
-    """Set one padding token for network and tokenizer.
+    """Set the padding token of a network to that of its tokenizer.
 
     Hugging Face's own reward heads find the last token by it.
 
     Args:
-        network: Changed.
-        tokenizer: Read.
-        teaches_padding: Whether its row of the embeddings gets gradients, as any other does.
-            transformers leaves it out by what the configuration said when the network was made, so
-            a resumed run would train another row than the run it goes on from.
+        network: The network, whose configuration and embeddings are changed.
+        tokenizer: The tokenizer, which is not changed.
+        teaches_padding: Whether the embedding of the padding token gets gradients like any other.
+            transformers decides this when it creates the network, by the configuration at that
+            time, so a resumed run could otherwise train other rows than before.
     """
     for hf_config in (network.config, network.config.get_text_config()):
         hf_config.pad_token_id = tokenizer.pad_token_id
@@ -254,14 +254,14 @@ def agree_on_padding(network: Any, tokenizer: Any, *, teaches_padding: bool) -> 
 
 
 def compute_dtype(spec: ModelSpec, weights_dtype: torch.dtype) -> torch.dtype:
-    """Choose the dtype of arithmetic: the configured one, unless the weights are lower."""
+    """Return the dtype to compute in: the configured one for float32 weights, else the weights'."""
     return DTYPES[spec.precision] if weights_dtype == torch.float32 else weights_dtype
 
 
 def finalize_model(
     model: Decoder, spec: ModelSpec, device: torch.device, mesh: DeviceMesh | None
 ) -> None:
-    """Move a model to its device, spread it over the mesh if there is one, and set its mode."""
+    """Move a model to its device, or shard it over a mesh, with activation checkpointing if set."""
     network = model.network
     if spec.activation_checkpointing:
         recompute_activations(network)
@@ -279,7 +279,7 @@ def recompute_activations(network: Any) -> None:
     """Recompute the activations of each layer in the backward pass instead of keeping them.
 
     Raises:
-        ConfigError: The architecture has no layers that could.
+        ConfigError: The architecture does not support activation checkpointing.
     """
     enable = getattr(network, "activation_checkpointing_enable", None)
     if enable is None:  # before transformers 5.23
@@ -293,9 +293,9 @@ def recompute_activations(network: Any) -> None:
 
 
 def _leave_file(network: nn.Module) -> None:
-    # In the mapped file weights lie at some multiple of 8 bytes, and the last bits of a product
-    # depend on the alignment of its factors: a resumed run would drift from the run it continues. A
-    # checkpoint that is deleted or replaced meanwhile must not change the model either.
+    # In the mapped file weights lie at any multiple of 8 bytes, and the last bits of a product
+    # depend on the alignment of its factors: a resumed run would drift from the original. Also, a
+    # checkpoint that is deleted or replaced meanwhile must not change the model.
     for tensor in (*network.parameters(), *network.buffers()):
         tensor.data = tensor.data.clone()
 
@@ -306,7 +306,10 @@ def _leave_file(network: nn.Module) -> None:
 def take_path(
     network: Any, spec: ModelSpec, notes: list[str], *, pools_itself: bool = False
 ) -> Path:
-    """Prepare the network for forests or padded rows, and note why it does not read forests."""
+    """Choose the layout of batches and prepare the network for it.
+
+    If it cannot read token forests, the reason is added to `notes`.
+    """
     reason = _why_padded(network, spec, pools_itself=pools_itself)
     if reason is not None:
         notes.append(f"padded path: {reason}")
@@ -333,11 +336,11 @@ def _why_padded(network: Any, spec: ModelSpec, *, pools_itself: bool) -> str | N
 
 
 def num_positions(network: Any) -> int | None:
-    """Find the longest conversation that the network can number; None where there is no limit.
+    """Return the maximum number of positions of the network; None if there is no limit.
 
-    Rotary embeddings of type `longrope` (Phi-3) turn all texts of a batch differently as soon as
-    one is longer than they were first trained for. The output for a text must not depend on the
-    rest of its batch, so there that length is the limit.
+    Rotary embeddings of type `longrope` (Phi-3) change for a whole batch as soon as one text is
+    longer than the original training length. The output for a text must not depend on the rest of
+    its batch, so that length is their limit.
     """
     hf_config = network.config.get_text_config()
     positions: int | None = getattr(hf_config, "max_position_embeddings", None)
@@ -357,11 +360,12 @@ def read_shape(spec: ModelSpec, *, has_language_head: bool) -> ModelShape:
     """Read the sizes of a model from its configuration; no weights are read.
 
     Args:
-        spec: The model. Its parallel plan says how its layers are split over tensor-parallel ranks.
-        has_language_head: False for a reward model, whose head is one row.
+        spec: The specification of the model. Its parallel plan decides how ranks split its layers.
+        has_language_head: Whether the model is a language model; otherwise it is a reward model,
+            whose head has one row.
 
     Raises:
-        ModelError: There is none, or it is no decoder whose measures are known.
+        ModelError: There is no configuration, or the model is not a decoder of a known form.
     """
     hf_config = read_config(spec, str(spec.name))
     text_config = hf_config.get_text_config()
@@ -401,7 +405,7 @@ def count_parameters(spec: ModelSpec) -> int:
     """Count the parameters of a causal language model; 0 for anything else, which loading refuses.
 
     Raises:
-        ModelError: There is no configuration that can be read.
+        ModelError: The model has no readable configuration.
     """
     hf_config = read_config(spec, str(spec.name))
     try:
@@ -433,19 +437,18 @@ def _count(module: Any) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# Small models made here: a byte-level BPE tokenizer of the training texts, and a random decoder.
-#
-# For demos, tests and learning from scratch, where no model can or need be loaded.
+# Small new models: a byte-level BPE tokenizer of the training texts, and a random decoder. They
+# serve demos, tests and training from scratch, where no model is loaded.
 
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer with ChatML tokens: no text is out of its vocabulary.
+    """Train a byte-level BPE tokenizer with the tokens and the template of ChatML.
 
     Args:
-        texts: Training texts of the merges.
-        vocab_size: Entries, the 256 bytes and the special tokens included.
+        texts: The texts from which the merges are trained.
+        vocab_size: The size of the vocabulary, including the 256 bytes and the special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -471,7 +474,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
 
 
 def scratch_config(config: ScratchConfig, tokenizer: Any, *, max_length: int) -> Any:
-    """Make the Hugging Face configuration of the small model.
+    """Return the Hugging Face configuration of a small model with random weights.
 
     Raises:
         ConfigError: transformers does not know the architecture or a key.

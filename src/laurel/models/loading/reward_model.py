@@ -1,4 +1,4 @@
-"""Loading reward models: any Hugging Face decoder or classifier, checked before it is used."""
+"""Loads reward models from any Hugging Face decoder or classifier, and checks them before use."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from laurel.models.tokenizer import first_line, render, settle_padding
 from laurel.types import Message
 
 # --------------------------------------------------------------------------------------------------
-# Reward models of OpenRLHF, LLaMA-Factory and TRL: their heads and rules, which ours are not.
+# Reward models of OpenRLHF, LLaMA-Factory and TRL, whose heads and rules differ from Laurel's.
 #
 # What they save, and how they score:
 #
-# - **OpenRLHF**: a decoder and a linear head without bias beside it, by the name that `config.json`
-#   gives as `value_head_prefix`. The text loses its last line breaks and ends with EOS, behind a
-#   blank where the template writes none; longer ones are cut on the right and keep EOS.
+# - **OpenRLHF**: a decoder and a linear head without bias, under the name that `config.json` gives
+#   as `value_head_prefix`. The text loses its last line breaks and ends with EOS, after a blank if
+#   the template writes no EOS; longer texts are cut on the right and keep EOS.
 # - **LLaMA-Factory**: a causal language model, and `value_head.safetensors` (or `.bin`) with
-#   `v_head.summary.weight` and `v_head.summary.bias`. The text is the template's.
-# - **TRL's value heads**: the same two tensors among the weights of the language model.
+#   `v_head.summary.weight` and `v_head.summary.bias`. The template alone writes the text.
+# - **TRL's value heads**: the same two tensors, among the weights of the language model.
 #
 # All of them read the score from the last token that is not padding, whatever its id.
 
@@ -84,21 +84,21 @@ class ValueHead:
     weight: str
     bias: str | None
     mean: float | None = None
-    """Mean of the scores that the program measured."""
+    """The mean of the scores that the program measured; None if it measured none."""
     std: float | None = None
 
     @property
     def truncation_side(self) -> Literal["left", "right"] | None:
-        """Name the side on which the program cuts long texts; None where it cuts in the middle."""
+        """The side on which the program truncates long texts; None if it cuts in the middle."""
         return "right" if self.program == "OpenRLHF" else None
 
     @property
     def is_apart(self) -> bool:
-        """Report whether the head has a file of its own; else transformers reads it."""
+        """Whether this code must read the head; otherwise transformers reads it."""
         return self.file.name != PICKLED
 
     def describe(self) -> str:
-        """Describe the head that was found."""
+        """Return a sentence for the user about the head and its program."""
         where = f"{self.file.name}: {self.weight}" + (f" and {self.bias}" if self.bias else "")
         rule = {
             "OpenRLHF": "a text loses its last line breaks and ends with EOS, read there",
@@ -108,13 +108,13 @@ class ValueHead:
         return f"made by {self.program}; its head is from {where}; {rule}"
 
     def settle_tokenizer(self, tokenizer: Any, notes: list[str]) -> None:
-        """Make the tokenizer write what the program scores, and pad with a token that ends no text.
+        """Make the tokenizer render what the program scores, and pad with another token than EOS.
 
-        These programs find the last token by the attention mask, so that padding with EOS, which
-        they often do, has no part in their scores; Hugging Face's own classes find it by its id.
+        These programs find the last token by the attention mask, so they can pad with EOS, and
+        often do. Hugging Face's own classes find it by the id of the padding token.
 
         Raises:
-            ModelError: No other padding token, no EOS, or a template that cannot be taken over.
+            ModelError: There is no other padding token, no EOS, or the template cannot be adapted.
         """
         if tokenizer.pad_token == tokenizer.eos_token:
             settle_padding(tokenizer, "auto")
@@ -126,15 +126,16 @@ class ValueHead:
             _end_as_openrlhf(tokenizer)
 
     def put_into(self, classifier: Any, *, keeps_bias: bool) -> float:
-        """Put this head into the classifier.
+        """Copy this head into a classifier.
 
         Args:
-            classifier: A Hugging Face `...ForSequenceClassification`; its configuration forgets
-                what only the other program reads.
-            keeps_bias: Put the bias there, too; Hugging Face's own classes have no place for it.
+            classifier: A Hugging Face `...ForSequenceClassification`; keys that only the other
+                program reads are removed from its configuration.
+            keeps_bias: Whether the bias is copied too, for which Hugging Face's own classes have no
+                place.
 
         Returns:
-            The bias: what the program adds to every score.
+            The bias, which the program adds to every score.
 
         Raises:
             ModelError: The head is not one linear layer with one output over the hidden states.
@@ -161,23 +162,26 @@ class ValueHead:
         return 0.0 if bias is None else float(bias.reshape(()))
 
     def statistics(self) -> dict[str, float]:
-        """Return mean and standard deviation as contract rules, where the program measured them."""
+        """Return the mean and standard deviation as contract rules; empty if they are unknown."""
         if self.mean is None or self.std is None:
             return {}
         return {"mean": self.mean, "std": self.std}
 
 
 def find_value_head(directory: Path, *, safetensors_only: bool = True) -> ValueHead | None:
-    """Find the head of another program's reward model; None for anything else, also for Laurel's.
+    """Find the reward head that OpenRLHF, LLaMA-Factory or TRL saved in a directory.
 
-    Only names are read, and no pickled file is opened.
+    Only the names of weights are read, and no pickled file is opened.
 
     Args:
-        directory: Directory of a model; any other gives None.
-        safetensors_only: Refuse pickled weights.
+        directory: The directory of a model.
+        safetensors_only: Whether pickled weights are refused.
+
+    Returns:
+        The head; None for any other model, including Laurel's, and for other directories.
 
     Raises:
-        ModelError: It is one of these programs', but not a reward model, or not whole.
+        ModelError: The model is of one of these programs, but not a reward model, or incomplete.
     """
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -206,10 +210,10 @@ def find_value_head(directory: Path, *, safetensors_only: bool = True) -> ValueH
 
 
 def refuse_hub_name(name: str, hf_config: Any) -> None:
-    """Refuse a model of OpenRLHF that is named by its hub name.
+    """Refuse a hub name of a model of OpenRLHF, whose files must be read from a directory.
 
     Raises:
-        ModelError: It is one, and its files have to be looked at.
+        ModelError: The name is such a hub name.
     """
     is_theirs = _OPENRLHF_CLASS in (hf_config.architectures or [])
     if not Path(name).is_dir() and (is_theirs or hasattr(hf_config, "value_head_prefix")):
@@ -220,7 +224,7 @@ def refuse_hub_name(name: str, hf_config: Any) -> None:
 
 
 def foreign_heads(unexpected: Iterable[str]) -> list[str]:
-    """List weights that a classifier has no place for, other than a language model's head."""
+    """List the unexpected weights that are not those of a language model's head."""
     return sorted(key for key in unexpected if not key.startswith("lm_head."))
 
 
@@ -310,7 +314,7 @@ def _tensors(path: Path, names: Iterable[str | None]) -> dict[str, Tensor]:
 
 @dataclass(slots=True, kw_only=True)
 class LoadedRewardModel:
-    """A reward model, its scoring contract and the notes on loading it."""
+    """A reward model, its scoring contract, and remarks on loading it."""
 
     model: RewardModel
     contract: ScoringContract
@@ -319,7 +323,7 @@ class LoadedRewardModel:
     has_new_head: bool = False
     base_model: str = ""
     strange_weights: tuple[str, ...] = ()
-    """Weights in the files that the network has no place for, except a language model's head."""
+    """The weights in the files that the network does not have, without a language model's head."""
 
 
 def load_reward_model(
@@ -335,19 +339,22 @@ def load_reward_model(
     mesh: DeviceMesh | None = None,
     keeps_bias: bool = False,
 ) -> LoadedRewardModel:
-    """Load or make a reward model.
+    """Load a reward model, or create one with random weights.
 
     Args:
-        spec: Which model.
-        seed: Seeds a new head and a model from scratch.
-        max_length: Longest conversation, where the model brings no contract of its own.
-        truncation_side: Likewise.
-        device: Device that it is moved to.
-        texts: Training texts of a tokenizer from scratch.
-        weights_dtype: float32 for training (master weights); lower to score in less memory.
-        resume_from: Checkpoint of the same run: its tokenizer, contract and weights are used.
-        mesh: Mesh to spread it over: a collective call, with the same arguments on every rank.
-        keeps_bias: Score with the bias of another program's head, which no checkpoint can hold.
+        spec: The specification of the model.
+        seed: The seed of a new head and of random weights.
+        max_length: The maximum number of tokens of a conversation, if the model has no contract.
+        truncation_side: The side on which conversations are cut, if the model has no contract.
+        device: The device to which the model is moved.
+        texts: The training texts of a new tokenizer.
+        weights_dtype: The dtype of the weights: float32 for training (master weights), lower to
+            score in less memory.
+        resume_from: A checkpoint of the same run, whose tokenizer, contract and weights are used.
+        mesh: The mesh over which the model is sharded. All ranks then call this with the same
+            arguments.
+        keeps_bias: Whether to score with the bias of another program's head, which no checkpoint
+            can hold.
 
     Raises:
         ModelError: Not a model that can give one reward, or one that is unsafe to load.
@@ -399,16 +406,16 @@ def load_contract(
     truncation_side: Literal["left", "right"],
     for_training: bool = False,
 ) -> tuple[ScoringContract, list[str]]:
-    """Load the contract of a reward model without its weights, with notes for the user.
+    """Load the contract of a reward model without its weights, and remarks for the user.
 
     Args:
-        spec: Which model.
-        max_length: As for `load_reward_model`.
-        truncation_side: Likewise.
-        for_training: A language model is taken for what training makes of it, with a new head.
+        spec: The specification of the model.
+        max_length: The maximum number of tokens of a conversation, if the model has no contract.
+        truncation_side: The side on which conversations are cut, if the model has no contract.
+        for_training: Whether a language model counts as a reward model with a new head.
 
     Raises:
-        ModelError: See `load_reward_model`.
+        ModelError: The model is not one that can give one reward, or it is unsafe to load.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -426,7 +433,7 @@ def load_contract(
     has_new_head = for_training and not _is_classifier(hf_config)
     hf_config.num_labels = _num_outputs(spec)
     factory: Any = AutoModelForSequenceClassification
-    with torch.device("meta"):  # its modules tell how it pools
+    with torch.device("meta"):  # its modules show how it pools
         classifier = factory.from_config(hf_config, trust_remote_code=spec.trust_remote_code)
     agree_on_padding(classifier, tokenizer, teaches_padding=False)
     read = _Read(classifier, has_new_head=has_new_head)
@@ -439,7 +446,7 @@ def load_contract(
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A classifier that was made or read."""
+    """A classifier that was created or read, and what its files lacked or exceeded."""
 
     classifier: Any
     has_new_head: bool

@@ -1,4 +1,4 @@
-"""Read the names of a model's weights from its safetensors files, without torch."""
+"""Reads the names of a model's weights from its safetensors files, without torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from safetensors import SafetensorError, safe_open
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HEAD_FILES = ("value_head.safetensors", "value_head.bin")
-"""Files of LLaMA-Factory's reward heads, beside the weights; the first that exists counts, as
-there.
-"""
+"""The files of LLaMA-Factory's reward heads, beside the weights; the first that exists counts."""
 
 
 def weight_names(directory: Path) -> dict[str, Path]:
-    """Map each weight's name to its file; empty where they cannot be read."""
+    """Return the file of each weight by its name; empty if the files cannot be read."""
     try:
         if (directory / SINGLE).is_file():
             with safe_open(directory / SINGLE, framework="numpy") as file:

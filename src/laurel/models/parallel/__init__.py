@@ -1,1 +1,1 @@
-"""Models spread over ranks: data, tensor and context parallelism."""
+"""Shards models over ranks, by data, tensor and context parallelism."""

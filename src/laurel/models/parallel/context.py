@@ -1,9 +1,9 @@
-"""Context parallelism: ranks divide the tokens of a row, from the embedding to the last norm.
+"""Implements context parallelism: ranks divide the tokens of a row up to the last norm.
 
-Only attention needs tokens of other ranks. There heads and tokens are exchanged (DeepSpeed
-Ulysses, https://arxiv.org/abs/2309.14509): every rank has all tokens of some of the heads, so
-the plan of one process decides which keys a query sees, and gives the results of its own tokens
-back. After the last norm every rank has all tokens again, and computes the head and the loss alike.
+Only attention needs tokens of other ranks. There the ranks exchange heads for tokens (DeepSpeed
+Ulysses, https://arxiv.org/abs/2309.14509), so that each has all tokens of some of the heads, and
+the usual plan decides which keys a query attends to. Afterwards each rank has its own tokens again.
+After the last norm every rank gathers all tokens, and computes the same head and loss.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _HEADS, _TOKENS = (Shard(1),), (Shard(2),)
 
 
 def share_context(network: Any, mesh: DeviceMesh) -> None:
-    """Divide the tokens of every forest that the network reads; other batches stay whole.
+    """Make a network divide the tokens of every forest over ranks; other batches stay whole.
 
     Args:
-        network: A Hugging Face model, split over tensor-parallel ranks already.
-        mesh: Mesh of one dimension; its ranks are given the same forests.
+        network: A Hugging Face model, which tensor-parallel ranks may have split already.
+        mesh: A mesh of one dimension, whose ranks get the same forests.
     """
-    # On a CPU torch says once in every process that it gathers where a GPU would exchange.
+    # On a CPU torch warns in every process that it gathers where a GPU would exchange.
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
     sharing = _Sharing(mesh)
-    # Around the hooks of sequence parallelism, which divides the share once more.
+    # These hooks enclose those of sequence parallelism, which divides a rank's tokens again.
     body: nn.Module = network.base_model
     body.register_forward_pre_hook(sharing.take, with_kwargs=True, prepend=True)
     body.register_forward_hook(sharing.gather)
@@ -65,13 +65,13 @@ def check_context(model: Decoder, *, cp: int, tp: int) -> None:
 class _Sharing:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        # Tokens of the row in progress; None: it is not divided.
+        # The number of tokens of the row in progress; None if it is not divided.
         self._length: int | None = None
 
     def take(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Keep this rank's share of the tokens."""
+        """Replace the model's arguments by those of this rank's share of the tokens."""
         self._length = None
         if kwargs.get(PLAN_ARGUMENT) is None:
             return args, kwargs
@@ -85,10 +85,10 @@ class _Sharing:
         return args, {**filled, **shared, PLAN_ARGUMENT: plan}
 
     def gather(self, _: nn.Module, _args: Any, output: Any) -> Any:
-        """Gather all of the tokens on every rank.
+        """Gather the hidden states of all tokens on every rank.
 
-        What they are used for is computed on every rank: gradients are summed here, and in the
-        weights above, and `parallelise` divides them all by the number of ranks.
+        Every rank then computes the same head and loss. So gradients are summed here and in the
+        weights of the head, and `parallelise` divides all of them by the number of ranks.
         """
         if self._length is not None:
             share = DTensor.from_local(
@@ -112,9 +112,9 @@ class _AcrossRanks:
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend with the tokens of this rank, as `AttentionPlan.attend`."""
+        """Compute the attention of this rank's tokens, as `AttentionPlan.attend` describes."""
         ranks, mine = self._mesh.size(), self._mesh.get_local_rank()
-        # Where there are fewer key and value heads than ranks, several ranks need the same one.
+        # If there are fewer key and value heads than ranks, several ranks need the same head.
         copies = math.lcm(key.shape[1], ranks) // key.shape[1]
         if copies > 1:
             key, value = (t.repeat_interleave(copies, dim=1) for t in (key, value))
@@ -126,5 +126,5 @@ class _AcrossRanks:
     def _moved(self, tensor: Tensor, old: Any, new: Any) -> Tensor:
         spread = DTensor.from_local(tensor, self._mesh, old, run_check=False)
         moved = spread.redistribute(placements=new).to_local()
-        # CPUs gather where GPUs exchange: a view would keep what all ranks have.
+        # CPUs gather where GPUs exchange, and a view would keep the tokens of all ranks in memory.
         return moved.clone() if moved.untyped_storage().nbytes() > moved.nbytes else moved

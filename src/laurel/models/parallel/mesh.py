@@ -1,7 +1,7 @@
-"""Spread a model over the processes of a device mesh: FSDP2 over data, tensor parallelism inside.
+"""Shards a model over the ranks of a device mesh: FSDP2 over data, and tensor parallelism.
 
-Every rank runs the same program. Ranks of one data-parallel place (those that differ in `cp` and
-`tp` alone) are given the same micro-batch; others have their own, and as many of them as any other.
+Every rank runs the same program. Ranks that differ only in `cp` and `tp` get the same micro-batch;
+other ranks get their own, and all get the same number.
 """
 
 from __future__ import annotations
@@ -52,21 +52,22 @@ REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelShape:
-    """The number of ranks that a model is spread over, by kind of parallelism."""
+    """The number of ranks over which a model is sharded, by kind of parallelism."""
 
     dp_replicate: int = 1
-    """Copies of the sharded model; each reads other data."""
+    """The number of copies of the sharded model; each reads other data."""
     dp_shard: int = 1
-    """Ranks that hold a share of every weight; each reads other data."""
+    """The number of ranks that hold a shard of every weight; each reads other data."""
     cp: int = 1
-    """Ranks that read a share of every row, and hold a share of every weight as well."""
+    """The number of ranks that divide the tokens of every row; they also shard every weight."""
     tp: int = 1
-    """Ranks that compute a share of every layer, on the same data."""
+    """The number of ranks that split every layer; they read the same data."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that are not positive.
 
-        Raises:\n        ConfigError: A size is below 1.
+        Raises:
+            ConfigError: A size is below 1.
         """
         for name in (REPLICATE, SHARD, CONTEXT, TENSOR):
             if getattr(self, name) < 1:
@@ -74,10 +75,10 @@ class ParallelShape:
 
     @classmethod
     def of(cls, num_ranks: int, *, tp: int, dp_replicate: int = 1) -> ParallelShape:
-        """Make the shape of so many ranks: the weights are sharded over all that remain.
+        """Return the shape of `num_ranks` ranks; `dp_shard` gets all that `tp` and copies leave.
 
         Raises:
-            ConfigError: They cannot be divided so.
+            ConfigError: The number of ranks is not divisible.
         """
         if tp < 1 or dp_replicate < 1 or num_ranks % (tp * dp_replicate):
             raise ConfigError(
@@ -89,23 +90,23 @@ class ParallelShape:
 
     @property
     def num_ranks(self) -> int:
-        """Count all processes."""
+        """The total number of ranks."""
         return self.dp * self.each
 
     @property
     def each(self) -> int:
-        """Count the ranks that are given the same data; they are neighbours."""
+        """The number of ranks that get the same data; their numbers are consecutive."""
         return self.cp * self.tp
 
     @property
     def dp(self) -> int:
-        """Count the ranks that read data of their own."""
+        """The number of parts into which the data is divided."""
         return self.dp_replicate * self.dp_shard
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """Make the mesh with the dimensions `dp_replicate`, `dp_shard` and `tp`; a collective call.
+        """Create the mesh with the dimensions `dp_replicate`, `dp_shard` and `tp`, on all ranks.
 
-        Weights are shared out over `cp` as they are over data: both are in `dp_shard`.
+        The dimension `dp_shard` includes the ranks of `cp`, which shard the weights too.
 
         Raises:
             ConfigError: Another number of processes was started.
@@ -130,29 +131,31 @@ def parallelise(
     cpu_offload: bool = False,
     reshard_after_forward: bool = True,
 ) -> None:
-    """Spread a model that is whole, and the same, on every rank (or on the meta device).
+    """Shard a model that is whole, and equal, on every rank, or on the meta device.
 
-    Layers are split over `tp`, embedding and language-model head divided by vocabulary; then each
-    layer, and what is around the layers, is sharded over `dp_shard`. Gradients are summed
-    over the data-parallel ranks, not averaged: losses are divided by a denominator that is counted
-    over all of them (see `AcrossRanks.total`).
+    Layers are split over `tp`, and the embedding and the language-model head by vocabulary. Then
+    each layer, and all other modules, are sharded over `dp_shard`. Gradients are summed over the
+    data-parallel ranks, not averaged, because losses are divided by a denominator that is counted
+    over all of them (`AcrossRanks.total`).
 
     Args:
-        model: Changed in place. Called as before, through its `forward`.
-        mesh: Mesh that `ParallelShape.mesh` made.
-        cp: Neighbours of `dp_shard` that divide the tokens of every forest (`share_context`).
-        plan: Tensor-parallel plan, as `tensor_plan` takes it.
-        sequence_parallel: Between attention and feed-forward, divide the tokens over `tp`.
-        precision: Dtype that the weights of layers are gathered and multiplied in; None: their
-            own, which changes no number. Gradients are summed in float32 (float64 where the
-            weights are) whatever it is, and the head keeps its float32.
-        cpu_offload: Keep weights, gradients and optimizer on the host between uses. Where
-            everything is on the host anyway it changes nothing.
-        reshard_after_forward: Drop the gathered weights of a layer until the backward pass.
+        model: The model, which is changed in place, and is called through `forward` as before.
+        mesh: The mesh from `ParallelShape.mesh`.
+        cp: The number of consecutive ranks of `dp_shard` that divide the tokens of every forest
+            (`share_context`).
+        plan: The tensor-parallel plan, as `tensor_plan` accepts it.
+        sequence_parallel: Whether tokens are divided over `tp` between attention and feed-forward.
+        precision: The dtype in which the weights of layers are gathered and multiplied; None: their
+            own, which changes no result. Gradients are always summed in float32 (float64 if the
+            weights are), and the head keeps float32.
+        cpu_offload: Whether weights, gradients and optimizer rest on the host between uses; on a
+            CPU this has no effect.
+        reshard_after_forward: Whether the gathered weights of a layer are dropped until the
+            backward pass.
 
     Raises:
-        ConfigError: The model cannot be split so.
-        ModelError: It is spread already.
+        ConfigError: The model cannot be split over this mesh.
+        ModelError: The model is sharded already.
     """
     if model.mesh is not None:
         raise ModelError("the model is spread over ranks already")
@@ -189,7 +192,7 @@ def _shard(
     reshard_after_forward: bool,
     divisor: int,
 ) -> None:
-    # FSDP2 around every layer, and around the rest; summed gradients are divided by `divisor`.
+    # FSDP2 wraps every layer, and then the rest; summed gradients are divided by `divisor`.
     data = mesh[REPLICATE, SHARD] if mesh[REPLICATE].size() > 1 else mesh[SHARD]
     on_host = cpu_offload and mesh.device_type != "cpu"
     offload = CPUOffloadPolicy() if on_host else OffloadPolicy()
@@ -205,8 +208,8 @@ def _shard(
     fully_shard(model, mp_policy=outer, reshard_after_forward=False, **shared)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Heads are computed by every rank that divides tokens, so all gradients are so many
-            # times as large: see `context_shards`.
+            # Every rank that divides tokens computes the head, so all gradients are larger by the
+            # number of these ranks.
             module.set_gradient_divide_factor(float(divisor))
             # Without this a factor is applied within the sum, which gloo cannot do.
             module.set_force_sum_reduction_for_comms(enable=True)
@@ -227,10 +230,10 @@ def _split_layers(
     for name, style in styles.items():
         module = network.get_submodule(name)
         trained = {n: p.requires_grad for n, p in module.named_parameters()}
-        # Every rank has the whole tensor and takes its share of that: nothing is sent.
+        # Every rank has the whole tensor and keeps its shard of it, so nothing is sent.
         parallelize_module(module, mesh, style, src_data_rank=None)
         for parameter_name, parameter in module.named_parameters():
-            # Below adapters weights are frozen, and some styles of torch forget it.
+            # Weights under adapters are frozen, which some styles of torch forget.
             parameter.requires_grad_(trained[parameter_name])
 
 
@@ -253,7 +256,7 @@ def _split_vocabulary(network: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _look_up(module: nn.Embedding, mesh: DeviceMesh, ids: Tensor) -> Tensor:
-    # Each rank gives the embeddings of its part of the vocabulary, and zeros for other tokens.
+    # Each rank gives the embeddings of its shard of the vocabulary, and zeros for other tokens.
     share = VocabularyShare.of(cast(DTensor, module.weight))
     is_mine, there = share.mine(ids)
     with _as_plain(module):
@@ -264,8 +267,8 @@ def _look_up(module: nn.Embedding, mesh: DeviceMesh, ids: Tensor) -> Tensor:
 
 
 def _multiply(module: nn.Linear, mesh: DeviceMesh, hidden: Tensor) -> Tensor:
-    # All logits on every rank, as transformers' class returns them: for checks and sampling.
-    # Training reads log-probabilities of the divided logits (`token_logprobs`).
+    # Checks and sampling need all logits on every rank, as transformers' class returns them.
+    # Training computes log-probabilities from sharded logits (`token_logprobs`).
     spread = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
     with _as_plain(module):
         part = type(module).forward(module, spread.to_local(grad_placements=[Partial()]))
@@ -296,18 +299,18 @@ def _as_plain(module: nn.Module) -> Iterator[None]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds: all of it where it is not spread."""
+    """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather all of a tensor where it is spread: a collective call of the ranks that share it."""
+    """Gather the whole tensor on every rank if it is sharded; all its ranks call this together."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # It may rest on the host.
+    # Its shard may rest on the host.
     gathered = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
     placements: list[Placement] = list(gathered.placements)
-    # One dimension after the other: torch warns where it has to find that out itself.
+    # Dimensions are gathered one after the other, because torch warns if it has to order them.
     for dimension in range(len(placements)):
         placements[dimension] = Replicate()
         gathered = gathered.redistribute(placements=placements)
@@ -315,34 +318,35 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the host: dense, in memory of its own."""
+    """Return a contiguous copy of a tensor on the host."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Count the bytes of memory that this rank's shares of the weights keep alive."""
+    """Count the bytes of memory that this rank's shards of the weights keep allocated."""
     storages = {p.untyped_storage().data_ptr(): p for p in map(local, model.parameters())}
     return sum(share.untyped_storage().nbytes() for share in storages.values())
 
 
 # --------------------------------------------------------------------------------------------------
-# What the ranks of a mesh have to agree on: denominators, sums, gradient norms, failures.
+# Values that the ranks of a mesh agree on: denominators, sums, gradient norms, failures.
 #
-# Every method is a collective call: all ranks make it, in the same order.
+# All ranks must call the same methods in the same order.
 
-# Bytes of a failed rank's message that the others repeat.
+# The number of bytes of a failed rank's message that the others repeat.
 _SAID_BYTES = 2000
 
 
 class AcrossRanks:
-    """The ranks of a mesh as one unit: sums, clipping, shared failures."""
+    """Sums and clips over all ranks of a mesh."""
 
     def __init__(self, mesh: DeviceMesh, *, cp: int = 1) -> None:
-        """Make the groups of a mesh that `ParallelShape.mesh` made.
+        """Create the process groups of a mesh.
 
         Args:
-            mesh: Mesh of all ranks.
-            cp: So many neighbours of its `dp_shard` read the same data, and say the same of it.
+            mesh: The mesh of all ranks, from `ParallelShape.mesh`.
+            cp: The number of consecutive ranks of `dp_shard` that read the same data, and so
+                contribute the same values.
         """
         self.mesh = mesh
         self._cp = cp
@@ -352,27 +356,27 @@ class AcrossRanks:
 
     @property
     def place(self) -> int:
-        """Index of the part of the data that this rank reads, from 0.
+        """The index, from 0, of the part of the data that this rank reads.
 
-        Ranks that differ in `cp` and `tp` alone read the same part.
+        Ranks that differ only in `cp` and `tp` read the same part.
         """
         ranks = self.mesh.get_local_rank(REPLICATE), self.mesh.get_local_rank(SHARD)
         return (ranks[0] * self.mesh[SHARD].size() + ranks[1]) // self._cp
 
     @property
     def dp_size(self) -> int:
-        """Number of parts that the data is divided into."""
+        """The number of parts into which the data is divided."""
         return self.mesh[REPLICATE].size() * self.mesh[SHARD].size() // self._cp
 
     def total(self, value: float) -> float:
-        """Sum a number over all data-parallel ranks: the denominator of a loss."""
+        """Sum a number, such as the denominator of a loss, over all data-parallel ranks."""
         return float(self._over_data(torch.tensor(value, dtype=torch.float64)))
 
     def totals(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sum the totals of a loss over all data-parallel ranks.
 
-        Totals named `..._min` or `..._max` are reduced by that, as in `learner.add_up`. Every place
-        has the same names.
+        Totals named `..._min` or `..._max` are reduced by that instead, as in `learner.add_up`.
+        Every rank has the same names.
         """
         kinds = {"_min": dist.ReduceOp.MIN, "_max": dist.ReduceOp.MAX}
         return {
@@ -381,13 +385,13 @@ class AcrossRanks:
         }
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
-        """Scale all gradients down to a norm and return the norm before, of the whole model.
+        """Clip the gradients of the whole model by their norm, and return the norm before.
 
-        Weights that are whole on several ranks count once.
+        Weights that several ranks hold whole count once.
 
         Args:
-            parameters: Of the model; those without a gradient are left out.
-            limit: Larger norms are scaled down to it; None only measures.
+            parameters: The parameters of the model; those without a gradient are ignored.
+            limit: The maximum norm; None only measures the norm.
         """
         shares: dict[tuple[str, ...], list[Tensor]] = {}
         for parameter in parameters:
@@ -427,16 +431,16 @@ class AcrossRanks:
 
 
 def fail_together(error: Exception | None, mesh: DeviceMesh, what: str) -> None:
-    """Raise on every rank what failed on one; without failures, a barrier.
+    """Raise an error on every rank if one rank failed; otherwise act as a barrier.
 
     Args:
-        error: Error of this rank, if any.
-        mesh: The ranks.
-        what: Description of the work, for the message.
+        error: The error of this rank, if it failed.
+        mesh: The mesh of the ranks.
+        what: A description of the work, for the message.
 
     Raises:
-        Exception: The rank's own, if it has one.
-        CheckpointError: Another rank failed; with what the first of them said.
+        Exception: This rank failed; its own error is raised.
+        CheckpointError: Another rank failed; the message repeats that of the first.
     """
     device = mesh.device_type if mesh.device_type == "cpu" else torch.cuda.current_device()
     none = dist.get_world_size()
@@ -455,10 +459,10 @@ def fail_together(error: Exception | None, mesh: DeviceMesh, what: str) -> None:
 
 
 def divided_over(gradient: Tensor) -> tuple[str, ...]:
-    """List the dimensions of the mesh that a tensor, mostly a gradient, is divided over.
+    """List the dimensions of the mesh over which a tensor, mostly a gradient, is sharded.
 
     Raises:
-        ModelError: It is not summed yet.
+        ModelError: The tensor is still a partial sum.
     """
     if not isinstance(gradient, DTensor):
         return ()

@@ -1,9 +1,9 @@
-"""Tensor-parallel plans of decoders: how each layer is split over ranks, by module name.
+"""Defines tensor-parallel plans of decoders: how ranks split each layer, by module name.
 
-A pair of linear layers is split in the middle: the first by its outputs (`colwise`), the second by
-its inputs (`rowwise`), so that a rank computes whole attention heads and whole neurons, and one sum
-over the ranks follows each pair. Embedding and head are divided by vocabulary, where that can be
-divided. Everything else is the same on every rank.
+The first linear layer of a pair is split by its outputs (`colwise`), the second by its inputs
+(`rowwise`). So a rank computes whole attention heads and whole neurons, and one sum over the ranks
+follows each pair. The embedding and the head are sharded by vocabulary if its size is divisible.
+Everything else is equal on every rank.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ SIZE_KEY = "policy.dtensor_cfg.tensor_parallel_size"
 COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"})
 ROWS = frozenset({"o_proj", "out_proj", "dense", "down_proj", "fc2"})
 FUSED = frozenset({"qkv_proj", "query_key_value", "c_attn", "Wqkv", "gate_up_proj"})
-"""Several projections in one matrix: a plain cut would give a rank the queries alone."""
+"""Layers that join several projections in one matrix, whose plain split would not divide each."""
 
 STYLES: dict[Split, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    # A norm of each head by itself: its weight is whole everywhere, and every rank has seen the
-    # gradient of its own heads alone, so gradients are summed.
+    # A norm of single heads has a whole weight on every rank, which gets the gradient of its own
+    # heads only, so gradients are summed.
     "per_head": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
 
 
 def decoder_layers(network: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Find the repeated layers of a model and the name that leads to them.
+    """Return the name and the list of the repeated layers of a model.
 
     Raises:
-        ConfigError: There are none.
+        ConfigError: The model has no list of layers.
     """
     lists = [(n, m) for n, m in network.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
@@ -74,23 +74,23 @@ def tensor_plan(
     """Choose how each module of a model is split.
 
     Args:
-        network: A Hugging Face model, whole, with or without adapters.
-        size: Tensor-parallel ranks.
-        plan: Names of modules (`*` stands for anything) to `colwise`, `rowwise` or `per_head`, or
-            the import path of such a mapping or of a function that makes it of the model. None:
-            derived from the names of the modules.
+        network: A Hugging Face model that is not split yet, with or without adapters.
+        size: The number of tensor-parallel ranks.
+        plan: A mapping from names of modules (`*` matches anything) to `colwise`, `rowwise` or
+            `per_head`, or the import path of such a mapping or of a function that returns it for a
+            model. None derives the plan from the names of the modules.
 
     Returns:
-        Full names of modules to how they are split.
+        A mapping from full names of modules to their splits.
 
     Raises:
-        ConfigError: The names are not known, heads or neurons cannot be divided, or the plan names
-            what does not exist.
+        ConfigError: The names of the modules are unknown, heads or neurons are not divisible, or
+            the plan names modules that do not exist.
     """
     splits = derived_plan(network) if plan is None else _written_plan(network, plan)
     _refuse_remainders(network, splits, size)
-    # Adapters: of a layer split by outputs the second factor is split so, of one split by inputs
-    # the first. The other factor is small and whole everywhere.
+    # If a layer is split by outputs, so is the second factor of its adapter; if by inputs, the
+    # first. The other factor is small, and whole on every rank.
     full: dict[str, Split] = {}
     for name, split in splits.items():
         module: Any = network.get_submodule(name)
@@ -105,19 +105,19 @@ def tensor_plan(
 
 
 def vocabulary_layers(network: Any, size: int) -> list[str]:
-    """Name the embedding and the language-model head that ranks divide by vocabulary.
+    """Name the layers that ranks shard by vocabulary: the embedding and the language-model head.
 
-    What is left out stays whole on every rank: a vocabulary that does not divide, a class that may
-    do more than look up or multiply. Where both are one matrix, both are divided or neither.
+    A layer stays whole on every rank if the vocabulary size is not divisible, or if its class may
+    do more than look up or multiply. If the two are tied, both are sharded or neither.
 
     Args:
         network: A Hugging Face model, with or without adapters.
-        size: Tensor-parallel ranks.
+        size: The number of tensor-parallel ranks.
     """
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     found: list[Any] = []
     if isinstance(embedding, nn.Embedding) and embedding.max_norm is None:
-        # Gemma's subclass multiplies the result by a number, which is nothing to a sum over ranks.
+        # Gemma's subclass multiplies the result by a number, which commutes with the sum of ranks.
         is_plain = type(embedding) is nn.Embedding or hasattr(embedding, "embed_scale")
         found += [embedding] if is_plain else []
     found += [head] if type(head) is nn.Linear else []
@@ -135,7 +135,7 @@ def derived_plan(network: nn.Module) -> dict[str, Split]:
     """Derive the plan of a model whose layers are named as in Qwen, Llama, Mistral, Gemma or Phi.
 
     Raises:
-        ConfigError: A layer holds something that these names do not explain.
+        ConfigError: A layer holds a module whose name is not known.
     """
     prefix, layers = decoder_layers(network)
     splits: dict[str, Split] = {}
@@ -186,7 +186,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Report whether all weights of a module are vectors, as those of a norm."""
+    """Report whether all weights of a module are vectors, like those of a norm."""
     shapes = [p.ndim for p in module.parameters(recurse=False)]
     return bool(shapes) and max(shapes) == 1
 
@@ -205,7 +205,7 @@ def _written_plan(network: nn.Module, plan: str | Mapping[str, Any]) -> dict[str
             )
         matches = fnmatch.filter(names, pattern)
         if not matches:
-            # Names as a user would write them: with a star for the number of a layer, each once.
+            # Names as a user would write them: each once, with a star for the number of a layer.
             starred = (".".join("*" if p.isdigit() else p for p in n.split(".")) for n in names)
             written = list(dict.fromkeys((*starred, *names)))
             near = difflib.get_close_matches(pattern, written, n=1, cutoff=0.3)
@@ -252,7 +252,7 @@ def _imported(path: str, network: nn.Module) -> Mapping[str, Any]:
 
 
 def _refuse_remainders(network: nn.Module, splits: Mapping[str, Split], size: int) -> None:
-    # A head or a neuron must not be cut in two.
+    # A head or a neuron must not be split.
     counts: dict[str, int] = {}
     for name, split in splits.items():
         linear = _plain(network.get_submodule(name))
@@ -287,25 +287,23 @@ def _plain(module: nn.Module) -> Any:
 # --------------------------------------------------------------------------------------------------
 # Sequence parallelism: between blocks, every tensor-parallel rank has its share of the tokens.
 #
-# Each rank takes its share before the first layer. Norms and the residual stream stay on it; a
-# block,
-# which is attention or feed-forward, gathers all tokens before and scatters its sums after. After
-# the
-# last layer every rank has all tokens again. Shares are of one size: rows are filled up first, and
-# what came of the filling is cut off last.
+# Each rank takes its share before the first layer. Norms and the residual stream compute on it. A
+# block, which is attention or feed-forward, gathers all tokens before, and scatters its sums after.
+# After the last layer every rank has all tokens again. All shares have the same size: rows are
+# padded first, and the padding is removed last.
 
 SEQUENCE_KEY = "policy.dtensor_cfg.sequence_parallel"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments, as hooks take and return them."""
+"""The positional and keyword arguments that hooks take and return."""
 _SHARED, _WHOLE = (Shard(1),), (Replicate(),)
 
 
 def token_styles(network: nn.Module, splits: Mapping[str, Split]) -> dict[str, ParallelStyle]:
-    """Choose how each module of the layers works where blocks exchange divided tokens.
+    """Choose the parallel style of each module of the layers under sequence parallelism.
 
     Args:
         network: A Hugging Face model, with or without adapters.
-        splits: Plan that `tensor_plan` returned.
+        splits: The plan that `tensor_plan` returned.
 
     Raises:
         ConfigError: A weight of a layer is neither split nor that of a norm between blocks.
@@ -313,9 +311,9 @@ def token_styles(network: nn.Module, splits: Mapping[str, Split]) -> dict[str, P
     styles = {name: STYLES[split]() for name, split in splits.items()}
     for name in [name for name, split in splits.items() if split == "rowwise"]:
         styles[name] = RowwiseParallel(output_layouts=Shard(1))
-        if ".lora_A." in name:  # what follows is whole, and has seen the tokens of its rank alone
+        if ".lora_A." in name:  # the second factor is whole, and gets only the tokens of its rank
             styles[name.replace(".lora_A.", ".lora_B.")] = _on_tokens()
-    # The modules that split linear layers, or their adapters, belong to.
+    # Returns the modules that contain split linear layers, or their adapters.
     blocks = {
         name.partition(".base_layer")[0].partition(".lora_")[0].rpartition(".")[0]
         for name, split in splits.items()
@@ -336,7 +334,7 @@ def token_styles(network: nn.Module, splits: Mapping[str, Split]) -> dict[str, P
 
 
 def share_tokens(network: Any, mesh: DeviceMesh) -> None:
-    """Divide the tokens over ranks before the first layer and gather them after the last."""
+    """Make a network divide the tokens over ranks before its first layer, and gather them after."""
     _, layers = decoder_layers(network)
     filling = _Filling(mesh.size())
     network.base_model.register_forward_pre_hook(filling.add, with_kwargs=True)
@@ -346,7 +344,7 @@ def share_tokens(network: Any, mesh: DeviceMesh) -> None:
 
 
 def _on_tokens() -> ParallelStyle:
-    # The module is whole on every rank and sees other tokens on each: gradients are summed.
+    # The module is whole on every rank and gets other tokens on each, so gradients are summed.
     return SequenceParallel(use_local_output=True)
 
 
@@ -362,8 +360,8 @@ def _impossible(what: str) -> ConfigError:
 
 class _AllTokens(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # A distributed tensor lets all linear layers of the block sum their gradients at once, but
-        # does not go together with the plain ones of adapters.
+        # With a distributed tensor all linear layers of the block sum their gradients at once, but
+        # it cannot be combined with the plain tensors of adapters.
         is_adapted = any(hasattr(inner, "base_layer") for inner in module.modules())
         hook = partial(_gather_input, device_mesh, is_adapted)
         module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -405,10 +403,10 @@ def _hidden(
 
 
 class _Filling:
-    # Filling tokens at the end of every row make the number of tokens divisible by the ranks.
+    # Padding at the end of every row makes the number of tokens divisible by the number of ranks.
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        # Tokens of the rows without filling, from `add` to `cut`.
+        # The number of tokens of a row without padding, between `add` and `cut`.
         self._length = 0
 
     def add(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -428,7 +426,7 @@ class _Filling:
 
 
 def filled_row(kwargs: Mapping[str, Any], missing: int) -> dict[str, Any]:
-    """Extend every row of a model's arguments by filling tokens at its end."""
+    """Return a model's arguments with `missing` padding tokens at the end of every row."""
     filled = dict(kwargs)
     for name in ("input_ids", "position_ids", "attention_mask"):
         if filled.get(name) is not None:
@@ -437,10 +435,10 @@ def filled_row(kwargs: Mapping[str, Any], missing: int) -> dict[str, Any]:
 
 
 class FilledPlan:
-    """A plan of the tokens without filling; filling tokens neither attend nor are attended to."""
+    """An attention plan of padded rows; padding neither attends nor is attended to."""
 
     def __init__(self, plan: AttentionPlan, length: int) -> None:
-        """Wrap the plan of a row of `length` tokens."""
+        """Wrap the plan of a row of `length` tokens without padding."""
         self._plan, self._length = plan, length
 
     def attend(
@@ -451,7 +449,7 @@ class FilledPlan:
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend as `AttentionPlan.attend`; the result of filling tokens is 0."""
+        """Compute attention as `AttentionPlan.attend` describes; the result of padding is 0."""
         if isinstance(self._plan, ForestPlan):  # which needs no copy for it
             return self._plan.attend(module, query, key, value, options)
         missing = query.shape[2] - self._length

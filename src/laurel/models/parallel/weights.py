@@ -1,4 +1,4 @@
-"""Weights between files and a spread model: no rank ever holds the whole model."""
+"""Moves weights between files and a sharded model; no rank ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from laurel.models.parallel.tensor import decoder_layers
 from laurel.models.spec import ModelSpec
 
 FILE_BYTES = 2_000_000_000
-# First part of a file name whose number of files is not yet known.
+# The first part of a file's name while the number of files is not known.
 _UNNAMED = "model.part-"
 
 
@@ -39,19 +39,19 @@ def fill_shares(
     others: Mapping[str, Tensor] | None = None,
     on_host: bool = False,
 ) -> None:
-    """Fill the shares of a spread model on the meta device: each rank reads only its own.
+    """Fill a sharded model on the meta device with weights; each rank reads only its own shards.
 
     Args:
-        model: Made on the meta device and spread by `parallelise`.
-        directory: A model in safetensors, as `from_pretrained` reads it.
-        device: Device that computes.
-        others: Whole values that come from elsewhere, the same on every rank, by the names of
-            parameters: adapters, a new head.
-        on_host: Its weights rest on the host between uses.
+        model: A model that was created on the meta device and sharded by `parallelise`.
+        directory: The directory of a model in safetensors.
+        device: The device that computes.
+        others: Whole values of parameters, by name, that are not read from files and are equal on
+            every rank, such as adapters or a new head.
+        on_host: Whether the weights rest on the host between uses.
 
     Raises:
-        ModelError: Weights are missing, of other sizes or unreadable, or joined in memory in a way
-            that the files do not have them.
+        ModelError: Weights are missing, mismatched or unreadable, or have another form in memory
+            than in the files.
     """
     network: Any = model.network
     if has_conversions(network):
@@ -89,10 +89,10 @@ def fill_shares(
 
 
 def saved_weights(network: Any, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and values as `from_pretrained` knows them, adapters merged, one at a time.
+    """Yield the weights that `save_pretrained` writes, with adapters merged, one at a time.
 
-    Exactly what `save_pretrained` writes: with tied embeddings there is no `lm_head.weight`, and
-    experts that transformers joins in memory come one by one. See `merged_weights`.
+    With tied embeddings there is no `lm_head.weight`, and experts that transformers joins in memory
+    are yielded one by one. `merged_weights` describes the arguments.
     """
     if not has_conversions(network):
         yield from merged_weights(network, changing_only=changing_only)
@@ -105,7 +105,7 @@ def saved_weights(network: Any, *, changing_only: bool = False) -> Iterator[tupl
         inside = item[0].startswith(f"{prefix}.")
         return item[0].removeprefix(f"{prefix}.").partition(".")[0] if inside else ""
 
-    # What is joined belongs to one layer, so no more than that has to be in memory together.
+    # Joined weights belong to one layer, so only one layer has to be in memory at a time.
     weights = merged_weights(network, changing_only=changing_only)
     for _, together in itertools.groupby(weights, key=layer_of):
         yield from revert_weight_conversion(network, dict(together)).items()
@@ -114,11 +114,11 @@ def saved_weights(network: Any, *, changing_only: bool = False) -> Iterator[tupl
 def in_files(
     weights: Iterable[tuple[str, Tensor]], *, max_file_bytes: int = FILE_BYTES
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield copies of weights on the host, as many together as go into one file.
+    """Yield copies of weights on the host, grouped by file.
 
     Args:
-        weights: Names and values from `saved_weights`.
-        max_file_bytes: A larger weight has a file of its own.
+        weights: The names and values from `saved_weights`.
+        max_file_bytes: The size limit of a file; a larger weight has its own file.
     """
     file: dict[str, Tensor] = {}
     for name, weight in weights:
@@ -131,14 +131,14 @@ def in_files(
 
 
 def write_weights(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> None:
-    """Write weights as `save_pretrained` does: in files, with an index where there are several.
+    """Write files of weights as `save_pretrained` does, with an index if there are several.
 
     Args:
-        directory: Exists.
-        files: Contents from `in_files`. None is held longer than it takes to write it.
+        directory: An existing directory.
+        files: The contents from `in_files`; each is released as soon as it is written.
 
     Raises:
-        OSError, SafetensorError: The disk refuses.
+        OSError, SafetensorError: The disk reports an error.
     """
     held: list[list[str]] = []
     total = num_values = 0
@@ -163,10 +163,10 @@ def write_weights(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> Non
 
 
 def open_weights(files: ExitStack, directory: Path) -> dict[str, Any]:
-    """Open the files of all weights and map each weight's name to its file.
+    """Open the files of all weights, and return the file of each weight by its name.
 
     Raises:
-        ModelError: There is none, or one is torn.
+        ModelError: There is no file, or one is damaged.
     """
     try:
         names = [SINGLE]
@@ -183,7 +183,7 @@ def open_weights(files: ExitStack, directory: Path) -> dict[str, Any]:
 
 
 def _fill(target: Tensor, shape: tuple[int, ...], source: Any, where: str) -> None:
-    # Reads what this rank holds of a weight, and nothing else of it.
+    # Reads only this rank's shard of a weight.
     if shape != tuple(target.shape):
         raise ModelError(
             f"{where} is {list(shape)} in the weights and {list(target.shape)} by the "
@@ -216,7 +216,7 @@ def _compute_buffers(network: Any, saved: set[str]) -> None:
 
 
 def has_conversions(network: Any) -> bool:
-    """Report whether transformers saves some weights in another form than it keeps them."""
+    """Report whether transformers saves some weights in another form than they have in memory."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     known = getattr(network, "_weight_conversions", None)
@@ -224,22 +224,22 @@ def has_conversions(network: Any) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Models loaded over a mesh: straight from their files into shares where the files allow it.
+# Loading models over a mesh, directly from their files into shards if the files allow it.
 #
-# Where they do, the network is made without memory (on the meta device), given what is not in any
-# file (adapters, a new head: small, whole on every rank), spread, and filled share by share. Where
-# they do not, it is loaded whole on every rank, as in one process, and spread then.
+# If they do, the network is created on the meta device, without memory. It gets the weights that
+# are in no file (adapters or a new head, which are small and whole on every rank), is sharded, and
+# each rank reads its shards. Otherwise every rank loads the whole network, and shards it then.
 
 NEW_HEAD = ("score.weight", "score.bias")
-"""Weights that a decoder may lack when it becomes a reward model."""
+"""The weights that a decoder may lack when it becomes a reward model."""
 WEIGHT_FILES = [SINGLE, INDEX, "model-*.safetensors"]
 
 
 def refuse_unspreadable(spec: ModelSpec, mesh: DeviceMesh) -> None:
-    """Refuse unsupported ways to spread a model over a mesh.
+    """Refuse a specification that does not match the mesh.
 
     Raises:
-        ConfigError: With the key.
+        ConfigError: A parallel size does not match; the message names its key.
     """
     if (cp := spec.context_parallel_size) > 1 and mesh[SHARD].size() % cp:
         raise ConfigError(
@@ -256,20 +256,19 @@ def refuse_unspreadable(spec: ModelSpec, mesh: DeviceMesh) -> None:
 def empty_network(
     factory: Any, spec: ModelSpec, name: str, hf_config: Any, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Any]] | None:
-    """Make the network on the meta device, if its files can be read straight into shares.
+    """Create a network on the meta device, if its files can be read directly into shards.
 
     Args:
-        factory: transformers' `AutoModelFor...`.
-        spec: Which model.
-        name: Directory or hub name.
-        hf_config: Its configuration.
-        dtype: Dtype of the weights.
+        factory: The class `AutoModelFor...` of transformers.
+        spec: The specification of the model.
+        name: The directory or hub name.
+        hf_config: The configuration of the model.
+        dtype: The dtype of the weights.
 
     Returns:
-        The network, in evaluation mode, with an untouched new head in memory where the files have
-        none; and `missing_keys` and the like, as transformers gives them. None where the files do
-        not hold exactly its weights, each in the form it has in memory: transformers may still
-        make sense of them, or says best what is wrong.
+        The network in evaluation mode, with a new head in memory if the files have none, and
+        transformers' report on its weights. None if the files do not hold exactly its weights in
+        the form that they have in memory; transformers may still load them, or explains why not.
     """
     directory = weight_files(spec, name)
     if directory is None or getattr(hf_config, "quantization_config", None) is not None:
@@ -305,7 +304,7 @@ def empty_network(
 
 
 def weight_files(spec: ModelSpec, name: str) -> Path | None:
-    """Locate the directory of a model's safetensors; missing files of a hub are fetched."""
+    """Return the directory of a model's safetensors, which may be downloaded; None without any."""
     directory = Path(name)
     if not directory.is_dir():
         from huggingface_hub import snapshot_download
@@ -322,22 +321,22 @@ def weight_files(spec: ModelSpec, name: str) -> Path | None:
 
 
 def is_empty(network: nn.Module) -> bool:
-    """Report whether weights of the network are still to be read from files."""
+    """Report whether some weights of the network are on the meta device, not yet read."""
     return any(parameter.is_meta for parameter in network.parameters())
 
 
 def shard_model(model: Decoder, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> None:
-    """Spread a loaded model over a mesh, and read what it lacks straight into its shares.
+    """Shard a loaded model over a mesh, and read missing weights directly into its shards.
 
     Args:
-        model: Whole, or without memory as `empty_network` gives it.
-        spec: How it is spread, and where its files are.
-        mesh: See `ParallelShape.mesh`.
-        device: Device of this rank.
+        model: A whole model, or one of `empty_network`, without memory.
+        spec: The specification of the model: its parallelism, and its files.
+        mesh: The mesh from `ParallelShape.mesh`.
+        device: The device of this rank.
 
     Raises:
-        ConfigError: It cannot be split so.
-        ModelError: Its files are unreadable.
+        ConfigError: The model cannot be split over this mesh.
+        ModelError: The files of the model are unreadable.
     """
     network = model.network
     lacks = is_empty(network)
@@ -362,7 +361,7 @@ def shard_model(model: Decoder, spec: ModelSpec, mesh: DeviceMesh, device: torch
 
 
 def _compare(network: Any, directory: Path) -> dict[str, Any] | None:
-    # What the files have more and less than the network; None where only transformers can decide.
+    # Returns the weights that the files lack and exceed; None if only transformers can decide.
     state = network.state_dict()
     own = {n for n, _ in network.named_parameters()} | {n for n, _ in network.named_buffers()}
     wanted = {n: tuple(t.shape) for n, t in state.items() if n in own}  # tied weights come once
@@ -370,7 +369,7 @@ def _compare(network: Any, directory: Path) -> dict[str, Any] | None:
         handles = open_weights(files, directory)
         found = {key: tuple(h.get_slice(key).get_shape()) for key, h in handles.items()}
     missing = sorted(wanted.keys() - found.keys())
-    # Weights that should be tied and are there twice may differ.
+    # Weights that should be tied but are saved twice may differ.
     twice = (state.keys() - wanted.keys()) & found.keys()
     others = any(found.get(n, shape) != shape for n, shape in wanted.items())
     if twice or others or not set(missing) <= set(NEW_HEAD):

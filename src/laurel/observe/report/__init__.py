@@ -1,1 +1,1 @@
-"""The page of a run: findings, curves, samples, and following a run while it goes on."""
+"""Writes the page of a run, and serves it while the run goes on."""

@@ -1,4 +1,4 @@
-"""Curves as SVG that sits inside a page: no file, no script, and the page's own colours."""
+"""Plots curves as SVG elements of a page, without files and scripts, in the page's own colours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 WIDTH, HEIGHT = 4.6, 2.5
-"""Inches, at 72 units each: close to a phone's width, so that letters keep their size there."""
+"""The size of a chart in inches of 72 units; on a phone its letters keep their size."""
 _INKS = {"#010101": "currentColor", "#020202": "var(--faint)"} | {
     f"#0{i}0{i}0{i}": f"var(--series-{i})" for i in range(3, 9)
 }
@@ -29,9 +29,9 @@ _INKS = {"#010101": "currentColor", "#020202": "var(--faint)"} | {
 _TEXT, _FAINT = "#010101", "#020202"
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)), "-", (0, (5, 2)))
 _LEGEND_ROW = 0.2
-"""Inches of one more row in the legend."""
+"""The height of an additional row of the legend, in inches."""
 _LEGEND_LETTERS = 58
-"""Letters that fit side by side in the legend."""
+"""The number of letters that fit side by side in the legend."""
 MANY_POINTS = 40
 """The largest number of points that are marked one by one."""
 
@@ -43,11 +43,11 @@ class Line:
     label: str
     series: Series
     band: Series | None = None
-    """The half height of a band around the curve, at the same steps (a standard deviation)."""
+    """The half height of a band around the curve (a standard deviation), at the same steps."""
     limits: tuple[Series, Series] | None = None
-    """The lower and the upper edge of a band, at the same steps."""
+    """The lower and the upper edges of a band, at the same steps."""
     within: tuple[float, float] | None = None
-    """The observed range, beyond which no band goes."""
+    """The observed range, to which the band is limited."""
     mark: str = ""
     """A letter at the end of the curve, for readers who cannot distinguish colours or dashes."""
     on_right: bool = False
@@ -56,7 +56,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Some curves over the steps of a run."""
+    """A chart of curves over the steps of a run."""
 
     title: str
     lines: Sequence[Line]
@@ -67,14 +67,14 @@ class Chart:
     """Whether the left axis goes from 0 to 1, as for shares."""
     right_unit_interval: bool = False
     is_lead: bool = False
-    """It stands at the top of the page: the gold metric, the reward, or the accuracy."""
+    """Whether it belongs at the top of the page: the gold metric, the reward, or the accuracy."""
 
     def __bool__(self) -> bool:
         return any(line.series for line in self.lines)
 
     @property
     def description(self) -> str:
-        """The chart in words, for screen readers."""
+        """A description of the chart in words, for screen readers."""
         parts = [
             f"{line.label} from {line.series.values[0]:.4g} to {line.series.values[-1]:.4g}"
             f"{_range(line.series)}"
@@ -88,14 +88,14 @@ def plot_chart(chart: Chart, *, name: str) -> str:
     """Plot a chart as an `<svg>` element.
 
     Args:
-        chart: A chart with points in one of its lines.
+        chart: A chart whose lines have at least one point.
         name: A prefix of all ids, unique in the page.
     """
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    # Texts stay texts, which the page's fonts show, and ids are the same in every rendering.
+    # Text stays text, in the page's fonts, and ids are the same in every rendering.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9}):
         labels = [line.label for line in chart.lines if line.series]
         longest = max(map(len, labels), default=1)
@@ -141,7 +141,7 @@ def _range(series: Series) -> str:
 
 
 def _plot_line(axes: Axes, line: Line, index: int) -> None:
-    """Plot a curve in its band; one of many points is smoothed, with its extremes beneath it."""
+    """Plot a curve with its band; a curve of many points is smoothed, over its extremes."""
     # The page shows and hides the parts by their ids, which begin with `raw`, `band` and `line`.
     # A placeholder: the page's style sheet has a light and a dark colour for it.
     colour = f"#0{3 + index % 6}0{3 + index % 6}0{3 + index % 6}"
@@ -227,7 +227,7 @@ def _dress(axes: Axes, label: str, unit_interval: bool, *, grid: bool) -> None:
 
 
 def _inline(svg: str, name: str) -> str:
-    """Reduce an SVG file to its element, with ids of its own and the page's colours and fonts."""
+    """Reduce an SVG file to its element, with unique ids and the page's colours and fonts."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
@@ -247,22 +247,22 @@ def _inline(svg: str, name: str) -> str:
 # Long curves, shortened without losing peaks.
 #
 # A curve of many points is plotted twice: as a line of rolling means in a band of rolling
-# quantiles, and beneath it as the lowest and the highest value of each stretch of steps, so that
-# the shortest peak is seen.
+# quantiles, and beneath it as the minimum and the maximum of each segment of steps, so that even
+# the shortest peak is visible.
 
 FEW_POINTS = 60
 """The largest number of points that are plotted as logged."""
 NUM_PLACES = 300
-"""The points of a smoothed curve, and the stretches of its extremes: as many as fit a screen."""
+"""The number of points of a smoothed curve, and of segments of its extremes, on a screen."""
 SMOOTHED_SHARE = 25
-"""A rolling window holds one in 25 of a curve's points."""
+"""A rolling window has one in this many points of a curve."""
 LOW, HIGH = 0.1, 0.9
 """The quantiles of a window between which the band lies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smoothed:
-    """Rolling means, and the quantiles around them, at the same steps."""
+    """A smoothed curve: rolling means, with an upper and a lower curve around them."""
 
     mean: Series
     low: Series
@@ -272,9 +272,9 @@ class Smoothed:
 
 
 def extremes(series: Series, num_stretches: int = NUM_PLACES) -> Series:
-    """Return the lowest and the highest point of each stretch, in the order of the log.
+    """Return the minimum and the maximum of each segment of a curve, in the order of the log.
 
-    A curve of up to two points a stretch is returned as it is.
+    A curve with at most two points per segment is returned unchanged.
     """
     count = len(series.steps)
     if count <= 2 * num_stretches:
@@ -285,8 +285,8 @@ def extremes(series: Series, num_stretches: int = NUM_PLACES) -> Series:
     for start, end in pairwise(edges):
         part = values[start:end]
         kept += sorted({start + int(part.argmin()), start + int(part.argmax())})
-    # The ends are what a reader looks for first.
-    # A set, as a stretch of one point has the same lowest and highest.
+    # The ends are kept, because a reader looks for them first. The set removes duplicates, because
+    # the minimum and the maximum of a segment of one point are the same.
     places = sorted({0, *kept, count - 1})
     return Series(
         steps=tuple(series.steps[i] for i in places), values=tuple(series.values[i] for i in places)
@@ -294,10 +294,10 @@ def extremes(series: Series, num_stretches: int = NUM_PLACES) -> Series:
 
 
 def smooth(series: Series, num_places: int = NUM_PLACES) -> Smoothed | None:
-    """Smooth a curve; None where it has few points.
+    """Return a curve's rolling means and quantiles; None if it has few points.
 
-    Windows are centred. At the ends they are one-sided as far as needed, never padded with values
-    that were not logged.
+    Windows are centred. At the ends they are one-sided, never padded with values that were not
+    logged.
     """
     count = len(series.steps)
     if count <= FEW_POINTS:
@@ -317,15 +317,15 @@ def smooth(series: Series, num_places: int = NUM_PLACES) -> Smoothed | None:
 
 
 def over_seeds(several: Sequence[Series]) -> Smoothed | None:
-    """Return means over runs, with the lowest and the highest of them, at their common steps.
+    """Return the means over runs, with their minima and maxima, at the steps that all have.
 
-    The result is None where they have no common step.
+    None if they have no step in common.
     """
     tables = [dict(zip(series.steps, series.values, strict=True)) for series in several]
     shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
     if not shared:
         return None
-    # Only common steps: a mean over fewer runs would jump where one of them ended.
+    # Only common steps are used, because a mean would jump where one of the runs ended.
     values = np.array([[table[step] for step in shared] for table in tables])
     steps = tuple(shared)
     return Smoothed(
@@ -337,7 +337,7 @@ def over_seeds(several: Sequence[Series]) -> Smoothed | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The charts of a page: of one run, and of several over one another.
+# The charts of a page: of one run, and of several runs compared.
 
 
 def charts_of(record: RunRecord) -> list[Chart]:
@@ -453,7 +453,7 @@ def _process_charts(record: RunRecord) -> Iterator[Chart]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartedRuns:
-    """Runs that are one curve: a run, or several that differ in nothing but their seeds."""
+    """The runs of one curve: a single run, or several that differ only in their seeds."""
 
     mark: str
     """The letters of the runs."""
@@ -462,7 +462,7 @@ class ChartedRuns:
 
 
 def overlays(several: Sequence[ChartedRuns]) -> list[Chart]:
-    """Plot the same curve of several runs over one another, a chart for each curve."""
+    """Return charts that compare runs, one per metric, with one curve per group of runs."""
     curves: dict[str, tuple[Chart, Line, list[Line]]] = {}
     for compared in several:
         for title, chart, line in _curves(compared.records[0]):

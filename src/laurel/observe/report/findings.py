@@ -1,4 +1,4 @@
-"""Rules over the metrics of a run that find what to look at first, in words and numbers."""
+"""Applies rules to the metrics of a run that find what to look at first, in words and numbers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from laurel.observe.metrics import is_lower_better
 from laurel.observe.run_record import RunRecord, Series
 
 Weight = Literal["bad", "look", "good", "note"]
-"""A problem, a possible problem, a good sign, and a plain fact."""
+"""The weight of a finding: a problem, a possible problem, a good sign, or a plain fact."""
 
 MIN_STEPS = 20
-"""The least number of steps for a comparison of the beginning and the end of a curve."""
+"""The minimum number of steps for which the beginning and the end of a curve are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinding:
-    """A result of a rule in one or two sentences."""
+    """A result of a rule, in one or two sentences."""
 
     weight: Weight
     text: str
@@ -56,7 +56,7 @@ def steps(count: int) -> str:
 # Rules for policies that learn from rewards: failures, spread, entropy, lengths, and hacking.
 
 _IN_WORDS = {"other": "for reasons of the environment's own, which stand in completions/"}
-"""Names of reasons that need more words."""
+"""Descriptions of reasons whose names do not explain themselves."""
 
 
 def failed_rewards(record: RunRecord) -> Iterator[RunFinding]:
@@ -156,7 +156,7 @@ def entropy_collapse(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def gold_fell(record: RunRecord) -> Iterator[RunFinding]:
-    """Report the course of the gold metric, on which the policy is not trained."""
+    """Report how the gold metric, on which the policy is not trained, changed."""
     gold = gold_course(record)
     if gold is None:
         return
@@ -191,7 +191,7 @@ def gold_fell(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def reward_without_success(record: RunRecord) -> Iterator[RunFinding]:
-    """Report a reward that rises while success falls, and one that does not rise at all."""
+    """Report a reward that rises while success falls, or that does not rise at all."""
     reward = record.series("train/reward")
     if record.kind != "grpo" or len(reward.values) < MIN_STEPS:
         return
@@ -246,7 +246,7 @@ def lengths_grew(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def sampler_mismatch(record: RunRecord) -> Iterator[RunFinding]:
-    """Report a divergence of the generator's probabilities from the learner's."""
+    """Report probabilities of the generator that differ from the learner's."""
     error = record.series("train/gen_kl_error")
     if error and (last := fmean(ending(error))) > 0.01:
         yield RunFinding(
@@ -258,7 +258,7 @@ def sampler_mismatch(record: RunRecord) -> Iterator[RunFinding]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Rules for reward models: what they know besides length, and what their scores can be used for.
+# Rules for reward models: what they learned besides length, and how far scores can be trusted.
 
 
 def against_length(record: RunRecord) -> Iterator[RunFinding]:
@@ -270,7 +270,7 @@ def against_length(record: RunRecord) -> Iterator[RunFinding]:
         accuracy, baseline = record.latest(f"{section}/accuracy"), record.latest(name)
         if accuracy is None or baseline is None:
             continue
-        # A scorer that takes the shorter answer knows nothing more either.
+        # A scorer that prefers the shorter answer has learned nothing more either.
         rival = max(baseline, 1 - baseline)
         rule = (
             "always taking the longer answer gives"
@@ -327,15 +327,15 @@ def scores_follow_length(record: RunRecord) -> Iterator[RunFinding]:
 # Rules for any training: alarms, values that are not finite, gradients, validation, data.
 
 ZERO_SPREAD = "zero_spread_groups"
-"""The alarm that success raises as well."""
+"""The alarm that is also raised when all tasks are solved."""
 _OF_ROWS = re.compile(r"(^|: )([\d,]+ rows? (?!of )|no row )")
 """The beginning of a note about rows; other notes are about the source of the data."""
 JUMP = 10.0
-"""A jump is a gradient norm of this many times the median."""
+"""The ratio to the median from which a gradient norm counts as a jump."""
 
 
 def alarms_going_on(record: RunRecord) -> Iterator[RunFinding]:
-    """Report the alarms that were raised while the run went on."""
+    """Report the alarms that the run raised, and which of them have not ended."""
     alarms = alarms_of(record.health)
     for alarm in alarms:
         if alarm.until is None and is_success(alarm, record):
@@ -363,10 +363,10 @@ def alarms_going_on(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def is_success(alarm: Alarm, record: RunRecord) -> bool:
-    """Tell whether an alarm means no more than that the tasks are solved."""
+    """Report whether an alarm only means that the tasks are solved."""
     if alarm.name != ZERO_SPREAD or standing(record) != "top":
         return False
-    gold = gold_course(record)  # a reward at its top is no success where what is wanted falls
+    gold = gold_course(record)  # the highest reward is no success if the gold metric falls
     return gold is None or not gold.is_lower
 
 
@@ -434,7 +434,7 @@ def steps_lost(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def validation_got_worse(record: RunRecord) -> Iterator[RunFinding]:
-    """Report a best validation that is not the last one, by more than chance explains."""
+    """Report a last validation that is worse than the best by more than chance explains."""
     # A metric that equals another at every step, as the mean of rewards of 0 and 1 equals the
     # accuracy, is reported once.
     reported: list[Series] = []
@@ -466,7 +466,7 @@ def validation_got_worse(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def _chance(record: RunRecord, name: str, value: float) -> float:
-    """Return the fall of a metric that chance explains: two standard errors where known."""
+    """Return the fall of a metric that chance explains, two standard errors if they are known."""
     section, _, figure = name.rpartition("/")
     if figure in ("accuracy", "top1"):
         counts = record.series(f"{section}/num_valid_samples").values
@@ -513,7 +513,7 @@ def loss_did_not_fall(record: RunRecord) -> Iterator[RunFinding]:
 
 
 def data_left_out(record: RunRecord) -> Iterator[RunFinding]:
-    """Report rows that were read and not used, and the notes of the data report."""
+    """Report rows that were read but not used, and the notes of the data report."""
     for name, report in record.data.items():
         read, kept = report.get("rows_read"), report.get("rows_kept")
         counts = {
@@ -541,8 +541,8 @@ def data_left_out(record: RunRecord) -> Iterator[RunFinding]:
 # --------------------------------------------------------------------------------------------------
 # All rules over the metrics of a run.
 #
-# A rule reports nothing where its metrics are missing. It points to where a person should look, and
-# to what usually helps.
+# A rule reports nothing if its metrics are missing. It names what a person should look at, and what
+# usually helps.
 
 Rule = Callable[[RunRecord], Iterator[RunFinding]]
 
@@ -590,10 +590,10 @@ class Alarm:
     name: str
     since: int
     until: int | None = None
-    """None where the alarm has not ended."""
+    """The step at which the alarm ended; None if it has not."""
     metric: str = ""
     value: float | None = None
-    """The metric when the alarm was raised."""
+    """The value of the metric when the alarm was raised."""
     threshold: float | None = None
     baseline: float | None = None
     text: str = ""
@@ -602,9 +602,9 @@ class Alarm:
 
 
 def alarms_of(lines: Iterable[Mapping[str, Any]]) -> list[Alarm]:
-    """Read the alarms from lines of `health.jsonl`: those still on first, then the latest.
+    """Read the alarms from lines of `health.jsonl`: first those that have not ended, latest first.
 
-    A line that raises a raised alarm again changes nothing: the alarm began with the first one.
+    A line that raises an alarm again is ignored, because the alarm began with the first one.
     """
     ended: list[Alarm] = []
     going_on: dict[str, Alarm] = {}
@@ -652,28 +652,27 @@ def _number(value: object) -> float | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The reward of a run among the rewards that were seen: solved, hopeless, or between.
+# Where the reward of a run lies in the range of its rewards: solved, hopeless, or between.
 #
-# Groups with equal rewards are a good end where all completions are right, and a problem where none
-# is.
+# Groups with equal rewards are a success if all completions are right, and a problem if none is.
 
 Standing = Literal["top", "between", "bottom"]
 
 CLOSE = 0.1
-"""The distance from an end of the range of rewards, as its share, that counts as at the end."""
+"""The share of the range of rewards within which a reward counts as at the end of the range."""
 
 
 def seen_rewards(record: RunRecord) -> tuple[float, float] | None:
-    """Return the lowest and the highest reward of all training completions; None where unknown."""
+    """Return the lowest and the highest reward of all training completions; None if unknown."""
     low, high = record.series("train/reward_min"), record.series("train/reward_max")
     return (min(low.values), max(high.values)) if low and high else None
 
 
 def standing(record: RunRecord) -> Standing | None:
-    """Place the mean reward of the last steps in the range of rewards; None where unknown.
+    """Return where the mean reward of the last steps lies in the range of rewards; None if unknown.
 
-    Where only one reward was ever seen, the share of groups that are all right, or all wrong, of
-    rewards from 0 to 1 decides.
+    If only one reward was ever seen, the shares of groups whose rewards are all 1, or all 0,
+    decide.
     """
     reward, seen = record.series("train/reward"), seen_rewards(record)
     if not reward or seen is None:
@@ -694,16 +693,16 @@ def standing(record: RunRecord) -> Standing | None:
 # The course of the gold metric of a run: did it fall by more than chance?
 
 LEAST_FALL = 0.02
-"""The least fall, as a share of the peak."""
+"""The smallest fall that counts, as a share of the peak."""
 FALL_OF_FEW = 0.1
-"""The least fall where there are too few values to estimate noise; `grpo.health.gold_drop`'s
-default."""
+"""The smallest fall that counts if there are too few values to estimate noise, as a share of the
+peak; it is the default of `grpo.health.gold_drop`."""
 
 
 class GoldCourse(NamedTuple):
-    """The gold metric at the beginning, at its best and at the end.
+    """The gold metric at the beginning, at its best and at the end of a run.
 
-    Each is the mean of a tenth of the values; with fewer than twenty values a single one.
+    Each is the mean of a tenth of the values, or a single value if there are fewer than twenty.
     """
 
     name: str
@@ -712,16 +711,16 @@ class GoldCourse(NamedTuple):
     peak_step: float
     last: float
     fell: bool
-    """Whether the end lies below the best by more than chance explains."""
+    """Whether the end is below the best by more than chance explains."""
 
     @property
     def is_lower(self) -> bool:
-        """Whether the end lies below the beginning, or fell from its peak."""
+        """Whether the end is below the beginning, or fell from the peak."""
         return self.fell or self.last < self.first
 
 
 def gold_course(record: RunRecord) -> GoldCourse | None:
-    """Return the course of the gold metric; None where the run has none, or measured it once."""
+    """Return the course of the gold metric; None if the run measured it less than twice."""
     name = gold_metric(record.settings, record.names())
     series = record.series(name) if name is not None else None
     if name is None or series is None or len(series.values) < 2:
@@ -730,8 +729,8 @@ def gold_course(record: RunRecord) -> GoldCourse | None:
     means = [
         fmean(series.values[end - window : end]) for end in range(window, len(series.values) + 1)
     ]
-    # The latest of equal ones: its checkpoint has learned the most.
-    # Means of windows, not single values: the best of many noisy values would always be a peak.
+    # The latest of equal peaks is taken, because its checkpoint has learned the most. Means of
+    # windows are compared, because the best of many noisy values would always be a peak.
     best = max(range(len(means)), key=lambda index: (means[index], index))
     least = max(
         LEAST_FALL * abs(means[best]), _gold_by_chance(record, name, series, window, means[best])
@@ -749,8 +748,8 @@ def gold_course(record: RunRecord) -> GoldCourse | None:
 def _gold_by_chance(
     record: RunRecord, name: str, series: Series, window: int, peak: float
 ) -> float:
-    """Return the difference of two means of a window that chance explains."""
-    # Three standard errors, as the peak is the best of many windows.
+    """Return the difference between two means over a window that chance explains."""
+    # It is three standard errors, because the peak is the best of many windows.
     if len(series.values) >= MIN_STEPS:
         # Differences between neighbours, which a slow drift hardly widens, give the noise.
         steps = [abs(after - before) for before, after in pairwise(series.values)]

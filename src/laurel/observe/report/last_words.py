@@ -1,4 +1,4 @@
-"""The end of a run in a few lines: its results, and the first findings of its report."""
+"""Summarizes a finished run in a few lines: its results, and the first findings of its report."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from laurel.observe.run_record import RunRecord
 MAX_RESULTS = 3
 MAX_FINDINGS = 3
 _SIGNS = {"bad": "problem", "look": "look", "good": "fine"}
-"""The words of the report's page for each weight."""
+"""The words that the report's page uses for each weight."""
 
 
 def accuracy_words(figures: Mapping[str, float]) -> str | None:
-    """Describe an accuracy with its baselines and number of pairs; None where there is none.
+    """Describe an accuracy with its baselines and number of pairs; None if there is no accuracy.
 
     Args:
-        figures: The metrics of one validation set, by bare name.
+        figures: The metrics of one validation set, by their names without a prefix.
     """
     accuracy, count = figures.get("accuracy"), figures.get("num_valid_samples")
     rows = figures.get("num_rows")  # benchmarks log this one
     if accuracy is None:
         return None
-    # Only reward models are validated on pairs; both metrics are theirs alone.
+    # Only reward models are validated on pairs, and only they have these metrics.
     has_pairs = "longer_wins_baseline" in figures or "margin_mean" in figures
     said = f"accuracy {accuracy:.4f}"
     if count is not None:
@@ -46,7 +46,7 @@ def accuracy_words(figures: Mapping[str, float]) -> str | None:
 
 
 def results(record: RunRecord) -> list[str]:
-    """Return the results, a line each: gold metric, reward, each validation set, or loss."""
+    """Return one line per result: the gold metric, the reward, each validation set, or the loss."""
     return list(islice(_results(record), MAX_RESULTS))
 
 
@@ -92,7 +92,7 @@ def _course(record: RunRecord, name: str, label: str) -> Iterator[str]:
 
 
 def first_findings(record: RunRecord) -> list[str]:
-    """Return the first findings of the report, a sentence each, problems first."""
+    """Return the first findings of the report, one sentence each, problems first."""
     sentences = []
     for finding in findings(record):
         if finding.weight != "note":

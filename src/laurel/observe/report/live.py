@@ -1,7 +1,7 @@
-"""`laurel report --follow`: the page of a run in progress, served on this machine only.
+"""Serves the page of a run in progress on this machine only, for `laurel report --follow`.
 
-One thread renders the page anew when the run has written something; requests are answered with the
-last page. The browser polls the version and replaces the page in place.
+One thread renders the page again when the run has written something; requests are answered with the
+latest page. The browser polls the version, and replaces the page in place.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ HOST = "127.0.0.1"
 MIN_SECONDS = 2.0
 """The least time between two pages."""
 SHARE_OF_TIME = 0.05
-"""The share of a core that rendering may take: the run needs the rest."""
+"""The share of a core's time that rendering may take, because the run needs the rest."""
 MAX_SECONDS = 30.0
-"""The longest time between two pages: a reader wants to see the run move."""
+"""The longest time between two pages, so that a reader sees the run progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A page with the state of its runs."""
+    """A version of the page, with the state of its runs."""
 
     page: bytes
     version: int
@@ -44,13 +44,13 @@ class Served:
 
 
 class FollowedRuns:
-    """The runs of a page, and its current version.
+    """Keeps the current version of the page of some runs.
 
     Args:
-        runs: Directories that runs log to.
-        title: Heading of the page.
-        say: Gets messages: that the runs have ended, that a file is broken.
-        clock: Seconds since the epoch, as files have them.
+        runs: The directories to which the runs log.
+        title: The heading of the page.
+        say: Prints messages, such as that the runs have ended or that a file is broken.
+        clock: Returns the seconds since the epoch, as in the timestamps of files.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class FollowedRuns:
         self.served = Served(b"", 0, False, "")
 
     def refresh(self) -> None:
-        """Check the files, and render the page anew if one of them has changed.
+        """Check the files of the runs, and render the page again if one of them has changed.
 
-        A file that is broken for the moment, as one being written, leaves the page as it was.
+        If a file is broken, perhaps because it is being written, the page stays unchanged.
 
         Raises:
             DataError: There is no page yet, and a directory holds no run, or a broken file.
         """
         started = time.perf_counter()
-        # Before reading: what is written meanwhile makes the next look find a difference.
+        # Timestamps are read before the files, so that later writes are noticed next time.
         seen = [_stamps(run) for run in self._runs]
         try:
             if seen != self._seen:
@@ -98,12 +98,12 @@ class FollowedRuns:
                 raise
             self._tell(f"the page stays as it was: {error}")
         spent = time.perf_counter() - started
-        # Long runs take long to render: the wait grows with it, within limits.
+        # Long runs take long to render, so the wait grows with that time, within limits.
         self.seconds_to_wait = min(max(MIN_SECONDS, spent / SHARE_OF_TIME), MAX_SECONDS)
         self._describe(seen)
 
     def _describe(self, seen: Sequence[dict[str, tuple[int, int]]]) -> None:
-        # On the page, and once the runs have ended on the terminal.
+        # The state is shown on the page, and also on the terminal once the runs have ended.
         states = [
             state_of(
                 record,
@@ -135,13 +135,13 @@ def follow(
     say: Callable[[str], None],
     stop: threading.Event | None = None,
 ) -> None:
-    """Serve the page until `stop` is set or Ctrl-C comes.
+    """Serve the page until `stop` is set or the user presses Ctrl-C.
 
     Args:
-        runs: Directories that runs log to.
-        title: Heading of the page.
-        port: A port of this machine's loopback; 0 takes a free one.
-        say: Gets the address and messages.
+        runs: The directories to which the runs log.
+        title: The heading of the page.
+        port: The port on this machine's loopback interface; 0 chooses a free one.
+        say: Prints the address and messages.
         stop: An event that ends the server.
 
     Raises:
@@ -177,7 +177,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    # Serves `/`, the page, and `/state`, its version and the state of the runs.
+    # It serves the page as `/`, and its version and the state of the runs as `/state`.
     server_version = "laurel"
     sys_version = ""
     timeout = 30
@@ -199,11 +199,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, b"Only / and /state are here.\n")
 
     def do_HEAD(self) -> None:
-        """Answer with the headers alone."""
+        """Answer a request with the headers only."""
         self.do_GET()
 
     def _is_for_us(self) -> bool:
-        # Against DNS rebinding: pages of a foreign name that points here could read the answers.
+        # Prevents DNS rebinding: pages of a foreign name that points here could read the answers.
         port = self.server.server_address[1]
         names = (HOST, "localhost")
         ours = {f"{name}:{port}" for name in names} | ({*names} if port == 80 else set())
@@ -224,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: the terminal is for messages to the user."""
+        """Log nothing, because the terminal is for messages to the user."""
 
 
 def _said(record: RunRecord, state: RunActivity) -> str:
@@ -248,31 +248,31 @@ def _stamps(run: Path) -> dict[str, tuple[int, int]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Does a run still go on? Found out from outside, without disturbing it.
+# Finding out from outside whether a run still goes on, without disturbing it.
 
 LOCK_FILE = ".lock"
 """The lock in a run's checkpoint directory (`models/checkpoint/store.py`)."""
 QUIET_AFTER_LAST_STEP = 20.0
-"""Seconds without a write after which a run that reached its last step has ended."""
+"""The seconds without a write after which a run that reached its last step counts as ended."""
 QUIET = 900.0
-"""Seconds without a write after which a run counts as ended where nothing else is known."""
+"""The seconds without a write after which a run counts as ended if nothing else is known."""
 
 
 class RunActivity(NamedTuple):
-    """The state of a run, with the reason where it has ended."""
+    """Whether a run has ended, and why it counts as ended."""
 
     ended: bool
     reason: str = ""
 
 
 def state_of(record: RunRecord, *, seconds_quiet: float) -> RunActivity:
-    """Find out whether a run goes on.
+    """Find out whether a run has ended.
 
-    The process in its checkpoint's lock decides, where it runs on this machine; then its last step,
-    if the configuration names one; then the time without a write.
+    If the lock of its checkpoints names a process on this machine, that process decides. Otherwise
+    the run has ended if it reached its configured last step, or wrote nothing for a long time.
 
     Args:
-        record: The run, as it was last read.
+        record: The record of the run, as it was last read.
         seconds_quiet: The seconds since the last write.
     """
     process = _process(record.settings)
@@ -311,7 +311,7 @@ def _process(settings: Mapping[str, Any]) -> Literal["runs", "gone", "unknown"]:
     if match is None or match[2] != socket.gethostname():
         return "unknown"
     try:
-        os.kill(int(match[1]), 0)  # sends nothing, only asks
+        os.kill(int(match[1]), 0)  # signal 0 only checks that the process exists
     except ProcessLookupError:
         return "gone"
     except (PermissionError, OverflowError):

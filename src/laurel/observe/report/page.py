@@ -1,7 +1,7 @@
-"""The report: one HTML page about one or several runs.
+"""Writes the report: one HTML page about one or several runs.
 
-The page is one file, needs nothing from elsewhere and forbids itself to ask for it. Without
-scripts it shows everything but the sample tables, of which it then shows the first rows.
+The page is one file, which needs no other resources, and whose content policy forbids loading any.
+Without scripts it shows everything, but only the first rows of sample tables.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from laurel.observe.report.terms import explain, explain_setting
 from laurel.observe.run_record import RunRecord, read_run_record
 
 # --------------------------------------------------------------------------------------------------
-# The settings of a run beside the defaults, and beside those of other runs.
+# The settings of a run compared with the defaults, and with those of other runs.
 
 _SCHEMAS: Mapping[str, type[ConfigSection]] = {
     "rm": RewardTrainingRun,
@@ -50,7 +50,7 @@ _SCHEMAS: Mapping[str, type[ConfigSection]] = {
     "grpo": GRPORun,
 }
 _SEEDS_AND_PLACES = re.compile(r"(^|\.)seed$|^logger\.|^checkpointing\.checkpoint_dir$", re.ASCII)
-"""Keys in which runs of one experiment may differ: seeds and directories."""
+"""The keys in which runs of one experiment may differ: seeds and directories."""
 MISSING = "–"
 
 
@@ -74,14 +74,14 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 def changed_settings(kind: str, config: Mapping[str, Any]) -> list[ChangedSetting] | None:
     """Return the settings that differ from this version's defaults, in their order.
 
-    The result is None where the kind of the run is unknown.
+    None if the kind of the run is unknown.
     """
     schema = _SCHEMAS.get(kind)
     if schema is None or not config:
         return None
     defaults = dict(flat(schema().model_dump(mode="json")))
-    # A block that is empty or null by default has no keys of its own to compare with.
-    # E.g. the arguments of an optimizer, or names of environments.
+    # A block that is empty or null by default, such as the arguments of an optimizer or the names
+    # of environments, has no keys to compare with.
     blocks = {key for key, value in defaults.items() if value in (None, {}, [])}
     settings = []
     for key, value in flat(config):
@@ -109,9 +109,9 @@ def differing_settings(
 
 
 def same_but_for_seeds(configs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Group the runs whose settings differ in nothing but seeds and directories.
+    """Group the runs whose settings differ only in seeds and directories; return their indices.
 
-    A run without a configuration is a group of its own.
+    A run without a configuration forms its own group.
     """
     groups: dict[str, list[int]] = {}
     for index, config in enumerate(configs):
@@ -134,10 +134,10 @@ def yaml_text(value: object) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Reports of `laurel eval` as tables: figures beside baselines, and the diagnostics.
+# Reports of `laurel eval` as tables: metrics with baselines, and the diagnostics.
 
 _MAX_LIST = 20
-"""The number of entries of a list that are shown; the file has all."""
+"""The maximum number of entries of a list that are shown; the file has all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationShown:
-    """One evaluation as the page shows it."""
+    """The tables of one evaluation that the page shows."""
 
     title: str
     line: str
@@ -160,7 +160,7 @@ class EvaluationShown:
 
 
 def evaluation_of(name: str, report: Mapping[str, Any]) -> EvaluationShown:
-    """Prepare a report of `laurel eval` for the page.
+    """Convert a report of `laurel eval` to tables of the page.
 
     Args:
         name: The name of the file.
@@ -235,7 +235,7 @@ _SLICES = {
 
 
 def diagnostic_tables(report: Mapping[str, Any]) -> list[PageTable]:
-    """Return the diagnostics as tables: accuracies in slices, calibration, and all else by name."""
+    """Return the tables of the diagnostics: accuracies of slices, calibration, and all others."""
     whole = report.get("accuracy") or {}
     names = list(whole.get("baselines") or {})
     controlled = report.get("length_controlled_accuracy") or {}
@@ -290,7 +290,7 @@ def diagnostic_tables(report: Mapping[str, Any]) -> list[PageTable]:
 
 
 def lines_of(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Flatten a tree of values into names and values, without empty ones."""
+    """Yield the names and values of a nested mapping, without empty values."""
     for name, value in report.items():
         label = f"{prefix}{name}".replace("_", " ")
         if isinstance(value, Mapping):
@@ -314,7 +314,7 @@ def readable_value(value: object) -> str:
 
 
 def _share(value: object) -> str:
-    # A value outside of 0 to 1 is no share.
+    # A value outside of 0 to 1 is not a share.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "–"
     return f"{100 * value:.1f}%" if 0 <= value <= 1 else format_number(value)
@@ -322,59 +322,59 @@ def _share(value: object) -> str:
 
 TEMPLATE = "report.html.j2"
 MAX_SAMPLE_BYTES = 6_000_000
-"""The size of the texts of all samples of a page, which has to open at once, also on a phone."""
+"""The maximum size of all sample texts of a page, which must open quickly even on a phone."""
 NUM_WITHOUT_SCRIPT = 10
-"""The rows of a sample table that are shown without a script, and on paper."""
+"""The number of rows of a sample table that are shown without a script, and on paper."""
 _TEXT_LENGTH = 600
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One number of the summary, with a note."""
+    """A number of the summary, with a note."""
 
     name: str
     value: str
     note: str = ""
     term: str = ""
-    """The metric, whose explanation is shown on hover."""
+    """The name of the metric, whose explanation is shown on hover."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Live:
-    """The settings of a page that follows a run."""
+    """The settings of a page that follows a run in progress."""
 
     version: int
-    """The version of the page; the server knows the newest."""
+    """The version of the page, which the browser compares with the server's."""
     seconds: float
-    """The time between two requests for a newer version."""
+    """The seconds between two requests for a newer version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
-    """The section of one run."""
+    """The section of the page about one run."""
 
     name: str
-    """The prefix of its ids, unique in the page."""
+    """The prefix of the section's ids, which is unique in the page."""
     title: str
     line: str
-    """Steps, time and directory in one line."""
+    """A line with the steps, the time and the directory of the run."""
     kind: str
-    """`rm`, `sft`, `grpo`, or empty where it is unknown."""
+    """`rm`, `sft`, `grpo`, or empty if it is unknown."""
     leads: Sequence[tuple[Chart, str]]
     """The charts at the top of the page, each with its SVG."""
     charts: Sequence[tuple[Chart, str]]
     """The other charts, each with its SVG."""
     is_compared: bool
-    """Whether its curves are plotted among those of other runs."""
+    """Whether the run's curves are plotted together with those of other runs."""
     alarms: Sequence[Alarm]
     solved: frozenset[str]
-    """The alarms that mean no more than that the tasks are solved."""
+    """The alarms that only mean that the tasks are solved."""
     timing: Sequence[tuple[str, float, float]]
-    """For each part of a step its seconds and its share of the whole."""
+    """The name, the seconds and the share of each part of the run's time."""
     samples: Sequence[SampleTable]
     evaluations: Sequence[EvaluationShown]
     changed: Sequence[ChangedSetting] | None
-    """The settings that are not the defaults; None where the defaults are unknown."""
+    """The settings that differ from the defaults; None if the defaults are unknown."""
     config: str
     data: Sequence[tuple[str, Sequence[tuple[str, str]]]]
 
@@ -387,13 +387,13 @@ def write_report(
     facts: Sequence[Fact] = (),
     comparisons: Sequence[Comparison] = (),
 ) -> None:
-    """Write the page about runs.
+    """Write the page about some runs to a file.
 
     Args:
         path: The file to write.
-        runs: Directories that runs logged to, in the order of the page.
-        title: Heading of the page.
-        facts: Numbers of the summary; without any, the last values of the runs' metrics.
+        runs: The directories to which the runs logged, in the order of the page.
+        title: The heading of the page.
+        facts: The numbers of the summary; if empty, the last values of the runs' metrics.
         comparisons: Answers before and after training.
 
     Raises:
@@ -416,15 +416,15 @@ def page_of(
     comparisons: Sequence[Comparison] = (),
     live: Live | None = None,
 ) -> str:
-    """Render the page.
+    """Return the page about some runs as HTML.
 
     Args:
         records: The runs, in the order of the page.
-        samples: A reader of the samples of each run.
-        title: Heading of the page.
-        facts: Numbers of the summary; without any, the last values of the runs' metrics.
+        samples: A reader of the samples for each run.
+        title: The heading of the page.
+        facts: The numbers of the summary; if empty, the last values of the runs' metrics.
         comparisons: Answers before and after training.
-        live: Settings of a page that asks its server for newer versions.
+        live: The settings of a page that asks its server for newer versions; None for a file.
     """
     compared = compare_runs(records)
     tables = [reader.tables(record) for reader, record in zip(samples, records, strict=True)]
@@ -473,8 +473,8 @@ def page_of(
 
 
 def content_policy(script: str, live: Live | None) -> str:
-    """Return the Content-Security-Policy: this script, requests to this server, nothing else."""
-    # The hash of the page's only script: text that slipped through the escaping cannot run.
+    """Return the Content-Security-Policy, which allows this script and requests to this server."""
+    # With the hash of the page's only script, text that escaped the escaping cannot run.
     digest = base64.b64encode(hashlib.sha256(str(script).encode()).digest()).decode()
     asks = "connect-src 'self'; " if live else ""
     return (
@@ -527,7 +527,7 @@ def _source(name: str) -> Any:
 
 
 def _facts_of(records: Sequence[RunRecord], compared: SideBySide) -> list[Fact]:
-    """Return the last values of what the runs are measured by."""
+    """Return the last values of the runs' main metrics as facts."""
     facts = []
     for record in records:
         title = compared.name_of(record)
@@ -545,7 +545,10 @@ def _facts_of(records: Sequence[RunRecord], compared: SideBySide) -> list[Fact]:
 
 
 def _from_to(record: RunRecord, title: str, name: str, about: Sequence[str] = ()) -> list[Fact]:
-    """Return the last value of a metric with its number of rows, baselines and first value."""
+    """Return a fact about a metric: its last value, with its row count, baselines and first value.
+
+    The texts `about` begin the note of the fact. A metric without values gives an empty list.
+    """
     series = record.series(name)
     if not series:
         return []
@@ -587,10 +590,10 @@ def _sentence(record: RunRecord, name: str) -> str:
 
 
 def findings_of(runs: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return what to look at first in each run: `name`, `directory` and `findings`.
+    """Return for each run its `name`, its `directory` and its `findings`, most important first.
 
     Args:
-        runs: Directories that runs logged to.
+        runs: The directories to which the runs logged.
 
     Raises:
         DataError: A directory holds no run, or a file of it is broken.
@@ -643,7 +646,7 @@ def _section(
 
 
 def _num_leads(charts: Sequence[Chart]) -> int:
-    """The number of charts that go to the top of the page: two at most, and one of any run."""
+    """Return how many charts lead the page: two if the first two are lead charts, otherwise one."""
     found = [chart.is_lead for chart in charts[:2]]
     return len(found) if all(found) else 1
 
@@ -657,14 +660,14 @@ def _explained(term: str, terms: dict[str, str]) -> str:
 
 
 def _breakable(name: str) -> Any:
-    """Let a narrow page break a dotted or slashed name between its words."""
+    """Return a dotted or slashed name as HTML that a narrow page may break between its words."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"(?<=[./_])(?=\w)", "<wbr>", str(escape(visible_lines(name)))))
 
 
 # --------------------------------------------------------------------------------------------------
-# Several runs compared: curves over each other, last values, and settings that differ.
+# The comparison of several runs: their curves, last values, and different settings.
 
 _FIGURES = ("accuracy", "loss", "reward_mean", "perplexity", "reward", "truncation_rate")
 """The metrics whose last values are compared, of training and of every validation."""
@@ -672,7 +675,7 @@ _FIGURES = ("accuracy", "loss", "reward_mean", "perplexity", "reward", "truncati
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideBySide:
-    """The comparison of runs of one kind; empty with one run of each kind."""
+    """The comparison of runs of one kind; it is empty if no two runs have the same kind."""
 
     names: Sequence[tuple[RunRecord, str]]
     """The name of each run on the page."""
@@ -683,21 +686,21 @@ class SideBySide:
     figures: Sequence[tuple[str, Sequence[str]]] = ()
     """The name of each metric, and its last value in every run."""
     settings: Sequence[tuple[str, Sequence[str]]] = ()
-    """Each key, and its value in every run."""
+    """Each key in which the runs differ, and its value in every run."""
     seeds: Sequence[str] = ()
-    """A sentence for each group of runs that differ in nothing but their seeds."""
+    """A sentence for each group of runs that differ only in seeds and directories."""
 
     def name_of(self, record: RunRecord) -> str:
         """Return the name of a run on the page."""
         return next(name for one, name in self.names if one is record)
 
     def has_curves_of(self, record: RunRecord) -> bool:
-        """Tell whether the curves of a run are among those plotted over each other."""
+        """Report whether the curves of a run are plotted together with those of other runs."""
         return any(one is record for one in self.compared)
 
 
 def compare_runs(records: Sequence[RunRecord]) -> SideBySide:
-    """Compare the runs of the most frequent kind."""
+    """Name all runs, and compare those of the most frequent kind."""
     marks = [_letter(index) for index in range(len(records))]
     if len(records) < 2:
         return SideBySide(names=[(record, record.title) for record in records], marks=())
@@ -742,7 +745,7 @@ def _compared(
 ) -> ChartedRuns:
     letters = [marks[index] for index in group]
     runs = [several[index] for index in group]
-    # A letter and the name of the directory tell more than the kind, which all have in common.
+    # A letter and the name of the directory say more than the kind, which all runs share.
     label = f"{letters[0]} {places[group[0]]}" if len(runs) == 1 else f"mean of {_joined(letters)}"
     return ChartedRuns(mark="".join(letters), label=label, records=runs)
 
@@ -797,7 +800,7 @@ _PARTS = {
 
 
 def timing_of(record: RunRecord) -> list[tuple[str, float, float]]:
-    """Return the parts of the run's time with their seconds and shares, without overlaps."""
+    """Return the name, the seconds and the share of each part of a run's time, without overlaps."""
     parts = {label: record.total(name) for name, label in _PARTS.items()}
     steps = record.total("timing/train/total_step_time")
     validation = record.total("timing/validation/total_validation_time")

@@ -1,7 +1,7 @@
-"""The sample tables of a report: a selection of a run's rows, and comparisons before and after.
+"""Creates the sample tables of a report: selected rows of a run, and comparisons over training.
 
-A page of all texts of a long run would take minutes to open. So a table holds the rows that a
-reader would look for, a random part of the rest, and the numbers of both.
+A page with all texts of a long run would take minutes to open. So a table holds the rows that a
+reader would look for, a random sample of the others, and the numbers of both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUM_OF_A_KIND = 200
 """The number of rows of each kind: the first, the last, the best, ..."""
 NUM_RANDOM = 2_000
 _TEXT_LENGTH = 1_500
-"""The characters of a text that are shown; of a longer one its start and its end."""
+"""The number of characters of a text that are shown; a longer text is cut in its middle."""
 
 Row = Mapping[str, Any]
 
@@ -53,7 +53,7 @@ _ORDER = (
     "truncated",
     "num_tokens",
 )
-"""The columns that come first, in this order; others follow."""
+"""The columns that come first, in this order, before any others."""
 _LEFT_OUT = frozenset({"task", "group", "weight_version", "num_turns", "environment"})
 _HEADINGS = {
     "better": "chosen",
@@ -90,7 +90,7 @@ class SampleTable:
     kinds: Sequence[str]
     """`number` or `text` for each column."""
     rows: Sequence[Sequence[str | float | None]]
-    """Cells: numbers as numbers, texts with hidden characters as escapes."""
+    """The cells of each row: numbers, and texts with hidden characters as escapes."""
     num_rows: int
     """The number of rows before the selection."""
     note: str = ""
@@ -98,10 +98,10 @@ class SampleTable:
 
 @dataclass(slots=True)
 class Chooser:
-    """Selects few of the rows of a run, which it gets one by one.
+    """Selects a few rows of a run, which are added one by one.
 
-    It keeps the rows with the highest and the lowest value, those where value and truth are
-    furthest apart, the first, the last, and a random sample of all, each row equally likely.
+    It keeps the rows with the highest and the lowest values, those whose value differs most from
+    the truth, the first, the last, and a uniform random sample of all rows.
     """
 
     num_of_a_kind: int = NUM_OF_A_KIND
@@ -120,7 +120,7 @@ class Chooser:
         return len(self._random)
 
     def add(self, row: Row) -> None:
-        """Take the next row."""
+        """Add the next row."""
         number = next(self._numbers)
         self.num_rows += 1
         if len(self._first) < self.num_of_a_kind:
@@ -130,8 +130,8 @@ class Chooser:
             self._last.popleft()
         for kind, value in _values(row):
             heap = self._heaps.setdefault(kind, [])
-            # Among equal ones the earlier stays.
-            # The number, which is unique, keeps rows from being compared.
+            # Of equal values the earlier row stays. The number is unique, so that rows are never
+            # compared.
             heapq.heappush(heap, (value, -number, row))
             if len(heap) > self.num_of_a_kind:
                 heapq.heappop(heap)
@@ -144,7 +144,7 @@ class Chooser:
                 self._random[place] = (number, row)
 
     def chosen(self) -> list[tuple[Row, tuple[str, ...]]]:
-        """Return the kept rows in their order, each with the reasons for keeping it."""
+        """Return the kept rows in their original order, each with the reasons for keeping it."""
         kinds: dict[int, tuple[Row, list[str]]] = {}
         for kind, rows in (
             ("first", self._first),
@@ -158,7 +158,7 @@ class Chooser:
 
 
 def _values(row: Row) -> Iterable[tuple[str, float]]:
-    """Yield the kinds by which a row may be kept, each with its rank value."""
+    """Yield the reasons for which a row may be kept, each with the value that ranks the row."""
     reward = _finite(row.get("reward"))
     if reward is not None:
         yield "highest reward", reward
@@ -184,12 +184,12 @@ def _finite(value: object) -> float | None:
 
 
 def sample_table(title: str, chooser: Chooser, *, where: str) -> SampleTable:
-    """Make the table of the selected rows.
+    """Return the table of the selected rows.
 
     Args:
         title: The title of the table.
-        chooser: A chooser that has got every row.
-        where: The files that hold all rows.
+        chooser: A chooser to which every row was added.
+        where: The names of the files that hold all rows, for the note of the table.
     """
     chosen = chooser.chosen()
     rows = [_with_verdict(row) for row, _ in chosen]
@@ -215,9 +215,9 @@ def sample_table(title: str, chooser: Chooser, *, where: str) -> SampleTable:
 
 
 def before_and_after(title: str, rows: Sequence[Row]) -> SampleTable | None:
-    """Compare the answers to the same prompts at the first and at the last step.
+    """Return a table of the answers to the same prompts at the first and at the last step.
 
-    Pairs are compared by their margins. The result is None where no prompt was seen at two steps.
+    Pairs are compared by their margins. None if no prompt occurs at two steps.
     """
     steps = sorted({row["step"] for row in rows if isinstance(row.get("step"), int | float)})
     if len(steps) < 2:
@@ -306,7 +306,7 @@ def _margin(row: Row) -> float | None:
 
 
 def _with_verdict(row: Row) -> Row:
-    """Add the margin and the verdict to the row of a pair."""
+    """Return the row of a pair with its margin and verdict; other rows are unchanged."""
     if "better_score" not in row or "worse_score" not in row:
         return row
     scores = [_finite(row[name]) for name in ("better_score", "worse_score")]
@@ -321,12 +321,12 @@ def _with_verdict(row: Row) -> Row:
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:
-    """Return the columns with content, the most important first."""
+    """Return the columns that are not empty, the most important first."""
     names = dict.fromkeys(
         name
         for row in rows
         for name, value in row.items()
-        # 0 is content; nothing, an empty text and "no" are not.
+        # 0 counts as content; None, an empty text and "no" do not.
         if name not in _LEFT_OUT and value is not None and value is not False and value != ""
     )
     return sorted(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
@@ -345,15 +345,15 @@ def _text(value: object) -> str:
 
 
 def within(tables: Sequence[SampleTable], num_bytes: int) -> list[SampleTable]:
-    """Drop rows of tables that would be too large for one page together.
+    """Drop rows of tables whose total size is too large for one page.
 
-    Every table gives up the same share, and notes it: randomly sampled rows first, then rows evenly
-    spaced.
+    Every table loses the same share of its size, and notes it. Randomly sampled rows are dropped
+    first, then rows at even intervals.
     """
     sizes = [_size(table.rows) for table in tables]
     if sum(sizes) <= num_bytes:
         return list(tables)
-    # In proportion to their sizes: a small table keeps as large a part as a large one.
+    # Tables shrink in proportion, so a small table keeps as large a share as a large one.
     share = num_bytes / sum(sizes)
     return [
         _thinned(table, math.floor(size * share)) for table, size in zip(tables, sizes, strict=True)
@@ -395,16 +395,16 @@ def _size(rows: Sequence[Sequence[str | float | None]]) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# The tables of samples of a run, from the files that it left.
+# The tables of samples of a run, from the files of its directory.
 
 _NUM_COMPARED = 300
-"""The most prompts of a table of before and after: more than a reader looks at."""
+"""The maximum number of prompts in a table of before and after: more than a reader looks at."""
 
 
 class RunSamples:
-    """Reads the samples of one run, repeatedly while it goes on.
+    """Reads the samples of one run, repeatedly while the run goes on.
 
-    The files of completions are read once each: a written step does not change.
+    Each file of completions is read once, because the file of a step does not change.
     """
 
     def __init__(self) -> None:
@@ -413,7 +413,7 @@ class RunSamples:
         self._unreadable: set[Path] = set()
 
     def tables(self, record: RunRecord) -> list[SampleTable]:
-        """Return the tables: before and after, then validations, then the training."""
+        """Return the tables of a run: before and after, then validations, then training."""
         by_table: dict[str, list[Mapping[str, Any]]] = {}
         for line in record.samples:
             of_table = by_table.setdefault(str(line.get("table", "samples")), [])
@@ -437,7 +437,7 @@ class RunSamples:
         files = completion_files(record.path, record.num_steps)
         stamps = {file: stamp for file in files if (stamp := _stamp(file)) is not None}
         if any(stamps.get(file) != stamp for file, stamp in self._read.items()):
-            # A resume wrote a step again, so that the selection may be outdated.
+            # A resumed run wrote a step again, so the selection may be outdated.
             self._completions, self._read = Chooser(), {}
         self._unreadable = set()
         for file, stamp in stamps.items():
@@ -509,7 +509,7 @@ def _cut(table: SampleTable) -> SampleTable:
 # Texts of models and data sets made safe for a page: no markup takes effect, nothing is hidden.
 
 _JOINERS = frozenset("\u200c\u200d")
-"""The joiners of scripts and emoji, which hide nothing."""
+"""The invisible characters that scripts and emoji need, and that hide nothing."""
 
 
 def visible_lines(text: str) -> str:
@@ -518,7 +518,7 @@ def visible_lines(text: str) -> str:
 
 
 def shorten_text(text: str, length: int) -> str:
-    """Shorten a text to its start and its end, with hidden characters as escapes."""
+    """Keep the start and the end of a text, `length` characters; escape hidden characters."""
     if len(text) <= length:
         return visible_lines(text)
     half = length // 2
@@ -528,12 +528,12 @@ def shorten_text(text: str, length: int) -> str:
 
 
 def one_line(text: str, length: int) -> str:
-    """Shorten a text to one line, with hidden characters as escapes."""
+    """Shorten a text to one line of `length` characters, with hidden characters as escapes."""
     return _shown(shorten_middle(text, length))
 
 
 def script_json(value: object) -> str:
-    """Write JSON for the inside of a `<script>` element, which nothing in it can end."""
+    """Return JSON for a `<script>` element, which no text in it can end."""
     # `</script>` and `<!--` would end the element, whatever the JSON around them.
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -560,17 +560,17 @@ _ANSWER_LENGTH = 320
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredAnswer:
-    """An answer with its score, and whether it is right."""
+    """An answer, its score, and whether it is right."""
 
     text: str
     score: float | None = None
-    """The score of a reward model; None where there is none."""
+    """The score of a reward model; None if there is none."""
     is_right: bool | None = None
-    """The ground truth; None where it is unknown."""
+    """Whether the answer is right by the ground truth; None if unknown."""
 
     @property
     def verdict(self) -> str:
-        """The verdict in a word: `right`, `wrong` or empty."""
+        """The word `right` or `wrong`, or an empty text if the truth is unknown."""
         return "" if self.is_right is None else "right" if self.is_right else "wrong"
 
 
@@ -580,7 +580,7 @@ class Comparison:
 
     prompt: str
     expected: str
-    """The known answer; empty where there is none."""
+    """The known answer; empty if there is none."""
     before: ScoredAnswer
     after: ScoredAnswer
 

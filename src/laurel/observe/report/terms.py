@@ -1,4 +1,4 @@
-"""The terms of a report's page, each with an explanation that the page shows on hover."""
+"""Explains the terms of a report's page; the page shows the explanations on hover."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ _TERMS = {
 
 
 def explain(term: str) -> str:
-    """Return the explanation of a term or of a metric's full name; empty where there is none."""
+    """Return the explanation of a term or of a metric's full name; empty if there is none."""
     found = _TERMS.get(term.lower()) or _TERMS.get(term.rpartition("/")[2])
     if found is None and term.endswith("% interval"):
         return "The range that holds the true value with this confidence, by bootstrap over pairs."
@@ -98,7 +98,7 @@ def explain(term: str) -> str:
 
 
 def explain_setting(schema: type[Section] | None, key: str) -> str:
-    """Return the description of a dotted key of a run's configuration; empty where unknown."""
+    """Return the description of a dotted key of a run's configuration; empty if unknown."""
     text = ""
     kinds: Kinds = () if schema is None else (schema,)
     for part in key.split("."):

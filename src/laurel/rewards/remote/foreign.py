@@ -185,7 +185,7 @@ RAW: dict[str, Any] = dict.fromkeys(_ACTIVATION_KEYS, False)
 
 
 class _Activated(ForeignRequest):
-    """A request that is answered with the sigmoid of scores unless it asks for the scores."""
+    """A request that is answered with sigmoids of scores, or with raw scores if it says so."""
 
     model: Any = Field(default=None, json_schema_extra={"type": "string"})
     use_activation: bool | None = None
@@ -193,7 +193,7 @@ class _Activated(ForeignRequest):
     softmax: bool | None = Field(default=None, description="`use_activation` of older vLLM")
 
     def activated(self, scores: Sequence[float]) -> list[float]:
-        """Apply the sigmoid, unless the request asks for the scores."""
+        """Return the sigmoid of each score, or the raw score if the request asks for it."""
         named = (getattr(self, key) for key in _ACTIVATION_KEYS if key in self.model_fields_set)
         return list(scores) if next(named, None) is False else list(map(sigmoid, scores))
 
@@ -236,7 +236,7 @@ class Usage(Body):
 
 
 class _Answer(Body):
-    """The common keys of answers of vLLM's and OpenAI's endpoints."""
+    """The keys that the responses of vLLM's and OpenAI's endpoints share."""
 
     object: Literal["list"] = "list"
     model: str
@@ -341,7 +341,7 @@ class ClassifyRequest(_OneForm, _Activated):
     add_generation_prompt: Any = Field(default=None, description="Not read")
 
     def reply(self, scored: ScoredRows) -> ClassifyReply | NativeReply | list[NativeReply]:
-        """Answer vLLM's clients with the sigmoid of scores, and SGLang's with the scores."""
+        """Return sigmoids of scores to clients of vLLM, and raw scores to clients of SGLang."""
         if self.form in ("input", "messages"):
             data = [
                 ClassifyEntry(index=index, label="LABEL_0", probs=[score], num_classes=1)
@@ -382,7 +382,7 @@ class PoolingRequest(_OneForm, _Activated, _Encoded):
     task: Literal["classify"] | None = None
 
     def reply(self, scored: ScoredRows) -> PoolingReply:
-        """Answer with the sigmoid of scores, unless the request asks for the scores."""
+        """Return the sigmoid of each score, or the raw score if the request asks for it."""
         data = [
             PoolingEntry(index=index, object="pooling", data=self.encoded(score))
             for index, score in enumerate(self.activated(scored.scores))
@@ -470,7 +470,7 @@ class PairsRequest(_Activated):
         ]
 
     def reply(self, scored: ScoredRows) -> PairsReply:
-        """Answer with the sigmoid of scores, unless the request asks for the scores."""
+        """Return the sigmoid of each score, or the raw score if the request asks for it."""
         data = [
             PairsEntry(index=index, object="score", score=score)
             for index, score in enumerate(self.activated(scored.scores))

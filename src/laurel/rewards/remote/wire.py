@@ -167,7 +167,7 @@ class Body(BaseModel):
         """Validate a JSON value as this body.
 
         Raises:
-            ProtocolError: It is not such a body; `validated` says where and why.
+            ProtocolError: The value does not match this body; the message says where and why.
         """
         return validated(cls.model_validate, value, what)
 

@@ -152,7 +152,7 @@ def _sets(config: GRPORun, options: EvalOptions) -> list[TaskSetConfig]:
 def _played(
     config: GRPORun, options: EvalOptions, stack: ExitStack, console: Console
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
-    """Sample and grade the answers; return them with their metrics."""
+    """Generate and grade the answers; return the groups of rollouts and their metrics."""
     config = resolve_model(config, console)
     check_grpo_run(config)
     planned = plan_allocation(config)

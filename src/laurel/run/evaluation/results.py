@@ -226,7 +226,7 @@ def read_result(path: Path) -> StoredResult:
 
 
 def _of_accuracies(path: Path, given: Mapping[str, Any]) -> StoredResult:
-    """Read a file of accuracies in RewardBench's format, without the other two."""
+    """Read a result of which only the file of accuracies, in RewardBench's format, exists."""
     accuracies = {
         name: float(value)
         for name, value in given.items()

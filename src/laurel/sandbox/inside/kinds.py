@@ -46,8 +46,8 @@ def run(job: dict[str, Any], parts: list[bytes]) -> None:
     """Run a job and end this process; `hide` and `open_streams` have been called before.
 
     Args:
-        job: Job with a `kind`, script, call, serve or tests, a `prelude` that is run before the
-            program, and the fields of its kind.
+        job: Its `kind` (script, call, serve or tests), a `prelude` that runs before the program,
+            and the fields of that kind.
         parts: The source, and the other parts of its kind.
     """
     code = 0

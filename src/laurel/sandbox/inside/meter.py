@@ -137,7 +137,7 @@ class Meter:
         return ""
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop answering the program's system calls."""
         os.close(self.listener)
 
     def _reply(self, call_id: int, *, value: int = 0, error: int = 0, flags: int = 0) -> None:

@@ -39,14 +39,15 @@ _REPLACEMENTS = 3
 
 
 def monitor(setting: Confinement, scratch: str, orders: socket.socket) -> None:
-    """Prepare everything for a job, and run the one that comes.
+    """Prepare for one job, wait for it, and run it.
 
     Args:
-        setting: How to confine.
-        scratch: Directory of boxes if there are no namespaces.
-        orders: Connection from the zygote. With the order come a connection to the client, and
-            another descriptor for the program, if any. When the client closes its connection, or
-            its half of it, the job is ended. When the zygote closes this one, nothing is run.
+        setting: The layers that confine the program.
+        scratch: The directory for the jobs' root directories if there are no namespaces.
+        orders: The connection from the zygote. It passes a connection to the client with the order,
+            and another descriptor for the program, if any. When the client closes its connection,
+            or shuts down its side of it, the job is ended. When the zygote closes this connection,
+            nothing is run.
     """
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     kernel.set_name(ARMED)
@@ -165,7 +166,7 @@ class _Watched:
         return not self.said.removeprefix(_METERED)
 
     def again(self, setting: Confinement, box: str) -> _Watched:
-        """Start another process in its place; the job does not notice."""
+        """Start a new process in place of this one, which died; the job does not notice."""
         os.waitpid(self.pid, 0)
         self.work.close()
         for descriptor in (self.program_fd, self.stdin_pipe, *self.names):

@@ -1,8 +1,9 @@
-"""Encodes values between processes that do not trust each other: data, by exact types.
+"""Serializes plain data between processes that do not trust each other.
 
-No method of a value is called: no `__repr__`, no `__eq__`, no `__reduce__`. An object of any other
-class, a subclass of these included, is not sent: where both sides have agreed on numbers for such
-objects, its number is. Values are decoded to these types alone.
+A value is plain data if its type is exactly one of Python's scalars, sequences, sets and mappings
+that `_encode` lists; subclasses do not count. Any other object is refused, or sent as a number that
+both sides have agreed on for it. No method of a value is called, such as `__repr__`, `__eq__` or
+`__reduce__`, and decoding creates values of the listed types only.
 """
 
 from __future__ import annotations

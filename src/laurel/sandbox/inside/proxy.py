@@ -144,10 +144,9 @@ class _Channel:
 
 
 class _Remote:
-    """Represents an object of the program in the tests; attributes and calls are requests.
+    """A proxy in the tests for an object of the program, to which attributes and calls are sent.
 
-    It is equal to itself alone, and neither true nor false, whatever the program says: only data
-    are compared.
+    It equals only itself and has no truth value, so a program cannot fake a comparison.
     """
 
     __slots__ = ("_channel", "_number")
