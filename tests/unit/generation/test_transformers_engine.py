@@ -312,7 +312,7 @@ def test_weights_that_change_under_a_request_are_an_error():
 
     async def changed(engine):
         task = asyncio.create_task(
-            collect(engine, request(seeds=(1, 2), max_new_tokens=2000, temperature=0.9))
+            collect(engine, request(seeds=(1, 2), max_new_tokens=600, temperature=0.9))
         )
         await asyncio.sleep(0.1)
         with torch.no_grad():
