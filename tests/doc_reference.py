@@ -1,4 +1,4 @@
-"""Parts of pages that are generated: every option of the commands, every key of a configuration.
+"""Parts of pages that are generated: options of commands, keys of a configuration, models.
 
 A page holds such a part between `<!-- generated: NAME -->` and `<!-- end of NAME -->`.
 """
@@ -16,6 +16,7 @@ import click
 import typer.main
 from pydantic.fields import FieldInfo
 
+from doc_models import models_text
 from laurel.cli.main import app
 from laurel.config.dump import entry, literal
 from laurel.config.schema_info import is_mapping, item_kinds, kinds_of, sections_of
@@ -235,7 +236,11 @@ def _short(text: str | None) -> str:
     return kept.strip()
 
 
-GENERATED: dict[str, Callable[[], str]] = {"commands": commands_text, "options": options_text}
+GENERATED: dict[str, Callable[[], str]] = {
+    "commands": commands_text,
+    "options": options_text,
+    "models": models_text,
+}
 
 
 def with_generated(page: str) -> str:

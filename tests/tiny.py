@@ -71,6 +71,34 @@ JAMBA: dict[str, Any] = {
     "num_hidden_layers": 2,
 }
 """Of an architecture with state-space layers, which no forest can serve."""
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {"max_position_embeddings": 128},
+    "modernbert": {
+        "global_attn_every_n_layers": 2,
+        "local_attention": 12,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+        "max_position_embeddings": 128,
+    },
+}
+"""Architectures that look at later tokens."""
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "jamba": JAMBA,
+    "qwen3_next": {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 32,
+        "head_dim": 8,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_key_heads": 2,
+        "num_hidden_layers": 4,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "minimax": {"num_local_experts": 2, "num_hidden_layers": 2},
+}
+"""Architectures with layers of other kinds than attention."""
 
 LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **ARCHITECTURES,

@@ -40,11 +40,11 @@ from laurel.rewards.spec import ScorerSpec
 from laurel.run.evaluation.results import Evaluation
 from laurel.run.evaluation.run import EvalScorer, EvaluationRequest, evaluated, show_evaluation
 from laurel.run.train import trained
+from laurel.types import Score
 
 if TYPE_CHECKING:
     from laurel.rewards.scorer import LocalScorer
     from laurel.training.loop import RunOutcome
-    from laurel.types import Score
 
 __all__ = [
     "Evaluation",
@@ -159,6 +159,7 @@ def score(
         rows: In the shapes that lines of a file may have, such as `{"prompt", "completions"}`,
             `{"prompt", "chosen", "rejected"}` or `{"messages"}`.
         settings: Columns of other names, in the keys of `train`: `{"data.prompt_key": "question"}`.
+            With `{"data.on_bad_row": "skip"}` a row that cannot be read gets one failure.
 
     Returns:
         For each row one score a completion, in order. A score has a `value`, or a `failure`.
@@ -166,15 +167,24 @@ def score(
     Raises:
         UserError: A model or a row that cannot be used.
     """
-    columns = column_overrides(overrides_of(settings or {}))
-    groups = [
+    columns = column_overrides(overrides_of(settings or {}), or_bad_rows=True)
+    is_skip = columns.pop("on_bad_row", "error") == "skip"
+    read = [
         scoring_row(
-            dict(row), source=f"rows[{index}]", where=f"rows[{index}]", columns=columns
-        ).group
+            dict(row),
+            source=f"rows[{index}]",
+            where=f"rows[{index}]",
+            columns=columns,
+            on_bad_row="skip" if is_skip else "error",
+        )
         for index, row in enumerate(rows)
     ]
     scorer = open_scorer(model, quiet=True) if isinstance(model, str | Path | None) else model
-    return scorer.score_now(groups)
+    scores = iter(scorer.score_now([row.group for row in read if row.problem is None]))
+    return [
+        next(scores) if row.problem is None else (Score(value=None, failure=row.problem),)
+        for row in read
+    ]
 
 
 def evaluate(

@@ -26,11 +26,15 @@ its message says what was wrong, where, and what to do.
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
+from urllib.parse import unquote, urlsplit
 
 Result = TypeVar("Result")
 
@@ -84,7 +88,7 @@ class MissingDependencyError(UserError, ImportError):
         """Make the error with the command that installs the package."""
         return cls(
             f"{purpose} needs the package '{package}', which is not installed. "
-            f"Install it with: pip install 'laurel-rl[{extra}]'"
+            f"Install it with: {install_command(extra)}"
         )
 
 
@@ -174,6 +178,16 @@ class WorkerError(TrainingError):
 def is_lost_worker(error: BaseException | None) -> bool:
     """Report whether an error means that a worker is permanently lost, whatever its input was."""
     return isinstance(error, WorkerError) and error.is_lost
+
+
+@contextmanager
+def if_interrupted(kept: Callable[[], str]) -> Iterator[None]:
+    """Let the command line say what is kept of the work within, where Ctrl-C ends it."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        stop.add_note(kept())
+        raise
 
 
 # ------------------------------------------------------------- what keys are called in the messages
@@ -273,7 +287,35 @@ def spoken_in(
 
 
 # --------------------------------------------------------------------------------------------------
-# Words of messages: numbers of things.
+# Words of messages: the command that installs Laurel, numbers of things.
+
+DISTRIBUTION = "laurel-rl"
+
+
+def install_command(extra: str = "") -> str:
+    """Return the command that installs Laurel with an extra, from where this one was installed.
+
+    That is the source tree or the wheel that pip has noted, if it is still there, and the registry
+    of packages otherwise.
+    """
+    from importlib import metadata  # slow, and only a message needs it
+
+    extras = f"[{extra}]" if extra else ""
+    try:
+        noted = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        noted = None
+    source = json.loads(noted or "{}")
+    address = urlsplit(source.get("url", ""))
+    path = unquote(address.path)
+    if address.scheme == "file" and os.path.exists(path):
+        editable = "-e " if source.get("dir_info", {}).get("editable") else ""
+        return f"pip install {editable}{shlex.quote(path + extras)}"
+    if address.scheme in ("http", "https", "ssh"):
+        version_control = source.get("vcs_info", {}).get("vcs")
+        url = f"{version_control}+{source['url']}" if version_control else source["url"]
+        return f"pip install {shlex.quote(f'{DISTRIBUTION}{extras} @ {url}')}"
+    return f"pip install {shlex.quote(DISTRIBUTION + extras)}"
 
 
 def counted(number: int, what: str) -> str:

@@ -51,6 +51,19 @@ class Message:
     content: str
 
 
+USUAL_ROLES = (
+    "system",
+    "user",
+    "assistant",
+    "tool",
+    "developer",
+    "function",
+    "ipython",
+    "environment",
+    "observation",
+)
+"""The message roles that common chat templates know."""
+
 Conversation = tuple[Message, ...]
 
 

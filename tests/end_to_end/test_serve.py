@@ -5,6 +5,7 @@ import collections
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -15,7 +16,7 @@ import pytest
 
 from laurel.cli import serve as command
 from laurel.cli.main import main
-from laurel.errors import MissingDependencyError
+from laurel.errors import MissingDependencyError, install_command
 from laurel.generation.vllm import settings as vllm_settings
 from reward_models import small_model, write_model
 from sandbox_processes import wait_until
@@ -95,7 +96,7 @@ def test_vllm_is_asked_for_where_it_is_not(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr(command, "_NEEDED", ())
     code, error = run_main(monkeypatch, capfd, "--port", "0", "--model", "x", "--engine", "vllm")
     assert code == 2
-    assert "pip install 'laurel-rl[vllm]'" in error
+    assert install_command("vllm") in error
 
 
 def test_a_port_that_is_taken(monkeypatch, capfd):
@@ -135,7 +136,7 @@ def test_the_extra_is_named(monkeypatch):
         command.importlib.util, "find_spec", lambda name: None if name == "uvicorn" else real(name)
     )
     options = command.ServeOptions(**dict.fromkeys(command.ServeOptions.__slots__, None))
-    with pytest.raises(MissingDependencyError, match=r"pip install 'laurel-rl\[serve\]'"):
+    with pytest.raises(MissingDependencyError, match=re.escape(install_command("serve"))):
         command.run_serve(options)
 
 

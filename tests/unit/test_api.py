@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from laurel import api
 from laurel.errors import ConfigError, DataError, ModelError
 from laurel.observe.console import CompletionRow, write_completions
+from laurel.types import Score
 
 
 def test_a_kind_of_training_that_is_none() -> None:
@@ -62,6 +64,24 @@ def test_a_row_that_cannot_be_scored_is_named_before_a_model_is_loaded(tmp_path:
     rows = [{"prompt": "p", "completions": ["a"]}, {"prompt": "p", "completions": []}]
     with pytest.raises(DataError, match=re.escape("rows[1]: 'completions' is empty")):
         api.score(tmp_path / "no-model", rows)
+
+
+def test_a_bad_row_may_be_skipped_as_on_the_command_line() -> None:
+    good = {"question": "a", "chosen": "b", "rejected": "c"}
+    rows = [good, {"question": "a"}, good]
+    scorer: Any = SimpleNamespace(
+        score_now=lambda groups: [(Score(value=1.0),) * 2 for _ in groups]
+    )
+    settings = {"data.prompt_key": "question"}
+    with pytest.raises(DataError, match=r"rows\[1\]: .* or set data\.on_bad_row=skip"):
+        api.score(scorer, rows, settings=settings)
+    first, bad, last = api.score(scorer, rows, settings={**settings, "data.on_bad_row": "skip"})
+    assert [one.value for one in (*first, *last)] == [1.0] * 4
+    (failed,) = bad
+    assert failed.value is None
+    assert failed.failure is not None
+    assert failed.failure.startswith("rows[1]: ")
+    assert "on_bad_row" not in failed.failure
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import functools
 import inspect
 import re
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
@@ -189,6 +190,14 @@ class _PlainCommand(TyperCommand):
 
 class _PlainGroup(TyperGroup):
     context_class = _PlainContext
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            # typer itself would end with this exit code and say nothing.
+            print("; ".join(("interrupted", *getattr(stop, "__notes__", ()))), file=sys.stderr)
+            raise typer.Exit(130) from stop
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         try:

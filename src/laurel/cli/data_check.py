@@ -165,11 +165,13 @@ def _configured(
     data = load_config(SCHEMAS[trainer], None, [*base, *overrides]).config.data  # type: ignore[attr-defined]
     # Formats are recognised by the default names of columns, so the columns that `data` names get
     # these.
-    renamed = dict(first)
-    for key, field_of_key in type(data).model_fields.items():
-        column, default = getattr(data, key), field_of_key.default
-        if key.endswith("_key") and isinstance(default, str) and column in first:
-            renamed[default] = first[column]
+    columns = {
+        field_of_key.default: getattr(data, key)
+        for key, field_of_key in type(data).model_fields.items()
+        if key.endswith("_key") and isinstance(field_of_key.default, str)
+    }
+    renamed = {name: value for name, value in first.items() if columns.get(name, name) == name}
+    renamed |= {name: first[column] for name, column in columns.items() if column in first}
     known = recognise(renamed)
     settings = tuple(known.trainers.get(trainer, ())) if known is not None else ()
     if trainer == "grpo" and not any(one.startswith("data.env_name=") for one in settings):
@@ -255,7 +257,7 @@ def run_data_check(
     if as_json:
         write_json(_as_facts(findings, row, references))
     else:
-        _show(make_console(), findings, row, overrides, references, has_model=bool(model))
+        _show(make_console(), findings, row, overrides, references, model=model)
     if problem is not None:
         raise problem
     return findings.is_usable
@@ -294,6 +296,7 @@ def _as_facts(
 
 # ----------------------------------------------------------------------------------- printed report
 
+_NAMES_MODEL = ("policy.model_name.", "policy.scratch.")
 _TEXT_KEYS = "data.input_key and data.output_key (sft, grpo)"
 _COLUMN_KEYS: dict[Trainer, str] = {
     "rm": f"{', '.join(COLUMN_KEYS)} (rm)",
@@ -309,7 +312,7 @@ def _show(
     overrides: Sequence[str],
     references: References | None,
     *,
-    has_model: bool,
+    model: str,
 ) -> None:
     _say(console, findings.path, "bold")
     rows = f"{findings.num_rows:,}"
@@ -321,7 +324,7 @@ def _show(
     known = findings.known
     form = "none of the known ones" if known is None else f"{known.name}: {known.says}"
     _line(console, "format", form)
-    _show_fits(console, findings, overrides)
+    _show_fits(console, findings, overrides, model)
     if references is not None:
         _show_references(console, references)
     if findings.evaluation is not None:
@@ -348,9 +351,12 @@ def _show(
     heading = f"First row, as laurel {reading.trainer} reads it ({row.source})"
     console.print(Text(f"\n{visible(heading)}", style="bold"))
     show_row(console, row)
-    if not has_model:
+    if not model:
         what = {"rm": "the pooled token", "sft": "what counts in the loss", "grpo": "the template"}
-        hint = f"tokens and {what[reading.trainer]} need a model: add --model DIR"
+        hint = (
+            "DIR is a model, a directory or a hub name: add --model DIR, which also shows tokens "
+            f"and {what[reading.trainer]}"
+        )
         _line(console, "note", hint)
 
 
@@ -367,7 +373,9 @@ def _say(console: Console, text: str, style: str = "") -> None:
     console.print(Text(visible(text), style=style), soft_wrap=True)
 
 
-def _show_fits(console: Console, findings: Findings, overrides: Sequence[str]) -> None:
+def _show_fits(console: Console, findings: Findings, overrides: Sequence[str], model: str) -> None:
+    keys = {one.lstrip("+").partition("=")[0] for one in overrides}
+    has_model = any(f"{key}.".startswith(_NAMES_MODEL) for key in keys)
     for reading in findings.readings:
         if reading.report is None:
             # The problem begins with the name of the set.
@@ -378,6 +386,10 @@ def _show_fits(console: Console, findings: Findings, overrides: Sequence[str]) -
         _line(console, reading.trainer, f"yes: {said}", "bold")
         words = ["laurel", reading.trainer, f"data.train_data_path={findings.path}"]
         words += [*reading.settings, *overrides]
+        if not has_model:
+            words.append(f"policy.model_name={model or 'DIR'}")
+        if reading.num_malformed and "data.on_bad_row" not in keys:
+            words.append("data.on_bad_row=skip")
         if "data.env_name=reward_model" in words:
             words += ["env.reward_model.enabled=true", "env.reward_model.model_name=DIR"]
         print_command(console, " " * 9, shlex.join(words))

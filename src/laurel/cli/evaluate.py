@@ -24,6 +24,7 @@ from laurel.cli.options import (
     complete_preferences,
     complete_tasks,
 )
+from laurel.errors import Terms, speaking
 from laurel.observe.json_output import JsonOption
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ class OneBenchmarkOptions(ScoringOptions):
     ] = None
 
 
+_DATASET = Terms({"data.dataset_name": "--dataset"})
 eval_app = App(help="Measure how good a model is.", no_args_is_help=True)
 
 
@@ -275,7 +277,9 @@ def eval_policy(
         samples=samples,
         as_json=as_json,
     )
-    if exit_code := run_eval(config, overrides or [], options):
+    with speaking(*([_DATASET] if dataset else [])):
+        exit_code = run_eval(config, overrides or [], options)
+    if exit_code:
         raise typer.Exit(exit_code)
 
 
@@ -415,7 +419,8 @@ def _run(
         from laurel.run.evaluation.run import run_benchmark
 
         reproduces = None if compatibility is None else name
-        exit_code = run_benchmark(name, _request(rows, how, reproduces=reproduces, **said))
+        with speaking(_DATASET):
+            exit_code = run_benchmark(name, _request(rows, how, reproduces=reproduces, **said))
     if exit_code:
         raise typer.Exit(exit_code)
 

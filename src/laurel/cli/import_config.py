@@ -96,7 +96,14 @@ def import_facts(report: ImportReport, output: Path | None) -> dict[str, Any]:
     imported = report.imported
 
     def facts(status: str) -> list[dict[str, Any]]:
-        return [_fact(one) for one in imported.with_status(status)]
+        found = []
+        for one in imported.with_status(status):
+            value = "(not shown)" if is_secret(one.key) and one.value else one.value
+            fact: dict[str, Any] = {"key": one.key, "value": value}
+            fact |= {"to": one.to} if one.to else {}
+            fact |= {"why": one.why} if one.why else {}
+            found.append(fact)
+        return found
 
     return {
         "from": report.system,
@@ -110,13 +117,3 @@ def import_facts(report: ImportReport, output: Path | None) -> dict[str, Any]:
         "configuration": dict(imported.values),
         "written": None if output is None else str(output),
     }
-
-
-def _fact(one: KeyOutcome) -> dict[str, Any]:
-    value = "(not shown)" if is_secret(one.key) and one.value else one.value
-    found: dict[str, Any] = {"key": one.key, "value": value}
-    if one.to:
-        found["to"] = one.to
-    if one.why:
-        found["why"] = one.why
-    return found

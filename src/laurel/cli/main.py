@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.text import Text
 
 from laurel import __version__
 from laurel.cli.app import App, QuietOption, VerboseOption, begin
@@ -34,8 +35,8 @@ from laurel.cli.options import (
     ThreadsOption,
 )
 from laurel.cli.report import report
-from laurel.errors import ConfigError, LaurelError
-from laurel.observe.console import verbosity
+from laurel.errors import ConfigError, LaurelError, if_interrupted
+from laurel.observe.console import make_console, verbosity
 from laurel.observe.json_output import JsonOption
 
 app = App(
@@ -348,7 +349,8 @@ def demo(
 
     if data_only:
         write_demo_data(directory, seed=seed, as_json=as_json)
-    else:
+        return
+    with if_interrupted(lambda: f"{directory} keeps what was made, and another demo starts over"):
         run_demo(directory, seed=seed, as_json=as_json)
 
 
@@ -370,16 +372,8 @@ def main() -> None:
     except LaurelError as error:
         if verbosity() == "verbose":
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        make_console(stderr=True).print(Text(f"error: {error}"), soft_wrap=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader of the output, such as `head`, is gone. Python flushes stdout at its exit and
-        # would print a traceback there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
 
 
 if __name__ == "__main__":

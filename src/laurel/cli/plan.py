@@ -35,7 +35,7 @@ from laurel.planning.memory import (
 )
 from laurel.planning.plan import BatchPlan, Plan
 from laurel.planning.request import ClusterRequest, RoleName
-from laurel.planning.roles import Conflict, RolePlan, Slot, as_ranges, title, where
+from laurel.planning.roles import RolePlan, Slot, as_ranges, title, where
 from laurel.planning.step_time import Efficiency, StepTime, device_named, step_time
 from laurel.run.request import request_of, uses_reward_model, workload_of
 from laurel.run.specs import model_spec
@@ -186,7 +186,17 @@ def plan_facts(
 ) -> dict[str, Any]:
     """Convert a plan to JSON-compatible values; memory is in bytes per device."""
     plan = fitted.plan
-    timed = {} if time is None else {"time": _time_facts(time)}
+    timed: dict[str, Any] = {}
+    if time is not None:
+        timed["time"] = {
+            "device": asdict(time.device),
+            "efficiency": asdict(time.efficiency),
+            "workload": asdict(time.workload),
+            "overlaps": time.overlaps,
+            "phases": [asdict(phase) for phase in time.phases],
+            "seconds": time.seconds(),
+            "padded_seconds": time.seconds(is_padded=True),
+        }
     return timed | {
         "fits": fitted.fits,
         "cluster": {
@@ -248,7 +258,8 @@ def plan_text(
         lines += ["", *time_lines(time, width=shutil.get_terminal_size().columns)]
     lines += ["", *(f"note    {note}" for note in read.notes)] if read.notes else []
     for conflict in fitted.conflicts:
-        lines += ["", *_conflict(conflict)]
+        kind = "CONFLICT" if conflict.is_fatal else "WASTE"
+        lines += ["", f"{kind:<10}{conflict.problem}", f"  fix     {conflict.fix}"]
     return "\n".join([*lines, "", *_verdict(fitted, read)])
 
 
@@ -376,11 +387,6 @@ def _arithmetic(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator
             )
 
 
-def _conflict(conflict: Conflict) -> Iterator[str]:
-    yield f"{'CONFLICT' if conflict.is_fatal else 'WASTE':<10}{conflict.problem}"
-    yield f"  fix     {conflict.fix}"
-
-
 # ------------------------------------------------------------------------------------------- time
 
 NARROW = 80
@@ -420,18 +426,6 @@ def time_lines(time: StepTime, *, width: int) -> Iterator[str]:
     if width < NARROW:
         rows = [(row[0], *row[3:]) for row in rows]
     yield from _columns(rows)
-
-
-def _time_facts(time: StepTime) -> dict[str, Any]:
-    return {
-        "device": asdict(time.device),
-        "efficiency": asdict(time.efficiency),
-        "workload": asdict(time.workload),
-        "overlaps": time.overlaps,
-        "phases": [asdict(phase) for phase in time.phases],
-        "seconds": time.seconds(),
-        "padded_seconds": time.seconds(is_padded=True),
-    }
 
 
 # ------------------------------------------------------------------------------------------- text

@@ -45,7 +45,10 @@ def report(
     if is_followed:
         from laurel.observe.report.live import follow
 
-        follow(runs, title=title, port=port, say=partial(print, flush=True))
+        try:
+            follow(runs, title=title, port=port, say=partial(print, flush=True))
+        except KeyboardInterrupt:  # ends the server, which has printed a message
+            raise typer.Exit(130) from None
         return
     from laurel.observe.report.page import findings_of, write_report
 

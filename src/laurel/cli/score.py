@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TextIO
 
 from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows
-from laurel.errors import DataError, counted, counted_that
+from laurel.errors import DataError, counted, counted_that, if_interrupted
 from laurel.observe.console import make_console, message_console, print_scores, say_on
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import json_stream, json_text
@@ -70,13 +70,14 @@ def run_score(
     messages = message_console()
     say = say_on(messages)
     spec = asked_scorer(model, options)
+    # Before the model is loaded: that it cannot be written is known at once.
     if output is not None:
         check_output(output, read_from=file)
     rows, num_rows = _open_rows(file, columns or {}, on_bad_row, stdin, say)
     scorer = open_asked(spec, settings, cpu_threads=cpu_threads, console=messages)
     rules = scorer.contract.rules
     tally = Tally(max_length=rules.max_length)
-    with ExitStack() as stack:
+    with if_interrupted(lambda: tally.kept(output)), ExitStack() as stack:
         write = _writer(stack, output, as_json=as_json, has_attributes=bool(rules.attributes))
         shares_screen = (as_json or output is None) and json_stream().isatty()
         progress = RowProgress(messages, num_rows, chunk=CHUNK, shares_screen=shares_screen)
@@ -164,6 +165,7 @@ def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_attribu
         )
         for stream in streams:
             stream.write(lines)
+            # A program that reads the pipe gets each chunk, and a kill loses no more than one.
             stream.flush()
 
     return write_lines
@@ -210,6 +212,11 @@ class Tally:
                 if score.failure is not None:
                     self.num_failed += 1
                     self.first_failure = self.first_failure or f"{row.group.id}: {score.failure}"
+
+    def kept(self, output: Path | None) -> str:
+        """Say what an interrupted command leaves: lines on the screen, or nothing in its file."""
+        scored = f"{counted(self.num_rows, 'row')} scored"
+        return scored if output is None else f"{scored}, and {output} is not written"
 
     def report(self, say: Say) -> None:
         """Print the counts, and how many completions were truncated or failed."""

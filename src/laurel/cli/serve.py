@@ -23,7 +23,6 @@ from laurel.errors import (
     WorkerError,
     speaking,
 )
-from laurel.models.spec import ModelSpec
 from laurel.observe.console import verbosity, wrapped
 from laurel.observe.json_output import write_json
 from laurel.rewards.batching import BatcherLimits
@@ -35,8 +34,8 @@ from laurel.rewards.server.service import (
     ServingSpec,
     open_served,
 )
-from laurel.rewards.spec import ScorerSpec, find_reward_model
-from laurel.run.specs import OPTIONS
+from laurel.rewards.spec import ScorerSpec
+from laurel.run.specs import OPTIONS, asked_scorer
 
 if TYPE_CHECKING:
     from laurel.rewards.server.app import App
@@ -316,15 +315,14 @@ def _serving_spec(options: ServeOptions) -> ServingSpec:
 
             check_has_vllm("--engine vllm")
             pooling = PoolingOptions()
-        scorer = ScorerSpec(
-            model=ModelSpec(name=options.model),
-            found=find_reward_model(options.model),
+        asked = ScorerSpec(
             max_length=options.max_length,
             batch_tokens=options.batch_tokens,
             precision=options.precision,
             device=options.device,
             pooling=pooling,
         )
+        scorer = asked_scorer(options.model, asked)
     return ServingSpec(
         scorer=scorer,
         limits=BatcherLimits(batch_tokens=options.batch_tokens, max_waiting=options.max_waiting),

@@ -129,6 +129,7 @@ def run_init(
     if reward_model is not None and task != "grpo-rm":
         raise ConfigError(f"--reward-model is for --task grpo-rm, not for {task}")
     output = output or Path(f"{task}.yaml")
+    # Before the model and the rows are looked at, which takes time.
     check_output(output, read_from="")
     if output.exists() and not force:
         raise ConfigError(
@@ -228,43 +229,44 @@ def _model(said: str, *, trainer: str) -> Chosen:
         if trainer == "grpo":
             note += ". It writes noise at first: warm it up with laurel sft on examples"
         return Chosen(settings={"policy.model_name": "null"}, notes=[note])
+    # With a slash at its end it is a directory, and never a name of the hub.
     is_path = said.endswith("/") and not said.startswith(("/", "~", "."))
     check_not_missing(f"./{said}" if is_path else said, key="--model")
     if not Path(said).expanduser().is_dir():
         note = f"{said} is no directory here, so it is read from the Hugging Face hub; unchecked"
         return Chosen(settings={"policy.model_name": json.dumps(said)}, notes=[note])
     with speaking(Terms({"policy.model_name": "--model"})):
-        return _model_in(said, trainer)
+        from laurel.models.loading.pretrained import read_config
+        from laurel.models.spec import ModelSpec
+        from laurel.models.tokenizer import load_tokenizer
 
+        quiet_libraries()
+        found = find_model(said)
+        is_model = (Path(said).expanduser() / "config.json").is_file()
+        name = said if is_model else os.path.relpath(found.name)
+        settings, notes = {"policy.model_name": json.dumps(name)}, list(found.notes)
 
-def _model_in(directory: str, trainer: str) -> Chosen:
-    from laurel.models.loading.pretrained import read_config
-    from laurel.models.spec import ModelSpec
-    from laurel.models.tokenizer import load_tokenizer
+        def tokenizer(config: TokenizerConfig) -> Any:
+            return load_tokenizer(
+                config, model_name=name, trust_remote_code=False, pad_may_end=True
+            )
 
-    quiet_libraries()
-    found = find_model(directory)
-    is_model = (Path(directory).expanduser() / "config.json").is_file()
-    name = directory if is_model else os.path.relpath(found.name)
-    settings, notes = {"policy.model_name": json.dumps(name)}, list(found.notes)
-
-    def tokenizer(config: TokenizerConfig) -> Any:
-        return load_tokenizer(config, model_name=name, trust_remote_code=False, pad_may_end=True)
-
-    try:
-        tokenizer(TokenizerConfig())
-    except ModelError:
-        settings["policy.tokenizer.chat_template"] = "chatml"
-        notes.append(f"{name} has no chat template: the configuration chooses chatml")
-    bare = tokenizer(TokenizerConfig(chat_template=None))
-    if trainer == "rm" and bare.pad_token == bare.eos_token:
-        settings["policy.tokenizer.pad_token"] = "auto"
-        notes.append(
-            f"{name} pads with its end token: the configuration chooses another (pad_token: auto)"
-        )
-    network = read_config(ModelSpec(), name).get_text_config()
-    longest = getattr(network, "max_position_embeddings", None) or math.inf
-    return Chosen(settings=settings, notes=notes, longest=longest)
+        try:
+            tokenizer(TokenizerConfig())
+        except ModelError:
+            settings["policy.tokenizer.chat_template"] = "chatml"
+            notes.append(f"{name} has no chat template: the configuration chooses chatml")
+        # Without a template, which the model may lack: only its tokens are looked at.
+        bare = tokenizer(TokenizerConfig(chat_template=None))
+        if trainer == "rm" and bare.pad_token == bare.eos_token:
+            settings["policy.tokenizer.pad_token"] = "auto"
+            notes.append(
+                f"{name} pads with its end token: the configuration chooses another "
+                "(pad_token: auto)"
+            )
+        network = read_config(ModelSpec(), name).get_text_config()
+        longest = getattr(network, "max_position_embeddings", None) or math.inf
+        return Chosen(settings=settings, notes=notes, longest=longest)
 
 
 def _rows(said: str, *, task: Mapping[str, Any], said_columns: Mapping[str, str]) -> Chosen:

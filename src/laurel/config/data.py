@@ -7,11 +7,11 @@ and `validation`, whose missing keys are filled from `default`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from laurel.config.yaml_tree import Section, foreign
+from laurel.config.yaml_tree import NO_ITEMS_IS_NONE, Section, foreign
 
 
 class SetConfig(Section):
@@ -276,9 +276,10 @@ class DataConfig(SetsConfig):
 
     train: DatasetConfig | list[DatasetConfig] | None = None
     """Block form of the training set; a list is concatenated."""
-    validation: (
-        DatasetConfig | BenchmarkSetConfig | dict[str, DatasetConfig | BenchmarkSetConfig] | None
-    ) = None
+    validation: Annotated[
+        DatasetConfig | BenchmarkSetConfig | dict[str, DatasetConfig | BenchmarkSetConfig] | None,
+        NO_ITEMS_IS_NONE,
+    ] = None
     """Block form of the validation set, or several by name; any of them may be a `benchmark`."""
     default: DatasetConfig | None = None
     """Fills the keys that `train` and `validation` leave out."""

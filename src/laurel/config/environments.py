@@ -439,29 +439,28 @@ class ScorerSource(AskingConfig):
         if not self.reward_model_cfg.enabled:
             raise ValueError("reward_model_cfg.enabled must be true in a reward-model environment")
         if self.urls is not None:
-            self._check_urls(self.urls)
+            if not self.urls:
+                raise ValueError("urls is empty: name a server, or leave the key out")
+            checked_urls(self.urls)
+            if self.url_protocol in RENDERED and not self._model:
+                raise ValueError(
+                    f"url_protocol={self.url_protocol}: its servers take rendered conversations, "
+                    "so name the reward model (model_name), whose template and tokenizer are used"
+                )
+            if self.reward_key and self.url_protocol != "slime":
+                raise ValueError(f"reward_key is for url_protocol=slime, not {self.url_protocol}")
+            if self.hedge and len(self.urls) < 2:
+                raise ValueError("hedge asks a second server, and urls has only one")
         else:
             for key in ("url_model", "reward_key", "model_version", "hedge", "api_key_env"):
                 if getattr(self, key) != ScorerSource.model_fields[key].default:
                     where = "; a judge has its own" if self.judge is not None else ""
                     raise ValueError(f"{key} says how urls are asked, and there are none{where}")
         if len(self._sources()) > 1:
-            raise ValueError(f"{' and '.join(self._sources())} cannot both give the score")
-        return self
-
-    def _check_urls(self, urls: Sequence[str]) -> None:
-        if not urls:
-            raise ValueError("urls is empty: name a server, or leave the key out")
-        checked_urls(urls)
-        if self.url_protocol in RENDERED and not self._model:
             raise ValueError(
-                f"url_protocol={self.url_protocol}: its servers take rendered conversations, so "
-                "name the reward model (model_name), whose template and tokenizer are used"
+                f"{' and '.join(self._sources())} cannot both give the score; keep one"
             )
-        if self.reward_key and self.url_protocol != "slime":
-            raise ValueError(f"reward_key is for url_protocol=slime, not {self.url_protocol}")
-        if self.hedge and len(urls) < 2:
-            raise ValueError("hedge asks a second server, and urls has only one")
+        return self
 
     def _sources(self) -> list[str]:
         found = {

@@ -9,7 +9,7 @@ from laurel.config.dump import meaning, sections_below
 from laurel.config.nemo_rl import reason
 from laurel.config.schema_info import step_into
 from laurel.config.schemas import SCHEMAS, Kind
-from laurel.config.yaml_tree import MINUS_1_IS_OFF, Section
+from laurel.config.yaml_tree import MINUS_1_IS_OFF, NO_ITEMS_IS_NONE, Section
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 # No value, one that the loader looks up, or one that another file or an override has to give.
@@ -79,6 +79,8 @@ def _accept(
         about = " ".join(meaning(section, key, field.description or "", named).split())
         if MINUS_1_IS_OFF in field.metadata:
             entry["minimum"] = -1
+        if NO_ITEMS_IS_NONE in field.metadata:
+            entry["anyOf"].append({"type": "array", "maxItems": 0})
         kept = {name: entry.pop(name) for name in ("default",) if name in entry}
         for name in ("title", "description"):
             entry.pop(name, None)

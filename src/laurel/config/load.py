@@ -225,11 +225,25 @@ class Checker:
     def _value(self, kinds: Kinds, node: YamlNode, path: KeyPath) -> Any:
         """Return the value of one key, with references resolved and sections built."""
         try:
-            node = self._resolved(node, path)
+            if node.value is MISSING:
+                raise UnresolvedError("must be given: the file says ???")
+            if node.reference:
+                # An error in the value names the line of the reference.
+                found = graft(self.interpolations.value(path, node.value), node.place)
+                node = replace(found, text=str(found.value))
         except UnresolvedError as error:
             return self._report(path, node.place, str(error))
         if not isinstance(node.value, dict | list):
-            return self._scalar(kinds, node, path)
+            if Any in kinds:
+                return node.value
+            takes_number = not {int, float}.isdisjoint(kinds)
+            if isinstance(node.value, bool) and takes_number and {bool, str}.isdisjoint(kinds):
+                # pydantic would read `true` as 1.
+                message = f"must be {describe_kinds(kinds)}, not {_shown(node.value)}"
+                return self._report(path, node.place, message)
+            is_number = isinstance(node.value, int | float) and not isinstance(node.value, bool)
+            wants_text = str in kinds and not takes_number
+            return node.text if is_number and wants_text and node.text is not None else node.value
         kind = kind_that_fits(kinds, node)
         if isinstance(kind, type) and issubclass(kind, Section):
             return self.section(kind, node, path)
@@ -237,27 +251,6 @@ class Checker:
         if isinstance(node.value, list):
             return [self._value(inside, item, (*path, i)) for i, item in enumerate(node.value)]
         return {k: self._value(inside, child, (*path, k)) for k, child in node.value.items()}
-
-    def _scalar(self, kinds: Kinds, node: YamlNode, path: KeyPath) -> Any:
-        """Return a scalar; where only text is wanted, a number is text as written (`12e3`)."""
-        if Any in kinds:
-            return node.value
-        takes_number = not {int, float}.isdisjoint(kinds)
-        if isinstance(node.value, bool) and takes_number and {bool, str}.isdisjoint(kinds):
-            # pydantic would read `true` as 1.
-            message = f"must be {describe_kinds(kinds)}, not {_shown(node.value)}"
-            return self._report(path, node.place, message)
-        is_number = isinstance(node.value, int | float) and not isinstance(node.value, bool)
-        wants_text = str in kinds and not takes_number
-        return node.text if is_number and wants_text and node.text is not None else node.value
-
-    def _resolved(self, node: YamlNode, path: KeyPath) -> YamlNode:
-        if node.value is MISSING:
-            raise UnresolvedError("must be given: the file says ???")
-        if not node.reference:
-            return node
-        found = graft(self.interpolations.value(path, node.value), node.place)
-        return replace(found, text=str(found.value))
 
     # ------------------------------------------------------------------------------------ messages
 
@@ -271,7 +264,14 @@ class Checker:
     ) -> None:
         """Report pydantic's problem with a key, in words and with the line that it is in."""
         field = section.model_fields[str(problem["loc"][0])]
-        where, kinds = _descend(kinds_of(field.annotation), problem["loc"])
+        where: KeyPath = problem["loc"][:1]
+        kinds = kinds_of(field.annotation)
+        # From a union on, the location names its branches, which are no keys.
+        for key in problem["loc"][1:]:
+            inside = item_kinds(kinds[0]) if len(kinds) == 1 else None
+            if inside is None:
+                break
+            where, kinds = (*where, key), inside
         if problem["type"] == "missing":
             message = f"is missing; it must be {describe_kinds(kinds)}"
             self._report((*path, *where), node.place, message)
@@ -324,17 +324,6 @@ _DESCRIBED_BY_KIND = (
     "less_than",
     "less_than_equal",
 )
-
-
-def _descend(kinds: Kinds, location: tuple[int | str, ...]) -> tuple[KeyPath, Kinds]:
-    """Follow a location down until it names a branch of a union; return that path and its kinds."""
-    where: KeyPath = location[:1]
-    for key in location[1:]:
-        inside = item_kinds(kinds[0]) if len(kinds) == 1 else None
-        if inside is None:
-            break
-        where, kinds = (*where, key), inside
-    return where, kinds
 
 
 def _reason(problem: ErrorDetails) -> str:

@@ -233,7 +233,10 @@ def _missing(schema: type[Section], values: _Values, *, is_megatron: bool) -> It
     reported: set[str] = set()
     for feature in _TABLES["features"] + (_TABLES["megatron_features"] if is_megatron else []):
         for pattern in feature["keys"]:
-            is_of_run = _is_of_run(schema, pattern)
+            # The run may not read the section: `env` means nothing to `laurel sft`.
+            first, dot, _ = pattern.partition(".")
+            is_foreign = step_into((schema,), first).standing == "foreign"
+            is_of_run = not (is_foreign and (dot or first == "env"))
             for key, node, value in values.leaves(pattern) if is_of_run else ():
                 if feature["name"] in reported or not _asks(feature, value):
                     continue
@@ -251,14 +254,6 @@ def _asks(feature: Mapping[str, Any], value: Any) -> bool:
     if "above" in feature:
         return isinstance(value, int) and value > feature["above"]
     return "always" in feature or (value is not MISSING and not _is_off(value))
-
-
-def _is_of_run(schema: type[Section], pattern: str) -> bool:
-    # The run may not read the section: `env` means nothing to `laurel sft`.
-    first = pattern.partition(".")[0]
-    standing = step_into((schema,), first).standing
-    is_section_of_another = standing == "foreign" and "." in pattern
-    return not is_section_of_another and not (standing == "foreign" and first == "env")
 
 
 def _asked_environments(schema: type[Section], values: _Values) -> Iterator[str]:

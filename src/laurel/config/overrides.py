@@ -12,6 +12,7 @@ from typing import Any
 
 from laurel.config.schema_info import (
     Kinds,
+    changes_default,
     default_node,
     sections_of,
     sole_section,
@@ -26,6 +27,7 @@ from laurel.config.yaml_tree import (
     YamlNode,
     dotted,
     find_node,
+    is_named_as_data,
     overlay,
     read_text,
     with_key,
@@ -37,6 +39,7 @@ _FORM = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?:(?P<equals>=)(?P<value
 
 COLUMN_KEYS = ("data.prompt_key", "data.chosen_key", "data.rejected_key")
 """The keys that name the columns of preferences, which all commands that read such rows accept."""
+COLUMNS_IN_WORDS = ", ".join(f"{key}=COLUMN" for key in COLUMN_KEYS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,11 @@ def parse_override(text: str, *, place: str | None = None) -> Override:
             f"{place}: a configuration file is given as --config {text}; overrides are "
             "written section.key=value"
         )
+    if not form["equals"] and is_named_as_data(text):
+        raise ConfigError(
+            f"{place}: a file of data to train on is given as data.train_data_path={text}; "
+            "overrides are written section.key=value"
+        )
     if not all(keys) or any(part != part.strip() for part in keys):
         raise ConfigError(f"{place}: write it as section.key=value")
     if sign == "~" and form["equals"]:
@@ -142,7 +150,7 @@ def column_overrides(
             more = "; or set data.on_bad_row=skip" if or_bad_rows else ""
             raise ConfigError(
                 f"{said.place}: there is no configuration here, and only the columns of rows "
-                f"can be named: {', '.join(f'{key}=COLUMN' for key in COLUMN_KEYS)}{more}"
+                f"can be named: {COLUMNS_IN_WORDS}{more}"
             )
         columns[said.keys[-1]] = str(value)
     return columns
@@ -224,7 +232,10 @@ def _changed(schema: type[Section], tree: YamlNode, override: Override) -> YamlN
             raise problem(f"is already set in {place}; to change it leave out '+'")
         # A section that is not written begins with what the schema sets there explicitly. A mapping
         # is laid over it and over what files set, as that of another file would be.
-        is_section = sole_section(step.kinds) is not None
+        default = None if step.field is None else step.field.default
+        is_section = sole_section(step.kinds) is not None or (
+            is_last and override.value is not None and changes_default(default, override.value)
+        )
         if child is None and (is_section or not is_last):
             child = default_node(step.field)
         if not is_last:

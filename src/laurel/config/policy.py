@@ -98,6 +98,8 @@ def _not_negative(call: NamedCall) -> NamedCall:
     # No optimizer takes these; torch itself refuses others, when it is loaded.
     for name in ("lr", "eps", "weight_decay"):
         value = call.kwargs.get(name)
+        if isinstance(value, bool | str):
+            raise ValueError(f"kwargs.{name} is {value!r}, and must be a number, 0 or more")
         if isinstance(value, int | float) and not 0 <= value < inf:
             raise ValueError(f"kwargs.{name} is {value!r}, and must be 0 or more")
     return call
@@ -316,7 +318,8 @@ class PolicyConfig(Section):
         name="torch.optim.AdamW",
         kwargs={"lr": 2e-6, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5},
     )
-    """Any class of `torch.optim`, with its arguments. Kwargs that you give replace all of these."""
+    """Any class of `torch.optim`, with its arguments. Kwargs beside a `name` replace all of these;
+    without a `name` they change single ones."""
     scheduler: NamedCall | list[NamedCall | Milestones] | None = None
     """A class of `torch.optim.lr_scheduler`; or a list of them with a `milestones` entry; null
     keeps the learning rate constant."""

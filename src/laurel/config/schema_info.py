@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from laurel.config.yaml_tree import DEFAULT, Section, YamlNode, dotted, graft, nearest
+from laurel.config.yaml_tree import DEFAULT, Section, YamlNode, dotted, graft, nearest, overlay
 
 Kinds = tuple[Any, ...]
 """The alternatives of a type: `int | list[str] | None` is `(int, list[str], NoneType)`."""
@@ -40,6 +40,18 @@ def sole_section(kinds: Kinds) -> type[Section] | None:
         return None
     is_call = any(field.is_required() for field in sections[0].model_fields.values())
     return None if is_call else sections[0]
+
+
+def changes_default(default: Any, node: YamlNode) -> bool:
+    """Report whether a mapping lacks a key that the default's section requires.
+
+    Such a mapping changes the default: `{kwargs: {lr: 1e-4}}` keeps the optimizer and its other
+    arguments. One that names an optimizer replaces it.
+    """
+    if not isinstance(default, Section) or not isinstance(node.value, dict):
+        return False
+    fields = type(default).model_fields
+    return any(fields[key].is_required() for key in fields.keys() - node.value.keys())
 
 
 def item_kinds(kind: Any) -> Kinds | None:
@@ -158,6 +170,8 @@ def with_defaults(
                 inner = value if is_section else None
                 child = with_defaults(section, child, default=inner, everything=everything)
             children[name] = child
+        elif child is not None and changes_default(value, child):
+            children[name] = overlay(_as_node(value, everything=False), child)
     return YamlNode(children, node.place)
 
 

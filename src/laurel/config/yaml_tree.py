@@ -166,6 +166,12 @@ def read_scalars_our_way(yaml_class: Any) -> None:
         yaml_class.add_implicit_resolver(tag, re.compile(rf"(?:{pattern})\Z"), list(first))
 
 
+def is_named_as_data(name: str) -> bool:
+    """Report whether a file's name ends like one of rows, and not like one of a configuration."""
+    # `data.sources` reads these; JSON may be either.
+    return name.lower().removesuffix(".gz").endswith((".jsonl", ".csv", ".parquet", ".arrow"))
+
+
 class _Loader(yaml.SafeLoader):
     """Loads YAML with the rules of `read_scalars_our_way`."""
 
@@ -200,10 +206,20 @@ def read_document(text: str, name: str) -> YamlNode:
 
 def _with_parents(path: Path, children: tuple[Path, ...], named_by: str = "") -> YamlNode:
     path = path.expanduser()
+    # Links are followed: the same file under another name is a circle, too.
     if path.resolve() in [child.resolve() for child in children]:
         chain = " -> ".join(str(step) for step in (*children, path))
         raise ConfigError(f"{named_by}the files inherit in a circle: {chain}")
-    tree = _Reader(_read_bytes(path, named_by), str(path)).tree()
+    written = _read_bytes(path, named_by)
+    row, _, rest = written.lstrip().partition(b"\n")
+    are_rows = row.startswith(b"{") and row.rstrip().endswith(b"}") and rest.lstrip()[:1] == b"{"
+    if are_rows or is_named_as_data(path.name):
+        raise ConfigError(
+            f"{named_by}{path} looks like a file of data, not a configuration. Data to train on is "
+            f"given as data.train_data_path={path}, without --config or beside it; laurel data "
+            f"check {path} prints the whole command"
+        )
+    tree = _Reader(written, str(path)).tree()
     sections = {} if tree.value is None else tree.value
     if not isinstance(sections, dict):
         raise ConfigError(f"{tree.place}: a configuration is a mapping of keys, this file is not")
@@ -312,6 +328,7 @@ class _Reader:
         else:
             self.problems.append(f"{place}: the tag '{node.tag}' means nothing in a configuration")
         self.open.pop()
+        # As written, for a key that wants text: `revision: 12e3` is no number.
         is_spelled = is_scalar and not isinstance(value, str)
         return YamlNode(value, place, node.value if is_spelled else None)
 
@@ -323,6 +340,7 @@ class _Reader:
         for key, value in node.value:
             place = self._place(key)
             if key.tag == _TAG + "merge":
+                # Of several merged mappings the first counts, so it is laid on last.
                 for entry in reversed(value.value if value.tag == _TAG + "seq" else [value]):
                     source = self._node(entry, place)
                     if isinstance(source.value, dict):
@@ -343,13 +361,17 @@ class _Reader:
 # The base of every section of a configuration.
 
 
-def _off_is_0(value: Any) -> Any:
-    return 0 if value == -1 else value
-
-
-MINUS_1_IS_OFF = BeforeValidator(_off_is_0)
+MINUS_1_IS_OFF = BeforeValidator(lambda value: 0 if value == -1 else value)
 OffPeriod = Annotated[int, MINUS_1_IS_OFF]
 """The number of steps between two events; 0, or -1 as in other systems, disables them."""
+
+
+def _no_items_is_none(value: Any) -> Any:
+    return None if value == [] else value
+
+
+NO_ITEMS_IS_NONE = BeforeValidator(_no_items_is_none)
+"""Marks a key that takes no list, but an empty one, which means the same as null."""
 
 
 @cache

@@ -116,7 +116,21 @@ def read_benchmark(
     seen: set[str] = set()
     for part in parts or form.hub:
         for row in islice(_rows(form, part), limit):
-            rows.append(_with_own_id(row, seen))
+            # Different subsets, and even one file, may repeat ids.
+            own_id, number = row.id, 1
+            if own_id in seen and (row.subset or "").lower() == _TIES:
+                raise DataError(
+                    f"{row.source}: there is a row with the id {own_id} already, and rows of Ties "
+                    "find their partners by it. Is a file given twice?"
+                )
+            if own_id in seen and row.subset:
+                own_id = f"{row.subset}/{row.id}"
+            first = own_id
+            while own_id in seen:
+                number += 1
+                own_id = f"{first}#{number}"
+            seen.add(own_id)
+            rows.append(replace(row, id=own_id))
     return rows
 
 
@@ -164,24 +178,6 @@ def _rows(form: BenchmarkForm, part: HubPart) -> Iterator[BenchmarkRow]:
             source=where,
             subset=read.subset if part.subset is None else part.subset,
         )
-
-
-def _with_own_id(row: BenchmarkRow, seen: set[str]) -> BenchmarkRow:
-    """Make the id of a row unique, because different subsets, and even one file, may repeat ids."""
-    own_id, number = row.id, 1
-    if own_id in seen and (row.subset or "").lower() == _TIES:
-        raise DataError(
-            f"{row.source}: there is a row with the id {own_id} already, and rows of Ties find "
-            "their partners by it. Is a file given twice?"
-        )
-    if own_id in seen and row.subset:
-        own_id = f"{row.subset}/{row.id}"
-    first = own_id
-    while own_id in seen:
-        number += 1
-        own_id = f"{first}#{number}"
-    seen.add(own_id)
-    return replace(row, id=own_id)
 
 
 def benchmark_of(row: Row) -> BenchmarkName | None:
@@ -342,11 +338,6 @@ def best_of_n_row(row: Row) -> BenchmarkRow:
     )
 
 
-def _domain_of_file(name: str) -> str | None:
-    found = _RM_BENCH_FILE.fullmatch(name)
-    return None if found is None else found["domain"]
-
-
 def _row(
     row: Row,
     *,
@@ -422,7 +413,9 @@ RM_BENCH = BenchmarkForm(
     written='{"id", "domain", "prompt", "chosen": [three answers], "rejected": [three]}',
     read=rm_bench_row,
     hub=(HubPart("THU-KEG/RM-Bench", "train"),),
-    subset_of_file=_domain_of_file,
+    subset_of_file=lambda name: (
+        found["domain"] if (found := _RM_BENCH_FILE.fullmatch(name)) is not None else None
+    ),
 )
 JUDGE_BENCH = BenchmarkForm(
     name="judge-bench",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Literal, NamedTuple
 
 from laurel.config.data import DatasetConfig
+from laurel.config.overrides import COLUMNS_IN_WORDS
 from laurel.config.sft import DemonstrationDataConfig, DemonstrationSetConfig
 from laurel.data.benchmarks import ANSWER_LISTS
 from laurel.data.preferences import DATASET_CLASSES, best_answer, binary, infer_class
@@ -92,22 +93,17 @@ def read_scoring_rows(
         return source if path == STDIN else locate(path, source)
 
     def complain(source: str, problem: UnusableRow) -> None:
-        where = place(source)
-        if on_bad_row == "error":
-            raise DataError(f"{where}: {problem}") from problem
-        said = f"{where}: {problem.message}. {problem.remedy}."
-        nothing = Group(id=where, prompt=(), completions_G=())
-        ready.append(ScoringRow(group=nothing, source=source, problem=said))
+        ready.append(_bad_row(problem, source, place(source), on_bad_row))
 
     if path == STDIN:
         rows = _stdin_rows(stdin if stdin is not None else sys.stdin.buffer, complain)
     else:
         rows = read_rows(path, on_bad_row=complain)
     for source, row in rows:
-        try:
-            ready.append(_scoring_row(row, source, place(source), columns))
-        except UnusableRow as problem:
-            complain(source, problem)
+        where = place(source)
+        ready.append(
+            scoring_row(row, source=source, where=where, columns=columns, on_bad_row=on_bad_row)
+        )
         # Lines before this one that hold no row are among them.
         yield from ready
         ready.clear()
@@ -115,7 +111,12 @@ def read_scoring_rows(
 
 
 def scoring_row(
-    row: Row, *, source: str, where: str, columns: Mapping[str, str] | None = None
+    row: Row,
+    *,
+    source: str,
+    where: str,
+    columns: Mapping[str, str] | None = None,
+    on_bad_row: Literal["error", "skip"] = "error",
 ) -> ScoringRow:
     """Read the prompt and the completions of a row to score.
 
@@ -124,26 +125,36 @@ def scoring_row(
         source: The row's place in its file, for `ScoringRow.source`.
         where: The row's place with the path of the file, for messages and as the group's id.
         columns: The columns with other names, as in `read_scoring_rows`.
+        on_bad_row: Whether an unreadable row is an error, or is returned with its `problem`.
 
     Raises:
         DataError: The row cannot be read.
     """
     try:
-        return _scoring_row(row, source, where, columns)
+        # The shapes know columns by their default names.
+        named = {
+            key.removesuffix("_key"): required(row, column, setting=key)
+            for key, column in (columns or {}).items()
+        }
+        prompt, completions_G = _parts({**row, **named} if named else row)
     except UnusableRow as problem:
-        raise DataError(f"{where}: {problem.message}. {problem.remedy}.") from problem
-
-
-def _scoring_row(
-    row: Row, source: str, where: str, columns: Mapping[str, str] | None
-) -> ScoringRow:
-    prompt, completions_G = _parts(_as_called(row, columns or {}))
+        return _bad_row(problem, source, where, on_bad_row)
     own_id = row.get("id")
     return ScoringRow(
         group=Group(id=where, prompt=prompt, completions_G=completions_G),
         source=source,
         id=own_id if isinstance(own_id, str | int) and not isinstance(own_id, bool) else None,
     )
+
+
+def _bad_row(
+    problem: UnusableRow, source: str, where: str, on_bad_row: Literal["error", "skip"]
+) -> ScoringRow:
+    if on_bad_row == "error":
+        raise DataError(f"{where}: {problem}") from problem
+    said = f"{where}: {problem.message}. {problem.remedy}."
+    nothing = Group(id=where, prompt=(), completions_G=())
+    return ScoringRow(group=nothing, source=source, problem=said)
 
 
 def _stdin_rows(
@@ -170,17 +181,8 @@ def _parts(row: Row) -> _Parts:
     raise UnusableRow(
         "unknown shape",
         f"the row has the keys {', '.join(map(str, row)) or '(none)'}, which say no conversation",
-        remedy=f"A row can be {_SHAPES_IN_WORDS}",
+        remedy=f"A row can be {_SHAPES_IN_WORDS}; or name its columns ({COLUMNS_IN_WORDS})",
     )
-
-
-def _as_called(row: Row, columns: Mapping[str, str]) -> Row:
-    # The shapes know columns by their default names.
-    named = {
-        key.removesuffix("_key"): required(row, column, setting=key)
-        for key, column in columns.items()
-    }
-    return {**row, **named} if named else row
 
 
 def _list_of_completions(row: Row) -> _Parts:
@@ -200,13 +202,8 @@ def _list_of_completions(row: Row) -> _Parts:
     )
 
 
-def _one_completion(row: Row) -> _Parts:
-    prompt, key = _prompt(row), _first_of(row, _ANSWERS)
-    return _Parts(prompt, (_completion(required(row, key), prompt, f"'{key}'"),))
-
-
-def _two_responses(row: Row) -> _Parts:
-    prompt, keys = _prompt(row), ("response1", "response2")
+def _completions_at(row: Row, *keys: str) -> _Parts:
+    prompt = _prompt(row)
     return _Parts(
         prompt, tuple(_completion(required(row, key), prompt, f"'{key}'") for key in keys)
     )
@@ -235,10 +232,6 @@ class _Shape(NamedTuple):
     read: Callable[[Row], _Parts]
 
 
-def _has_prompt_and(*keys: str) -> Callable[[Row], bool]:
-    return lambda row: _has(row, _PROMPTS) and all(key in row for key in keys)
-
-
 # The most specific first: data sets often repeat the chosen conversation under `messages`.
 _SHAPES = (
     _Shape(
@@ -255,13 +248,13 @@ _SHAPES = (
     ),
     _Shape(
         '{"context": ..., "response1": ..., "response2": ...}',
-        _has_prompt_and("response1", "response2"),
-        _two_responses,
+        lambda row: _has(row, _PROMPTS) and {"response1", "response2"} <= row.keys(),
+        lambda row: _completions_at(row, "response1", "response2"),
     ),
     _Shape(
         '{"prompt": ..., "completion": ...} (also "response" for "completion")',
         lambda row: _has(row, _PROMPTS) and _has(row, _ANSWERS),
-        _one_completion,
+        lambda row: _completions_at(row, _first_of(row, _ANSWERS)),
     ),
     _Shape('{"messages": [...]}', lambda row: "messages" in row, _whole_conversation),
 )
@@ -464,7 +457,11 @@ def _load(
         if clue not in noted:
             noted.add(clue)
             report.notes.append(f"read as {clue}")
-        checked = _checked(opened.frame.around(_with_system(said, row, config)))
+        if not (said and said[0].role == "system"):
+            given = row.get(config.system_key) if config.system_key is not None else None
+            if content := given if given is not None else config.system_prompt:
+                said = (Message("system", text(content, what="the system message")), *said)
+        checked = _checked(opened.frame.around(said))
         roles.look(source, checked)
         return Dialogue(
             id=f"{report.name}:{source}",
@@ -492,16 +489,6 @@ def _checked(said: Conversation) -> Conversation:
     if any(not turn.content.strip() for turn in said if turn.role == "assistant"):
         raise LeftOutRow("empty", "the assistant says nothing")
     return said
-
-
-def _with_system(said: Conversation, row: Row, config: DemonstrationSetConfig) -> Conversation:
-    if said and said[0].role == "system":
-        return said
-    given = row.get(config.system_key) if config.system_key is not None else None
-    content = given if given is not None else config.system_prompt
-    if not content:
-        return said
-    return (Message("system", text(content, what="the system message")), *said)
 
 
 # ---------------------------------------------------------------------------------------- shapes
@@ -620,12 +607,6 @@ def _found(row: Row) -> tuple[str, str] | None:
     return None if asked is None or answered is None else (asked, answered)
 
 
-def _found_pair(row: Row, config: DemonstrationSetConfig) -> Conversation:
-    found = _found(row)
-    assert found is not None  # what `fits` looked at
-    return _pair(row, *found)
-
-
 def _best(row: Row, class_name: str) -> Conversation:
     prompt, answered = best_answer(row, class_name)
     return prompt + answered
@@ -645,7 +626,7 @@ def _squad(row: Row) -> Conversation:
 
 _GUESSED = _DemonstrationShape(
     lambda row, config: _found(row) is not None,
-    _found_pair,
+    lambda row, config: _pair(row, *(_found(row) or ("", ""))),
     lambda row, config: "'{}', answered by '{}'".format(*(_found(row) or ("", ""))),
 )
 # The most specific first.

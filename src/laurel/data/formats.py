@@ -6,6 +6,7 @@ their table of contents, for people and for `laurel data check`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -82,50 +83,17 @@ def _is_transcripts(row: Row) -> bool:
     return found is not None and found[1].startswith("transcripts")
 
 
-def _is_python(head: Any) -> bool:
-    # HumanEval was translated into other languages, which the code environment does not run.
-    return isinstance(head, str) and "def " in head
-
-
-def _is_mbpp(row: Row) -> bool:
-    asks = row.get("text") is not None or row.get("prompt") is not None
-    return asks and _has("test_list", "code")(row)
-
-
 def _brings_tests(row: Row) -> bool:
     own = ("test_code", "test_list", "stdio_tests", "call_tests", "public_test_cases")
     if any(row.get(column) is not None for column in own) or row.get("input_output"):
         return True
-    return isinstance(_tests_of_verl(row), Mapping)
-
-
-def _tests_of_verl(row: Row) -> Any:
     judge = row.get("reward_model")
     truth = judge.get("ground_truth") if isinstance(judge, Mapping) else None
-    if not isinstance(truth, str) or not truth.lstrip().startswith("{"):
-        return truth
-    try:
-        return json.loads(truth)
-    except ValueError:
-        return truth
-
-
-def _is_dapo(row: Row) -> bool:
-    judge = row.get("reward_model")
-    return row.get("prompt") is not None and isinstance(judge, Mapping) and "ground_truth" in judge
-
-
-def _is_gsm8k(row: Row) -> bool:
-    return _has("question", "answer")(row) and "\n#### " in str(row["answer"])
-
-
-def _is_squad(row: Row) -> bool:
-    answers = row.get("answers")
-    return _has("context", "question")(row) and isinstance(answers, Mapping) and "text" in answers
-
-
-def _is_turns(row: Row) -> bool:
-    return isinstance(row.get("conversations"), Sequence)
+    if isinstance(truth, str) and truth.lstrip().startswith("{"):
+        # verl's files hold the tests as JSON inside of a text.
+        with contextlib.suppress(ValueError):
+            truth = json.loads(truth)
+    return isinstance(truth, Mapping)
 
 
 _QUESTIONS = ("input", "question", "problem", "prompt", "query", "instruction")
@@ -139,16 +107,6 @@ _ANSWERS = (
     "response",
     "generated_solution",
 )
-
-
-def _is_answered(row: Row) -> bool:
-    return any(row.get(key) is not None for key in _QUESTIONS) and any(
-        row.get(key) is not None for key in _ANSWERS
-    )
-
-
-def _is_asked(row: Row) -> bool:
-    return any(row.get(key) is not None for key in _QUESTIONS)
 
 
 _PROMPTS: Sequence[str] = ("data.env_name=reward_model",)
@@ -311,7 +269,12 @@ FORMATS: tuple[KnownFormat, ...] = (
             "canonical_solution": "    return 1\n",
             "test": "def check(candidate):\n    assert candidate() == 1\n",
         },
-        fits=lambda row: _has("prompt", "entry_point", "test")(row) and _is_python(row["prompt"]),
+        # HumanEval was translated into other languages, which the code environment does not run.
+        fits=lambda row: (
+            _has("prompt", "entry_point", "test")(row)
+            and isinstance(row["prompt"], str)
+            and "def " in row["prompt"]
+        ),
         trainers={"grpo": ("data.dataset_name=HumanEval", "data.env_name=code")},
     ),
     KnownFormat(
@@ -324,7 +287,10 @@ FORMATS: tuple[KnownFormat, ...] = (
             "code": "def same(x):\n    return x",
             "test_list": ["assert same(1) == 1"],
         },
-        fits=_is_mbpp,
+        fits=lambda row: (
+            any(row.get(column) is not None for column in ("text", "prompt"))
+            and _has("test_list", "code")(row)
+        ),
         trainers={"grpo": ("data.dataset_name=MBPP", "data.env_name=code")},
     ),
     KnownFormat(
@@ -348,7 +314,11 @@ FORMATS: tuple[KnownFormat, ...] = (
             "prompt": [{"role": "user", "content": "What is 6 times 7?"}],
             "reward_model": {"ground_truth": "42"},
         },
-        fits=_is_dapo,
+        fits=lambda row: (
+            _has("prompt", "reward_model")(row)
+            and isinstance(row["reward_model"], Mapping)
+            and "ground_truth" in row["reward_model"]
+        ),
         trainers={"grpo": ("data.dataset_name=DAPOMath17K", "data.env_name=math")},
     ),
     KnownFormat(
@@ -359,7 +329,7 @@ FORMATS: tuple[KnownFormat, ...] = (
             "question": "Ann has 2 laurels and buys 3. How many has she?",
             "answer": "2 + 3 = <<2+3=5>>5\n#### 5",
         },
-        fits=_is_gsm8k,
+        fits=lambda row: _has("question", "answer")(row) and "\n#### " in str(row["answer"]),
         trainers={"sft": ("data.dataset_name=GSM8K",), "grpo": ("data.env_name=math",)},
     ),
     KnownFormat(
@@ -371,7 +341,11 @@ FORMATS: tuple[KnownFormat, ...] = (
             "question": "Where is the laurel?",
             "answers": {"text": ["by the gate"], "answer_start": [18]},
         },
-        fits=_is_squad,
+        fits=lambda row: (
+            _has("context", "question", "answers")(row)
+            and isinstance(row["answers"], Mapping)
+            and "text" in row["answers"]
+        ),
         trainers={"sft": ("data.dataset_name=squad",)},
     ),
     KnownFormat(
@@ -394,7 +368,7 @@ FORMATS: tuple[KnownFormat, ...] = (
                 {"from": "gpt", "value": "By the gate."},
             ]
         },
-        fits=_is_turns,
+        fits=lambda row: isinstance(row.get("conversations"), Sequence),
         trainers={"sft": ()},
     ),
     KnownFormat(
@@ -403,7 +377,10 @@ FORMATS: tuple[KnownFormat, ...] = (
         columns="input, output; also question, problem, prompt, query, instruction and answer, "
         "expected_answer, ground_truth, solution, completion, response",
         example={"input": "What is 6 times 7?", "output": "42"},
-        fits=_is_answered,
+        fits=lambda row: (
+            any(row.get(key) is not None for key in _QUESTIONS)
+            and any(row.get(key) is not None for key in _ANSWERS)
+        ),
         trainers={"sft": (), "grpo": ("data.env_name=math",)},
         keys={"input": "data.input_key", "output": "data.output_key"},
     ),
@@ -412,7 +389,7 @@ FORMATS: tuple[KnownFormat, ...] = (
         says="prompts without answers",
         columns="prompt; also input, question, problem, query, instruction",
         example={"prompt": "Write a line about laurels."},
-        fits=_is_asked,
+        fits=lambda row: any(row.get(key) is not None for key in _QUESTIONS),
         trainers={"grpo": _PROMPTS},
         keys={"prompt": "data.input_key"},
     ),
@@ -517,7 +494,13 @@ def suggestions(row: Row) -> list[Suggestion]:
         found = make(row)
         if found is not None:
             return [found]
-    return _as_answered(row) or _as_prompt(row)
+    if answered := _as_answered(row):
+        return answered
+    asked = _column(row, _PROMPT_LIKE)
+    if asked is None or not _can(lambda: response(row, TaskSetConfig(input_key=asked))):
+        return []
+    settings = (f"data.input_key={_quoted(asked)}", "data.env_name=reward_model")
+    return [Suggestion(says=f"prompts under '{asked}'", trainer="grpo", settings=settings)]
 
 
 def _words(column: str) -> set[str]:
@@ -627,14 +610,6 @@ def _as_answered(row: Row) -> list[Suggestion]:
         Suggestion(says=says, trainer="sft", settings=keys),
         Suggestion(says=says, trainer="grpo", settings=(*keys, "data.env_name=math")),
     ]
-
-
-def _as_prompt(row: Row) -> list[Suggestion]:
-    asked = _column(row, _PROMPT_LIKE)
-    if asked is None or not _can(lambda: response(row, TaskSetConfig(input_key=asked))):
-        return []
-    settings = (f"data.input_key={_quoted(asked)}", "data.env_name=reward_model")
-    return [Suggestion(says=f"prompts under '{asked}'", trainer="grpo", settings=settings)]
 
 
 def _renamed(row: Row) -> Suggestion | None:

@@ -25,6 +25,7 @@ from laurel.data.sources import (
     Row,
     UnusableRow,
     answer,
+    as_row,
     complaint,
     has_own_split,
     integer,
@@ -204,6 +205,7 @@ class _Loading:
     def run(self, *, limit: int | None) -> list[Preference]:
         """Read until the end of the rows, or until `limit` rows are kept."""
         kept: list[Preference] = []
+        # A limit leaves the rows half read, and their file open.
         with contextlib.closing(self._rows()) as rows:
             for source, row in rows:
                 self.source.report.num_read += 1
@@ -275,12 +277,10 @@ class _Loading:
         self.source.report.drop("malformed", source, kind=problem.kind)
 
     def _preference(self, source: str, row: Any) -> Preference:
-        if not isinstance(row, Mapping):
-            raise UnusableRow(
-                "not an object", f"the row is {json_kind(row)} where {{key: value}} is expected"
-            )
+        row = as_row(row)
         ranked = ranked_row(row, self._class_of(row), self.source.config, self.attributes)
         prompt = self.frame.around(ranked.prompt)
+        # The message of data.system_prompt_file comes first, so one of the row comes second.
         if self.frame.system is not None and len(prompt) > 1 and prompt[1].role == "system":
             self.num_double_systems += 1
         return Preference(
@@ -316,6 +316,7 @@ class _Loading:
         if self.attributes and (ratings is None or all(map(math.isnan, sum(ratings, ())))):
             return "no rating"
         completions_G = preference.group.completions_G
+        # A system message alone asks nothing.
         asked = [one for one in preference.group.prompt if one.role != "system"]
         answers = [one for completion in completions_G for one in completion.messages]
         if not asked or any(not one.content.strip() for one in (*asked, *answers)):
@@ -352,6 +353,7 @@ class _Loading:
                 for name, rating in zip(self.attributes, ratings, strict=True)
                 if not math.isnan(rating)
             )
+        # Fingerprints have one length, so what is joined from them is unambiguous.
         prompt = conversation_fingerprint(preference.group.prompt)
         answers = [conversation_fingerprint(c.messages) for c in preference.group.completions_G]
         ordered = combinations(sorted(zip(preference.ranks_G, answers, strict=True)), 2)
@@ -684,15 +686,14 @@ def _ratings(items: Sequence[Row], attributes: Sequence[str]) -> tuple[tuple[flo
                 "'attributes' is not an object",
                 f"'attributes' is {json_kind(rated)} where {{name: number}} is expected",
             )
-        rows.append(tuple(_rating(rated.get(name), name) for name in attributes))
+        row = []
+        for name in attributes:
+            value = rated.get(name)
+            # A table has one column for all rows, so a missing rating is null or NaN there.
+            is_missing = value is None or (isinstance(value, float) and math.isnan(value))
+            row.append(math.nan if is_missing else number(value, what=f"attribute '{name}'"))
+        rows.append(tuple(row))
     return tuple(rows)
-
-
-def _rating(value: Any, name: str) -> float:
-    # A table has one column for all rows, so a missing rating is null or NaN there.
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return math.nan
-    return number(value, what=f"attribute '{name}'")
 
 
 def _optional_number(row: Row, key: str, *, otherwise: float) -> float:

@@ -22,14 +22,14 @@ from laurel.data.report import Reason, RowReport, origin_of
 from laurel.data.sources import (
     Row,
     UnusableRow,
+    as_row,
     complaint,
     is_import_path,
-    json_kind,
     open_own,
     read_rows,
 )
-from laurel.errors import DataError, counted, counted_that
-from laurel.types import Conversation, Message
+from laurel.errors import DataError, counted, counted_that, setting_of
+from laurel.types import USUAL_ROLES, Conversation, Message
 
 # --------------------------------------------------------------------------------------------------
 # The files that are put around a prompt: a text for the first question, a system message.
@@ -73,7 +73,24 @@ def read_prompt_frame(prompt_file: str | None, system_prompt_file: str | None) -
     """
     question = None if prompt_file is None else _read(prompt_file, key="data.prompt_file")
     if question is not None:
-        _check_question(question, prompt_file or "")
+        path = prompt_file or ""
+        advice = "write {} once, where the question goes, and {{ }} for plain braces"
+        try:
+            fields = [
+                name for _, name, _, _ in string.Formatter().parse(question) if name is not None
+            ]
+        except ValueError as problem:
+            raise DataError(f"data.prompt_file: {path}: {problem}; {advice}") from problem
+        if not fields or set(fields) not in ({""}, {"0"}) or (fields[0] == "" and len(fields) > 1):
+            shown = ", ".join(f"{{{name}}}" for name in fields) or "none"
+            raise DataError(
+                f"data.prompt_file: {path} must have one place for the question, and has: {shown}; "
+                f"{advice}"
+            )
+        try:
+            question.format("")
+        except (ValueError, LookupError) as problem:
+            raise DataError(f"data.prompt_file: {path}: {problem}; {advice}") from problem
     system = (
         None
         if system_prompt_file is None
@@ -89,24 +106,6 @@ def _read(path: str, *, key: str) -> str:
         raise DataError(f"{key}: {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as problem:
         raise DataError(f"{key}: {path} cannot be read as UTF-8 text: {problem}") from problem
-
-
-def _check_question(question: str, path: str) -> None:
-    advice = "write {} once, where the question goes, and {{ }} for plain braces"
-    try:
-        fields = [name for _, name, _, _ in string.Formatter().parse(question) if name is not None]
-    except ValueError as problem:
-        raise DataError(f"data.prompt_file: {path}: {problem}; {advice}") from problem
-    if not fields or set(fields) not in ({""}, {"0"}) or (fields[0] == "" and len(fields) > 1):
-        shown = ", ".join(f"{{{name}}}" for name in fields) or "none"
-        raise DataError(
-            f"data.prompt_file: {path} must have one place for the question, and has: {shown}; "
-            f"{advice}"
-        )
-    try:
-        question.format("")
-    except (ValueError, LookupError) as problem:
-        raise DataError(f"data.prompt_file: {path}: {problem}; {advice}") from problem
 
 
 C = TypeVar("C", TaskSetConfig, DemonstrationSetConfig)
@@ -179,7 +178,7 @@ class OpenedSet(Generic[C]):
             for source, row in rows:
                 report.num_read += 1
                 try:
-                    kept.append(convert(source, _object(row)))
+                    kept.append(convert(source, as_row(row)))
                 except UnusableRow as problem:
                     complain(source, problem)
                 except LeftOutRow as left_out:
@@ -268,17 +267,9 @@ def unknown_class(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     hint = f"Did you mean {by_lower[near[0]]}? " if near else ""
     return (
-        f"data.dataset_name={name} is unknown. {hint}Known are: {', '.join(by_lower.values())}; or "
-        "give the dotted import path of your own class"
+        f"{setting_of('data.dataset_name', name)} is unknown. {hint}Known are: "
+        f"{', '.join(by_lower.values())}; or give the dotted import path of your own class"
     )
-
-
-def _object(row: Any) -> Row:
-    if not isinstance(row, Mapping):
-        raise UnusableRow(
-            "not an object", f"the row is {json_kind(row)} where {{key: value}} is expected"
-        )
-    return row
 
 
 # --------------------------------------------------------------------------------------------------
@@ -286,18 +277,6 @@ def _object(row: Any) -> Row:
 #
 # Templates such as ChatML render any role, so that nothing else would report `usr`.
 
-USUAL_ROLES = (
-    "system",
-    "user",
-    "assistant",
-    "tool",
-    "developer",
-    "function",
-    "ipython",
-    "environment",
-    "observation",
-)
-"""The message roles that common chat templates know."""
 _MOST_NAMED = 3
 
 

@@ -98,6 +98,7 @@ def text(value: Any, *, what: str) -> str:
         raise UnusableRow(
             f"{what} is not text", f"{what} is {json_kind(value)} where text is expected"
         )
+    # ASCII holds no surrogates, and to see that is quicker than to encode.
     if not value.isascii():
         try:
             value.encode()
@@ -132,6 +133,7 @@ def number(value: Any, *, what: str) -> float:
         UnusableRow: The value is no finite number.
     """
     result = math.nan
+    # To Python `true` is 1.
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             result = float(value)
@@ -184,23 +186,18 @@ def _message(value: Any, *, what: str) -> Message:
         )
     content = value["content"]
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
-        content = _joined_parts(content, what=what)
+        texts: list[str] = []
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or "text" not in part:
+                raise UnusableRow(
+                    f"{what} holds something other than text",
+                    f"{what} holds a part that is not text: {part!r:.80}",
+                )
+            texts.append(text(part["text"], what=f"a turn in {what}"))
+        content = "".join(texts)
     return Message(
         text(value["role"], what=f"a role in {what}"), text(content, what=f"a turn in {what}")
     )
-
-
-def _joined_parts(parts: Sequence[Any], *, what: str) -> str:
-    """Join content that is written as `[{"type": "text", "text": ...}, ...]`."""
-    texts: list[str] = []
-    for part in parts:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or "text" not in part:
-            raise UnusableRow(
-                f"{what} holds something other than text",
-                f"{what} holds a part that is not text: {part!r:.80}",
-            )
-        texts.append(text(part["text"], what=f"a turn in {what}"))
-    return "".join(texts)
 
 
 def answer(conversation: Conversation, *, what: str) -> Conversation:
@@ -301,11 +298,16 @@ def _json_line(raw: bytes) -> Row:
             f"column {problem.pos + 1}: not JSON ({problem.msg}), near {_near(problem)!r}",
             remedy="Fix the line (each line is one JSON object)",
         ) from None
-    return _as_row(row)
+    return as_row(row)
 
 
-def _as_row(value: Any) -> Row:
-    if not isinstance(value, dict):
+def as_row(value: Any) -> Row:
+    """Return a row after checking that it is an object.
+
+    Raises:
+        UnusableRow: It is something else.
+    """
+    if not isinstance(value, Mapping):
         raise UnusableRow(
             "not an object",
             f"the row is {json_kind(value)} where an object {{key: value}} is expected",
@@ -317,6 +319,7 @@ def json_lines(stream: IO[bytes], path: str, complain: Complain) -> Rows:
     """Read one JSON object per line; blank lines are skipped."""
     label = os.path.basename(path)
     for number, raw in enumerate(stream, start=1):
+        # Some editors begin a file with a byte-order mark.
         line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
         if line.isspace() or not line:
             continue
@@ -352,7 +355,7 @@ def json_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
     for index, value in enumerate(values):
         source = f"{os.path.basename(path)}[{index}]"
         try:
-            row = _as_row(value)
+            row = as_row(value)
         except UnusableRow as problem:
             complain(source, problem)
             continue
@@ -374,7 +377,14 @@ def csv_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
         raise DataError(
             f"{path}:1: the header must name each column once, and reads: {', '.join(header)}"
         )
-    _check_separator(header, path)
+    for mark, name in ((";", "semicolons (;)"), ("\t", "tabs")):
+        names = header[0].split(mark) if len(header) == 1 else []
+        if len(names) > 1 and all(one.strip() for one in names):
+            raise DataError(
+                f"{path}:1: the columns are separated by {name}, where CSV has commas. Write the "
+                "file again with commas between the columns (spreadsheets ask for the separator "
+                "when they export), or as JSON lines"
+            )
     label = os.path.basename(path)
     while True:
         source = f"{label}:{reader.line_num + 1}"
@@ -388,22 +398,6 @@ def csv_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
             complain(source, UnusableRow("not CSV", f"not CSV: {problem}"))
         except UnusableRow as problem:
             complain(source, problem)
-
-
-def _check_separator(header: list[str], path: str) -> None:
-    """Refuse a header whose columns are separated by semicolons or tabs.
-
-    Raises:
-        DataError: The separator is no comma.
-    """
-    for mark, name in ((";", "semicolons (;)"), ("\t", "tabs")):
-        names = header[0].split(mark) if len(header) == 1 else []
-        if len(names) > 1 and all(one.strip() for one in names):
-            raise DataError(
-                f"{path}:1: the columns are separated by {name}, where CSV has commas. Write the "
-                "file again with commas between the columns (spreadsheets ask for the separator "
-                "when they export), or as JSON lines"
-            )
 
 
 def _csv_row(header: list[str], cells: list[str]) -> Row:
@@ -591,6 +585,7 @@ def _file_rows(path: str, complain: Complain) -> Rows:
             f"{path}: cannot tell the format from the name. Known endings are "
             f"{', '.join(READERS)}, each also with .gz"
         )
+    # A stream that breaks off has no line of its own: the last row that was read shows the place.
     last = "the start"
     try:
         if os.path.getsize(path) == 0:
@@ -720,6 +715,7 @@ def _other_than_data(directory: str) -> str | None:
                 where = os.path.relpath(os.path.join(folder, mark), directory)
                 return f"is the directory of {kind} (it holds {where}), and not of data"
         if folder.count(os.sep) - top.count(os.sep) >= _DEEPEST_MARK:
+            # `os.walk` does not enter what is taken out of its list.
             inside.clear()
     return None
 
@@ -744,6 +740,7 @@ def _quiet() -> Iterator[None]:
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)
+    # Only those that are on are switched on again.
     silenced = [bars for bars in (reading, fetching) if not bars.are_progress_bars_disabled()]
     for bars in silenced:
         bars.disable_progress_bars()

@@ -135,8 +135,16 @@ def mbpp(row: Row) -> CodeTask:
     imports = row.get("test_imports")
     setup += [] if imports is None else _texts(_parsed(imports, "'test_imports'"), "'test_imports'")
     code = text(row.get("code") or "", what="'code'")
+    # The one that the asserts call and the solution defines; without a solution, the first called
+    # one that is not a builtin.
+    called = [name for test in tests for name in _called_in(_tree(test, "'test_list'"))]
+    defined = _defined_in(_tree(code, "'code'")) if code else set()
+    unknown = [name for name in called if not hasattr(builtins, name)]
+    found = next((name for name in called if name in defined), None) or next(iter(unknown), None)
+    if found is None:
+        raise UnusableRow("no function", "the asserts of 'test_list' call no function")
     metadata: dict[str, Any] = {
-        "entry": _function_in(tests, code),
+        "entry": found,
         "test_setup": "\n".join(part for part in setup if part),
         "test_list": tests,
     }
@@ -325,6 +333,7 @@ _AROUND_TEXT = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BI
 
 def _text_in_pickle(data: bytes) -> str:
     """Return the text that a pickle holds without unpickling; refuse a pickle of anything else."""
+    # To unpickle would run what the pickle says.
     steps = [(step.name, argument) for step, argument, _ in pickletools.genops(data)]
     texts = [argument for name, argument in steps if name in _TEXTS]
     if len(texts) != 1 or not {name for name, _ in steps} <= _TEXTS | _AROUND_TEXT:
@@ -364,20 +373,6 @@ def _texts(value: Any, what: str) -> list[str]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise UnusableRow(f"{what} is no list", f"{what} is {json_kind(value)}, not a list")
     return [text(one, what=f"an item of {what}") for one in value]
-
-
-def _function_in(tests: Sequence[str], code: str) -> str:
-    """Find the function under test: the one that the asserts call and the solution defines.
-
-    Without a solution, it is the first called function that is not a builtin.
-    """
-    called = [name for test in tests for name in _called_in(_tree(test, "'test_list'"))]
-    defined = _defined_in(_tree(code, "'code'")) if code else set()
-    unknown = [name for name in called if not hasattr(builtins, name)]
-    found = next((name for name in called if name in defined), None) or next(iter(unknown), None)
-    if found is None:
-        raise UnusableRow("no function", "the asserts of 'test_list' call no function")
-    return found
 
 
 def _function_of_all(metadata: Mapping[str, Any]) -> str | None:

@@ -415,6 +415,7 @@ def load_tasks(
             default one does not fit the rows.
         DataError: A file or a row cannot be used, or no row of a set is left.
     """
+    # A wrong name is reported before the first file is read, which may take minutes.
     for config in sets:
         check_environment(config.env_name or default_environment, environments)
     tasks: list[Task] = []
@@ -497,6 +498,7 @@ def _hold_out(
     prompts = [conversation_fingerprint(task.prompt) for task in tasks]
     held_out: set[bytes] = set()
     for (share, seed), indices in by_split.items():
+        # With the colon: train-1 is also how train-10 begins.
         starts = tuple(f"train-{index + 1}:" for index in indices)
         of_these_sets = [
             prompt

@@ -1,1 +1,1 @@
-"""The demo, with generators of its data."""
+"""Runs the demo, and generates its data."""

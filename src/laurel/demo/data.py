@@ -1,8 +1,8 @@
-"""Generated data for demos and tests: preferences, code tasks, and numbers in words.
+"""Generates data for demos and tests: preferences, code tasks, and numbers in words.
 
-The prompt of a preference asks for a thing from a place; a good answer brings that thing from that
-place, a bad one brings something else, goes somewhere else, or is rude. An answer cannot be rated
-without the prompt, so a model has to compare the two.
+The prompt of a preference asks for a thing from a place. A good answer brings that thing from that
+place; a bad one brings something else, goes somewhere else, or is rude. An answer cannot be rated
+without the prompt, so a model must compare the two.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ NUMBERS = range(2, 22)
 NAMES = ("f", "g", "h")
 CODE_REQUESTS = ("Write {name}(x): x {word} {number}.", "{name}(x) should give x {word} {number}.")
 ARGUMENTS = (0, 1, 7, -3)
-"""The arguments of the tests; no two functions agree on all of them."""
+"""The arguments of the tests; any two functions differ on at least one of them."""
 NUM_HELD_OUT = 60
 """The number of the 360 requests that are in no training row."""
 
@@ -99,15 +99,15 @@ _Request = tuple[str, str, str, int]
 
 
 class FunctionTasks:
-    """Rows for `data.dataset_name=laurel.demo.data.FunctionTasks`.
+    """A data set of code tasks, for `data.dataset_name=laurel.demo.data.FunctionTasks`.
 
-    Each row has `messages` with the demonstrated answer, for fine-tuning; and `entry`, `call_tests`
-    and `reference_solution`, for `data.processor=code_data_processor`. `formatted_ds` holds them by
-    split: `train`, and `validation` with the held-out requests and right answers.
+    Each row has `messages` with a demonstrated answer, for fine-tuning, and `entry`, `call_tests`
+    and `reference_solution`, for `data.processor=code_data_processor`. `formatted_ds` holds the
+    rows of each split: `train`, and `validation` with the held-out requests and right answers.
     """
 
     def __init__(self, seed: int = 0, count: int = 6000, share_wrong: float = 0.6) -> None:
-        """Sample the rows.
+        """Generate the rows.
 
         Args:
             seed: The seed of the sampling.
@@ -202,11 +202,11 @@ UNITS = (
 TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 NUMBER_REQUESTS = ("Write {} in digits.", "What is {} in digits?", "{} as a number, please.")
 NUM_HELD_OUT_NUMBERS = 90
-"""The number of numbers that no training row contains."""
+"""How many of the numbers occur in no training row."""
 
 
 def in_words(number: int) -> str:
-    """Write a number from 0 to 999 in words, e.g. `three hundred forty-two`."""
+    """Return a number from 0 to 999 in words, e.g. `three hundred forty-two`."""
     if number < 20:
         return UNITS[number]
     if number < 100:
@@ -230,14 +230,14 @@ def numbers(*, held_out: bool) -> Sequence[int]:
 
 
 def held_out_tasks() -> Iterator[dict[str, Any]]:
-    """Yield rows `{"input", "output"}`: every request for every held-out number."""
+    """Yield validation rows `{"input", "output"}`: every request for every held-out number."""
     for number in numbers(held_out=True):
         for request in NUMBER_REQUESTS:
             yield {"input": request.format(in_words(number)), "output": str(number)}
 
 
 def prompts(count: int, *, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield rows `{"input", "output"}` for training."""
+    """Yield training rows `{"input", "output"}`: a random request for a random training number."""
     for _, prompt, number in _sampled(count, seed, "prompts", held_out=False):
         yield {"input": prompt, "output": str(number)}
 
@@ -262,7 +262,7 @@ def demonstrations(count: int, *, seed: int, share_wrong: float) -> Iterator[dic
 
 
 def preferences(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield rows `{"prompt", "chosen", "rejected"}`: the right answer against a wrong one.
+    """Yield preferences, rows `{"prompt", "chosen", "rejected"}`, of right over wrong answers.
 
     Args:
         count: The number of rows.

@@ -1,4 +1,4 @@
-"""`laurel demo`: the whole method on generated data, from a new model to a better policy."""
+"""Runs `laurel demo`: the whole method on generated data, from a new model to a better policy."""
 
 from __future__ import annotations
 
@@ -95,16 +95,16 @@ class DemoResult:
 
 
 def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> DemoResult:
-    """Make data and a model, warm it up, train a reward model, learn from it, and report.
+    """Generate data, fine-tune a new model, train a reward model, run GRPO against it, and report.
 
     Args:
         directory: The directory of all files of the demo.
         seed: The seed of the data, the model and the sampling.
-        as_json: Write the results also as JSON, within `json_output.stdout_for_json`.
+        as_json: Whether to print the results as JSON too, within `json_output.stdout_for_json`.
 
     Raises:
-        CheckpointError: The directory holds something else than a demo.
-        TrainingError: A model missed its aim.
+        CheckpointError: The directory holds something other than a demo.
+        TrainingError: A model missed its target.
     """
     started = time.monotonic()
     console = message_console(stderr=False)
@@ -169,15 +169,15 @@ def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> DemoRe
 
 
 def write_demo_data(directory: Path, *, seed: int = 0, as_json: bool = False) -> None:
-    """Write the data sets and the configurations of the demo, and train nothing.
+    """Write the data sets and the configurations of the demo, without training.
 
-    The three configurations follow one another: `sft`, then `rm`, then `grpo`, each from where the
-    one before it saves its last checkpoint.
+    The three runs follow one another, `sft`, `rm` and `grpo`: each loads the last checkpoint of the
+    run before it.
 
     Args:
         directory: The directory of all files of the demo. Files of earlier runs in it are kept.
         seed: The seed of the data, and of the configured runs.
-        as_json: Also print the paths as JSON.
+        as_json: Whether to print the paths as JSON too.
 
     Raises:
         CheckpointError: The directory holds something other than a demo.
@@ -232,7 +232,7 @@ def _write_data(files: Files, seed: int) -> None:
 
 
 def _finished(outcome: RunOutcome, console: Console) -> Path:
-    """Return the model of a run, or exit where the run was stopped."""
+    """Return the model of a finished run; exit if the run was stopped."""
     if outcome.ended != "finished" or outcome.latest is None:
         console.print("stopped before the end; run `laurel demo` again to start over")
         raise SystemExit(130)
@@ -423,7 +423,7 @@ class Files:
     directory: Path
 
     def data(self, name: str) -> Path:
-        """Return the file of a data set."""
+        """Return the path of a data set."""
         return self.directory / "data" / f"{name}.jsonl"
 
     def logs(self, stage: str) -> Path:
@@ -444,7 +444,7 @@ class Files:
 
     @property
     def report(self) -> Path:
-        """The file of the HTML report."""
+        """The path of the HTML report."""
         return self.directory / "report.html"
 
 

@@ -1,5 +1,5 @@
-"""Environments, which score completions: by a known answer, a reward model, or several parts.
+"""Scores completions in environments: by known answers, tests, reward models, or several of these.
 
-`interface.py` defines an environment, `registry.py` makes one by name. Each is in a file of its
-own, which is imported only when the environment is created.
+`interface.py` defines environments, and `registry.py` creates one by its name. Each environment has
+its own file, which is imported only when the environment is created.
 """

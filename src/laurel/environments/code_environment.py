@@ -1,4 +1,4 @@
-"""An environment that runs programs: scored by tests, or as a tool of the policy."""
+"""Defines an environment that runs programs, either to score them by tests, or as a tool."""
 
 from __future__ import annotations
 
@@ -38,10 +38,8 @@ from laurel.environments.interface import (
     EnvironmentReturn,
     EnvironmentSpec,
     RejectedTask,
-    batch_figures,
+    accuracy_figures,
     mean_of,
-    numbers,
-    pass_at_k,
     settings_of,
 )
 from laurel.errors import EnvironmentFailedError
@@ -56,32 +54,32 @@ _ALL = 1.0 - 1e-6  # rewards of several attempts are added up in float32
 
 
 class CodeEnvironment(EnvironmentInterface):
-    """Runs the policy's programs in a sandbox; the task's metadata says to which end.
+    """Runs the policy's programs in a sandbox, with or without tests in the task's metadata.
 
     **With tests** (`test_code`, `test_list`, `stdio_tests` or `call_tests`) the policy's last
-    message is a program, read by `program_of`, and the tests give its reward. A program that does
-    not run has a verdict and a reward, too; an error of the sandbox is a failure.
+    message is a program, which `program_of` reads, and the tests give the reward. A program that
+    does not run also has a verdict and a reward; an error of the sandbox is a failure.
 
     =================  ==========================================================================
-    `test_code`        code that ends without an exception where the function `entry` is right
-    `test_list`        texts of code, each a test of its own: MBPP's asserts
-    `stdio_tests`      objects of `stdin` and `stdout`
-    `call_tests`       objects of `args`, `kwargs` and `expected`, for the function `entry`
-    `test_setup`       code before `test_code`, for what both need; or before each of `test_list`,
-                       where it may use what the program defines
-    `code_prefix`      what a completion may go on from: the head of the function
-    `test_weights`     of each test, for `reward: weighted`
-    `comparison`       whose way to compare what is printed or returned: `laurel`, `apps`, `taco`,
+    `test_code`        code that ends without an exception if the function `entry` is right
+    `test_list`        texts of code, each of which is a test, such as MBPP's asserts
+    `stdio_tests`      objects with `stdin` and `stdout`
+    `call_tests`       objects with `args`, `kwargs` and `expected`, for the function `entry`
+    `test_setup`       code before `test_code`, with what both need; or before each of `test_list`,
+                       where it may use the names of the program
+    `code_prefix`      code that a completion may continue, such as the head of the function
+    `test_weights`     the weight of each test, for `reward: weighted`
+    `comparison`       the grader whose rules compare output or values: `laurel`, `apps`, `taco`,
                        `livecodebench`, `verl`
-    `prelude`          code that is run before the program, among its names: the usual imports;
-                       of `stdio_tests` and `call_tests`
+    `prelude`          code that runs before the program, in its namespace, such as the usual
+                       imports; for `stdio_tests` and `call_tests`
     =================  ==========================================================================
 
-    **Without tests**, `<code>...</code>` in the last message is run, and answered with
-    `<result>...</result>`: its output, and the value of its last statement. Variables last between
-    turns, as `code.answers` describes. The reward is 0: another environment scores the answer, in a
-    composite that this one conducts. A message without code gets no result, or is the answer
-    (`terminate_without_code`).
+    **Without tests**, `<code>...</code>` in the last message is run, and answered by
+    `<result>...</result>` with its output, and the value of its last statement. Variables are kept
+    between turns, as `code.answers` describes. The reward is 0, because another environment scores
+    the answer, in a composite that this one conducts. A message without code gets no result, or is
+    the answer (`terminate_without_code`).
     """
 
     def __init__(
@@ -91,16 +89,17 @@ class CodeEnvironment(EnvironmentInterface):
         detection: Detection | None = None,
         nodes: ClusterNodes | None = None,
     ) -> None:
-        """Find out how well programs can be isolated; processes start with the first one.
+        """Find out how well programs can be isolated; processes start with the first program.
 
         Args:
             env_config: The settings, or a dictionary of them such as `{"num_workers": 2}`.
             detection: The isolation that this machine supports; detected once by default.
-            nodes: Cluster nodes that run programs, each with its own detection; None: this machine.
+            nodes: The cluster nodes that run programs, each with its own detection; None for this
+                machine.
 
         Raises:
-            ConfigError: Unknown or unusable settings; or this machine, or a node, isolates programs
-                less than they ask for.
+            ConfigError: Settings are unknown or invalid; or this machine, or a node, isolates
+                programs less than they require.
         """
         self.config = settings_of(CodeEnvironmentConfig, env_config, where="env.code")
         self.spec = EnvironmentSpec(
@@ -119,10 +118,10 @@ class CodeEnvironment(EnvironmentInterface):
     ) -> EnvironmentReturn:
         """Run the programs of conversations, and score those of tasks with tests.
 
-        The returned metadata also has the `tier`; with tests, the `verdict`, the share of passed
-        tests (`passed_share`), the number of `attempts` and their reward so far
-        (`attempts_reward`), which is subtracted from that of a next one; without, the blocks so far
-        (`code_session`).
+        The returned metadata also has the `tier`. With tests, it has the `verdict`, the share of
+        passed tests (`passed_share`), the number of `attempts`, and their reward so far
+        (`attempts_reward`), which is subtracted from that of the next attempt. Without tests, it
+        has the blocks so far (`code_session`).
         """
         if len(message_log_batch) != len(metadata):
             raise EnvironmentFailedError(
@@ -257,20 +256,14 @@ class CodeEnvironment(EnvironmentInterface):
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
         """Compute `accuracy`, `pass@...`, verdicts and calls of a batch.
 
-        A sample counts as correct if its reward is 1 and it was not truncated. Samples with tests
-        have the share of each verdict (`verdict/<status>`; `no_code` is one), of passed tests, and
-        attempts; those without have the blocks that were run, and the share that raised; both only
-        where the batch has `notes`. `sandbox_failures` is the number of samples without a reward;
-        `tier_is_full` is 1 where programs have Laurel's full isolation.
+        A completion counts as correct if its reward is 1 and it was not truncated. Over completions
+        of tasks with tests, there are the share of each verdict (`verdict/<status>`, including
+        `no_code`), the share of passed tests, and the number of attempts. Over the others, there
+        are the number of blocks that ran, and the share that raised. Both need a batch with
+        `notes`. `sandbox_failures` is the number of completions without a reward; `tier_is_full` is
+        1 if programs have Laurel's full isolation.
         """
-        ended = [one > 0 for one in numbers(batch["is_end"])]
-        correct = [
-            reward >= _ALL and end
-            for reward, end in zip(numbers(batch["rewards"]), ended, strict=True)
-        ]
-        figures = batch_figures(batch)
-        figures |= mean_of("accuracy", [float(one) for one in correct])
-        figures |= pass_at_k(batch["group_ids"], correct)
+        figures, _ = accuracy_figures(batch, right=_ALL)
         noted = [note or {} for note in batch.get("notes") or ()]
         scored = [note for note in noted if "verdict" in note]
         for status, count in Counter(note["verdict"] for note in scored).items():
@@ -324,7 +317,7 @@ class CodeEnvironment(EnvironmentInterface):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """Holds the answer to one conversation; by default nothing happened."""
+    """The answer to one conversation; by default nothing happened."""
 
     metadata: dict[str, Any]
     role: str = ENVIRONMENT_ROLE

@@ -1,4 +1,4 @@
-"""Combines several environments on one sample."""
+"""Combines several environments that score the same completions."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from laurel.protocols import Environment, MessageLog
 from laurel.types import JudgingUnit, Task
 
 GATE = "gate"
-"""Name of the component that takes a gated-out sample to its reward."""
+"""The name of the component that changes a rejected completion's reward to `gated_reward`."""
 OF_PARTS = "composite_parts"
-"""Metadata key of the parts' own metadata, where the conversation goes on."""
+"""The metadata key of the parts' own metadata, if the conversation goes on."""
 SO_FAR = "composite_rewards"
-"""Metadata key of the rewards that each part gave in earlier turns."""
+"""The metadata key of the rewards that each part gave in earlier turns."""
 
 
 class CompositeEnvironment(EnvironmentInterface):
-    """Lets every part score every sample concurrently, and adds up the rewards.
+    """Lets all parts score every completion concurrently, and adds up the rewards.
 
-    The reward always consists of named components whose sum it is: `weight * reward` of each part
-    without a gate, under the part's name (`part/component` where the part itself names components).
+    The reward is the sum of named components: `weight * reward` of each part without a gate, under
+    the part's name (`part/component` if the part itself names components).
 
-    - With `as_components` (for GDPO), if a gate rejects a sample, each component is an even share
-    of `gated_reward`, so that no part can raise the sample on its own.
-    - Otherwise components stay as they are, and `gate`, present where any part has a gate, is the
-    difference to `gated_reward`.
+    - With `as_components` (for GDPO), if a gate rejects a completion, each component is an even
+    share of `gated_reward`, so that no part alone can raise the reward.
+    - Otherwise components are unchanged, and the component `gate`, which exists if any part has a
+    gate, is the difference to `gated_reward`.
 
-    A part that fails on a sample makes the sample a failure, unless the part neither counts (weight
-    0) nor gates. The conversation is over as soon as one part says so: it must not be scored again.
-    With a conductor (`conducted_by`), that part alone says so, and the others score then.
+    If a part fails on a completion, the completion is a failure, unless the part neither counts
+    (weight 0) nor gates. A conversation is over as soon as one part says so, and must not be scored
+    again. With a conductor (`conducted_by`), only that part says so, and the others score then.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class CompositeEnvironment(EnvironmentInterface):
         """Combine environments, which are shut down with this one.
 
         Args:
-            config: The parts.
-            environments: At least those that the parts name.
+            config: The settings of the parts.
+            environments: The environments by name, including all that the parts name.
 
         Raises:
-            ConfigError: A part names none of them, or no part is left to give the reward.
+            ConfigError: A part names an environment that does not exist, or no part gives a reward.
         """
         self.config = settings_of(CompositeEnvironmentConfig, config, where="env.composite")
         names = list(dict.fromkeys(part.env for part in self.config.parts))
@@ -108,13 +108,13 @@ class CompositeEnvironment(EnvironmentInterface):
 
     @property
     def parts(self) -> Mapping[str, Environment]:
-        """Environments that score, by name."""
+        """The environments that score, by name."""
         return self._environments
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
-        """Let every part score, and add up the rewards."""
+        """Let every part score the conversations, and add up the rewards."""
         returns = self._ask_all(message_log_batch, metadata)
         totals = {name: total_of(one.rewards) for name, one in returns.items()}
         failed = {name: failures_of(one, totals[name].tolist()) for name, one in returns.items()}
@@ -241,10 +241,10 @@ class CompositeEnvironment(EnvironmentInterface):
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
         """Compute the metrics of a batch, and of each part in it.
 
-        The parts' own metrics are `<part>/<metric>`, over the samples that this part scored, with
-        its own rewards: neither weighted nor gated. `gated_out` is the share of samples that a gate
-        rejected. A part with weight 0 has `<part>/reward_mean`, too. A batch without `notes` does
-        not say what the parts have scored.
+        The metrics of a part, `<part>/<metric>`, are computed over the completions that it scored,
+        from its own rewards, without weight and gate. `gated_out` is the share of completions that
+        a gate rejected. A part with weight 0 also has `<part>/reward_mean`. A batch without `notes`
+        does not say what the parts have scored.
         """
         metrics = batch_figures(batch) | mean_of("reward_mean", numbers(batch["rewards"]))
         for name, theirs in self._batches_of_parts(batch).items():
@@ -253,10 +253,17 @@ class CompositeEnvironment(EnvironmentInterface):
                 metrics[f"{name}/{metric.removeprefix(f'{name}_env/')}"] = value
             if name in self._watched:
                 metrics |= mean_of(f"{name}/reward_mean", numbers(theirs["rewards"]))
-        return batch, metrics | self._gated_out(batch.get("notes") or ())
+        shut_out = []
+        for note in batch.get("notes") or ():
+            rewards = note["rewards"] if note else {}
+            own = [(rewards.get(name), gate) for name, gate in self._gates]
+            known = [(reward, gate) for reward, gate in own if reward is not None]
+            if own and len(known) == len(own):
+                shut_out.append(float(any(reward < gate for reward, gate in known)))
+        return batch, metrics | mean_of("gated_out", shut_out)
 
     def end_batch(self, batch: Mapping[str, Any]) -> None:
-        """Update the state of each part from the samples that it scored."""
+        """Update the state of each part from the completions that it scored."""
         for name, theirs in self._batches_of_parts(batch).items():
             if self._environments[name].spec.has_state:
                 self._environments[name].end_batch(theirs)
@@ -275,18 +282,8 @@ class CompositeEnvironment(EnvironmentInterface):
             }
         return batches
 
-    def _gated_out(self, notes: Sequence[Mapping[str, Any] | None]) -> dict[str, float]:
-        shut_out = []
-        for note in notes:
-            rewards = note["rewards"] if note else {}
-            own = [(rewards.get(name), gate) for name, gate in self._gates]
-            known = [(reward, gate) for reward, gate in own if reward is not None]
-            if own and len(known) == len(own):
-                shut_out.append(float(any(reward < gate for reward, gate in known)))
-        return mean_of("gated_out", shut_out)
-
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """List the tasks that any part rejects, each once per part."""
+        """Return the tasks that any part rejects, each once per part."""
         rejected = []
         for name, environment in self._environments.items():
             for one in environment.validate(tasks):
@@ -294,7 +291,7 @@ class CompositeEnvironment(EnvironmentInterface):
         return rejected
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the parts that have one."""
+        """Return the states of the parts that have a state."""
         return {
             name: part.state_dict()
             for name, part in self._environments.items()
@@ -307,19 +304,19 @@ class CompositeEnvironment(EnvironmentInterface):
             self._environments[name].load_state_dict(own)
 
     def noise_floor(self) -> float:
-        """Add up the noise of the parts' rewards, by their weights."""
+        """Return the noise of the total reward, from the weighted noise of the parts."""
         return math.fsum(
             abs(part.weight) * self._environments[part.env].noise_floor() for part in self._added
         )
 
     def shutdown(self) -> None:
-        """Shut every part down."""
+        """Shut down every part."""
         for environment in self._environments.values():
             environment.shutdown()
 
 
 def _own(metadata: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
-    """Return the metadata for a part: the task's own at first, then what the part returned."""
+    """Return the metadata for a part: at first that of the task, later what the part returned."""
     if metadata is None or OF_PARTS not in metadata:
         return metadata
     own: dict[str, Any] | None = metadata[OF_PARTS][name]
@@ -332,7 +329,7 @@ def _sum_up(
     failed: Mapping[str, Sequence[str | None]],
     index: int,
 ) -> dict[str, float | None]:
-    """Add up each part's rewards of a sample over all turns so far; None where it failed."""
+    """Return each part's total reward of a completion over all turns so far; None if it failed."""
     before = (given or {}).get(SO_FAR, {})
     rewards: dict[str, float | None] = {}
     for name, totals_B in totals.items():
@@ -346,14 +343,14 @@ def _sum_up(
 # Joining the returns of the parts.
 
 Returns = Mapping[str, EnvironmentReturn]
-"""Return value of each part, by its name."""
+"""The return value of each part, by its name."""
 
 
 MAX_CALLS = 160
-"""Concurrent calls of one part: 64 of the running batch, 64 of a validation beside it, and 32 that
-were given up, so that a part that is merely slow is not refused in a run."""
+"""The maximum number of concurrent calls of one part: 64 of the running batch, 64 of a validation
+at the same time, and 32 that were given up, so that a part that is only slow is not refused."""
 PATIENCE_SECONDS = 30.0
-"""Time that a further call waits for one of them to end."""
+"""The time that a further call waits until one of them ends."""
 
 
 class PartCalls:
@@ -363,7 +360,7 @@ class PartCalls:
         """Set the limit; no thread is started.
 
         Args:
-            name: Name of the part, for messages.
+            name: The name of the part, for messages.
         """
         self._name = name
         self._limit = MAX_CALLS
@@ -375,7 +372,7 @@ class PartCalls:
         """Call a part in a thread.
 
         Raises:
-            EnvironmentFailedError: The limit is reached, and no call ended in time.
+            EnvironmentFailedError: The limit is reached, and no call has ended in time.
         """
         # A thread cannot be ended from outside. A caller gives a call up after a time and calls
         # again, so a part that never returns would take one more thread with every call.
@@ -409,7 +406,7 @@ class PartCalls:
 def scatter_return(
     scored: EnvironmentReturn | None, chosen: Sequence[int], metadata: Sequence[Any]
 ) -> EnvironmentReturn:
-    """Spread a part's return on some conversations over all, with defaults for the others."""
+    """Return a part's return value for all conversations, with defaults for those it skipped."""
     size, place = len(metadata), {index: i for i, index in enumerate(chosen)}
 
     def filled(values: Sequence[Any] | None, default: Any) -> list[Any]:
@@ -440,14 +437,14 @@ def scatter_return(
 
 
 def total_of(rewards: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """Add up the components of each sample's reward, if there are several: float32 [B]."""
+    """Return each completion's reward, the sum if there are components: float32 [B]."""
     if isinstance(rewards, Tensor):
         return rewards.float()
     return torch.stack([one.float() for one in rewards.values()]).sum(dim=0)
 
 
 def failures_of(scored: EnvironmentReturn, totals_B: Sequence[float]) -> list[str | None]:
-    """Return why a part has no reward for each sample; a reward that is not finite is a failure."""
+    """Return, for each completion, why a part has no reward; None if it has a finite one."""
     given = scored.failures or [None] * len(totals_B)
     return [
         f"the reward is {reward}" if reason is None and not math.isfinite(reward) else reason
@@ -462,7 +459,7 @@ def join_observations(returns: Returns, index: int) -> str:
 
 
 def stops(returns: Returns, index: int) -> list[str] | None:
-    """Collect the strings at which any part wants the policy to stop."""
+    """Return all strings at which a part wants the policy to stop; None without any."""
     wanted = [one.next_stop_strings[index] for one in returns.values()]
     if all(one is None for one in wanted):
         return None
@@ -476,7 +473,7 @@ def answer_of(returns: Returns, index: int) -> str | None:
 
 
 def rows_of(batch: Mapping[str, Any], wanted: list[int]) -> dict[str, Any]:
-    """Select samples of a batch."""
+    """Return a batch of only the completions at these indices."""
     size = len(batch["group_ids"])
     rows: dict[str, Any] = {}
     for key, values in batch.items():

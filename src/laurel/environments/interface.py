@@ -1,11 +1,11 @@
-"""The base class of environments, and the metrics that all of them report.
+"""Defines the base class of environments, and the metrics that all of them report.
 
 ::
 
     from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn
 
-`protocols.Environment` is the protocol that rollouts use; deriving from `EnvironmentInterface` is
-the short way to implement it.
+`protocols.Environment` is the protocol that rollouts use; a subclass of `EnvironmentInterface`
+implements it with little code.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ __all__ = [
     "EnvironmentReturn",
     "EnvironmentSpec",
     "RejectedTask",
+    "accuracy_figures",
     "batch_figures",
     "mean_of",
     "numbers",
@@ -49,17 +50,17 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Section)
 
 ENVIRONMENT_ROLE = "environment"
-"""Role of the messages of an environment."""
+"""The role of an environment's messages."""
 GROUP_ID = "laurel_group_id"
-"""Metadata key of a conversation's group: the id that `batch["group_ids"]` has in the finished
-batch.
+"""The metadata key of the id of a conversation's group, which `batch["group_ids"]` has in the
+finished batch.
 """
 
 
 class EnvironmentInterface(ABC):
-    """Scores what the policy writes. A context manager: leaving it shuts the environment down.
+    """Scores completions of a policy; leaving it as a context manager shuts it down.
 
-    Every subclass can also run in a process of its own, as a Ray actor::
+    Every subclass can also run in its own process, as a Ray actor::
 
         environment = MathEnvironment.remote({"num_workers": 2})
         verdicts = ray.get(environment.step.remote(message_logs, metadata))
@@ -67,24 +68,24 @@ class EnvironmentInterface(ABC):
     """
 
     spec = EnvironmentSpec()
-    """Properties of the environment; a class or an object that differs from the defaults sets its
-    own.
+    """The properties of the environment, which a class or an object may set to others than the
+    defaults.
     """
 
     @abstractmethod
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
-        """Score conversations; the protocol is `protocols.Environment.step`."""
+        """Score conversations, as `protocols.Environment.step` describes."""
 
     @abstractmethod
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """Measure a finished batch, as `protocols.Environment` describes."""
+        """Return a finished batch and its metrics, as `protocols.Environment` describes."""
 
     def end_batch(self, batch: Mapping[str, Any]) -> None:  # noqa: B027  most have no state
-        """Update the state from a batch that was trained on (`protocols.Environment`)."""
+        """Update the state from a batch that was trained on, as in `protocols.Environment`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, if `spec.has_state`."""
@@ -94,39 +95,39 @@ class EnvironmentInterface(ABC):
         """Restore a saved state, if `spec.has_state`."""
 
     def noise_floor(self) -> float:
-        """Return the standard deviation of the rewards' own noise, as `spec` gives it."""
+        """Return the standard deviation of the rewards' noise, which `spec` gives; 0 by default."""
         return self.spec.noise_floor or 0.0
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """List the tasks whose own reference answer would not earn the reward; none by default."""
+        """Return the tasks whose reference answer would not earn the reward; by default none."""
         return []
 
     def resting(self) -> AbstractContextManager[None]:
-        """Free the memory of devices within the context; by default there is none."""
+        """Free device memory while the context is open; by default there is nothing to free."""
         return nullcontext()
 
     def shutdown(self) -> None:  # noqa: B027  many have nothing to free
-        """Free processes and memory. Idempotent."""
+        """Free processes and memory; further calls do nothing."""
 
     @classmethod
     def remote(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a Ray actor that holds an environment; the arguments are those of the class.
+        """Create a Ray actor that holds an environment; the arguments are those of the class.
 
-        Its methods are those of the environment, each as `method.remote(...)`. Errors keep their
-        class, also where the environment could not be made: then every call raises them. Without a
-        connection to Ray, one is made; see `ActorMaker.remote`. The actor ends with its last
-        handle, or by `ray.kill`; `shutdown` frees what it holds.
+        The actor has the methods of the environment, each as `method.remote(...)`. Errors keep
+        their class; if the environment could not be created, every call raises its error. Without a
+        connection to Ray, this connects, as `ActorMaker.remote` describes. The actor ends with its
+        last handle, or by `ray.kill`; `shutdown` frees what it holds.
 
         Raises:
             MissingDependencyError: Ray is not installed.
-            TypeError: The class does not take such arguments.
+            TypeError: The class does not accept these arguments.
             ConfigError: There are not enough slots.
         """
         return cls.options().remote(*args, **kwargs)
 
     @classmethod
     def options(cls, **options: Any) -> ActorMaker:
-        """Return a maker with the same `remote`, for an actor with options of Ray.
+        """Return an object with the same `remote`, which creates actors with options of Ray.
 
         Example::
 
@@ -151,13 +152,13 @@ class EnvironmentInterface(ABC):
 def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -> S:
     """Read the settings of an environment from a section or a plain dictionary.
 
-    Keys of other systems that have no effect here are ignored, with a warning in the log; an
-    unknown one is a `ConfigError` with the nearest known key.
+    Keys of other systems that have no effect here are ignored, with a warning in the log. An
+    unknown key is a `ConfigError` that names the most similar known key.
 
     Args:
-        section: Class that the settings are validated against.
+        section: The class that validates the settings.
         given: The settings.
-        where: Name of the dictionary in messages, e.g. `env.math`.
+        where: The name of the dictionary in messages, e.g. `env.math`.
     """
     if isinstance(given, section):
         return given
@@ -172,7 +173,7 @@ def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -
 
 
 def response_of(message_log: MessageLog) -> str:
-    """Join all messages of the policy in a conversation."""
+    """Return the joined text of all messages of the policy in a conversation."""
     return "".join(m["content"] for m in message_log if m["role"] == "assistant")
 
 
@@ -180,7 +181,7 @@ def response_of(message_log: MessageLog) -> str:
 
 
 def batch_figures(batch: Mapping[str, Any]) -> dict[str, float]:
-    """Compute the common metrics of a finished batch; means of nothing are absent."""
+    """Return the common metrics of a finished batch; a mean over nothing is absent."""
     metrics = {
         "num_samples": float(len(batch["group_ids"])),
         "num_problems_in_batch": float(len(set(batch["group_ids"]))),
@@ -196,8 +197,21 @@ def batch_figures(batch: Mapping[str, Any]) -> dict[str, float]:
     return metrics
 
 
+def accuracy_figures(
+    batch: Mapping[str, Any], *, right: float = 1.0
+) -> tuple[dict[str, float], list[bool]]:
+    """Return the common metrics with `accuracy` and `pass@...`, and which completions are correct.
+
+    A completion is correct if its reward is at least `right` and it was not truncated.
+    """
+    samples = zip(numbers(batch["rewards"]), numbers(batch["is_end"]), strict=True)
+    correct = [reward >= right and end > 0 for reward, end in samples]
+    figures = batch_figures(batch) | mean_of("accuracy", [float(one) for one in correct])
+    return figures | pass_at_k(batch["group_ids"], correct), correct
+
+
 def mean_of(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Return the mean under its name, or nothing where there are no values."""
+    """Return the mean under its name; empty if there are no values."""
     return {name: math.fsum(values) / len(values)} if values else {}
 
 
@@ -207,11 +221,11 @@ def numbers(values: Any) -> list[float]:
 
 
 def pass_at_k(group_ids: Sequence[str], correct: Sequence[bool]) -> dict[str, float]:
-    """Estimate how often k samples would solve a problem.
+    """Estimate how often at least one of k completions would be correct.
 
-    `pass@samples_per_prompt` is the share of groups with a correct sample. `pass@1`, `pass@2`,
-    `pass@4`, ... up to the smallest group are the unbiased estimates `1 - C(n-c, k) / C(n, k)` from
-    n samples of which c are correct.
+    `pass@samples_per_prompt` is the share of groups with a correct completion. `pass@1`, `pass@2`,
+    `pass@4`, ... up to the size of the smallest group are the unbiased estimates
+    `1 - C(n-c, k) / C(n, k)` from n completions of which c are correct.
     """
     outcomes: dict[str, list[bool]] = {}
     for group_id, one in zip(group_ids, correct, strict=True):
@@ -269,13 +283,13 @@ MAY_MISS = ("answers", "failures", "notes")
 
 
 def source_of(called: Callable[..., Any]) -> tuple[str, int] | None:
-    """Find the file and first line of a function; None where it is not written in Python."""
+    """Return the file and the first line of a function; None if it is not written in Python."""
     code = getattr(getattr(called, "__func__", called), "__code__", None)
     return None if code is None else (code.co_filename, code.co_firstlineno)
 
 
 def method_name(called: Callable[..., Any]) -> str:
-    """Name a method as its author knows it: `module.Class.step (FILE:LINE)`."""
+    """Return the name of a method for its author: `module.Class.step (FILE:LINE)`."""
     owner = getattr(called, "__self__", None)
     where = source_of(called)
     kind = type(owner)
@@ -287,7 +301,7 @@ def method_name(called: Callable[..., Any]) -> str:
 def invalid_return(
     called: Callable[..., Any], returned: str, expected: str
 ) -> EnvironmentFailedError:
-    """Make the error for a function that returned an unusable value."""
+    """Return the error for a function that returned an invalid value."""
     return EnvironmentFailedError(
         f"{method_name(called)} returned {returned}; expected is {expected}"
     )
@@ -297,7 +311,8 @@ def checked_return(step: Callable[..., Any], returned: Any, size: int) -> Enviro
     """Validate what `step` returned for `size` conversations.
 
     Raises:
-        EnvironmentFailedError: It is invalid; names the method, the value, and what is expected.
+        EnvironmentFailedError: The value is invalid; the message names the method, the value, and
+            what is expected.
     """
     of_each = f"one for each of {size} conversations"
     if not isinstance(returned, EnvironmentReturn):
@@ -327,7 +342,7 @@ def checked_return(step: Callable[..., Any], returned: Any, size: int) -> Enviro
 
 
 def reward_columns(returned: EnvironmentReturn) -> dict[str, Any]:
-    """Return the numeric columns of a return value: the rewards' components, and the ends."""
+    """Return the numeric columns of a return value: rewards or their components, and the ends."""
     rewards = returned.rewards
     if isinstance(rewards, Mapping):
         named = {f"rewards[{name!r}]": values for name, values in rewards.items()}
@@ -340,7 +355,7 @@ def column_of(step: Callable[..., Any], values: Any, size: int, name: str) -> li
     """Convert a column to one plain number for each conversation.
 
     Raises:
-        EnvironmentFailedError: It is not such a column.
+        EnvironmentFailedError: The value is not such a column.
     """
     import torch
 
@@ -358,7 +373,7 @@ def column_of(step: Callable[..., Any], values: Any, size: int, name: str) -> li
 
 
 def value_kind(value: Any) -> str:
-    """Describe the type of a value in a few words."""
+    """Return a description of the type of a value in a few words."""
     if value is None:
         return "None"
     kind = type(value)

@@ -1,4 +1,4 @@
-"""An environment that checks answers against a known one."""
+"""Defines an environment that checks answers against known ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from laurel.environments.interface import (
     EnvironmentReturn,
     EnvironmentSpec,
     RejectedTask,
-    batch_figures,
+    accuracy_figures,
     mean_of,
     numbers,
-    pass_at_k,
     response_of,
     settings_of,
 )
@@ -29,10 +28,10 @@ from laurel.types import Task
 
 
 class MathEnvironment(EnvironmentInterface):
-    """Gives 1 for the right answer and 0 for any other, in one turn.
+    """Gives the reward 1 for the right answer, and 0 for any other, in one turn.
 
-    The answer is read from all assistant messages together, and the known one is the task's
-    `ground_truth`. A task without a readable known answer is a failure, not a 0.
+    The answer is read from all assistant messages together, and the known answer is the task's
+    `ground_truth`. If the known answer is missing or unreadable, the result is a failure, not 0.
     """
 
     def __init__(self, env_config: MathEnvironmentConfig | Mapping[str, Any]) -> None:
@@ -42,7 +41,7 @@ class MathEnvironment(EnvironmentInterface):
             env_config: The settings, or a dictionary of them such as `{"num_workers": 2}`.
 
         Raises:
-            ConfigError: Unknown or unusable settings.
+            ConfigError: Settings are unknown or invalid.
         """
         self.config = settings_of(MathEnvironmentConfig, env_config, where="env.math")
         self.spec = EnvironmentSpec(
@@ -60,9 +59,9 @@ class MathEnvironment(EnvironmentInterface):
         metadata: Sequence[dict[str, Any] | None],
         return_extracted_answer: bool = True,
     ) -> EnvironmentReturn:
-        """Check answers; metadata is returned unchanged.
+        """Check answers, and return metadata unchanged.
 
-        With `return_extracted_answer=False` (an argument of NeMo RL's environment) the `answers`
+        With `return_extracted_answer=False`, an argument of NeMo RL's environment, the `answers`
         are None.
         """
         if len(message_log_batch) != len(metadata):
@@ -89,7 +88,7 @@ class MathEnvironment(EnvironmentInterface):
         )
 
     def _check(self, responses: list[str], golds: list[str | Checked]) -> list[Checked]:
-        """Return the verdicts, in order; a missing known answer is a verdict itself."""
+        """Return the verdicts in order; for a missing known answer, `golds` holds the verdict."""
         known = [
             (r, gold) for r, gold in zip(responses, golds, strict=True) if isinstance(gold, str)
         ]
@@ -107,17 +106,10 @@ class MathEnvironment(EnvironmentInterface):
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
         """Compute `accuracy`, `pass@...`, lengths and verdicts of a batch.
 
-        A sample counts as correct if its reward is 1 and it was not truncated. `timeouts` and
-        `unparseable` are the numbers of such verdicts, where the batch has `notes`.
+        A completion counts as correct if its reward is 1 and it was not truncated. `timeouts` and
+        `unparseable` are the numbers of these verdicts, if the batch has `notes`.
         """
-        ended = [one > 0 for one in numbers(batch["is_end"])]
-        correct = [
-            reward == 1.0 and end
-            for reward, end in zip(numbers(batch["rewards"]), ended, strict=True)
-        ]
-        figures = batch_figures(batch)
-        figures |= mean_of("accuracy", [float(one) for one in correct])
-        figures |= pass_at_k(batch["group_ids"], correct)
+        figures, correct = accuracy_figures(batch)
         lengths = numbers(batch["generation_lengths"])
         figures |= mean_of(
             "correct_solution_generation_lengths",
@@ -130,7 +122,7 @@ class MathEnvironment(EnvironmentInterface):
         return batch, figures
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """List the tasks whose known answer is unreadable, or not accepted as its own answer."""
+        """Return the tasks whose known answer is unreadable, or is not accepted as an answer."""
         golds = [_known_answer(dict(task.metadata)) for task in tasks]
         readable = [gold for gold in golds if isinstance(gold, str)]
         if self.config.verifier_type == "math":

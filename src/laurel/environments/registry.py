@@ -1,4 +1,4 @@
-"""Creates environments by name."""
+"""Creates environments by their names."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ BUILT_IN: dict[str, tuple[str, str]] = {
         "reward_model",
     ),
 }
-"""Class of each built-in environment, imported when it is created, and the key of its settings in
-`EnvironmentsConfig`.
+"""The class of each built-in environment, which is imported when it is created, and the key of its
+settings in `EnvironmentsConfig`.
 """
 
 _NEEDED = ("step", "global_post_process_and_metrics")
@@ -45,15 +45,15 @@ _registered: dict[str, str] = {}
 def register_env(name: str, class_path: str) -> None:
     """Register an environment class of the user under a name.
 
-    The class is called without arguments; `env.custom.<name>` of a configuration, which takes
-    precedence, can give it some.
+    The class is called without arguments, unless `env.custom.<name>` of a configuration, which
+    takes precedence, gives arguments.
 
     Args:
-        name: Name of the environment in tasks.
-        class_path: `module.Class`, imported when the environment is created.
+        name: The name of the environment in tasks.
+        class_path: The path `module.Class`, which is imported when the environment is created.
 
     Raises:
-        ConfigError: The name is taken, or the path is not of that form.
+        ConfigError: The name is taken, or the path does not have that form.
     """
     if name in BUILT_IN or name in _registered:
         raise ConfigError(
@@ -65,7 +65,7 @@ def register_env(name: str, class_path: str) -> None:
 
 
 def environment_names(config: EnvironmentsConfig) -> list[str]:
-    """List every name that `create_environment` knows."""
+    """Return all names that `create_environment` knows."""
     return list(dict.fromkeys([*BUILT_IN, *config.composite, *config.custom, *_registered]))
 
 
@@ -73,7 +73,7 @@ def create_environment(name: str, config: EnvironmentsConfig) -> Environment:
     """Create the environment of this name.
 
     Raises:
-        ConfigError: There is none, or it cannot be made with its settings.
+        ConfigError: There is no such environment, or its settings are invalid.
     """
     return create_environments([name], config)[name]
 
@@ -87,19 +87,18 @@ def create_environments(
     nodes: ClusterNodes | None = None,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, Environment]:
-    """Create the environments of these names, sharing their parts.
+    """Create the environments of these names; composites share their parts.
 
     Args:
-        names: Names of the environments.
-        config: Settings of all environments.
-        device: Device of reward models.
-        opening: Placement of the processes of `reward_model`; None: on this machine.
-        nodes: Cluster nodes on which `code` runs programs; None: on this machine.
-        say: Called with a line on what a reward model is and what was found; None writes it to the
-            log.
+        names: The names of the environments.
+        config: The settings of all environments.
+        device: The device of reward models.
+        opening: The placement of the processes of `reward_model`; None for this machine.
+        nodes: The cluster nodes on which `code` runs programs; None for this machine.
+        say: Called with lines about reward models that are loaded; None writes them to the log.
 
     Raises:
-        ConfigError: A name is unknown or ambiguous, or an environment cannot be made.
+        ConfigError: A name is unknown or ambiguous, or an environment cannot be created.
     """
     _check_unambiguous(config)
     # An environment that is named both by itself and as a part of a composite is made once. Each
@@ -129,7 +128,7 @@ def _check_unambiguous(config: EnvironmentsConfig) -> None:
 
 
 class _Making:
-    """Creates environments, each of them once."""
+    """Creates environments, each only once."""
 
     def __init__(
         self,
@@ -147,7 +146,7 @@ class _Making:
         self._made: dict[str, Environment] = {}
 
     def made(self, name: str, inside: tuple[str, ...]) -> Environment:
-        """Create or find the environment of a name; `inside` are the composites that lead to it."""
+        """Return the environment of a name; `inside` are the composites that contain it."""
         name = "math" if name == "math_default" else name
         if name not in self._made:
             self._made[name] = self._make(name, inside)
@@ -192,13 +191,13 @@ class _Making:
         )
 
     def undo(self) -> None:
-        """Shut down the environments made so far."""
+        """Shut down the environments that were created so far."""
         for environment in self._made.values():
             environment.shutdown()
 
 
 def imported(path: str, where: str) -> Callable[..., Any]:
-    """Import the callable that a path names; `where` names the key in messages."""
+    """Import the callable that a path names; messages call the key of the path `where`."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise ConfigError(f"{where}: '{path}' is not of the form module.Class")
@@ -256,29 +255,29 @@ def _called(where: str, call: NamedCall) -> Any:
 
 
 class TwoMethods(EnvironmentInterface):
-    """Wraps an environment of which only `step` and the metrics are known."""
+    """Wraps an object that has only the method `step` and that for metrics, as an environment."""
 
     step: Any = None
     global_post_process_and_metrics: Any = None
 
     def __init__(self, made: Any) -> None:
-        """Take over the two methods, and `shutdown` where there is one."""
+        """Take the two methods of the object, and its `shutdown` if it has one."""
         # The methods stay those of their class, so that an error names the class and the line.
         self.step = made.step
         self.global_post_process_and_metrics = made.global_post_process_and_metrics
         self._shutdown: Callable[[], None] = getattr(made, "shutdown", lambda: None)
 
     def shutdown(self) -> None:
-        """Call the environment's own `shutdown`, if it has one."""
+        """Call the object's own `shutdown`, if it has one."""
         self._shutdown()
 
 
 def _checked(name: str, made: Any) -> Environment:
-    """Validate a created environment.
+    """Check that a created object is an environment, and return it as one.
 
     Raises:
-        ConfigError: It lacks a method, has one that is never called, or would lose its state at a
-            checkpoint without a message.
+        ConfigError: The object lacks a method, has a method that is never called, or would silently
+            lose its state at a checkpoint.
     """
     where = f"environment '{name}': {type(made).__name__}"
     missing = [method for method in _NEEDED if not callable(getattr(made, method, None))]

@@ -1,4 +1,4 @@
-"""An environment that scores conversations with a reward model."""
+"""Defines an environment that scores conversations with a reward model."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ if TYPE_CHECKING:
 __all__ = ["RewardModelEnvironment", "RewardModelEnvironmentConfig"]
 
 PREFIX = "reward_model_env/"
-"""Prefix of the names of its metrics."""
+"""The prefix of the names of this environment's metrics."""
 
 
 class _ScoreNote(TypedDict):
-    """The note of a scored conversation, for the batch that it ends in."""
+    """The note of a scored conversation, which the finished batch holds."""
 
     score: float
     reference: float  # score of the task's own answer, where it is subtracted; otherwise 0
@@ -91,10 +91,10 @@ class _ScoreNote(TypedDict):
 
 
 class RewardModelEnvironment(EnvironmentInterface):
-    """Scores conversations with a reward model; each score ends its conversation.
+    """Scores conversations with a reward model; a score ends its conversation.
 
-    With `use_reward_loop` completions come while others are still being sampled: one by one where
-    the scorer merges concurrent requests, otherwise in parts of their group.
+    With `use_reward_loop`, completions are scored while others are still being sampled: one by one
+    if the scorer merges concurrent requests, otherwise in parts of their group.
 
     Example::
 
@@ -112,17 +112,17 @@ class RewardModelEnvironment(EnvironmentInterface):
         opening: ScorerPlacement | None = None,
         say: Say | None = None,
     ) -> None:
-        """Load the model, and check that it scores as it did when it was saved.
+        """Load the model, and check that it gives the scores that it gave when it was saved.
 
         Errors of the configuration are raised before anything is loaded.
 
         Args:
             config: The settings; a plain dictionary is validated first.
-            scorer: Scorer to use instead of the settings' own; the environment takes it over and
+            scorer: A scorer to use instead of that of the settings; the environment owns it and
                 closes it.
-            device: Device of the model; `auto` is a GPU where there is one.
-            opening: Placement of processes, e.g. on a cluster; None: on this machine.
-            say: Called with a line on all that was loaded, found and decided; None writes it to the
+            device: The device of the model; `auto` is a GPU if there is one.
+            opening: The placement of processes, e.g. on a cluster; None for this machine.
+            say: Called with lines about what was loaded, found and decided; None writes them to the
                 log.
 
         Raises:
@@ -162,10 +162,10 @@ class RewardModelEnvironment(EnvironmentInterface):
 
     @classmethod
     def options(cls, **options: Any) -> ActorMaker:
-        """Return a maker with the same `remote`, whose actor takes a GPU where there are any.
+        """Return an object with the same `remote`, which creates actors with a GPU if there is any.
 
-        Where `dtensor_cfg.tensor_parallel_size` or `resources` ask for more than one rank, the
-        model is sharded over as many actors beside it.
+        If `dtensor_cfg.tensor_parallel_size` or `resources` require several ranks, further actors
+        hold the shards of the model.
         """
         from laurel.workers.ray_actor import ActorMaker
 
@@ -175,7 +175,7 @@ class RewardModelEnvironment(EnvironmentInterface):
 
     @property
     def tokenizer(self) -> Any:
-        """Tokenizer of the reward model, with the template that renders conversations.
+        """The tokenizer of the reward model, with the template that renders conversations.
 
         It must not be used while another thread scores.
         """
@@ -184,7 +184,7 @@ class RewardModelEnvironment(EnvironmentInterface):
     # ------------------------------------------------------------------------------- scoring
 
     def preprocess_data(self, message_logs: Sequence[MessageLog]) -> dict[str, torch.Tensor]:
-        """Render conversations as the model reads them.
+        """Render and tokenise conversations into padded rows, which the model reads.
 
         Returns:
             `input_ids` int64 [B, L], padded on the right with the model's padding token;
@@ -220,12 +220,12 @@ class RewardModelEnvironment(EnvironmentInterface):
     ) -> EnvironmentReturn:
         """Score any number of conversations; thread-safe.
 
-        A conversation without a finite score is a failure, and its reward NaN. Conversations with
+        A conversation without a finite score is a failure with the reward NaN. Conversations with
         the same prompt share its computation; equal ones get the same reward.
 
         Args:
-            message_logs: Raw messages, the policy's answer last.
-            env_infos: Metadata, which is returned unchanged; may be empty. With
+            message_logs: The raw messages, with the policy's answer last.
+            env_infos: The metadata, which is returned unchanged, and may be empty. With
                 `transform.subtract_reference`, the score of `ground_truth` is subtracted from that
                 of the answer.
         """
@@ -296,7 +296,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         return self._open().score_now(groups)
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """List the tasks that lack the reference answer which is subtracted."""
+        """Return the tasks without a reference answer, if its score is subtracted."""
         if not self.config.transform.subtract_reference:
             return []
         return [
@@ -312,14 +312,14 @@ class RewardModelEnvironment(EnvironmentInterface):
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
         """Compute the metrics of a batch's rewards.
 
-        Their names begin with `reward_model_env/`. Mean, minimum and maximum of nothing are absent,
-        and so is the deviation (divided by n - 1) of fewer than two. If the batch has `notes` of
-        every conversation: `num_truncated` and, where scores are not the rewards, mean and
-        deviation of the scores; and of their parts (`Score.parts`), as `part/<name>/mean` and
-        `part/<name>/std`.
+        Their names begin with `reward_model_env/`. The mean, minimum and maximum over nothing are
+        absent, and so is the standard deviation (divided by n - 1) of fewer than two rewards. If
+        the batch has `notes` of every conversation, there are also `num_truncated`, the mean and
+        standard deviation of the scores if they differ from the rewards, and those of their parts
+        (`Score.parts`) as `part/<name>/mean` and `part/<name>/std`.
 
         Args:
-            batch: The finished batch of `protocols.Environment`; any of its entries may be missing.
+            batch: The finished batch of `protocols.Environment`, of which any entry may be missing.
         """
         rewards = numbers(batch.get("rewards", ()))
         figures = batch_figures(batch) if "group_ids" in batch else {}
@@ -348,10 +348,10 @@ class RewardModelEnvironment(EnvironmentInterface):
         )
 
     def noise_floor(self) -> float:
-        """Return the noise of the scores, as rewards: smaller differences mean nothing.
+        """Return the noise of the scores in units of the reward; smaller differences mean nothing.
 
-        It is measured by `measure_noise` on the first call: on the golden conversations that the
-        model was saved with, or else on the first that were scored.
+        The first call measures it with `measure_noise`, on the golden conversations that the model
+        was saved with, or otherwise on the first that were scored.
         """
         with self._lock:
             if self._noise is None:
@@ -362,7 +362,7 @@ class RewardModelEnvironment(EnvironmentInterface):
             return self._noise * self.transform.factor
 
     def noise_groups(self) -> list[Group]:
-        """Return conversations to measure the noise on, by prompt; empty if there are too few."""
+        """Return the groups on which the noise is measured; empty if there are too few."""
         scorer = self._open()
         chosen = []
         if isinstance(scorer, ModelScorer):
@@ -371,13 +371,13 @@ class RewardModelEnvironment(EnvironmentInterface):
         return by_prompt(chosen) if len(chosen) > 1 else []
 
     def resting(self) -> contextlib.AbstractContextManager[None]:
-        """Free the memory of devices within the context, where the run's own processes hold it."""
+        """Free device memory that the run's own processes hold, while the context is open."""
         return self._open().resting()
 
     # --------------------------------------------------------------------- state, and the end
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to score as this one would, as JSON values."""
+        """Return what a resumed run needs to give the same rewards, as JSON values."""
         return {"transform": self.transform.state_dict(), "noise": self._noise}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -386,9 +386,9 @@ class RewardModelEnvironment(EnvironmentInterface):
         self._noise = state["noise"]
 
     def shutdown(self) -> None:
-        """Close the scorer. Idempotent.
+        """Close the scorer; further calls do nothing.
 
-        A model of its own finishes its running calls; the running calls of another scorer fail.
+        A model in this process finishes its running calls; the running calls of other scorers fail.
         """
         scorer, self._scorer = self._scorer, None
         if scorer is None:
@@ -400,7 +400,7 @@ class RewardModelEnvironment(EnvironmentInterface):
             torch.cuda.empty_cache()
 
     def __del__(self) -> None:
-        """Close the scorer where `shutdown` was not called."""
+        """Close the scorer if `shutdown` was not called."""
         try:  # noqa: SIM105  when a process ends, contextlib may be gone
             self.shutdown()
         except Exception:
@@ -438,7 +438,7 @@ def _spread(what: str, values: Sequence[float]) -> dict[str, float]:
 # Scoring conversations: read, given a reference, and grouped.
 
 REFERENCE = "ground_truth"
-"""Metadata key of a task's reference answer."""
+"""The metadata key of a task's reference answer."""
 NO_REFERENCE = (
     f"the metadata has no text '{REFERENCE}', and env.reward_model.transform.subtract_reference "
     "needs it"
@@ -447,23 +447,23 @@ NO_REFERENCE = (
 
 @dataclass(slots=True, kw_only=True)
 class Case:
-    """Holds a conversation, and its reward or the reason why it has none."""
+    """A conversation, and its reward or the reason why it has none."""
 
     conversation: Conversation = ()
     reference: Conversation = ()
-    """The same prompt with the task's own answer, where that is subtracted."""
+    """The same prompt with the task's reference answer, if its score is subtracted."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Metadata of its task."""
+    """The metadata of the conversation's task."""
     failure: str | None = None
     score: float = math.nan
     parts: dict[str, float] = field(default_factory=dict)
-    """Numbers that the score was combined from (`Score.parts`)."""
+    """The numbers from which the score was combined (`Score.parts`)."""
     reference_score: float = math.nan
     truncated: bool = False
     reward: float = math.nan
 
     def add_reference(self, info: Mapping[str, Any] | None) -> None:
-        """Set the task's own answer from its metadata; without one the case fails."""
+        """Set the reference answer from a task's metadata; without one the case fails."""
         answer = reference_of(info)
         if answer is None:
             self.failure = self.failure or NO_REFERENCE
@@ -472,14 +472,14 @@ class Case:
 
     @property
     def observation(self) -> str:
-        """Text of the environment's message on the result."""
+        """The text of the environment's message about the result."""
         if self.failure is not None:
             return f"Environment: no reward ({self.failure})"
         return f"Environment: {self.reward:.6g}"
 
 
 def read_case(message_log: MessageLog) -> Case:
-    """Read a message log as a conversation that ends with an answer, or as a failure."""
+    """Return a message log as a case, which has failed unless it ends with an answer."""
     messages: list[Message] = []
     for number, message in enumerate(message_log, start=1):
         fields = message if isinstance(message, Mapping) else {}
@@ -523,12 +523,12 @@ def score_cases(
     """Score cases, and store each score or failure in its case.
 
     Args:
-        cases: Cases without a failure so far.
+        cases: The cases, which have not failed so far.
         score: Scores groups, as `Scorer.score` does.
-        share_prompts: Whether conversations with the same prompt are one group.
-        reads_metadata: Whether the scorer reads metadata: then only those with the same are.
-        judges_groups: Whether the scorer compares the completions of a group: then equal ones are
-            in it twice, and reference answers are not among them.
+        share_prompts: Whether conversations with the same prompt form one group.
+        reads_metadata: Whether the scorer reads metadata, so that a group needs equal metadata.
+        judges_groups: Whether the scorer compares the completions of a group. Then equal
+            completions occur in it twice, and reference answers do not occur in it.
     """
     # Equal conversations are scored once, or the order of sums would make them differ.
     asked = _Grouping(share_prompts, reads_metadata, judges_groups)
@@ -571,7 +571,7 @@ class _Grouping:
     def add(
         self, case: Case, conversation: Conversation, *, is_reference: bool = False
     ) -> tuple[int, int]:
-        """Add a conversation; return its group, and its index there."""
+        """Add a conversation; return the index of its group, and its index in the group."""
         info = case.info if self._reads_metadata else {}
         key = (
             conversation[:-1] if self._share_prompts else conversation,
@@ -597,7 +597,7 @@ class _Grouping:
 
 
 def by_prompt(conversations: Iterable[Conversation]) -> list[Group]:
-    """Group conversations that differ in their last message only."""
+    """Group conversations that differ only in their last message."""
     prompts: dict[Conversation, list[Conversation]] = {}
     for conversation in conversations:
         prompts.setdefault(conversation[:-1], []).append(conversation)
@@ -621,17 +621,16 @@ def _group(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Holds count, mean and sum of squared deviations of the numbers so far, in float64."""
+    """The count, the mean and the sum of squared deviations of numbers, in float64."""
 
     count: int = 0
     mean: float = 0.0
     squares: float = 0.0
 
     def joined(self, values: Sequence[float]) -> Moments:
-        """Add numbers; their order changes nothing, to the last bit.
+        """Return the moments with more numbers; the order of these does not change any bit.
 
-        This is Welford's update in the form for whole batches; the batch's own moments are exact
-        sums.
+        This is Welford's update for whole batches; the moments of the batch are exact sums.
         """
         if not values:
             return self
@@ -647,30 +646,30 @@ class Moments:
 
     @property
     def std(self) -> float | None:
-        """Standard deviation, the sum divided by the count; None where it is undefined."""
+        """The standard deviation (divided by n); None if it is undefined."""
         if self.count < 2 or self.squares <= 0.0:
             return None
         return math.sqrt(self.squares / self.count)
 
 
 class ScoreTransform:
-    """Converts scores into rewards as `ScoreTransformConfig` says; thread-safe."""
+    """Converts scores into rewards by a `ScoreTransformConfig`; thread-safe."""
 
     def __init__(
         self, config: ScoreTransformConfig, *, stored: tuple[float | None, float | None]
     ) -> None:
-        """Check that the required statistics are there.
+        """Check that the required statistics are available.
 
         Args:
-            config: The transform.
-            stored: Mean and standard deviation that the model was saved with, if it was.
+            config: The settings of the transform.
+            stored: The mean and the standard deviation that the model was saved with, or None.
 
         Raises:
-            ConfigError: They are needed and missing.
+            ConfigError: The transform requires these statistics, and they are missing.
         """
         self.config = config
         self.seen = Moments()
-        """Moments of all scores of the batches that have ended."""
+        """The moments of all scores of the batches that have ended."""
         self._stored: tuple[float, float] | None = None
         if config.normalize == "stored":
             mean, std = stored
@@ -689,7 +688,7 @@ class ScoreTransform:
 
     @property
     def factor(self) -> float:
-        """Change of a reward for a change of 1 in the score, within the clip."""
+        """The change of a reward for a change of 1 in the score, if nothing is clipped."""
         return abs(self.config.scale) / self._mean_and_std()[1]
 
     def rewards(
@@ -698,8 +697,8 @@ class ScoreTransform:
         """Convert scores into rewards.
 
         Args:
-            scores: Scores of the conversations.
-            references: Scores of the reference answers to the same prompts, where they are
+            scores: The scores of the conversations.
+            references: The scores of the reference answers to the same prompts, if they are
                 subtracted. The stored mean then cancels out.
         """
         config = self.config
@@ -719,7 +718,7 @@ class ScoreTransform:
     # of one prompt that are scored at different times would be normalised differently, and the
     # policy would learn from the difference.
     def end_batch(self, scores: Sequence[float]) -> None:
-        """Add a batch's scores, less those of references, to the running statistics."""
+        """Add a batch's scores, less those of reference answers, to the running statistics."""
         if self.config.normalize == "running":
             self.seen = self.seen.joined(scores)
 
@@ -730,7 +729,7 @@ class ScoreTransform:
         return (0.0, 1.0) if seen.std is None else (seen.mean, seen.std)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as JSON values."""
+        """Return the running statistics, which a resumed run needs, as JSON values."""
         return {"seen": asdict(self.seen)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -742,7 +741,7 @@ class ScoreTransform:
 # The noise of a scorer: how far apart its scores of the same conversation can be.
 
 MAX_PROBES = 8
-"""Conversations that the noise is measured on."""
+"""The number of conversations on which the noise is measured."""
 
 ScoreNow = Callable[[Sequence[Group]], list[tuple[Score, ...]]]
 
@@ -758,11 +757,11 @@ PROBE = tuple(
         ("How many are two and two?", ("Four.", "Two and two are five, as everybody knows.")),
     )
 )
-"""Groups that the noise is measured on where there are no others."""
+"""The groups on which the noise is measured if there are no others."""
 
 
 class NoiseProbe:
-    """Keeps a few of many conversations, chosen by their hashes and not by their order."""
+    """Keeps a few of many conversations, which their hashes choose and not their order."""
 
     def __init__(self) -> None:
         self._by_digest: dict[str, Conversation] = {}
@@ -801,24 +800,24 @@ def noise_of(scorer: ModelScorer | BlockingScorer, groups: Sequence[Group]) -> f
 def measure_noise(
     score: ScoreNow, groups: Sequence[Group], *, exact: ScoreNow | None = None
 ) -> float:
-    """Measure the noise of a scorer in units of its scores: about one standard deviation.
+    """Measure the noise of a scorer, about one standard deviation, in units of its scores.
 
-    A conversation has one true score, but sums are rounded, and how depends on the conversation and
-    on the rest of its batch. So two noises are measured, and the larger is the result; it is never
-    less than the resolution of float32.
+    A conversation has one true score, but rounding depends on the conversation and on the rest of
+    its batch. So two noises are measured, and the larger is the result, which is at least the
+    resolution of float32.
 
-    - Across batches: every conversation is scored beside the other answers to its prompt, entirely
-    alone, with its prompt to itself among all others, and with everything in reversed order. The
+    - Across batches: every conversation is scored together with the other answers to its prompt,
+    alone, without sharing its prompt among all others, and with everything in reversed order. The
     noise is the root mean square of the largest deviations from a conversation's own mean.
-    - Against exact scores, where there are any: the standard deviation of the error among the
-    answers to one prompt. An error that they share affects no comparison. Arithmetic that rounds
-    the same way in any batch, as bfloat16 on a CPU may, shows its noise only here.
+    - Against exact scores, if there are any: the standard deviation of the error among the answers
+    to one prompt. An error that all of them share affects no comparison. Arithmetic that rounds
+    equally in any batch, as bfloat16 on a CPU may, shows its noise only here.
 
     Args:
         score: Scores groups, as `Scorer.score` does.
-        groups: Groups to score. At least two prompts with two answers each are needed for all
-            layouts to differ.
-        exact: Scores them in a higher precision.
+        groups: The groups to score. The layouts of batches differ only with at least two prompts
+            that have two answers each.
+        exact: Scores groups in a higher precision.
 
     Raises:
         ValueError: No conversation could be scored.
@@ -826,15 +825,6 @@ def measure_noise(
     together = score(groups)
     sizes = [value for value in _values(together) if value is not None]
     size = _root_mean_square(sizes) if sizes else 0.0
-    found = [_noise_across_batches(score, groups, together), RESOLUTION * size]
-    if exact is not None:
-        found.append(_noise_of_rounding(together, exact(groups)))
-    return max(found)
-
-
-def _noise_across_batches(
-    score: ScoreNow, groups: Sequence[Group], together: Sequence[tuple[Score, ...]]
-) -> float:
     alone = [replace(g, completions_G=(c,)) for g in groups for c in g.completions_G]
     turned = [replace(g, completions_G=g.completions_G[::-1]) for g in groups[::-1]]
     layouts = [
@@ -851,13 +841,16 @@ def _noise_across_batches(
             deviations.append(max(abs(value - mean) for value in scored))
     if not deviations:
         raise ValueError("the noise of a scorer cannot be measured on what it cannot score")
-    return _root_mean_square(deviations)
+    found = [_root_mean_square(deviations), RESOLUTION * size]
+    if exact is not None:
+        found.append(_noise_of_rounding(together, exact(groups)))
+    return max(found)
 
 
 def _noise_of_rounding(
     rounded: Sequence[tuple[Score, ...]], exact: Sequence[tuple[Score, ...]]
 ) -> float:
-    """Return the pooled deviation of errors within groups, or over all single ones."""
+    """Return the standard deviation of errors, pooled within groups, or over groups of one."""
     errors_BG = [
         [
             a.value - b.value
@@ -889,11 +882,11 @@ def _root_mean_square(values: Sequence[float]) -> float:
 # The scorer's spec, made from the section of the environment.
 
 WHERE = "env.reward_model"
-"""Name of the section in messages."""
+"""The name of the section in messages."""
 IN_THE_SECTION = Terms(
     {"policy": WHERE, "policy.max_total_sequence_length": f"{WHERE}.max_model_len"}
 )
-"""Names of keys in errors about a model, for the user who wrote the section."""
+"""The names of keys in errors about a model, for the user who wrote the section."""
 
 
 def scorer_spec_of(config: RewardModelEnvironmentConfig, *, device: Device) -> ScorerSpec:
@@ -901,7 +894,7 @@ def scorer_spec_of(config: RewardModelEnvironmentConfig, *, device: Device) -> S
 
     Args:
         config: The section.
-        device: Device of models.
+        device: The device of models.
 
     Raises:
         ConfigError: A setting cannot be used for a model that scores.
@@ -993,7 +986,7 @@ def _check_parallel(parallel: DTensorConfig) -> None:
     """Raise an error for parallelism that reward models do not support.
 
     Raises:
-        ConfigError: Names the first such setting.
+        ConfigError: A setting is not supported; the message names the first.
     """
     for key in ("context_parallel_size", "sequence_parallel", "cpu_offload"):
         if getattr(parallel, key) != getattr(DTensorConfig(), key):
@@ -1033,7 +1026,7 @@ def gpus_of_actor(
     The arguments are those of `RewardModelEnvironment`.
 
     Raises:
-        ConfigError: The settings are wrong.
+        ConfigError: The settings are invalid.
     """
     settings = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
     is_elsewhere = scorer is not None or not settings.computes or _has_ranks(settings)
@@ -1048,7 +1041,7 @@ def make_in_actor(
     device: Device = "auto",
     say: Say | None = None,
 ) -> RewardModelEnvironment:
-    """Make the environment, with its model in several ranks where its settings ask for them.
+    """Create the environment in an actor, with its model in several ranks if its settings say so.
 
     Raises:
         UserError: A setting or a model cannot be used.
@@ -1065,10 +1058,10 @@ def _has_ranks(config: RewardModelEnvironmentConfig) -> bool:
 
 
 def ranks_of(config: RewardModelEnvironmentConfig) -> ParallelShape:
-    """Count replicas and ranks; without `resources` there is one replica.
+    """Return the numbers of replicas and ranks; without `resources` there is one replica.
 
     Raises:
-        ConfigError: The slots cannot be divided into replicas.
+        ConfigError: The number of slots is not divisible into replicas.
     """
     tp, resources = config.dtensor_cfg.tensor_parallel_size, config.resources
     if resources.gpus_per_node is None:

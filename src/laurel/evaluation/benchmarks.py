@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Any, Literal, Protocol
 
 from laurel.config.data import BenchmarkName, BenchmarkSetConfig, DatasetConfig
+from laurel.config.overrides import COLUMNS_IN_WORDS
 from laurel.data import benchmarks as rows_of
 from laurel.data.benchmarks import BenchmarkForm, BenchmarkRow
 from laurel.data.preferences import load_preferences
@@ -149,12 +150,6 @@ def _reward_bench_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
     return rows
 
 
-def _judge_bench_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
-    rows = _read(rows_of.JUDGE_BENCH)(asked, say)
-    # The category becomes the subset, so that two results can be compared by it as well.
-    return [replace(row, subset=other_benchmarks.category_of(row.subset or "")) for row in rows]
-
-
 def preference_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
     """Read the preferences of every named set; of several, each is a subset of its own."""
     if not asked.data and asked.dataset is None:
@@ -204,9 +199,8 @@ def _remedy(problem: UnusableRow) -> str:
     # An evaluation has no configuration: a run's advice about a malformed row would mislead.
     if problem.lacks_columns:
         return (
-            "Name the columns as for laurel rm (data.prompt_key=COLUMN, data.chosen_key=COLUMN, "
-            "data.rejected_key=COLUMN), or fix the row. Where the class that reads the rows was "
-            f"guessed wrongly, name it with {key_of('--dataset')}."
+            f"Name the columns as for laurel rm ({COLUMNS_IN_WORDS}), or fix the row. Where the "
+            f"class that reads the rows was guessed wrongly, name it with {key_of('--dataset')}."
         )
     return "Fix the row, or take it out of the file: what is evaluated is evaluated whole."
 
@@ -319,7 +313,11 @@ BENCHMARKS: dict[BenchmarkName, Benchmark] = {
     ),
     "judge-bench": Benchmark(
         title="JudgeBench",
-        read=_judge_bench_rows,
+        # The category becomes the subset, so that two results can be compared by it as well.
+        read=lambda asked, say: [
+            replace(row, subset=other_benchmarks.category_of(row.subset or ""))
+            for row in _read(rows_of.JUDGE_BENCH)(asked, say)
+        ],
         scored=ordered_pairs,
         measure=lambda rows, _: other_benchmarks.measure_judge_bench(rows),
         by_length=pairs_by_length,

@@ -588,7 +588,12 @@ def _most_similar(
     """Map each prompt with a near copy among the others to the similarity and the copy."""
     # An inverted index: the others' n-grams in one sorted row, each with the prompt it is from. A
     # prompt looks up its own n-grams and counts how often it meets each of the others.
-    grams = _without_templates([_grams(text) for text in [*prompts, *others]])
+    grams = [_grams(text) for text in [*prompts, *others]]
+    if grams:
+        # Each prompt counts an n-gram once, so that this counts prompts.
+        known, counts = np.unique(np.concatenate(grams), return_counts=True)
+        templates = known[counts > max(_TEMPLATE_PROMPTS, _TEMPLATE_SHARE * len(grams))]
+        grams = [part[~np.isin(part, templates, assume_unique=True)] for part in grams]
     mine, theirs = grams[: len(prompts)], grams[len(prompts) :]
     sizes = np.array([len(part) for part in theirs])
     if not sizes.sum():
@@ -607,16 +612,6 @@ def _most_similar(
             if similarity[best] >= threshold:
                 found[text] = (float(similarity[best]), others[candidates[best]])
     return found
-
-
-def _without_templates(grams: Sequence[Grams]) -> list[Grams]:
-    if not grams:
-        return []
-    # Each prompt counts an n-gram once, so that this counts prompts.
-    known, counts = np.unique(np.concatenate(list(grams)), return_counts=True)
-    most = max(_TEMPLATE_PROMPTS, _TEMPLATE_SHARE * len(grams))
-    templates = known[counts > most]
-    return [part[~np.isin(part, templates, assume_unique=True)] for part in grams]
 
 
 # --------------------------------------------------------------------------------------------------

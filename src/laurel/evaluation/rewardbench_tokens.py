@@ -92,7 +92,17 @@ class RewardBenchContract(ScoringContract):
             ModelError: The reference has no score for such a model, or none that depends on the
                 conversation alone.
         """
-        _check_supported(contract, tokenizer)
+        if tokenizer.chat_template is None:
+            raise ModelError(
+                f"the tokenizer has no chat template, and what {VERSION} takes instead, a "
+                "conversation of FastChat, is not known here; give the tokenizer of the model a "
+                "template, or leave --compatibility out"
+            )
+        if len(contract.rules.attributes) > 1:
+            raise ModelError(
+                f"the model has {len(contract.rules.attributes)} outputs, which {VERSION} does not "
+                "make one score of; leave --compatibility out"
+            )
         side = form.truncation_side or tokenizer.truncation_side
         tokenizer.truncation_side = side
         rules = contract.rules.model_copy(
@@ -220,20 +230,6 @@ def by_position(prompt: Conversation, answer: Conversation) -> Conversation:
     )
 
 
-def _check_supported(contract: ScoringContract, tokenizer: Any) -> None:
-    if tokenizer.chat_template is None:
-        raise ModelError(
-            f"the tokenizer has no chat template, and what {VERSION} takes instead, a conversation "
-            "of FastChat, is not known here; give the tokenizer of the model a template, or leave "
-            "--compatibility out"
-        )
-    if len(contract.rules.attributes) > 1:
-        raise ModelError(
-            f"the model has {len(contract.rules.attributes)} outputs, which {VERSION} does not "
-            "make one score of; leave --compatibility out"
-        )
-
-
 def _settle_padding(tokenizer: Any, pad_id: int | None) -> int:
     """Return the id of the padding token that rewardbench would use, and set it in the tokenizer.
 
@@ -323,20 +319,6 @@ def _difference(
     is_read = row.read_ids != ours[0]
     if not is_read and row.ids == ours[0]:
         return None
-    return Difference(
-        reasons=_reasons(reference.own, group, index, row, ours, is_read=is_read), is_read=is_read
-    )
-
-
-def _reasons(
-    own: ScoringContract,
-    group: Group,
-    index: int,
-    row: ReferenceRow,
-    ours: tuple[list[int], bool],
-    *,
-    is_read: bool,
-) -> tuple[str, ...]:
     given = group.conversation(index)
     has_other_roles = by_position(group.prompt, group.completions_G[index].messages) != given
     found = {
@@ -344,9 +326,12 @@ def _reasons(
         ROLES: has_other_roles,
         CUT: is_read and (row.truncated or ours[1]),
         EARLIER: row.end < len(row.ids),
-        TEXT: not has_other_roles and row.text != own.render(given),
+        TEXT: not has_other_roles and row.text != reference.own.render(given),
     }
-    return tuple(reason for reason, holds in found.items() if holds) or (SPECIAL,)
+    return Difference(
+        reasons=tuple(reason for reason, holds in found.items() if holds) or (SPECIAL,),
+        is_read=is_read,
+    )
 
 
 def summary(found: Sequence[Sequence[Difference | None]]) -> dict[str, Any]:

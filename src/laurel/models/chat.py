@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from laurel.config.yaml_tree import nearest
 from laurel.errors import DataError, ModelError
 from laurel.models.tokenizer import (
     bind_variables,
@@ -24,7 +25,7 @@ from laurel.models.tokenizer import (
     refuse_left_out,
     render,
 )
-from laurel.types import Conversation, Message, TokenGroup
+from laurel.types import USUAL_ROLES, Conversation, Message, TokenGroup
 
 if TYPE_CHECKING:
     from laurel.types import Mask, TokenIds
@@ -37,6 +38,7 @@ _ANOTHER = (
     "ending in .jinja)"
 )
 _MARK = "laurelmark"
+_QUOTED = re.compile(r"""['"](\w+)['"]""")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -156,11 +158,19 @@ class ChatFormat:
                 tokens begin with the text that closes the turn.
 
         Raises:
-            DataError: The template cannot render a turn of this role.
+            DataError: The template does not know the role, or cannot render such a turn.
         """
         role, content = observation["role"], observation["content"]
         if role == ENVIRONMENT:
             return np.asarray(self._ids(content), dtype=np.int32)
+        # Templates such as ChatML render any role, so that nothing else would report `usr`.
+        named_by_template = _QUOTED.findall(self.tokenizer.chat_template)
+        if role not in (*USUAL_ROLES, *named_by_template):
+            near = nearest(role.lower(), USUAL_ROLES)
+            raise DataError(
+                f"the role {role!r} of an observation is none that the chat template names, and "
+                f"none of {', '.join(USUAL_ROLES)}" + (f"; did you mean {near!r}?" if near else "")
+            )
         mark = _MARK
         while mark in content or any(mark in message.content for message in history):
             mark += "k"

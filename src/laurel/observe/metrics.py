@@ -106,8 +106,14 @@ def preference_metrics(
             "score_ties": _mean(margins_P == 0),
             "ece": calibration_error(margins_P),
         }
-        metrics |= _completion_metrics(scores_BG, lengths_BG)
+        scores_N = np.array([score for scores_G in scores_BG for score in scores_G], np.float64)
+        used_N = np.array([_is_usable(score) for score in scores_N])
+        metrics |= {"rewards_mean": _mean(scores_N[used_N]), "rewards_std": _std(scores_N[used_N])}
         if lengths_BG is not None:
+            lengths_N = np.array([length for lengths_G in lengths_BG for length in lengths_G])
+            correlation = spearman(scores_N[used_N], lengths_N[used_N])
+            if correlation is not None:
+                metrics["score_length_correlation"] = correlation
             lengths = zip(pairs.better_lengths_P, pairs.worse_lengths_P, strict=True)
             metrics["longer_wins_baseline"] = _mean([longer_credit(*both) for both in lengths])
         hits = _top1_hits(scores_BG, ranks_BG)
@@ -205,20 +211,6 @@ def _pairs(
         np.array(better_lengths, dtype=np.float64),
         np.array(worse_lengths, dtype=np.float64),
     )
-
-
-def _completion_metrics(
-    scores_BG: Sequence[Sequence[float]], lengths_BG: Sequence[Sequence[int]] | None
-) -> dict[str, float]:
-    scores_N = np.array([score for scores_G in scores_BG for score in scores_G], dtype=np.float64)
-    used_N = np.array([_is_usable(score) for score in scores_N])
-    metrics = {"rewards_mean": _mean(scores_N[used_N]), "rewards_std": _std(scores_N[used_N])}
-    if lengths_BG is not None:
-        lengths_N = np.array([length for lengths_G in lengths_BG for length in lengths_G])
-        correlation = spearman(scores_N[used_N], lengths_N[used_N])
-        if correlation is not None:
-            metrics["score_length_correlation"] = correlation
-    return metrics
 
 
 def _top1_hits(

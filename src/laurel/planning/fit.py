@@ -40,7 +40,10 @@ def fit(request: ClusterRequest, shapes: Shapes, *, device_memory: int | None = 
     """
     plan = plan_run(request)
     phases = estimate(request, plan, shapes, device_memory=device_memory)
-    conflicts = [*plan.conflicts, *_indivisible(request, plan, shapes)]
+    conflicts, keys = [*plan.conflicts], {role.name: role.parallel_key for role in request.roles}
+    for role in plan.roles:
+        for shape in _models(shapes, role.name):
+            conflicts += _indivisible(keys[role.name], role, shape)
     if device_memory is not None:
         conflicts += [
             _too_large(request, plan, shapes, device_memory, phase)
@@ -60,15 +63,8 @@ def _models(shapes: Shapes, name: RoleName) -> tuple[ModelShape, ...]:
     return () if shapes.policy is None else (shapes.policy,)
 
 
-def _indivisible(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[Conflict]:
+def _indivisible(key: str, role: RolePlan, shape: ModelShape) -> Iterator[Conflict]:
     """Yield a conflict for heads and layers that the ranks of a group cannot share evenly."""
-    keys = {role.name: role.parallel_key for role in request.roles}
-    for role in plan.roles:
-        for shape in _models(shapes, role.name):
-            yield from _indivisible_model(keys[role.name], role, shape)
-
-
-def _indivisible_model(key: str, role: RolePlan, shape: ModelShape) -> Iterator[Conflict]:
     tp, cp, pp = role.mesh.tp, role.mesh.cp, role.mesh.pp
     # vLLM, which alone generates on groups of ranks, splits models in its own way.
     generates = role.name == "generation"

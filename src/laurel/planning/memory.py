@@ -343,11 +343,13 @@ def training_memory(
     held += again
     trained_here = trained + again if adapters is None else trained
     parts: dict[str, int] = {}
+    # Otherwise the shares are on the host, and only what is being computed is `gathered` here.
     if not training.offloads:
         parts["weights"] = MASTER_BYTES * held // mesh.size
         parts["gradients"] = MASTER_BYTES * trained_here // mesh.size
         states = training.optimizer_states
         parts["optimizer"] = MASTER_BYTES * states * trained_here // mesh.size
+        # With adapters, the policy without them is the reference.
         if training.keeps_reference and adapters is None:
             parts["reference"] = MASTER_BYTES * held // mesh.size
     parts["gathered"] = gathered_bytes(shape, mesh, trained=trained, compute_bytes=width)
@@ -362,6 +364,7 @@ def training_memory(
         sequence_parallel=training.sequence_parallel,
     )
     if mesh.cp > 1:
+        # Each rank gathers the last hidden states of all ranks, and has their gradient.
         parts["whole row"] = 2 * MASTER_BYTES * tokens * shape.hidden_size
     if training.has_logits:
         entries = shape.vocab_size // (1 if shape.undivided(mesh.tp) else mesh.tp)

@@ -49,7 +49,22 @@ class _Board:
         self.num_nodes, self.total = request.num_nodes, request.slots_per_node
         self.free = [[1.0] * self.total for _ in range(self.num_nodes)]
         self.labels = self._labels()
-        self.wishes = self._wishes(placement)
+        self.wishes: dict[RoleName, RolePlacement] = {}
+        for name in placement:
+            if self.request.role(name) is None:
+                problem = f"{_key(name)}: this run has no {title(name)}; nothing is set aside"
+                self._refuse(problem, f"{_key(name)}=null", is_fatal=False)
+        for role in self.request.roles:
+            name, own = role.name, role.own
+            shares = None if name == "policy" else "policy"
+            self.wishes[name] = placement.get(name) or RolePlacement(shares=shares)
+            if own is not None and name not in placement:
+                slots = "null" if own.per_node is None else own.per_node
+                self._refuse(
+                    f"{own.key} asks for slots, and {PLACEMENT} does not name {title(name)}, which "
+                    "would share the policy's",
+                    f"{_key(name)}.nodes={own.nodes or 1} {_key(name)}.slots={slots}",
+                )
         self.taken: dict[RoleName, tuple[Slot, ...]] = dict.fromkeys(self.wishes, ())
 
     def requirements(self) -> list[RoleRequirement]:
@@ -90,26 +105,6 @@ class _Board:
                     f"take node {outside} out of the list of {label}",
                 )
         return found
-
-    def _wishes(self, placement: Mapping[RoleName, RolePlacement]) -> dict[RoleName, RolePlacement]:
-        """Return the placement of each role; a role that is not named shares the policy's slots."""
-        wishes: dict[RoleName, RolePlacement] = {}
-        for name in placement:
-            if self.request.role(name) is None:
-                problem = f"{_key(name)}: this run has no {title(name)}; nothing is set aside"
-                self._refuse(problem, f"{_key(name)}=null", is_fatal=False)
-        for role in self.request.roles:
-            name, own = role.name, role.own
-            shares = None if name == "policy" else "policy"
-            wishes[name] = placement.get(name) or RolePlacement(shares=shares)
-            if own is not None and name not in placement:
-                slots = "null" if own.per_node is None else own.per_node
-                self._refuse(
-                    f"{own.key} asks for slots, and {PLACEMENT} does not name {title(name)}, which "
-                    "would share the policy's",
-                    f"{_key(name)}.nodes={own.nodes or 1} {_key(name)}.slots={slots}",
-                )
-        return wishes
 
     def _openness(self, name: RoleName) -> tuple[int, int, int]:
         """Return a sort key: roles with more specific placements choose first."""
@@ -174,7 +169,18 @@ class _Board:
             return self._packed(name, wish, nodes)
         left = [slot for n in nodes for slot in grid([n], self._usable(n, wish.fraction))]
         if not left:
-            self._refuse_nothing_left(name, nodes)
+            held = {other: len(slots) for other, slots in self.taken.items() if slots}
+            said = ", ".join(f"{title(other)} {count}" for other, count in held.items())
+            most = max(free for node in nodes for free in self.free[node])
+            if most > SLACK:
+                fix = f"{_key(name)}.fraction={math.floor(most * 1e4 + SLACK) / 1e4:g}"
+            else:
+                fix = self._in_turns(name)
+            self._refuse(
+                f"no slot is left for {title(name)}: of {self.num_nodes} x {self.total} slots are "
+                f"taken: {said}",
+                fix,
+            )
         return tuple(left)
 
     def _named(
@@ -254,21 +260,6 @@ class _Board:
         """Return the slots of a node of which at least this fraction is free."""
         slots = enumerate(self.free[node])
         return [index for index, free in slots if free >= fraction - SLACK]
-
-    def _refuse_nothing_left(self, name: RoleName, nodes: Sequence[int]) -> None:
-        """Add the conflict that the other roles leave no slots for a role."""
-        held = {other: len(slots) for other, slots in self.taken.items() if slots}
-        said = ", ".join(f"{title(other)} {count}" for other, count in held.items())
-        most = max(free for node in nodes for free in self.free[node])
-        if most > SLACK:
-            fix = f"{_key(name)}.fraction={math.floor(most * 1e4 + SLACK) / 1e4:g}"
-        else:
-            fix = self._in_turns(name)
-        self._refuse(
-            f"no slot is left for {title(name)}: of {self.num_nodes} x {self.total} slots are "
-            f"taken: {said}",
-            fix,
-        )
 
     def _in_turns(self, name: RoleName) -> str:
         """Return the settings with which a role shares the policy's slots.

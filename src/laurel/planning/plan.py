@@ -121,20 +121,15 @@ def plan_run(request: ClusterRequest) -> Plan:
 def _plan_batches(request: ClusterRequest, roles: tuple[RolePlan, ...]) -> tuple[BatchPlan, ...]:
     """Return the batches of every placed role: of a training step, then of a validation."""
     dp = {role.name: role.mesh.dp for role in roles}
-    batches = [
-        _divided(role.name, batch, dp[role.name])
-        for role in request.roles
-        if role.name in dp
-        for batch in role.batches
-    ]
+    batches = []
+    for role in request.roles:
+        for batch in role.batches if role.name in dp else ():
+            tokens = batch.tokens
+            if role.name == "generation":  # a share has no more completions under way than it has
+                tokens = min(tokens, -(-batch.size // dp[role.name]) * batch.longest)
+            said = asdict(batch) | {"tokens": tokens}
+            batches.append(BatchPlan(role=role.name, num_shares=dp[role.name], **said))
     return tuple(sorted(batches, key=lambda batch: batch.is_validation))
-
-
-def _divided(name: RoleName, batch: BatchRequest, num_shares: int) -> BatchPlan:
-    if name == "generation":  # a share has no more completions under way than it has
-        most = -(-batch.size // num_shares) * batch.longest
-        batch = replace(batch, tokens=min(batch.tokens, most))
-    return BatchPlan(role=name, num_shares=num_shares, **asdict(batch))
 
 
 def _uneven(batch: BatchPlan, step: StepRequest | None) -> Conflict:

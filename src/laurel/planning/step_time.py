@@ -222,6 +222,7 @@ def forward_operations(shape: ModelShape, workload: Workload, *, has_logits: boo
     completions = workload.num_prompts * workload.per_prompt * workload.completion_tokens
     return Operations(
         linear=2.0 * shape.num_layers * weights * workload.tokens,
+        # Two products, of queries with keys and of weights with values.
         attention=4.0 * shape.num_layers * shape.num_heads * shape.head_dim * workload.pairs,
         head=2.0 * shape.vocab_size * shape.hidden_size * completions if has_logits else 0.0,
     )

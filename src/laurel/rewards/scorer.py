@@ -415,12 +415,8 @@ def divide_into_micro_batches(
     if path == "forest":
         return bin_pack([group.num_tokens for group in groups], batch_tokens)
     lengths = [group.lengths_G for group in groups]
-    if batch_size is not None:
-        return _pack_rows(lengths, batch_size)
-    return pack_padded(lengths, batch_tokens)
-
-
-def _pack_rows(lengths: Sequence[tuple[int, ...]], batch_size: int) -> list[list[int]]:
+    if batch_size is None:
+        return pack_padded(lengths, batch_tokens)
     # Groups of similar lengths share a batch, as rows are padded to the longest.
     bins: list[list[int]] = []
     rows = 0
@@ -590,7 +586,10 @@ def _largest_difference(model: RewardModel, probe: Probe) -> float | None:
     hidden_ND = model.last_hidden(batch).double()
     with own_attention(model):
         own_NK = torch.cat([_own_scores(model, ids) for ids in probe.sequences_N]).double()
-        own_ND = torch.cat([_own_hidden(model, ids) for ids in probe.sequences_N]).double()
+        base = model.classifier.base_model
+        own_ND = torch.cat(
+            [base(**inputs_alone(model, ids)).last_hidden_state[:, -1] for ids in probe.sequences_N]
+        ).double()
     if not (own_NK.isfinite().all() and own_ND.isfinite().all()):
         return None
     size_N = own_ND.norm(dim=1).clamp_min(1e-12)
@@ -603,9 +602,3 @@ def _largest_difference(model: RewardModel, probe: Probe) -> float | None:
 def _own_scores(model: RewardModel, ids_L: Tensor) -> Tensor:
     scores_1K: Tensor = model.classifier(**inputs_alone(model, ids_L)).logits
     return scores_1K
-
-
-def _own_hidden(model: RewardModel, ids_L: Tensor) -> Tensor:
-    inputs = inputs_alone(model, ids_L)
-    hidden_1D: Tensor = model.classifier.base_model(**inputs).last_hidden_state[:, -1]
-    return hidden_1D

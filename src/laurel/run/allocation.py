@@ -167,7 +167,19 @@ def plan_allocation(config: Run) -> PlannedAllocation:
         ConfigError: The run does not fit; the message names every problem and the nearest setting.
     """
     plan = plan_to_run(request_of(config))
-    _refuse_unbuilt(config, plan)
+    # These can be planned, but are not implemented.
+    parallel, key = config.policy.dtensor_cfg, "policy.dtensor_cfg"
+    if (cp := parallel.context_parallel_size) > 1 and not config.policy.sequence_packing.enabled:
+        raise ConfigError(
+            f"{key}.context_parallel_size={cp}: only token forests are divided; set it to 1, or "
+            "policy.sequence_packing.enabled to true"
+        )
+    policy = plan.role("policy")
+    if parallel.cpu_offload and policy is not None and policy.mesh.size == 1:
+        raise ConfigError(
+            f"{key}.cpu_offload=true: shares of a spread model can be kept on the host, and the "
+            "policy has one rank; set it to false, or give it more slots (cluster.gpus_per_node)"
+        )
     return PlannedAllocation(
         config=config, plan=plan, are_remote=backend_of(plan, config.cluster) == "ray"
     )
@@ -190,23 +202,3 @@ def open_allocation(planned: PlannedAllocation, stack: ExitStack, console: Conso
             plan, cluster, device_of(settings, cluster), patience=settings.patience_seconds
         )
     return Allocation(plan=plan, reservations=reservations, stack=stack)
-
-
-def _refuse_unbuilt(config: Run, plan: Plan) -> None:
-    """Refuse placements that can be planned but are not implemented.
-
-    Raises:
-        ConfigError: The run needs such a placement.
-    """
-    parallel, key = config.policy.dtensor_cfg, "policy.dtensor_cfg"
-    if (cp := parallel.context_parallel_size) > 1 and not config.policy.sequence_packing.enabled:
-        raise ConfigError(
-            f"{key}.context_parallel_size={cp}: only token forests are divided; set it to 1, or "
-            "policy.sequence_packing.enabled to true"
-        )
-    policy = plan.role("policy")
-    if parallel.cpu_offload and policy is not None and policy.mesh.size == 1:
-        raise ConfigError(
-            f"{key}.cpu_offload=true: shares of a spread model can be kept on the host, and the "
-            "policy has one rank; set it to false, or give it more slots (cluster.gpus_per_node)"
-        )

@@ -92,8 +92,10 @@ def open_store(
         higher_is_better=selection.higher_is_better,
     )
     root = store.root
+    # Asked before the store is entered, which makes the directories for its lock.
     made = [path for path in (root, *root.parents) if not path.exists()]
     stack.enter_context(store)
+    # Called while the lock is still held, so that no other run uses the directory by then.
     stack.callback(_remove_unused, made)
     if saving.resume == "never":
         if store.steps():
@@ -161,6 +163,7 @@ def describe_data(reports: Mapping[str, Any], run_dir: Path, console: Console) -
         before = {}
     alike = []
     for name, report in reports.items():
+        # In the form that the file has: JSON knows no tuples, and its keys are texts.
         if before.get(name) == json.loads(json.dumps(report.to_dict())):
             alike.append(f"{name} ({counted(report.num_kept, 'row')})")
         else:

@@ -85,6 +85,7 @@ def _vllm(config: GRPORun, model: TrainedModel, chat: ChatFormat) -> Generator:
     # vLLM starts from a directory with the policy's current weights.
     from laurel.generation.vllm.engine import VllmEngine
 
+    # vLLM has read the directory by the time that the engine is made.
     with tempfile.TemporaryDirectory(prefix="laurel-policy-") as directory:
         model.learner.export(Path(directory), "")
         return VllmEngine(

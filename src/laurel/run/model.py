@@ -178,6 +178,7 @@ def found_name(name: str, *, say: Say, instead: str = "") -> str:
         check_fetchable(name, key="policy.model_name", instead=instead)
         return name
     if any((directory / file).is_file() for file in (MANIFEST_NAME, "config.json")):
+        # transformers does not know ~.
         return str(directory) if name.startswith("~") else name
     assert steps_in(directory), f"{name} is no run, and was found"
     for note in place.notes:

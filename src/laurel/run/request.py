@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from laurel.config.environments import ResourcesConfig, ScorerSource
+from laurel.config.environments import ResourcesConfig
 from laurel.config.grpo import GRPOConfig, GRPORun
 from laurel.config.policy import PlacementConfig, RolePlacement
 from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
@@ -118,6 +118,7 @@ def uses_reward_model(config: GRPORun) -> bool:
     named: set[str] = set()
     while waiting:
         name = waiting.pop()
+        # A part may be a composite itself, and several may have the same part.
         if name not in named and name in config.env.composite:
             waiting += [part.env for part in config.env.composite[name].parts]
         named.add(name)
@@ -188,8 +189,12 @@ def _generation(config: GRPORun) -> RoleRequest:
 def _reward_model(config: GRPORun) -> RoleRequest:
     # Several reward models share the slots; the largest forward pass of any of them counts.
     judge = config.env.reward_model
-    passes = [_tokens_of_scoring(source) for source in judge.loaded]
-    longest, tokens = (max(sizes) for sizes in zip(*passes, strict=True))
+    longest = tokens = 0
+    for source in judge.loaded:
+        length = source.max_model_len or DEFAULT_SCORED_LENGTH
+        is_budget = source.sequence_packing.enabled or source.dynamic_batching.enabled
+        budget = source.batch_tokens if is_budget else source.batch_size * length
+        longest, tokens = max(longest, length), max(tokens, length, budget)
     key, resources = "env.reward_model.resources", judge.resources
     is_own = resources.gpus_per_node is not None or resources.num_nodes is not None
     return RoleRequest(
@@ -204,14 +209,6 @@ def _reward_model(config: GRPORun) -> RoleRequest:
 
 def _own_slots(key: str, resources: ResourcesConfig) -> OwnSlots:
     return OwnSlots(key=key, per_node=resources.gpus_per_node, nodes=resources.num_nodes)
-
-
-def _tokens_of_scoring(judge: ScorerSource) -> tuple[int, int]:
-    """Return the numbers of tokens of the longest conversation and of one forward pass."""
-    longest = judge.max_model_len or DEFAULT_SCORED_LENGTH
-    is_budget = judge.sequence_packing.enabled or judge.dynamic_batching.enabled
-    budget = judge.batch_tokens if is_budget else judge.batch_size * longest
-    return longest, max(longest, budget)
 
 
 def _rollouts(config: GRPORun, longest: int, tokens: int) -> tuple[BatchRequest, ...]:

@@ -306,6 +306,7 @@ def load_data(config: RewardTrainingRun) -> PreferenceData:
         preferences, report = _load(config, dataset, name, data.max_samples)
         train += preferences
         reports.append(report)
+    # Each set was limited to as many; together they may be more.
     train = train[: data.max_samples]
     loaded = PreferenceData(train=train, validation={}, reports={})
     for name, benchmark in data.benchmark_sets().items():

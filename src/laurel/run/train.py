@@ -114,6 +114,7 @@ def trained(
         unsaved, outcome = error, error.outcome
     limit = _limit(kind, loaded.config, outcome)
     conclude(outcome, last or console, use=use, limit=limit, unsaved=unsaved)
+    # Raised only here: what was learned, and where it is logged, is shown in any case.
     if unsaved is not None:
         raise unsaved
     return outcome
@@ -135,6 +136,7 @@ def _use_of(kind: Kind, config: Section) -> str:
                 ]
                 if config.data.on_bad_row == "skip":
                     said.append("data.on_bad_row=skip")
+                # `format` would take a brace in the path for the place of the model.
                 named = shlex.join([path, *said]).replace("{", "{{").replace("}", "}}")
                 return f"laurel score --model {{}} {named}"
     return _USES[kind]
@@ -208,7 +210,8 @@ def conclude(
     if outcome.latest is not None and outcome.latest != outcome.best:
         last.append(("latest", str(outcome.latest)))
     if outcome.best is not None:
-        last.append(("best", str(outcome.best)))
+        by = f"  (by {outcome.best_by})" if outcome.best_by is not None else ""
+        last.append(("best", f"{outcome.best}{by}"))
     if model is not None:
         last.append(("use it", use.format(model)))
     if outcome.run_dir is not None:

@@ -1,6 +1,6 @@
-"""Short hostile programs, and a small world outside that they must not reach.
+"""Defines short hostile programs (canaries), and the small world that they must not reach.
 
-A tier is only relied on after they have been tried in it.
+A tier of isolation is used only after no canary escaped from it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def claims_of(tier: Tier) -> frozenset[Claim]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EscapeAttempt:
-    """A program that tries one escape, and prints `ESCAPED` where it succeeds.
+    """A program that tries one escape, and prints `ESCAPED` if it succeeds.
 
     Args:
-        name: Description of the attempt.
-        claim: Claim that it tests.
+        name: A description of the attempt.
+        claim: The claim of a tier that the program tests.
         code: The program, with the names of `World.facts` in braces.
-        limits: Small limits, as it runs whenever a pool is opened.
-        statuses: Statuses with which it may end.
+        limits: The limits, which are small because the program runs whenever a pool is opened.
+        statuses: The statuses with which the program may end.
     """
 
     name: str
@@ -58,7 +58,7 @@ class EscapeAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """Holds the result of a canary."""
+    """The result of running a canary."""
 
     canary: EscapeAttempt
     held: bool
@@ -138,7 +138,7 @@ CANARIES: tuple[EscapeAttempt, ...] = (
 
 
 class World:
-    """Holds what canaries try to reach: a secret, a place to write, servers."""
+    """What canaries try to reach: a secret, a writable directory, and servers."""
 
     def __init__(self, directory: str) -> None:
         self._secret = os.path.join(directory, "secret")
@@ -160,7 +160,7 @@ class World:
             listening.setblocking(False)
 
     def facts(self) -> dict[str, str]:
-        """Return the values to put into the programs, as Python."""
+        """Return the values that replace names in the code of canaries, as Python literals."""
         return {
             "secret": repr(self._secret),
             "drop": repr(self._drop),
@@ -170,7 +170,7 @@ class World:
         }
 
     def noticed(self) -> str:
-        """Describe what has reached the world since the last call; empty if nothing has."""
+        """Describe what canaries have reached since the last call; empty if nothing."""
         seen = []
         for listening, what in ((self._server, "a connection"), (self._named, "a named socket")):
             with contextlib.suppress(OSError):
@@ -195,7 +195,7 @@ class World:
 
 @contextlib.contextmanager
 def small_world() -> Iterator[World]:
-    """Make a world in a temporary directory."""
+    """Create a world in a temporary directory."""
     with tempfile.TemporaryDirectory(prefix="laurel-canaries-") as directory:
         world = World(directory)
         try:
@@ -205,7 +205,7 @@ def small_world() -> Iterator[World]:
 
 
 def try_canary(canary: EscapeAttempt, zygote: ZygoteProcess, world: World) -> Sighting:
-    """Run one canary; `SandboxLostError` where the sandbox itself fails."""
+    """Run one canary; raise `SandboxLostError` if the sandbox itself fails."""
     code = canary.code
     for name, value in world.facts().items():
         code = code.replace(f"{{{name}}}", value)

@@ -16,16 +16,16 @@ Comparison = Literal["laurel", "apps", "taco", "livecodebench", "verl"]
 def same_value(
     expected: Any, given: Any, *, strict_types: bool = True, float_tolerance: float = 0.0
 ) -> bool:
-    """Whether two values are equal.
+    """Report whether two values are equal.
 
     Args:
         expected: The expected value.
         given: The program's value.
-        strict_types: Whether types count: True is not 1, 1 is not 1.0, a list is not a tuple.
-            Otherwise numbers are compared by value, lists and tuples by items; a bool is never a
-            number.
-        float_tolerance: Largest relative or absolute difference of numbers of which one is a float.
-            NaN equals NaN.
+        strict_types: Whether types must be equal: True is not 1, 1 is not 1.0, and a list is not a
+            tuple. Otherwise numbers are compared by value, and lists and tuples by their items; a
+            bool is never a number.
+        float_tolerance: The largest relative or absolute difference of numbers of which one is a
+            float. NaN equals NaN.
     """
     if strict_types and type(expected) is not type(given):
         return False
@@ -70,7 +70,7 @@ def _same_number(expected: Any, given: Any, tolerance: float) -> bool:
 
 
 def _same_keys(expected: Any, given: Any, *, strict_types: bool) -> bool:
-    """Whether two sets, or the keys of two mappings, are equal; to Python 1 and True are."""
+    """Report whether two sets, or the keys of two mappings, are equal, possibly also in type."""
     if set(expected) != set(given):
         return False
     if not strict_types:
@@ -79,7 +79,7 @@ def _same_keys(expected: Any, given: Any, *, strict_types: bool) -> bool:
 
 
 def _typed(key: Any) -> Any:
-    """Combine a key with its type, and the types of all items in it."""
+    """Return a key together with its type, and with the types of all items in it."""
     if isinstance(key, tuple):
         return (tuple, *(_typed(one) for one in key))
     if isinstance(key, frozenset):
@@ -88,12 +88,12 @@ def _typed(key: Any) -> Any:
 
 
 def same_output(expected: str, given: str, *, float_tolerance: float = 0.0) -> bool:
-    """Whether two texts are equal but for blanks at ends of lines and blank lines at the end.
+    """Report whether two texts are equal, ignoring blanks at ends of lines and final blank lines.
 
     Args:
         expected: The expected text.
         given: The program's text.
-        float_tolerance: If it is not 0, words that are numbers may differ by so much.
+        float_tolerance: The largest difference of words that are numbers; with 0, texts are equal.
     """
     wanted, got = _lines(expected), _lines(given)
     if wanted == got:
@@ -129,10 +129,10 @@ def _lines(text: str) -> list[str]:
 
 
 def same_output_as(comparison: Comparison, expected: str, given: str) -> bool:
-    """Whether a benchmark's own grader accepts one text for the other.
+    """Report whether the grader of a benchmark accepts a text.
 
     Args:
-        comparison: Whose grader; not `laurel`, see `same_output`.
+        comparison: The benchmark; for `laurel` use `same_output`.
         expected: The expected text.
         given: The program's text.
     """
@@ -140,18 +140,18 @@ def same_output_as(comparison: Comparison, expected: str, given: str) -> bool:
 
 
 def same_value_as(comparison: Comparison, expected: Any, given: Any) -> bool:
-    """Whether a benchmark's own grader accepts one value for the other.
+    """Report whether the grader of a benchmark accepts a value.
 
     Args:
-        comparison: Whose grader; not `laurel`, see `same_value`.
-        expected: Value as it stands in the row: most sets put each value into a list of its own.
+        comparison: The benchmark; for `laurel` use `same_value`.
+        expected: The expected value as the row holds it; most data sets wrap it in a list.
         given: The program's value.
     """
     return _VALUES[comparison](expected, given)
 
 
 def _apps_output(expected: str, given: str) -> bool:
-    """Accept equal lines, or close numbers, or the same words in any order."""
+    """Report whether lines are equal, numbers close, or the words the same in any order."""
     wanted, got = _kept_lines(expected.split("\n")), given.splitlines()
     if _same_lines(expected, wanted, got):
         return True
@@ -164,7 +164,7 @@ def _apps_output(expected: str, given: str) -> bool:
 
 
 def _verl_output(expected: str, given: str) -> bool:
-    """Accept equal lines, or close numbers where not all of them are whole."""
+    """Report whether lines are equal, or numbers close if not all of them are whole."""
     wanted, got = _kept_lines(expected.split("\n")), given.splitlines()
     if _same_lines(expected, wanted, got):
         return True
@@ -173,10 +173,10 @@ def _verl_output(expected: str, given: str) -> bool:
 
 
 def _taco_output(expected: str, given: str) -> bool:
-    """Accept the text but for blanks around it.
+    """Report whether texts are equal without the blanks around them.
 
-    That grader's other rules are written for a list of lines and get a text, so they compare single
-    characters where lines are meant: "21" is right where "1 2" is.
+    The other rules of this grader are written for lists of lines but get a text, so they compare
+    single characters instead of lines: they would accept "21" for "1 2".
     """
     given = given.replace("\r\n", "\n").replace("\r", "\n")
     if expected.strip() == given.strip():
@@ -190,7 +190,7 @@ def _taco_output(expected: str, given: str) -> bool:
 
 
 def _livecodebench_output(expected: str, given: str) -> bool:
-    """Accept equal lines, or lines with the same numbers."""
+    """Report whether lines are equal, or have equal numbers."""
     wanted, got = expected.strip().split("\n"), given.strip().split("\n")
     if len(wanted) != len(got):
         return False
@@ -210,13 +210,13 @@ def _kept_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _same_lines(expected: str, wanted: list[str], got: list[str]) -> bool:
-    """Whether all lines are equal, but for blanks at their ends or empty lines."""
+    """Report whether all lines are equal, ignoring blanks at their ends or empty lines."""
     whole = ("\n".join(got).strip(), "\n".join(line.strip() for line in got).strip())
     return expected.strip() in whole or wanted in (got, [line for line in got if line])
 
 
 def _all_close(wanted: Sequence[str], got: Sequence[str]) -> bool:
-    """Whether all are numbers, and close to one another by the rule of numpy's `allclose`."""
+    """Report whether all words are numbers that are close by the rule of numpy's `allclose`."""
     if len(wanted) != len(got):
         return False
     try:
@@ -239,7 +239,7 @@ def _same_when_rounded(wanted: Collection[frozenset[str]], got: Collection[froze
 
 
 def _apps_value(expected: Any, given: Any) -> bool:
-    """Accept the value as it stands in the row, or its first item, with tuples as lists."""
+    """Report whether a value equals that of the row, or its first item, with tuples as lists."""
     given = list(given) if isinstance(given, tuple) else given
     if given == expected:
         return True
@@ -249,16 +249,12 @@ def _apps_value(expected: Any, given: Any) -> bool:
 
 
 def _verl_value(expected: Any, given: Any) -> bool:
-    """Accept what APPS accepts, of values that can be written as JSON."""
+    """Report whether APPS accepts a value, which must be writable as JSON."""
     try:
         json.dumps(given)
     except (TypeError, ValueError):
         return False
     return _apps_value(expected, given)
-
-
-def _livecodebench_value(expected: Any, given: Any) -> bool:
-    return bool((list(given) if isinstance(given, tuple) else given) == expected)
 
 
 def _rows_as_lists(value: Any) -> Any:
@@ -280,6 +276,8 @@ _OUTPUTS: Mapping[str, Callable[[str, str], bool]] = {
 _VALUES: Mapping[str, Callable[[Any, Any], bool]] = {
     "apps": _apps_value,
     "taco": _apps_value,
-    "livecodebench": _livecodebench_value,
+    "livecodebench": lambda expected, given: bool(
+        (list(given) if isinstance(given, tuple) else given) == expected
+    ),
     "verl": _verl_value,
 }

@@ -1,8 +1,9 @@
-"""A control group around a sandbox: the kernel counts memory and processes of all its programs.
+"""Limits the memory and the processes of all programs of a sandbox by a control group.
 
-It adds to the limits of each process: pages that processes share, files in memory and processes
-that a program left behind count here. It is no tier of its own, since few machines give an ordinary
-account one: it is used where it is delegated and was seen to hold, and reported with the tier.
+A control group also counts what the limits of single processes do not: pages that processes share,
+files in memory, and processes that a program left behind. It is not a tier of isolation, because
+few machines delegate a group to an ordinary account. It is used if it is delegated and its limits
+were seen to hold, and is reported with the tier.
 
 Both versions are supported: version 2 (`memory.max`, `pids.max`, `cgroup.kill`), and version 1 with
 a hierarchy for each controller.
@@ -34,12 +35,12 @@ _ZYGOTE_PROCESSES = 16  # itself, its monitors, and their helpers
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """A directory in which groups can be made.
+    """A directory in which control groups can be created.
 
     Args:
         folder: The directory.
-        version: 1 or 2.
-        controllers: Resources that its groups can limit.
+        version: The cgroup version, 1 or 2.
+        controllers: The resources that its groups can limit.
     """
 
     folder: Path
@@ -49,13 +50,13 @@ class Hierarchy:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """The directories in which groups can be made: one, or one for each controller."""
+    """The directories in which control groups can be created: one, or one for each controller."""
 
     hierarchies: tuple[Hierarchy, ...]
 
     @property
     def controllers(self) -> frozenset[str]:
-        """Resources that can be limited."""
+        """The resources that can be limited."""
         return frozenset().union(*(one.controllers for one in self.hierarchies))
 
     def only(self, controllers: frozenset[str]) -> GroupPlace:
@@ -68,20 +69,20 @@ class GroupPlace:
         return GroupPlace(tuple(kept))
 
     def sentence(self) -> str:
-        """Describe the place for a log."""
+        """Return a description of the place for logs."""
         versions = " and ".join(str(n) for n in sorted({one.version for one in self.hierarchies}))
         names = " and ".join(name for name in CONTROLLERS if name in self.controllers)
         return f"{names} (version {versions})"
 
 
 class ControlGroup:
-    """A group of processes with limits for all of them together; used under its zygote's lock."""
+    """A group of processes with limits on their total use; its zygote's lock guards it."""
 
     def __init__(self, place: GroupPlace) -> None:
-        """Make the group, without limits.
+        """Create the group, without limits.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: The group cannot be created.
         """
         name = f"laurel-{os.getpid()}-{secrets.token_hex(4)}"
         self._parts: list[Hierarchy] = []
@@ -97,12 +98,12 @@ class ControlGroup:
             self._parts.append(part)
 
     def take(self, pid: int) -> None:
-        """Move a process, and all that it will start, into the group; may raise `OSError`."""
+        """Move a process, and all that it starts later, into the group; may raise `OSError`."""
         for part in self._parts:
             _write(part.folder / "cgroup.procs", pid)
 
     def allow(self, limits: Limits) -> None:
-        """Raise the limits to fit two programs of such limits at once; they never shrink."""
+        """Raise the limits so that two programs of such limits fit; never lower them."""
         megabytes = _ZYGOTE_MB + _AT_A_TIME * (limits.mem_mb + limits.disk_mb)
         self.set_limits(megabytes << 20, _ZYGOTE_PROCESSES + _AT_A_TIME * (limits.threads + 4))
 
@@ -130,7 +131,7 @@ class ControlGroup:
                     _write(part.folder / "pids.max", processes)
 
     def num_killed(self) -> int:
-        """Count the processes that were killed for want of memory; 0 if not counted."""
+        """Return how many processes were killed for lack of memory; 0 if that is not counted."""
         for part in self._parts:
             if "memory" in part.controllers:
                 name = "memory.events" if part.version == 2 else "memory.oom_control"
@@ -140,7 +141,7 @@ class ControlGroup:
         return 0
 
     def end(self) -> None:
-        """Kill the remaining processes, and remove the group. Idempotent."""
+        """Kill the remaining processes, and remove the group; further calls do nothing."""
         deadline = time.monotonic() + _END_SECONDS
         while self._parts:
             part = self._parts[-1]
@@ -157,12 +158,12 @@ class ControlGroup:
 
 
 def find_place(folder: str | None = None, *, root: Path = Path("/")) -> tuple[GroupPlace, str]:
-    """Find the directories in which this process can create control groups; leave none behind.
+    """Find the directories in which this process can create control groups, without leaving any.
 
     Args:
-        folder: A delegated cgroup v2 directory; by default this process's own groups are tried
-            and, in version 2, their parents.
-        root: Root of the file system, for tests.
+        folder: A delegated cgroup v2 directory. By default this process's own groups are tried and,
+            in version 2, their parents.
+        root: The root of the file system, for tests.
 
     Returns:
         The place, which may lack some or all controllers, and the reason if any is missing.
@@ -208,7 +209,7 @@ def _own_folders(root: Path) -> Iterator[Hierarchy]:
 
 
 def _inside(mounted: Path, base: str, path: str) -> Path:
-    """Return a group's directory in a hierarchy that is mounted from some group on."""
+    """Return a group's directory in a hierarchy whose mount begins at the group `base`."""
     beneath = os.path.relpath(path, base)
     return mounted if beneath.startswith("..") else mounted / beneath
 
@@ -221,7 +222,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _version_2(folder: Path) -> Hierarchy | None:
-    """Return a directory with the controllers that it delegates; None where it is unusable."""
+    """Return a directory with the controllers that it delegates; None if it cannot be used."""
     wanted = set(CONTROLLERS) & set(_words(folder / "cgroup.controllers"))
     control = folder / "cgroup.subtree_control"
     for name in sorted(wanted - set(_words(control))):
@@ -244,7 +245,7 @@ def _words(path: Path) -> Iterable[str]:
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove empty groups of processes that were killed before they could."""
+    """Remove empty groups that were left by processes which were killed."""
     with contextlib.suppress(OSError):
         for old in folder.glob("laurel-*-*"):
             named = _NAME.fullmatch(old.name)

@@ -14,17 +14,17 @@ from laurel.sandbox.zygote_process import ZygoteProcess
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detection:
-    """Holds the result of a detection."""
+    """The tier that this machine supports, and the evidence for it."""
 
     tier: Tier | None
-    """The tier; None: no program can be run here at all."""
+    """The tier; None if no program can run here at all."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why a layer is missing, or did not hold; and other notes."""
+    """The reason why each layer is missing or did not hold, and other remarks."""
     sightings: tuple[Sighting, ...] = ()
-    """Results of the canaries in this tier."""
+    """The results of the canaries in this tier."""
 
     def sentence(self) -> str:
-        """Describe the result in one line for a log."""
+        """Return a description of the result in one line, for logs."""
         if self.tier is None:
             return f"no sandbox: {'; '.join(self.reasons.values())}"
         line = self.tier.sentence(self.reasons)
@@ -38,12 +38,12 @@ def detect(
     interpreter: str | None = None,
     scratch: str | None = None,
 ) -> Detection:
-    """Try the tiers, best first.
+    """Find the best tier in which no canary escapes.
 
     Args:
-        without: Layers to leave out, to see what holds without them.
+        without: The layers to leave out, to see what holds without them.
         interpreter: The Python that runs programs; by default the one that runs this.
-        scratch: Directory for temporary ones; by default the system's.
+        scratch: The directory for temporary directories; by default the system's.
     """
     if sys.platform != "linux":
         return Detection(

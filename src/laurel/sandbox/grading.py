@@ -1,4 +1,4 @@
-"""Turns the ends of processes into a verdict; expected values go no further than here."""
+"""Grades programs by how their processes ended; expected values are never passed on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TOTAL_IS_SPENT = "the time of all tests together was spent"
 
 @dataclass(frozen=True, slots=True)
 class _Graded:
-    """Holds a verdict, its tests, and the processes that it is based on."""
+    """A grade: a status, the results of tests, and the processes that they are based on."""
 
     status: Status
     tests: tuple[TestResult, ...]
@@ -42,9 +42,9 @@ def grade(job: SandboxJob, runner: Runner, *, tier: str, attempt: int) -> Sandbo
 
     Args:
         job: The job.
-        runner: Runs its programs.
-        tier: Letter of the runner's tier.
-        attempt: Number of attempts, this one included.
+        runner: Runs the programs of the job.
+        tier: The letter of the runner's tier.
+        attempt: The number of attempts, including this one.
 
     Raises:
         SandboxLostError: The sandbox failed, and not the program.
@@ -75,7 +75,7 @@ def grade(job: SandboxJob, runner: Runner, *, tier: str, attempt: int) -> Sandbo
 
 
 def status_of(outcome: ProcessOutcome, limits: Limits) -> Status:
-    """Return the status that the end of a process shows by itself."""
+    """Return the status that follows from how a process ended, without its output."""
     if outcome.ended_by == "wall":
         return Status.TIMEOUT_WALL
     if outcome.ended_by == "memory":
@@ -111,7 +111,11 @@ def _stdio(job: SandboxJob, runner: Runner) -> _Graded:
         status = status_of(outcome, limits)
         if status is Status.OK:
             given = outcome.stdout.decode("utf-8", "replace")
-            if not _is_output(test.stdout, given, job):
+            if job.comparison == "laurel":
+                same = same_output(test.stdout, given, float_tolerance=job.float_tolerance)
+            else:
+                same = same_output_as(job.comparison, test.stdout, given)
+            if not same:
                 status = Status.WRONG_ANSWER
         return TestResult(status=status), [outcome]
 
@@ -123,7 +127,7 @@ def _one_by_one(
     tests: Sequence[Any],
     run: Callable[[Any, Limits], tuple[TestResult, list[ProcessOutcome]]],
 ) -> _Graded:
-    """Grade by tests with a process each, within the time limit of all of them together."""
+    """Grade by tests that each have a process, within the total time limit of the job."""
     results: list[TestResult] = []
     outcomes: list[ProcessOutcome] = []
     shown: ProcessOutcome | None = None
@@ -156,12 +160,6 @@ def _one_by_one(
 def _run_script(job: SandboxJob, runner: Runner, stdin: str, limits: Limits) -> ProcessOutcome:
     header = {"kind": "script", "prelude": job.prelude}
     return runner.one(header, _bytes(job.code), limits=limits, stdin=_bytes(stdin))
-
-
-def _is_output(expected: str, given: str, job: SandboxJob) -> bool:
-    if job.comparison == "laurel":
-        return same_output(expected, given, float_tolerance=job.float_tolerance)
-    return same_output_as(job.comparison, expected, given)
 
 
 def _overall(results: Sequence[TestResult]) -> Status:
@@ -208,22 +206,22 @@ def _grade_line(line: bytes, index: int, test: CallTest, job: SandboxJob) -> Tes
         if "bad" in reply:
             return TestResult(status=Status.BAD_RESULT, detail=str(reply["bad"])[:_DETAIL])
         given = plain_data.loads(json.dumps(reply["value"]).encode())
-        same = _is_value(test.expected, given, job)
+        if job.comparison != "laurel":
+            same = same_value_as(job.comparison, test.expected, given)
+        else:
+            same = same_value(
+                test.expected,
+                given,
+                strict_types=job.strict_types,
+                float_tolerance=job.float_tolerance,
+            )
     except Exception as error:  # the program may have sent anything
         return TestResult(status=Status.BAD_RESULT, detail=f"{type(error).__name__} in its value")
     return TestResult(status=Status.OK if same else Status.WRONG_ANSWER)
 
 
-def _is_value(expected: Any, given: Any, job: SandboxJob) -> bool:
-    if job.comparison != "laurel":
-        return same_value_as(job.comparison, expected, given)
-    return same_value(
-        expected, given, strict_types=job.strict_types, float_tolerance=job.float_tolerance
-    )
-
-
 def _status_named(name: Any) -> Status:
-    """Return the failure of that name, which the program may have chosen: it is never OK."""
+    """Return the status of a failure by its name; a name from the program never gives OK."""
     known = {status.value: status for status in _STATUS_OF_EXIT_CODE.values()}
     return known.get(name, Status.RUNTIME_ERROR) if isinstance(name, str) else Status.BAD_RESULT
 
@@ -232,9 +230,9 @@ def _status_named(name: Any) -> Status:
 
 
 def _tests(job: SandboxJob, runner: Runner) -> _Graded:
-    """Grade by tests in a sandbox that never saw the program; the program runs in another.
+    """Grade by tests that run in another sandbox than the program.
 
-    The end of the program's process only explains why there was no answer.
+    The end of the program's process only explains why the tests got no answer.
     """
     header = {"kind": "tests", "entry": job.entry, "reply_kb": job.limits.result_kb}
 
@@ -255,17 +253,17 @@ def _tests(job: SandboxJob, runner: Runner) -> _Graded:
 
 
 def lacked_answer(verdict: ProcessOutcome, limits: Limits) -> bool:
-    """Whether tests ended because the program ended before it answered.
+    """Report whether tests ended because the program ended before it answered.
 
     Args:
-        verdict: Outcome of the tests.
-        limits: Limits of each process.
+        verdict: The outcome of the process of the tests.
+        limits: The limits of each process.
     """
     return bool(_test_report(verdict, limits).get("why") == "gone")
 
 
 def _test_report(verdict: ProcessOutcome, limits: Limits) -> dict[str, Any]:
-    """Read the report of the process with the tests, which is trusted as they are."""
+    """Return the report of the process that ran the tests, which is trusted like the tests."""
     ended = status_of(verdict, limits)
     lines = verdict.result.splitlines()
     if len(lines) == 1 and ended in (Status.OK, Status.RUNTIME_ERROR):

@@ -1,4 +1,4 @@
-"""Tries whether control groups can be made here, and whether their limits hold."""
+"""Tries whether control groups can be created here, and whether their limits hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from laurel.sandbox.zygote_process import own_interpreter
 
 
 def chosen_place(setting: str) -> tuple[GroupPlace | None, str]:
-    """Find and try a place for control groups; also return why it lacks a limit.
+    """Find a place for control groups whose limits hold, and return why a limit is missing.
 
     Args:
         setting: `auto`, `off` or a directory, as in `SandboxConfig.cgroup`.
@@ -34,7 +34,7 @@ def chosen_place(setting: str) -> tuple[GroupPlace | None, str]:
 
 
 def group_words(place: GroupPlace | None, reason: str) -> str:
-    """Describe the result of `chosen_place`, for a line that begins with `control group`."""
+    """Return a description of `chosen_place`'s result, to follow the words `control group`."""
     if place is None:
         return f"no: {reason}"
     return place.sentence() + (f"; {reason}" if reason else "")
@@ -49,7 +49,7 @@ def _tried_place(folder: str | None) -> tuple[GroupPlace, str]:
 
 
 def seen_to_hold(place: GroupPlace, interpreter: str) -> tuple[GroupPlace, str]:
-    """Try the limits of a place; return what holds, and why not the rest."""
+    """Return the place with only the limits that hold, and why the others do not."""
     held, reasons = set(), []
     for name, code in _TRIALS.items():
         if name not in place.controllers:
@@ -77,7 +77,7 @@ _TRIALS = {
 
 
 def _try(place: GroupPlace, interpreter: str, code: str) -> str:
-    """Return why a limit does not hold; empty where it does."""
+    """Return why a limit does not hold; empty if it holds."""
     group = ControlGroup(place)
     try:
         group.set_limits(_TRIAL_MEMORY, _TRIAL_PROCESSES)

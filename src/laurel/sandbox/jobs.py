@@ -1,7 +1,7 @@
-"""Jobs of a sandbox, their limits and their results.
+"""Defines the jobs of a sandbox, their limits and their results.
 
-Only the standard library is used here and below, so that the sandbox can be tried by any account
-and with any Python of the machine.
+This module and the modules below it import only the standard library, so that any account can try
+the sandbox with any Python of the machine.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 Mode = Literal["script", "stdio", "call", "tests"]
 """The way in which a program is graded.
 
-`script`: it is only run. `stdio`: each test is a text on stdin and the expected output. `call`: a
-function is called with plain data and its values are compared. `tests`: code of the data set calls
-the program, from a second sandbox.
+`script` only runs the program. With `stdio` each test is a text on stdin and the expected output.
+`call` calls a function with plain data, and compares its values. With `tests`, code of the data set
+calls the program from a second sandbox.
 """
 
 
@@ -27,7 +27,7 @@ class Status(enum.Enum):
     """The status of a program, or of one test of it."""
 
     OK = "ok"
-    """It ended properly; with tests: all of them passed."""
+    """The program ended without an error; all tests passed, if there are any."""
     WRONG_ANSWER = "wrong_answer"
     SYNTAX_ERROR = "syntax_error"
     RUNTIME_ERROR = "runtime_error"
@@ -39,17 +39,17 @@ class Status(enum.Enum):
     DISK_LIMIT = "disk_limit"
     PROCESS_LIMIT = "process_limit"
     FORBIDDEN = "forbidden"
-    """It made a system call that no program may make, and did not survive the refusal."""
+    """The program made a system call that no program may make, and ended because of the refusal."""
     KILLED = "killed"
-    """It died of a signal that was not ours: a segmentation fault, an abort."""
+    """The program died of a signal that the sandbox did not send, such as a segmentation fault."""
     BAD_RESULT = "bad_result"
-    """Its answer is no plain data, or forged, doubled or out of order."""
+    """The answer is not plain data, or is forged, doubled or out of order."""
     NO_RESULT = "no_result"
-    """It ended before it answered."""
+    """The program ended before it answered."""
     NOT_RUN = "not_run"
-    """Status of a test after a failed one, where only all tests together count."""
+    """The test follows a failed one, and only all tests together count."""
     SANDBOX_ERROR = "sandbox_error"
-    """The sandbox failed, not the program: a failure to be masked, never a score."""
+    """The sandbox failed, not the program; this must be masked, and is never a score."""
 
     @property
     def is_verdict(self) -> bool:
@@ -59,22 +59,24 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of one process of a job. CPU time is the limit that counts; wall time is generous,
-    since it passes faster on a busy machine.
+    """The limits of one process of a job.
+
+    CPU time is the limit that counts. The limit of wall time is generous, because wall time depends
+    on how busy the machine is.
     """
 
     cpu_s: float = 5.0
     wall_s: float = 10.0
     mem_mb: int = 512
-    """Address space."""
+    """The address space."""
     disk_mb: int = 32
-    """Size of all files together."""
+    """The total size of all files."""
     inodes: int = 2048
     threads: int = 60
     stdout_kb: int = 64
     stderr_kb: int = 16
     result_kb: int = 256
-    """Size of all returned values together."""
+    """The total size of all returned values."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -82,14 +84,15 @@ class Limits:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be more than 0")
 
     def message(self) -> dict[str, float | int]:
-        """Return the limits as the sandbox reads them."""
+        """Return the limits in the form that the sandbox reads."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StdioTest:
-    """A text on stdin, and the expected output. Trailing blanks of lines, and blank lines at the
-    end, do not count.
+    """A text on stdin, and the expected output.
+
+    Blanks at ends of lines, and blank lines at the end, do not count.
     """
 
     stdin: str = ""
@@ -107,32 +110,33 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxJob:
-    """A program and how to grade it.
+    """A program, and how to grade it.
 
     Args:
-        id: Id for the caller; comes back in the result.
+        id: An id for the caller, which the result repeats.
         code: The program, in Python.
-        mode: How it is graded.
-        stdin: Input of the program; for `script` only.
-        tests: For `stdio` and `call`: the tests. For `tests`: texts of code, each run by itself
-            instead of `test_code`.
-        entry: For `call` and `tests`: name of the function; `Solution.name` is a method of a class
-            that is made without arguments. For `call`, a program that has a `Solution` with a
-            method of that name is called there.
-        test_code: For `tests`: code that runs in a process of its own, and ends without an
-            exception if the program is right. Undefined names in it are functions of the program.
-        test_setup: For `tests`: code that runs before `test_code`: helpers that both need (the
+        mode: The way in which the program is graded.
+        stdin: The input of the program, for `script` only.
+        tests: The tests, for `stdio` and `call`. For `tests`, texts of code that each run by
+            themselves instead of `test_code`.
+        entry: The name of the function, for `call` and `tests`. `Solution.name` is a method of a
+            class that is created without arguments. With `call`, a method of that name of a class
+            `Solution` is called if the program has one.
+        test_code: For `tests`, code that runs in its own process, and ends without an exception if
+            the program is right. Its undefined names are functions of the program.
+        test_setup: For `tests`, code that runs before `test_code`, with helpers that both need (the
             prompt).
-        limits: Limits of each process.
-        strict_types: For `call`: True is not 1, 1 is not 1.0, a list is not a tuple.
-        float_tolerance: For `call` and `stdio`: largest relative or absolute difference.
-        comparison: For `call` and `stdio`: whose rules compare; `strict_types` and
-            `float_tolerance` belong to `laurel`.
-        prelude: Code that runs before the program, among its names: the usual imports.
-        stop_at_failure: For `stdio` and `tests`: only all tests together count, so none is run
-            after a failed one; those are `NOT_RUN`.
-        total_s: For `stdio` and `tests`: seconds of wall time for all tests together; the rest is
-            then `TIMEOUT_WALL`. None: each test has its own limit alone.
+        limits: The limits of each process.
+        strict_types: For `call`, whether types must be equal: True is not 1, 1 is not 1.0, and a
+            list is not a tuple.
+        float_tolerance: The largest relative or absolute difference, for `call` and `stdio`.
+        comparison: The grader whose rules compare, for `call` and `stdio`; only `laurel` uses
+            `strict_types` and `float_tolerance`.
+        prelude: Code that runs before the program, in its namespace, such as the usual imports.
+        stop_at_failure: For `stdio` and `tests`, whether only all tests together count, so that
+            tests after a failed one are `NOT_RUN`.
+        total_s: For `stdio` and `tests`, the seconds of wall time for all tests together, after
+            which tests are `TIMEOUT_WALL`; None limits only each test.
     """
 
     code: str
@@ -173,40 +177,40 @@ class TestResult:
 
     status: Status
     detail: str = ""
-    """Message for people: what went wrong, without the expected value."""
+    """A message for people about what went wrong, without the expected value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """The result of a job. Texts are cut at their limits; the program may have written anything."""
+    """The result of a job; texts from the program are truncated, and may contain anything."""
 
     id: str
     status: Status
     tests: tuple[TestResult, ...] = ()
-    """Results of the tests, in the job's order."""
+    """The results of the tests, in the job's order."""
     stdout: str = ""
-    """Output of the last process that ran the program."""
+    """The output of the last process that ran the program."""
     stderr: str = ""
     stdout_truncated: bool = False
     stderr_truncated: bool = False
     exit_code: int | None = None
     signal: int | None = None
     cpu_s: float | None = None
-    """CPU time of all processes; None where nothing ran."""
+    """The CPU time of all processes; None if nothing ran."""
     wall_s: float = 0.0
     max_rss_kb: int = 0
     tier: str = ""
-    """Letter of the tier that it ran in."""
+    """The letter of the tier in which the job ran."""
     attempt: int = 1
     reason: str = ""
-    """Reason of a SANDBOX_ERROR."""
+    """The reason of a SANDBOX_ERROR."""
 
     @property
     def passed_share(self) -> float:
-        """Share of passed tests; without tests, 1.0 for OK and otherwise 0.0.
+        """The share of passed tests; without tests, 1.0 for OK and otherwise 0.0.
 
         Raises:
-            ValueError: The sandbox failed: there is nothing to count.
+            ValueError: The sandbox failed, so there is no result to count.
         """
         if not self.status.is_verdict:
             raise ValueError(f"the sandbox failed, so there is no score: {self.reason}")

@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use, by the limits of its container."""
+"""Finds the cores and the memory that this process may use within the limits of its container."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NO_LIMIT = 2**60  # so many bytes or more mean no limit in version 1 of control
 
 
 def available_cores() -> int:
-    """Return the cores that this process may use: its affinity, within its container's quota."""
+    """Return how many cores this process may use, by its affinity and its container's quota."""
     cores = _affine_cores()
     # Threads beyond the quota would not compute more: the kernel stops all of them in turns.
     quota = cpu_quota()
@@ -20,12 +20,12 @@ def available_cores() -> int:
 
 
 def has_no_gpu(*, root: Path = Path("/")) -> bool:
-    """Whether this machine certainly has no GPU that torch could use; found out without torch.
+    """Report, without importing torch, whether this machine certainly has no GPU for torch.
 
-    False is no guarantee: a driver may be missing, or torch be built without CUDA.
+    False does not guarantee a GPU: a driver may be missing, or torch may be built without CUDA.
 
     Args:
-        root: Directory that contains `dev`.
+        root: The directory that contains `dev`.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return True
@@ -38,7 +38,7 @@ def cpu_quota(*, root: Path = Path("/")) -> float | None:
     """Return how many cores' worth of CPU time this process's control groups allow; None: no limit.
 
     Args:
-        root: Directory that contains `proc` and `sys`.
+        root: The directory that contains `proc` and `sys`.
     """
     found: list[float] = []
     for folder, version in _groups("cpu", root):
@@ -54,10 +54,10 @@ def cpu_quota(*, root: Path = Path("/")) -> float | None:
 
 
 def memory_limit(*, root: Path = Path("/")) -> int | None:
-    """Return the bytes that this process's control groups allow; None: no limit.
+    """Return how many bytes this process's control groups allow; None: no limit.
 
     Args:
-        root: Directory that contains `proc` and `sys`.
+        root: The directory that contains `proc` and `sys`.
     """
     found: list[int] = []
     for folder, version in _groups("memory", root):
@@ -69,12 +69,12 @@ def memory_limit(*, root: Path = Path("/")) -> int | None:
 
 
 def available_memory(*, root: Path = Path("/")) -> int | None:
-    """Return the bytes that this process can take without swapping or being killed; None: unknown.
+    """Return how many bytes this process can use without swapping or being killed; None: unknown.
 
-    It is the minimum of what the machine and each control group with a limit have left.
+    It is the minimum of the bytes that the machine and each control group with a limit have left.
 
     Args:
-        root: Directory that contains `proc` and `sys`.
+        root: The directory that contains `proc` and `sys`.
     """
     found: list[int] = []
     with suppress(OSError, ValueError):
@@ -96,10 +96,10 @@ def _group_limit(folder: Path, version: int) -> int | None:
 
 
 def _group_use(folder: Path, version: int) -> int:
-    """Return the bytes that a group holds, without cached files that the kernel would drop first.
+    """Return the bytes that a group uses, without cached files that the kernel would drop first.
 
-    With them, a group that has read much data looks full for as long as it lives. `MemAvailable`
-    leaves them out as well.
+    With these, a group that has read much data would always look full. `MemAvailable` excludes them
+    too.
     """
     name = "memory.current" if version == 2 else "memory.usage_in_bytes"
     use = int((folder / name).read_text(encoding="ascii"))
@@ -111,7 +111,7 @@ def _group_use(folder: Path, version: int) -> int:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Parse a file of lines such as `name 12` or `name: 12 kB`."""
+    """Return the numbers by name of a file with lines such as `name 12` or `name: 12 kB`."""
     lines = (line.split() for line in path.read_text(encoding="ascii").splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}
 

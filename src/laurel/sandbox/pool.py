@@ -1,4 +1,4 @@
-"""Runs many programs at a time, each in a sandbox of its own; results come in the jobs' order."""
+"""Runs many programs concurrently, each in its own sandbox; results are in the order of jobs."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ CLOSED = "the sandbox has been shut down"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolReport:
-    """Describes a pool, and counts the jobs so far."""
+    """The settings of a pool, and counts of its jobs so far."""
 
     tier: str
     num_workers: int
     zygotes_started: int
     statuses: dict[str, int]
-    """Number of jobs by status."""
+    """The number of jobs by status."""
 
 
 class SandboxPool:
     """Runs jobs concurrently.
 
-    Zygotes are started with the first jobs. They end with `close`, with the last reference to the
-    pool, and with this process, however it ends.
+    The first jobs start the zygotes. These end at `close`, with the last reference to the pool, or
+    with this process, however it ends.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class SandboxPool:
         """Set up a pool without starting processes.
 
         Args:
-            tier: Tier that this machine was found to have, or a weaker one. If its layers cannot be
-                had any more, every job is a SANDBOX_ERROR: no job runs in fewer layers.
-            num_workers: Concurrent jobs.
-            backlog: Jobs in the queue, beyond which `submit` blocks. 0: any number.
+            tier: The tier that this machine was found to support, or a weaker one. If a layer of it
+                is no longer available, every job is a SANDBOX_ERROR; no job runs in fewer layers.
+            num_workers: The number of concurrent jobs.
+            backlog: The number of queued jobs from which on `submit` blocks; 0 for any number.
             interpreter: The Python that runs programs; by default the one that runs this.
-            scratch: Directory for temporary ones; by default the system's.
-            place: Where each zygote gets a control group; by default it has none.
+            scratch: The directory for temporary directories; by default the system's.
+            place: The place where each zygote gets a control group; by default it has none.
         """
         self.tier = tier
         self.num_workers = num_workers
@@ -81,15 +81,15 @@ class SandboxPool:
     def submit(
         self, job: SandboxJob, *, deadline: float | None = None, batch: int = 1
     ) -> Future[SandboxResult]:
-        """Queue a job, and return its future; blocks while the backlog is full.
+        """Queue a job, and return its future; block while the backlog is full.
 
         Args:
             job: The job.
-            deadline: Time of `time.monotonic` by which the job must end, or it is a SANDBOX_ERROR.
-                While others wait, a job has its share of the time until then, and if that was not
-                enough is tried again behind them, each time with twice as much, so that a slow
-                program costs only itself.
-            batch: Number of jobs that are submitted together, this one included.
+            deadline: The time of `time.monotonic` by which the job must end, or it is a
+                SANDBOX_ERROR. While others wait, a job has only a share of the time until then. If
+                that is not enough, it is tried again after the others, each time with twice as
+                much, so that a slow program delays only itself.
+            batch: The number of jobs that are submitted together, including this one.
         """
         future: Future[SandboxResult] = Future()
         with self._starting:
@@ -125,14 +125,14 @@ class SandboxPool:
 
         Args:
             jobs: The jobs.
-            timeout_s: Seconds after which no more jobs are run; the rest are SANDBOX_ERRORs.
+            timeout_s: The seconds after which remaining jobs are SANDBOX_ERRORs instead of running.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         futures = [self.submit(job, deadline=deadline, batch=len(jobs)) for job in jobs]
         return [future.result() for future in futures]
 
     def report(self) -> PoolReport:
-        """Report the state of the pool and the jobs so far."""
+        """Return the settings of the pool, and counts of its jobs so far."""
         with self._state.lock:
             return PoolReport(
                 tier=self.tier.value,
@@ -146,7 +146,10 @@ class SandboxPool:
         return [pid for zygote in self._state.zygotes if (pid := zygote.pid) is not None]
 
     def close(self) -> None:
-        """End all processes; queued and running jobs become SANDBOX_ERRORs. Idempotent."""
+        """End all processes; queued and running jobs become SANDBOX_ERRORs.
+
+        Further calls do nothing.
+        """
         with self._starting:
             self._finalizer()
 
@@ -158,11 +161,11 @@ class SandboxPool:
 
 
 def affordable_workers(wanted: int, limits_mb: int) -> int:
-    """Return how many workers fit into memory if each program takes its limit: at least 1.
+    """Return how many workers, at least 1, fit into memory if each program uses its limit.
 
     Args:
-        wanted: Number of workers that is asked for.
-        limits_mb: Memory and disk of one program.
+        wanted: The maximum number of workers.
+        limits_mb: The memory and disk limits of one program together.
     """
     free = available_memory()
     if free is None:
@@ -173,7 +176,7 @@ def affordable_workers(wanted: int, limits_mb: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """Holds a job in the queue."""
+    """A job in the queue, with its future and its deadline."""
 
     job: SandboxJob
     deadline: float | None
@@ -187,13 +190,13 @@ class _Waiting:
     may_be_ended: bool = True
 
     def begins(self) -> bool:
-        """Mark the future as running; False if it was cancelled."""
+        """Mark the future as running; return False if it was cancelled."""
         self.is_begun = self.is_begun or self.future.set_running_or_notify_cancel()
         return self.is_begun
 
 
 class _State:
-    """Holds what the threads of a pool share."""
+    """The state that the threads of a pool share."""
 
     def __init__(self, tier: Tier, backlog: int, zygotes: list[ZygoteProcess]) -> None:
         self.tier = tier
@@ -206,7 +209,7 @@ class _State:
 
 
 def _serve(state: _State, zygote: ZygoteProcess) -> None:
-    """Run one job after the other in a zygote."""
+    """Run queued jobs one after the other in a zygote."""
     while not state.closed and (item := state.jobs.get()) is not None:
         if item.begins():
             result = _result(state, zygote, item)
@@ -307,7 +310,7 @@ class _Bounded:
 
 
 def _attempt(state: _State, runner: _Bounded, item: _Waiting) -> SandboxResult:
-    """Run a job; where the sandbox fails, once more, and then report a failure."""
+    """Run a job; if the sandbox fails, try once more, and then return a failure."""
     job, reason, tier = item.job, CLOSED, state.tier
     while item.attempts < ATTEMPTS:
         if state.closed:
@@ -336,7 +339,7 @@ def _failed(job: SandboxJob, tier: Tier, reason: str, *, attempt: int = 1) -> Sa
 
 
 def _fail_waiting(state: _State) -> None:
-    """Fail the jobs that will not be run any more."""
+    """Fail the queued jobs, which no thread will run any more."""
     while True:
         try:
             item = state.jobs.get_nowait()

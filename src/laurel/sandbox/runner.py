@@ -1,4 +1,4 @@
-"""The protocol of program runners, and the outcome of a program's process."""
+"""Defines the protocol of program runners, and the outcome of a program's process."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from laurel.sandbox.jobs import Limits
 
 
 class SandboxStartError(RuntimeError):
-    """Raised where a zygote does not start."""
+    """Raised if a zygote does not start."""
 
 
 class SandboxLostError(RuntimeError):
-    """Raised where the sandbox itself failed during a job, or before it."""
+    """Raised if the sandbox itself failed during a job, or before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOutcome:
-    """Holds how one process that ran a program ended, as seen from outside of it."""
+    """How a process that ran a program ended, as its monitor saw it."""
 
     ended_by: str
-    """One of `exit` (by itself), `wall`, `stdout`, `stderr`, `result` (that cap was met), `cancel`,
-    `disk` (its files cannot be measured), `memory` (killed by the kernel, as its control group had
-    none left).
+    """The cause of the end: `exit` (by itself); `wall`, `stdout`, `stderr` or `result` (it reached
+    that limit); `cancel`; `disk` (its files cannot be measured); or `memory` (the kernel killed it,
+    because its control group had none left).
     """
     exit_code: int | None = None
     signal: int | None = None
@@ -46,10 +46,10 @@ class Runner(Protocol):
         """Run a program to its end.
 
         Args:
-            header: Kind of the job, `script` or `call`, and the fields of that kind.
-            parts: Source of the program, and the parts of its kind.
-            limits: Limits of the process.
-            stdin: Standard input of the program.
+            header: The kind of the job, `script` or `call`, and the fields of that kind.
+            parts: The source of the program, and the other parts of its kind.
+            limits: The limits of the process.
+            stdin: The standard input of the program.
 
         Raises:
             SandboxLostError: The sandbox failed, and not the program.
@@ -64,15 +64,15 @@ class Runner(Protocol):
         limits: Limits,
         is_waiting: Callable[[ProcessOutcome], bool],
     ) -> tuple[ProcessOutcome, ProcessOutcome]:
-        """Run tests that call a program, each in a process of its own.
+        """Run tests that call a program, with a process for the tests and one for the program.
 
         Args:
             code: The program.
-            header: Header of the tests.
-            parts: Source of the tests, and their other parts.
-            limits: Limits of each process.
-            is_waiting: Whether, given how the tests ended, to wait for the program's own end, which
-                says why there was no answer. Otherwise it is killed.
+            header: The header of the tests.
+            parts: The source of the tests, and their other parts.
+            limits: The limits of each process.
+            is_waiting: Returns, for the outcome of the tests, whether to wait for the program's own
+                end, which explains a missing answer. Otherwise the program is killed.
 
         Returns:
             The outcomes of the tests and of the program.

@@ -1,7 +1,7 @@
-"""The tiers of isolation, and their descriptions.
+"""Defines the tiers of isolation, and their descriptions.
 
-A tier is what was *seen to hold* when the canaries ran (`detection.py`), not what the system
-claims.
+A machine has the tier that was *seen to hold* when the canaries ran (`detection.py`), not the one
+that the system claims.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LAYERS = ("namespaces", "landlock", "seccomp")
-"""Optional layers. Every tier has: a fresh process of its own; no environment, no open files;
-resource limits; a wall clock limit; output caps; and, for root, an account of its own.
+"""The optional layers. Every tier runs each program in a new process, without an environment and
+open files, with limits of resources, wall time and output, and under another account than root's.
 """
 
 
@@ -33,7 +33,7 @@ _LANDLOCK_REMEDY = "a kernel of 5.13 or later with landlock among its security m
 
 
 class Tier(enum.Enum):
-    """The tiers, best first. The value is the letter in configurations and results."""
+    """The tiers, best first; the value is the letter in configurations and results."""
 
     FULL = "A"
     NO_NAMESPACES = "B"
@@ -43,39 +43,39 @@ class Tier(enum.Enum):
 
     @property
     def layers(self) -> frozenset[str]:
-        """Layers of the tier."""
+        """The layers of the tier."""
         return _WORDS[self].layers
 
     @property
     def stops(self) -> str:
-        """Description of what a hostile program cannot do in it."""
+        """A description of what a hostile program cannot do in this tier."""
         return _WORDS[self].stops
 
     @property
     def lost(self) -> str:
-        """Description of what it does not stop, compared with the best one; empty for the best."""
+        """A description of what this tier does not stop but the best does; empty for the best."""
         return _WORDS[self].lost
 
     @property
     def remedy(self) -> str:
-        """Description of how to get a better one; empty for the best."""
+        """A description of how to get a better tier; empty for the best."""
         return _WORDS[self].remedy
 
     def is_at_least(self, other: Tier) -> bool:
-        """Whether it is as good as another one, or better."""
+        """Report whether this tier is at least as good as another."""
         order = list(Tier)
         return order.index(self) <= order.index(other)
 
     @classmethod
     def of(cls, layers: frozenset[str]) -> Tier:
-        """Return the best tier whose layers are all there."""
+        """Return the best tier whose layers are all available."""
         return next(tier for tier in cls if tier.layers <= layers)
 
     def sentence(self, reasons: Mapping[str, str]) -> str:
-        """Describe the tier in one line for a log.
+        """Return a description of the tier in one line, for logs.
 
         Args:
-            reasons: Why a layer is missing, by its name.
+            reasons: The reason why a layer is missing, by its name.
         """
         name = f"sandbox tier {self.value}"
         missing = [layer for layer in LAYERS if layer not in self.layers]

@@ -1,4 +1,4 @@
-"""Controls a zygote from the process that wants programs run."""
+"""Controls a zygote from the process that submits programs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from laurel.sandbox.jobs import Limits
 from laurel.sandbox.runner import ProcessOutcome, SandboxLostError, SandboxStartError
 
 START_SECONDS = 60.0
-"""Time that a zygote has to start, on a machine that is busy with other things."""
+"""The time that a zygote has to start, which is long because the machine may be busy."""
 END_SECONDS = 5.0
 GRACE_SECONDS = 10.0
-"""Time that a monitor may take beyond the wall clock of its job."""
+"""The time that a monitor may take beyond the limit of wall time of its job."""
 _LONGEST_REPLY = 1 << 14
 _ENVIRONMENT = {
     "LANG": "C.UTF-8",
@@ -51,7 +51,7 @@ main({control})
 
 
 class RunningJob:
-    """Refers to a running program; used by one thread."""
+    """A running program; only one thread may use this object."""
 
     def __init__(
         self, link: socket.socket, limits: Limits, group: ControlGroup | None = None
@@ -100,17 +100,17 @@ class RunningJob:
         )
 
     def cancel(self) -> None:
-        """End the program now; `outcome` may still be called."""
+        """End the program; `outcome` can still be called."""
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """End the program now, and give up its outcome. Idempotent."""
+        """End the program, and discard its outcome; further calls do nothing."""
         self._link.close()
 
 
 class ZygoteProcess:
-    """Starts jobs from a zygote, which is restarted when it dies; thread-safe."""
+    """A zygote that starts jobs, and that is restarted when it dies; thread-safe."""
 
     def __init__(
         self,
@@ -123,16 +123,16 @@ class ZygoteProcess:
         """Set up a zygote without starting it.
 
         Args:
-            layers: Layers to use, as far as the machine has them.
+            layers: The layers to use, if the machine supports them.
             interpreter: The Python that runs programs; by default the one that runs this.
-            scratch: Directory for temporary ones; by default the system's.
-            place: Where it gets a control group of its own; by default it has none.
+            scratch: The directory for temporary directories; by default the system's.
+            place: The place where the zygote gets a control group; by default it has none.
         """
         self.wanted = layers
         self.layers: frozenset[str] = frozenset()
-        """Layers in use; known once it has been started."""
+        """The layers in use, which are known once the zygote has started."""
         self.reasons: Mapping[str, str] = {}
-        """Why each other layer is not in use."""
+        """The reason why each other layer is not in use."""
         self.starts = 0
         self._interpreter = interpreter or own_interpreter()
         self._parent_of_scratch = scratch
@@ -146,12 +146,12 @@ class ZygoteProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id, while it has a process."""
+        """The process id of the zygote; None while it has no process."""
         with self._lock:
             return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start it, unless it is alive; raises `SandboxStartError` where that fails."""
+        """Start the zygote unless it is alive; raise `SandboxStartError` if that fails."""
         with self._lock:
             if self._closed:
                 raise SandboxStartError("the sandbox has been shut down")
@@ -171,11 +171,11 @@ class ZygoteProcess:
         """Start a program.
 
         Args:
-            header: Kind of the job, and the fields of that kind.
-            parts: Source of the program, and the parts of its kind.
-            limits: Limits of the process.
-            stdin: Standard input of the program.
-            channel: One end of a connection for the program; the caller's own stays open.
+            header: The kind of the job, and the fields of that kind.
+            parts: The source of the program, and the other parts of its kind.
+            limits: The limits of the process.
+            stdin: The standard input of the program.
+            channel: One end of a connection for the program; the caller's descriptor stays open.
 
         Raises:
             SandboxLostError: The zygote died twice.
@@ -242,12 +242,12 @@ class ZygoteProcess:
                 candidate.close()
 
     def discard(self) -> None:
-        """End it and its programs; the next job gets a new one."""
+        """End the zygote and its programs; the next job starts a new zygote."""
         with self._lock:
             self._stop()
 
     def close(self) -> None:
-        """End it and its programs for good. Idempotent."""
+        """End the zygote and its programs permanently; further calls do nothing."""
         with self._lock:
             self._closed = True
             self._stop()
@@ -277,7 +277,19 @@ class ZygoteProcess:
                     self._group = ControlGroup(self._place)
                     self._group.allow(Limits())
                     self._group.take(self._process.pid)
-                self._greet(here)
+                here.settimeout(START_SECONDS)
+                request = {"layers": sorted(self.wanted), "scratch": self._scratch}
+                here.sendall(json.dumps(request).encode())
+                received = b""
+                while not received.endswith(b"\n"):
+                    part = here.recv(_LONGEST_REPLY)
+                    if not part:
+                        raise SandboxStartError("its process ended")
+                    received += part
+                reply = json.loads(received)
+                if "failed" in reply:
+                    raise SandboxStartError(reply["failed"])
+                self.layers, self.reasons = frozenset(reply["layers"]), reply["reasons"]
             except (OSError, ValueError, SandboxStartError) as error:
                 here.close()
                 self._stop()
@@ -290,23 +302,8 @@ class ZygoteProcess:
         if "namespaces" in self.layers:
             self._remove_scratch()  # it stays empty, and might be left behind later
 
-    def _greet(self, control: socket.socket) -> None:
-        control.settimeout(START_SECONDS)
-        request = {"layers": sorted(self.wanted), "scratch": self._scratch}
-        control.sendall(json.dumps(request).encode())
-        received = b""
-        while not received.endswith(b"\n"):
-            part = control.recv(_LONGEST_REPLY)
-            if not part:
-                raise SandboxStartError("its process ended")
-            received += part
-        reply = json.loads(received)
-        if "failed" in reply:
-            raise SandboxStartError(reply["failed"])
-        self.layers, self.reasons = frozenset(reply["layers"]), reply["reasons"]
-
     def _stop(self) -> None:
-        """End the zygote and with it its jobs, whose outcomes then raise an error."""
+        """End the zygote and its jobs, whose outcomes then raise an error."""
         if self._control is not None:
             self._control.close()
             self._control = None

@@ -1,1 +1,1 @@
-"""The training of reward models and by demonstrations, and the parts that all training shares."""
+"""Trains reward models, and policies on demonstrations, and has what all training shares."""

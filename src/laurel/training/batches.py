@@ -1,4 +1,4 @@
-"""The rows of a step, and the micro-batches that their tokens are divided into."""
+"""Chooses the rows of a step, and divides their tokens into micro-batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Label = TypeVar("Label")
 
 
 class Batcher:
-    """A divider of batches into micro-batches for one model."""
+    """Divides batches into micro-batches for one model."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class Batcher:
         """Choose the layout and limits of micro-batches.
 
         Args:
-            path: How batches reach the model.
-            limits: How large they may be.
-            pad_id: For models on the padded path.
-            dp_size: `Learner.dp_size`.
+            path: The layout of batches: token forests or padded rows.
+            limits: The size limits of micro-batches.
+            pad_id: The padding token, for padded rows.
+            dp_size: The number of data-parallel ranks, `Learner.dp_size`.
         """
         self.path: Literal["forest", "padded"] = path
         self.limits = limits
@@ -46,9 +46,9 @@ class Batcher:
     ) -> list[MicroBatch[Label]]:
         """Divide all groups into micro-batches.
 
-        Forests are filled up to the token budget, evenly where several ranks compute. Padded rows
-        are filled too where dynamic batching is on, or packing is on and the model cannot read
-        forests; otherwise they hold `micro_batch_size` groups each, in order.
+        Forests are filled up to the token budget, evenly over several ranks. Batches of padded rows
+        are filled too if dynamic batching is on, or if packing is on and the model cannot read
+        forests; otherwise each holds `micro_batch_size` groups, in order.
         """
         limits = self.limits
         if self._is_forest:
@@ -75,15 +75,16 @@ class Batcher:
         labels: Sequence[Label],
         subset: Callable[[Label, Sequence[int]], Label],
     ) -> tuple[list[TokenGroup], list[Label]]:
-        """Divide groups into smaller ones, for losses in which each completion stands for itself.
+        """Divide groups into smaller ones, for losses in which completions are independent.
 
-        A group that is larger than a forest's budget becomes several, which share the prompt among
-        fewer; without prompt sharing, and for padded rows, each completion becomes its own.
+        A group that exceeds the budget of a forest is divided into several, in which fewer
+        completions share the prompt. Without prompt sharing, and for padded rows, each completion
+        becomes a group.
 
         Args:
             tokens: The groups.
-            labels: Label of each group.
-            subset: The label of some of a group's completions.
+            labels: The label of each group.
+            subset: Returns the label of some completions of a group.
         """
         parts: list[TokenGroup] = []
         their_labels: list[Label] = []
@@ -115,11 +116,12 @@ def shares(group: TokenGroup, *, budget: int | None) -> list[list[int]]:
         return [[i] for i in range(len(sizes))]
     if group.num_tokens <= budget:
         return [list(range(len(sizes)))]
+    # A prompt that fills the budget leaves each completion by itself.
     return bin_pack(sizes, max(1, budget - len(group.trunk_ids)))
 
 
 def select_completions(group: TokenGroup, indices: Sequence[int]) -> TokenGroup:
-    """Select completions of a group."""
+    """Return a group with only the completions at these indices."""
     branches_ids_G = tuple(group.branches_ids_G[i] for i in indices)
     return replace(group, branches_ids_G=branches_ids_G, truncated_G=())
 
@@ -131,13 +133,13 @@ def global_batches(
     *,
     size: int,
 ) -> list[tuple[list[TokenGroup], list[Label]]]:
-    """Divide groups into batches of `size` completions each, in order, splitting groups.
+    """Divide groups into batches of `size` completions each, in order; groups may be split.
 
     Args:
-        groups: All that is to be learned from.
-        labels: Label of each group.
-        subset: The label of some of a group's completions.
-        size: Completions of one optimizer step; the last batch takes what is left.
+        groups: The groups to train on.
+        labels: The label of each group.
+        subset: Returns the label of some completions of a group.
+        size: The number of completions of one optimizer step; the last batch may have fewer.
     """
     batches: list[tuple[list[TokenGroup], list[Label]]] = []
     room = 0
@@ -155,15 +157,14 @@ def global_batches(
 
 
 # --------------------------------------------------------------------------------------------------
-# Which rows make up which step.
+# The choice of the rows of a step.
 
 
 class StepOrder:
-    """The rows of every step as a pure function of the step and a seed.
+    """Chooses the rows of every step as a pure function of the step and a seed.
 
-    There is no state to save: a run that resumes at step `n` reads what an uninterrupted run reads
-    at step `n`. Each epoch has its own permutation; the last step of an epoch takes the remaining
-    rows, so none is lost.
+    There is no state to save: a resumed run reads at step `n` what an uninterrupted run reads at
+    step `n`. Each epoch has its own permutation, and its last step takes the remaining rows.
     """
 
     def __init__(self, num_rows: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
@@ -176,11 +177,11 @@ class StepOrder:
         self._order = np.arange(num_rows)
 
     def epoch_of(self, step: int) -> int:
-        """Compute the epoch of step `step` (from 0)."""
+        """Return the epoch of step `step`; both count from 0."""
         return step // self.steps_per_epoch
 
     def rows(self, step: int) -> list[int]:
-        """List the rows of step `step` (from 0) by index."""
+        """Return the indices of the rows of step `step`, which counts from 0."""
         epoch, within = divmod(step, self.steps_per_epoch)
         if self.shuffle and epoch != self._epoch:
             self._order = permutation(self.num_rows, self.seed, epoch)
@@ -189,16 +190,16 @@ class StepOrder:
         return [int(row) for row in self._order[first : first + self.batch_size]]
 
     def samples_before(self, step: int) -> int:
-        """Count the rows read before step `step` (from 0)."""
+        """Return the number of rows read before step `step`, which counts from 0."""
         epoch, within = divmod(step, self.steps_per_epoch)
         return epoch * self.num_rows + within * self.batch_size
 
 
 class Stream:
-    """The rows of all epochs as one endless stream, a pure function of position and seed.
+    """An endless stream of the rows of all epochs, as a pure function of position and seed.
 
-    For steps that take as many rows as they need. Each epoch has its own permutation; a step may
-    take the end of one and the beginning of the next.
+    It serves steps that need different numbers of rows. Each epoch has its own permutation, and a
+    step may take the end of one epoch and the beginning of the next.
     """
 
     def __init__(self, num_rows: int, *, shuffle: bool, seed: int) -> None:
@@ -208,19 +209,20 @@ class Stream:
         self._orders: dict[int, np.ndarray] = {}
 
     def rows(self, start: int, count: int) -> list[int]:
-        """List the rows at positions `start` to `start + count` by index."""
+        """Return the indices of the rows at positions `start` to `start + count`."""
         return [self._row(*divmod(place, self.num_rows)) for place in range(start, start + count)]
 
     def _row(self, epoch: int, within: int) -> int:
         if not self.shuffle:
             return within
         if epoch not in self._orders:
+            # Only the latest epoch is kept, as positions rise.
             self._orders = {epoch: permutation(self.num_rows, self.seed, epoch)}
         return int(self._orders[epoch][within])
 
 
 def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Shuffle the rows of an epoch."""
+    """Return a random order of the rows of an epoch."""
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
-    # argsort of random keys: unlike `permutation`, its stream is fixed by the bit generator
+    # Sorting random keys depends only on the bit generator, unlike numpy's `permutation`.
     return np.argsort(generator.random(num_rows), kind="stable")

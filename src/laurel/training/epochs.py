@@ -1,9 +1,9 @@
-"""The training loop over rows that exist before the run, epoch after epoch.
+"""Trains on rows that exist before the run, epoch after epoch.
 
     rows --tokens--> micro-batches --model--> outputs --loss--> gradient --step--> figures
 
-Reward-model training and supervised fine-tuning share it; each defines its rows, its reaction to a
-step that was not applied, and its metrics.
+Reward-model training and supervised fine-tuning share this loop. Each defines its rows, its
+reaction to a step that was not applied, and its metrics.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from laurel.types import Preference, PreferenceSample, TokenGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Validation:
-    """The results of validating one set."""
+    """The results of validating on one set."""
 
     metrics: dict[str, float]
-    """Values by bare metric name; undefined metrics are absent."""
+    """The metrics by their names without a prefix; undefined metrics are absent."""
     scores_BG: tuple[tuple[float, ...], ...] = ()
-    """Scalar reward of every completion of every group; empty for a policy."""
+    """The reward of every completion of every group; empty for a policy."""
 
 
 def validate(
@@ -56,21 +56,23 @@ def validate(
     """Score a validation set and measure how well the scores agree with the preferences.
 
     Args:
-        learner: Holds the model.
-        samples: The set.
-        micro_batches: The same groups, cut up in any order.
-        loss: Gives the validation loss.
-        contract: Turns the outputs of a regression head into the scalar.
-        on_groups: Called with the number of groups of each micro-batch when it is done.
+        learner: The learner of the reward model.
+        samples: The validation set.
+        micro_batches: The same groups as micro-batches, in any order.
+        loss: The loss of the validation.
+        contract: The scoring contract, which combines the outputs of a regression head.
+        on_groups: Called with the number of groups of each micro-batch that has been scored.
     """
     totals: dict[str, Tensor] = {}
     values: dict[str, np.ndarray] = {}
     found = learner.outputs([micro_batch.inputs for micro_batch in micro_batches])
     for micro_batch, outputs_NK in zip(micro_batches, found, strict=True):
+        # Not divided here: `loss.metrics` divides each sum by what it counts.
         add_up(totals, loss(outputs_NK, micro_batch.labels, num_groups=1.0).sums)
         rows_NK, first = outputs_NK.float().cpu().numpy(), 0
         for preference in micro_batch.labels:
             size = len(preference.ranks_G)
+            # Micro-batches have the groups in another order, which the ids undo.
             values[preference.group.id] = rows_NK[first : first + size]
             first += size
         on_groups(len(micro_batch.labels))
@@ -99,7 +101,7 @@ class Tokenised(Protocol):
 
     @property
     def tokens(self) -> TokenGroup:
-        """Prompt and completions of the row, in tokens."""
+        """The tokens of the prompt and the completions."""
         ...
 
 
@@ -111,35 +113,35 @@ EpochSection = RewardTrainingConfig | SFTConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpochParts(Generic[Sample]):
-    """The parts of a run that learns from rows."""
+    """The components of a run that trains on rows."""
 
     learner: Learner
     batcher: Batcher
     micro_batch_size: int
-    """Rows of one forward pass where nothing is packed."""
+    """The number of rows of one forward pass if rows are not packed."""
     train: Sequence[Sample]
     order: StepOrder
     """Chooses the training rows of each step."""
     validation: Mapping[str, Sequence[Sample]]
-    """Validation sets by name."""
+    """The validation sets by name."""
     benchmarks: Mapping[str, BenchmarkSet] = field(default_factory=dict)
-    """Further benchmarks that a reward model is validated on, by name."""
+    """Further benchmarks on which a reward model is validated, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepResult(Generic[Sample]):
-    """A step of the learner and its rows."""
+    """The outcome of a step of the learner, and the rows of the step."""
 
     samples: Sequence[Sample]
     update: Update
     num_micro_batches: int
     num_computed: int
-    """Tokens that went through the model, as `MicroBatch.num_tokens`."""
+    """The number of tokens that the model computed, as `MicroBatch.num_tokens` counts them."""
     seconds: float
 
 
 class EpochTraining(TrainingLoop, Generic[Sample, Label]):
-    """A run over a training set; subclasses define rows, steps and validation."""
+    """Trains on the rows of a training set; subclasses define rows, steps and validation."""
 
     def __init__(
         self,
@@ -174,21 +176,21 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
         micro_batches: Sequence[MicroBatch[Label]],
         on_rows: Callable[[int], None],
     ) -> Validation:
-        """Measure a set, which is also given as micro-batches.
+        """Validate on a set, which is also given as micro-batches.
 
-        `on_rows` is to be called with the number of rows of each micro-batch when it is done.
+        `on_rows` must be called with the number of rows of each micro-batch that is finished.
         """
 
     @abstractmethod
     def report(
         self, name: str, samples: Sequence[Sample], validation: Validation, *, step: int
     ) -> None:
-        """Show the validation of a set; its metrics are logged elsewhere."""
+        """Print the results of validating on a set; the caller logs the metrics."""
 
     # ------------------------------------------------------------------------ the parts of a step
 
     def take(self, position: Position) -> StepResult[Sample]:
-        """Train on the rows of the step after this position."""
+        """Train on the rows of the step that follows this position."""
         samples = [self.train[row] for row in self.order.rows(position.step)]
         with self.timers.time("total_step_time"):
             micro_batches = self._cut(samples, self.micro_batch_size)
@@ -214,10 +216,10 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
         """Log and show a step that was taken at this position; return the next position.
 
         Args:
-            position: Before the step.
-            taken: The step.
-            bad_steps: Bad steps in a row after it.
-            figures: More that is logged, by full name.
+            position: The position before the step.
+            taken: The outcome of the step.
+            bad_steps: The number of consecutive bad steps, including this one.
+            figures: Further metrics to log, by full name.
         """
         num_tokens = sum(sum(sample.tokens.lengths_G) for sample in taken.samples)
         metrics = {
@@ -238,7 +240,7 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
     # --------------------------------------------------------------------------------- validating
 
     def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Validate on all sets: metrics as they are logged, and by the names of `metric_name`."""
+        """Validate on all sets; return metrics by their names in logs, and in `metric_name`."""
         logged: dict[str, float] = {}
         keyed: dict[str, float] = {}
         for name, samples in self.validation.items():
@@ -262,7 +264,7 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
     # ------------------------------------------------------------------------------------- of both
 
     def info(self, position: Position) -> dict[str, object]:
-        """Describe the position for `training_info.json`."""
+        """Return the entries of `training_info.json` that describe a position."""
         return {
             "epoch": self.order.epoch_of(max(position.step - 1, 0)),
             "step": position.step % self.order.steps_per_epoch,
@@ -280,13 +282,13 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
 
 
 def total_steps(section: EpochSection, order: StepOrder) -> int:
-    """Count the steps of the run: all epochs, or the limit."""
+    """Return the number of steps of the run: those of all epochs, or the configured limit."""
     steps = section.max_num_epochs * order.steps_per_epoch
     return steps if section.max_num_steps < 0 else min(steps, section.max_num_steps)
 
 
 def rows_to_validate(rows: Sequence[Sample], section: EpochSection) -> Sequence[Sample]:
-    """Select the rows of a validation set: its first `val_batches`, or all."""
+    """Return the rows of a validation set that are used: its first `val_batches`, or all."""
     if section.val_batches <= 0:
         return rows
     return rows[: section.val_batches * section.val_global_batch_size]

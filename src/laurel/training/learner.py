@@ -1,11 +1,11 @@
-"""The learner: micro-batches in, one optimizer step out.
+"""Defines the learner, which takes one optimizer step on a batch of micro-batches.
 
-It knows nothing of the algorithm. A micro-batch carries what the model reads and the labels that
-the loss reads; the loss counts its denominator over all micro-batches before the first of them is
-computed, so how a batch is cut into micro-batches, and over how many ranks, changes nothing.
+A learner does not know the algorithm. A micro-batch holds the inputs of the model and the labels
+that the loss reads. The loss counts its denominator over all micro-batches before the first is
+computed, so dividing a batch over micro-batches and ranks does not change the result.
 
-`local_learner.LocalLearner` is one process, which may be one rank of many;
-`learner_group.LearnerGroup` is all the ranks, as the loops see them.
+`LocalLearner` is the learner of one process, which may be one rank of many;
+`learner_group.LearnerGroup` is the learner of all ranks, which the loops use.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ ELSEWHERE = "the loss of another rank is not finite"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch(Generic[Label]):
-    """The input of one forward pass, and the labels its outputs are compared with."""
+    """The inputs of one forward pass, and the labels with which the loss compares its outputs."""
 
     inputs: Inputs
     labels: Sequence[Label]
     num_tokens: int
-    """Computed tokens: distinct ones in a forest, padding included in rows."""
+    """The number of computed tokens: distinct ones in a forest, with padding in padded rows."""
 
 
 class LossFunction(Protocol[LabelIn]):
     """A loss of the model's outputs, such as `losses.RewardLoss`."""
 
     def count(self, batch: Sequence[LabelIn], /) -> float:
-        """Count what the batch adds to the denominator."""
+        """Return what a batch adds to the denominator of the loss."""
 
     def __call__(
         self, outputs: Any, batch: Sequence[LabelIn], /, *, num_groups: float
     ) -> LossOutput:
-        """Compute the loss of a micro-batch, already divided by the global denominator.
+        """Compute the loss of a micro-batch, divided by the global denominator `num_groups`.
 
-        `outputs` is what the model gives: scores [N, K], or `TokenOutputs` of a policy.
+        `outputs` are scores [N, K] of a reward model, or `TokenOutputs` of a policy.
         """
 
     def metrics(self, sums: Mapping[str, SupportsFloat], /) -> dict[str, float]:
@@ -77,32 +77,32 @@ class LossFunction(Protocol[LabelIn]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """The outcome of one step."""
+    """The outcome of an optimizer step."""
 
     metrics: dict[str, float]
-    """Metrics of the loss, `grad_norm` and `lr`."""
+    """The metrics of the loss, `grad_norm` and `lr`."""
     failure: str | None = None
-    """Why the step was not applied; None where it was."""
+    """The reason why the step was not applied; None if it was."""
     performance: dict[str, float] = field(default_factory=dict)
-    """Metrics of how evenly ranks were loaded, logged as `performance/...`."""
+    """Metrics of how evenly the ranks were loaded, which are logged as `performance/...`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepReport:
-    """One rank's report on a step."""
+    """The report of one rank on a step."""
 
     sums: dict[str, Tensor]
-    """Sums of its own micro-batches."""
+    """The sums of metrics over the rank's own micro-batches."""
     learning_rate: float
-    """Learning rate of the step."""
+    """The learning rate of the step."""
     grad_norm: float | None = None
-    """Norm over all ranks; None where it was not measured."""
+    """The norm of the gradient over all ranks; None if it was not measured."""
     failure: str | None = None
-    """Why the step was not applied, as in `Update`."""
+    """The reason why the step was not applied, as in `Update`."""
 
 
 class Learner(Protocol):
-    """A model with its optimizer and schedule, in this process or spread over ranks."""
+    """A model with its optimizer and schedule, in this process or sharded over ranks."""
 
     @property
     def learning_rate(self) -> float:
@@ -110,13 +110,13 @@ class Learner(Protocol):
 
     @property
     def dp_size(self) -> int:
-        """Number of micro-batches that are computed concurrently."""
+        """The number of micro-batches that are computed concurrently."""
 
     def update(self, batch: Sequence[MicroBatch[Label]], loss: LossFunction[Label]) -> Update:
         """Take one optimizer step.
 
-        The step is applied only if the loss and the gradient are finite. A batch that teaches
-        nothing skips the optimizer too: Adam moves even with a gradient of zero.
+        The step is applied only if the loss and the gradient are finite. It is not applied either
+        if the denominator of the loss is 0, because Adam moves even with a gradient of zero.
         """
 
     def outputs(
@@ -129,30 +129,32 @@ class Learner(Protocol):
     ) -> Iterator[Any]:
         """Compute the outputs of the model for each batch, in order, without gradients and dropout.
 
-        Scores `[N, K]` of a reward model; of a policy `TokenOutputs` without entropy. Any number
-        of batches; those not asked for need not be computed.
+        They are scores `[N, K]` of a reward model, or `TokenOutputs` without entropy of a policy.
+        Batches whose outputs the caller does not consume need not be computed.
 
         Args:
-            batches: Inputs as in `MicroBatch`.
-            of: The model, or the policy as it was before its training.
-            in_full_precision: Compute in the dtype of the weights.
-            temperature: Temperature of log-probabilities; None: that of the run.
+            batches: Any number of inputs, as in `MicroBatch`.
+            of: The model, or the reference policy.
+            in_full_precision: Whether to compute in the dtype of the weights.
+            temperature: The temperature of log-probabilities; None: that of the run.
         """
 
     def named_weights(self, *, changing_only: bool = False) -> Iterable[tuple[str, Tensor]]:
-        """Yield names and values as `from_pretrained` knows them, adapters merged.
+        """Yield the weights by the names that `from_pretrained` knows, with adapters merged.
 
-        No process ever holds the whole model. Copy what you keep.
+        No process ever holds the whole model. The values may be the tensors that the model trains:
+        copy what you keep.
 
         Args:
-            changing_only: Leave out what training cannot change; see `merged_weights`.
+            changing_only: Whether to yield only blocks that training changes, as `merged_weights`
+                does.
         """
 
     def weights(self, version: int) -> Weights:
-        """Export the weights for a generator, as `named_weights`.
+        """Return the weights for a generator, which reads them from `named_weights`.
 
         Args:
-            version: Training steps taken so far.
+            version: The number of training steps so far.
         """
 
     def export(
@@ -163,50 +165,53 @@ class Learner(Protocol):
         contract: ScoringContract | None = None,
         in_background: bool = False,
     ) -> None:
-        """Write a directory that Hugging Face loads.
+        """Write the model as a directory that Hugging Face loads.
 
         Args:
-            directory: Exists.
-            card: The README.
-            contract: Scoring contract of a reward model.
-            in_background: Come back when all that training changes has been copied to the host;
-                `written` tells the rest.
+            directory: An existing directory.
+            card: The text of the README.
+            contract: The scoring contract of a reward model.
+            in_background: Whether to return as soon as the weights have been copied to the host;
+                `written` then reports on the writing.
 
         Raises:
-            OSError: The disk refuses.
+            OSError: The disk reports an error.
         """
 
     def save_state(
         self, directory: Path, extra: Mapping[str, Any], *, in_background: bool = False
     ) -> None:
-        """Write optimizer, schedule and random generators, as `models.checkpoint.state` does.
+        """Write the state of optimizer, schedule and random generators, with `extra`.
 
-        `in_background` as in `export`.
+        The format is that of `models.checkpoint.state`, and `in_background` is as in `export`.
         """
 
     def written(self, *, is_awaited: bool = False) -> float | None:
-        """Return the seconds that background writing took, once it is done; None while it goes on.
+        """Report on background writing.
 
         Args:
-            is_awaited: Do not come back before all of it is written.
+            is_awaited: Whether to wait until all is written.
 
         Returns:
-            Seconds that the writing took, of the slowest rank; None while it goes on. It may be
-            asked again, with the same answer.
+            The seconds that the slowest rank took; None while writing goes on. Further calls return
+            the same value.
 
         Raises:
-            OSError: The disk refused. Nobody writes any more.
+            OSError: The disk reported an error, and all writing has ended.
         """
 
     def load_state(self, directory: Path) -> dict[str, Any]:
         """Restore the state that `save_state` wrote, and return the `extra` that it was given."""
 
     def resting(self) -> AbstractContextManager[None]:
-        """Release device memory for the duration; the model must not be used meanwhile."""
+        """Release device memory while the context is open; the model must not be used meanwhile."""
 
 
 def weights_of(learner: Learner, version: int, *, is_partly_frozen: bool) -> Weights:
-    """Wrap `named_weights` of a learner; `is_partly_frozen`: some parameters take no gradients."""
+    """Return a learner's `named_weights` as `Weights`.
+
+    `is_partly_frozen` says whether some parameters get no gradients.
+    """
     return Weights(
         version=version,
         tensors=learner.named_weights,
@@ -215,7 +220,7 @@ def weights_of(learner: Learner, version: int, *, is_partly_frozen: bool) -> Wei
 
 
 def denominator_of(batch: Iterable[MicroBatch[Label]], loss: LossFunction[Label]) -> float:
-    """Count the denominator of a batch's loss."""
+    """Return the denominator of a batch's loss."""
     return sum(loss.count(micro_batch.labels) for micro_batch in batch)
 
 
@@ -223,7 +228,7 @@ def update_of(steps: Sequence[StepReport], loss: LossFunction[Any]) -> Update:
     """Combine the reports of all data-parallel ranks into the outcome of a step."""
     first = steps[0]
     failures = [step.failure for step in steps if step.failure is not None]
-    # Who only heard of it says less than who saw it.
+    # The rank on which the step failed gives the reason; the others only know that it failed.
     failure = next((f for f in failures if f != ELSEWHERE), failures[0] if failures else None)
     if first.grad_norm is None:
         return Update(metrics={}, failure=failure)
@@ -236,9 +241,9 @@ def update_of(steps: Sequence[StepReport], loss: LossFunction[Any]) -> Update:
 
 
 def add_up(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
-    """Add the sums of one micro-batch to those of the batch.
+    """Add the sums of a micro-batch to those of the batch, in place.
 
-    Of entries named `..._min` or `..._max` the smallest, or the largest, is kept.
+    Of entries named `..._min` or `..._max`, the minimum or the maximum is kept.
     """
     for name, value in sums.items():
         if name not in totals:
@@ -252,14 +257,14 @@ def add_up(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The learner of one process: all of it, or one rank of many.
+# The learner of one process, which is the only one or one rank of many.
 
 
 class LocalLearner:
-    """The learner of this process: all of it, or one rank of many.
+    """The learner of one process, which is the only one or one rank of many.
 
-    One rank of many takes part in `take_step`, `outputs`, `named_weights`, `export`, `save_state`
-    and `load_state` together with the others, in the same order; `update` is for one alone.
+    All ranks must call `take_step`, `outputs`, `named_weights`, `export`, `save_state` and
+    `load_state` in the same order. `update` is only for a single process.
     """
 
     def __init__(
@@ -274,20 +279,20 @@ class LocalLearner:
         tokenizer: Any = None,
         ranks: AcrossRanks | None = None,
     ) -> None:
-        """Build the optimizer over every parameter that takes gradients.
+        """Build the optimizer over every parameter that gets gradients.
 
         Args:
-            model: Model to train.
-            optimizer: Its class and arguments.
-            scheduler: Likewise.
-            max_grad_norm: Larger gradients are scaled down.
-            products: Put around forward and backward passes; see `cpu_matmul`.
-            reference: The policy before its training.
-            tokenizer: Tokenizer that is saved with a policy.
-            ranks: The others, where the model is spread over several processes.
+            model: The model to train.
+            optimizer: The class and the arguments of the optimizer.
+            scheduler: The classes and the arguments of the learning-rate schedule.
+            max_grad_norm: The norm to which larger gradients are clipped.
+            products: A context for forward and backward passes, such as `cpu_matmul.fast_matmul`.
+            reference: The reference policy.
+            tokenizer: The tokenizer that is saved with a policy.
+            ranks: The ranks over which the model is sharded; None for a single process.
 
         Raises:
-            ConfigError: An optimizer or scheduler that torch does not have, or refuses.
+            ConfigError: torch does not have the optimizer or scheduler, or refuses its arguments.
         """
         self.model = model
         self.reference = reference
@@ -312,13 +317,13 @@ class LocalLearner:
 
     @property
     def dp_size(self) -> int:
-        """One, as `update` is for a single process."""
+        """The number of micro-batches computed concurrently, which is 1 for a single process."""
         return 1
 
     # ------------------------------------------------------------------------------------- learning
 
     def update(self, batch: Sequence[MicroBatch[Label]], loss: LossFunction[Label]) -> Update:
-        """Take one optimizer step, as `Learner.update`."""
+        """Take one optimizer step, as `Learner.update` describes."""
         denominator = denominator_of(batch, loss)
         if denominator == 0:
             self.optimizer.zero_grad(set_to_none=True)
@@ -333,25 +338,32 @@ class LocalLearner:
         denominator: float,
         fillers: Collection[int] = (),
     ) -> StepReport:
-        """Compute this rank's part of `update`.
+        """Compute this rank's part of an optimizer step.
 
         Args:
-            batch: Its micro-batches, as many as every other rank has.
-            loss: Judges them.
-            denominator: `loss.count` over the micro-batches of all ranks.
-            fillers: Which of the batch only make up the number: they count for nothing.
+            batch: The micro-batches of this rank; every rank has the same number.
+            loss: The loss.
+            denominator: The total of `loss.count` over the micro-batches of all ranks.
+            fillers: The indices of micro-batches that only make the numbers equal, and count as 0.
         """
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
+        # Read before the scheduler moves on: the rate that this step is taken with.
         rate = self.learning_rate
         sums: dict[str, Tensor] = {}
         losses_B = torch.stack(self._accumulate(batch, loss, denominator, fillers, sums))
         bad = (~losses_B.isfinite()).sum().double()
+        parameters = [parameter for _, parameter in self.named_parameters]
         if self.ranks is not None:
+            # All ranks decide alike: one that stepped alone would part from the others.
             bad = self.ranks.totals({"bad": bad})["bad"]
-        norm = self._clip().to(losses_B.device)
+            norm = self.ranks.clip(parameters, self.max_grad_norm)
+        else:
+            limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
+            norm = nn.utils.clip_grad_norm_(parameters, limit)
         # The only time that the host waits for the device, and once more for the sums.
-        *values_B, num_bad, grad_norm = torch.stack([*losses_B, bad, norm]).tolist()
+        everything = [*losses_B, bad, norm.to(losses_B.device)]
+        *values_B, num_bad, grad_norm = torch.stack(everything).tolist()
         if num_bad:
             self.optimizer.zero_grad(set_to_none=True)
             own = next((value for value in values_B if not math.isfinite(value)), None)
@@ -391,13 +403,6 @@ class LocalLearner:
                 add_up(sums, result.sums)
         return losses
 
-    def _clip(self) -> Tensor:
-        parameters = [parameter for _, parameter in self.named_parameters]
-        if self.ranks is not None:
-            return self.ranks.clip(parameters, self.max_grad_norm)
-        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        return nn.utils.clip_grad_norm_(parameters, limit)
-
     # --------------------------------------------------------------------------------- being asked
 
     def outputs(
@@ -408,12 +413,12 @@ class LocalLearner:
         in_full_precision: bool = False,
         temperature: float | None = None,
     ) -> Iterator[Any]:
-        """Compute the outputs of the model for each batch, as `Learner.outputs`."""
+        """Compute the outputs of the model for each batch, as `Learner.outputs` describes."""
         asked: Any = self.model if of == "model" else self.reference
         assert asked is not None, "this run has no reference policy"
         network: Any = asked.model if isinstance(asked, Reference) else asked
         for batch in batches:
-            # Nothing is open between two batches, when others compute.
+            # No context stays open between two batches, because other code computes then.
             with ExitStack() as stack:
                 if self._products is not None:
                     stack.enter_context(self._products(network))
@@ -430,12 +435,12 @@ class LocalLearner:
         _reshard(network)
 
     def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values of the weights, as `Learner.named_weights`."""
+        """Yield the names and values of the weights, as `Learner.named_weights` describes."""
         model: Any = self.model
         return saved_weights(model.network, changing_only=changing_only)
 
     def weights(self, version: int) -> Weights:
-        """Export the weights for a generator."""
+        """Return the weights for a generator."""
         is_partly_frozen = any(not p.requires_grad for p in self.model.parameters())
         return weights_of(self, version, is_partly_frozen=is_partly_frozen)
 
@@ -449,7 +454,7 @@ class LocalLearner:
         contract: ScoringContract | None = None,
         in_background: bool = False,
     ) -> None:
-        """Write a directory that Hugging Face loads, as `Learner.export`."""
+        """Write the model as a directory that Hugging Face loads, as `Learner.export` describes."""
         model: Any = self.model
         background = self._writing if in_background else None
         if contract is not None:
@@ -460,7 +465,7 @@ class LocalLearner:
     def save_state(
         self, directory: Path, extra: Mapping[str, Any], *, in_background: bool = False
     ) -> None:
-        """Write optimizer, schedule and random generators."""
+        """Write the state of optimizer, schedule and random generators."""
         save_training_state(
             directory,
             optimizer=self.optimizer,
@@ -471,7 +476,7 @@ class LocalLearner:
         )
 
     def written(self, *, is_awaited: bool = False) -> float | None:
-        """Report on the background writing of this rank alone, as `Learner.written`."""
+        """Report on the background writing of this rank, as `Learner.written` describes."""
         return self._writing.outcome(is_awaited=is_awaited)
 
     def load_state(self, directory: Path) -> dict[str, Any]:
@@ -490,7 +495,7 @@ class LocalLearner:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Release device memory for the duration."""
+        """Release device memory while the context is open."""
         self.sleep()
         try:
             yield
@@ -511,7 +516,7 @@ def _reshard(model: nn.Module) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Disable dropout and gradients for the duration."""
+    """Disable dropout and gradients while the context is open."""
     was_training = model.training
     model.eval()
     try:

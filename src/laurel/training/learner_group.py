@@ -1,4 +1,4 @@
-"""The learner of many ranks: the only place where a batch is divided over them."""
+"""Runs a learner on many ranks; only this module divides a batch over them."""
 
 from __future__ import annotations
 
@@ -55,23 +55,23 @@ if TYPE_CHECKING:
     """
 
 ROUND = 8
-"""Batches that each data-parallel rank is sent at a time; nothing is computed while they travel."""
+"""The number of batches sent to each data-parallel rank at a time; transfers block computing."""
 BUCKET_BYTES = 64 * 2**20
-"""Bytes of weights in one transfer."""
+"""The number of bytes of weights in one transfer."""
 
 
 class LearnerGroup:
     """A `Learner` over a group of `LearnerWorker`s.
 
-    Errors and deaths of workers are raised as `WorkerError`; errors of a disk keep their class.
+    An error or death of a worker is raised as `WorkerError`; an error of a disk keeps its class.
     """
 
     def __init__(self, group: WorkerGroup, shape: ParallelShape) -> None:
         """Take a group of workers and the shape of their mesh.
 
         Args:
-            group: Its workers have been made with the same shape. It ends with `shutdown`.
-            shape: How its ranks are arranged; those that read the same data are neighbours.
+            group: The workers, which were created with the same shape; `shutdown` ends them.
+            shape: The arrangement of the ranks; ranks that read the same data are consecutive.
         """
         assert group.size == shape.num_ranks, f"{group.size} ranks are not {shape}"
         self.group = group
@@ -86,17 +86,17 @@ class LearnerGroup:
 
     @property
     def dp_size(self) -> int:
-        """Number of micro-batches that are computed concurrently."""
+        """The number of micro-batches that are computed concurrently."""
         return self.shape.dp
 
     def held_bytes(self) -> list[int]:
-        """Collect the bytes of weights that each rank holds."""
+        """Return the number of bytes of weights that each rank holds."""
         return self.group.call("held_bytes")
 
     # ------------------------------------------------------------------------ learning, being asked
 
     def update(self, batch: Sequence[MicroBatch[Label]], loss: LossFunction[Label]) -> Update:
-        """Take one optimizer step, as `Learner.update`."""
+        """Take one optimizer step, as `Learner.update` describes."""
         denominator = denominator_of(batch, loss)
         if denominator == 0:
             return Update(metrics={}, failure=NOTHING_TO_LEARN)
@@ -122,7 +122,10 @@ class LearnerGroup:
         in_full_precision: bool = False,
         temperature: float | None = None,
     ) -> Iterator[Any]:
-        """Compute the outputs of the model for each batch, as `Learner.outputs`; on the CPU."""
+        """Compute the outputs of the model for each batch, and yield them on the CPU.
+
+        `Learner.outputs` describes the arguments.
+        """
         each_time = ROUND * self.shape.dp
         for first in range(0, len(batches), each_time):
             some = batches[first : first + each_time]
@@ -152,7 +155,7 @@ class LearnerGroup:
     # ------------------------------------------------------------------- weights, saving, resting
 
     def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values on the CPU; ranks gather the next bucket meanwhile."""
+        """Yield weights by name on the CPU, while the ranks gather the next ones."""
         self.group.call("open_weights", changing_only)
         gathering = self.group.start("next_weights", BUCKET_BYTES)
         while bucket := gathering.wait()[0]:
@@ -177,19 +180,22 @@ class LearnerGroup:
         contract: ScoringContract | None = None,
         in_background: bool = False,
     ) -> None:
-        """Write a directory that Hugging Face loads; all nodes must see it."""
+        """Write the model as a directory that Hugging Face loads; every node must see it."""
         with _disk_errors():
             self.group.call("export", directory, card, contract, in_background)
 
     def save_state(
         self, directory: Path, extra: Mapping[str, Any], *, in_background: bool = False
     ) -> None:
-        """Write optimizer, schedule and random generators; all nodes must see the directory."""
+        """Write the state of optimizer, schedule and random generators.
+
+        Every node must see the directory.
+        """
         with _disk_errors():
             self.group.call("save_state", directory, extra, in_background)
 
     def written(self, *, is_awaited: bool = False) -> float | None:
-        """Report on the background writing of all ranks, as `Learner.written`."""
+        """Report on the background writing of all ranks, as `Learner.written` describes."""
         answers = self.group.call("written", is_awaited)
         if any(answer is None for answer in answers):
             return None
@@ -209,7 +215,7 @@ class LearnerGroup:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Release device memory for the duration."""
+        """Release device memory while the context is open."""
         self.group.call("sleep")
         try:
             yield
@@ -217,13 +223,13 @@ class LearnerGroup:
             self.group.call("wake")
 
     def shutdown(self) -> None:
-        """Shut the workers down."""
+        """Shut down the workers."""
         self.group.shutdown()
 
 
 @contextmanager
 def _disk_errors() -> Iterator[None]:
-    # Errors of a disk keep their class: a run may continue after them.
+    # Errors of a disk keep their class, because a run may continue after them.
     try:
         yield
     except WorkerError as error:
@@ -237,18 +243,19 @@ def _disk_errors() -> Iterator[None]:
 
 
 def divide_micro_batches(sizes: Sequence[int], places: int) -> list[list[int | None]]:
-    """Divide micro-batches over data-parallel ranks: as many to each, and about as many tokens.
+    """Divide micro-batches over data-parallel ranks, evenly in number and nearly in tokens.
 
-    Ranks wait for each other in every layer, so micro-batches computed together should be of one
-    size: neighbours by size go to the ranks together, the larger ones to those that have less yet.
+    Ranks wait for each other in every layer, so micro-batches that are computed at the same time
+    should have equal sizes. So the ranks get micro-batches of similar sizes together, and a rank
+    with fewer tokens so far gets the larger one.
 
     Args:
-        sizes: Tokens of each micro-batch; at least one.
-        places: How many there are.
+        sizes: The number of tokens of each micro-batch; there is at least one.
+        places: The number of data-parallel ranks.
 
     Returns:
-        Indices of the micro-batches of each place; None is one that only makes up the number.
-        Every index comes once. One place has all of them in order.
+        The indices of the micro-batches of each rank. None only makes the numbers equal. Every
+        index occurs once, and a single rank has all of them in order.
     """
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     rounds = [order[first : first + places] for first in range(0, len(order), places)]
@@ -275,33 +282,33 @@ def imbalance(sizes: Sequence[int], shares: Sequence[Sequence[int | None]]) -> f
 
 
 def num_tokens_of(inputs: Inputs) -> int:
-    """Count the tokens that a batch computes, padding included."""
+    """Return the number of tokens that a batch computes, including padding."""
     ids = inputs.ids_T if isinstance(inputs, TokenForest) else inputs.ids_NL
     return ids.numel()
 
 
 # --------------------------------------------------------------------------------------------------
-# What of one rank of a learner gives its weights away: to the driver, or straight to engines.
+# The part of a learner's rank that exports weights, to the driver or directly to engines.
 
 
 class WeightExporter(ABC):
-    """The export of weights to the driver or directly to engines.
+    """Exports weights to the driver, or directly to generation engines.
 
-    All ranks take part, as each weight is gathered from all of them.
+    All ranks make each call together, because every weight is gathered from all of them.
     """
 
     def __init__(self, place: RankPlace) -> None:
-        """Set up without a connection."""
+        """Take the place of this rank; no connection is opened yet."""
         self._place = place
         self._weights: Iterator[tuple[str, Tensor]] = iter(())
         self._link: WeightLink | None = None
 
     @abstractmethod
     def named_weights(self, changing_only: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values of the weights, as `Learner.named_weights`."""
+        """Yield the names and values of the weights, as `Learner.named_weights` describes."""
 
     def stop_exporting(self) -> None:
-        """Close the connection to the engines. Idempotent."""
+        """Close the connection to the engines; further calls do nothing."""
         if self._link is not None:
             self._link.close()
 
@@ -312,9 +319,9 @@ class WeightExporter(ABC):
         self._weights = self.named_weights(changing_only)
 
     def next_weights(self, num_bytes: int) -> list[tuple[str, Tensor]]:
-        """Return the next weights, at least one and up to a size; none after the last.
+        """Return the next weights: at least one, up to `num_bytes` in size; none after the last.
 
-        Every rank takes part; only the first returns weights.
+        All ranks call this together, and only the first returns weights.
         """
         bucket: list[tuple[str, Tensor]] = []
         filled = 0
@@ -330,7 +337,7 @@ class WeightExporter(ABC):
 
     @property
     def link(self) -> WeightLink:
-        """Connect to the engines at the first call."""
+        """Return the link to the engines, which the first call connects."""
         if self._link is None:
             from laurel.generation.weights.broadcast import WeightLink
 
@@ -338,25 +345,25 @@ class WeightExporter(ABC):
         return self._link
 
     def host(self) -> str:
-        """Name of this worker's host, as `RankPlace.host`."""
+        """Return the name of this worker's host, as `RankPlace.host` describes."""
         return self.link.host
 
     def invite(self, address: str, size: int, patience: float) -> int:
-        """Invite engines to a broadcast group, as `WeightLink.invite`; on the first rank only."""
+        """Invite engines to a broadcast group, as `WeightLink.invite` does, on the first rank."""
         return self.link.invite(address, size, patience)
 
     def send_weights(self, meeting: Meeting, changing_only: bool, num_bytes: int) -> str | None:
         """Send weights to engines that call `EngineWorker.receive_weights` at the same time.
 
-        Every rank takes part, and the first sends.
+        All ranks call this together, and the first sends.
 
         Args:
-            meeting: Meeting of the engines, as `WeightLink.group` takes it.
-            changing_only: Leave out weights that training cannot change.
-            num_bytes: Size of a bucket.
+            meeting: The meeting of the engines, as `WeightLink.group` accepts it.
+            changing_only: Whether to send only weights that training changes.
+            num_bytes: The size of a bucket.
 
         Returns:
-            Why they have not all gone; None: they have.
+            The reason why not all weights were sent; None if they were.
         """
         from laurel.generation.weights.broadcast import broadcast_tensors
 
@@ -374,47 +381,47 @@ class WeightExporter(ABC):
 
 
 def in_own_memory(value: Tensor) -> Tensor:
-    """Copy a view to memory of its own on the CPU: pickling a view would send all that it views."""
+    """Copy a tensor to its own memory on the CPU; pickling a view would send all that it views."""
     value = value.detach().cpu()
     is_view = value.untyped_storage().nbytes() > value.nbytes
     return value.clone() if is_view else value
 
 
 # --------------------------------------------------------------------------------------------------
-# One rank of a learner, as a worker group holds it. It knows neither the group nor Ray.
+# One rank of a learner in a worker group; it knows neither the group nor Ray.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelFacts:
-    """Facts about a model in another process."""
+    """Facts about a model that another process holds."""
 
     class_name: str
-    """Name of the Hugging Face class."""
+    """The name of the Hugging Face class."""
     base_model: str
     path: Any
-    """Layout of batches: `forest` or `padded`."""
+    """The layout of batches: `forest` or `padded`."""
     notes: tuple[str, ...]
     num_parameters: int
     num_trained: int
     weights_dtype: str
-    """Dtype of the weights, e.g. `float32`; the dtype they are gathered in, if that is lower."""
+    """The dtype of the weights, e.g. `float32`, or the lower dtype in which they are gathered."""
     device: str
-    """Kind of device, e.g. `cpu`."""
+    """The kind of device, e.g. `cpu`."""
     tokenizer: Any
     self_check: float
-    """Largest relative difference that the check at load found between batches and single
-    sequences.
+    """The largest relative difference that the check at load found between results of batches and
+    of single sequences.
     """
     vocab_size: int = 0
-    """Size of a policy's vocabulary, in logits."""
+    """The number of logits of a policy."""
     generation_end_ids: Any = None
-    """End tokens in a policy's generation configuration, as it has them."""
+    """The end tokens in a policy's generation configuration, in the form that it has."""
     contract: ScoringContract | None = None
-    """Scoring contract of a reward model."""
+    """The scoring contract of a reward model."""
 
     @classmethod
     def of(cls, loaded: Loaded, *, self_check: float) -> ModelFacts:
-        """Collect the facts of a loaded model."""
+        """Return the facts about a loaded model."""
         model = loaded.model
         parameters = list(model.parameters())
         own: dict[str, Any] = {}
@@ -442,7 +449,7 @@ class ModelFacts:
 
 
 class LearnerWorker(WeightExporter):
-    """One rank of the learner. All ranks get the same calls in the same order."""
+    """One rank of the learner; all ranks get the same calls in the same order."""
 
     def __init__(
         self,
@@ -458,21 +465,22 @@ class LearnerWorker(WeightExporter):
         load_reference: Load | None = None,
         with_entropy: bool = False,
     ) -> None:
-        """Load this rank's share of the model, check it, and build its optimizer.
+        """Load this rank's shard of the model, check it, and build its optimizer.
 
         Args:
-            place: In the group.
+            place: The place of this rank in the group.
             load: Loads the model.
-            shape: How the group's ranks are arranged; of one rank the model is not spread.
-            optimizer: Makes the optimizer.
-            scheduler: Makes what changes the learning rate; None keeps it.
-            max_grad_norm: Gradients of a larger norm are scaled down to it; None scales none.
-            cluster: Device and threads.
-            seed: Seeds dropout.
-            load_reference: Loads the policy as it was before any training, where log-probabilities
-                under it are needed; `load` itself where that is what it loads. With adapters it is
-                not called: they are left out instead.
-            with_entropy: Measure a policy's entropy in updates.
+            shape: The arrangement of the group's ranks; a single rank holds the whole model.
+            optimizer: The class and the arguments of the optimizer.
+            scheduler: The classes and the arguments of the learning-rate schedule; None keeps the
+                rate constant.
+            max_grad_norm: The norm to which larger gradients are clipped; None clips none.
+            cluster: The settings of the device and of threads.
+            seed: The seed of dropout.
+            load_reference: Loads the reference policy if the run needs one; it is `load` itself if
+                that loads the same weights. With adapters it is not called, because the policy
+                without its adapters is the reference.
+            with_entropy: Whether updates measure a policy's entropy.
 
         Raises:
             UserError: The model cannot be used.
@@ -518,12 +526,13 @@ class LearnerWorker(WeightExporter):
             ranks=None if mesh is None else AcrossRanks(mesh, cp=shape.cp),
         )
         if data_place := place.rank // shape.tp:
-            # Other data, other dropout. The first rank uses the random numbers of a process alone.
+            # Ranks with different data use different dropout. The first rank uses the random
+            # numbers of a single process.
             seed_everything(seed + data_place)
 
     @property
     def learner(self) -> LocalLearner:
-        """The learner of this rank; of the whole model where there is one rank."""
+        """The learner of this rank, which holds the whole model if there is one rank."""
         return self._learner
 
     def describe(self) -> ModelFacts:
@@ -531,11 +540,11 @@ class LearnerWorker(WeightExporter):
         return self._facts
 
     def named_weights(self, changing_only: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values of the weights, as `Learner.named_weights`."""
+        """Yield the names and values of the weights, as `Learner.named_weights` describes."""
         return self._learner.named_weights(changing_only=changing_only)
 
     def held_bytes(self) -> int:
-        """Count the bytes of weights that this rank holds."""
+        """Return the number of bytes of weights that this rank holds."""
         return held_bytes(self._learner.model)
 
     def learning_rate(self) -> float:
@@ -551,11 +560,11 @@ class LearnerWorker(WeightExporter):
         loss: LossFunction[Any],
         denominator: float,
     ) -> tuple[StepReport | None, float]:
-        """Compute this rank's part of an update, as `LocalLearner.take_step`.
+        """Compute this rank's part of an update, as `LocalLearner.take_step` describes.
 
         Returns:
-            What came of it, from the first rank of each place alone: the others compute the same;
-            the learning rate of the next step.
+            The report of the step, or None except on the first of the ranks that read the same
+            data, because all of them compute the same; and the learning rate of the next step.
         """
         step = self._learner.take_step(batch, loss, denominator=denominator, fillers=fillers)
         sums = {name: _for_the_way(value) for name, value in step.sums.items()}
@@ -574,7 +583,10 @@ class LearnerWorker(WeightExporter):
         in_full_precision: bool,
         temperature: float | None,
     ) -> list[Any]:
-        """Compute outputs, as `Learner.outputs`; empty except on the first rank of each place."""
+        """Compute outputs, as `Learner.outputs` describes.
+
+        The list is empty except on the first of the ranks that read the same data.
+        """
         found = self._learner.outputs(
             batches, of=of, in_full_precision=in_full_precision, temperature=temperature
         )
@@ -589,17 +601,17 @@ class LearnerWorker(WeightExporter):
     def export(
         self, directory: Path, card: str, contract: ScoringContract | None, in_background: bool
     ) -> None:
-        """Write a directory that Hugging Face loads."""
+        """Write the model as a directory that Hugging Face loads."""
         self._learner.export(directory, card, contract=contract, in_background=in_background)
 
     def save_state(self, directory: Path, extra: Mapping[str, Any], in_background: bool) -> None:
-        """Write optimizer, schedule and random generators."""
+        """Write the state of optimizer, schedule and random generators."""
         self._learner.save_state(directory, extra, in_background=in_background)
 
     def written(self, is_awaited: bool) -> float | CheckpointError | None:
-        """Report on the background writing; an error of this rank's disk is returned.
+        """Report on the background writing of this rank; an error of its disk is returned.
 
-        It is not raised: other ranks may still be writing when the group's call limit expires.
+        The error is not raised, because other ranks may still be writing.
         """
         try:
             return self._learner.written(is_awaited=is_awaited)
@@ -609,7 +621,7 @@ class LearnerWorker(WeightExporter):
             return CheckpointError(f"rank {self._place.rank}: {type(error).__name__}: {error}")
 
     def load_state(self, directory: Path) -> tuple[dict[str, Any] | None, float]:
-        """Restore the saved state; return `extra` (first rank only) and the learning rate."""
+        """Restore the saved state; return `extra` (on the first rank) and the learning rate."""
         extra = self._learner.load_state(directory)
         return (extra if self._place.rank == 0 else None), self._learner.learning_rate
 
@@ -647,7 +659,7 @@ def _reference(
 
 
 def _for_the_way(value: Any) -> Any:
-    # Tensors travel on the CPU, in memory of their own.
+    # Tensors are sent from the CPU, in their own memory.
     if isinstance(value, TokenOutputs):
         return TokenOutputs(*(_for_the_way(part) for part in value))
     return in_own_memory(value) if isinstance(value, Tensor) else value

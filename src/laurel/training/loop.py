@@ -1,7 +1,7 @@
-"""The loop around the steps of every training run: validate, save, resume, stop, survive.
+"""Runs the loop around the steps of every training run: validating, saving, resuming, stopping.
 
-An algorithm defines a step and a validation (`step`, `measure`); the order of things, and
-what is lost when a signal, a full disk or a bad batch comes in between, is decided here once.
+An algorithm defines a step and a validation (`step`, `measure`). This loop decides the order, and
+what happens at a signal, on a full disk or after a bad batch.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ class RunOutcome:
     ended: Ending
     signal: str | None = None
     latest: Path | None = None
-    """Newest checkpoint."""
+    """The newest checkpoint; None if the run has none."""
     best: Path | None = None
-    """Best checkpoint by the run's metric."""
+    """The best checkpoint by the run's metric; None if there is none."""
+    best_by: str | None = None
+    """The name of the metric that ranks the checkpoints; None if none does."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Latest value of every validation metric, by full name."""
+    """The latest value of every validation metric, by full name."""
     seconds: float = 0.0
     is_early: bool = False
-    """A goal, an alarm or a lack of tasks ended the run early; the reason has been logged."""
+    """Whether a goal, an alarm or a lack of tasks ended the run early; the reason was printed."""
     run_dir: Path | None = None
-    """Log directory, as `observe.run_record.read_run_record` reads it."""
+    """The log directory, which `observe.run_record.read_run_record` reads."""
 
 
 class Periods(Protocol):
@@ -55,22 +57,22 @@ class Periods(Protocol):
 
     @property
     def val_period(self) -> int:
-        """Steps between validations; 0: none in between."""
+        """The number of steps between validations; 0 for none between the first and the last."""
         ...
 
     @property
     def val_at_start(self) -> bool:
-        """Validate before the first step."""
+        """Whether to validate before the first step."""
         ...
 
     @property
     def val_at_end(self) -> bool:
-        """Validate after the last step."""
+        """Whether to validate after the last step."""
         ...
 
     @property
     def max_bad_steps(self) -> int:
-        """Steps in a row that may be not finite before the run ends."""
+        """The number of consecutive bad steps, which are not finite, at which the run ends."""
         ...
 
 
@@ -87,7 +89,7 @@ class Schedule:
     has_validation: bool
     """Whether there is a validation set."""
     goal: Goal | None = None
-    """Target of a validation metric that ends the run."""
+    """The target of a validation metric that ends the run."""
 
     @classmethod
     def of(
@@ -99,7 +101,7 @@ class Schedule:
         has_validation: bool,
         goal: Goal | None = None,
     ) -> Schedule:
-        """Make the schedule that the section of an algorithm and `checkpointing` describe."""
+        """Return the schedule of an algorithm's section and the section `checkpointing`."""
         return cls(
             total_steps=total_steps,
             save_period=saving.save_period,
@@ -114,7 +116,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunServices:
-    """The services of a run: its schedule, loggers and stop signals."""
+    """What a loop needs besides the algorithm: the schedule, checkpoints, loggers, stop signals."""
 
     schedule: Schedule
     state: RunState
@@ -128,10 +130,10 @@ class RunServices:
 
 @contextmanager
 def long_lived_objects() -> Iterator[None]:
-    """Leave what exists by now out of garbage collections, each of which would look at all of it.
+    """Exclude all existing objects from garbage collections while the context is open.
 
-    With the libraries of a run loaded that takes a quarter of a second, several times in a step of
-    16,384 completions.
+    With the libraries of a run loaded, a collection of them takes a quarter of a second, several
+    times in a step of 16,384 completions.
     """
     gc.collect()
     gc.freeze()
@@ -146,7 +148,7 @@ class Interrupted(Exception):
 
 
 class TrainingLoop(ABC):
-    """A run of one algorithm: subclasses define a step and a validation."""
+    """Runs the training of one algorithm; subclasses define a step and a validation."""
 
     def __init__(self, services: RunServices) -> None:
         self.schedule = services.schedule
@@ -173,27 +175,27 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def step(self, position: Position) -> Position:
-        """Take one step; log and show its figures.
+        """Take one step, and log and show its metrics.
 
         Raises:
-            Interrupted: A signal came before anything was changed (see `check_stop`).
-            NothingLeft: There is nothing to learn from, and nothing was changed.
+            Interrupted: A signal came before anything was changed (`check_stop`).
+            NothingLeft: There is nothing left to train on, and nothing was changed.
         """
 
     @abstractmethod
     def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Validate; return the metrics as they are logged, and by the names of `metric_name`.
+        """Validate; return metrics by their names in logs, and in `metric_name`.
 
         Raises:
-            Interrupted: A signal came meanwhile (see `check_stop`).
+            Interrupted: A signal came meanwhile (`check_stop`).
         """
 
     def alarm(self) -> str | None:
-        """Return the reason of an alarm that ends the run; called after steps and validations."""
+        """Return the reason if an alarm ends the run; called after steps and validations."""
         return None
 
     def info(self, position: Position) -> dict[str, object]:
-        """Describe the position for `training_info.json`."""
+        """Return the entries of `training_info.json` that describe a position."""
         return {"total_steps": position.step, **position.metrics}
 
     # -------------------------------------------------------------------------------------- running
@@ -209,11 +211,13 @@ class TrainingLoop(ABC):
             signal=None if self.stop.signal is None else self.stop.signal.name,
             latest=self.saving.latest,
             best=None if self.store is None else self.store.best(),
+            best_by=self.selection.key,
             metrics=self.latest_metrics,
             seconds=time.monotonic() - started,
             is_early=self._is_early,
             run_dir=self.state.run_dir,
         )
+        # The weights end with this process: a run whose last save failed is no success.
         if self.store is None or not self.saving.num_missed:
             return outcome
         if self.saving.latest is not None:
@@ -236,6 +240,7 @@ class TrainingLoop(ABC):
                     position = self.step(position)
                 except Interrupted:
                     ended = "signal"
+                    # The seconds of a step that was not taken belong to no step.
                     self.timers.collect()
                     if position.step > 0 and not self.saving.is_saved(position.step):
                         self._save(position, goes_on=False)
@@ -244,6 +249,7 @@ class TrainingLoop(ABC):
                 else:
                     position, ended = self._after_step(position)
         except Exception:
+            # A checkpoint that was begun before the error is as good as any other.
             self.saving.salvage(position.step)
             raise
         self.saving.finish(position.step)
@@ -257,13 +263,13 @@ class TrainingLoop(ABC):
             raise Interrupted
 
     def bad_steps(self, update: Update, bad_steps: int, *, where: str, kept: str) -> int:
-        """Count consecutive bad steps after this one; refuse to continue after too many.
+        """Return the number of consecutive bad steps after this one; raise an error after too many.
 
         Args:
-            update: Outcome of the step.
-            bad_steps: How many there were before.
+            update: The outcome of the step.
+            bad_steps: The number of consecutive bad steps before.
             where: The step and its rows, in words.
-            kept: Description of where its rows were written.
+            kept: A sentence about where the rows of the step were written.
         """
         if update.failure is None:
             return 0
@@ -277,8 +283,8 @@ class TrainingLoop(ABC):
         return bad_steps + 1
 
     def _begin(self, position: Position) -> Position:
-        # The first step follows a validation where one is asked for, or where a signal interrupted
-        # one that was due; the checkpoint that was saved without its metrics then gets them.
+        # A validation precedes the first step if it is configured, or if a signal interrupted one
+        # that was due. The checkpoint that was saved without its metrics then gets them.
         step = position.step
         if self.store is not None and step > 0:
             self.saving.latest = self.store.path_of(step)
@@ -291,7 +297,7 @@ class TrainingLoop(ABC):
         return position
 
     def _after_step(self, position: Position) -> tuple[Position, Ending]:
-        # A run that is to end only saves.
+        # A run that must end only saves.
         self.saving.look(position.step)
         self._check_alarm(position)
         ended = self._reason_to_end(position)
@@ -307,7 +313,7 @@ class TrainingLoop(ABC):
         return position, ended
 
     def _end_early(self, position: Position, reason: NothingLeft) -> tuple[Position, Ending]:
-        # What a last step calls for, as far as it has not been done.
+        # The validation and the save after a last step, unless they are done already.
         if position.step == 0:
             raise TrainingError(f"nothing was learned: {reason}")
         self.timers.collect()
@@ -318,6 +324,7 @@ class TrainingLoop(ABC):
 
     def _check_goal(self, position: Position) -> None:
         goal = self.schedule.goal
+        # The metrics of an earlier step say nothing about these weights.
         if goal is None or position.validated_at != position.step:
             return
         value = position.metrics.get(goal.key)
@@ -343,7 +350,7 @@ class TrainingLoop(ABC):
         self.schedule = replace(self.schedule, total_steps=position.step)
 
     def _reason_to_end(self, position: Position) -> Ending:
-        # Why the run ends after this step although there is more to do.
+        # Returns why the run ends after this step although there is more to do.
         is_last = position.step >= self.schedule.total_steps
         if self.stop.signal is not None:
             return "finished" if is_last and not self._validation_is_missing(position) else "signal"
@@ -365,6 +372,7 @@ class TrainingLoop(ABC):
         schedule = self.schedule
         periodic = schedule.val_period > 0 and step % schedule.val_period == 0
         at_end = schedule.val_at_end and step >= schedule.total_steps
+        # Without the metric a checkpoint could not become the best one.
         ranks_save = self._save_due(step) and (self.selection.key or "").startswith("validation")
         return schedule.has_validation and (periodic or at_end or ranks_save)
 
@@ -374,8 +382,8 @@ class TrainingLoop(ABC):
         return self._validation_due(position.step) and position.validated_at != position.step
 
     def _validate(self, position: Position) -> Position:
-        # Where a signal comes meanwhile the position stays as it was: there may be little time left
-        # to save, and a resumed run repeats the validation.
+        # If a signal comes meanwhile, the position is not changed: there may be little time left to
+        # save, and a resumed run repeats the validation.
         started = time.monotonic()
         try:
             logged, keyed = self.measure(position.step)
@@ -391,14 +399,14 @@ class TrainingLoop(ABC):
 
     def _save(self, position: Position, *, goes_on: bool) -> None:
         self.saving.save(position, self.info(position), goes_on=goes_on)
-        self.timers.collect()  # what scoring for the checkpoint has left there
+        self.timers.collect()  # discards the times of scoring for the checkpoint
 
 
 # --------------------------------------------------------------------------------------------------
-# The checkpoints of a run, as its loop sees them: begun, and then whole or missed.
+# The checkpoints of a run in its loop: they are begun, and then complete or missed.
 
 ALARM_AFTER_MISSES = 2
-"""Consecutive failed saves after which the run warns at every step."""
+"""The number of consecutive failed saves from which on each failure is reported as an alarm."""
 
 WAITED = "timing/train/checkpointing"
 BEHIND = "timing/train/checkpointing_in_background"
@@ -409,16 +417,16 @@ class _Begun:
     step: int
     save: SaveUnderWay
     seconds: float
-    """Seconds that its beginning took."""
+    """The seconds that the beginning of the save took."""
     in_background: bool
     remark: str
 
 
 class Saving:
-    """The saving of checkpoints, one after the other, in the foreground or the background.
+    """Saves the checkpoints of a run, one after the other, in the foreground or the background.
 
-    An error of the disk costs a checkpoint, not the run. Background saves are polled between steps;
-    the next save and the end of the run wait for them.
+    After an error of the disk a checkpoint is missing, but the run goes on. Background saves are
+    polled between steps; the next save and the end of the run wait for them.
     """
 
     def __init__(
@@ -433,11 +441,11 @@ class Saving:
     ) -> None:
         """Take the store and its writer; nothing is saved yet."""
         self.latest: Path | None = None
-        """Newest checkpoint that is whole."""
+        """The newest complete checkpoint."""
         self.num_missed = 0
-        """Consecutive failed saves."""
+        """The number of consecutive failed saves."""
         self.failure: CheckpointError | None = None
-        """Failure of the last save."""
+        """The error of the last failed save."""
         self._state = state
         self._store = store
         self._selection = selection
@@ -448,17 +456,17 @@ class Saving:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a checkpoint has been begun and is not known to be whole or failed."""
+        """Whether a checkpoint has been begun whose outcome is not known yet."""
         return self._begun is not None
 
     def save(self, position: Position, info: Mapping[str, object], *, goes_on: bool) -> None:
-        """Save a position, or begin to in the background.
+        """Save a checkpoint, or begin to save it in the background.
 
         Args:
-            position: Position of the run.
-            info: Goes into `training_info.json`.
-            goes_on: There is training to be done meanwhile; otherwise nothing is copied, and the
-                checkpoint is whole, or missed, when this returns.
+            position: The position of the run.
+            info: The content of `training_info.json`.
+            goes_on: Whether training goes on meanwhile. Otherwise the checkpoint is complete or
+                missed when this returns, and nothing is copied for it.
         """
         assert self._store is not None
         started = time.monotonic()
@@ -494,11 +502,7 @@ class Saving:
             self.finish(step)
 
     def finish(self, step: int) -> None:
-        """Wait for a background save, if there is one.
-
-        Args:
-            step: Current step.
-        """
+        """Wait for a background save, if there is one, and log its outcome at `step`."""
         if self._begun is None:
             return
         begun, self._begun = self._begun, None
@@ -515,16 +519,13 @@ class Saving:
         self._progress.message(f"saved {path}{begun.remark}", is_routine=True)
 
     def salvage(self, step: int) -> None:
-        """Finish a background save, if it can still be written, after the run has failed.
-
-        Args:
-            step: Current step.
-        """
+        """Finish a background save, if possible, after the run has failed at `step`."""
+        # The error that ended the run is the one to report.
         with suppress(Exception):
             self.finish(step)
 
     def is_saved(self, step: int) -> bool:
-        """Report whether the step is saved or needs no save; waits if necessary."""
+        """Report whether a step is saved or needs no save; wait for a save in progress."""
         if self._begun is not None and self._begun.step == step:
             self.finish(step)
         return self._store is None or self.latest == self._store.path_of(step)

@@ -1,13 +1,13 @@
-"""Losses of reward-model training: pure functions of scores, and the loss of a configuration.
+"""Computes the losses of reward-model training, as functions of scores and as the configured loss.
 
-The functions return one loss per pair, list or completion; none takes a mean over a batch.
-`RewardLoss` weighs every group 1 and divides by a denominator that the caller counted over all
+The functions return one loss per pair, list or completion, never a mean over a batch. `RewardLoss`
+gives every group the weight 1, and divides by a denominator that the caller counts over all
 micro-batches and ranks before the first of them, so splitting a batch changes nothing.
 
-Notation: `d` is the lead, better score minus worse score; `l(x) = -log sigmoid(x) = log(1 + e^-x)`.
-Every comparison below is written as `l` of "how far the outcome that happened is ahead of the
-log-sum of those that did not". That never overflows and keeps the last digits of small losses.
-`softplus` would not do: torch's turns linear above 20, which is wrong from the ninth digit on.
+Notation: `d` is the better score minus the worse, and `l(x) = -log sigmoid(x) = log(1 + e^-x)`.
+Every comparison is computed as `l` of the lead of the observed outcome over the log-sum of the
+others. That never overflows, and keeps the last digits of small losses. torch's `softplus` does
+not: it is linear above 20, which is wrong from the ninth digit on.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def bradley_terry(
     target_P: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute the loss [P] of `P(i > j) = e^i / (e^i + e^j)`.
+    """Compute the Bradley-Terry loss [P], by `P(i > j) = e^i / (e^i + e^j)`.
 
-    `margin_P` asks for a lead of that size, `l(d - margin)` (Llama 2, arXiv 2307.09288).
-    `target_P` is the probability that `better` really is better (soft label), and a share
-    `label_smoothing` = e of labels is believed to be the wrong way round: with
-    `q = target (1 - e) + (1 - target) e` the loss is `q l(d) + (1 - q) l(-d)`.
+    `margin_P` requires a lead of that size: `l(d - margin)` (Llama 2, arXiv 2307.09288). `target_P`
+    is the probability that `better` is really better (a soft label), and `label_smoothing` = e is
+    the share of labels that are assumed to be reversed. With `q = target (1 - e) + (1 - target) e`
+    the loss is `q l(d) + (1 - q) l(-d)`.
     """
     lead_P = _lead(better_P, worse_P, margin_P)
     return _expected(-logsigmoid(lead_P), -logsigmoid(-lead_P), target_P, label_smoothing)
@@ -59,11 +59,11 @@ def davidson(
     target_P: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute the loss [P] of `i wins : j wins : tie = e^i : e^j : nu e^((i+j)/2)` (Davidson 1970).
+    """Compute Davidson's loss [P], by `i wins : j wins : tie = e^i : e^j : nu e^((i+j)/2)` (1970).
 
-    A tie is likeliest between equal scores, then `nu / (2 + nu)`; as nu goes to 0 this becomes
-    Bradley-Terry. The options are those of `bradley_terry` and say nothing about ties, whose
-    margin must be 0.
+    A tie is most likely between equal scores, with probability `nu / (2 + nu)`. As nu goes to 0
+    this becomes Bradley-Terry. The options are those of `bradley_terry`, and do not apply to ties,
+    whose margin must be 0.
 
     Raises:
         ValueError: nu is not above 0.
@@ -72,6 +72,7 @@ def davidson(
         raise ValueError(f"Davidson's nu must be above 0, got {nu}")
     log_nu = math.log(nu)
     lead_P = _lead(better_P, worse_P, margin_P)
+    # In logarithms: the exponential of a large lead would overflow.
     win_P = -logsigmoid(-torch.logaddexp(-lead_P, log_nu - lead_P / 2))
     lose_P = -logsigmoid(-torch.logaddexp(lead_P, log_nu + lead_P / 2))
     tie_P = -logsigmoid(log_nu - torch.logaddexp(lead_P / 2, -lead_P / 2))
@@ -88,11 +89,11 @@ def rao_kupper(
     target_P: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute the loss [P] where a win needs a lead: `P(i > j) = e^i / (e^i + theta e^j)` (1967).
+    """Compute the loss [P] of Rao and Kupper, by `P(i > j) = e^i / (e^i + theta e^j)` (1967).
 
-    The remaining probability is a tie, `(theta^2 - 1) P(i > j) P(j > i)`; as theta goes to 1 this
-    becomes Bradley-Terry. The options are those of `bradley_terry` and say nothing about ties,
-    whose margin must be 0.
+    A tie has the remaining probability, `(theta^2 - 1) P(i > j) P(j > i)`. As theta goes to 1 this
+    becomes Bradley-Terry. The options are those of `bradley_terry`, and do not apply to ties, whose
+    margin must be 0.
 
     Raises:
         ValueError: theta is not above 1.
@@ -102,18 +103,19 @@ def rao_kupper(
     log_theta = math.log(theta)
     lead_P = _lead(better_P, worse_P, margin_P)
     win_P, lose_P = -logsigmoid(lead_P - log_theta), -logsigmoid(-lead_P - log_theta)
+    # As a product: theta^2 - 1 would lose its digits where theta is close to 1.
     tie_P = win_P + lose_P - (math.log(theta - 1.0) + math.log(theta + 1.0))
     return torch.where(is_tie_P, tie_P, _expected(win_P, lose_P, target_P, label_smoothing))
 
 
 def plackett_luce(scores_N: Tensor, pairs: PairIndex) -> Tensor:
-    """Compute the loss [B] of ranked lists: each item must be picked before all that rank below it.
+    """Compute the loss [B] of ranked lists: each item is chosen before all that rank below it.
 
-    An item's loss is `logsumexp(its own score and those of all strictly worse items) - its own`.
-    Items of one rank do not compete with each other; items of the worst rank have nobody to beat
-    and do not count. A list's loss is the mean over its items that do count, not the sum, so lists
-    of any length weigh alike and a list of two is Bradley-Terry to the last bit. A list in which
-    nobody beats anybody has loss 0. `pairs` must have been made without ties.
+    The loss of an item is `logsumexp(its own score and those of all strictly worse items) - its own
+    score`. Items of one rank do not compete, and items of the worst rank do not count. The loss of
+    a list is the mean over the items that count, not the sum, so lists of any length have the same
+    weight, and a list of two gives exactly the Bradley-Terry loss. A list of a single rank has
+    loss 0. `pairs` must be without ties.
     """
     assert not pairs.with_ties, "a tie says nothing about who is picked first"
     scores_N = _full_precision(scores_N)
@@ -122,6 +124,8 @@ def plackett_luce(scores_N: Tensor, pairs: PairIndex) -> Tensor:
     group_I = torch.zeros_like(items_I).index_put((item_P,), pairs.group_P)
     # log-sum of each item's rivals. Accumulating by index_put is deterministic on a GPU too.
     zeros_I = behind_P.new_zeros(len(items_I))
+    # The largest of them is taken out, so that no exponential overflows. It cancels, so that its
+    # gradient is not needed.
     nearest_I = (zeros_I - math.inf).scatter_reduce(0, item_P, behind_P.detach(), "amax")
     rivals_I = zeros_I.index_put(
         (item_P,), torch.exp(behind_P - nearest_I[item_P]), accumulate=True
@@ -134,22 +138,22 @@ def plackett_luce(scores_N: Tensor, pairs: PairIndex) -> Tensor:
 
 
 def centering(better_P: Tensor, worse_P: Tensor) -> Tensor:
-    """Compute `(i + j)^2` [P], which keeps scores near 0: the other losses see only differences.
+    """Compute the centering loss `(i + j)^2` [P], which keeps scores near 0 (arXiv 2312.09244).
 
-    Source: arXiv 2312.09244.
+    The other losses depend only on differences of scores.
     """
     return (_full_precision(better_P) + _full_precision(worse_P)).square()
 
 
 def regression(predictions_NK: Tensor, targets_NK: Tensor) -> Tensor:
-    """Compute the squared error [N], the mean over the attributes that were rated.
+    """Compute the squared error [N], as the mean over the attributes that were rated.
 
-    NaN in `targets_NK` is "not rated" and teaches nothing; without any rating the loss is 0.
+    NaN in `targets_NK` means that an attribute was not rated; without any rating the loss is 0.
     """
     predictions_NK = _full_precision(predictions_NK)
     rated_NK = ~torch.isnan(targets_NK)
     errors_NK = predictions_NK - targets_NK.to(predictions_NK.dtype)
-    # Masked before the square: NaN times a zero gradient would still be NaN.
+    # The mask comes before the square, because NaN times a zero gradient would still be NaN.
     squares_NK = torch.where(rated_NK, errors_NK, torch.zeros_like(errors_NK)).square()
     return squares_NK.sum(-1) / rated_NK.sum(-1).clamp(min=1)
 
@@ -183,24 +187,24 @@ def _expected(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossOutput:
-    """The loss of a micro-batch and the sums of its metrics."""
+    """The loss of a micro-batch, and the sums from which metrics are computed."""
 
     loss: Tensor
-    """Scalar to differentiate, already divided by the global denominator: micro-batches add up."""
+    """The scalar to differentiate, divided by the global denominator, so micro-batches add up."""
     sums: dict[str, Tensor]
-    """Detached scalars, not divided by anything: add them over micro-batches, ranks and batches
-    (`learner.add_up`, which knows about extremes), then hand the totals to the loss's `metrics`."""
+    """Detached scalars that are not divided. `learner.add_up` adds them over micro-batches, ranks
+    and batches, and the loss's `metrics` converts the totals."""
 
 
 class RewardLoss:
-    """The loss of the configuration's `rm.loss`.
+    """The loss that `rm.loss` configures.
 
-    `reward_weights_K` turns the outputs of a regression head into the reward that accuracy is
-    measured on (None: their mean); it takes no part in the loss.
+    `reward_weights_K` combines the outputs of a regression head into the reward by which accuracy
+    is measured (None: their mean); it does not change the loss.
 
-    A group of more than two completions is all its pairs, and weighs 1 like any other. Its margin
-    belongs to best against worst; a pair in between asks for its share, by levels of rank. Ties
-    inside a group teach `davidson` and `rao_kupper` and are left out by the others.
+    A group of more than two completions is trained by all its pairs, and has the weight 1 like any
+    other. Its margin is that between best and worst; a pair between them has a share of it, by
+    levels of rank. Ties in a group contribute to `davidson` and `rao_kupper` only.
     """
 
     def __init__(
@@ -211,10 +215,10 @@ class RewardLoss:
         self._reward_weights_K = reward_weights_K
 
     def teaches(self, preference: Preference) -> bool:
-        """Report whether the row takes part in the loss.
+        """Report whether a row contributes to the loss.
 
         Raises:
-            DataError: the row has a soft label and the loss cannot use it.
+            DataError: The row has a soft label, which the loss cannot use.
         """
         if self._config.type == "regression":
             return any(map(_is_rated, preference.attributes_GK or ()))
@@ -229,9 +233,9 @@ class RewardLoss:
         return len(set(preference.ranks_G)) > 1
 
     def count(self, batch: Sequence[Preference]) -> float:
-        """Count the groups that teach something: summed over all ranks, the denominator of a step.
+        """Return the number of groups that contribute to the loss.
 
-        A step for which it is 0 has nothing to learn from and should be skipped.
+        Its sum over all ranks is the denominator of a step; a step with 0 should be skipped.
         """
         return float(sum(map(self.teaches, batch)))
 
@@ -241,12 +245,12 @@ class RewardLoss:
         """Compute the loss of a micro-batch whose completions, in order, have these scores.
 
         Args:
-            scores_NK: K is 1 for all types but regression.
+            scores_NK: The scores; K is 1 except for the type `regression`.
             batch: The groups of the micro-batch.
-            num_groups: The global denominator: `count` over every micro-batch and rank.
+            num_groups: The global denominator, the sum of `count` over all micro-batches and ranks.
 
         Raises:
-            DataError: a row's ratings do not fit the head.
+            DataError: The number of a row's ratings differs from that of the head's outputs.
         """
         assert num_groups > 0, "nothing to learn from: skip the step"
         ranks_per_group = [preference.ranks_G for preference in batch]
@@ -258,7 +262,7 @@ class RewardLoss:
         if self._reward_weights_K is None:
             rewards_N = scores_NK.mean(-1)
         else:
-            # Not a matrix product: autocast would round that to bfloat16.
+            # This is not a matrix product, because autocast would round that to bfloat16.
             rewards_N = (scores_NK * _like(self._reward_weights_K, scores_NK)).sum(-1)
         ranked = ranked_pairs(ranks_per_group, with_ties=False).to(scores_NK)
         if self._config.type == "regression":
@@ -266,17 +270,27 @@ class RewardLoss:
         else:
             assert scores_NK.shape[1] == 1, "comparisons need one score per completion"
             total = self._comparisons(rewards_N, batch, ranked)
-        sums = _ranking_sums(rewards_N.detach(), ranked)
-        sums |= {"loss": total.detach(), "num_groups": total.new_full((), self.count(batch))}
+        # Detached, as metrics are kept for longer than the graph. `metrics` divides the first three
+        # by the number of pairs.
+        detached_N = rewards_N.detach()
+        better_P, worse_P = detached_N[ranked.better_P], detached_N[ranked.worse_P]
+        sums = {
+            "accuracy": (better_P > worse_P).sum().to(detached_N.dtype),
+            "rewards_chosen_mean": better_P.sum(),
+            "rewards_rejected_mean": worse_P.sum(),
+            "num_valid_samples": detached_N.new_full((), len(ranked.better_P)),
+            "loss": total.detach(),
+            "num_groups": total.new_full((), self.count(batch)),
+        }
         return LossOutput(loss=total / num_groups, sums=sums)
 
     def metrics(self, sums: Mapping[str, SupportsFloat]) -> dict[str, float]:
         """Compute the metrics of a step or a validation set from its totals of `LossOutput.sums`.
 
-        `loss`: mean over the groups that teach. `num_valid_samples`: pairs of different rank; over
-        those, `accuracy`: share whose better side scores strictly higher (an equal score is a
-        mistake), and `rewards_chosen_mean`, `rewards_rejected_mean`. Names and meanings are those
-        of `observe.metrics.preference_metrics`. A mean over nothing is absent rather than 0.
+        `loss` is the mean over the groups that contribute, and `num_valid_samples` the number of
+        pairs of different rank. Over these pairs, `accuracy` is the share whose better side scores
+        strictly higher, and `rewards_chosen_mean` and `rewards_rejected_mean` are the means of
+        their sides, all as in `observe.metrics.preference_metrics`. A mean over nothing is absent.
         """
         totals = {name: float(value) for name, value in sums.items()}
         metrics = {"num_valid_samples": totals["num_valid_samples"]}
@@ -342,7 +356,7 @@ class RewardLoss:
         )
 
     def _attributes(self, scores_NK: Tensor, batch: Sequence[Preference]) -> Tensor:
-        # Sum over groups of the mean over the rated completions of each.
+        # The total sums, over groups, the mean over the rated completions of each.
         width = scores_NK.shape[1]
         targets, weights = list[Sequence[float]](), list[float]()
         for preference in batch:
@@ -374,43 +388,32 @@ def _like(values: Sequence[Any], scores: Tensor) -> Tensor:
     return torch.tensor(values, dtype=scores.dtype).to(scores.device, non_blocking=True)
 
 
-def _ranking_sums(rewards_N: Tensor, ranked: PairIndex) -> dict[str, Tensor]:
-    # `metrics` divides these by the number of pairs.
-    better_P, worse_P = rewards_N[ranked.better_P], rewards_N[ranked.worse_P]
-    return {
-        "accuracy": (better_P > worse_P).sum().to(rewards_N.dtype),
-        "rewards_chosen_mean": better_P.sum(),
-        "rewards_rejected_mean": worse_P.sum(),
-        "num_valid_samples": rewards_N.new_full((), len(ranked.better_P)),
-    }
-
-
 # --------------------------------------------------------------------------------------------------
-# Which completions of a batch are compared with which.
+# The pairs of completions of a batch that are compared.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PairIndex:
-    """The pairs within each group of a batch, as indices into its N completions in a row.
+    """The pairs within each group of a batch, as indices into the N completions of the batch.
 
-    Pairs come group by group, and within a group by their better completion.
+    Pairs are ordered by group, and within a group by their better completion.
     """
 
     better_P: Tensor
-    """int64 [P]: the completion of lower rank; in a tie, the first of the two."""
+    """int64 [P]: the completion of lower (better) rank; in a tie, the first of the two."""
     worse_P: Tensor
     """int64 [P]: the completion of higher rank."""
     is_tie_P: Tensor
     """bool [P]: whether the pair is a tie."""
     group_P: Tensor
-    """int64 [P]: index of the group in the batch."""
+    """int64 [P]: the index of the group in the batch."""
     weight_P: Tensor
     """float [P]: one over the number of pairs of its group, so every group weighs 1."""
     gap_P: Tensor
-    """float [P]: levels between the two ranks as a share of those between best and worst; 1 in a
-    group of two, 0 for a tie."""
+    """float [P]: the number of levels between the two ranks, as a share of those between best and
+    worst; 1 in a group of two, 0 for a tie."""
     num_groups: int
-    """B: number of groups of the batch, including those without a pair."""
+    """The number of groups of the batch, B, including those without a pair."""
     with_ties: bool
     """Whether ties are included."""
 
@@ -430,10 +433,10 @@ class PairIndex:
 
 
 def ranked_pairs(ranks_per_group: Sequence[Sequence[int]], *, with_ties: bool) -> PairIndex:
-    """Index every pair of different rank (and every tie, where asked) of every group, on the CPU.
+    """Return the pairs of different rank, and optionally the ties, of every group, on the CPU.
 
-    The pairs of a group share its weight of 1 (the mean over all pairs of InstructGPT,
-    arXiv 2203.02155), so a long list does not drown the short ones.
+    The pairs of a group share its weight of 1 (as the mean over all pairs in InstructGPT, arXiv
+    2203.02155), so a long list does not outweigh short ones.
     """
     better, worse, is_tie, group = list[int](), list[int](), list[bool](), list[int]()
     weight, gap = list[float](), list[float]()

@@ -1,4 +1,4 @@
-"""Build optimizers and schedules from their import paths."""
+"""Builds optimizers and schedules from their import paths."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from laurel.errors import ConfigError, counted
 def build_optimizer(
     config: NamedCall, named_parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of an import path.
+    """Build the optimizer that an import path names.
 
-    The fused kernel is used where torch has one and the configuration does not choose: it is the
-    same arithmetic in one pass over memory instead of a dozen.
+    Unless the configuration decides, the fused kernel is used if torch has one: it computes the
+    same in one pass over memory instead of a dozen.
     """
     make = _import("policy.optimizer.name", config.name, torch.optim.Optimizer)
     if issubclass(make, torch.optim.SparseAdam) or _needs_argument(make.step):
@@ -40,14 +40,15 @@ def build_optimizer(
     kwargs = {k: tuple(v) if isinstance(v, list) else v for k, v in config.kwargs.items()}
     accepted = inspect.signature(make).parameters
     chosen = {"fused", "foreach", "capturable", "differentiable"} & set(kwargs)
-    # Of the fused kernels only those of Adam know weights that are spread over ranks.
+    # Only the fused kernels of Adam support weights that are sharded over ranks.
     if "fused" in accepted and not chosen and (not is_spread or issubclass(make, torch.optim.Adam)):
         kwargs["fused"] = True
     try:
         return make(list(named_parameters), **kwargs)  # type: ignore[no-any-return]
     except _REFUSALS as error:
         raise ConfigError(
-            f"policy.optimizer: {config.name} refuses these kwargs ({error}). It takes: "
+            f"policy.optimizer: {config.name} refuses these kwargs ({error}): "
+            f"{_written(config)}. It takes: "
             f"{', '.join(name for name in accepted if name != 'params')}."
         ) from error
 
@@ -55,7 +56,7 @@ def build_optimizer(
 def build_scheduler(
     config: NamedCall | list[NamedCall | Milestones] | None, optimizer: torch.optim.Optimizer
 ) -> torch.optim.lr_scheduler.LRScheduler | None:
-    """Build one scheduler, several that hand over at milestones, or none."""
+    """Build one scheduler, a sequence of schedulers that change at milestones, or none."""
     if config is None:
         return None
     if isinstance(config, NamedCall):
@@ -93,13 +94,17 @@ def _scheduler(
     except _REFUSALS as error:
         accepted = [name for name in inspect.signature(make).parameters if name != "optimizer"]
         raise ConfigError(
-            f"policy.scheduler: {config.name} refuses these kwargs ({error}). It takes: "
-            f"{', '.join(accepted)}."
+            f"policy.scheduler: {config.name} refuses these kwargs ({error}): "
+            f"{_written(config)}. It takes: {', '.join(accepted)}."
         ) from error
 
 
-# Constructors of torch raise these at unusable arguments.
+# Constructors of torch raise these errors for invalid arguments.
 _REFUSALS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError)
+
+
+def _written(call: NamedCall) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in call.kwargs.items()) or "there are none"
 
 
 def _needs_argument(step: Callable[..., object]) -> bool:

@@ -1,26 +1,26 @@
-"""Losses of GRPO and of supervised fine-tuning of a policy.
+"""Computes the losses of GRPO and of supervised fine-tuning of a policy.
 
-With `r = current / old` (probabilities; see `importance`), `A` the advantage of a completion,
-`C(r)` the ratio cut to `[1 - ratio_clip_min, 1 + ratio_clip_max]`, `sg` a value without gradient,
-the loss of a token is `w * actor + beta * k * s + mu * nll`:
+Let `r = current / old` be a ratio of probabilities (see `PolicyTokens`), `A` the advantage of a
+completion, `C(r)` the ratio clipped to `[1 - ratio_clip_min, 1 + ratio_clip_max]`, and `sg(x)` the
+value of x without a gradient. The loss of a token is `w * actor + beta * k * s + mu * nll`:
 
-    actor  ppo        max(-A r, -A C(r)); where A < 0 at most -A ratio_clip_c
+    actor  ppo        max(-A r, -A C(r)); if A < 0, at most -A ratio_clip_c
                       (arXiv 1707.06347; uneven range: 2503.14476; dual clip: 1912.09729)
            cispo      -A sg(C(r)) log current           (arXiv 2506.13585)
            reinforce  -A log current                    (arXiv 2402.14740)
-    w      1, or the importance-sampling correction `old / behaviour`; see `importance.correction`
-    k      k1, k2 or k3 estimate of the divergence from the reference
-    s      `current / sg(current)`: 1, and its gradient is what makes that of `E[k]` complete, since
-           the tokens come from the policy itself (arXiv 2506.09477). With
+    w      1, or the importance-sampling weight `old / behaviour` of `correction`
+    k      the k1, k2 or k3 estimate of the KL divergence from the reference policy
+    s      `current / sg(current)`, which is 1; its gradient completes that of `E[k]`, because the
+           tokens are sampled from the policy itself (arXiv 2506.09477). With
            `use_on_policy_kl_approximation` it is `current / behaviour`.
-    nll    -log current, for completions with a positive reward (VAPO, arXiv 2504.05118; divided by
-           the tokens of all completions here, by those of the positive ones there)
+    nll    -log current, for completions with a positive reward (VAPO, arXiv 2504.05118, which
+           divides by the tokens of these completions; here it is divided by those of all)
 
-GSPO (arXiv 2507.18071): all tokens of a completion share `r`, the exponential of their mean log
-ratio. The token losses are put together by `normalizer`: `tokens`, all of them over their number;
-`sequences`, the mean of each completion over the number of completions; `max_length`, all of them
-over completions times their longest length (Dr. GRPO, arXiv 2503.20783). These numbers are counted
-over the whole batch of an update, so splitting it changes nothing.
+With GSPO (arXiv 2507.18071) all tokens of a completion share one `r`, the exponential of their mean
+log ratio. `normalizer` combines the token losses: `tokens` divides their sum by the number of
+tokens; `sequences` averages the means of the completions; `max_length` divides the sum by the
+number of completions times the maximum length (Dr. GRPO, arXiv 2503.20783). These numbers are
+counted over the whole batch of an update, so splitting it changes nothing.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss:
-    """The policy loss of the configuration's `loss_fn`.
+    """The policy loss that `loss_fn` configures.
 
-    `max_length` is the longest completion, which only `normalizer: max_length` reads.
+    `max_length` is the maximum length of a completion, which only `normalizer: max_length` uses.
     """
 
     def __init__(self, config: PolicyLossConfig, *, max_length: int) -> None:
@@ -73,7 +73,7 @@ class PolicyLoss:
         )
 
     def count(self, batch: Sequence[PolicyLabels]) -> float:
-        """Count the denominator of the token losses, as `normalizer` defines it."""
+        """Return what a batch adds to the denominator of the token losses, by `normalizer`."""
         if self.normalizer == "tokens":
             return float(sum(labels.num_tokens for labels in batch))
         num_samples = sum(labels.num_samples for labels in batch)
@@ -85,9 +85,9 @@ class PolicyLoss:
         """Compute the loss of a micro-batch.
 
         Args:
-            outputs: Outputs for all M branch tokens, one branch after the other, groups in order.
+            outputs: The outputs for all M branch tokens, branch after branch, in order of groups.
             batch: The groups of the micro-batch.
-            num_groups: The global denominator: `count` over every micro-batch and rank.
+            num_groups: The global denominator, the sum of `count` over all micro-batches and ranks.
         """
         assert num_groups > 0, "nothing to learn from: skip the step"
         config = self._config
@@ -122,22 +122,30 @@ class PolicyLoss:
             entropy_U = _full_precision(outputs.entropy_M).index_select(0, tokens.place_U)
             sums["entropy"] = entropy_U.detach().sum()
         sums |= self._figures(current_U.detach(), old_U, log_ratio_U.detach(), tokens)
-        sums |= self._corrections(corrected, tokens)
+        sums["sampling_importance_ratio"] = corrected.weights_U.sum()
+        outside_U = corrected.outside_U.to(corrected.weights_U.dtype)
+        kind = self._config.truncation
+        if kind in ("seq-tis", "seq-mask-tis"):
+            sums["outside_samples"] = tokens.means(outside_U).sum()
+        elif kind is not None:
+            sums["is_oob_ratio"] = outside_U.sum()
         return LossOutput(loss=total / num_groups, sums=sums)
 
     def metrics(self, sums: Mapping[str, SupportsFloat]) -> dict[str, float]:
         """Compute the metrics of an update from its totals of `LossOutput.sums`.
 
-        `loss`, `kl_penalty` (before its weight): as the loss is put together.
-        `global_valid_toks`, `global_valid_seqs`, `num_valid_samples`, `num_extreme_ratios`: counts.
-        `probs_ratio[_clamped][_min|_max]`: the ratios. `clip_ratio/{low_mean,high_mean}`: share of
-        tokens below the range with a negative, above it with a positive advantage (PPO gives them
-        no gradient); `region_mean`: of both. `token_mult_prob_error`, `gen_kl_error`,
-        `policy_kl_error`, `js_divergence_error`: see `importance.mismatch`.
-        `sampling_importance_ratio`: mean weight, after truncation; `is_oob_ratio`: share outside
-        the range, of completions for the `seq-...` kinds and of tokens otherwise.
-        `approx_entropy`: `-log current`, weighted by `current / behaviour`; `entropy`: measured.
-        `positive_nll_loss`: mean over the tokens of positive examples.
+        - `loss`, and `kl_penalty` without its weight, combined by `normalizer`.
+        - `global_valid_toks`, `global_valid_seqs`, `num_valid_samples`, `num_extreme_ratios`:
+          counts.
+        - `probs_ratio[_clamped][_min|_max]`: the ratios.
+        - `clip_ratio/{low_mean,high_mean}`: the share of tokens below the range with a negative, or
+          above it with a positive advantage, which get no gradient in PPO; `region_mean`: of both.
+        - `token_mult_prob_error`, `gen_kl_error`, `policy_kl_error`, `js_divergence_error`: as
+          `mismatch` defines them.
+        - `sampling_importance_ratio`: the mean weight, after truncation; `is_oob_ratio`: the share
+          outside the range, of completions for the `seq-...` kinds and of tokens otherwise.
+        - `approx_entropy`: `-log current`, weighted by `current / behaviour`; `entropy`: measured.
+        - `positive_nll_loss`: the mean over the tokens of positive examples.
 
         A mean over nothing is absent.
         """
@@ -225,16 +233,6 @@ class PolicyLoss:
                 sums |= {f"{name}_min": values_U.min(), f"{name}_max": values_U.max()}
         return sums
 
-    def _corrections(self, corrected: Correction, tokens: PolicyTokens) -> dict[str, Tensor]:
-        sums = {"sampling_importance_ratio": corrected.weights_U.sum()}
-        outside_U = corrected.outside_U.to(corrected.weights_U.dtype)
-        kind = self._config.truncation
-        if kind in ("seq-tis", "seq-mask-tis"):
-            sums["outside_samples"] = tokens.means(outside_U).sum()
-        elif kind is not None:
-            sums["is_oob_ratio"] = outside_U.sum()
-        return sums
-
 
 _COUNTS = ("global_valid_toks", "global_valid_seqs", "num_extreme_ratios")
 _EXTREMES = (
@@ -261,16 +259,16 @@ _PER_TOKEN = (
 
 
 class DemonstrationLoss:
-    """The loss of supervised fine-tuning: mean negative log-likelihood of the tokens to imitate."""
+    """The loss of supervised fine-tuning: the mean negative log-likelihood of learned tokens."""
 
     def count(self, batch: Sequence[DemonstrationLabels]) -> float:
-        """Count the tokens to imitate."""
+        """Return the number of tokens that are learned, the denominator of the loss."""
         return float(sum(labels.num_tokens for labels in batch))
 
     def __call__(
         self, outputs: TokenOutputs, batch: Sequence[DemonstrationLabels], *, num_groups: float
     ) -> LossOutput:
-        """Compute the loss of a micro-batch; `num_groups` is the total of `count`."""
+        """Compute the loss of a micro-batch; `num_groups` is the sum of `count` over the batch."""
         assert num_groups > 0, "nothing to learn from: skip the step"
         logprobs_M = _full_precision(outputs.logprobs_M)
         place_U = kept_places([mask for labels in batch for mask in labels.masks_GL], logprobs_M)
@@ -287,7 +285,7 @@ class DemonstrationLoss:
         return LossOutput(loss=total / num_groups, sums=sums)
 
     def metrics(self, sums: Mapping[str, SupportsFloat]) -> dict[str, float]:
-        """Compute the means `loss`, `entropy` (where measured) and `perplexity` (`e^loss`).
+        """Compute the means `loss` and `entropy` (if measured), and `perplexity` (`e^loss`).
 
         The counts are `num_valid_tokens` and `num_valid_samples`. A mean over nothing is absent.
         """
@@ -295,7 +293,7 @@ class DemonstrationLoss:
         metrics = {name: totals[name] for name in ("num_valid_tokens", "num_valid_samples")}
         if totals["num_valid_tokens"]:
             metrics["loss"] = totals["loss"] / totals["num_valid_tokens"]
-            # Beyond, it says no more than the loss does, and overflows in the end.
+            # Above the limit, it says no more than the loss does, and finally overflows.
             metrics["perplexity"] = math.exp(min(metrics["loss"], 100.0))
             if "entropy" in totals:
                 metrics["entropy"] = totals["entropy"] / totals["num_valid_tokens"]
@@ -307,22 +305,22 @@ def _full_precision(values: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# Ratios of probabilities, their corrections and divergences: functions of log-probabilities.
+# Ratios of probabilities, their corrections and divergences, as functions of log-probabilities.
 #
-# Tensors are [U]: one value for each token that the policy wrote; see `PolicyTokens`. `current` is
-# what the model gives now, `old` what the learner gave before its first update on these rollouts,
-# `behaviour` the generator's value when it sampled the token. Each may differ from the next: the
-# first
-# two by updates, the others by another engine, another precision or older weights.
+# Tensors are [U], with one value for each token that the policy generated (`PolicyTokens`).
+# `current` is the model's value now, `old` the learner's before its first update on these rollouts,
+# and `behaviour` the generator's when it sampled the token. The first two differ by updates, the
+# last two by engine, precision or the age of the weights.
 
 LIMIT = 20.0
-"""Logarithms of ratios are cut to plus and minus this before `exp`: e^20 is 5e8, far beyond any
-clip range, and its products stay finite in float32. Beyond it there is no gradient; the metric
-`num_extreme_ratios` says how often that was so."""
+"""The absolute value to which logarithms of ratios are clipped before `exp`.
+
+e^20 is 5e8, which is far beyond any clip range, and its products stay finite in float32. Beyond the
+limit there is no gradient; the metric `num_extreme_ratios` counts such ratios."""
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """Compute `exp` without overflow."""
+    """Return the ratio `exp(log_ratio)`, limited so that it does not overflow."""
     return torch.exp(log_ratio.clamp(-LIMIT, LIMIT))
 
 
@@ -334,10 +332,10 @@ def token_divergence(
     input_clamp: float | None = None,
     output_clamp: float | None = None,
 ) -> Tensor:
-    """Estimate the divergence [U] of the policy from the reference, on the policy's own tokens.
+    """Estimate the KL divergence [U] of the policy from the reference, on the policy's own tokens.
 
-    With `d = reference - current`: k1 is `-d`, k2 `d^2 / 2`, k3 `e^d - 1 - d`
-    (Schulman, "Approximating KL divergence", 2020).
+    With `d = reference - current`, k1 is `-d`, k2 is `d^2 / 2` and k3 is `e^d - 1 - d` (Schulman,
+    "Approximating KL divergence", 2020).
     """
     lead_U = reference_U - current_U
     lead_U = lead_U.clamp(-(input_clamp or math.inf), input_clamp or math.inf)
@@ -351,15 +349,15 @@ def token_divergence(
 
 
 class Correction(NamedTuple):
-    """Weights of tokens that another policy sampled."""
+    """The importance-sampling weights of tokens that another policy sampled."""
 
     weights_U: Tensor
     outside_U: Tensor
-    """bool [U]: tokens that the range limited or excluded."""
+    """bool [U]: the tokens whose weight the range limited or set to 0."""
 
 
 def correction(old_U: Tensor, tokens: PolicyTokens, config: PolicyLossConfig) -> Correction:
-    """Compute weights `old / behaviour` of the policy-gradient term, without a gradient.
+    """Compute the weights `old / behaviour` of the policy-gradient term, without a gradient.
 
     There is one weight per token, or with sequence-level ratios the product over the completion.
     The kind of truncation then decides by the range `[a, b]`, where a defaults to 0:
@@ -392,10 +390,11 @@ def correction(old_U: Tensor, tokens: PolicyTokens, config: PolicyLossConfig) ->
 
 
 def mismatch(old_U: Tensor, behaviour_U: Tensor) -> dict[str, Tensor]:
-    """Sum measures of the mismatch between generator and learner over tokens.
+    """Return sums over tokens of measures of the mismatch between generator and learner.
 
-    `token_mult_prob_error` is `e^|old - behaviour|`: 1 where they agree. The others estimate, with
-    k3, the divergence of the generator from the learner, the reverse, and Jensen-Shannon's.
+    `token_mult_prob_error` is `e^|old - behaviour|`, which is 1 if they agree. The others are k3
+    estimates of the KL divergence of the generator from the learner, of the reverse, and of the
+    Jensen-Shannon divergence.
     """
     old_U, behaviour_U = old_U.detach(), behaviour_U.detach()
     middle_U = torch.logaddexp(old_U, behaviour_U) - math.log(2.0)
@@ -413,32 +412,32 @@ def _k3(lead: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the losses of a policy read beside its outputs: one value per group, flattened per batch.
+# The labels that the losses of a policy read besides its outputs, by group and by batch.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyLabels:
-    """Labels of one group for `PolicyLoss`; every list follows the branches of its tree."""
+    """The labels of one group for `PolicyLoss`; every tuple has one entry per branch."""
 
     masks_GL: tuple[Mask, ...]
-    """bool [L]: the tokens of each branch that the policy sampled."""
+    """bool [L]: which tokens of each branch the policy sampled."""
     advantages_G: tuple[float, ...]
     used_G: tuple[bool, ...]
-    """False: the completion takes part in nothing, whatever its other values are."""
+    """Whether the completion is used; otherwise its other values are ignored."""
     behaviour_GL: tuple[LogProbs, ...]
-    """Log-probabilities at sampling time. Like the next two, read only under the mask."""
+    """The generator's log-probabilities when it sampled; ignored outside the mask."""
     old_GL: tuple[LogProbs, ...] | None = None
-    """Log-probabilities under the learner's weights before its first update on these rollouts.
-    None: this is that update, so they equal the model's outputs.
+    """The log-probabilities under the learner's weights before its first update on these rollouts;
+    ignored outside the mask. None: this is the first update, so they equal the model's outputs.
     """
     reference_GL: tuple[LogProbs, ...] | None = None
-    """Log-probabilities under the reference policy."""
+    """The log-probabilities under the reference policy; ignored outside the mask."""
     rewards_G: tuple[float | None, ...]
-    """Rewards of the environment: they select positive examples."""
+    """The rewards of the environment, which select positive examples."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # One array for all completions of each kind: so many small ones take longer to pickle than
-        # to copy.
+        # Each kind has one array for all completions, because pickling many small arrays takes
+        # longer than copying them.
         lengths = [len(mask_L) for mask_L in self.masks_GL]
         arrays = (self.masks_GL, self.behaviour_GL, self.old_GL, self.reference_GL)
         flat = [None if rows is None else np.concatenate(rows) for rows in arrays]
@@ -446,13 +445,13 @@ class PolicyLabels:
 
     @property
     def num_tokens(self) -> int:
-        """Count the tokens of the policy in completions in use."""
+        """The number of tokens that the policy sampled, in the completions that are used."""
         pairs = zip(self.masks_GL, self.used_G, strict=True)
         return sum(int(np.count_nonzero(mask_L)) for mask_L, used in pairs if used)
 
     @property
     def num_samples(self) -> int:
-        """Count the completions in use with a token of the policy."""
+        """The number of completions that are used and have a token of the policy."""
         pairs = zip(self.masks_GL, self.used_G, strict=True)
         return sum(used and bool(mask_L.any()) for mask_L, used in pairs)
 
@@ -498,13 +497,13 @@ def _labels_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DemonstrationLabels:
-    """Labels of one group for `DemonstrationLoss`: the tokens of each branch to imitate."""
+    """The labels of one group for `DemonstrationLoss`: which tokens of each branch are learned."""
 
     masks_GL: tuple[Mask, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Count the tokens to imitate."""
+        """The number of tokens that are learned."""
         return sum(int(mask_L.sum()) for mask_L in self.masks_GL)
 
     def subset(self, indices: Iterable[int]) -> DemonstrationLabels:
@@ -516,25 +515,26 @@ class DemonstrationLabels:
 class PolicyTokens:
     """The tokens of a micro-batch that count in the loss.
 
-    U runs over the policy's tokens of the completions in use, N over those completions. Nothing
-    else is ever read, so a NaN in a masked place cannot spread, not even through a gradient of 0.
+    U is the number of the policy's tokens in the completions that are used, and N the number of
+    these completions. Other values are never read, so a NaN outside the mask cannot spread, not
+    even through a gradient of 0.
     """
 
     place_U: Tensor
-    """int64 [U]: index among the M tokens of the branches."""
+    """int64 [U]: the index among the M tokens of the branches."""
     sample_U: Tensor
-    """int64 [U]: index among the N completions."""
+    """int64 [U]: the index of the completion among the N."""
     lengths_N: Tensor
     advantages_U: Tensor
     is_positive_U: Tensor
-    """bool [U]: token of a completion with a positive reward."""
+    """bool [U]: whether the token's completion has a positive reward."""
     behaviour_U: Tensor
     old_U: Tensor | None
     reference_U: Tensor | None
 
     @classmethod
     def of(cls, batch: Sequence[PolicyLabels], *, like: Tensor) -> PolicyTokens:
-        """Collect the tokens of a micro-batch whose log-probabilities are `like` [M]."""
+        """Return the tokens of a micro-batch; `like` [M] are its outputs' log-probabilities."""
         places = _places(
             [
                 mask_L & used
@@ -580,26 +580,26 @@ class PolicyTokens:
 
     @property
     def num_samples(self) -> int:
-        """N: number of completions."""
+        """The number of completions, N."""
         return len(self.lengths_N)
 
     def sums(self, values_U: Tensor) -> Tensor:
-        """Sum over the tokens of each completion: [N] (deterministic on a GPU too)."""
+        """Return the sums over the tokens of each completion [N], deterministic on a GPU too."""
         return values_U.new_zeros(self.num_samples).index_put(
             (self.sample_U,), values_U, accumulate=True
         )
 
     def means(self, values_U: Tensor) -> Tensor:
-        """Average over the tokens of each completion: [N]."""
+        """Return the means over the tokens of each completion [N]."""
         return self.sums(values_U) / self.lengths_N
 
     def spread(self, values_N: Tensor) -> Tensor:
-        """Repeat the value of each completion for its tokens: [U]."""
+        """Repeat the value of each completion for its tokens [U]."""
         return values_N[self.sample_U]
 
 
 def kept_places(masks: Sequence[Mask], like: Tensor) -> Tensor:
-    """Index the tokens under the masks among those whose outputs are `like` [M]: int64 [U]."""
+    """Return the indices, int64 [U], of the masked tokens among the M of the outputs `like`."""
     return torch.from_numpy(_places(masks, like)).to(like.device, non_blocking=True)
 
 

@@ -1,4 +1,4 @@
-"""Run on Ray under a parent process, as Ray ends a process that loses its cluster silently."""
+"""Runs a process on Ray under a parent, because Ray silently ends one that loses the cluster."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ LOST = (
     "the same command: it goes on from its newest checkpoint"
 )
 _RAYS_EXIT_CODE = 1
-# Seconds in which a signal may reach the child directly, as from a terminal or Slurm.
+# The seconds in which a signal, as from a terminal or Slurm, may reach the child directly.
 _PASSING_ON = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
 def guard() -> None:
-    """Continue in a child of this process; the parent waits and exits as the child does.
+    """Fork, and continue in the child; the parent waits, and exits as the child does.
 
-    Where a process loses its raylet, or its connection to the cluster for a minute, Ray's core ends
-    it by `_exit(1)` at any point: no exception is raised and no handler is
-    called. Only another process can report what happened, and with which exit code.
+    If a process loses its raylet, or its connection to the cluster for a minute, Ray's core ends it
+    by `_exit(1)` at any point, without an exception or a handler. Only another process can report
+    what happened, with a suitable exit code.
 
     Returns:
-        In the child alone, which dies with this process. Where there can be none, nothing happens.
+        Only in the child, which dies with the parent. If no child can be forked, this does nothing.
     """
     if sys.platform != "linux" or threading.active_count() > 1:
         return
@@ -49,14 +49,14 @@ def guard() -> None:
         _end_like(child, reads, heard)
     os.close(reads)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(WorkerError.LOST_EXIT_CODE)
     atexit.register(_say_goodbye, writes, os.getpid())
 
 
 def _say_goodbye(writes: int, process: int) -> None:
-    # Written only when Python itself exits, whatever the exit code.
-    if os.getpid() == process:  # not one that was forked from it
+    # This runs only when Python itself exits, whatever the exit code is.
+    if os.getpid() == process:  # and not in a process that was forked from it
         with suppress(OSError):
             os.write(writes, b".")
 

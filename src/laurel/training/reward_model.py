@@ -1,9 +1,9 @@
-"""The training loop of reward models.
+"""Trains reward models.
 
     preferences --tokens--> micro-batches --model--> scores --loss--> gradient --> step
 
-The part shared with supervised fine-tuning is in `epochs.py`. Its parts are made elsewhere
-(`run/reward_model.py`).
+`epochs.py` has the loop that supervised fine-tuning shares, and `run/reward_model.py` creates the
+parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from laurel.observe.report.last_words import accuracy_words
 from laurel.rewards.preparing import Prepared, prepared_by
 from laurel.rewards.scorer import ContractScorer, OnBatch
 from laurel.training.batches import Batcher
-from laurel.training.epochs import EpochParts, EpochTraining, StepResult, Validation, validate
+from laurel.training.epochs import EpochParts, EpochTraining, Validation, validate
 from laurel.training.learner import Learner, MicroBatch
 from laurel.training.loop import RunServices
 from laurel.training.losses import RewardLoss
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 
 MOST_ROWS_OF_BASELINE = 2_000
-"""Training rows of the bag-of-words baseline, which must cost less than a validation."""
+"""The number of training rows of the bag-of-words baseline, which must be cheap."""
 SHOWN = ("loss", "accuracy", "margin_mean", "score_length_correlation", "ece")
 
 
 class RewardTraining(EpochTraining[PreferenceSample, Preference]):
-    """A run of reward-model training."""
+    """Trains a reward model on preferences."""
 
     state: RewardRunState
     loss: RewardLoss
@@ -80,9 +80,26 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
     # ------------------------------------------------------------------------------------- a step
 
     def step(self, position: Position) -> Position:
-        """Take one step; count and keep the rows of a step that was not applied."""
+        """Take one step; count a step that was not applied, and write its rows to a file."""
         taken = self.take(position)
-        bad_steps = self._count_bad_step(taken, position)
+        update, samples, step = taken.update, taken.samples, position.step + 1
+        if update.failure is None:
+            bad_steps = 0
+        # Rows that teach nothing are no fault of the run, and end no row of faults either.
+        elif not update.metrics and self.loss.count([s.preference for s in samples]) == 0:
+            self.progress.message(f"step {step} skipped: {update.failure}")
+            bad_steps = position.bad_steps
+        else:
+            sources = [sample.preference.source for sample in samples]
+            try:
+                path = write_bad_step(self.state.run_dir, step, samples, update.failure)
+                kept = f"Its rows are in {path}"
+            except OSError as error:
+                kept = f"Its rows could not be written down: {error}"
+            self.progress.message(f"step {step} not applied: {update.failure}. {kept}")
+            shown = ", ".join(sources[:8]) + (" ..." if len(sources) > 8 else "")
+            where = f"step {step}, rows {shown}"
+            bad_steps = self.bad_steps(update, position.bad_steps, where=where, kept=kept)
         lengths = [length for sample in taken.samples for length in sample.tokens.lengths_G]
         figures = {
             "train/global_valid_seqs": float(len(lengths)),
@@ -93,24 +110,6 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         }
         return self.log(position, taken, bad_steps=bad_steps, figures=figures)
 
-    def _count_bad_step(self, taken: StepResult[PreferenceSample], position: Position) -> int:
-        update, samples, step = taken.update, taken.samples, position.step + 1
-        if update.failure is None:
-            return 0
-        if not update.metrics and self.loss.count([s.preference for s in samples]) == 0:
-            self.progress.message(f"step {step} skipped: {update.failure}")
-            return position.bad_steps
-        sources = [sample.preference.source for sample in samples]
-        try:
-            path = write_bad_step(self.state.run_dir, step, samples, update.failure)
-            kept = f"Its rows are in {path}"
-        except OSError as error:
-            kept = f"Its rows could not be written down: {error}"
-        self.progress.message(f"step {step} not applied: {update.failure}. {kept}")
-        shown = ", ".join(sources[:8]) + (" ..." if len(sources) > 8 else "")
-        where = f"step {step}, rows {shown}"
-        return self.bad_steps(update, position.bad_steps, where=where, kept=kept)
-
     # --------------------------------------------------------------------------------- validating
 
     def validate(
@@ -119,7 +118,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         micro_batches: Sequence[MicroBatch[Preference]],
         on_rows: Callable[[int], None],
     ) -> Validation:
-        """Score a set and measure its agreement with the preferences."""
+        """Score a set, and measure how well the scores agree with the preferences."""
         validation = validate(
             self.learner,
             samples,
@@ -134,9 +133,10 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         return validation
 
     def _bag_of_words_baseline(self, samples: Sequence[PreferenceSample]) -> float | None:
-        # The accuracy of a bag of words that learned from the first training rows. It depends on
-        # the data alone, so it is computed at the first validation of a set and kept. None where no
-        # row has a better and a worse answer.
+        # Returns the accuracy of a bag of words that was trained on the first training rows. It
+        # depends only on the data, so it is computed at the first validation of a set and kept.
+        # None if no row has a better and a worse answer. The sets live as long as this object, so
+        # no other has their ids.
         known = self._baselines.get(id(samples))
         if known is None:
             pairs = [pair for one in samples for pair in unscored_pairs(one.preference)]
@@ -205,7 +205,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
     def report(
         self, name: str, samples: Sequence[PreferenceSample], validation: Validation, *, step: int
     ) -> None:
-        """Show the validation of a set; scores of the first become the checkpoint's reference."""
+        """Print the results on a set; scores of the first are the checkpoint's reference scores."""
         figures = "  ".join(
             accuracy_words(validation.metrics) or f"accuracy {value:.4f}"
             if key == "accuracy"
@@ -233,10 +233,10 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
 
 
 # --------------------------------------------------------------------------------------------------
-# The model that is being trained, as a scorer: wherever its ranks are, and by its own contract.
+# A scorer over the model in training, wherever its ranks are, by the model's own contract.
 
 Rows = list[int]
-"""Indices of a group's completions among all outputs."""
+"""The indices of a group's completions among all outputs."""
 
 
 class LearnerScorer(ContractScorer):
@@ -253,10 +253,10 @@ class LearnerScorer(ContractScorer):
         """Take the learner of a reward model.
 
         Args:
-            learner: Learner of a reward model.
-            contract: Scoring contract that is saved with it.
+            learner: The learner of a reward model.
+            contract: The scoring contract that is saved with the model.
             batcher: Divides groups into micro-batches.
-            micro_batch_size: Groups of one forward pass if rows are not packed.
+            micro_batch_size: The number of groups of one forward pass if rows are not packed.
         """
         super().__init__(contract, batch_tokens=batcher.limits.forest_tokens, batch_size=None)
         self.preparers = _Remembering(contract)
@@ -277,7 +277,7 @@ class LearnerScorer(ContractScorer):
         ends = np.cumsum([len(group.branches_ids_G) for group in tokens]).tolist()
         starts = [0, *ends[:-1]]
         rows: list[Rows] = [list(range(s, e)) for s, e in zip(starts, ends, strict=True)]
-        # Lists of answers may be larger than a batch, and each answer stands for itself.
+        # Lists of answers may be larger than a batch, and answers are independent.
         micro_batches = self._batcher.cut(
             *self._batcher.divide(tokens, rows, lambda of, some: [of[i] for i in some]),
             micro_batch_size=self._micro_batch_size,
@@ -299,10 +299,10 @@ class LearnerScorer(ContractScorer):
         return values_NK
 
     def sleep(self) -> None:
-        """Do nothing: the learner rests by itself (`Learner.resting`)."""
+        """Do nothing, because the run rests the learner itself (`Learner.resting`)."""
 
     def wake(self) -> None:
-        """Do nothing."""
+        """Do nothing, because the run wakes the learner itself."""
 
 
 class _Remembering:
@@ -311,10 +311,10 @@ class _Remembering:
         self._known: dict[Group, Prepared] = {}
 
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """Prepare groups; those seen before come from the cache."""
+        """Return prepared groups; groups that were prepared before come from the cache."""
         new = [group for group in dict.fromkeys(groups) if group not in self._known]
         self._known |= zip(new, prepared_by(self._contract, new), strict=True)
         return [self._known[group] for group in groups]
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, because there are no workers."""

@@ -1,6 +1,6 @@
-"""Choose the metric that ranks checkpoints, and the goal that ends a run.
+"""Chooses the metric that ranks checkpoints, and the goal that ends a run.
 
-Imports no torch, so that a wrong name is reported at once.
+This module does not import torch, so that a wrong name is reported quickly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Selection:
     """The metric that ranks checkpoints."""
 
     key: str | None
-    """`validation-<set>_<metric>` or `train_<metric>`; None keeps the most recent."""
+    """`validation-<set>_<metric>` or `train_<metric>`; None keeps the most recent checkpoints."""
     higher_is_better: bool = False
 
 
@@ -30,9 +30,9 @@ class Goal:
     """A target of a validation metric that ends the run."""
 
     key: str
-    """Metric name, as in `Selection`."""
+    """The name of the metric, as in `Selection`."""
     threshold: float
-    """Value to reach."""
+    """The value that ends the run when it is reached."""
 
 
 def select_by(
@@ -43,21 +43,21 @@ def select_by(
     attributes: Sequence[str] = (),
     benchmarks: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Selection:
-    """Resolve `checkpointing.metric_name` against what this run can measure.
+    """Resolve `checkpointing.metric_name` to a metric that this run measures.
 
-    `auto` is the loss of the first set or, where there are only benchmarks, the accuracy over all
-    rows of the first of those. `val_loss`, NeMo RL's name, is the loss of the first set, too.
+    `auto` is the loss of the first set or, if there are only benchmarks, the accuracy over all rows
+    of the first benchmark. `val_loss`, NeMo RL's name, is the loss of the first set too.
 
     Args:
-        metric_name: Name as configured; the forms `validation-<set>_<metric>`, `train_<metric>`,
-            and both with the prefix `val:` or `train:`.
-        higher_is_better: Direction as configured; None: derived from the name.
-        sets: Names of the validation sets that will be validated.
-        attributes: Attributes of a regression head.
-        benchmarks: The figures of each benchmark that will be measured as well.
+        metric_name: The configured name, `validation-<set>_<metric>` or `train_<metric>`, with or
+            without the prefix `val:` or `train:`.
+        higher_is_better: The configured direction; None derives it from the name.
+        sets: The names of the validation sets.
+        attributes: The attributes of a regression head.
+        benchmarks: The names of the metrics of each benchmark that the run measures.
 
     Raises:
-        ConfigError: The run never produces such a metric; those it does produce are listed.
+        ConfigError: The run does not measure such a metric; the message lists those it measures.
     """
     if metric_name is None:
         return Selection(key=None)
@@ -88,17 +88,17 @@ def select_among(
     has_validation: bool,
     aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> Selection:
-    """Resolve a name against the metrics that a run can measure.
+    """Resolve a name to one of the metrics that a run measures.
 
     Args:
-        metric_name: Name as configured, not `auto`.
-        higher_is_better: Direction as configured; None: derived from the name.
-        possible: Metrics that the run measures.
-        has_validation: Whether it has a validation set, for the message.
-        aliases: Other systems' names.
+        metric_name: The configured name, which is not `auto`.
+        higher_is_better: The configured direction; None derives it from the name.
+        possible: The names of the metrics that the run measures.
+        has_validation: Whether the run has a validation set, for the message.
+        aliases: The names of metrics in other systems.
 
     Raises:
-        ConfigError: It measures no such metric; those it does measure are listed.
+        ConfigError: The run does not measure such a metric; the message lists those it measures.
     """
     bare = metric_name.removeprefix("val:")
     key = aliases.get(metric_name) or aliases.get(bare) or _in_full(metric_name)
@@ -130,7 +130,7 @@ def _in_full(metric_name: str) -> str | None:
 
 
 POLICY_METRICS = ("reward_mean", "accuracy", "avg_length", "truncation_rate", "num_failures")
-"""Metrics of a policy's validation, by bare name."""
+"""The metrics of a policy's validation, by their names without a prefix."""
 POLICY_TRAIN_METRICS = ("loss", "reward", "kl_penalty", "entropy", "grad_norm", "truncation_rate")
 DEMONSTRATION_METRICS = ("loss", "perplexity")
 
@@ -145,10 +145,9 @@ def select_policy_by(
 ) -> Selection:
     """Resolve `checkpointing.metric_name` for GRPO; `auto` is the mean reward in validation.
 
-    Validation sets that have names can be selected by as well: `validation-<set>_reward_mean`.
-
-    `val_reward` and `val:accuracy`, the defaults of NeMo RL, are that too: its accuracy is the mean
-    of any reward.
+    A metric of one validation set is named `validation-<set>_reward_mean`. `val_reward` and
+    `val:accuracy`, the defaults of NeMo RL, are the mean reward too, because NeMo RL's accuracy is
+    the mean of any reward.
     """
     if metric_name is None or (metric_name == "auto" and not has_validation):
         return Selection(key=None)
@@ -172,18 +171,18 @@ def select_policy_by(
 def policy_goal(
     config: GRPOConfig, *, has_validation: bool, environments: Sequence[str]
 ) -> Goal | None:
-    """Resolve `grpo.stop_at_validation_metric`, by bare name or as for a checkpoint.
+    """Resolve `grpo.stop_at_validation_metric`, which may omit the prefix of a metric.
 
-    `accuracy` is the mean reward, as in NeMo RL, and its `pass_k` is that of as many tries as each
-    task of a validation has.
+    `accuracy` is the mean reward, as in NeMo RL, and NeMo RL's `pass_k` is `pass@k` with the
+    number of completions per task in validations.
 
     Args:
-        config: The target, as `grpo.stop_at_validation_metric` has it.
+        config: The section `grpo`, whose `stop_at_validation_metric` is the target.
         has_validation: Whether the run has a validation set.
-        environments: Names of those that may judge.
+        environments: The names of the environments of the run.
 
     Raises:
-        ConfigError: No validation measures it, or more of it is not better.
+        ConfigError: Validations do not measure the metric, or a higher value is not better.
     """
     metric_name, threshold = config.stop_at_validation_metric, config.stop_at_validation_threshold
     num_generations = config.val_num_generations_per_prompt

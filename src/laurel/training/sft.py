@@ -1,8 +1,8 @@
-"""The training loop of supervised fine-tuning.
+"""Trains a policy by supervised fine-tuning.
 
 demonstrations --tokens--> forests --policy--> log-probs --mean over the answers--> gradient
 
-The part shared with the training of reward models is in `epochs.py`.
+`epochs.py` has the loop that the training of reward models shares.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from laurel.training.stopping import Position
 
 
 class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
-    """A run of supervised fine-tuning."""
+    """Trains a policy on demonstrations."""
 
     def __init__(
         self, section: SFTConfig, services: RunServices, parts: EpochParts[Demonstration]
@@ -30,11 +30,11 @@ class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
         super().__init__(section, services, parts, loss=DemonstrationLoss())
 
     def label(self, sample: Demonstration) -> DemonstrationLabels:
-        """Return the tokens of a row to imitate."""
+        """Return which tokens of a row are learned."""
         return DemonstrationLabels(masks_GL=(sample.mask_L,))
 
     def step(self, position: Position) -> Position:
-        """Take one step; refuse to continue after too many that were not applied."""
+        """Take one step; raise an error after too many steps that were not applied."""
         taken = self.take(position)
         step = position.step + 1
         if taken.update.failure is not None:
@@ -66,6 +66,6 @@ class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
     def report(
         self, name: str, samples: Sequence[Demonstration], validation: Validation, *, step: int
     ) -> None:
-        """Show the validation of a set."""
+        """Print the results of validating on a set."""
         shown = "  ".join(f"{k} {v:.4f}" for k, v in validation.metrics.items())
         self.progress.message(f"step {step}  validation-{name}  {shown}", is_routine=True)

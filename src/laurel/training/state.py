@@ -1,4 +1,4 @@
-"""The contents of a checkpoint of a training run, and resuming from one."""
+"""Writes the checkpoints of a training run, and resumes from them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from laurel.training.stopping import Position
 from laurel.types import Group, PaddedRows, PreferenceSample, TokenForest, TokenGroup
 
 TRAINING = "training"
-"""Directory inside a checkpoint that only resuming needs."""
+"""The directory in a checkpoint that only resuming needs."""
 RUN = "run.json"
-"""File in there: the run's log directory, and the settings that identify the run."""
+"""The file in `TRAINING` with the run's log directory, and the settings that identify the run."""
 TRAINING_DATA = "training data"
 CONFIG = "config.yaml"
 
 
 class RunState(ABC):
-    """Writer and reader of the checkpoints of one run."""
+    """Writes and restores the checkpoints of one run."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class RunState(ABC):
             learner: The model with its optimizer.
             identity: Settings by dotted name that must be unchanged for the run to be resumed.
             config_yaml: The resolved configuration.
-            run_dir: Log directory of this run.
-            save_optimizer: Whether the run can be resumed.
+            run_dir: The log directory of this run.
+            save_optimizer: Whether checkpoints hold what resuming needs.
             saves_in_background: Whether training goes on while a checkpoint is written.
         """
         self.learner = learner
@@ -66,26 +66,26 @@ class RunState(ABC):
 
     @abstractmethod
     def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
-        """Write the weights as a directory that Hugging Face loads, as `Learner.export`."""
+        """Write the model as a directory that Hugging Face loads, as `Learner.export` describes."""
 
     def more(self) -> dict[str, Any]:
-        """Return the algorithm's own state, in types that `encode` of checkpoints takes."""
+        """Return the algorithm's own state, in types that `checkpoint.state.encode` accepts."""
         return {}
 
     def restore_more(self, more: Mapping[str, Any]) -> None:
-        """Restore the algorithm's own state."""
+        """Restore the algorithm's own state, which `more` returned."""
         assert not more, f"nothing here remembers {', '.join(more)}"
 
     def write(self, directory: Path, position: Position, *, in_background: bool = False) -> Written:
-        """Fill a checkpoint directory: a Hugging Face model, and the state for resuming.
+        """Fill a checkpoint directory with a Hugging Face model and the state for resuming.
 
         Args:
-            directory: Exists and is empty.
-            position: Position of the run.
-            in_background: Only begin; training may go on meanwhile.
+            directory: An empty directory.
+            position: The position of the run.
+            in_background: Whether only to begin, so that training can go on meanwhile.
 
         Returns:
-            The reporter of when writing has ended.
+            A function that reports on the writing.
         """
         if not in_background:
             self._write(directory, position, in_background=False)
@@ -93,7 +93,7 @@ class RunState(ABC):
         try:
             self._write(directory, position, in_background=True)
         except Exception:
-            # What was begun must not go on in a directory that is about to be deleted.
+            # Writing must not go on in a directory that is about to be deleted.
             with suppress(Exception):
                 self.learner.written(is_awaited=True)
             raise
@@ -123,7 +123,7 @@ class RunState(ABC):
         """Restore optimizer, schedule and random generators; the weights are loaded already.
 
         Raises:
-            CheckpointError: The checkpoint is of another run, or cannot be resumed.
+            CheckpointError: The checkpoint belongs to another run, or cannot be resumed.
         """
         check_same_run(directory, self.identity)
         extra = self.learner.load_state(directory / TRAINING)
@@ -141,10 +141,10 @@ def check_same_run(directory: Path, identity: Mapping[str, object]) -> None:
 
     Args:
         directory: The checkpoint.
-        identity: Settings as in `RunState`; with the training data, where that is known already.
+        identity: The settings as in `RunState`, and the training data if it is known already.
 
     Raises:
-        CheckpointError: It is of another run, or cannot be resumed.
+        CheckpointError: The checkpoint belongs to another run, or cannot be resumed.
     """
     path = directory / TRAINING / RUN
     if not path.parent.is_dir():
@@ -174,9 +174,9 @@ def check_same_run(directory: Path, identity: Mapping[str, object]) -> None:
         )
 
 
-# Changed settings that the message names.
+# The number of changed settings that the message names.
 _MOST_NAMED = 4
-# The most telling changes come first; the rest follow in the order of the file.
+# The most important changes come first; the others follow in the order of the file.
 _WEIGHTIEST = ("policy.model_name", TRAINING_DATA, "policy.scratch", "policy.optimizer", "data.")
 
 
@@ -190,12 +190,12 @@ def _shown(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-# Characters of a value that are shown.
+# The number of characters of a value that are shown.
 _LONGEST = 80
 
 
 def leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the entries of nested mappings, by dotted name."""
+    """Yield the values of nested mappings, by dotted name."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from leaves(f"{name}.{key}" if name else str(key), inner)
@@ -215,7 +215,10 @@ def read_run_dir(directory: Path) -> Path | None:
 def write_bad_rows(
     run_dir: Path, step: int, rows: Iterable[Mapping[str, object]], *, reason: str
 ) -> Path:
-    """Write the rows of a step that was not applied, for inspection: a line of JSON each."""
+    """Write the rows of a step that was not applied to a file, one line of JSON each.
+
+    Returns the path of the file.
+    """
     path = run_dir / "bad_steps" / f"step_{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     # Half a surrogate pair, which UTF-8 cannot hold, becomes the JSON escape that can.
@@ -226,15 +229,15 @@ def write_bad_rows(
 
 
 # --------------------------------------------------------------------------------------------------
-# What a checkpoint of reward-model training holds.
+# The contents of a checkpoint of reward-model training.
 
 NUM_REFERENCE_GROUPS = 64
-"""Training groups for reference statistics where there is no validation set."""
+"""The number of training groups for reference statistics if there is no validation set."""
 NUM_GOLDEN_GROUPS = 3
 
 
 class RewardRunState(RunState):
-    """The checkpoints of a reward model's run."""
+    """Writes and restores the checkpoints of a reward model's run."""
 
     def __init__(
         self,
@@ -257,18 +260,18 @@ class RewardRunState(RunState):
 
         Args:
             learner: The model with its optimizer.
-            contract: The contract it scores by.
-            path: How batches reach the model.
-            weights_dtype: Dtype of the model, e.g. `float32`.
+            contract: The scoring contract of the model.
+            path: The layout of batches: token forests or padded rows.
+            weights_dtype: The dtype of the weights, e.g. `float32`.
             train: The training set.
-            golden: Groups whose scores are kept in the contract.
-            identity: Settings that identify the run.
+            golden: The groups whose scores the contract holds as golden scores.
+            identity: The settings that identify the run.
             config_yaml: The resolved configuration.
-            card: Facts of the model card besides the checkpoint's metrics.
-            run_dir: Log directory of this run.
-            save_optimizer: Whether the run can be resumed.
-            batch_tokens: Token budget of a forward pass.
-            saves_in_background: Write files in the background.
+            card: The facts of the model card besides the checkpoint's metrics.
+            run_dir: The log directory of this run.
+            save_optimizer: Whether checkpoints hold what resuming needs.
+            batch_tokens: The token budget of a forward pass.
+            saves_in_background: Whether training goes on while a checkpoint is written.
         """
         super().__init__(
             learner,
@@ -288,7 +291,7 @@ class RewardRunState(RunState):
         self._reference: tuple[int, list[float]] = (-1, [])
 
     def remember_reference(self, scores_BG: Sequence[Sequence[float]], *, step: int) -> None:
-        """Remember the scores that become the reference statistics of this step's checkpoint."""
+        """Keep the scores from which the reference statistics of this step's checkpoint come."""
         self._reference = (step, [score for scores_G in scores_BG for score in scores_G])
 
     def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
@@ -300,9 +303,9 @@ class RewardRunState(RunState):
         facts.save(directory)
 
     def _signed_contract(self, step: int) -> ScoringContract:
-        # Reference statistics and golden scores are those of the weights as they are now.
+        # Reference statistics and golden scores are computed with the current weights.
         exactly = partial(self.learner.outputs, in_full_precision=True)
-        # A budget of one token leaves each conversation by itself.
+        # With a budget of one token, each conversation has its own batch.
         score_alone = partial(self._scores, exactly, batch_tokens=1)
         golden = golden_by(score_alone, self.contract, self._golden) if self._golden else ()
         sound = tuple(g for g in golden if all(map(math.isfinite, g.values_K)))
@@ -337,11 +340,12 @@ class RewardRunState(RunState):
 
 
 def samples_fingerprint(samples: Sequence[PreferenceSample]) -> str:
-    """Hash the tokens and preferences of a training set, in order."""
+    """Return a hash of the tokens and preferences of a training set, in order."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(sample.tokens.trunk_ids.tobytes())
         for ids in sample.tokens.branches_ids_G:
+            # The mark tells the same tokens, cut elsewhere, apart.
             digest.update(b"|" + ids.tobytes())
         preference = sample.preference
         values = (preference.ranks_G, preference.margin, preference.target)
@@ -352,7 +356,7 @@ def samples_fingerprint(samples: Sequence[PreferenceSample]) -> str:
 def write_bad_step(
     run_dir: Path, step: int, samples: Sequence[PreferenceSample], reason: str
 ) -> Path:
-    """Write the rows of a step that was not applied, for inspection."""
+    """Write the rows of a step that was not applied to a file, and return its path."""
     rows = (
         {
             "source": sample.preference.source,
@@ -370,7 +374,7 @@ def write_bad_step(
 
 
 def library_versions() -> dict[str, str]:
-    """Collect the versions of the libraries that compute scores."""
+    """Return the versions of the libraries that compute scores."""
     import tokenizers
     import torch
     import transformers
@@ -386,7 +390,7 @@ def library_versions() -> dict[str, str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Scores of many groups at once, by a learner that may be spread over ranks.
+# Scores of many groups at once, by a learner that may be sharded over ranks.
 
 Scores = Callable[[Sequence[TokenForest | PaddedRows]], Iterable[Tensor]]
 """A function that computes a reward model's outputs, such as `Learner.outputs`."""
@@ -400,17 +404,17 @@ def reward_scores(
     batch_tokens: int,
     pad_id: int,
 ) -> np.ndarray:
-    """Compute every output of the head for every completion: [N, K].
+    """Compute every output of the head for every completion.
 
     Args:
         outputs: Computes the scores of each batch.
-        groups: At least one, as the contract encodes them.
-        path: How batches reach the model.
-        batch_tokens: Token budget of one forward pass; larger groups travel alone.
-        pad_id: For models on the padded path.
+        groups: At least one group, as the contract encodes it.
+        path: The layout of batches: token forests or padded rows.
+        batch_tokens: The token budget of one forward pass; a larger group has its own.
+        pad_id: The padding token, for padded rows.
 
     Returns:
-        float32 `[N, K]`, in the order of the groups whatever the batches were.
+        float32 `[N, K]`, in the order of the groups.
     """
     parts = divide_into_micro_batches(path, groups, batch_tokens)
     chosen = [[groups[i] for i in indices] for indices in parts]
@@ -422,11 +426,11 @@ def reward_scores(
 
 
 # --------------------------------------------------------------------------------------------------
-# What a checkpoint of a policy holds (supervised fine-tuning, GRPO).
+# The contents of a checkpoint of a policy (supervised fine-tuning, GRPO).
 
 
 class PolicyRunState(RunState):
-    """The checkpoints of a policy's run."""
+    """Writes and restores the checkpoints of a policy's run."""
 
     def __init__(
         self,
@@ -458,7 +462,7 @@ class PolicyRunState(RunState):
 
 
 def fingerprint_of_tokens(groups: Sequence[TokenGroup]) -> str:
-    """Hash the tokens of a training set, in order."""
+    """Return a hash of the tokens of a training set, in order."""
     return hash_of(
         "|".join(str(ids.tolist()) for ids in (group.trunk_ids, *group.branches_ids_G))
         for group in groups
@@ -466,8 +470,9 @@ def fingerprint_of_tokens(groups: Sequence[TokenGroup]) -> str:
 
 
 def hash_of(texts: Iterable[str]) -> str:
-    """Hash texts, in order."""
+    """Return a hash of texts, in order."""
     digest = hashlib.sha256()
     for text in texts:
+        # Rows may hold unpaired surrogates, which UTF-8 cannot.
         digest.update(text.encode("utf-8", "backslashreplace") + b"\n")
     return digest.hexdigest()[:16]

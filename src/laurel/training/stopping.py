@@ -1,4 +1,4 @@
-"""The position of a run, and the conditions that end it before its last step.
+"""Defines the position of a run, and the conditions that end it before its last step.
 
 A run ends early at a signal, at the end of its time budget, or without further tasks.
 """
@@ -26,24 +26,24 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 Work = Literal["step", "validation", "save"]
 
 WILL_SAVE = "saving after this step, then ending (again: at once, unsaved)"
-"""The effect of the first signal, and of the second."""
+"""The message about the effects of the first signal and of the second."""
 
 SAVE_SAFETY = 1.5
-"""Factor on the expected time of a save: a disk may be slower the next time."""
+"""The factor on the expected time of a save, because the disk may be slower the next time."""
 SHARE_IN_RESERVE, LARGEST_RESERVE = 0.1, 60.0
-"""Share of the budget, and seconds at most, kept for a save while none has been measured."""
+"""The share of the budget, and the maximum seconds, kept for a save until one is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """The position of a run."""
+    """The position of a run: the number of its steps, and the state that decisions depend on."""
 
     step: int = 0
     bad_steps: int = 0
-    """Consecutive steps that were not applied."""
+    """The number of consecutive steps that were not applied."""
     validated_at: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Validation metrics of the weights of this very step. Nothing older: an old value would make
+    """The metrics of the weights of this step. Older values are dropped, because they could make
     weights the best that were never measured, or whose metrics were not finite.
     """
 
@@ -57,23 +57,23 @@ class Position:
 
 
 class NothingLeft(Exception):
-    """Raised where there is no further step; the message gives the reason."""
+    """Raised if there is no further step; the message gives the reason."""
 
 
 class SignalCount:
     """A count of received signals in memory that forked processes share."""
 
     def __init__(self) -> None:
-        """Start at 0."""
+        """Start counting at 0."""
         self._memory = mmap.mmap(-1, 1)
 
     @property
     def count(self) -> int:
-        """Number of signals received."""
+        """The number of received signals, at most two."""
         return self._memory[0]
 
     def add(self) -> None:
-        """Count one more signal; two at most."""
+        """Count one more signal, up to two."""
         self._memory[0] = min(self._memory[0] + 1, 255)
 
 
@@ -88,7 +88,7 @@ def count_signals() -> SignalCount:
 
 
 def end_unsaved(status: int) -> NoReturn:
-    """End this process at once, and say so."""
+    """End this process immediately with an exit status, and print that it ends unsaved."""
     # The main thread may hold the console's lock, and a live display has hidden the cursor.
     shown = "\x1b[?25h\n" if os.isatty(2) else ""
     with suppress(OSError):
@@ -97,15 +97,15 @@ def end_unsaved(status: int) -> NoReturn:
 
 
 class StopRequest:
-    """A flag that the first signal sets and the loop reads between steps.
+    """A flag that the first signal sets, and that the loop reads between steps.
 
-    A second signal ends the process at once: the sender does not want to wait for a save. Both are
-    received by a thread of their own, because Python's handlers wait for the main thread to return
-    from torch, which takes as long as a backward pass.
+    A second signal ends the process immediately, without a save. A separate thread receives both,
+    because Python's handlers wait until the main thread returns from torch, which takes as long as
+    a backward pass.
     """
 
     has_begun: ClassVar[bool] = False
-    """Whether this process has begun to listen: a run is set up, and its steps follow."""
+    """Whether this process has begun to listen for signals, because a run is being set up."""
 
     def __init__(
         self,
@@ -113,11 +113,11 @@ class StopRequest:
         *,
         leave: Callable[[int], object] = end_unsaved,
     ) -> None:
-        """Register the handlers' callbacks.
+        """Take the callbacks; signals are received while the context is open.
 
         Args:
             on_signal: Called once, in another thread, with the name of the first signal.
-            leave: Called with the exit status at the second.
+            leave: Called with the exit status at the second signal.
         """
         self.signal: signal.Signals | None = None
         self._heard_at = math.inf
@@ -133,7 +133,7 @@ class StopRequest:
             listener = threading.Thread(target=self._listen, args=(ours,), daemon=True)
             listener.start()
             self._stack.callback(listener.join)
-            self._stack.callback(theirs.close)  # which the listener takes for the end
+            self._stack.callback(theirs.close)  # which ends the listener
             previous = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
             self._stack.callback(signal.set_wakeup_fd, previous)
             for number in SIGNALS:
@@ -150,7 +150,7 @@ class StopRequest:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the first signal; 0 where there was none."""
+        """The seconds since the first signal; 0 if there was none."""
         return max(time.monotonic() - self._heard_at, 0.0)
 
     def _listen(self, source: socket.socket) -> None:
@@ -173,18 +173,18 @@ class StopRequest:
 
 
 def _heard_elsewhere(number: int, frame: FrameType | None) -> None:
-    """Do nothing: without a handler Python would not write signals to the listener."""
+    """Do nothing; without a handler Python would not write signals to the listener."""
 
 
 class Deadline:
-    """The deadline of the last checkpoint."""
+    """The deadline by which a run must have saved its last checkpoint."""
 
     def __init__(self, budget: str | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Start the clock.
 
         Args:
-            budget: `DD:HH:MM:SS`, or None for no limit.
-            clock: Seconds.
+            budget: The time budget as `DD:HH:MM:SS`; None for no limit.
+            clock: Returns the time in seconds.
         """
         self._clock = clock
         seconds = math.inf if budget is None else parse_duration(budget)
@@ -197,7 +197,7 @@ class Deadline:
         self._seen: set[Work] = set()
 
     def took(self, work: Work, seconds: float) -> None:
-        """Record the duration of a piece of work."""
+        """Record the duration of a piece of work; the longest of each kind is expected."""
         known = self._longest[work] if work in self._seen else 0.0
         self._longest[work] = max(known, seconds)
         self._seen.add(work)
@@ -206,7 +206,7 @@ class Deadline:
         """Report whether one more step, and the save that must follow it, might end too late.
 
         Args:
-            before: Work that would precede that step.
+            before: The work that would precede that step.
         """
         to_come = math.fsum(self._longest[work] for work in (*before, "step"))
         return self._clock() + to_come + SAVE_SAFETY * self._longest["save"] >= self._end
@@ -216,7 +216,7 @@ def parse_duration(text: str) -> float:
     """Parse `DD:HH:MM:SS` into seconds.
 
     Raises:
-        ConfigError: Not of that form.
+        ConfigError: The text does not have that form.
     """
     match = re.fullmatch(r"(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})", text)
     if match is None:

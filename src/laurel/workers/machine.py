@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laurel import SLEEPING_THREADS, WAITING_OF_THREADS, __version__
-from laurel.errors import counted
+from laurel.errors import DISTRIBUTION, counted, install_command
 from laurel.observe.console import format_number
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-DISTRIBUTION = "laurel-rl"
 FAST_TYPES = ("avx512_bf16", "amx_bf16", "bf16")
 """Names of bfloat16 arithmetic in a CPU's flags (the last one on ARM)."""
 GIB = 2**30
@@ -71,7 +70,7 @@ def libraries() -> ProbeFinding:
         if installed is None or not wanted.contains(installed, prereleases=True):
             unsuitable.append(f"{requirement.name} {installed or 'is missing'}, {wanted} is needed")
     known = [f"{name} {version}" for name, version in found.items() if version is not None]
-    repair = [f"MISMATCH {line}; fix with: pip install {DISTRIBUTION}" for line in unsuitable]
+    repair = [f"MISMATCH {line}; fix with: {install_command()}" for line in unsuitable]
     rows = [", ".join(known[first : first + 5]) for first in range(0, len(known), 5)]
     return ProbeFinding(facts={**found, "misfits": unsuitable}, lines=(*rows, *repair))
 
@@ -86,7 +85,7 @@ def extras() -> ProbeFinding:
     lines: list[str] = []
     for extra, found in packages.items():
         absent = [name for name, version in found.items() if version is None]
-        command = f"pip install '{DISTRIBUTION}[{extra}]'" if absent else None
+        command = install_command(extra) if absent else None
         facts[extra] = {"packages": found, "install": command}
         if command is None:
             lines.append(f"{extra:8} {', '.join(f'{n} {v}' for n, v in found.items())}")

@@ -46,10 +46,33 @@ def test_pairs_fit_three_commands_and_lost_rows_are_named(tmp_path):
     assert "malformed 1 1 x missing key 'chosen' (line 3)" in said
     assert "duplicate 1 (line 4)" in said
     assert "stops at rows.jsonl:3 unless you fix the rows or set data.on_bad_row=skip" in said
+    assert (
+        f"laurel rm data.train_data_path={path} policy.model_name=DIR data.on_bad_row=skip" in said
+    )
     assert "sft yes" in said
     assert "grpo yes" in said
     assert "laurel eval pairs" in said
     assert "add --model DIR" in said
+
+
+def test_the_command_has_what_the_words_leave_open_and_no_more(tmp_path, model):
+    path = write(tmp_path / "rows.jsonl", PAIR, {"prompt": "x"}, PAIR)
+    plain = f"laurel rm data.train_data_path={path}"
+    _, said, _ = check(path, "--for", "rm", "--model", model)
+    assert f"{plain} policy.model_name={model} data.on_bad_row=skip" in said
+    words = ["data.on_bad_row=skip", "policy.model_name=mine"]
+    _, said, _ = check(path, "--for", "rm", *words)
+    assert f"{plain} {' '.join(words)} " in said
+    _, said, _ = check(write(tmp_path / "good.jsonl", PAIR), "--for", "rm")
+    assert "on_bad_row" not in said
+
+
+def test_a_column_that_is_not_there_hides_the_one_of_the_default_name(tmp_path):
+    path = write(tmp_path / "rows.jsonl", PAIR)
+    code, said, _ = check(path, "data.prompt_key=question")
+    assert code == 2
+    assert "rm no: 1 malformed" in said
+    assert "laurel eval" not in said.partition("Formats")[0]
 
 
 def test_the_score_is_read_from_the_last_token_of_each_answer(tmp_path, model):

@@ -8,6 +8,7 @@ import pytest
 
 from laurel import SLEEPING_THREADS
 from laurel.cli.doctor import PROBES, advise, run_doctor, run_probes
+from laurel.errors import install_command
 from laurel.sandbox import limits
 from laurel.workers import machine
 from laurel.workers.machine import ProbeFinding, measure_products
@@ -95,7 +96,7 @@ def test_what_is_absent_comes_with_the_command_that_brings_it():
     assert {"lora", "vllm", "wandb", "mlflow", "test"} <= set(finding.facts)
     for extra, facts in finding.facts.items():
         absent = [name for name, version in facts["packages"].items() if version is None]
-        assert facts["install"] == (f"pip install 'laurel-rl[{extra}]'" if absent else None)
+        assert facts["install"] == (install_command(extra) if absent else None)
         assert not absent or any(facts["install"] in line for line in finding.lines)
 
 

@@ -184,6 +184,13 @@ def test_bad_rows_can_be_failures_in_their_places(is_file, score, checkpoint, tm
     assert table.out.count("failed") == 4
 
 
+def test_rows_of_unknown_columns_name_the_keys_of_columns(score, checkpoint):
+    with pytest.raises(DataError, match="keys Frage, gut, schlecht") as refused:
+        score(checkpoint, [{"Frage": "Wo?", "gut": "Da.", "schlecht": "Nein."}])
+    for key in ("prompt_key", "chosen_key", "rejected_key"):
+        assert f"data.{key}=COLUMN" in str(refused.value)
+
+
 def test_where_no_row_can_be_read_to_skip_them_is_no_help(score, checkpoint, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"".join(BAD))

@@ -66,6 +66,8 @@ def test_every_recipe_names_its_schema_and_fits_it(path: Path):
         ("rm", "rm: {val_period: -1}"),
         ("rm", "policy: {_override_: true, revision: 12e3}"),
         ("rm", "data: {train: {}, validation: {}}"),
+        ("rm", "data: {train: [], validation: []}"),
+        ("rm", "policy: {optimizer: {kwargs: {lr: 1e-4}}}"),
         ("rm", "data: {validation: {a: {data_path: a.jsonl}, b: {benchmark: reward-bench}}}"),
         ("rm", "grpo: {anything: 1}\npolicy: {megatron_cfg: {enabled: false}}"),
         ("sft", "data: {split: train}"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,11 @@ from laurel.errors import ConfigError
             "policy.optimizer={name: some.Optimizer, kwargs: {weight_decay: -1}}",
             "kwargs.weight_decay is -1",
         ),
+        (
+            "policy.optimizer.kwargs.lr=fast",
+            "policy.optimizer: kwargs.lr is 'fast', and must be a number, 0 or more",
+        ),
+        ("policy.optimizer.kwargs.weight_decay=true", "kwargs.weight_decay is True, and must be a"),
         ("policy.optimizer.kwargs.fused=true", "to add it: '+policy.optimizer.kwargs.fused=true'"),
     ],
 )
@@ -43,6 +49,47 @@ def test_what_it_takes_is_passed_on() -> None:
     assert kwargs["lr"] == 1e-3
     assert kwargs["eps"] == [1e-30, 1e-3]
     assert kwargs["fused"] is None
+
+
+@pytest.mark.parametrize("given", ["{kwargs: {lr: 1e-4}}", "{}"])
+@pytest.mark.parametrize("is_file", [True, False])
+def test_an_optimizer_without_a_name_changes_the_default(
+    given: str, is_file: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"policy: {{optimizer: {given}}}\n" if is_file else "", encoding="utf-8")
+    overrides = [] if is_file else [f"policy.optimizer={given}"]
+    for kind in SCHEMAS:
+        optimizer = load_config(SCHEMAS[kind], path, overrides).config.policy.optimizer
+        default = SCHEMAS[kind]().policy.optimizer  # type: ignore[attr-defined]
+        changed = {"lr": 1e-4} if "lr" in given else {}
+        assert optimizer.name == default.name
+        assert optimizer.kwargs == default.kwargs | changed
+
+
+def test_a_file_may_change_what_its_parent_has_named(tmp_path: Path) -> None:
+    sgd = "policy: {optimizer: {name: torch.optim.SGD, kwargs: {lr: 0.1, momentum: 0.9}}}\n"
+    (tmp_path / "parent.yaml").write_text(sgd, encoding="utf-8")
+    child = tmp_path / "child.yaml"
+    child.write_text(
+        "defaults: parent.yaml\npolicy: {optimizer: {kwargs: {lr: 0.2}}}\n", encoding="utf-8"
+    )
+    optimizer = load_config(SCHEMAS["rm"], child).config.policy.optimizer
+    assert optimizer.name == "torch.optim.SGD"
+    assert optimizer.kwargs == {"lr": 0.2, "momentum": 0.9}
+
+
+@pytest.mark.parametrize(
+    "given", ["{name: torch.optim.SGD, kwargs: {lr: 0.1}}", "{name: torch.optim.SGD}"]
+)
+def test_another_optimizer_gets_no_kwargs_of_the_default(given: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"policy: {{optimizer: {given}}}\n", encoding="utf-8")
+    expected = {"lr": 0.1} if "lr" in given else {}
+    for file, overrides in ((path, []), (None, [f"policy.optimizer={given}"])):
+        optimizer = load_config(SCHEMAS["rm"], file, overrides).config.policy.optimizer
+        assert optimizer.name == "torch.optim.SGD"
+        assert optimizer.kwargs == expected
 
 
 @pytest.mark.parametrize(

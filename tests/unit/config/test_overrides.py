@@ -328,3 +328,8 @@ def test_a_setting_with_a_slip_names_its_neighbour() -> None:
 def test_a_file_among_the_overrides_is_told_its_option() -> None:
     with pytest.raises(ConfigError, match=r"given as --config small\.yaml"):
         parse_override("small.yaml")
+
+
+def test_a_file_of_data_is_told_where_data_goes() -> None:
+    with pytest.raises(ConfigError, match=r"given as data\.train_data_path=pairs\.jsonl\.gz; "):
+        parse_override("pairs.jsonl.gz")

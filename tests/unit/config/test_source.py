@@ -185,6 +185,29 @@ def test_what_cannot_be_read_says_where(tmp_path: Path, text: str, message: str)
     assert refused(path).startswith(f"{path}{message}")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pairs.jsonl", '{"prompt": "a"}\n'),
+        ("pairs.csv", "prompt,chosen\n"),
+        ("pairs.jsonl.gz", "\x1f"),
+        ("pairs.txt", '{"prompt": "a"}\n{"prompt": "b"}\n'),
+    ],
+)
+def test_a_file_of_data_is_told_where_data_goes(tmp_path: Path, name: str, text: str) -> None:
+    path = write(tmp_path, name, text)
+    said = refused(path)
+    assert said.startswith(f"{path} looks like a file of data, not a configuration. Data to train")
+    assert f"data.train_data_path={path}" in said
+    parent = write(tmp_path, "a.yaml", f"defaults: {name}\n")
+    assert refused(parent).startswith(f"{parent}:1: defaults: {path} looks like a file of data")
+
+
+def test_a_configuration_may_be_json(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.json", '{"a": 1,\n "b": {"c": 2}}\n')
+    assert read_file(path).value["a"].value == 1
+
+
 def test_a_key_given_twice_names_both_lines(tmp_path: Path) -> None:
     path = write(tmp_path, "a.yaml", "a: 1\nb: 2\na: 3\nb: 4\n")
     assert refused(path).splitlines() == [

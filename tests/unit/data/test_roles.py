@@ -6,9 +6,9 @@ from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.config.sft import DemonstrationSetConfig
 from laurel.data.conversations import load_demonstrations
 from laurel.data.preferences import load_preferences
-from laurel.data.reading import USUAL_ROLES, UnusualRoles
+from laurel.data.reading import UnusualRoles
 from laurel.data.tasks import load_tasks
-from laurel.types import Message
+from laurel.types import USUAL_ROLES, Message
 
 WRITTEN = "1 row has a role that is none of system, user, assistant, "
 NAMED = ": 'usr' (first in rows.jsonl:2; did you mean 'user'?)"

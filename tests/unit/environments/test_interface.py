@@ -12,6 +12,7 @@ from laurel.environments.interface import (
     EnvironmentInterface,
     EnvironmentReturn,
     EnvironmentSpec,
+    accuracy_figures,
     batch_figures,
     mean_of,
     pass_at_k,
@@ -116,6 +117,16 @@ def test_d11_equal_prompts_stay_two_groups():
         "prompt_lengths": 3.0,
     }
     assert pass_at_k(batch["group_ids"], [True, True, False, False])["pass@2"] == 0.5
+    # Of the four, the last reached the reward and was cut, and the third missed it by a little.
+    figures, correct = accuracy_figures({**batch, "rewards": [1.0, 1.0, 0.999, 1.0]})
+    assert correct == [True, True, False, False]
+    assert figures == {
+        **batch_figures(batch),
+        "accuracy": 0.5,
+        **pass_at_k(batch["group_ids"], correct),
+    }
+    _, correct = accuracy_figures({**batch, "rewards": [1.0, 0.5, 0.999, 1.0]}, right=0.9)
+    assert correct == [True, False, True, False]
 
 
 def test_a_mean_over_nothing_is_absent():

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import pytest
 import tiny_tokenizers
 from generators import collect, draw, request, run
 from laurel.config.grpo import GenerationConfig
-from laurel.errors import DataError, EngineError, MissingDependencyError
+from laurel.errors import DataError, EngineError, MissingDependencyError, install_command
 from laurel.generation.requests import GeneratorSpec
 from laurel.types import Weights
 from sandbox_processes import is_gone, wait_until
@@ -298,7 +299,7 @@ def test_a_killed_program_leaves_no_engine_behind(tmp_path):
 def test_without_vllm_the_error_says_how_to_install_it():
     from laurel.generation.vllm.engine import VllmEngine
 
-    with pytest.raises(MissingDependencyError, match=r"pip install 'laurel-rl\[vllm\]'"):
+    with pytest.raises(MissingDependencyError, match=re.escape(install_command("vllm"))):
         VllmEngine(
             "nowhere",
             GeneratorSpec(max_length=8, end_ids=()),

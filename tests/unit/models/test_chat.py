@@ -13,7 +13,7 @@ import tiny_tokenizers as made
 from laurel.errors import DataError, ModelError
 from laurel.models.chat import ChatFormat
 from laurel.models.tokenizer import CHATML, CONCATENATION, PLAIN
-from laurel.types import Message
+from laurel.types import USUAL_ROLES, Message
 
 ASK = (Message("user", "Why?"),)
 TALK = (
@@ -218,6 +218,22 @@ def test_an_observation_that_the_template_drops_is_told():
     )
     with pytest.raises(DataError, match="leaves out a message of role 'tool'"):
         with_template(template).observation_ids({"role": "tool", "content": "4"}, history=ASK)
+
+
+@pytest.mark.parametrize(("role", "meant"), [("usr", "; did you mean 'user'?"), ("qqqq", "")])
+def test_an_observation_of_a_role_that_no_template_knows_is_refused(role, meant):
+    chat = ChatFormat(made.chatml())  # which renders any role
+    with pytest.raises(DataError) as refused:
+        chat.observation_ids({"role": role, "content": "4"}, history=ASK)
+    said = str(refused.value)
+    assert said.startswith(f"the role '{role}' of an observation is none that the chat template")
+    assert said.endswith(f"system, user, {', '.join(USUAL_ROLES[2:])}{meant}")
+
+
+def test_a_role_that_only_its_template_knows_is_rendered():
+    chat = with_template("{% set others = ['referee'] %}" + CHATML)
+    ids = chat.observation_ids({"role": "referee", "content": "4"}, history=ASK)
+    assert "referee\n4" in text_of(chat, ids)
 
 
 def test_the_assistants_words_and_ends_are_learned_and_nothing_else():

@@ -12,32 +12,6 @@ from laurel.models.loading.pretrained import recompute_activations
 from laurel.types import PaddedRows
 
 SHAPES = [(40, [5, 1, 30]), (0, [7]), (3, [2, 2]), (0, [1])]
-ENCODERS = {
-    "bert": {"max_position_embeddings": 128},
-    "modernbert": {
-        "global_attn_every_n_layers": 2,
-        "local_attention": 12,
-        "cls_token_id": 1,
-        "sep_token_id": 2,
-        "max_position_embeddings": 128,
-    },
-}
-HYBRIDS = {
-    "jamba": tiny.JAMBA,
-    "qwen3_next": {
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 32,
-        "head_dim": 8,
-        "shared_expert_intermediate_size": 32,
-        "linear_num_key_heads": 2,
-        "num_hidden_layers": 4,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
-    "minimax": {"num_local_experts": 2, "num_hidden_layers": 2},
-}
 
 
 def padded_model(classifier, *, head_name="score", precision=torch.float32):
@@ -90,9 +64,9 @@ def test_a_text_that_ends_in_the_padding_token_is_read_at_its_end():
         torch.testing.assert_close(model(rows), model.classifier(input_ids=rows.ids_NL).logits)
 
 
-@pytest.mark.parametrize("kind", sorted(ENCODERS))
+@pytest.mark.parametrize("kind", sorted(tiny.ENCODERS))
 def test_encoders_pool_by_themselves(kind):
-    classifier = tiny.randomised(kind, ENCODERS[kind])
+    classifier = tiny.randomised(kind, tiny.ENCODERS[kind])
     model = padded_model(classifier, head_name=None)
     rows = to_padded(tiny.random_groups(3, SHAPES), pad_id=0)
     mask_NL = (torch.arange(rows.ids_NL.shape[1]) < rows.lengths_N[:, None]).long()
@@ -104,9 +78,9 @@ def test_encoders_pool_by_themselves(kind):
     torch.testing.assert_close(scores_NK, alone_NK, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", sorted(HYBRIDS))
+@pytest.mark.parametrize("kind", sorted(tiny.HYBRIDS))
 def test_state_space_layers_see_no_padding(kind):
-    model = padded_model(tiny.randomised(kind, HYBRIDS[kind]))
+    model = padded_model(tiny.randomised(kind, tiny.HYBRIDS[kind]))
     groups = tiny.random_groups(4, [(9, [5, 1]), (0, [7])])
     with torch.inference_mode():
         scores_NK = model(to_padded(groups, pad_id=0))

@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from laurel.errors import (
     MissingDependencyError,
     ModelError,
     ScoringContractError,
+    install_command,
 )
 from laurel.generation.vllm import pooling
 from laurel.rewards.batching import BatcherLimits, BatchingScorer
@@ -372,5 +374,6 @@ def test_a_dead_engine_ends_what_waits_for_it_and_every_call_after(several):
 @pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")
 def test_without_vllm_the_error_says_how_to_install_it(tmp_path):
     saved(tmp_path, "qwen3")
-    with pytest.raises(MissingDependencyError, match=r"in vLLM: .*pip install 'laurel-rl\[vllm\]'"):
+    said = rf"in vLLM: .*{re.escape(install_command('vllm'))}"
+    with pytest.raises(MissingDependencyError, match=said):
         load_vllm_scorer(find_model(str(tmp_path)), ScorerSpec(), say=lambda _: None)

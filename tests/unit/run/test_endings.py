@@ -173,6 +173,12 @@ def test_the_end_says_what_the_report_says_first_in_ten_lines(tmp_path, width):
     assert len(told.splitlines()) <= 10
 
 
+def test_the_best_checkpoint_is_named_with_its_metric(tmp_path):
+    record = {"step": 20, "time": 1.0, **LENGTH_ALONE}
+    told = ended(tmp_path, [record], width=100, best=Path("s/9"), best_by="validation-default_loss")
+    assert "best    s/9  (by validation-default_loss)\n" in told
+
+
 def test_the_accuracy_of_a_benchmark_stands_beside_its_baselines_too(tmp_path):
     figures = {"accuracy": 0.75, "longer_wins_baseline": 0.5, "bag_of_words_baseline": 0.25}
     named = {f"validation-Bench/{name}": value for name, value in figures.items()}

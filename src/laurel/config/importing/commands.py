@@ -22,6 +22,7 @@ _PROGRAMS: tuple[tuple[str, str, str], ...] = (
     ("verl", r"^(?:\S*[./])?main_(?P<run>ppo|dapo)\w*?(?:\.py)?$", "overrides"),
     ("verl", r"^\S*trainer[./](?P<run>(?:fsdp_)?sft_trainer(?:_ray)?)(?:\.py)?$", "overrides"),
 )
+_IN_PROGRAMS = ("trl", "openrlhf", "main_ppo", "main_dapo", "sft_trainer")
 _RUNS: Mapping[tuple[str, str], str] = {
     ("trl", "reward"): "rm",
     ("trl", "grpo"): "grpo",
@@ -50,6 +51,7 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*
 _TRAINERS = {"RewardTrainer": "reward", "GRPOTrainer": "grpo", "SFTTrainer": "sft"}
 _ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _LARGEST_POWER = 64
+_NUM_DEVICES = ("--num_processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus")
 _ARRAY = re.compile(r"^\s*([A-Za-z_]\w*)\+?=\((.*?)\)[ \t]*(?:#.*)?$", re.DOTALL | re.MULTILINE)
 _ENDS = {";", "&&", "||", "|", "&", ">", ">>", "2>&1", "<", "EOF"}
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?\Z")
@@ -87,7 +89,8 @@ def find_command(text: str, name: str) -> Command | None:
     scripts = [one for line in joined.splitlines() if (one := _TRL_EXAMPLE.search(line))]
     for line in _ARRAY.sub("", joined).splitlines():
         assigned = _ASSIGNMENT.match(line)
-        words = _words(line, name) if _may_matter(line) else []
+        is_start = any(part in line for part in _IN_PROGRAMS)
+        words = _words(line, name) if is_start else []
         if assigned and len(_words(assigned[2], name, strict=False)) <= 1:
             value = _words(_filled(assigned[2], variables), name, strict=False)
             variables[assigned[1]] = value[0] if value else ""
@@ -137,10 +140,6 @@ def _python_problem(text: str, name: str) -> ConfigError | None:
         else f"{name}: a Python program, which is not executed to find out what it sets; give the "
         f"command line that starts the training instead ({PROGRAMS})"
     )
-
-
-def _may_matter(line: str) -> bool:
-    return any(word in line for word in ("trl", "openrlhf", "main_ppo", "main_dapo", "sft_trainer"))
 
 
 def _words(line: str, name: str, *, strict: bool = True) -> list[str]:
@@ -254,7 +253,13 @@ def _command(
     if ours is None:
         raise ConfigError(f"{program} is another program of {system}; those imported: {PROGRAMS}")
     values = _flags(arguments) if style == "flags" else _overrides(arguments)
-    values |= _launcher_files(launcher)
+    of_launcher: dict[str, str] = {}
+    for flag, following in zip(launcher, [*launcher, ""][1:], strict=True):
+        name, has_value, inline = flag.partition("=")
+        of_launcher.setdefault(name, inline if has_value else following)
+    if "--config_file" in of_launcher:  # what accelerate reads, under a key that no program has
+        values[LAUNCHER_FILE] = of_launcher["--config_file"]
+    number = next((value for name, value in of_launcher.items() if name in _NUM_DEVICES), "")
     # verl's own references to other keys have braces.
     variable = re.compile(r"\$\w" if system == "verl" else r"\$\{?\w")
     unresolved = {
@@ -266,28 +271,10 @@ def _command(
         system=system,
         run=ours,
         program=program,
-        devices=_devices(launcher),
+        devices=int(number) if number.isdigit() else None,
         values={k: v for k, v in values.items() if k not in unresolved},
         unresolved=unresolved,
     )
-
-
-def _launcher_files(launcher: Sequence[str]) -> dict[str, Any]:
-    """Return the file that accelerate reads, under a key that no program has."""
-    for flag, value in zip(launcher, [*launcher, ""][1:], strict=True):
-        name, has_value, inline = flag.partition("=")
-        if name == "--config_file":
-            return {LAUNCHER_FILE: inline if has_value else value}
-    return {}
-
-
-def _devices(launcher: Sequence[str]) -> int | None:
-    for flag, value in zip(launcher, [*launcher, ""][1:], strict=True):
-        name, _, inline = flag.partition("=")
-        if name in ("--num_processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus"):
-            number = inline or value
-            return int(number) if number.isdigit() else None
-    return None
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:

@@ -134,18 +134,6 @@ def _refused(work: Work) -> set[str]:
 
 
 LORA = "policy.dtensor_cfg.lora_cfg."
-LORA_TARGETS = tuple(
-    LORA + key
-    for key in (
-        "enabled",
-        "dim",
-        "alpha",
-        "dropout",
-        "target_modules",
-        "match_all_linear",
-        "exclude_modules",
-    )
-)
 
 
 def put_lora_modules(work: Work, key: str, value: Any) -> None:

@@ -34,7 +34,17 @@ def _header(imported: Imported, source: str, output: str) -> Iterator[str]:
         return
     yield f"#\n# Not carried ({len(lost)}):\n"
     for one in lost:
-        yield from _wrapped(f"{said(one)}: {one.why}")
+        # What a source holds may have line breaks, which would end the comment.
+        flat = " ".join(f"{said(one)}: {one.why}".split())
+        for line in textwrap.wrap(
+            flat,
+            _WIDTH,
+            initial_indent="#   ",
+            subsequent_indent="#     ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        ):
+            yield line + "\n"
 
 
 def said(one: KeyOutcome) -> str:
@@ -46,20 +56,6 @@ def said(one: KeyOutcome) -> str:
             else (f"{one.key} (left out: {shown(one.key, one.value)})")
         )
     return f"{one.key}={shown(one.key, one.value)}"
-
-
-def _wrapped(text: str) -> Iterator[str]:
-    # What a source holds may have line breaks, which would end the comment.
-    flat = " ".join(text.split())
-    for line in textwrap.wrap(
-        flat,
-        _WIDTH,
-        initial_indent="#   ",
-        subsequent_indent="#     ",
-        break_on_hyphens=False,
-        break_long_words=False,
-    ):
-        yield line + "\n"
 
 
 def _nested(imported: Imported) -> dict[str, Any]:

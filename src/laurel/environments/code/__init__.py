@@ -2,8 +2,8 @@
 
 ::
 
-    answers    the program in a completion; code as a tool, with variables that last between turns
-    tests      the tests in a task's metadata, as jobs of the sandbox, and their verdict
-    sandbox    the sandbox that an environment's settings ask for
-    nodes      programs run on every node of a cluster
+    answers    finds the program in a completion; runs code as a tool, with lasting variables
+    tests      turns the tests of a task into jobs of the sandbox, and results into a verdict
+    sandbox    opens the sandbox that an environment's settings require
+    nodes      runs programs on every node of a cluster
 """

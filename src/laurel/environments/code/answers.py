@@ -29,20 +29,20 @@ class Block:
     """A fenced code block in an answer."""
 
     language: str
-    """Language after the fence, in lower case; may be empty."""
+    """The language after the fence, in lower case; it may be empty."""
     code: str
 
 
 def last_answer(message_log: MessageLog) -> str:
-    """Return the policy's last message; empty where there is none."""
+    """Return the text of the policy's last message; empty if there is none."""
     answers = (m["content"] for m in reversed(message_log) if m["role"] == "assistant")
     return next(answers, "")
 
 
 def tagged(text: str) -> tuple[str, str] | None:
-    """Return the last `<code>` of a text and the text after it; None where there is none.
+    """Return the content of the last `<code>` of a text, and the text after it; None without one.
 
-    A block that is not closed ends with the text, as the stop string may be missing.
+    A block that is not closed ends with the text, because the stop string may be missing.
     """
     _, opened, rest = text.rpartition(_OPEN_TAG)
     if not opened:
@@ -53,7 +53,7 @@ def tagged(text: str) -> tuple[str, str] | None:
 
 
 def fenced(text: str) -> list[Block]:
-    """Return the blocks between fences of backticks; the last one may be unclosed."""
+    """Return the blocks between fences of backticks, of which the last may be unclosed."""
     found: list[Block] = []
     language: str | None = None
     lines: list[str] = []
@@ -82,16 +82,16 @@ def fenced(text: str) -> list[Block]:
 
 
 def program_of(text: str, *, entry: str = "", prefix: str = "") -> str | None:
-    """Return the program that a completion contains; None where there is none.
+    """Return the program that a completion contains; None if there is none.
 
     It is the last fenced block of Python (of those that define the function, if any does), else the
-    last fenced block, else the last `<code>`, else the whole text. With a prefix, a program that
-    does not define the function continues it; one that does comes after it, for the prefix's
-    imports and definitions.
+    last fenced block, else the last `<code>`, else the whole text. A program that does not define
+    the function continues the prefix. One that does follows the prefix, to use its imports and
+    definitions.
 
     Args:
         text: The completion.
-        entry: Name of the function that the task asks for; empty: none.
+        entry: The name of the function that the task requires; empty if it requires none.
         prefix: Code that the completion may continue, such as the head of the function.
     """
     blocks = fenced(text)
@@ -120,8 +120,8 @@ def program_of(text: str, *, entry: str = "", prefix: str = "") -> str | None:
 def join_code(code: str, *, entry: str, prefix: str) -> str:
     """Prepend the task's code `prefix` to a program.
 
-    A program that defines the function `entry` comes after the prefix, or stands alone where the
-    two cannot be combined; any other program continues the prefix.
+    A program that defines the function `entry` follows the prefix, or is used alone if the two
+    cannot be combined; any other program continues the prefix.
     """
     if not prefix:
         return code
@@ -152,7 +152,7 @@ def _solves(code: str, entry: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _compiles(prefix: str) -> bool:
-    """Whether a text of the data set is Python by itself."""
+    """Report whether a text of the data set is valid Python by itself."""
     try:
         compile(prefix, "prefix", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -183,21 +183,21 @@ _DEATHS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """Holds the blocks that a conversation has run so far, as plain data of its metadata."""
+    """The blocks that a conversation has run so far, which its metadata holds as plain data."""
 
     blocks: tuple[str, ...] = ()
     cpu_s: float = 0.0
     wall_s: float = 0.0
-    """Wall time of the last turn, earlier blocks included."""
+    """The wall time of the last turn, including earlier blocks."""
     num_calls: int = 0
     num_errors: int = 0
 
     @classmethod
     def of(cls, given: Any) -> Session:
-        """Read a session from metadata, or make a new one.
+        """Read a session from metadata, or create a new one.
 
         Raises:
-            ValueError: It is not what `as_metadata` made.
+            ValueError: The metadata is not a result of `as_metadata`.
         """
         if given is None:
             return cls()
@@ -212,12 +212,12 @@ class Session:
         }
 
     def job(self, code: str, *, limits: Limits, most: int) -> SandboxJob:
-        """Make the job of the next block, after the earlier ones.
+        """Return the job that runs the next block after the earlier ones.
 
         Args:
             code: The block.
-            limits: Limits of the block alone; the earlier ones get their former time and a margin.
-            most: Limit of characters of a value.
+            limits: The limits of the block; earlier blocks get their former time and a margin.
+            most: The maximum number of characters of a value.
         """
         code = _dedented(code)
         request = {"blocks": self.blocks, "code": code, "mark": self._mark(code), "most": most}
@@ -231,12 +231,12 @@ class Session:
         )
 
     def after(self, code: str, result: SandboxResult, limits: Limits) -> tuple[Session, BlockReply]:
-        """Read the result of a turn; return the session after it, and the reply.
+        """Return the session after a turn, and the reply to the policy.
 
         Args:
-            code: The block, as it was given to `job`.
-            result: Result of that job: a verdict.
-            limits: Limits as they were given to `job`.
+            code: The block that was passed to `job`.
+            result: The result of that job, which is a verdict.
+            limits: The limits that were passed to `job`.
         """
         code = _dedented(code)
         mark = self._mark(code)
@@ -275,22 +275,22 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class BlockReply:
-    """Holds the reply to the policy on a block."""
+    """The reply to the policy on a block of code."""
 
     text: str
-    """Output of the block, and the value of its last statement or its error."""
+    """The output of the block, and the value of its last statement or its error."""
     value: str | None
-    """Value of the last statement, if it is an expression that was evaluated; may be empty."""
+    """The value of the last statement if that is an expression that was evaluated; may be empty."""
 
 
 def observation(reply: BlockReply, code: str, after: str, *, most: int) -> str:
-    """Format a result for the policy; empty where there is no result.
+    """Return a result as text for the policy; empty if there is no result.
 
     Args:
         reply: The result.
         code: The block.
-        after: Text after the block in the policy's last token, which is not repeated.
-        most: Limit of characters of the result.
+        after: The text after the block in the policy's last token, which is not repeated.
+        most: The maximum number of characters of the result.
     """
     if not reply.text:
         return ""
@@ -301,7 +301,7 @@ def observation(reply: BlockReply, code: str, after: str, *, most: int) -> str:
 
 
 def cut_middle(text: str, most: int) -> str:
-    """Cut the middle out of a text that is longer than the limit."""
+    """Return a text without its middle if it is longer than the limit."""
     if len(text) <= most:
         return text
     half = most // 2

@@ -36,49 +36,50 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 8
-"""Restarts of all nodes together."""
+"""The maximum number of restarts of all nodes together."""
 OPENING_SECONDS = 180.0
-"""Time that a node has to start its process, and then again to try its canaries."""
+"""The time that a node has to start its process, and again to try its canaries."""
 MARGIN_SECONDS = 60.0
-"""Time that a call to a busy node may take beyond its wait before its process counts as lost."""
+"""The time that a call may take beyond its wait before the node's process counts as lost."""
 COLLECT_SECONDS = 5.0
-"""Time that one call waits for results."""
+"""The time that one call waits for results."""
 AT_A_TIME = 8
-"""Concurrent calls to a node."""
+"""The number of concurrent calls to a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterNodes:
-    """Describes the nodes of a cluster, and how a worker is started on one."""
+    """The nodes of a cluster, and the way in which a worker is started on one."""
 
     alive: Callable[[], Sequence[NodeState]]
-    """Returns the nodes that are alive."""
+    """A function that returns the nodes that are alive."""
     make: Callable[..., WorkerGroup]
-    """Makes a group of one worker: `(role, node_id, worker_class, *, at_a_time, limit)`. Its calls
-    may be made from several threads, `at_a_time` of them at once.
+    """A function `(role, node_id, worker_class, *, at_a_time, limit)` that creates a group of one
+    worker. Several threads may call the worker, `at_a_time` of them at once.
     """
     is_only_this: Callable[[], bool]
-    """Whether the only node is the one of this process: then a local pool is quicker."""
+    """A function that reports whether the only node is that of this process, for which a local pool
+    is faster."""
 
 
 class NodeWorker:
-    """Holds the pool of one node, in a process there that knows nothing of Ray."""
+    """Holds the pool of a node, in a process on that node; this class does not know Ray."""
 
     def __init__(self, place: RankPlace) -> None:
         """Start without a pool.
 
         Args:
-            place: Rank of the worker, which is not used.
+            place: The place of the worker, which is not used.
         """
         self._pool: SandboxPool | None = None
         self._ended: queue.SimpleQueue[tuple[int, SandboxResult] | None] = queue.SimpleQueue()
 
     def find(self, num_workers: int, limits_mb: int) -> tuple[Detection, int]:
-        """Return how well this node isolates programs, and how many it can run at once.
+        """Return how well this node isolates programs, and how many it can run concurrently.
 
         Args:
-            num_workers: Number of concurrent programs that is asked for.
-            limits_mb: Memory and disk of one program.
+            num_workers: The maximum number of concurrent programs.
+            limits_mb: The memory and disk limits of one program together.
         """
         return detect(), affordable_workers(min(num_workers, available_cores()), limits_mb)
 
@@ -86,9 +87,9 @@ class NodeWorker:
         """Create the pool; each sandbox starts only when it gets its first program.
 
         Args:
-            tier: Tier that was found here, whose layers every sandbox must have.
-            num_workers: Concurrent programs.
-            cgroup: Control group, as in `SandboxConfig.cgroup`.
+            tier: The tier that was found here, whose layers every sandbox must have.
+            num_workers: The number of concurrent programs.
+            cgroup: The control group, as in `SandboxConfig.cgroup`.
 
         Raises:
             ConfigError: This node has no such control group.
@@ -101,10 +102,10 @@ class NodeWorker:
         """Queue a job.
 
         Args:
-            number: Number that comes back with its result.
+            number: A number that `collect` returns with the result.
             job: The job.
-            seconds: Time until its deadline; None: it has none.
-            batch: Number of jobs that are submitted here together.
+            seconds: The time until the deadline; None if there is none.
+            batch: The number of jobs that are submitted to this node together.
         """
         assert self._pool is not None
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -112,7 +113,7 @@ class NodeWorker:
         future.add_done_callback(lambda done: self._ended.put((number, done.result())))
 
     def collect(self, seconds: float) -> list[tuple[int, SandboxResult]]:
-        """Wait for the first result, and return all that have come, each with its number."""
+        """Wait for a result, and return all finished results, each with its number."""
         found = []
         with suppress(queue.Empty):
             found.append(self._ended.get(timeout=seconds))
@@ -121,7 +122,7 @@ class NodeWorker:
         return [one for one in found if one is not None]
 
     def shutdown(self) -> None:
-        """End the pool for good, with its running programs."""
+        """End the pool permanently, with its running programs."""
         if self._pool is not None:
             self._pool.close()
         self._ended.put(None)  # wakes a waiting `collect`
@@ -129,7 +130,7 @@ class NodeWorker:
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """Holds a job that a node has, or that waits for one."""
+    """A job that a node has, or that waits for a node."""
 
     job: SandboxJob
     deadline: float | None
@@ -149,16 +150,17 @@ class NodePool:
         say: Callable[[str], None] = _log.warning,
         max_restarts: int = MAX_RESTARTS,
     ) -> None:
-        """Start a process on every node at once, and let each try its canaries.
+        """Start processes on all nodes concurrently, and let each try its canaries.
 
         Args:
             config: The sandbox section; its number of workers is that of every node.
             nodes: The nodes of the cluster.
-            say: Called with a line on every restart, and on nodes that are given up.
-            max_restarts: Restarts of all nodes together.
+            say: Called with a line about every restart, and about nodes that are given up.
+            max_restarts: The maximum number of restarts of all nodes together.
 
         Raises:
-            ConfigError: Nodes isolate programs less than is asked for; all of them are named.
+            ConfigError: Nodes isolate programs less than the section requires; the message names
+                them.
             WorkerError: A process could not be started.
         """
         self._nodes = _Nodes(config, nodes, say, max_restarts)
@@ -189,7 +191,10 @@ class NodePool:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End all processes; queued and running jobs become SANDBOX_ERRORs. Idempotent."""
+        """End all processes; queued and running jobs become SANDBOX_ERRORs.
+
+        Further calls do nothing.
+        """
         self._finalizer()
 
     def __enter__(self) -> NodePool:
@@ -247,11 +252,11 @@ class _Nodes:
             raise ConfigError("\n".join(["not every node can run programs", *refused]))
 
     def num_left(self) -> int:
-        """Count the concurrent programs of the nodes that are not given up."""
+        """Return how many concurrent programs the remaining nodes can run."""
         return sum(node.num_workers for node in self.members if node.gone is None)
 
     def submit(self, sent: _Sent) -> Future[SandboxResult]:
-        """Queue a job; blocks while the backlog is full."""
+        """Queue a job; block while the backlog is full."""
         with self.changed:
             while not self.closed:
                 unfinished = sum(len(node.outstanding) for node in self.members)
@@ -266,7 +271,7 @@ class _Nodes:
         return sent.future
 
     def place(self, *jobs: _Sent) -> None:
-        """Give each job to the node with the least load for its size."""
+        """Send each job to the node with the least load for its size."""
         for sent in jobs:
             with self.changed:
                 living = [node for node in self.members if node.gone is None]
@@ -280,13 +285,13 @@ class _Nodes:
                     self._waiting.append(sent)
 
     def place_waiting(self) -> None:
-        """Place the jobs that waited for a node to come back or be given up."""
+        """Place the jobs that waited until a node came back or was given up."""
         with self.changed:
             waiting, self._waiting = self._waiting, deque()
         self.place(*waiting)
 
     def fail(self, sent: _Sent, reason: str) -> None:
-        """End a job that no node has run."""
+        """Fail a job that no node has run."""
         attempt = max(1, sent.losses)
         result = SandboxResult(id=sent.job.id, status=Status.SANDBOX_ERROR, reason=reason)
         self.end(sent, replace(result, tier=self.tier.value, attempt=attempt))
@@ -299,7 +304,7 @@ class _Nodes:
             sent.future.set_result(result)
 
     def close(self) -> None:
-        """End all processes and their programs for good. Idempotent."""
+        """End all processes and their programs permanently; further calls do nothing."""
         if os.getpid() != self._owner:  # a fork has only copies
             return
         with self.changed:
@@ -311,7 +316,7 @@ class _Nodes:
 
 
 class _Node:
-    """Holds the state of a node, in the process of the run."""
+    """The state of a node, which the process of the run holds."""
 
     def __init__(self, nodes: _Nodes, state: NodeState) -> None:
         self.address = f"node {state.address} ({state.id[:8]})"
@@ -330,11 +335,11 @@ class _Node:
         self._number = 0
 
     def open(self) -> None:
-        """Start its process, and find out how well it isolates programs.
+        """Start the process of the node, and find out how well the node isolates programs.
 
         Raises:
-            ConfigError: Less than is asked for.
-            WorkerError: Its process could not be started.
+            ConfigError: The node isolates programs less than is required.
+            WorkerError: The process could not be started.
         """
         config = self._nodes.config
         self.group = self._made()
@@ -345,7 +350,7 @@ class _Node:
         self._prepare(self.group)
 
     def give(self, sent: _Sent) -> None:
-        """Send a job to its process; the caller holds the lock."""
+        """Send a job to the process of the node; the caller holds the lock."""
         assert self.group is not None
         self._number += 1
         self.outstanding[self._number] = sent
@@ -361,7 +366,7 @@ class _Node:
             self._nodes.fail(sent, f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """End its process. Idempotent."""
+        """End the process of the node; further calls do nothing."""
         with self._nodes.changed:
             group = self.group
         if group is not None:
@@ -370,7 +375,7 @@ class _Node:
             self.thread.join(END_SECONDS + MARGIN_SECONDS)
 
     def _serve(self) -> None:
-        """Set the results of its jobs, until the pool is closed or the node is given up."""
+        """Collect results of the node's jobs until the pool is closed or the node is given up."""
         while (group := self.group) is not None:
             try:
                 limit = COLLECT_SECONDS + MARGIN_SECONDS

@@ -1,7 +1,7 @@
-"""Runs in the sandbox: the blocks of a conversation so far, silently, and then the new one.
+"""Runs, in the sandbox, the earlier blocks of a conversation silently, and then the new one.
 
-Its source is sent there as a program, so it needs only the standard library. A program that forges
-the reply deceives only its own conversation.
+The source of this module is sent to the sandbox as a program, so it imports only the standard
+library. A program that forges the reply deceives only its own conversation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STDOUT = 1
 
 
 class _Gate(io.RawIOBase):
-    """Writes to the standard output, or discards, depending on `is_open`."""
+    """A stream that writes to the standard output, or discards text unless `is_open`."""
 
     is_open = False
 
@@ -37,8 +37,8 @@ def main(request: dict[str, Any]) -> None:
     """Run all blocks, write the result of the new one, and end this process.
 
     Args:
-        request: `blocks` that ran before, the new `code`, the `mark` that separates its output from
-            other output, and `most`: the longest text of a value.
+        request: The `blocks` that ran before, the new `code`, the `mark` that separates its output
+            from other output, and the maximum length of the text of a value, `most`.
     """
     gate = _Gate()
     stream = io.TextIOWrapper(
@@ -62,7 +62,7 @@ def main(request: dict[str, Any]) -> None:
 
 
 def _run(code: str, names: dict[str, Any], most: int) -> dict[str, Any]:
-    """Run a block; the reply's `kind` is error, value (of its last statement) or done."""
+    """Run a block; return a reply whose `kind` is error, value (of the last statement) or done."""
     try:
         tree = ast.parse(code, "<code>")
         last = tree.body[-1] if tree.body else None

@@ -1,4 +1,4 @@
-"""Opens the sandbox pool that a configuration asks for."""
+"""Opens the sandbox pool that a configuration requires."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def open_pool(config: SandboxConfig, *, detection: Detection | None = None) -> S
 
     Raises:
         ConfigError: The machine has no tier that the configuration accepts, or lacks the control
-            group that it names.
+            group that the configuration names.
     """
     found = detection or detect()
     tier = accepted_tier(config, found)
@@ -42,8 +42,8 @@ def say_tier(found: Detection, tier: Tier, *, where: str = "", beside: str = "")
 
     Args:
         found: The isolation that a machine supports.
-        tier: Tier that programs run in.
-        where: Name of the machine, before the sentence.
+        tier: The tier in which programs run.
+        where: The name of the machine, before the sentence.
         beside: Further text after the sentence.
     """
     _log.log(
@@ -62,7 +62,7 @@ def say_tier(found: Detection, tier: Tier, *, where: str = "", beside: str = "")
 
 
 def accepted_tier(config: SandboxConfig, found: Detection) -> Tier:
-    """Return the tier to run in; raise `ConfigError` where the configuration does not accept it."""
+    """Return the tier to run in; raise `ConfigError` if the configuration does not accept it."""
     if found.tier is None:
         raise ConfigError(f"programs cannot be run here: {found.sentence()}")
     if found.tier is Tier.LIMITS_ONLY:

@@ -1,4 +1,4 @@
-"""The tests in a task's metadata, as jobs of the sandbox and as a verdict and a reward."""
+"""Turns the tests in a task's metadata into jobs of the sandbox, and results into verdicts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from laurel.sandbox.inside.plain_data import NotPlainDataError, dumps
 from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, SandboxResult, Status, StdioTest
 
 FORMS = ("test_code", "test_list", "stdio_tests", "call_tests")
-"""Metadata keys that hold tests. A task has one of them, or none: then code is its tool."""
+"""The metadata keys of tests. A task has one of them; without any, code is a tool of the policy."""
 COMPARISONS: tuple[Comparison, ...] = get_args(Comparison)
 NO_CODE = "no_code"
-"""Verdict on a completion without a program."""
+"""The verdict on a completion without a program."""
 
 # A program may print or return so many times the expected size.
 _ROOM = 4
@@ -24,17 +24,17 @@ _CHATTER_KB = 1024
 
 
 class MalformedTaskError(ValueError):
-    """Raised for metadata whose tests cannot be run; says why."""
+    """Raised for metadata whose tests cannot be run; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTests:
-    """Holds the tests of a task, and how results are compared."""
+    """The tests of a task, and the way in which results are compared."""
 
     form: str
-    """One of `FORMS`."""
+    """The form of the tests, one of `FORMS`."""
     tests: tuple[str, ...] | tuple[StdioTest, ...] | tuple[CallTest, ...]
-    """The tests; where the form is of code, each item is a test of its own."""
+    """The tests; if they are code, each item is a separate test."""
     entry: str = ""
     setup: str = ""
     prefix: str = ""
@@ -48,18 +48,28 @@ class TaskTests:
     def job(
         self, code: str, limits: Limits, *, one_by_one: bool, total_s: float | None = None
     ) -> SandboxJob:
-        """Make the job that tests a program.
+        """Return the job that tests a program.
 
         Args:
             code: The program.
-            limits: Limits of each process.
+            limits: The limits of each process.
             one_by_one: Whether the number of passed tests matters, so that code with several
-                asserts must be run in parts, and tests after a failure are run, too.
-            total_s: Time limit of all tests together, in seconds.
+                asserts must be run in parts, and tests after a failure are run too.
+            total_s: The time limit of all tests together, in seconds.
         """
+        # Room for the expected output, and to spare: 1 may be written as 1.000000.
+        printed = [len(one.stdout) for one in self.tests if isinstance(one, StdioTest)]
+        returned = [len(repr(one.expected)) for one in self.tests if isinstance(one, CallTest)]
+        # Output of a function besides its value is ignored.
+        stdout_kb = _ROOM * max(printed) // 1024 + 1 if printed else _CHATTER_KB
+        result_kb = _ROOM * sum(returned) // 1024 + 1
         job = SandboxJob(
             code=code,
-            limits=self._roomy(limits),
+            limits=replace(
+                limits,
+                stdout_kb=max(limits.stdout_kb, stdout_kb),
+                result_kb=max(limits.result_kb, result_kb),
+            ),
             strict_types=self.strict_types,
             float_tolerance=self.float_tolerance,
             comparison=self.comparison,
@@ -79,35 +89,22 @@ class TaskTests:
             parts, setup = [f"{setup}\n{one}" for one in parts], ""
         return replace(job, mode="tests", entry=self.entry, test_setup=setup, tests=parts)
 
-    def _roomy(self, limits: Limits) -> Limits:
-        # Room for the expected output, and to spare: 1 may be written as 1.000000.
-        printed = [len(one.stdout) for one in self.tests if isinstance(one, StdioTest)]
-        returned = [len(repr(one.expected)) for one in self.tests if isinstance(one, CallTest)]
-        # Output of a function besides its value is ignored.
-        stdout_kb = _ROOM * max(printed) // 1024 + 1 if printed else _CHATTER_KB
-        result_kb = _ROOM * sum(returned) // 1024 + 1
-        return replace(
-            limits,
-            stdout_kb=max(limits.stdout_kb, stdout_kb),
-            result_kb=max(limits.result_kb, result_kb),
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeVerdict:
-    """Holds the verdict on a program."""
+    """The verdict on a program."""
 
     status: str
-    """Value of `Status`, or `NO_CODE`."""
+    """The value of a `Status`, or `NO_CODE`."""
     reward: float = 0.0
     passed_share: float = 0.0
-    """Share of passed tests among all that are counted apart; tests after a failure count as
-    failed.
+    """The share of passed tests among those that are counted separately; tests after a failure are
+    failures.
     """
     failure: str | None = None
-    """Why there is no verdict; the other fields are then meaningless."""
+    """The reason why there is no verdict, in which case the other fields are meaningless."""
     hint: str = ""
-    """Message for the policy: which test failed and how, without expected values."""
+    """A message for the policy about which test failed and how, without expected values."""
 
     @property
     def is_right(self) -> bool:
@@ -118,13 +115,13 @@ class CodeVerdict:
 def program_verdict(
     tests: TaskTests, result: SandboxResult, reward: str, *, most: int
 ) -> CodeVerdict:
-    """Convert a result into the verdict on a program.
+    """Convert the result of a job into the verdict on a program.
 
     Args:
-        tests: Tests of the program.
-        result: Result of the job that `tests.job` made.
-        reward: Kind of reward, as in the configuration.
-        most: Limit of characters of the program's errors that a hint repeats.
+        tests: The tests of the program.
+        result: The result of the job that `TaskTests.job` returned.
+        reward: The kind of reward, as in the configuration.
+        most: The maximum number of characters of the program's errors that a hint repeats.
     """
     status = result.status
     if not status.is_verdict:
@@ -161,12 +158,12 @@ def _hint(result: SandboxResult, most: int) -> str:
 
 
 def has_tests(metadata: Mapping[str, Any]) -> bool:
-    """Whether a task has tests."""
+    """Report whether a task has tests."""
     return any(metadata.get(form) is not None for form in FORMS)
 
 
 def problem_of(metadata: Mapping[str, Any], config: CodeEnvironmentConfig) -> str | None:
-    """Return why the tests of a task cannot be run; None where they can, or where it has none."""
+    """Return why the tests of a task cannot be run; None if they can, or if it has none."""
     if not has_tests(metadata):
         return None
     try:
@@ -177,10 +174,10 @@ def problem_of(metadata: Mapping[str, Any], config: CodeEnvironmentConfig) -> st
 
 
 def read_tests(metadata: Mapping[str, Any], config: CodeEnvironmentConfig) -> TaskTests:
-    """Read the tests of a task that has some.
+    """Read the tests of a task that has tests.
 
     Raises:
-        MalformedTaskError: They cannot be run as they are.
+        MalformedTaskError: The tests are malformed and cannot be run.
     """
     forms = [form for form in FORMS if metadata.get(form) is not None]
     if len(forms) != 1:

@@ -2,6 +2,7 @@
 
 ::
 
-    answers    the answer in a response, and comparisons that need no parser
-    checker    processes that can be killed, in which math-verify decides the rest
+    answers       finds the answer in a response, and compares answers without a parser
+    checker       checks other answers in processes that can be killed
+    comparison    calls math-verify in these processes
 """

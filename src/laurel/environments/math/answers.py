@@ -1,4 +1,4 @@
-"""Finds the answer in a response; needs only the standard library."""
+"""Finds the answer in a response, with only the standard library."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from fractions import Fraction
 from typing import Literal
 
 MAX_CHARACTERS = 2_000
-"""Longest answer that is read, and the part of a response without a box, from its end, that is
-searched.
-"""
+"""The maximum length of an answer, and of the end of a response that is searched without a box."""
 MAX_NESTING = 200
-"""Deepest braces and brackets of an answer that is read."""
+"""The maximum depth of braces and brackets of an answer."""
 
 END_OF_THINKING = re.compile(
     r"</think(?:ing)?>|</thought>|</reason(?:ing)?>|\[/THINK\]|◁/think▷|<\|end_of_thought\|>"
@@ -90,23 +88,28 @@ _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[a-zA-Z])
 
 
 def read_answer(response: str) -> Candidate | None:
-    """Read the answer of a response; None where there is none.
+    """Return the answer of a response; None if there is none.
 
     Only the text after the last end of thinking counts. In it, the last closed `\\boxed{}` is the
-    answer. Without a box, the answer is searched for in the end of the text, or from the last
-    mention of "the answer" on, if that is earlier.
+    answer. Without a box, the answer is searched for in the end of the text, which begins at the
+    last mention of "the answer" if that is earlier.
     """
     text = response[last_end(END_OF_THINKING, response) :]
     boxed = last_box(text)
     if boxed is not None:
         boxed = in_known_characters(boxed).strip()
         return Candidate(text=boxed) if boxed else None
-    passage = in_known_characters(_spaced(_passage(text))).strip()
+    passage = _passage(text)
+    if not passage.isascii():
+        # East Asian writing needs no blanks, but a number that touches a letter is none to the
+        # parser.
+        passage = _BESIDE_EAST_ASIAN.sub(" ", passage).translate(_EAST_ASIAN_STOPS)
+    passage = in_known_characters(passage).strip()
     return Candidate(text=passage, boxed=False) if passage else None
 
 
 def last_end(pattern: re.Pattern[str], text: str) -> int:
-    """Return where the last match ends; 0 where there is none."""
+    """Return where the last match ends; 0 if there is none."""
     end = 0
     for match in pattern.finditer(text):
         end = match.end()
@@ -126,7 +129,7 @@ def last_box(text: str) -> str | None:
 
 
 def _closing_braces(text: str, start: int) -> dict[int, int]:
-    """Map each brace that is opened from `start` on to where it closes, escaped ones apart."""
+    """Return where each unescaped brace that opens from `start` on closes."""
     # It takes one pass for all of them, as a response may hold a box on every line.
     opened: list[int] = []
     closing: dict[int, int] = {}
@@ -138,18 +141,13 @@ def _closing_braces(text: str, start: int) -> dict[int, int]:
     return closing
 
 
-def _spaced(text: str) -> str:
-    # East Asian writing needs no blanks, but a number that touches a letter is none to the parser.
-    if text.isascii():
-        return text
-    return _BESIDE_EAST_ASIAN.sub(" ", text).translate(_EAST_ASIAN_STOPS)
-
-
 def _passage(text: str) -> str:
     text = text.rstrip()
-    sentence = "" if text.isascii() else _last_sentence_with_answer(text)
-    if sentence:
-        return sentence
+    # The parser knows no Chinese or Japanese phrase for "the answer is".
+    for sentence in () if text.isascii() else reversed(_END_OF_SENTENCE.split(text)):
+        end = last_end(_EAST_ASIAN_ANSWER, sentence)
+        if end and _SAYS_SOMETHING.search(sentence, end):
+            return f"答案: {sentence[end:]}"[:MAX_CHARACTERS]
     if len(text) <= MAX_CHARACTERS:
         return text
     start = len(text) - MAX_CHARACTERS
@@ -162,17 +160,8 @@ def _passage(text: str) -> str:
     return text[newline + 1 :] if newline >= 0 else text[start:]
 
 
-def _last_sentence_with_answer(text: str) -> str:
-    # The parser knows no Chinese or Japanese phrase for "the answer is".
-    for sentence in reversed(_END_OF_SENTENCE.split(text)):
-        end = last_end(_EAST_ASIAN_ANSWER, sentence)
-        if end and _SAYS_SOMETHING.search(sentence, end):
-            return f"答案: {sentence[end:]}"[:MAX_CHARACTERS]
-    return ""
-
-
 def in_known_characters(text: str) -> str:
-    """Spell look-alikes, full-width forms and typographic mathematics plainly."""
+    """Return a text with look-alikes, full-width forms and symbols as plain characters."""
     if text.isascii():
         return text
     # NFKC alone would turn 10² into 102 and 1½ into 11/2, so those are spelled out first.
@@ -186,7 +175,7 @@ def in_known_characters(text: str) -> str:
 
 
 def too_much_to_read(text: str) -> bool:
-    """Whether an answer is longer or deeper than any honest one."""
+    """Report whether an answer is longer or deeper than any honest one."""
     if len(text) > MAX_CHARACTERS:
         return True
     depth = deepest = 0
@@ -224,9 +213,9 @@ _DEEPEST_FRACTION = 4
 
 
 def is_unevaluated(text: str) -> bool:
-    """Whether an integral, a sum, a product or arithmetic with plain numbers is left to evaluate.
+    """Report whether an answer still has an integral, a sum, a product or arithmetic to evaluate.
 
-    A fraction, a mixed number, a power and a number such as 3*10^5 are values as they stand.
+    A fraction, a mixed number, a power and a number such as 3*10^5 count as values.
     """
     if _UNEVALUATED.search(text) is not None:
         return True
@@ -262,8 +251,8 @@ _COMMAND = re.compile(r"\\[a-zA-Z]+")
 def solved_as_interval(text: str) -> str | None:
     """Return the interval that a solved inequality describes: `x<3` is `(-\\infty,3)`.
 
-    None for anything else. An inequality that is still to be solved (`2x+1<7`) is none: it may be
-    the question itself.
+    None for anything else, including an unsolved inequality (`2x+1<7`), which may be the question
+    itself.
     """
     intervals = [_interval(part.strip().strip("$").strip()) for part in _OR.split(text)]
     return None if None in intervals else r"\cup ".join(str(one) for one in intervals)
@@ -317,7 +306,7 @@ def _is_or_equal(relation: str) -> bool:
 # Comparing answers without a parser, exactly and in microseconds.
 
 LARGEST_EXPONENT = 99_999
-"""Largest exponent or factorial that is evaluated: larger ones make absurd numbers."""
+"""The largest exponent or factorial that is evaluated, because larger ones give absurd numbers."""
 
 _WRAPPING = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _IGNORED = re.compile(r"\\[,;:!]|\\(?:left|right|displaystyle)(?![a-zA-Z])|\s+")
@@ -340,9 +329,9 @@ _STATED_LAST = re.compile(
 
 
 def same_or_not(gold: str, candidate: Candidate) -> bool | None:
-    """Whether an answer is the known one; None where that needs a parser.
+    """Report whether an answer equals the known one; None if that requires a parser.
 
-    Equal texts are equal. Two exact numbers are compared as numbers; an inexact decimal is left to
+    Equal texts are equal. Two exact numbers are compared as numbers. An inexact decimal requires
     the parser, which rounds.
     """
     text = candidate.text
@@ -364,13 +353,13 @@ def same_or_not(gold: str, candidate: Candidate) -> bool | None:
 
 
 def base_of(text: str) -> int | None:
-    """Return the base that a number is marked with, as in `110_2`."""
+    """Return the base of a number that is marked with it, as in `110_2`; otherwise None."""
     written = _IN_BASE.fullmatch(bare(text).replace(" ", ""))
     return None if written is None else int(written[1] or written[2])
 
 
 def bare(text: str) -> str:
-    """Remove from a text what only changes its looks."""
+    """Return a text without what only changes its appearance."""
     text = _unwrapped(text)
     return _IGNORED.sub(" ", text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")).strip()
 
@@ -385,7 +374,7 @@ def _unwrapped(text: str) -> str:
 
 
 def exact_number(text: str) -> Fraction | None:
-    """Return the value of a plain integer, decimal, fraction or mixed number."""
+    """Return the value of a plain integer, decimal, fraction or mixed number; otherwise None."""
     text = _unwrapped(text).removeprefix(r"\$").strip()
     if len(text) > _LONGEST_NUMBER:
         return None
@@ -419,10 +408,10 @@ _LONG_FACTORIAL = re.compile(r"(?:\d{6,}|[)}])\s*!")
 
 
 def is_absurd(text: str) -> bool:
-    """Whether a number would fill the memory: a tower of powers, an exponent or a factorial of more
-    than five digits, a factorial of a power.
+    """Report whether evaluating a number would need too much memory.
 
-    Powers of letters are none of these, and small towers (2^{2^3}) are allowed.
+    This holds for a large tower of powers, an exponent or a factorial of more than five digits, and
+    a factorial of a power. Powers of letters and small towers (2^{2^3}) are allowed.
     """
     compact = "".join(text.split())
     for power in _POWER.finditer(compact):
@@ -436,7 +425,7 @@ def is_absurd(text: str) -> bool:
 
 
 def _operand(text: str, start: int) -> str:
-    """Return the exponent that starts at `start`: a group, or a number with its own powers."""
+    """Return the exponent that begins at `start`: a group, or a number with its own powers."""
     closing = _GROUP.get(text[start : start + 1])
     if closing is None:
         # `^12` is `^{1}2` to LaTeX; read here as a person means it, which can only be larger.
@@ -451,7 +440,7 @@ def _operand(text: str, start: int) -> str:
 
 
 def _size(exponent: str) -> float:
-    """Estimate an exponent of numbers; infinite where it is too large to evaluate."""
+    """Return the approximate value of a numeric exponent; infinite if it is too large."""
     if len(exponent) > _LONGEST_EXPONENT:
         return float("inf")
     exponent = exponent.strip("{}()").lstrip("-")
@@ -541,7 +530,7 @@ def check_choice(response: str, gold: str, *, multilingual: bool) -> Checked:
     """Check whether the last letter that a response names as its answer is the right one.
 
     Args:
-        response: Text of the policy.
+        response: The text of the policy.
         gold: The right letter.
         multilingual: Whether to accept the word for "Answer" and the letters in every supported
             language.
@@ -564,15 +553,15 @@ def check_choice(response: str, gold: str, *, multilingual: bool) -> Checked:
 Verdict = Literal["correct", "incorrect", "unparseable", "timeout", "error"]
 """The outcomes of a check.
 
-`unparseable`: the response holds no readable answer. `timeout`: it holds one that could not be
-checked within the limits of time and memory. Both are the policy's fault and worth 0. `error`: the
-checker or the known answer is at fault, and there is no reward.
+`unparseable` means that the response has no readable answer, and `timeout` that the answer could
+not be checked within the limits of time and memory. Both are the policy's fault, and have the
+reward 0. `error` means that the checker or the known answer is at fault, so there is no reward.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Holds the text of a response in which its answer is."""
+    """The part of a response that is or contains its answer."""
 
     text: str
     boxed: bool = True
@@ -581,10 +570,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """Holds the verdict on one response."""
+    """The verdict on one response."""
 
     verdict: Verdict
     answer: str | None = None
     """The answer as it was read."""
     reason: str | None = None
-    """Why there is no verdict; set exactly for `error`."""
+    """The reason why there is no verdict; it is set only for `error`."""

@@ -1,4 +1,4 @@
-"""Checks many responses at once, each against its known answer."""
+"""Checks many responses concurrently, each against its known answer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPo
 
 LONGEST_KNOWN_ANSWER = 10_000
 MEMORY_LIMIT = 2 << 30
-"""Address space of a checking process, in bytes."""
+"""The limit of a checking process's address space, in bytes."""
 ITEMS_OF_A_LIFE = 2_000
-"""Answers that one process checks before it is replaced, because its caches only grow."""
+"""The number of answers after which a process is replaced, because its caches only grow."""
 _REMEMBERED = 50_000
 # Processes need these to find Python and libraries, but no keys or tokens of the trainer.
 _KEPT_VARIABLES = (
@@ -54,14 +54,14 @@ _OWN_VARIABLES = {
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """Holds an answer that a process is checking, and the key of its verdict in the cache."""
+    """An answer that a process is checking, and the key of its verdict in the cache."""
 
     key: bytes
     candidate: Candidate
     future: Future[Any]
 
     def checked(self) -> Checked:
-        """Wait for the verdict."""
+        """Wait for the verdict, and return it."""
         shown = self.candidate.text if self.candidate.boxed else None
         try:
             return Checked(**self.future.result())
@@ -86,11 +86,12 @@ class AnswerChecker:
         """Set up a checker without starting processes.
 
         Args:
-            num_workers: Processes that check what needs a parser; at most one per available core.
-            timeout_seconds: Time limit of one answer in them.
-            forbid_unevaluated: Whether an unevaluated expression is wrong where the known answer is
-                a value; see `MathEnvironmentConfig.forbid_unevaluated`.
-            items_of_a_life: Answers after which a process is replaced.
+            num_workers: The number of processes for answers that require a parser; at most one per
+                available core.
+            timeout_seconds: The time limit of one answer in these processes.
+            forbid_unevaluated: Whether an unevaluated expression is wrong if the known answer is a
+                value, as in `MathEnvironmentConfig.forbid_unevaluated`.
+            items_of_a_life: The number of answers after which a process is replaced.
         """
         kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         self.pool = ProcessPool(
@@ -125,13 +126,13 @@ class AnswerChecker:
         return checked
 
     def check_gold(self, golds: Sequence[str]) -> list[Checked]:
-        """Return the parser's verdict on each known answer, given as its own answer."""
+        """Return the parser's verdict on each known answer as an answer to itself."""
         texts = [in_known_characters(gold).strip() for gold in golds]
         begun = [_unusable(text) or self._ask(b"", text, Candidate(text=text)) for text in texts]
         return [one if isinstance(one, Checked) else one.checked() for one in begun]
 
     def close(self) -> None:
-        """End the processes. Idempotent."""
+        """End the processes; further calls do nothing."""
         self.pool.close()
 
     def _begin(

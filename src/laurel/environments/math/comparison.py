@@ -1,4 +1,4 @@
-"""Calls math-verify, in processes that can be killed; no other file imports it."""
+"""Calls math-verify in processes that can be killed; no other module imports math-verify."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ SELF_TEST: tuple[tuple[str, str, bool], ...] = (
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\3\end{pmatrix}", False),
     (r"\text{Evelyn}", r"\text{Evelyn}", True),
 )
-"""Known answer, given answer, and whether they are equal. A checker that fails one is not used: a
-checker that always says no would go unnoticed.
+"""Known answers, given answers, and whether they are equal.
+
+A checker that fails one of these is not used, because a checker that always says no would not be
+noticed otherwise.
 """
 
 
 def answers_match(gold: str, candidate: Candidate, *, forbid_unevaluated: bool) -> Checked:
-    """Whether math-verify finds the candidate equal to the known answer. It may never return."""
+    """Return math-verify's verdict on a candidate; this call may never return."""
     known = _known_answer(gold)
     if not known:
         return Checked(verdict="error", reason=f"the known answer {gold!r} cannot be read")
@@ -72,7 +74,7 @@ def _parsed(text: str, extraction: tuple[Any, ...]) -> list[Any]:
 
 
 def failed_self_test() -> list[str]:
-    """Return the known pairs with a wrong verdict."""
+    """Return the pairs of `SELF_TEST` on which math-verify's verdict is wrong."""
     failed = []
     for gold, text, expected in SELF_TEST:
         checked = answers_match(gold, Candidate(text=text), forbid_unevaluated=True)
@@ -82,7 +84,7 @@ def failed_self_test() -> list[str]:
 
 
 def prepare(settings: None) -> Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]:
-    """Prepare this process to check answers, as `ProcessPoolSpec.prepare` asks.
+    """Prepare this process to check answers, as `ProcessPoolSpec.prepare` requires.
 
     Raises:
         EnvironmentFailedError: math-verify gives wrong verdicts.

@@ -617,28 +617,24 @@ def alarms_of(lines: Iterable[Mapping[str, Any]]) -> list[Alarm]:
             if alarm is not None:
                 ended.append(replace(alarm, until=int(step)))
         elif line.get("state") == "raised" and name not in going_on:
-            going_on[name] = _alarm(name, int(step), line)
+            samples = line.get("samples")
+            going_on[name] = Alarm(
+                name=name,
+                since=int(step),
+                metric=str(line.get("metric") or ""),
+                value=_number(line.get("value")),
+                threshold=_number(line.get("threshold")),
+                baseline=_number(line.get("baseline")),
+                text=str(line.get("text") or ""),
+                advice=str(line.get("advice") or ""),
+                samples=[sample for sample in samples if isinstance(sample, dict)][:MAX_SAMPLES]
+                if isinstance(samples, list)
+                else (),
+            )
     return [
         *sorted(going_on.values(), key=lambda alarm: -alarm.since),
         *sorted(ended, key=lambda alarm: -alarm.since),
     ]
-
-
-def _alarm(name: str, step: int, line: Mapping[str, Any]) -> Alarm:
-    samples = line.get("samples")
-    return Alarm(
-        name=name,
-        since=step,
-        metric=str(line.get("metric") or ""),
-        value=_number(line.get("value")),
-        threshold=_number(line.get("threshold")),
-        baseline=_number(line.get("baseline")),
-        text=str(line.get("text") or ""),
-        advice=str(line.get("advice") or ""),
-        samples=[sample for sample in samples if isinstance(sample, dict)][:MAX_SAMPLES]
-        if isinstance(samples, list)
-        else (),
-    )
 
 
 def _number(value: object) -> float | None:

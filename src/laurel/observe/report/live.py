@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from laurel.errors import ConfigError, DataError
 from laurel.observe.report.page import Live, content_policy, page_of, page_script
-from laurel.observe.report.samples import RunSamples
+from laurel.observe.report.samples import RunSamples, stamps_of
 from laurel.observe.run_record import COMPLETIONS_DIRECTORY, EVALUATIONS, RunRecord, read_run_record
 
 HOST = "127.0.0.1"
@@ -82,7 +82,17 @@ class FollowedRuns:
         """
         started = time.perf_counter()
         # Timestamps are read before the files, so that later writes are noticed next time.
-        seen = [_stamps(run) for run in self._runs]
+        seen = [
+            stamps_of(
+                (
+                    *run.glob("*.json*"),
+                    *run.glob("*.yaml"),
+                    *run.glob(f"*/{EVALUATIONS}"),
+                    run / COMPLETIONS_DIRECTORY,  # it changes with each new file
+                )
+            )
+            for run in self._runs
+        ]
         try:
             if seen != self._seen:
                 self._records = [read_run_record(run) for run in self._runs]
@@ -102,7 +112,7 @@ class FollowedRuns:
         self.seconds_to_wait = min(max(MIN_SECONDS, spent / SHARE_OF_TIME), MAX_SECONDS)
         self._describe(seen)
 
-    def _describe(self, seen: Sequence[dict[str, tuple[int, int]]]) -> None:
+    def _describe(self, seen: Sequence[dict[Path, tuple[int, int]]]) -> None:
         # The state is shown on the page, and also on the terminal once the runs have ended.
         states = [
             state_of(
@@ -186,7 +196,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer a request for the page or its state."""
         served = self.server.followed.served
-        if not self._is_for_us():
+        # Prevents DNS rebinding: pages of a foreign name that points here could read the answers.
+        port = self.server.server_address[1]
+        names = (HOST, "localhost")
+        ours = {f"{name}:{port}" for name in names} | ({*names} if port == 80 else set())
+        if self.headers.get_all("Host", []) not in [[one] for one in ours]:
             self._answer(HTTPStatus.FORBIDDEN, b"This server answers only under its own address.\n")
         elif self.path == "/":
             self._answer(HTTPStatus.OK, served.page, "text/html; charset=utf-8")
@@ -201,13 +215,6 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         """Answer a request with the headers only."""
         self.do_GET()
-
-    def _is_for_us(self) -> bool:
-        # Prevents DNS rebinding: pages of a foreign name that points here could read the answers.
-        port = self.server.server_address[1]
-        names = (HOST, "localhost")
-        ours = {f"{name}:{port}" for name in names} | ({*names} if port == 80 else set())
-        return self.headers.get_all("Host", []) in [[one] for one in ours]
 
     def _answer(self, status: HTTPStatus, body: bytes, kind: str = "text/plain") -> None:
         self.send_response(status)
@@ -232,19 +239,6 @@ def _said(record: RunRecord, state: RunActivity) -> str:
     if state.ended:
         return f"{name} has ended at step {record.num_steps:,} ({state.reason})"
     return f"{name} goes on: step {record.num_steps:,}"
-
-
-def _stamps(run: Path) -> dict[str, tuple[int, int]]:
-    files = [*run.glob("*.json*"), *run.glob("*.yaml"), *run.glob(f"*/{EVALUATIONS}")]
-    stamps = {}
-    # The directory of completions changes with each new file.
-    for file in (*files, run / COMPLETIONS_DIRECTORY):
-        try:
-            status = file.stat()
-        except OSError:
-            continue
-        stamps[str(file)] = (status.st_mtime_ns, status.st_size)
-    return stamps
 
 
 # --------------------------------------------------------------------------------------------------
@@ -280,8 +274,9 @@ def state_of(record: RunRecord, *, seconds_quiet: float) -> RunActivity:
         return RunActivity(ended=False)
     if process == "gone":
         return RunActivity(ended=True, reason="its process has ended")
-    planned = _planned_steps(record)
-    if planned is not None and record.num_steps >= planned:
+    section = record.settings.get(record.kind) or {}
+    planned = section.get("max_num_steps") if isinstance(section, Mapping) else None
+    if isinstance(planned, int) and 0 < planned <= record.num_steps:
         if seconds_quiet >= QUIET_AFTER_LAST_STEP:
             return RunActivity(ended=True, reason=f"it has reached its last step, {planned:,}")
     elif seconds_quiet >= QUIET:
@@ -290,12 +285,6 @@ def state_of(record: RunRecord, *, seconds_quiet: float) -> RunActivity:
             ended=True, reason=f"it has written nothing for {minutes:,} minutes: ended, or stuck"
         )
     return RunActivity(ended=False)
-
-
-def _planned_steps(record: RunRecord) -> int | None:
-    section = record.settings.get(record.kind) or {}
-    steps = section.get("max_num_steps") if isinstance(section, Mapping) else None
-    return steps if isinstance(steps, int) and steps > 0 else None
 
 
 def _process(settings: Mapping[str, Any]) -> Literal["runs", "gone", "unknown"]:

@@ -485,7 +485,7 @@ def content_policy(script: str, live: Live | None) -> str:
 
 def _environment() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
+    from markupsafe import Markup, escape
 
     environment = Environment(
         loader=PackageLoader("laurel.observe"),
@@ -503,7 +503,10 @@ def _environment() -> Any:
         "script_json": lambda table: Markup(
             script_json({"columns": table.columns, "kinds": table.kinds, "rows": table.rows})
         ),
-        "key": _breakable,
+        # A narrow page breaks a dotted or slashed name between its words.
+        "key": lambda name: Markup(
+            re.sub(r"(?<=[./_])(?=\w)", "<wbr>", str(escape(visible_lines(name))))
+        ),
         "about_setting": lambda key, kind: explain_setting(_SCHEMAS.get(kind), key),
         "in_one_row": lambda row: (row[0], *row[1]),
     }
@@ -657,13 +660,6 @@ def _explained(term: str, terms: dict[str, str]) -> str:
     if about and len(term) < len(terms.get(about, f"{term}.")):
         terms[about] = term
     return about
-
-
-def _breakable(name: str) -> Any:
-    """Return a dotted or slashed name as HTML that a narrow page may break between its words."""
-    from markupsafe import Markup, escape
-
-    return Markup(re.sub(r"(?<=[./_])(?=\w)", "<wbr>", str(escape(visible_lines(name)))))
 
 
 # --------------------------------------------------------------------------------------------------

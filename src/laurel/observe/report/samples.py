@@ -6,6 +6,7 @@ reader would look for, a random sample of the others, and the numbers of both.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import math
@@ -434,8 +435,7 @@ class RunSamples:
         return tables
 
     def _training(self, record: RunRecord) -> SampleTable | None:
-        files = completion_files(record.path, record.num_steps)
-        stamps = {file: stamp for file in files if (stamp := _stamp(file)) is not None}
+        stamps = stamps_of(completion_files(record.path, record.num_steps))
         if any(stamps.get(file) != stamp for file, stamp in self._read.items()):
             # A resumed run wrote a step again, so the selection may be outdated.
             self._completions, self._read = Chooser(), {}
@@ -484,12 +484,14 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
         yield from opened.read().to_pylist()
 
 
-def _stamp(file: Path) -> tuple[int, int] | None:
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size
+def stamps_of(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+    """Return the time and the size of each file that exists; another stamp means other content."""
+    stamps = {}
+    for file in files:
+        with contextlib.suppress(OSError):
+            status = file.stat()
+            stamps[file] = (status.st_mtime_ns, status.st_size)
+    return stamps
 
 
 def _cut(table: SampleTable) -> SampleTable:

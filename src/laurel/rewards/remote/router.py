@@ -213,7 +213,12 @@ class Router:
         running = [first]
         try:
             if self.options.hedge:
-                await self._until_slow(first, began)
+                while (
+                    seconds := patience(self._replica_health.values())
+                ) is None and not first.done():
+                    await asyncio.wait((first,), timeout=POLL_SECONDS)
+                if seconds is not None and not first.done():
+                    await asyncio.wait((first,), timeout=max(0.0, began + seconds - self._clock()))
                 if (other := await self._another(job, health, first)) is not None:
                     self.counts["hedges"] += 1
                     running.append(self._begin(other, job))
@@ -225,12 +230,6 @@ class Router:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-
-    async def _until_slow(self, attempt: asyncio.Task[ReplicaReply], began: float) -> None:
-        while (seconds := patience(self._replica_health.values())) is None and not attempt.done():
-            await asyncio.wait((attempt,), timeout=POLL_SECONDS)
-        if seconds is not None and not attempt.done():
-            await asyncio.wait((attempt,), timeout=max(0.0, began + seconds - self._clock()))
 
     async def _another(
         self, job: RouterJob, first: ReplicaHealth, attempt: asyncio.Task[ReplicaReply]
@@ -291,7 +290,15 @@ class Router:
             if self._lost is not None:
                 raise self._lost
             if now >= job.deadline or self._all_refuse(job):
-                raise _NobodyError(self._why_nobody())
+                faults = [health.last_fault for health in self._replica_health.values()]
+                kinds = {fault.partition(":")[0] for fault in faults if fault}
+                kind = kinds.pop() if len(kinds) == 1 else "timeout"
+                found = (
+                    "; ".join(filter(None, faults)) or "all were busy"
+                    if faults
+                    else "there is none"
+                )
+                raise _NobodyError(f"{kind}: no replica could be asked ({found})")
             self._begin_probes()
             joins = [s.joins_until for s in self._replica_health.values()]
             ends = [until for until in joins if until is not None]
@@ -320,13 +327,6 @@ class Router:
             health.refuses_us or name in job.refused_by
             for name, health in self._replica_health.items()
         )
-
-    def _why_nobody(self) -> str:
-        faults = [health.last_fault for health in self._replica_health.values()]
-        kinds = {fault.partition(":")[0] for fault in faults if fault}
-        kind = kinds.pop() if len(kinds) == 1 else "timeout"
-        found = "; ".join(filter(None, faults)) or "all were busy" if faults else "there is none"
-        return f"{kind}: no replica could be asked ({found})"
 
     async def _wait_for_change(self, *attempts: asyncio.Task[ReplicaReply], timeout: float) -> None:
         """Wait until a replica's state changes, an attempt ends, or the time is over."""
@@ -470,33 +470,31 @@ class ReplyChecks:
         if self.canary is None:
             return await _in_time(replica.probe(timeout=limit), replica, limit)
         try:
-            await self._prove_scores(replica, self.canary, limit)
+            most = replica.max_completions or len(self.canary.group.completions_G)
+            found: list[float] = []
+            for _, part in parts(self.canary.group, most):
+                # A new id each time: a server may answer a known one without computing.
+                reply = await self.ask(replica, [part], request_id=uuid.uuid4().hex, limit=limit)
+                for score in reply.scores[0]:
+                    if score.value is None:
+                        raise ReplicaFault(
+                            "canary",
+                            f"{replica.name} has no score for a known conversation: "
+                            f"{score.failure}",
+                        )
+                    found.append(score.value)
+            self._expected = self._expected or tuple(found)
+            for value, expected in zip(found, self._expected, strict=True):
+                if not abs(value - expected) <= self.canary.tolerance * max(1.0, abs(expected)):
+                    raise ReplicaFault(
+                        "canary",
+                        f"{replica.name} scores a known conversation {value:.6g}, not "
+                        f"{expected:.6g}: it has another model, or it is broken",
+                    )
         except RefusedError as refusal:
             raise ReplicaFault(
                 "canary", f"{replica.name} refused a known conversation: {refusal}"
             ) from refusal
-
-    async def _prove_scores(self, replica: Replica, canary: CanaryGroup, limit: float) -> None:
-        most = replica.max_completions or len(canary.group.completions_G)
-        found: list[float] = []
-        for _, part in parts(canary.group, most):
-            # A new id each time: a server may answer a known one without computing.
-            reply = await self.ask(replica, [part], request_id=uuid.uuid4().hex, limit=limit)
-            for score in reply.scores[0]:
-                if score.value is None:
-                    raise ReplicaFault(
-                        "canary",
-                        f"{replica.name} has no score for a known conversation: {score.failure}",
-                    )
-                found.append(score.value)
-        self._expected = self._expected or tuple(found)
-        for value, expected in zip(found, self._expected, strict=True):
-            if not abs(value - expected) <= canary.tolerance * max(1.0, abs(expected)):
-                raise ReplicaFault(
-                    "canary",
-                    f"{replica.name} scores a known conversation {value:.6g}, not {expected:.6g}: "
-                    "it has another model, or it is broken",
-                )
 
 
 async def _in_time(asked: Awaitable[T], replica: Replica, limit: float) -> T:

@@ -16,7 +16,7 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.data.tasks import TaskData, load_tasks
 from laurel.environments.registry import environment_names
-from laurel.errors import ConfigError, speaking
+from laurel.errors import ConfigError, if_interrupted, speaking
 from laurel.evaluation.policy import pass_figures, reward_figures
 from laurel.observe.console import make_console, message_console, print_metrics, say_on
 from laurel.observe.files import check_output, replace_file
@@ -95,7 +95,7 @@ def run_eval(path: Path | None, overrides: Sequence[str], options: EvalOptions) 
     for warning in loaded.warnings:
         console.print(f"warning: {warning}")
     started = time.monotonic()
-    with ExitStack() as stack:
+    with if_interrupted(lambda: "no completion is kept"), ExitStack() as stack:
         groups, figures = _played(loaded.config, options, stack, console)
     result = _result(loaded.config, options, groups, figures, time.monotonic() - started)
     _show(result, groups, options, console)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from laurel import __version__
 from laurel.config.data import BenchmarkName
 from laurel.data.benchmarks import ON_HUB, BenchmarkRow, benchmark_in
-from laurel.errors import ConfigError, DataError, counted, key_of, setting_of
+from laurel.errors import ConfigError, DataError, counted, if_interrupted, key_of, setting_of
 from laurel.evaluation import other_benchmarks
 from laurel.evaluation.benchmarks import (
     BENCHMARKS,
@@ -117,9 +117,15 @@ def _evaluated(
             )
     for note in (*notes, *(training.notes if training is not None else ())):
         console.print(f"note    {visible(note)}", soft_wrap=True)
-    evaluations = []
+    evaluations: list[Evaluation] = []
+
+    def kept() -> str:
+        if request.output is None:
+            return "no result is kept"
+        return f"{len(evaluations)} of {counted(len(asked), 'result')} kept in {request.output}"
+
     started = time.monotonic()
-    with open_evaluation_scorer(request.scorer, console) as scorer:
+    with if_interrupted(kept), open_evaluation_scorer(request.scorer, console) as scorer:
         for name, one in asked.items():
             if one is not request:  # of several
                 title = BENCHMARKS[name].title
@@ -458,6 +464,7 @@ def _local(scorer: EvalScorer, console: Console) -> OpenScorer:
     from laurel.evaluation.rewardbench_tokens import RewardBenchContract
     from laurel.rewards.scorer import LocalScorer
 
+    # `open_asked` has checked the settings and shown its warnings.
     policy = policy_of_settings(scorer.settings, rules=None, say=lambda _: None)
     model = replace(model_spec(policy), name=place.name)
     reference = RewardBenchContract.beside(own.contract, model, form=form)

@@ -233,7 +233,7 @@ def print_diagnostics(console: Console, report: Mapping[str, Any]) -> None:
     for reason, count in report.get("failures", {}).items():
         console.print(Text(f"  {count:,} x {visible(reason)}", style="yellow"))
     scores = new_table("scores", "", "")
-    for label, text in (*_length_lines(report), *_calibration_lines(report), *_score_lines(report)):
+    for label, text in _score_lines(report):
         scores.add_row(label, text)
     tables = (
         _accuracies(report),
@@ -375,33 +375,25 @@ def _accuracies(report: Mapping[str, Any]) -> Table:
     return table
 
 
-def _length_lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _score_lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if "accuracy" in report:
         yield "pairs with tied scores", f"{report['accuracy']['num_ties']:,}"
     if "score_length_correlation" in report:
-        found = format_number(report["score_length_correlation"])
-        yield "Spearman's correlation of score and length", found
+        correlation = format_number(report["score_length_correlation"])
+        yield "Spearman's correlation of score and length", correlation
     if "longer_scored_higher" in report:
         yield "longer answer has the higher score", _share(report["longer_scored_higher"])
-
-
-def _calibration_lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    found = report.get("calibration", {})
-    if not found:
-        return
-    yield "expected calibration error", _share(found["error"])
-    yield "negative log-likelihood", format_number(found["negative_log_likelihood"])
-    if "temperature" in found:
-        yield "best temperature", format_number(found["temperature"])
-        yield "  calibration error at it", _share(found["error_at_temperature"])
-        better = found["negative_log_likelihood_at_temperature"]
-        yield "  negative log-likelihood at it", format_number(better)
-    else:
-        yield "best temperature", "none: no pair is wrong, or wrong ones outweigh right ones"
-
-
-def _score_lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    found = report.get("scores", {})
+    if error := report.get("calibration"):
+        yield "expected calibration error", _share(error["error"])
+        yield "negative log-likelihood", format_number(error["negative_log_likelihood"])
+        if "temperature" in error:
+            yield "best temperature", format_number(error["temperature"])
+            yield "  calibration error at it", _share(error["error_at_temperature"])
+            better = error["negative_log_likelihood_at_temperature"]
+            yield "  negative log-likelihood at it", format_number(better)
+        else:
+            yield "best temperature", "none: no pair is wrong, or wrong ones outweigh right ones"
+    found = report.get("scores")
     if not found:
         return
     yield "answers with a score", f"{found['num_answers']:,}"

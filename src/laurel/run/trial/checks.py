@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch import Tensor
 from laurel.config.grpo import GenerationConfig
 from laurel.config.policy import ClusterConfig, NamedCall, Precision
 from laurel.data.forest import to_forest, to_padded
+from laurel.errors import install_command
 from laurel.generation.engine_worker import EngineWorker
 from laurel.generation.load import TransformersMaker, VllmMaker
 from laurel.generation.replicas import GeneratorReplicas
@@ -406,7 +407,7 @@ def spread(trial: Trial, *, tp: int) -> Found:
     """
     shape = ParallelShape(dp_shard=max(2, trial.num_devices) // tp, tp=tp)
     if find_spec("ray") is None:
-        raise Skipped("Ray is not installed: pip install 'laurel-rl[ray]'")
+        raise Skipped(f"Ray is not installed: {install_command('ray')}")
     if trial.num_devices < shape.num_ranks:
         raise Skipped("there is one GPU, and every rank needs its own")
     from laurel.workers.ray_cluster import RayCluster
@@ -580,7 +581,7 @@ def _generator_spec() -> GeneratorSpec:
 def vllm(trial: Trial) -> Found:
     """Check that vLLM's log-probabilities of the probe's tokens match those of Laurel's policy."""
     if find_spec("vllm") is None:
-        raise Skipped("vLLM is not installed: pip install 'laurel-rl[vllm]'")
+        raise Skipped(f"vLLM is not installed: {install_command('vllm')}")
     precision = trial.precision
     with tempfile.TemporaryDirectory(prefix="laurel-trial-") as folder:
         directory = saved_model(Path(folder), trial.sizes.small)
@@ -603,13 +604,8 @@ def vllm(trial: Trial) -> Found:
     )
 
 
-def _each_precision() -> dict[str, Check]:
-    precisions: tuple[Precision, ...] = ("float32", "bfloat16", "float16")
-    return {f"forest in {p}": partial(exactness, precision=p) for p in precisions}
-
-
 ALL_CHECKS: Mapping[str, Check] = {
-    **_each_precision(),
+    **{f"forest in {p}": partial(exactness, precision=p) for p in get_args(Precision)},
     "memory of training": memory,
     "speed of training": partial(speed, phase="training"),
     "speed of scoring": partial(speed, phase="scoring"),

@@ -1,18 +1,18 @@
-"""The code in the processes of the sandbox. It imports only the standard library.
+"""Runs in the processes of the sandbox, and imports only the standard library.
 
 ::
 
     zygote        the program that is started once, and forks monitors ahead of the jobs
-    jail          namespaces and a root of its own, made once
+    jail          creates the namespaces and the root directory of a zygote
     monitor       enforces the time and output limits of one job, from outside of it
-    confinement   limits, rights, files and layers of the process that runs the program
-    seccomp       which system calls it may make, by the numbers of syscall_numbers
+    confinement   takes limits, rights, files and layers from the process of the program
+    seccomp       filters its system calls, by the numbers of syscall_numbers
+    meter         limits the total size of its files, without namespaces
     kinds         runs a job of any kind, as Python would
-    program       the code of a program and the statuses of its exceptions
-    calls         calls a function of it with plain data
+    calls         runs a program, and calls its functions with plain data
     proxy         runs tests against a program that is in another sandbox
-    plain_data    the encoding of values between processes
-    messages      the encoding of jobs and reports
-    boxes         working directories, where there are no namespaces
-    kernel        the system calls that Python has no function for
+    plain_data    encodes values between processes
+    messages      encodes jobs and reports
+    boxes         creates working directories, without namespaces
+    kernel        makes system calls for which Python has no function
 """

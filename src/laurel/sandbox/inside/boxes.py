@@ -1,4 +1,4 @@
-"""Makes and removes the directories of jobs where there are no namespaces."""
+"""Creates and removes the directories of jobs if there are no namespaces."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ _PULLED_UP = "laurel-pulled-up-"
 
 
 def make_box(scratch: str) -> str:
-    """Make a new, empty directory."""
+    """Create an empty directory for a job, and return its path."""
     return tempfile.mkdtemp(prefix="box-", dir=scratch)
 
 
 def remove_box(box: str) -> None:
-    """Remove a directory, whatever its depth and rights. Nothing outside of it is touched: links
-    are not followed.
-    """
+    """Remove a directory, whatever its depth and permissions, without following links."""
     with contextlib.suppress(FileNotFoundError):
         top = os.open(box, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -28,8 +26,8 @@ def remove_box(box: str) -> None:
 
 
 def _empty(top: int) -> None:
-    # Directories below are moved to the top before they are emptied, so that depth, of which a
-    # program can make any, costs neither stack nor descriptors.
+    # Directories below are moved to the top before they are emptied, so that a deep tree, which a
+    # program can create, needs neither stack nor descriptors.
     os.fchmod(top, 0o700)
     count = 0
     while names := os.listdir(top):

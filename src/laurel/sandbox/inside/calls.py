@@ -1,6 +1,6 @@
-"""Calls functions of a program with plain data: a list of calls, or requests over a channel.
+"""Calls functions of a program with plain data, from a list or by requests over a channel.
 
-Whatever the program does to this process, it can only send another answer.
+Whatever the program does to this process, it can only change the answers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _AT_ONCE = 1 << 16
 
 
 def answer_calls(job: dict[str, Any], parts: list[bytes]) -> None:
-    """Run the program, then make the calls and write a line for each.
+    """Run the program, then make the calls, and write a line for each.
 
     Args:
-        job: Job with the name of the function as `entry`, and the `prelude`.
-        parts: The source, and plain data: a list of (args, kwargs).
+        job: The job, with the name of the function as `entry`, and the `prelude`.
+        parts: The source, and a list of (args, kwargs) as plain data.
     """
     # Not `__main__`: what a program does when it is started, like reading stdin, must not run.
     namespace = names_of(job, "program")
@@ -41,10 +41,10 @@ def answer_calls(job: dict[str, Any], parts: list[bytes]) -> None:
 def serve_program(job: dict[str, Any], parts: list[bytes]) -> None:
     """Run the program, then answer requests over the channel until it is closed.
 
-    A request is a line: a number, a verb, a name, args and kwargs. `call`: a function of that name;
-    without a name, the object that comes first. `get` and `set`: an attribute of that name of the
-    object that comes first. The reply has the number of the request, and the arguments again, which
-    a function may have changed. An object of a class of the program stays here and is sent as a
+    A request is a line with a number, a verb, a name, args and kwargs. `call` calls the function of
+    that name or, without a name, the first argument. `get` and `set` access the attribute of that
+    name of the first argument. The reply has the number of the request, and the arguments, which a
+    function may have changed. An object of a class of the program stays here, and is sent as a
     number.
     """
     namespace = main_module()
@@ -85,7 +85,7 @@ def _serve(
 
 
 class _Kept:
-    """Holds the objects that have a number."""
+    """The objects of the program that were sent as numbers."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
@@ -95,11 +95,11 @@ class _Kept:
         return self._objects[number]
 
     def number_of(self, one: Any) -> int | None:
-        """Return the number of an object that has one."""
+        """Return the number of an object; None if it has none."""
         return self._numbers.get(id(one))
 
     def new_number_of(self, one: Any) -> int:
-        """Return the number of an object, and give it one if it has none."""
+        """Return the number of an object, after assigning one if it has none."""
         if id(one) not in self._numbers:
             self._numbers[id(one)] = len(self._objects)
             self._objects.append(one)
@@ -107,10 +107,10 @@ class _Kept:
 
 
 def find_entry_point(namespace: dict[str, Any], entry: str) -> Callable[..., Any]:
-    """Find the function of that name; `Class.name` is a method of a new object.
+    """Return the function of a name; `Class.name` is a method of a new object.
 
     Raises:
-        AttributeError: There is none.
+        AttributeError: The program has no such function.
     """
     first, *rest = entry.split(".")
     if first not in namespace:
@@ -123,12 +123,12 @@ def find_entry_point(namespace: dict[str, Any], entry: str) -> Callable[..., Any
 
 
 def find_solution(namespace: dict[str, Any], entry: str) -> Callable[..., Any]:
-    """Find the function of that name, or the method of the program's `Solution` if it has one.
+    """Return the function of a name, or the method of the program's class `Solution` if it has one.
 
-    A task accepts both forms, and the program shows which it chose.
+    A task accepts both forms.
 
     Raises:
-        AttributeError: There is none.
+        AttributeError: The program has neither.
     """
     solution = namespace.get("Solution")
     if isinstance(solution, type) and "." not in entry and hasattr(solution, entry):
@@ -193,17 +193,17 @@ EXIT_CODES: Mapping[str, int] = {
     "process_limit": 68,
     "forbidden": 69,
 }
-"""Exit codes after exceptions that have a status of their own. A program may end so as well: each
-of them is a failure.
+"""The exit codes after exceptions that have their own status. A program may use them too, because
+each of them is a failure.
 """
 
 
 class SourceError(Exception):
-    """Raised where the program is not valid Python; the cause says why."""
+    """Raised if the program is not valid Python; the cause says why."""
 
 
 def main_module(name: str = "__main__") -> dict[str, Any]:
-    """Create an empty module in the place of `__main__`, and return its names."""
+    """Replace the module `__main__` by an empty one, and return its namespace."""
     module = ModuleType(name)
     module.__dict__["__builtins__"] = builtins
     module.__dict__["__file__"] = FILE_NAME
@@ -212,7 +212,7 @@ def main_module(name: str = "__main__") -> dict[str, Any]:
 
 
 def names_of(job: Mapping[str, Any], name: str = "__main__") -> dict[str, Any]:
-    """Create the names that a program finds: those of its job's `prelude`, such as imports."""
+    """Return the namespace of a program, with the names of its job's `prelude`, such as imports."""
     namespace = main_module(name)
     # Compiled by itself, so that the program's lines keep their numbers, and __future__ is first.
     if prelude := job.get("prelude"):
@@ -224,8 +224,8 @@ def execute(source: str, namespace: dict[str, Any], name: str = FILE_NAME) -> No
     """Compile a source and run it.
 
     Raises:
-        SourceError: It cannot be compiled.
-        BaseException: Whatever it raises.
+        SourceError: The source cannot be compiled.
+        BaseException: The source raised this exception.
     """
     lines = source.splitlines(keepends=True)
     linecache.cache[name] = (len(source), None, lines, name)
@@ -233,7 +233,7 @@ def execute(source: str, namespace: dict[str, Any], name: str = FILE_NAME) -> No
 
 
 def compile_source(source: str, name: str) -> CodeType:
-    """Compile a source; `SourceError` where it is invalid."""
+    """Compile a source; raise `SourceError` if it is invalid."""
     try:
         # Features of this file must not be on in the program.
         return compile(source, name, "exec", dont_inherit=True)

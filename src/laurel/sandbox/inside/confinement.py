@@ -1,5 +1,7 @@
-"""Takes all rights from a process before it runs a program, in an order that leaves the means for
-the rest: files, limits, rights, then the files that it may open and the calls that it may make.
+"""Takes all rights from a process before it runs a program.
+
+The order leaves the rights that later steps need: files, limits, rights, then the files that it may
+open, and the system calls that it may make.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ _IN_SOCKETS = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """Describes how a zygote confines its programs.
+    """The settings with which a zygote confines its programs.
 
     Args:
-        layers: Layers in use.
-        readable: Directories that a program may read.
-        counts_processes: Whether a limit on processes counts those of this sandbox only.
-        metered: Whether a `meter.Meter` answers calls about files, for programs without a file
-            system of their own.
-        descriptors: Limit of open files and sockets of a program.
+        layers: The layers in use.
+        readable: The directories that a program may read.
+        counts_processes: Whether a limit on processes counts only those of this sandbox.
+        metered: Whether a `meter.Meter` answers system calls on files, because programs have no
+            file system of limited size.
+        descriptors: The limit of open files and sockets of a program.
     """
 
     layers: frozenset[str]
@@ -53,7 +55,7 @@ class Confinement:
 
     @property
     def may_write(self) -> bool:
-        """Whether a program may have files: only if their total size is limited."""
+        """Whether a program may write files, which requires that their total size is limited."""
         return self.metered or "namespaces" in self.layers
 
 
@@ -61,13 +63,13 @@ def confine(setting: Confinement, box: str, give: Callable[[int], object]) -> No
     """Give up all rights, and all descriptors above `WORK_FD`; only `limit` can follow.
 
     Args:
-        setting: How to confine.
+        setting: The settings of the confinement.
         box: The only directory that may be written to.
-        give: Called where programs are metered, with the descriptor at which calls are answered,
+        give: Called, if programs are metered, with the descriptor at which calls are answered,
             which is closed afterwards.
 
     Raises:
-        OSError: A layer that should be in use cannot be had.
+        OSError: A layer that must be in use is not available.
     """
     os.closerange(WORK_FD + 1, 1 << 20)
     os.chdir(box)
@@ -95,14 +97,15 @@ def confine(setting: Confinement, box: str, give: Callable[[int], object]) -> No
 
 
 def settle_environment(box: str) -> None:
-    """Set the variables that programs see; only those of the box change later."""
+    """Set the environment variables of programs; only those about the box change later."""
     os.environ.clear()
     os.environ.update(HOME=box, TMPDIR=box, LANG="C.UTF-8", PATH="/usr/bin:/bin")
 
 
 def affordable_descriptors() -> int:
-    """Return how many sockets a program may have open, so that their buffers take a few megabytes
-    at most: nothing else limits those.
+    """Return how many sockets a program may open, so that their buffers need only a few megabytes.
+
+    Nothing else limits these buffers.
     """
     try:
         with open("/proc/sys/net/core/wmem_default") as file:
@@ -113,7 +116,7 @@ def affordable_descriptors() -> int:
 
 
 def refused_calls(setting: Confinement) -> frozenset[str]:
-    """Return further system calls to refuse."""
+    """Return the system calls that must be refused besides those never allowed."""
     if "namespaces" in setting.layers:
         return frozenset()
     return meter.REFUSED if setting.metered else seccomp.ON_FOREIGN_FILES
@@ -174,17 +177,17 @@ class _PathBeneath(ctypes.Structure):
 
 @functools.cache
 def version() -> int:
-    """Return the version of the kernel's interface; OSError where there is none."""
+    """Return the version of the kernel's Landlock interface; raise OSError if there is none."""
     return kernel.call("landlock_create_ruleset", None, 0, 1)
 
 
 def restrict(readable: Iterable[str], devices: Iterable[str], writable: Iterable[str]) -> None:
-    """Limit the files that this process can open for good. It must have given up new privileges.
+    """Limit permanently the files that this process can open, after it gave up new privileges.
 
     Args:
-        readable: Directories to read, with all below them.
-        devices: Files to read and write.
-        writable: Directories for everything but execution.
+        readable: The directories that may be read, with all below them.
+        devices: The files that may be read and written.
+        writable: The directories in which all but execution is allowed.
 
     Raises:
         OSError: The kernel refused.

@@ -1,4 +1,4 @@
-"""Gives a zygote and its jobs namespaces and a root directory of their own."""
+"""Puts a zygote and its jobs into their own namespaces and root directory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sysconfig
 from laurel.sandbox.inside import kernel
 
 BOX = "/box"
-"""Working directory of a program, inside of the jail."""
+"""The working directory of a program in the jail."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo")
 _INSIDE_ID = 1000
 _PASSWD = f"box:x:{_INSIDE_ID}:{_INSIDE_ID}:box:{BOX}:/usr/sbin/nologin\n"
 OF_A_JOB = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
-"""Namespaces that each job has for itself, within those of its zygote."""
+"""The namespaces that each job has for itself, within those of its zygote."""
 _BOX_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV
 _OWN_NAMESPACES = (
     kernel.CLONE_NEWUSER
@@ -44,11 +44,11 @@ def readable_paths() -> list[str]:
 
 
 def enter(scratch: str, account: int | None) -> None:
-    """Leave the machine's file system, network and other users for good.
+    """Leave the machine's file system, network and other users permanently.
 
     Args:
-        scratch: An empty directory of this process; it stays empty outside.
-        account: The user that root becomes on the way; None where this is not root.
+        scratch: An empty directory of this process, which stays empty outside of the jail.
+        account: The user that root becomes meanwhile; None if this process is not root's.
 
     Raises:
         OSError: The kernel refused a step. This process is then unusable.
@@ -74,7 +74,7 @@ def enter(scratch: str, account: int | None) -> None:
 
 
 def own_box(megabytes: int, inodes: int) -> None:
-    """Mount an empty file system of limited size on the box, for this job's namespace alone."""
+    """Mount an empty file system of limited size on the box, only in this job's namespace."""
     kernel.mount("box", BOX, "tmpfs", _BOX_FLAGS, _box_options(megabytes, inodes))
 
 
@@ -89,7 +89,7 @@ def _box_options(megabytes: int, inodes: int) -> str:
 
 
 def become(account: int) -> None:
-    """Become another user for good."""
+    """Become another user permanently."""
     os.setgroups([])
     os.setresgid(account, account, account)
     os.setresuid(account, account, account)

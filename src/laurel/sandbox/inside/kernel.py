@@ -1,4 +1,4 @@
-"""Makes system calls that Python has no function for, by ctypes."""
+"""Makes system calls for which Python has no function, by ctypes."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
 
 @functools.cache
 def machine() -> int | None:
-    """Return the machine's column in the tables of numbers.
+    """Return the column of this machine in the tables of system call numbers.
 
-    None on a machine that is not in them, or where Python itself has another width than the kernel.
+    None if it is not in them, or if Python has another word size than the kernel.
     """
     if ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
@@ -56,10 +56,10 @@ def machine() -> int | None:
 
 
 def call(name: str, *arguments: object) -> int:
-    """Make one of the calls in `OURS`.
+    """Make one of the system calls in `OURS`.
 
     Args:
-        name: Its name.
+        name: The name of the call.
         arguments: Numbers, bytes, ctypes values or None.
 
     Raises:
@@ -73,7 +73,7 @@ def call(name: str, *arguments: object) -> int:
 
 
 def prctl(option: int, first: int = 0, second: int = 0) -> int:
-    """Call `prctl(2)`; OSError where it is refused."""
+    """Call `prctl(2)`; raise OSError if the kernel refuses."""
     return _checked(_libc.prctl(option, first, second, 0, 0), f"prctl({option})")
 
 
@@ -84,13 +84,13 @@ def set_name(name: str) -> None:
 
 
 def fork_apart(flags: int) -> int:
-    """Fork into new namespaces, which `os.fork` cannot; for a process of one thread.
+    """Fork a process of one thread into new namespaces, which `os.fork` cannot.
 
-    The child may do little more than fork again: neither Python nor the C library know that it is
-    another process.
+    The child may do little more than fork again, because neither Python nor the C library knows
+    that it is another process.
 
     Args:
-        flags: Flags of the namespaces.
+        flags: The flags of the namespaces.
 
     Raises:
         OSError: The kernel refused.
@@ -107,12 +107,12 @@ def open_process(pid: int) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Call `unshare(2)`; OSError where it is refused."""
+    """Call `unshare(2)`; raise OSError if the kernel refuses."""
     _checked(_libc.unshare(flags), f"unshare({flags:#x})")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    """Call `mount(2)`; OSError where it is refused."""
+    """Call `mount(2)`; raise OSError if the kernel refuses."""
     done = _libc.mount(
         source.encode(), target.encode(), kind.encode() if kind else None, flags, options.encode()
     )
@@ -120,7 +120,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def unmount(target: str) -> None:
-    """Detach a mount and all below it; OSError where it is refused."""
+    """Detach a mount and all below it; raise OSError if the kernel refuses."""
     _checked(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
 
 
@@ -147,10 +147,10 @@ def restrict_mounts(target: str, attributes: int) -> None:
 
 
 def cover_working_directory() -> None:
-    """Put a copy of the mounts in the working directory over it, and work there.
+    """Mount a copy of the working directory's mounts over it, and make it the working directory.
 
-    Mounts that came along into a namespace are locked in their place; a copy is not. No path is
-    used, as this account may not be able to walk to it.
+    Mounts that were copied into a namespace are locked, but this copy is not. No path is used,
+    because this account may not be allowed to follow it.
     """
     tree = call("open_tree", _AT_FDCWD, b".", _AT_RECURSIVE | _OPEN_TREE_CLONE)
     try:
@@ -161,7 +161,7 @@ def cover_working_directory() -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
-    """Call `pivot_root(2)`; OSError where it is refused."""
+    """Call `pivot_root(2)`; raise OSError if the kernel refuses."""
     call("pivot_root", new.encode(), old.encode())
 
 
@@ -170,10 +170,7 @@ class _CapabilityHeader(ctypes.Structure):
 
 
 def renounce_privileges() -> None:
-    """Keep processes that this one starts later from having more rights than it has.
-
-    Its own rights, and those of its forks, stay.
-    """
+    """Prevent programs that this process executes from gaining rights that it does not have."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(64):
         try:
@@ -187,7 +184,7 @@ def renounce_privileges() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every right of root for good."""
+    """Give up every right of root permanently."""
     header = _CapabilityHeader(0x20080522, 0)
     call("capset", ctypes.byref(header), (ctypes.c_uint32 * 6)())
 

@@ -27,14 +27,14 @@ _TRACEBACK_HEAD, _TRACEBACK_TAIL = 2_000, 4_000
 
 
 def hide() -> None:
-    """Make this interpreter, and its forks, look like one that has just been started."""
+    """Make this interpreter, and its forks, look like one that was just started."""
     for name in [name for name in sys.modules if name.split(".")[0] == "laurel"]:
         del sys.modules[name]
     sys.argv = [FILE_NAME]
 
 
 def open_streams() -> None:
-    """Connect Python's own streams with descriptors 0, 1 and 2."""
+    """Connect Python's standard streams to descriptors 0, 1 and 2."""
     sys.stdin = _stream(0, "r", "replace")
     sys.stdout = _stream(1, "w", "strict")
     sys.stderr = _stream(2, "w", "backslashreplace")
@@ -43,7 +43,7 @@ def open_streams() -> None:
 
 
 def run(job: dict[str, Any], parts: list[bytes]) -> None:
-    """Run a job and end this process; `hide` and `open_streams` have been called before.
+    """Run a job and end this process, after `hide` and `open_streams`.
 
     Args:
         job: Its `kind` (script, call, serve or tests), a `prelude` that runs before the program,
@@ -54,7 +54,13 @@ def run(job: dict[str, Any], parts: list[bytes]) -> None:
     try:
         _KINDS[job["kind"]](job, parts)
     except SystemExit as end:
-        code = _code_of(end)
+        # The exit code that Python would give.
+        if end.code is None or type(end.code) is int:
+            code = (end.code or 0) & 0xFF
+        else:
+            code = 1
+            with contextlib.suppress(Exception):  # it may be any object
+                print(end.code, file=sys.stderr)
     except BaseException as error:
         code = EXIT_CODES.get(classify(error), 1)
         _print_traceback(error)
@@ -75,19 +81,8 @@ def _stream(descriptor: int, mode: str, errors: str) -> TextIO:
     return cast(TextIO, stream)
 
 
-def _code_of(end: SystemExit) -> int:
-    """Return the exit code that Python would give."""
-    if end.code is None:
-        return 0
-    if type(end.code) is int:
-        return end.code & 0xFF
-    with contextlib.suppress(Exception):  # it may be any object
-        print(end.code, file=sys.stderr)
-    return 1
-
-
 def _print_traceback(error: BaseException) -> None:
-    """Print a traceback as Python would, cut, and without our own frames."""
+    """Print a traceback as Python would, but shortened, and without the sandbox's own frames."""
     try:
         shown: BaseException = error
         if isinstance(error, SourceError) and error.__cause__ is not None:
@@ -104,7 +99,7 @@ def _print_traceback(error: BaseException) -> None:
 
 
 def _end(code: int, *, wait: bool) -> None:
-    """End this process as Python would: threads, exit functions, buffered output."""
+    """End this process as Python would, with threads, exit functions and buffered output."""
     try:
         if wait:
             getattr(threading, "_shutdown")()  # noqa: B009 - what the interpreter itself calls

@@ -1,4 +1,4 @@
-"""Messages between a job's monitor and its client: a header in JSON, and bytes beside it."""
+"""Sends messages between a job's monitor and its client: a header in JSON, and parts of bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AT_ONCE = 1 << 18
 
 
 def send(link: socket.socket, header: dict[str, Any], *parts: bytes) -> None:
-    """Send a message; OSError where the other end is gone."""
+    """Send a message; raise OSError if the other end is gone."""
     head = json.dumps({**header, "parts": [len(part) for part in parts]}).encode()
     link.sendall(b"".join([_LENGTH.pack(len(head)), head, *parts]))
 
@@ -26,11 +26,11 @@ def receive(
 
     Args:
         link: The connection.
-        deadline: Time of `time.monotonic` until which to wait; None: forever.
+        deadline: The time of `time.monotonic` until which to wait; None waits forever.
 
     Raises:
-        TimeoutError: There was none before the deadline.
-        ConnectionError: There will be none.
+        TimeoutError: No message came before the deadline.
+        ConnectionError: The connection is closed.
     """
     (length,) = _LENGTH.unpack(_exactly(link, _LENGTH.size, deadline))
     header: dict[str, Any] = json.loads(_exactly(link, length, deadline))

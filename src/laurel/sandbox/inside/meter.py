@@ -1,13 +1,13 @@
-"""Limits the size of all files of a program together, where it has no file system of its own.
+"""Limits the total size of a program's files if it has no file system of limited size.
 
-The kernel asks the job's monitor before each call by which files can grow or be created, or that
-changes a file otherwise (seccomp's user notifications), and the call waits for the answer. Calls
-that may proceed are charged with the most that they can add. When that no longer fits, the program
-is stopped for a moment and the real size of its files is measured, removed ones that are still open
-included. So the limit is exact, and removed files no longer count.
+The kernel asks the job's monitor before each system call that can create, enlarge or otherwise
+change a file (seccomp's user notifications), and the call waits for the answer. An allowed call is
+charged with the most that it can add. When that exceeds the limit, the program is stopped for a
+moment, and the real size of its files is measured, including removed ones that are still open. So
+the limit is exact, and removed files no longer count.
 
-Calls that cannot be charged by their numbers alone are refused: see `REFUSED` and
-`seccomp.meter_program`.
+Calls whose charge cannot be computed from their arguments are refused (`REFUSED` and
+`seccomp.meter_program`).
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ _MAKING = frozenset(
 _BY_MONITOR = frozenset({"chmod", "fchmod", "fchmodat", "utimensat", "truncate"})
 ASKED = _GROWING | _MAKING | _BY_MONITOR
 REFUSED = frozenset({"openat2", "writev", "pwritev", "sendmsg", "utime", "utimes", "futimesat"})
-"""Calls that are always refused. The size of the first three is not in their arguments; a message
-can carry an open file out of sight; for the last, the C library has another.
+"""The system calls that are always refused.
+
+The arguments of the first three do not show their size; a message can pass on an open file; and for
+the last, the C library has another call.
 """
 
 
 class Meter:
-    """Tracks how much a program may still write, and answers its calls; used by its monitor."""
+    """Tracks how much a program may still write, and answers its system calls on files."""
 
     def __init__(
         self,
@@ -69,16 +71,16 @@ class Meter:
         megabytes: int,
         inodes: int,
     ) -> None:
-        """Take over the answers.
+        """Take the descriptor at which the kernel asks.
 
         Args:
-            listener: Descriptor at which the kernel asks.
-            pid: The program, a child of this process.
-            box: Its directory.
-            outputs: Functions that take a piece of an output, by device and inode of its pipe; each
+            listener: The descriptor at which the kernel asks about calls.
+            pid: The process of the program, a child of this process.
+            box: The program's directory.
+            outputs: Functions that take a piece of an output, by device and inode of its pipe. Each
                 returns the output's name when it is full, otherwise an empty text.
-            megabytes: Limit of the size of all its files together.
-            inodes: Limit of their number, directories and links included.
+            megabytes: The limit of the total size of the program's files.
+            inodes: The limit of their number, including directories and links.
         """
         self.listener = listener
         self._pid = pid
@@ -102,7 +104,7 @@ class Meter:
         }
 
     def answer(self) -> str:
-        """Answer one call; return why the program has to end (`disk`, a full output), or ""."""
+        """Answer one call; return why the program must end (`disk`, a full output), or ""."""
         notification = bytearray(_NOTIFICATION.size)
         try:
             fcntl.ioctl(self.listener, _RECEIVE, notification)
@@ -145,7 +147,7 @@ class Meter:
             fcntl.ioctl(self.listener, _SEND, _RESPONSE.pack(call_id, value, -error, flags))
 
     def _output(self, descriptor: int) -> Callable[[bytes], str] | None:
-        """Return what takes the output that a descriptor of the program refers to."""
+        """Return the function that takes the output of a descriptor of the program, if any."""
         try:
             found = os.stat(f"/proc/{self._pid}/fd/{ctypes.c_int(descriptor).value}")
         except OSError:
@@ -169,7 +171,7 @@ class Meter:
     # ------------------------------------------------------------------------------ measuring
 
     def _measure(self) -> str:
-        """Stop the program and replace the charges by the real size; returns what `answer` does."""
+        """Stop the program, and replace the charges by the real size; return what `answer` does."""
         stopped = self._stop()
         if not stopped:
             return "disk" if stopped is None else ""
@@ -185,7 +187,10 @@ class Meter:
         return ""
 
     def _stop(self) -> bool | None:
-        """Stop all threads, after their calls; False if it has ended, None if it does not stop."""
+        """Stop all threads of the program after their calls.
+
+        Return False if the program has ended, and None if it does not stop.
+        """
         wanted = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
         deadline = time.monotonic() + _STOP_SECONDS
         while time.monotonic() < deadline:
@@ -197,7 +202,7 @@ class Meter:
         return None
 
     def _below_the_box(self, seen: set[tuple[int, int]]) -> tuple[int, int]:
-        """Return size and number of all named files, with one directory open at a time."""
+        """Return the size and the number of all files in the box, with few open directories."""
         size = files = 0
         folder = os.open(self._box, _FOLDER)
         try:
@@ -283,12 +288,12 @@ class Meter:
         """Open a file of the program; yield a stable name for it, and its status.
 
         Args:
-            folder: Descriptor of the program, or `_HERE`.
-            path: Address of the name in its memory; None: the descriptor itself.
+            folder: A descriptor of the program, or `_HERE`.
+            path: The address of the name in the program's memory; None: the descriptor itself.
             follow: Whether to follow a link.
 
         Raises:
-            OSError: There is none, or it is not in the box.
+            OSError: There is no such file, or it is not in the box.
         """
         folder = ctypes.c_int(folder & 0xFFFFFFFF).value
         start = f"/proc/{self._pid}/" + ("cwd" if folder == _AT_FDCWD else f"fd/{folder}")
@@ -309,7 +314,7 @@ class Meter:
             os.close(target)
 
     def _text(self, address: int) -> bytes:
-        """Read a name in the memory of the program."""
+        """Return the name of a file that the program's memory holds at an address."""
         text = b""
         while len(text) < _PATH_MAX:
             # To the end of a page: the next may not be mapped.
@@ -326,7 +331,7 @@ class Meter:
 
 
 def _change_folder(folder: int, name: str) -> int:
-    """Replace an open directory by another."""
+    """Close an open directory, and open another by its name in it."""
     there = os.open(name, _FOLDER, dir_fd=folder)
     os.close(folder)
     return there

@@ -1,9 +1,8 @@
 """Runs one job from outside of it: starts it, enforces its limits, ends it, and reports.
 
-The monitor is forked by the zygote into the job's namespaces, where it is pid 1: with it,
-everything in them ends, and nothing in them can signal it. It forks the process that runs the
-program. Both are made ahead: they are *armed*, fully isolated, before there is a job, and wait for
-the only one that they will ever see.
+The zygote forks the monitor into the job's namespaces, where it is pid 1: when it ends, everything
+in them ends, and nothing in them can signal it. It forks the process that runs the program. Both
+are *armed* ahead of time: they are fully isolated, and wait for the only job that they will run.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from laurel.sandbox.inside.messages import receive, send
 from laurel.sandbox.inside.meter import Meter
 
 ARMED, WATCHING, RUNNING = "laurel-armed", "laurel-monitor", "laurel-program"
-"""Names of the processes, for people and for tests."""
+"""The names of the processes, for people and for tests."""
 _AT_ONCE = 1 << 16
 _STATUS_CAP = 1 << 12
 _OUTPUTS = ("stdout", "stderr", "result")
@@ -92,7 +91,7 @@ def monitor(setting: Confinement, scratch: str, orders: socket.socket) -> None:
 
 
 def _has_order(orders: socket.socket, watched: _Watched | None) -> bool:
-    """Wait for an order, or for the end of the process that is to run it; True for an order."""
+    """Wait for an order or for the end of the process; return whether an order came."""
     poll = select.poll()
     poll.register(orders, select.POLLIN)
     if watched is not None:
@@ -108,7 +107,7 @@ def _has_order(orders: socket.socket, watched: _Watched | None) -> bool:
 
 
 def _do(watched: _Watched, setting: Confinement, link: socket.socket, channel: int | None) -> None:
-    """Run the job that comes over a connection, and reply."""
+    """Run the job that a connection sends, and reply with its report."""
     job, parts = receive(link)
     stdin = parts.pop()
     limits = job["limits"]
@@ -127,7 +126,7 @@ def _do(watched: _Watched, setting: Confinement, link: socket.socket, channel: i
 
 
 class _Watched:
-    """Holds the process of the program, its pipes, and their outputs."""
+    """The process of the program, its pipes, and their outputs."""
 
     def __init__(self, setting: Confinement, box: str) -> None:
         self.outputs = {name: bytearray() for name in _OUTPUTS}
@@ -157,7 +156,7 @@ class _Watched:
             os.set_blocking(descriptor, False)
 
     def is_lost(self) -> bool:
-        """Whether it has ended for a reason that it did not report."""
+        """Report whether the process has ended without reporting a reason."""
         poll = select.poll()
         poll.register(self.program_fd, select.POLLIN)
         if not poll.poll(0):
@@ -176,7 +175,7 @@ class _Watched:
     def begin(
         self, job: dict[str, Any], parts: list[bytes], stdin: bytes, channel: int | None
     ) -> None:
-        """Let it run a program."""
+        """Start the program in the waiting process."""
         self.stdin = memoryview(stdin)
         limits = job["limits"]
         self.caps = {name: int(limits[f"{name}_kb"]) << 10 for name in _OUTPUTS}
@@ -191,7 +190,7 @@ class _Watched:
             os.close(channel)  # otherwise its other end would never see it closed
 
     def _take_meter(self, limits: dict[str, Any]) -> None:
-        """Take over the answers to its calls, or its reason why it could not be isolated."""
+        """Receive the descriptor for answering calls, or the reason why isolation failed."""
         self.work.settimeout(limits["wall_s"])
         with contextlib.suppress(OSError):
             message, descriptors, _, _ = socket.recv_fds(self.work, len(_METERED), 1)
@@ -213,7 +212,7 @@ class _Watched:
         self.work.settimeout(None)
 
     def watch(self, link: socket.socket) -> str:
-        """Wait until the job has ended or must end; return why."""
+        """Wait until the job has ended or must end, and return why."""
         poll = select.poll()
         if self._meter is not None:
             poll.register(self._meter.listener, select.POLLIN)
@@ -247,10 +246,10 @@ class _Watched:
                         return self.names[descriptor]
 
     def end(self, *, apart: bool) -> None:
-        """Kill it with all its descendants, and wait for them.
+        """Kill the process with all its descendants, and wait for them.
 
         Args:
-            apart: Whether it is in namespaces of its own, where this process is pid 1.
+            apart: Whether it has its own namespaces, in which this process is pid 1.
         """
         with contextlib.suppress(ProcessLookupError):
             # -1 is all that this process can see but itself: this job's processes.
@@ -286,7 +285,7 @@ class _Watched:
         return self._keep(name, part) if part else "end"
 
     def _take(self, descriptor: int, piece: bytes) -> str:
-        """Keep a piece of an output that did not come through its pipe, for the `Meter`."""
+        """Store a piece of an output that the `Meter` took instead of its pipe."""
         while (read := self._read(descriptor)) == "more":
             pass
         name = self.names[descriptor]
@@ -309,7 +308,7 @@ class _Watched:
         return bool(self.stdin)
 
     def report(self, ended_by: str) -> dict[str, Any]:
-        """Build the report on the program's end."""
+        """Return the report on the program's end."""
         ours = ended_by != "exit"  # we killed it, so its end says nothing about the program
         return {
             "ready": self.said == _READY,
@@ -326,7 +325,7 @@ class _Watched:
 def _run(
     setting: Confinement, box: str, given: dict[int, int], work_fd: int, monitor_id: int
 ) -> None:
-    """Run the process of the program: give up all rights, wait for the job, and run it."""
+    """Give up all rights, wait for the job, and run it; this is the process of the program."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != monitor_id:
         return
@@ -371,7 +370,7 @@ def _above(descriptor: int) -> int:
 
 
 def _end_descendants() -> None:
-    """Kill and wait for the descendants of a job without namespaces; this process inherits them."""
+    """Kill and wait for all descendants of a job without namespaces, which this process adopts."""
     path = f"/proc/self/task/{os.getpid()}/children"
     while True:
         try:

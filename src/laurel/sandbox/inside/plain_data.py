@@ -31,10 +31,10 @@ def dumps(value: object, number_of: Callable[[Any], int | None] | None = None) -
 
     Args:
         value: The value.
-        number_of: Returns the number of an object that has one instead of being sent.
+        number_of: Returns the number that is sent instead of an object; None if it has none.
 
     Raises:
-        NotPlainDataError: It is, or holds, another type; or it is too deep or too large.
+        NotPlainDataError: The value holds another type, or is too deep or too large.
     """
     encoded = _encode(value, _Writing(number_of), 0)
     return json.dumps(encoded, separators=(",", ":")).encode()
@@ -45,7 +45,7 @@ def loads(text: bytes, object_of: Callable[[int], Any] | None = None) -> Any:
 
     Args:
         text: The line.
-        object_of: Returns the object of a number. Without it numbers are not accepted.
+        object_of: Returns the object of a number; without it such numbers are refused.
 
     Raises:
         NotPlainDataError: The text is not plain data.

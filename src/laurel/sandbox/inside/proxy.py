@@ -1,8 +1,7 @@
 """Runs tests of a data set against a program that is in another sandbox.
 
-The test code calls stand-in functions; each sends its arguments as plain data and gets back a
-value, or an exception, and the arguments as the call changed them. The program never sees the
-tests.
+The test code calls proxy functions. Each sends its arguments as plain data, and gets back a value
+or an exception, and the arguments as the call changed them. The program never sees the tests.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ _TESTS_NAME = "tests.py"
 
 
 class CandidateGoneError(BaseException):
-    """Raised where the program ended; tests that catch `Exception` do not catch it."""
+    """Raised if the program has ended; tests that catch `Exception` do not catch it."""
 
 
 class BadReplyError(BaseException):
-    """Raised where the program sent no valid reply to a request."""
+    """Raised if the program sent no valid reply to a request."""
 
 
 class CandidateRaisedError(Exception):
-    """Raised for an exception of the program whose class is not Python's own."""
+    """Raised for an exception of the program whose class is not one of Python's."""
 
 
 def run_tests(job: dict[str, Any], parts: list[bytes]) -> None:
     """Run the tests, and write one line with their result.
 
     Args:
-        job: Job with `entry`, and `reply_kb`, the largest reply.
+        job: The job, with `entry`, and `reply_kb`, the maximum size of a reply.
         parts: The test code, and the setup that runs before it.
     """
     test_code, setup = (part.decode("utf-8", "replace") for part in parts)
@@ -81,7 +80,7 @@ class _Channel:
         self._remote: dict[int, _Remote] = {}
 
     def ask(self, verb: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the program (`calls.serve_program`), and apply its changes to the arguments."""
+        """Send a request to the program (`calls.serve_program`), and apply changes to arguments."""
         self._count += 1
         try:
             request = plain_data.dumps((self._count, verb, name, args, kwargs), _number_of) + b"\n"
@@ -113,11 +112,11 @@ class _Channel:
         return value
 
     def _loads(self, value: Any) -> Any:
-        return plain_data.loads(json.dumps(value).encode(), self._object_of)
-
-    def _object_of(self, number: int) -> _Remote:
-        """Return the same stand-in for a number each time, so that identity is preserved here."""
-        return self._remote.setdefault(number, _Remote(self, number))
+        # A number always gives the same proxy, so that identity is preserved here.
+        return plain_data.loads(
+            json.dumps(value).encode(),
+            lambda number: self._remote.setdefault(number, _Remote(self, number)),
+        )
 
     def _reply(self) -> dict[str, Any]:
         received = bytearray()
@@ -186,7 +185,7 @@ def _stand_in(channel: _Channel, name: str) -> Callable[..., Any]:
 
 
 def _exception(reply: dict[str, Any]) -> Exception:
-    """Make an exception of Python's own class of that name, if there is one."""
+    """Return an exception of the Python class that the reply names, if there is one."""
     found = getattr(builtins, str(reply["error"]), None)
     kind: Any = CandidateRaisedError
     if isinstance(found, type) and issubclass(found, Exception):
@@ -200,7 +199,7 @@ def _exception(reply: dict[str, Any]) -> Exception:
 
 
 def _replay(before: Any, now: Any) -> None:
-    """Change an argument as the program changed its copy."""
+    """Change an argument in place as the program changed its copy."""
     if type(before) is not type(now):
         return
     if type(before) is list and len(before) == len(now):
@@ -238,7 +237,7 @@ def _undefined(source: str, namespace: dict[str, Any]) -> set[str]:
 
 
 def _modules(source: str) -> set[str]:
-    """Return the modules that a source uses: some tests rely on the program's imports."""
+    """Return the modules that a source uses, because some tests rely on the program's imports."""
     names = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)]
     owners = [
         node.value
@@ -252,7 +251,7 @@ def _modules(source: str) -> set[str]:
 
 
 def _where(error: BaseException) -> str:
-    """Describe an exception by its kind and the line of the tests, without expected values."""
+    """Describe an exception by its class and the line of the tests, without expected values."""
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""Filters the system calls of a program in the kernel: a list of those allowed."""
+"""Filters the system calls of a program in the kernel, by a list of those allowed."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _SELF = -1  # stands for the number of the confined process
 
 @dataclass(frozen=True, slots=True)
 class _Condition:
-    """Requires the low half of an argument, masked, to be one of some values.
+    """A condition that the low half of an argument, masked, is one of some values.
 
-    All such arguments have 32 bits for the kernel, or their upper half has no meaning.
+    The kernel uses only 32 bits of such arguments, or their upper half has no meaning.
     """
 
     argument: int
@@ -73,17 +73,19 @@ _NO_SHARED_FILE = _Condition(
 ON_FOREIGN_FILES = frozenset(
     {"chmod", "fchmod", "fchmodat", "utime", "utimes", "utimensat", "futimesat", "truncate"}
 )
-"""Calls that Landlock does not stop (the last: did not always). Where the root is the machine's,
-the owner of a file could use them on it. Refused where no `Meter` makes them instead.
+"""The calls that Landlock does not stop, or in the last case did not always stop.
+
+If the root directory is the machine's, the owner of a file could use them on it. They are refused
+unless a `Meter` makes them instead.
 """
 
 
 def install(pid: int, *, without: frozenset[str] = frozenset()) -> None:
-    """Confine this process and its future threads for good.
+    """Filter the system calls of this process and its future threads permanently.
 
     Args:
-        pid: Its number in its own namespace: the only one that it may send signals to.
-        without: Further calls to refuse.
+        pid: The number of this process in its namespace, the only one to which it may send signals.
+        without: Further system calls to refuse.
 
     Raises:
         OSError: The kernel refused.
@@ -99,13 +101,13 @@ def install(pid: int, *, without: frozenset[str] = frozenset()) -> None:
 
 
 def install_meter() -> int:
-    """Have the kernel ask about this process's calls on files, for good; return the descriptor.
+    """Make the kernel ask about this process's calls on files; return the descriptor for answers.
 
-    It also covers future threads. The holder of the descriptor answers, as `meter` describes. To be
-    called before `install`.
+    This also covers future threads, and cannot be undone. The holder of the descriptor answers, as
+    `meter` describes. Call this before `install`.
 
     Raises:
-        OSError: The kernel refused: it is too old, or another process is asked already.
+        OSError: The kernel refused, because it is too old, or asks another process already.
     """
     column = kernel.machine()
     if column is None:
@@ -121,13 +123,13 @@ def _load(instructions: bytes, flags: int) -> int:
 
 @functools.cache
 def prepared(column: int, without: frozenset[str]) -> tuple[bytes, tuple[int, ...]]:
-    """Return the instructions, and the offsets of the process number in them.
+    """Return the instructions of the filter, and the offsets of the process number in them.
 
-    The zygote makes them once, for all that it forks.
+    The zygote creates them once for all processes that it forks.
 
     Args:
-        column: Column of the machine in `syscall_numbers`.
-        without: Further calls to refuse.
+        column: The column of this machine in `syscall_numbers`.
+        without: Further system calls to refuse.
     """
     one, other = (b"".join(filter_program(column, pid, without=without)) for pid in (1, 2))
     return one, tuple(place for place in range(4, len(one), 8) if one[place] != other[place])
@@ -137,9 +139,9 @@ def filter_program(column: int, pid: int, *, without: frozenset[str] = frozenset
     """Return the instructions of the filter, 8 bytes each.
 
     Args:
-        column: Column of the machine in `syscall_numbers`.
-        pid: Number of the process, as for `install`.
-        without: Further calls to refuse.
+        column: The column of this machine in `syscall_numbers`.
+        pid: The number of the process, as for `install`.
+        without: Further system calls to refuse.
     """
     actions = {CLONE3[column]: [_instruction(_RETURN, _ERRNO | errno.ENOSYS)]}
     for unsupported in UNSUPPORTED.values():
@@ -166,10 +168,10 @@ def filter_program(column: int, pid: int, *, without: frozenset[str] = frozenset
 
 @functools.cache
 def meter_program(column: int) -> list[bytes]:
-    """Return the instructions of the filter that asks about files.
+    """Return the instructions of the filter that makes the kernel ask about calls on files.
 
-    `filter_program` may still refuse what it lets through, other numbers for the same calls
-    included.
+    `filter_program` may still refuse calls that this filter allows, including other numbers of the
+    same calls.
     """
     ask, pass_on = [_instruction(_RETURN, _ASK)], [_instruction(_RETURN, _ALLOW)]
     actions = {ALLOWED["mmap"][column]: _check((_NO_SHARED_FILE,), 0)}
@@ -186,7 +188,7 @@ _Range = tuple[int, list[bytes]]
 
 
 def _ranges(actions: dict[int, list[bytes]], other: list[bytes]) -> list[_Range]:
-    """Divide all numbers into ranges with the same action, in order."""
+    """Return consecutive ranges of all call numbers that have the same action."""
     ranges: list[_Range] = []
     for number in range(max(actions) + 2):
         action = actions.get(number, other)
@@ -196,10 +198,10 @@ def _ranges(actions: dict[int, list[bytes]], other: list[bytes]) -> list[_Range]
 
 
 def _search(ranges: list[_Range]) -> list[bytes]:
-    """Build a binary search over ranges.
+    """Return the instructions of a binary search over ranges, which is fast.
 
-    The kernel tries every number when the filter is installed, which is for every program, and some
-    at every call.
+    The kernel evaluates the filter for every number when it is installed, which happens for every
+    program, and for some numbers at every call.
     """
     if len(ranges) == 1:
         return ranges[0][1]
@@ -216,7 +218,10 @@ def _search(ranges: list[_Range]) -> list[bytes]:
 def _check(
     conditions: tuple[_Condition, ...], pid: int, *, otherwise: list[bytes] | None = None
 ) -> list[bytes]:
-    """Allow a call where all conditions hold, otherwise take another action (one instruction)."""
+    """Return instructions that allow a call if all conditions hold, and otherwise refuse it.
+
+    `otherwise` replaces the refusal by another action of one instruction.
+    """
     code: list[bytes] = []
     for condition in conditions:
         values = [pid if value == _SELF else value for value in condition.values]

@@ -1,4 +1,4 @@
-"""Numbers of system calls: of those that a program may make, and of the sandbox's own.
+"""Lists the numbers of system calls that a program may make, and that the sandbox makes.
 
 A name without a number does not exist on that machine.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 NUMBERS_BY_MACHINE: Mapping[str, int] = {"x86_64": 0, "aarch64": 1}
-"""Column of the tables below, by `os.uname().machine`."""
+"""The column of the tables below, by `os.uname().machine`."""
 
 # name: (x86_64, aarch64)
 ALLOWED: Mapping[str, tuple[int | None, int | None]] = {
@@ -172,8 +172,8 @@ ALLOWED: Mapping[str, tuple[int | None, int | None]] = {
     "getpeername": (52, 205),
     "getsockopt": (55, 209),
 }
-"""Calls that are allowed with any arguments. None gives access to another process, to the network,
-or to other rights.
+"""The calls that are allowed with any arguments; none gives access to another process, to the
+network, or to more rights.
 """
 
 CHECKED: Mapping[str, tuple[int | None, int | None]] = {
@@ -187,20 +187,20 @@ CHECKED: Mapping[str, tuple[int | None, int | None]] = {
     "prctl": (157, 167),
     "close_range": (436, 436),
 }
-"""Calls that are allowed with some arguments, by `seccomp`."""
+"""The calls that `seccomp` allows with some arguments."""
 
 UNSUPPORTED: Mapping[str, tuple[int, int]] = {
     "listxattr": (194, 11),
     "llistxattr": (195, 12),
     "flistxattr": (196, 13),
 }
-"""Calls that are answered with "not supported", upon which programs that copy a file with all its
-attributes go on.
+"""The calls that get the error "not supported", so that programs which copy a file with all its
+attributes continue.
 """
 
 CLONE3: tuple[int, int] = (435, 435)
-"""Call that is answered with "no such call": a filter cannot see its flags, and libraries then use
-`clone`.
+"""The call that gets the error "no such call", because a filter cannot see its flags. Libraries
+then use `clone`.
 """
 
 OURS: Mapping[str, tuple[int, int]] = {
@@ -216,4 +216,4 @@ OURS: Mapping[str, tuple[int, int]] = {
     "landlock_restrict_self": (446, 446),
     "seccomp": (317, 277),
 }
-"""Calls that the sandbox makes itself, before the filter is installed."""
+"""The calls that the sandbox makes itself, before the filter is installed."""

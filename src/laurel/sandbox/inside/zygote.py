@@ -1,8 +1,8 @@
-"""The program that jobs are forked from.
+"""Runs the zygote, the process from which jobs are forked.
 
-It is started afresh (`python -P -s -S -B`), with our own environment, no open file but a socket, in
-a session of its own. It never runs a program, and holds nothing of value to one. It ends when the
-process that started it does, and its jobs end with it.
+It is a new Python process (`python -P -s -S -B`) in its own session, with a clean environment, and
+no open file but a socket. It never runs a program itself, and holds nothing of value to one. It
+ends when the process that started it ends, and its jobs end with it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ PRELOADED = (
     "typing",
     "uuid",
 )
-"""Modules that programs import most, imported ahead."""
+"""The modules that programs import most often, which are imported ahead."""
 _LOOK_FOR_PARENT_MS = 1000
 _LONGEST_REQUEST = 4096
 # Monitors that wait for a job: two run at once where tests are split from a program.
@@ -77,7 +77,7 @@ _FIRST_ACCOUNT = 0x70000000
 
 
 def main(control_fd: int) -> None:
-    """Serve the process at the other end of a socket until it ends."""
+    """Serve the process at the other end of a socket until that process ends."""
     parent = os.getppid()
     control = socket.socket(fileno=control_fd)
     request = json.loads(control.recv(_LONGEST_REQUEST))
@@ -144,7 +144,7 @@ def _arm(setting: Confinement, scratch: str) -> socket.socket:
 def _hand_over(
     descriptors: list[int], armed: deque[socket.socket], setting: Confinement, scratch: str
 ) -> None:
-    """Give a job to an armed monitor; if that one has died meanwhile, to the next."""
+    """Pass a job to an armed monitor, or to the next one if that has died."""
     try:
         for _ in range(_ARMED + _ATTEMPTS):
             with armed.popleft() if armed else _arm(setting, scratch) as orders:
@@ -162,7 +162,7 @@ def _hand_over(
 
 
 def _take_layers(wanted: frozenset[str], scratch: str) -> tuple[Confinement, dict[str, str]]:
-    """Set up the wanted layers as far as possible; also return why the others are missing."""
+    """Set up the wanted layers as far as possible, and return why the others are missing."""
     # A user of its own: programs of one sandbox cannot reach those of another.
     descriptors = affordable_descriptors()  # read while /proc is there
     account = _FIRST_ACCOUNT + os.getpid() if os.geteuid() == 0 else None
@@ -235,9 +235,9 @@ def _try_namespaces(scratch: str, account: int | None) -> None:
 
 
 def _try_meter() -> int:
-    """Try in a child whether files can be metered; return the number of the error, or 0.
+    """Try in a child whether files can be metered; return the error number, or 0.
 
-    The child can write nothing afterwards, since nothing would answer its calls.
+    The child cannot write anything afterwards, because nothing would answer its calls.
     """
     pid = os.fork()
     if pid == 0:
@@ -252,7 +252,7 @@ def _try_meter() -> int:
 
 
 def _reason_against(attempt: Callable[[], object], fork: Callable[[], int] = os.fork) -> str:
-    """Try an action in a child; return why it fails, or an empty text."""
+    """Try an action in a child; return why it fails, or an empty text if it succeeds."""
     reading, writing = os.pipe()
     pid = fork()
     if pid == 0:

@@ -1,0 +1,87 @@
+"""Ctrl-C ends a command with one line that says what it leaves."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+import laurel.cli.score
+import laurel.demo.demo
+import laurel.run.evaluation.policy
+import laurel.run.evaluation.run
+from laurel.cli.main import app
+from reward_models import small_model, write_model
+
+ROW = b'{"prompt": "Where?", "completions": ["By the gate.", "No."]}\n'
+
+
+def interrupted(*arguments, **options):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "said"),
+    [
+        (["score", "-m", "x"], (laurel.cli.score, "run_score"), "interrupted"),
+        (
+            ["demo", "-d", "there"],
+            (laurel.demo.demo, "run_demo"),
+            "interrupted; there keeps what was made, and another demo starts over",
+        ),
+        (
+            ["eval", "policy", "-m", "x", "--dataset", "GSM8K"],
+            (laurel.run.evaluation.policy, "_played"),
+            "interrupted; no completion is kept",
+        ),
+        (
+            ["eval", "pairs", "-m", "{model}", "-d", "{rows}", "-o", "out"],
+            (laurel.run.evaluation.run, "open_evaluation_scorer"),
+            "interrupted; 0 of 1 result kept in out",
+        ),
+    ],
+)
+def test_one_line_says_what_is_kept(words, where, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    write_model(small_model(), tmp_path / "x")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "Where?", "chosen": "By the gate.", "rejected": "No."}\n')
+    monkeypatch.setattr(*where, interrupted)
+    done = CliRunner().invoke(app, [word.format(model="x", rows=rows) for word in words])
+    assert done.exit_code == 130
+    assert done.stderr.splitlines()[-1] == said
+
+
+@pytest.mark.slow
+def test_a_signal_while_rows_are_read(tmp_path):
+    model, output = tmp_path / "model", tmp_path / "scores.jsonl"
+    write_model(small_model(), model)
+    command = [
+        sys.executable,
+        "-m",
+        "laurel",
+        "score",
+        "-m",
+        model,
+        "--device",
+        "cpu",
+        "-o",
+        output,
+    ]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=False
+    ) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write(ROW)
+        process.stdin.flush()
+        while len(list(tmp_path.iterdir())) < 2:  # its file is begun, and it waits for rows
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        lines = process.stderr.read().decode().splitlines()
+        assert process.wait(timeout=60) == 130
+    assert lines[-1] == f"interrupted; 0 rows scored, and {output} is not written"
+    assert not output.exists()
