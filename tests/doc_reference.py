@@ -217,7 +217,7 @@ def _key(owner: type[Section], name: str, info: FieldInfo, values: Section | Non
         default = ": ..."
     elif not isinstance(value, Section) and value is not None:
         default = entry(name, literal(value)).strip().removeprefix(name)
-    about = (info.description or "").replace("See there.", "")
+    about = info.description or ""
     if re.fullmatch(_OF_A_SET + r"\.", about):
         (block, *_) = sections_of(kinds_of(owner.model_fields["train"].annotation))
         about = block.model_fields[name].description or ""

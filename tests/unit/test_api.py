@@ -73,7 +73,9 @@ def test_a_bad_row_may_be_skipped_as_on_the_command_line() -> None:
         score_now=lambda groups: [(Score(value=1.0),) * 2 for _ in groups]
     )
     settings = {"data.prompt_key": "question"}
-    with pytest.raises(DataError, match=r"rows\[1\]: .* or set data\.on_bad_row=skip"):
+    with pytest.raises(
+        DataError, match=r"rows\[1\]: .*keys question, which .* or set data\.on_bad_row=skip"
+    ):
         api.score(scorer, rows, settings=settings)
     first, bad, last = api.score(scorer, rows, settings={**settings, "data.on_bad_row": "skip"})
     assert [one.value for one in (*first, *last)] == [1.0] * 4

@@ -42,7 +42,7 @@ from laurel.observe.console import (
 )
 from laurel.observe.hub import check_fetchable
 from laurel.observe.json_output import write_json
-from laurel.rewards.spec import check_not_missing, find_model
+from laurel.rewards.spec import find_model
 from laurel.run.reward_model import load_data
 from laurel.run.specs import OPTIONS, model_spec
 from laurel.run.tasks import References, check_tests, needs_of, run_references
@@ -232,12 +232,12 @@ def run_data_check(
     Raises:
         UserError: There is no file or no row, or a model or an override cannot be used.
     """
+    found = ""
     if model:
-        check_not_missing(model, key="--model")
         with speaking(OPTIONS):
-            model = find_model(model).name
-        if not Path(model).is_dir():
-            check_fetchable(model, key="--model")
+            found = find_model(model).name
+        if not Path(found).is_dir():
+            check_fetchable(found, key="--model")
     with message_console().status(f"reading {path}"):
         findings = examine_data(path, trainer, overrides)
         row = problem = None
@@ -245,7 +245,7 @@ def run_data_check(
             row = first_row(findings.shown, "")
             try:
                 with speaking(Terms({"policy.model_name": "--model"})):
-                    row = first_row(findings.shown, model) if model else row
+                    row = first_row(findings.shown, found) if found else row
             except UserError as error:
                 problem = error  # raised after the findings are printed
     references = None

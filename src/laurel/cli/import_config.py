@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from laurel.config.importing.rules import KeyOutcome, is_secret, shown
+from laurel.config.importing.rules import is_secret, shown
 from laurel.config.importing.sources import (
     STDIN,
     TITLES,
@@ -73,22 +73,17 @@ def as_lines(report: ImportReport, output: Path | None) -> Iterator[str]:
             for why in dict.fromkeys(one.why for one in entries):
                 keys = ", ".join(said(one) for one in entries if one.why == why)
                 yield f"  {keys}: {why}"
-            continue
-        for one in entries:
-            yield from _entry_lines(one)
+        elif status == "not carried":
+            yield from (f"  {said(one)}: {' '.join(one.why.split())}" for one in entries)
+        else:
+            for one in entries:
+                key = said(one) if one.is_said else one.key
+                to = ", ".join(f"{ours}={shown(ours, value)}" for ours, value in one.to.items())
+                yield f"  {key}" if list(one.to) == [one.key] else f"  {key} -> {to}"
+                if one.why:
+                    yield f"      {one.why}"
     if output is not None:
         yield f"wrote {output}; run it: laurel {imported.run} --config {output}"
-
-
-def _entry_lines(one: KeyOutcome) -> Iterator[str]:
-    if one.status == "not carried":
-        yield f"  {said(one)}: {' '.join(one.why.split())}"
-        return
-    key = said(one) if one.is_said else one.key
-    to = ", ".join(f"{ours}={shown(ours, value)}" for ours, value in one.to.items())
-    yield f"  {key}" if list(one.to) == [one.key] else f"  {key} -> {to}"
-    if one.why:
-        yield f"      {one.why}"
 
 
 def import_facts(report: ImportReport, output: Path | None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from laurel.errors import (
     WorkerError,
     speaking,
 )
+from laurel.models.spec import ModelSpec
 from laurel.observe.console import verbosity, wrapped
 from laurel.observe.json_output import write_json
 from laurel.rewards.batching import BatcherLimits
@@ -34,8 +35,8 @@ from laurel.rewards.server.service import (
     ServingSpec,
     open_served,
 )
-from laurel.rewards.spec import ScorerSpec
-from laurel.run.specs import OPTIONS, asked_scorer
+from laurel.rewards.spec import ScorerSpec, find_reward_model
+from laurel.run.specs import OPTIONS
 
 if TYPE_CHECKING:
     from laurel.rewards.server.app import App
@@ -315,14 +316,15 @@ def _serving_spec(options: ServeOptions) -> ServingSpec:
 
             check_has_vllm("--engine vllm")
             pooling = PoolingOptions()
-        asked = ScorerSpec(
+        scorer = ScorerSpec(
+            model=ModelSpec(name=options.model),
+            found=find_reward_model(options.model),
             max_length=options.max_length,
             batch_tokens=options.batch_tokens,
             precision=options.precision,
             device=options.device,
             pooling=pooling,
         )
-        scorer = asked_scorer(options.model, asked)
     return ServingSpec(
         scorer=scorer,
         limits=BatcherLimits(batch_tokens=options.batch_tokens, max_waiting=options.max_waiting),

@@ -42,8 +42,9 @@ from laurel.errors import (
 )
 from laurel.observe.console import message_console, quiet_libraries, say_on, shorten_middle, visible
 from laurel.observe.files import check_output, replace_file
+from laurel.observe.hub import check_not_missing
 from laurel.observe.json_output import write_json
-from laurel.rewards.spec import check_not_missing, find_model
+from laurel.rewards.spec import find_model
 
 _TABLE = yaml.safe_load(files(__package__).joinpath("starters.yaml").read_text(encoding="utf-8"))
 TASKS: Mapping[str, Any] = _TABLE["tasks"]

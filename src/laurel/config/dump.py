@@ -83,7 +83,7 @@ def to_yaml(
             value = getattr(section, name)
             if describe:
                 about = meaning(type(section), name, field.description or "", named)
-                if isinstance(value, Section) and about in ("", "See there."):
+                if isinstance(value, Section) and not about:
                     about = type(value).__doc__ or ""
                 for text in (about, (more or {}).get(here, "")):
                     paragraph = textwrap.dedent(text).strip().split("\n\n")[0]

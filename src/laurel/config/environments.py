@@ -400,7 +400,6 @@ class ScorerSource(AskingConfig):
     safetensors_only: bool = True
     """Refuse pickled weights."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig(enabled=True)
-    """See there."""
     sequence_packing: PackingConfig = PackingConfig()
     """Token forests: several times faster and exact."""
     dynamic_batching: BatchingConfig = BatchingConfig()
@@ -607,7 +606,6 @@ class ScoringGenerationConfig(Section):
     `vllm`), checked against the golden scores. Default: it needs no second engine, and its noise
     can be measured exactly."""
     vllm_cfg: ScoringVllmConfig = ScoringVllmConfig()
-    """See there."""
 
 
 class RewardModelEnvironmentConfig(ScorerSource):
@@ -618,15 +616,12 @@ class RewardModelEnvironmentConfig(ScorerSource):
     enabled: bool = False
     """Score with this environment if `data.env_name` names none."""
     resources: ResourcesConfig = ResourcesConfig()
-    """See there."""
     dtensor_cfg: DTensorConfig = DTensorConfig()
-    """See there."""
     generation: ScoringGenerationConfig | None = None
     """What computes the scores of a model that this run loads: `backend` is `transformers` (also
     null), or `vllm`, an engine of its own on one machine. Default: no second engine, and its noise
     can be measured exactly."""
     transform: ScoreTransformConfig = ScoreTransformConfig()
-    """See there."""
     use_reward_loop: bool = True
     """Score completions while others are still generated; false: the whole batch of a step at its
     end. The scores are equal except for rounding. Default: a step is shorter with it
@@ -775,11 +770,8 @@ class EnvironmentsConfig(Section):
     foreign_keys: ClassVar[frozenset[str]] = foreign("EnvironmentsConfig")
 
     math: MathEnvironmentConfig = MathEnvironmentConfig()
-    """See there."""
     code: CodeEnvironmentConfig = CodeEnvironmentConfig()
-    """See there."""
     reward_model: RewardModelEnvironmentConfig = RewardModelEnvironmentConfig()
-    """See there."""
     composite: dict[str, CompositeEnvironmentConfig] = Field(default_factory=dict)
     """Combinations of the others, by names of your own."""
     custom: dict[str, NamedCall] = Field(default_factory=dict)

@@ -104,11 +104,9 @@ class GenerationConfig(Section):
     """Seconds without a finished completion after which the engine counts as dead. Default: half an
     hour without one completion is a hang."""
     vllm_cfg: VllmConfig = VllmConfig()
-    """See there."""
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine."""
     colocated: ColocatedConfig = ColocatedConfig()
-    """See there."""
     weight_transfer: Literal["auto", "object_store", "broadcast"] = "auto"
     """How weights reach engines in other processes: Ray's object store, or a broadcast of the
     learner's first rank (gloo; NCCL between GPUs). The run logs the choice of `auto` and its
@@ -462,7 +460,6 @@ class GRPOPolicyConfig(PolicyConfig):
     """Hub name or directory of a causal language model. Null with `policy.scratch`. Default: a
     small base model that already does some mathematics."""
     tokenizer: TokenizerConfig = TokenizerConfig()
-    """See there."""
     train_global_batch_size: int = Field(default=512, ge=1)
     """Completions of one optimizer step. Default: the 32 x 16 completions of a step, so one update
     of each batch."""
@@ -489,7 +486,6 @@ class GRPOPolicyConfig(PolicyConfig):
     constant learning rate. Default: constant, so a run can be prolonged as if it had always been
     longer."""
     generation: GenerationConfig = GenerationConfig()
-    """See there."""
 
 
 # -------------------------------------------------------------------------------------------- grpo
@@ -533,7 +529,6 @@ class GRPOConfig(Section):
     """Compare each sample with the others of its group only. Default: a sample in its own baseline
     would shrink its advantage."""
     adv_estimator: AdvantageConfig = AdvantageConfig()
-    """See there."""
     advantage_clip_low: float | None = None
     """Lowest advantage. Default: nothing is cut."""
     advantage_clip_high: float | None = None
@@ -551,9 +546,7 @@ class GRPOConfig(Section):
     batch_multiplier: float = Field(default=1.0, ge=1)
     """Tasks per batch of generation, in steps' worth, with dynamic sampling."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
-    """See there."""
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
-    """See there."""
     max_bad_steps: int = Field(default=3, ge=1)
     """Successive steps with a loss or gradient that is not finite before the run stops. Default:
     one bad batch is an accident, three in a row are a fault."""
@@ -579,7 +572,6 @@ class GRPOConfig(Section):
     stop_at_validation_threshold: float | None = None
     """What `stop_at_validation_metric` has to reach."""
     health: HealthConfig = HealthConfig()
-    """See there."""
     seed: int = Field(default=42, ge=0)
     """Seeds the order of the tasks and every completion."""
 

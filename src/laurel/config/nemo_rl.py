@@ -121,7 +121,9 @@ def _is_off(value: Any, same: Sequence[Any] = ()) -> bool:
     if isinstance(value, dict):
         return _is_disabled(value) or all(_is_off(child) for child in value.values())
     return any(
-        value == off and isinstance(value, bool) == isinstance(off, bool) for off in (*_OFF, *same)
+        # To Python 0 equals False, and a number is no switch.
+        value == off and isinstance(value, bool) == isinstance(off, bool)
+        for off in (*_OFF, *same)
     )
 
 

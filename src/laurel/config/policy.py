@@ -293,7 +293,6 @@ class PolicyConfig(Section):
     scratch: ScratchConfig | None = None
     """Make a small model with random weights instead of loading one."""
     tokenizer: TokenizerConfig = TokenizerConfig()
-    """See there."""
     train_global_batch_size: int = Field(default=128, ge=1)
     """Groups (pairs) of one optimizer step."""
     train_micro_batch_size: int = Field(default=1, ge=1)
@@ -304,11 +303,8 @@ class PolicyConfig(Section):
     """Arithmetic of the decoder. Master weights, reward head and loss are float32 either way.
     Default: half the memory of activations, and tensor cores."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
-    """See there."""
     dtensor_cfg: DTensorConfig = DTensorConfig()
-    """See there."""
     sequence_packing: PackingConfig = PackingConfig()
-    """See there."""
     dynamic_batching: BatchingConfig = BatchingConfig()
     """Where packing is off: padded micro-batches of similar lengths up to a token budget."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
@@ -435,11 +431,8 @@ class LoggerConfig(Section):
     mlflow_enabled: bool = False
     """Log to MLflow (extra `mlflow`)."""
     wandb: WandbConfig = WandbConfig()
-    """See there."""
     tensorboard: TensorboardConfig = TensorboardConfig()
-    """See there."""
     mlflow: MlflowConfig = MlflowConfig()
-    """See there."""
     num_val_samples_to_print: int = Field(default=3, ge=0)
     """Pairs or completions shown at each validation: one line each, whole if this key is set or
     with `laurel --verbose`."""

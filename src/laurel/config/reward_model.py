@@ -80,7 +80,6 @@ class RewardTrainingConfig(Section):
     max_bad_steps: int = Field(default=3, ge=1)
     """Successive steps with a loss or gradient that is not finite before the run stops."""
     loss: LossConfig = LossConfig()
-    """See there."""
 
 
 class RewardTrainingRun(Section):

@@ -136,7 +136,7 @@ def scoring_row(
             key.removesuffix("_key"): required(row, column, setting=key)
             for key, column in (columns or {}).items()
         }
-        prompt, completions_G = _parts({**row, **named} if named else row)
+        prompt, completions_G = _parts({**row, **named}, written=row)
     except UnusableRow as problem:
         return _bad_row(problem, source, where, on_bad_row)
     own_id = row.get("id")
@@ -174,13 +174,14 @@ def _stdin_rows(
 # ---------------------------------------------------------------------------------------- shapes
 
 
-def _parts(row: Row) -> _Parts:
+def _parts(row: Row, *, written: Row) -> _Parts:
     for shape in _SHAPES:
         if shape.fits(row):
             return shape.read(row)
     raise UnusableRow(
         "unknown shape",
-        f"the row has the keys {', '.join(map(str, row)) or '(none)'}, which say no conversation",
+        f"the row has the keys {', '.join(map(str, written)) or '(none)'}, which say no "
+        "conversation",
         remedy=f"A row can be {_SHAPES_IN_WORDS}; or name its columns ({COLUMNS_IN_WORDS})",
     )
 

@@ -204,7 +204,12 @@ def _foreign_tests(row: Row) -> dict[str, Any]:
         truth = judge["ground_truth"]
         return _as_in("verl", _inputs_outputs(truth, "'reward_model.ground_truth'", is_verl=True))
     if row.get("input_output") is not None and row["input_output"] != "":
-        tests = _inputs_outputs(row["input_output"], "'input_output'") | _first_solution(row)
+        tests = _inputs_outputs(row["input_output"], "'input_output'")
+        # APPS and TACO have a list of programs.
+        solutions = _parsed(row["solutions"], "'solutions'") if row.get("solutions") else None
+        first = next(iter(solutions), None) if isinstance(solutions, Sequence) else None
+        if isinstance(first, str) and first.strip():
+            tests["reference_solution"] = first
         return _as_in("taco" if any(key in row for key in _ONLY_IN_TACO) else "apps", tests)
     if row.get("public_test_cases") is not None:
         return _as_in("livecodebench", _test_cases(row))
@@ -217,15 +222,6 @@ _ONLY_IN_TACO = ("raw_tags", "skill_types", "Expected Time Complexity")
 def _as_in(benchmark: str, tests: dict[str, Any]) -> dict[str, Any]:
     # The benchmark's own grader puts the prelude before a program, and compares in this way.
     return tests | {"comparison": benchmark, "prelude": PRELUDES[benchmark]}
-
-
-def _first_solution(row: Row) -> dict[str, Any]:
-    # APPS and TACO have a list of programs.
-    if not row.get("solutions"):
-        return {}
-    solutions = _parsed(row["solutions"], "'solutions'")
-    first = next(iter(solutions), None) if isinstance(solutions, Sequence) else None
-    return {"reference_solution": first} if isinstance(first, str) and first.strip() else {}
 
 
 def _inputs_outputs(value: Any, what: str, *, is_verl: bool = False) -> dict[str, Any]:

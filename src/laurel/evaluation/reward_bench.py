@@ -286,7 +286,10 @@ def measure_reward_bench_2(
         ValueError: A row of Ties is malformed, or two rows share an id.
     """
     ties = [row for row in rows if is_ties(row.subset)]
-    credits = {row.id: _credit(row) for row in rows}
+    credits = {row.id: row.first_credit for row in rows}
+    for row in ties:
+        margins = _margins(row)
+        credits[row.id] = None if margins is None else float(margins.is_accurate)
     if len(credits) < len(rows):
         raise ValueError("two rows share an id")
     found = shares_by_subset(
@@ -306,13 +309,6 @@ def measure_reward_bench_2(
         notes=tuple(notes),
         credits=credits,
     )
-
-
-def _credit(row: ScoredList) -> float | None:
-    if not is_ties(row.subset):
-        return row.first_credit
-    margins = _margins(row)
-    return None if margins is None else float(margins.is_accurate)
 
 
 def _margins(row: ScoredList) -> _Margins | None:

@@ -15,9 +15,11 @@ of the group's other completions. The estimators are:
     reinforce_plus_plus  d_i (or the reward itself), whitened over all groups (arXiv 2501.03262);
                          each completion counts once, whatever its length
 
-A division by s divides by `s + std_eps`, or by `noise_floor_factor` times the noise if that is
-larger; nothing is divided if s is 0. The mean over the batch is subtracted only if no baseline was:
-otherwise a group with equal rewards would get advantages from the other groups.
+A division by s divides by `s + std_eps`, or by `noise_floor_factor` times the scoring noise if that
+is larger. The scoring noise is the standard deviation of the rewards' errors (such as rounding),
+which an environment states, or measures by scoring conversations repeatedly. If s is 0, nothing is
+divided. The mean over the batch is subtracted only if no baseline was: otherwise a group with equal
+rewards would get advantages from the other groups.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageRule:
-    """The rule for advantages, with every null of the configuration resolved."""
+    """The settings for computing advantages; every default is filled in."""
 
     name: Literal["grpo", "gdpo", "reinforce_plus_plus"]
     has_baseline: bool
@@ -67,7 +69,7 @@ class AdvantageRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Advantages:
-    """The advantages of a batch."""
+    """The advantages of a batch, one per completion, with statistics of the rewards."""
 
     values_BG: list[Floats]
     """Advantage of each completion; 0 where it has no reward."""
@@ -80,10 +82,13 @@ class Advantages:
 
 
 def resolve(config: GRPOConfig) -> AdvantageRule:
-    """Return the rule for advantages of a `grpo` section; nulls of the estimator take its values.
+    """Return the settings for computing advantages that a `grpo` section describes.
+
+    Settings that the section leaves null get the default of its estimator.
 
     Raises:
-        ConfigError: GDPO is combined with reward scaling or shaping, which change only the total.
+        ConfigError: GDPO is combined with reward scaling or shaping. GDPO compares the components
+            of a reward, but scaling and shaping change only the total.
     """
     chosen = config.adv_estimator
     if chosen.name == "gdpo" and (config.reward_scaling.enabled or config.reward_shaping.enabled):
@@ -113,7 +118,7 @@ def resolve(config: GRPOConfig) -> AdvantageRule:
 
 
 def teaches(values: Floats) -> bool:
-    """Report whether any advantage is nonzero, so that it moves the policy."""
+    """Report whether any advantage is nonzero; if none is, the batch teaches nothing."""
     return bool(np.any(values != 0.0))
 
 
@@ -131,18 +136,20 @@ def compute_advantages(
     `reward_group_std`, the mean over groups; `frac_reward_zero_std`, the share with equal rewards
     among the groups with at least two; `groups_without_signal`, whose advantages are all 0;
     `groups_at_noise_floor`; and, if all rewards are 0 or 1, the percentages of groups with only 0,
-    only 1 or both, `baseline_reward/{pct_0,pct_1,pct_mixed}`.
+    only 1 or both, `baseline_reward/{pct_0,pct_1,pct_mixed}`. A group is at the noise floor if it
+    is divided by a multiple of the noise because the standard deviation is smaller.
 
     Args:
-        rewards_BG: The reward of each completion; None if it failed or is excluded.
+        rewards_BG: The reward of each completion; None if its scoring failed or it is excluded.
         rule: The result of `resolve` for the `grpo` section.
-        noise: The standard deviation of the scorer's noise, in units of the reward: one number, or
-            one per group.
-        components_BG: The components of each reward, for GDPO.
+        noise: The standard deviation of the errors of rewards (such as rounding), in units of the
+            reward: one number, or one per group. It bounds divisors from below.
+        components_BG: The named components of each reward; only GDPO uses them.
 
     Raises:
-        ConfigError: GDPO lacks the components of rewards, or has another number of weights.
-        ValueError: A reward is NaN or infinite: it is a failure, and must be None.
+        ConfigError: GDPO is chosen, and rewards have no components, or the number of components is
+            not the number of `reward_weights`.
+        ValueError: A reward is NaN or infinite. The caller must pass None for such a completion.
     """
     used_BG = [np.array([r is not None for r in row_G], dtype=bool) for row_G in rewards_BG]
     rewards = [np.array([r for r in row_G if r is not None], np.float64) for row_G in rewards_BG]
@@ -365,7 +372,7 @@ def _metrics(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapedRewards:
-    """The rewards after shaping, from which advantages are computed."""
+    """The rewards from which advantages are computed, after scaling, shaping and filtering."""
 
     rewards_BG: list[list[float | None]]
     """The reward of each completion; None if it failed, or if `overlong_filtering` excludes it."""
@@ -375,14 +382,14 @@ class ShapedRewards:
 
 
 def scaled(reward: float, config: RewardScalingConfig) -> float:
-    """Clip a reward to the source range, and map it linearly to the target range."""
+    """Clip a reward to the configured source range, and map it linearly to the target range."""
     cut = min(max(reward, config.source_min), config.source_max)
     share = (cut - config.source_min) / (config.source_max - config.source_min)
     return config.target_min + share * (config.target_max - config.target_min)
 
 
 def slope(config: RewardScalingConfig) -> float:
-    """Return the factor by which `scaled` changes differences between rewards; 1 if disabled."""
+    """Return the factor by which `scaled` stretches differences of rewards; 1 if scaling is off."""
     if not config.enabled:
         return 1.0
     width = config.target_max - config.target_min
@@ -392,13 +399,13 @@ def slope(config: RewardScalingConfig) -> float:
 def overlong_penalty(num_tokens: int, config: RewardShapingConfig, *, longest: int) -> float:
     """Compute the penalty for a completion's length (DAPO, arXiv 2503.14476), which is at least 0.
 
-    It is 0 up to `max_response_length - overlong_buffer_length` tokens. From there on it is linear:
-    `overlong_buffer_penalty` at `max_response_length` and, as in NeMo RL, larger beyond.
+    The penalty is 0 up to `max_response_length - overlong_buffer_length` tokens. Beyond that it is
+    linear: `overlong_buffer_penalty` at `max_response_length` and, as in NeMo RL, larger beyond.
 
     Args:
         num_tokens: The number of tokens that the policy generated.
         config: The section `grpo.reward_shaping`.
-        longest: The `max_response_length` if the section sets none.
+        longest: The value of `max_response_length` if the section sets none.
     """
     limit = config.max_response_length or longest
     excess = num_tokens - (limit - config.overlong_buffer_length)
@@ -406,10 +413,10 @@ def overlong_penalty(num_tokens: int, config: RewardShapingConfig, *, longest: i
 
 
 def stopped_improperly(reward: float, *, coefficient: float) -> float:
-    """Return the reduced reward of a truncated completion, which is at most its full reward.
+    """Return the reduced reward of a truncated completion.
 
-    A positive reward is multiplied by the coefficient. That would raise a negative reward, which is
-    divided by the coefficient instead, or by 0.5 if the coefficient is smaller.
+    A positive reward is multiplied by `coefficient`. A negative reward is divided by
+    `max(coefficient, 0.5)`, because multiplying would raise it.
     """
     if reward > 0.0:
         return coefficient * reward
@@ -417,9 +424,11 @@ def stopped_improperly(reward: float, *, coefficient: float) -> float:
 
 
 def shaped(rollout: Rollout, reward: float, config: RewardShapingConfig, *, longest: int) -> float:
-    """Return a reward less its `overlong_penalty`.
+    """Return the reward of a rollout after `grpo.reward_shaping`.
 
-    With `stop_properly_penalty_coef`, truncated completions are reduced by that instead.
+    If `stop_properly_penalty_coef` is set, truncated completions are reduced by
+    `stopped_improperly`, and others keep their reward. Otherwise the result is the reward minus the
+    `overlong_penalty`, which also describes `longest`.
     """
     if config.stop_properly_penalty_coef is None:
         num_tokens = int(rollout.mask_L.sum())
@@ -432,12 +441,12 @@ def shaped(rollout: Rollout, reward: float, config: RewardShapingConfig, *, long
 def shape_rewards(
     groups: Sequence[RolloutGroup], config: GRPOConfig, *, longest: int
 ) -> ShapedRewards:
-    """Apply `reward_scaling`, `reward_shaping` and `overlong_filtering` to rewards.
+    """Return rewards after `reward_scaling`, `reward_shaping` and `overlong_filtering`.
 
     Args:
         groups: The rollouts with their rewards.
         config: The section `grpo`.
-        longest: `policy.max_total_sequence_length`.
+        longest: The value of `max_response_length` if the section sets none.
     """
     rewards_BG, penalties = list[list[float | None]](), list[float]()
     num_clamped = num_filtered = 0
@@ -479,8 +488,9 @@ def completion_divergence(
     """Estimate the KL divergence of the policy from the reference policy on one completion.
 
     The result is the sum over the policy's tokens of the clamped estimator that
-    `reference_policy_kl_type` names, without the penalty's weight. Only k1 is unbiased here, and it
-    can be negative. The result is NaN if a log-probability is not finite.
+    `reference_policy_kl_type` names; `reference_policy_kl_penalty` is not applied. Only the
+    estimator k1 is unbiased here, and k1 can be negative. The result is NaN if a log-probability is
+    not finite.
 
     Args:
         policy_L: Log-probabilities under the policy that sampled the completion.
@@ -512,7 +522,10 @@ NO_DIVERGENCE = "the divergence from the reference policy is not finite (loss_fn
 def fail_without_divergence(
     groups: Sequence[RolloutGroup], divergences_BG: Sequence[Sequence[float]]
 ) -> list[RolloutGroup]:
-    """Return groups in which completions without a finite KL divergence have failed."""
+    """Return groups in which completions with a NaN or infinite KL divergence are marked as failed.
+
+    A failed completion has the reward None and a `failure` that says why.
+    """
     return [
         replace(
             group,
@@ -528,7 +541,7 @@ def fail_without_divergence(
 
 
 def lacks_divergences(groups: Sequence[RolloutGroup]) -> bool:
-    """Report whether every completion has failed, some for a KL divergence that is not finite."""
+    """Report whether all completions failed, some of them because of their KL divergence."""
     failures = [rollout.failure for group in groups for rollout in group.rollouts_G]
     return None not in failures and NO_DIVERGENCE in failures
 
@@ -551,7 +564,7 @@ def subtract_divergences(
     *,
     weight: float,
 ) -> list[list[float | None]]:
-    """Return the rewards less `weight` times the KL divergences; a reward of None stays None."""
+    """Return each reward minus `weight` times its KL divergence; None stays None."""
     return [
         [None if reward is None else reward - weight * kl for reward, kl in zip(*rows, strict=True)]
         for rows in zip(rewards_BG, divergences_BG, strict=True)

@@ -1,4 +1,4 @@
-"""Scoring of completions by environments: which ones share a call, and timing."""
+"""Scores completions in environments: decides which ones share a call, and measures the time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RolloutInProgress:
     """The environment's last observation."""
 
     def add_turn(self, generated: Generated) -> None:
-        """Append a turn of the policy."""
+        """Append an assistant turn that the generator has sampled."""
         self._append(generated.ids_L, True, generated.logprobs_L)
         self.messages.append(Message("assistant", generated.text))
         self.num_turns += 1
@@ -73,7 +73,7 @@ class RolloutInProgress:
         self.weight_version = min(v for v in versions if v is not None)
 
     def add_observation(self, observation: Mapping[str, str], ids: TokenIds) -> None:
-        """Append an observation of the environment."""
+        """Append a message of the environment, with its tokens, which are not trained on."""
         self._append(ids, False, np.zeros(len(ids), dtype=np.float32))
         self.messages.append(Message(observation["role"], observation["content"]))
 
@@ -83,11 +83,11 @@ class RolloutInProgress:
         self.logprobs.append(np.asarray(logprobs, dtype=np.float32))
 
     def fail(self, reason: str) -> None:
-        """End the rollout without a reward."""
+        """End the conversation without a reward; `reason` becomes the rollout's `failure`."""
         self.failure, self.is_over = reason, True
 
     def finished(self) -> Rollout:
-        """Convert it to a `Rollout`."""
+        """Return this conversation as a `Rollout`; its reward is None if it failed."""
         return Rollout(
             messages=tuple(self.messages),
             ids_L=_joined(self.ids),
@@ -105,17 +105,25 @@ class RolloutInProgress:
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Most conversations have one turn, which need not be copied."""
+    """Concatenate arrays; a single one, as most conversations have, is not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def take_verdict(
     step: Callable[..., Any], returned: Any, rollouts: Sequence[RolloutInProgress]
 ) -> None:
-    """Distribute the results of `step` over the conversations.
+    """Write what an environment's `step` returned into the conversations that it scored.
+
+    A conversation fails if its reward is not finite, or if an observation that should continue it
+    is not a message.
+
+    Args:
+        step: The method that was called, for error messages.
+        returned: The value that it returned.
+        rollouts: The conversations, in the order in which they were passed to `step`.
 
     Raises:
-        EnvironmentFailedError: The results do not match these conversations.
+        EnvironmentFailedError: The value does not have one entry for each conversation.
     """
     size = len(rollouts)
     verdict = checked_return(step, returned, size)
@@ -154,20 +162,20 @@ def take_verdict(
 
 
 PendingJudgement = tuple[Conversation, RolloutInProgress]
-"""A prompt, and a conversation that began with it."""
+"""The prompt and the rest of a conversation that is to be scored."""
 
 MAX_PARTS = 4
 """Maximum number of parts of a group that is scored in parts."""
 MIN_TOKEN_RATIO = 2
-"""A part is scored in a call of its own from this multiple of its prompt's tokens on."""
+"""Minimum ratio of a part's tokens to those of its prompt for a separate scoring call."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RolloutStats:
-    """The timing of a batch of rollouts in seconds, and its counts."""
+    """The durations, in seconds, and the counts of a batch of rollouts."""
 
     generation: float = 0.0
-    """Time from the first request to the last completion."""
+    """Time from the first request for completions to the last completion."""
     environment: float = 0.0
     """Time in environments, summed over all calls."""
     judging: float = 0.0
@@ -179,7 +187,7 @@ class RolloutStats:
     num_repeated: int = 0
     """Tokens of the prompts of further turns: the conversations so far."""
     num_cached: int = 0
-    """Those of them that the generator did not compute again."""
+    """Tokens of `num_repeated` that the generator did not compute again."""
     num_out_of_turns: int = 0
     """Conversations that ran out of turns before their environment ended them."""
     num_cut_off: int = 0
@@ -188,13 +196,21 @@ class RolloutStats:
 
     @property
     def hidden_share(self) -> float | None:
-        """Share of the scoring that overlapped with generation, 0 to 1."""
+        """Share of the scoring time that overlapped with generation, 0 to 1.
+
+        None if no environment was called.
+        """
         if not self.judging:
             return None
         return max(0.0, 1.0 - self.exposed / self.judging)
 
     def end_unfinished(self, rollout: RolloutInProgress, *, is_out_of_turns: bool) -> None:
-        """End and count a conversation that its environment would have continued."""
+        """Mark a conversation as truncated and over before its environment ended it, and count it.
+
+        Args:
+            rollout: The conversation.
+            is_out_of_turns: Whether the limit of turns ended it; otherwise its tokens ran out.
+        """
         rollout.truncated = rollout.is_over = True
         if is_out_of_turns:
             self.num_out_of_turns += 1
@@ -203,14 +219,14 @@ class RolloutStats:
 
 
 class Calls:
-    """The calls of environments for one batch, in one event loop."""
+    """Limits and times the calls of environments that one batch of rollouts makes."""
 
     def __init__(self, stats: RolloutStats, limit: int) -> None:
-        """Start without calls.
+        """Create the limit and the timer; no call is open yet.
 
         Args:
-            stats: The seconds that the calls take are added to it.
-            limit: Maximum number of concurrent calls.
+            stats: Accumulates the seconds that calls take, in `environment` and `judging`.
+            limit: The maximum number of concurrent calls of environments.
         """
         self.stats = stats
         self.slots = asyncio.Semaphore(limit)
@@ -219,7 +235,7 @@ class Calls:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Time a call of an environment."""
+        """Time one call of an environment, which runs while the context is open."""
         started = time.monotonic()
         if not self._num_open:
             self._began = started
@@ -235,24 +251,24 @@ class Calls:
 
 
 class Judges:
-    """A caller of environments in threads; conversations receive their rewards or failures."""
+    """Calls environments in threads, and writes rewards and failures into the conversations."""
 
     def __init__(self, *, timeout: float, num_threads: int) -> None:
-        """Prepare the threads; none starts yet.
+        """Set the limits of calls; threads start with the first calls.
 
         Args:
-            timeout: Seconds of one call; a call for several groups gets this for each.
-            num_threads: Number of concurrent calls.
+            timeout: The maximum seconds of a call. A call for n groups may take n times as long.
+            num_threads: The maximum number of concurrent calls.
         """
         self._timeout = timeout
         self._threads = PatientThreads(num_threads, name="environment")
 
     def begin(self, stats: RolloutStats) -> Calls:
-        """Make the state that the calls of one batch share."""
+        """Create the limit and the timer that the calls of one batch share."""
         return Calls(stats, self._threads.limit)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the idle threads; calls in progress are abandoned, not waited for."""
         self._threads.close()
 
     async def judge(
@@ -265,8 +281,18 @@ class Judges:
     ) -> None:
         """Score conversations in one call of their environment.
 
+        Each conversation gets its reward. If the call raises an error or takes too long, all
+        conversations fail with that reason.
+
+        Args:
+            environment: The environment whose `step` is called.
+            pending: The conversations to score, each with its prompt.
+            calls: The limit and the timer of the batch.
+            num_groups: The number of groups of the conversations; the time limit is multiplied by
+                it.
+
         Raises:
-            WorkerError: The environment's worker is lost.
+            WorkerError: The environment's worker process is lost.
         """
         rollouts = [rollout for _, rollout in pending]
         logs = [
@@ -301,7 +327,7 @@ class Judges:
 def parts_to_judge(
     environment: Environment, rollouts: Sequence[RolloutInProgress]
 ) -> list[list[RolloutInProgress]]:
-    """Divide a group into parts that are scored together, once their last completion has ended.
+    """Divide a group into parts, each scored as soon as all of its completions have ended.
 
     The division depends on indices alone, never on the order of completion.
     """
@@ -313,10 +339,11 @@ def parts_to_judge(
 def worth_separate_call(
     part: Sequence[RolloutInProgress], environment: Environment, prompt_length: int
 ) -> bool:
-    """Report whether a part is worth a call of its own, which computes the prompt once more.
+    """Report whether a part of a group is long enough to be scored in a call of its own.
 
-    This bounds the extra computation for a group at 50 %. The answer depends on the tokens alone,
-    so it is the same in every run.
+    Each call computes the prompt again. The rule bounds the extra computation for a group at 50 %.
+    The answer depends on the tokens alone, so it is the same in every run. Environments that score
+    single completions always get separate calls.
     """
     if environment.spec.judges == "completion":
         return True
@@ -326,7 +353,10 @@ def worth_separate_call(
 
 
 def copy_reward_to_duplicates(rollouts: Iterable[RolloutInProgress]) -> None:
-    """Copy the reward of the first of equal conversations to those that were scored separately."""
+    """Give conversations with equal messages equal rewards: those of the first of them.
+
+    Equal conversations that are scored in different calls may otherwise differ by rounding.
+    """
     first_of: dict[Conversation, RolloutInProgress] = {}
     for rollout in rollouts:
         if rollout.failure is None:
@@ -336,7 +366,7 @@ def copy_reward_to_duplicates(rollouts: Iterable[RolloutInProgress]) -> None:
 
 
 class BatchBarrier:
-    """The groups of a batch that one environment scores together, in one call."""
+    """Collects the groups of a batch for an environment that scores all of them in one call."""
 
     def __init__(self, num_groups: int) -> None:
         self._num_missing = num_groups
@@ -348,7 +378,10 @@ class BatchBarrier:
         pending: Sequence[PendingJudgement],
         judge: Callable[[Sequence[PendingJudgement]], Awaitable[None]],
     ) -> None:
-        """Wait until all groups have been scored; the last one to arrive makes the call."""
+        """Add a group, and wait until all groups of the batch have been scored.
+
+        The last group to arrive calls `judge` with the conversations of all groups.
+        """
         self._pending += pending
         self._num_missing -= 1
         if self._num_missing:
@@ -365,7 +398,10 @@ T = TypeVar("T")
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently; the first exception cancels the others, then is raised."""
+    """Run coroutines concurrently, and return their results in order.
+
+    The first exception cancels the other coroutines, and is raised when they have ended.
+    """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -374,7 +410,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def end_all(tasks: Iterable[asyncio.Future[Any]], *, patience: float | None = None) -> None:
-    """Cancel unfinished tasks and wait for them, for `patience` seconds at most."""
+    """Cancel unfinished tasks and wait for them; `patience` is the maximum wait in seconds."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
@@ -386,14 +422,17 @@ async def end_all(tasks: Iterable[asyncio.Future[Any]], *, patience: float | Non
 
 
 class PatientThreads:
-    """Threads for calls that block and may never return.
+    """Runs blocking calls in threads, and abandons those that take too long.
 
-    An abandoned call keeps its thread; another thread takes its place, and none keeps the process
-    from ending.
+    An abandoned call keeps its thread, and another thread replaces it in the pool. No thread keeps
+    the process from exiting.
     """
 
     def __init__(self, limit: int, *, name: str) -> None:
-        """Prepare at most `limit` threads; none starts yet."""
+        """Create an empty pool of at most `limit` threads, which start with the first calls.
+
+        `name` is the name of the threads.
+        """
         self.limit = limit
         self._name = name
         self._idle: list[_Thread] = []
@@ -405,16 +444,16 @@ class PatientThreads:
         *arguments: Any,
         timeout: float,
     ) -> T:
-        """Call the function in a thread; its result or exception is passed on.
+        """Call a function in a thread; return its result or raise its exception.
 
         Args:
-            slots: Semaphore of the event loop, with `limit` places.
-            function: Called in a thread.
-            arguments: Its arguments.
-            timeout: Seconds from when it is called, not from when it is asked for.
+            slots: A semaphore of the running event loop that admits `limit` calls.
+            function: The function to call.
+            arguments: The positional arguments of the function.
+            timeout: The maximum seconds of the call; waiting for a slot does not count.
 
         Raises:
-            GivenUpError: It took longer.
+            GivenUpError: The call took longer than `timeout`.
         """
         async with slots:
             thread = self._idle.pop() if self._idle else _Thread(self._name)
@@ -434,7 +473,7 @@ class PatientThreads:
         return outcome()
 
     def close(self) -> None:
-        """End all idle threads and wait for them."""
+        """End the idle threads and wait for them; threads with a call in progress are left."""
         idle, self._idle = self._idle, []
         for thread in idle:
             thread.end()
@@ -443,7 +482,7 @@ class PatientThreads:
 
 
 class GivenUpError(Exception):
-    """Raised for a call that took too long."""
+    """Raised when a call in a thread took longer than its time limit."""
 
 
 _Outcome = Callable[[], T]
@@ -454,8 +493,8 @@ def described(error: BaseException, called: Callable[..., Any] | None = None) ->
 
     Args:
         error: The exception.
-        called: The function whose author is to read it: the innermost line of
-            its own, or of what else is neither Laurel's nor of a package, is shown.
+        called: The function whose author reads the message. The line shown is then the innermost
+            one in the function's file, or in a file that is part of no installed package.
     """
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

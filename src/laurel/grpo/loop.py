@@ -1,4 +1,4 @@
-"""The training loop of GRPO.
+"""Runs the training loop of GRPO.
 
     tasks --> rollouts --> rewards --> advantages --> token forests --> log-probs --> loss --> step
 
@@ -111,20 +111,27 @@ class GRPO(TrainingLoop):
         )
 
     def run(self, position: Position) -> RunOutcome:
-        """Train from this position to the end."""
+        """Train from `position`, the start or that of a checkpoint, until the run ends."""
         if position.step > 0:  # a new generator knows nothing of the steps before
             self._hand_over(position.step)
             self.health.resumed(position.step)
         return super().run(position)
 
     def alarm(self) -> str | None:
-        """Return the reason to end the run, if an alarm of `stop_on` is raised."""
+        """Return why the run must end: the raised alarms that `stop_on` lists.
+
+        None if no such alarm is raised.
+        """
         return self.health.reason_to_stop
 
     # ------------------------------------------------------------------------------------- a step
 
     def step(self, position: Position) -> Position:
-        """Train on the batch of a step, and send the new weights to the generator."""
+        """Train on the batch of a step, and send the new weights to the generator.
+
+        Returns:
+            The position after the step.
+        """
         time, grpo = self.timers.time, self.settings.grpo
         num_groups = None if grpo.use_dynamic_sampling else grpo.num_prompts_per_step
         with time("total_step_time"):
@@ -264,7 +271,11 @@ class GRPO(TrainingLoop):
     # --------------------------------------------------------------------------------- validating
 
     def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Validate the policy; return its metrics by their names in logs, and in checkpoints."""
+        """Validate the policy after a step.
+
+        Returns:
+            The metrics by their names in logs, and the metrics by their names in checkpoints.
+        """
         validation = self.parts.validation
         assert validation is not None
         with (
@@ -432,11 +443,18 @@ class PolicyParts:
 
     @property
     def noise(self) -> float:
-        """The largest noise floor of an environment, as a standard deviation of its rewards."""
+        """The largest noise floor of an environment.
+
+        A noise floor is the standard deviation of the errors of rewards, such as those by rounding.
+        """
         return max((one.noise_floor() for one in self.environments.values()), default=0.0)
 
     def transfer_figures(self) -> dict[str, float]:
-        """Return the number of weight transfers that used a fallback, if the generator has one."""
+        """Return the metric that counts weight broadcasts to the generator that failed.
+
+        In these cases Ray's object store transferred the weights. The result is empty if the
+        generator does not count them.
+        """
         number = getattr(self.generator, "num_weight_fallbacks", None)
         return {} if number is None else {"performance/weight_transfer_fallbacks": float(number)}
 
@@ -444,7 +462,7 @@ class PolicyParts:
 
     @contextmanager
     def generator_at_rest(self, timers: Timers) -> Iterator[None]:
-        """Put the generator to sleep while the context is open, if `generator_rests`."""
+        """Free the generator's device memory while the context is open, if `generator_rests`."""
         if not self.generator_rests:
             yield
             return
@@ -457,12 +475,12 @@ class PolicyParts:
                 self.source.wait_for(self.generator.wake())
 
     def learner_at_rest(self) -> AbstractContextManager[None]:
-        """Put the learner to sleep while the context is open, if `learner_rests`."""
+        """Free the learner's device memory while the context is open, if `learner_rests`."""
         return self.learner.resting() if self.learner_rests else nullcontext()
 
     @contextmanager
     def judges_at_rest(self) -> Iterator[None]:
-        """Put reward models that can sleep to sleep while the context is open, if `judges_rest`."""
+        """Free reward models' device memory while the context is open, if `judges_rest`."""
         with ExitStack() as stack:
             for environment in self.environments.values() if self.judges_rest else ():
                 stack.enter_context(environment.resting())
@@ -489,16 +507,16 @@ def policy_logprobs(
     """Compute the log-probability of every token of every completion, without gradients.
 
     Args:
-        outputs: Computes the outputs of the policy, or of the reference policy.
+        outputs: Computes log-probabilities under the policy, or under the reference policy.
         groups: Prompts of at least one token, with their completions.
         path: The layout of batches: token forests or padded rows.
         batch_tokens: The token budget of one forward pass; larger groups are divided.
         pad_id: The padding token, for padded rows.
         share_prompts: Whether a prompt is computed once for all its completions.
-        dp_size: The number of data-parallel ranks, `Learner.dp_size`.
+        dp_size: The number of data-parallel ranks, over which batches are balanced.
 
     Returns:
-        float32 [L] for each completion, in the order of the groups.
+        For each group, an array float32 [L] for each completion, in order.
     """
     is_forest = path == "forest"
     budget = batch_tokens if is_forest and share_prompts else None

@@ -1,4 +1,4 @@
-"""Computes metrics of a batch of rollouts (lengths, turns, rewards, environments), and alarms.
+"""Computes metrics of rollouts (lengths, turns, rewards, environments), and updates alarms.
 
 A metric has the name that NeMo RL gives it, or TRL's if only TRL has it.
 """
@@ -93,7 +93,10 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def judging_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Return the time spent in environments, and the share that overlapped with generation."""
+    """Return the seconds spent in environments, and the share that overlapped with generation.
+
+    The share is omitted if no environment was called.
+    """
     figures = {
         "timing/train/rollout/environment": stats.environment,
         "timing/train/rollout/environment_busy": stats.judging,
@@ -104,22 +107,30 @@ def judging_metrics(stats: RolloutStats) -> dict[str, float]:
 
 
 def reuse_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Measure how much of earlier turns the generator did not compute again."""
+    """Return the share of the tokens of earlier turns that the generator took from its cache.
+
+    The result is empty if no conversation had a second turn.
+    """
     if not stats.num_repeated:
         return {}
     return {"performance/turns_reused_share": stats.num_cached / stats.num_repeated}
 
 
 def unended_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Return counts of conversations that ran out of turns or tokens before they were over."""
+    """Count conversations that ran out of turns or tokens before their environment ended them.
+
+    Counts of 0 are omitted.
+    """
     found = {"unended_out_of_turns": stats.num_out_of_turns, "unended_cut_off": stats.num_cut_off}
     return {name: float(number) for name, number in found.items() if number}
 
 
 def unended_note(stats: RolloutStats, *, max_turns: int) -> str | None:
-    """Return a warning about conversations that ran out of turns or tokens before they were over.
+    """Return a warning about conversations that their environment had not ended.
 
-    Running out of turns counts only with `max_turns` 1. None if there is nothing to report.
+    Conversations that ran out of tokens are always reported. Those that ran out of turns are
+    reported only if `max_turns` is 1, its default, which is too few for such environments; a larger
+    limit is the user's choice. The result is None if there is nothing to report.
     """
     said = []
     if stats.num_out_of_turns and max_turns == 1:
@@ -138,10 +149,14 @@ def unended_note(stats: RolloutStats, *, max_turns: int) -> str | None:
 
 
 def failures_with(figures: dict[str, float], left_out: Mapping[str, int]) -> dict[str, float]:
-    """Return metrics of a batch to which the failures of its dropped groups are added.
+    """Return the metrics of a batch, with the failures in its dropped groups added.
 
-    They count in `num_failures_left_out` and in the counter of each reason, but not in
-    `num_failures`, which covers only the batch.
+    `num_failures_left_out` and the counter of each reason include the failures of dropped groups;
+    `num_failures` covers only the batch.
+
+    Args:
+        figures: The metrics of the batch.
+        left_out: The number of failures in dropped groups by reason.
     """
     found = {**figures, "num_failures_left_out": float(sum(left_out.values()))}
     for word, number in left_out.items():
@@ -151,7 +166,7 @@ def failures_with(figures: dict[str, float], left_out: Mapping[str, int]) -> dic
 
 
 def failure_counts(groups: Sequence[RolloutGroup]) -> Counter[str]:
-    """Count completions without a reward by reason (`failure_reason`)."""
+    """Count completions without a reward by the category of the failure (`failure_reason`)."""
     counts: Counter[str] = Counter()
     for failure in (r.failure for group in groups for r in group.rollouts_G):
         if failure is not None:
@@ -165,9 +180,9 @@ def failure_counts(groups: Sequence[RolloutGroup]) -> Counter[str]:
 def environment_metrics(
     groups: Sequence[RolloutGroup], environments: Mapping[str, Environment]
 ) -> dict[str, float]:
-    """Return the metrics that each environment computes of its own rollouts.
+    """Return the metrics that each environment computes from its rollouts.
 
-    They are named `env/<name>/<metric>`.
+    The metrics are named `env/<name>/<metric>`.
 
     Raises:
         EnvironmentFailedError: An environment raised an error, or returned no metrics.
@@ -192,7 +207,7 @@ def environment_metrics(
 
 
 def end_batch(groups: Sequence[RolloutGroup], environments: Mapping[str, Environment]) -> None:
-    """Let environments with a state update it after a batch that was trained on.
+    """Pass a batch that was trained on to the environments that keep a state, which they update.
 
     Raises:
         EnvironmentFailedError: An environment raised an error.
@@ -219,9 +234,9 @@ def _own_code(environment: str, doing: str, method: Callable[..., Any]) -> Itera
 
 
 def environment_batch(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-    """Return the batch from which an environment computes metrics, as `protocols.Environment` says.
+    """Return the rollouts of a batch that have a reward, in the form for `Environment` methods.
 
-    It holds the rollouts that have a reward.
+    `protocols.Environment` lists the keys.
     """
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts_G]
     scored = [(group, rollout) for group, rollout in pairs if rollout.reward is not None]
@@ -271,19 +286,19 @@ Played = tuple[RolloutGroup, Rollout]
 
 
 def members_of(config: EnvironmentsConfig) -> tuple[str, ...]:
-    """Return the names of the reward models; empty unless there are several."""
+    """Return the names of the reward models whose scores are combined; empty for a single one."""
     return tuple(part.name for part in config.reward_model.models or ())
 
 
 class HealthWatch:
-    """Feeds the alarms of a run with metrics, and reports them on the console and in a file."""
+    """Updates the alarms of a run with metrics, and reports them on the console and in a file."""
 
     def __init__(self, alarms: Alarms, *, run_dir: Path, say: Callable[[str], None]) -> None:
-        """Take the alarms of a run.
+        """Watch the alarms of a run.
 
         Args:
             alarms: The alarms, new or restored from a checkpoint.
-            run_dir: The log directory of the run, which holds `health.jsonl`.
+            run_dir: The log directory of the run, in which alarms are written to `health.jsonl`.
             say: Prints text on the console.
         """
         self._alarms = alarms
@@ -296,7 +311,10 @@ class HealthWatch:
 
     @property
     def reason_to_stop(self) -> str | None:
-        """Return a sentence that names the raised alarms of `stop_on`, which end the run."""
+        """Return why the run must stop: a sentence with the raised alarms that `stop_on` lists.
+
+        None if no such alarm is raised.
+        """
         names = self._alarms.stopping if self._is_enabled else ()
         if not names:
             return None
@@ -304,7 +322,11 @@ class HealthWatch:
         return f"ended by an alarm: {rising} (grpo.health.stop_on); {self._path} has the evidence"
 
     def resumed(self, step: int) -> None:
-        """Remove the lines of `health.jsonl` after a checkpoint's step, for the run to rewrite."""
+        """Remove the alarms of steps after `step` from `health.jsonl`.
+
+        A run that resumes from the checkpoint of `step` repeats the later steps, and writes their
+        alarms again.
+        """
         if not self._path.is_file():
             return
         with self._path.open(encoding="utf-8", newline="\n") as lines:
@@ -315,7 +337,7 @@ class HealthWatch:
     def step(
         self, step: int, groups: Sequence[RolloutGroup], figures: Mapping[str, float]
     ) -> dict[str, float]:
-        """Feed the alarms with the metrics of a step, and report those that change.
+        """Update the alarms with the metrics of a step; report alarms that were raised or cleared.
 
         Args:
             step: The number of the step.
@@ -323,8 +345,8 @@ class HealthWatch:
             figures: The metrics that the step logs, by their full names.
 
         Returns:
-            More metrics to log: those that only alarms read, and for each alarm with enough data
-            `health/<alarm>`, 1 while it is raised and 0 otherwise.
+            More metrics to log: those that only alarms use, and for each alarm with enough data
+            `health/<alarm>`, 1 while it is raised and 0 otherwise. Empty if alarms are disabled.
         """
         if not self._is_enabled:
             return {}
@@ -336,7 +358,13 @@ class HealthWatch:
     def validated(
         self, step: int, groups: Sequence[RolloutGroup], figures: Mapping[str, float]
     ) -> None:
-        """Feed the alarms with the metrics of a validation, and report those that change."""
+        """Update the alarms with the metrics of a validation; report those raised or cleared.
+
+        Args:
+            step: The number of the step after which the validation ran.
+            groups: The rollouts of the validation.
+            figures: The metrics of the validation, by their full names.
+        """
         if self._is_enabled:
             self._judge(step, groups, figures)
 
@@ -410,7 +438,10 @@ def _counts(line: str, *, until: int) -> bool:
 def completion_figures(
     groups: Sequence[RolloutGroup], figures: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the metrics of completions that alarms read and a step does not log otherwise.
+    """Return metrics of completions that only alarms use.
+
+    These are the share of repeated 4-grams, the correlation of reward and length, and the share of
+    completions without a reward.
 
     Args:
         groups: The rollouts of the step.
@@ -430,7 +461,7 @@ def completion_figures(
 
 
 def repeated_share(ids_L: TokenIds) -> float | None:
-    """Return the share of a text's 4-grams of tokens that repeat an earlier one.
+    """Return the share of a text's 4-grams of tokens that occur earlier in the text.
 
     None for a text of fewer than four tokens.
     """
@@ -462,7 +493,7 @@ def repeated_share(ids_L: TokenIds) -> float | None:
 def length_correlation(groups: Sequence[RolloutGroup]) -> float | None:
     """Return the correlation of reward and length within groups, pooled over all groups.
 
-    None if rewards, or lengths, are equal within every group.
+    None if the rewards, or the lengths, are equal within every group.
     """
     products = squares = other_squares = 0.0
     for group in groups:
@@ -483,7 +514,14 @@ def length_correlation(groups: Sequence[RolloutGroup]) -> float | None:
 
 
 def samples_of(groups: Sequence[RolloutGroup], evidence: Evidence) -> list[dict[str, Any]]:
-    """Return completions that show an alarm's evidence, of different prompts if possible."""
+    """Return sample completions that show why an alarm was raised, as rows for `health.jsonl`.
+
+    They are of different prompts if possible.
+
+    Args:
+        groups: The rollouts of the step.
+        evidence: The property of the completions that are chosen, such as `longest` or `failed`.
+    """
     ordered = _ordered(groups, evidence)
     first: dict[str, Played] = {}
     for one in ordered:

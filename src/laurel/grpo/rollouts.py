@@ -1,9 +1,9 @@
-"""Rollouts of tasks: generate, score, append observations, generate again.
+"""Runs the rollouts of tasks: generate, score, append observations, generate again.
 
-Everything streams. Requests of all tasks are with the generator at once; what it finishes goes to
-the environment at once, completion by completion where the environment can judge one alone, group
-by group otherwise, while the rest is still being generated. An environment may also ask for parts
-of a group, or for the whole batch; see `protocols.Environment`.
+Generation and scoring overlap. The generator gets the requests of all tasks at once. The
+environment gets finished completions while others are still being generated: one by one if the
+environment can score single completions, otherwise group by group. An environment may also ask for
+parts of a group, or for the whole batch; see `protocols.Environment`.
 """
 
 from __future__ import annotations
@@ -47,17 +47,20 @@ if TYPE_CHECKING:
 
 
 class Chat(Protocol):
-    """A chat format that tokenises conversations, as `models.chat.ChatFormat` does."""
+    """The part of `models.chat.ChatFormat` that rollouts use: it tokenises conversations."""
 
     def prompt_ids(self, conversation: Conversation, /) -> TokenIds:
-        """Tokenise a conversation, up to where the policy begins to write."""
+        """Tokenise a conversation, including the opening of the assistant's next turn."""
 
     def observation_ids(
         self, observation: Mapping[str, str], /, *, history: Conversation, turn_ids: TokenIds
     ) -> TokenIds:
-        """Tokenise what lies between the policy's turn, which has these tokens, and its next one.
+        """Tokenise an environment's message and the text around it, up to the policy's next turn.
 
-        `history` is the conversation before the turn.
+        Args:
+            observation: The `role` and `content` of the message.
+            history: The conversation before the policy's turn that the message answers.
+            turn_ids: The tokens of that turn.
         """
 
 
@@ -95,7 +98,7 @@ CLOSING_SECONDS = 10.0
 
 
 class Rollouts:
-    """A runner of rollouts: one generator and the environments of a run."""
+    """Runs rollouts with one generator and the environments of a run."""
 
     def __init__(
         self,
@@ -111,19 +114,20 @@ class Rollouts:
         max_failed_share: float = 0.5,
         num_threads: int = 16,
     ) -> None:
-        """Take the parts that do not change during a run.
+        """Set the components and limits that stay the same during a run.
 
         Args:
             generator: Samples the completions.
-            environments: Environments by the name in tasks.
+            environments: The environments by the names that tasks give.
             chat: The policy's chat format.
-            max_turns: Turns of the policy in one conversation, at most.
-            max_length: Tokens of a whole conversation, at most.
-            seed: Every completion's own seed follows from it, the batch, the task and its index.
-            environment_timeout: Seconds of one call of an environment.
-            generation_timeout: Seconds without any completion after which the engine is given up.
-            max_failed_share: Share of a batch that may remain without a reward.
-            num_threads: Concurrent calls of environments.
+            max_turns: The maximum number of the policy's turns in a conversation.
+            max_length: The maximum number of tokens of a whole conversation.
+            seed: The seed of the run. The seed of each turn is derived from it and from the
+                numbers of the batch, task, completion and turn.
+            environment_timeout: The maximum seconds of a call of an environment.
+            generation_timeout: The maximum seconds without a new completion; then generation fails.
+            max_failed_share: The share of failed completions that `check_failures` allows.
+            num_threads: The maximum number of concurrent calls of environments.
         """
         self.generator = generator
         self.environments = environments
@@ -136,7 +140,7 @@ class Rollouts:
         self._judges = Judges(timeout=environment_timeout, num_threads=num_threads)
 
     def close(self) -> None:
-        """End the threads; the generator and the environments are the caller's."""
+        """Stop the threads; the caller closes the generator and the environments."""
         self._judges.close()
 
     async def play(
@@ -152,19 +156,20 @@ class Rollouts:
         """Run the rollouts of all tasks.
 
         Args:
-            tasks: Their prompts fit into the context.
-            num_generations: Completions of each.
-            sampling: `max_new_tokens` of one turn is cut to the room that is left.
-            batch: Numbers that tell this batch from every other of the run: they seed it.
-            stats: The seconds and counts of these rollouts are added to it.
-            on_group: Called as soon as a group is finished, in any order.
+            tasks: Tasks whose prompts fit into the context.
+            num_generations: The number of completions for each task.
+            sampling: The sampling parameters. Each turn's `max_new_tokens` is reduced to the tokens
+                that `max_length` leaves.
+            batch: Numbers that identify this batch within the run; the seeds depend on them.
+            stats: Accumulates the seconds and counts of these rollouts.
+            on_group: Called with each group as soon as it is finished, in any order.
 
         Returns:
             A group for each task, in order.
 
         Raises:
             EngineError: The generator died or is stuck.
-            WorkerError: An environment's worker is lost.
+            WorkerError: The worker process of an environment is lost.
         """
         stats = stats or RolloutStats()
         names = Counter(task.environment for task in tasks)
@@ -402,7 +407,11 @@ class Rollouts:
         )
 
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
-        """Raise EnvironmentFailedError where an environment failed on too many samples."""
+        """Check that no environment failed on more than `max_failed_share` of its completions.
+
+        Raises:
+            EnvironmentFailedError: An environment failed on more.
+        """
         for name in self.environments:
             samples = [r for g in groups if g.task.environment == name for r in g.rollouts_G]
             failed = [r.failure for r in samples if r.failure is not None]

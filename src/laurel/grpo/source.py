@@ -1,11 +1,11 @@
 """Generates the batches of a GRPO run in a background thread, some of them ahead of their step.
 
-Synchronous and asynchronous training share one loop. With `max_staleness` 0 a batch is begun when
-its step needs it. With more, the batches of the next steps are generated with the weights of this
-step while the learner trains on it. Batches are generated one after the other, and all are finished
-before the weights change, so the samples depend only on the run's seed, and a checkpoint holds the
-batches generated ahead. A run that is asked to end does not wait for them: unfinished batches are
-dropped, and are sampled with newer weights when the run resumes.
+Synchronous and asynchronous training share one loop. If `max_staleness` is 0, the generation of a
+batch begins when its step needs it. If `max_staleness` is larger, the batches of the next steps are
+generated with the current weights while the learner trains. Batches are generated one after the
+other, and all are finished before the weights change, so the samples depend only on the run's seed,
+and a checkpoint holds the batches generated ahead. A run that is asked to end does not wait for
+unfinished batches: they are dropped, and sampled with newer weights when the run resumes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Batch:
     """The groups of rollouts that one step trains on, and how they were collected."""
 
     step: int
-    """The step (from 0) that learns from them."""
+    """The number of the step, from 0, that trains on the groups."""
     groups: list[RolloutGroup]
     stats: RolloutStats = field(default_factory=RolloutStats)
     num_batches: int = 1
@@ -59,13 +59,13 @@ class Batch:
     """Counts of the completions without a reward in dropped groups, by reason."""
 
     def leave_out(self, groups: Sequence[RolloutGroup]) -> None:
-        """Count the failures in groups that are dropped from the batch."""
+        """Add the failures in groups that are dropped from the batch to `failures_left_out`."""
         for word, number in failure_counts(groups).items():
             self.failures_left_out[word] = self.failures_left_out.get(word, 0) + number
 
 
 class BatchCollector:
-    """Collects finished groups of rollouts into the run's training batches, one after the other."""
+    """Generates training batches one after the other, and drops or replaces unusable groups."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class BatchCollector:
         shuffle: bool,
         noise: Callable[[str], float],
     ) -> None:
-        """Start at the first task; the arguments are those of `RolloutSource`."""
+        """Begin with the first task of the set; `RolloutSource` describes the arguments."""
         self.tasks = tasks
         self.consumed = 0
         """The number of tasks of the stream that batches have used so far."""
@@ -96,7 +96,7 @@ class BatchCollector:
 
         Raises:
             NothingLeft: Dynamic sampling has used up the tasks of all epochs.
-            TrainingError: Dynamic sampling has found too few groups with a signal.
+            TrainingError: Dynamic sampling has found too few groups whose rewards differ.
         """
         config, batch = self._config, Batch(step=step, groups=[])
         limit = config.dynamic_sampling_max_gen_batches
@@ -252,11 +252,12 @@ class RolloutSource:
             tasks: The training set.
             config: The section `grpo`.
             sampling: The sampling parameters of completions.
-            shuffle: Whether each epoch has an order of its own.
+            shuffle: Whether each epoch reads the tasks in another random order.
             total_steps: The maximum number of steps. With dynamic sampling there may be fewer,
                 because it uses at most the tasks of all epochs.
-            noise: Returns the noise of the rewards of an environment, by its name. Dynamic sampling
-                sees no signal in differences that are not far above the noise.
+            noise: Maps the name of an environment to the standard deviation of the errors of its
+                rewards. Dynamic sampling drops groups whose rewards deviate less than
+                `noise_floor_factor` times that.
         """
         self._rollouts = rollouts
         self._collector = BatchCollector(
@@ -283,17 +284,17 @@ class RolloutSource:
 
     @property
     def consumed(self) -> int:
-        """The number of tasks of the stream that batches have used so far."""
+        """The number of tasks that batches have used so far; repeated epochs count again."""
         return self._collector.consumed
 
     def take(self, step: int, *, while_waiting: Waiting = lambda num_groups: None) -> Batch:
         """Return the batch of a step, and begin the batches that may be generated ahead.
 
         Args:
-            step: The number of the step; steps are taken in order.
-            while_waiting: Called a few times a second with the number of groups finished so far.
-                An exception of it is raised here, and the step's batch is discarded as if it had
-                never been requested.
+            step: The number of the step. Calls must follow the order of the steps.
+            while_waiting: Called a few times a second with the number of groups finished so far. If
+                it raises an exception, the exception is raised here, and unfinished batches are
+                discarded as if they had never been requested.
 
         Raises:
             NothingLeft: Dynamic sampling has used up the tasks of all epochs.
@@ -320,7 +321,7 @@ class RolloutSource:
 
         Args:
             is_patient: Called a few times a second. Once it returns False, unfinished batches are
-                discarded as if they had never been requested.
+                discarded as if they had never been requested, and only finished ones are returned.
         """
         for ahead in list(self._ahead):
             while not wait((ahead.future,), timeout=SECONDS_BETWEEN_LOOKS).done:
@@ -335,7 +336,12 @@ class RolloutSource:
         return [ahead.future.result() for ahead in self._ahead if ahead.is_finished]
 
     def put_back(self, batches: Sequence[Batch], *, consumed: int) -> None:
-        """Restore the batches generated ahead and the number of used tasks from a checkpoint."""
+        """Restore the state of a checkpoint.
+
+        Args:
+            batches: The batches that were generated ahead.
+            consumed: The number of tasks that had been used.
+        """
         self._collector.consumed = consumed
         for batch in batches:
             ahead = _Ahead(step=batch.step)
@@ -352,9 +358,21 @@ class RolloutSource:
         batch: tuple[int, ...],
         while_waiting: Waiting = lambda num_groups: None,
     ) -> list[RolloutGroup]:
-        """Run the rollouts of validation tasks; an exception of `while_waiting` ends them.
+        """Run the rollouts of validation tasks.
 
         The caller checks failures with `check_failures`.
+
+        Args:
+            tasks: Tasks whose prompts fit into the context.
+            num_generations: The number of completions for each task.
+            sampling: The sampling parameters of completions.
+            batch: Numbers that identify this batch within a validation; the seeds depend on them.
+            while_waiting: Called a few times a second with the number of groups finished so far. If
+                it raises an exception, the exception is raised here, and the rollouts are
+                cancelled.
+
+        Returns:
+            A group for each task, in order.
         """
         self._num_played = 0
         future = self._begin(
@@ -373,11 +391,15 @@ class RolloutSource:
             raise
 
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
-        """Raise EnvironmentFailedError if an environment failed on too many completions."""
+        """Check that no environment failed on too many completions (`env.max_failed_share`).
+
+        Raises:
+            EnvironmentFailedError: An environment failed on more.
+        """
         self._rollouts.check_failures(groups)
 
     def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine of the generator in the event loop of the rollouts.
+        """Run a coroutine of the generator in the event loop of the rollouts; return its result.
 
         Raises:
             EngineError: The coroutine did not end within the time limit of generation.
@@ -396,7 +418,7 @@ class RolloutSource:
         return self._begin(bounded()).result()
 
     def close(self) -> None:
-        """Stop the rollouts and end the thread; further calls do nothing."""
+        """Cancel the rollouts and end the thread; repeated calls have no effect."""
         if self._loop.is_closed():
             return
         with self._ending:

@@ -1,4 +1,4 @@
-"""Saves the state of GRPO in checkpoints: progress in the tasks, and rollouts generated ahead."""
+"""Saves GRPO state in checkpoints: the position in the task stream, and batches generated ahead."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ class GRPORunState(PolicyRunState):
         self.alarms = alarms or Alarms(HealthConfig(enabled=False))
 
     def more(self) -> dict[str, Any]:
-        """Return the state of GRPO that a checkpoint holds, as `RunState` describes."""
+        """Return the state that only GRPO adds to a checkpoint.
+
+        This is the position in the task stream, the batches generated ahead, and the states of
+        environments and alarms. The call waits until no rollout is in progress.
+        """
         return {
             "consumed": self._source.consumed,
             "ahead": [batch_to_dict(batch) for batch in self._source.settle()],
@@ -56,7 +60,7 @@ class GRPORunState(PolicyRunState):
         }
 
     def restore_more(self, more: Mapping[str, Any]) -> None:
-        """Restore the state that `more` returned, as `RunState` describes."""
+        """Restore the state of GRPO from `more`, which the method `more` returned."""
         tasks = {task.id: task for task in self._source.tasks}
         if "notes" in more:
             # Older checkpoints hold notes apart, by environment.
@@ -80,7 +84,7 @@ _ARRAYS = ("ids_L", "mask_L", "logprobs_L")
 
 
 def batch_to_dict(batch: Batch) -> dict[str, Any]:
-    """Convert a batch to values that a checkpoint can hold; tasks become their ids."""
+    """Convert a batch to a dict that a checkpoint can hold; each task is saved as its id."""
     return {
         "step": batch.step,
         "clock": asdict(batch.stats),
@@ -110,7 +114,12 @@ def batch_to_dict(batch: Batch) -> dict[str, Any]:
 
 
 def batch_from_dict(saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> Batch:
-    """Restore a batch from a checkpoint; `tasks` maps ids to tasks."""
+    """Convert the result of `batch_to_dict` to a batch.
+
+    Args:
+        saved: The dict.
+        tasks: The tasks of the run by their ids.
+    """
     return Batch(
         step=saved["step"],
         stats=RolloutStats(**saved["clock"]),

@@ -1,4 +1,4 @@
-"""Validation of a policy on tasks that it does not train on."""
+"""Validates a policy on tasks that are not trained on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEPT = ("reward_std", "reward_min", "reward_max", "truncation_rate", "avg_turns_
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyValidation:
-    """Runs the validation tasks of a run with their sampling settings."""
+    """Runs the validation tasks of a run, with the sampling parameters for validation."""
 
     tasks: Sequence[Task]
     config: GRPOConfig
@@ -42,7 +42,7 @@ class PolicyValidation:
         return chosen
 
     def by_set(self, groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
-        """Return the groups of each named validation set."""
+        """Return the groups by the name of their validation set; unnamed sets are omitted."""
         named: dict[str, list[RolloutGroup]] = {}
         for group in groups:
             name = self.set_of.get(group.task.id)
@@ -60,7 +60,7 @@ class PolicyValidation:
         Args:
             source: Runs the rollouts.
             while_waiting: Called with the number of finished tasks, a few times a second and after
-                each batch; its exception ends the validation.
+                each batch. If it raises an exception, the validation ends with that exception.
 
         Raises:
             EnvironmentFailedError: An environment failed on too many completions.
@@ -89,7 +89,7 @@ class PolicyValidation:
 def validation_metrics(
     groups: Sequence[RolloutGroup], environments: Mapping[str, Environment]
 ) -> dict[str, float]:
-    """Return the metrics of a validation, by their names without a prefix.
+    """Return the metrics of a validation; their names have no prefix such as `validation/`.
 
     `reward_mean` excludes completions without a reward, which `num_failures` counts. If every
     reward is 0 or 1, `accuracy` equals `reward_mean`, and `pass@k` is computed over the tasks whose

@@ -1,9 +1,9 @@
 """Tokenises the conversations of a policy, for sampling and for supervised fine-tuning.
 
-Samples and demonstrations are divided into the same pieces: the prompt, which is the template's
+Conversations of both kinds are divided into the same pieces: the prompt, which is the template's
 text up to where the assistant begins; the policy's own tokens, including the token that ends its
-turn; and the template's text between that and the assistant's next turn. Each piece is tokenised by
-itself, so no token crosses a border, and the policy's tokens stay as it generated them.
+turn; and the template's text from there to the assistant's next turn. Each piece is tokenised by
+itself, so no token crosses a border, and the policy's tokens stay as the policy generated them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Demonstration:
 
     @property
     def truncated(self) -> bool:
-        """Whether the end of the conversation was cut off."""
+        """Whether the end of the conversation was cut off at the maximum length."""
         return self.tokens.truncated_G[0]
 
 
@@ -71,7 +71,7 @@ class ChatFormat:
             text wherever it is saved.
         template_kwargs: The variables of the template.
         generation_end_ids: The end tokens of the model's generation configuration.
-        today: The date that a template which prints the date is pinned to.
+        today: The date that replaces the current date in a template that prints it.
 
     Raises:
         ModelError: The template cannot render a question and its answer, or omits one of them; or
@@ -111,7 +111,7 @@ class ChatFormat:
     # ---------------------------------------------------------------------------------- sampling
 
     def prompt_ids(self, conversation: Conversation) -> TokenIds:
-        """Tokenise a conversation up to the start of the assistant's next turn: int32 [L].
+        """Tokenise a conversation and the opening of the assistant's next turn: int32 [L].
 
         Raises:
             DataError: The template cannot render the conversation, or the prompt has no token.
@@ -121,7 +121,11 @@ class ChatFormat:
     def prompts_ids(
         self, conversations: Sequence[Conversation], *, sources: Sequence[str] = ()
     ) -> list[TokenIds]:
-        """Compute `prompt_ids` of many conversations at once; errors name their `sources`.
+        """Tokenise many conversations at once, each as `prompt_ids` does.
+
+        Args:
+            conversations: The conversations.
+            sources: The origin of each conversation, such as a file and a line, for error messages.
 
         Raises:
             DataError: The template cannot render a conversation, or a prompt has no token.
@@ -148,11 +152,12 @@ class ChatFormat:
         history: Conversation = (),
         turn_ids: Sequence[int] | TokenIds = (),
     ) -> TokenIds:
-        """Tokenise the text between the policy's turn and its next one: int32 [L].
+        """Tokenise an environment's message, up to the policy's next turn: int32 [L].
 
         Args:
             observation: The `role` and `content` of the environment's message. With the role
-                `environment` the text continues the policy's turn; any other role gets a turn.
+                `environment` the text continues the policy's turn; any other role gets a turn of
+                its own.
             history: The conversation before the policy's turn, on which a template may depend.
             turn_ids: The tokens of the policy's turn. If no end token is among them, the returned
                 tokens begin with the text that closes the turn.
@@ -325,10 +330,10 @@ class ChatFormat:
 
     @property
     def asks_as_it_answers(self) -> bool:
-        """Whether an assistant's turn begins with the text that prompts the policy.
+        """Whether a rendered assistant turn begins with the text that opens it in a prompt.
 
-        Otherwise prompts in training differ from those in sampling, because of a mistake in the
-        template, or because it opens a block of thought.
+        If not, prompts in training differ from those in sampling. The cause is a mistake in the
+        template, or an opening that begins a block of thought.
         """
         asked = (Message("user", "a"),)
         whole = self.render((*asked, Message("assistant", "b")))

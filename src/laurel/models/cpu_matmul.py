@@ -26,9 +26,9 @@ LARGE = 2**22
 
 @contextmanager
 def fast_matmul(model: nn.Module) -> Iterator[None]:
-    """Let a model multiply with oneDNN while the context is open, if that is faster here.
+    """Let a model multiply with oneDNN while the context is open, if that is faster on this CPU.
 
-    It affects plain linear layers in float32 on the CPU; with gradients, only large products.
+    This affects plain linear layers in float32 on the CPU; with gradients, only large products.
     """
     layers = [m for m in model.modules() if type(m) is nn.Linear] if prefers_onednn() else []
     for layer in layers:
@@ -44,7 +44,6 @@ class _OneDnnLinear(nn.Linear):
     """A linear layer that computes float32 products on the CPU with oneDNN."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the layer, as `nn.Linear` does."""
         if (
             not input.dtype == self.weight.dtype == torch.float32
             or input.device.type != "cpu"
@@ -60,7 +59,7 @@ class _OneDnnLinear(nn.Linear):
 
 
 class _LinearProduct(torch.autograd.Function):
-    """A product by oneDNN with its gradients, which are two more products."""
+    """Multiplies with oneDNN, in the forward pass and for the gradients."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -88,7 +87,7 @@ def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 @functools.cache
 def prefers_onednn() -> bool:
-    """Whether this machine's processor multiplies faster with oneDNN than with MKL."""
+    """Return whether this machine's processor multiplies faster with oneDNN than with MKL."""
     is_built_in: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return (
         is_built_in
@@ -99,7 +98,7 @@ def prefers_onednn() -> bool:
 
 
 def _vendor() -> str:
-    """Return the vendor of the processor, as it names itself; empty if unknown."""
+    """Return the name by which the processor identifies its vendor; empty if unknown."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -38,7 +38,10 @@ TrainedIds = list[int]
 
 
 class GoldenScore(BaseModel):
-    """The scores of a conversation when a checkpoint was saved, which are checked at every load."""
+    """The scores of one conversation when a checkpoint was saved.
+
+    Every load checks that the model still gives them.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -159,8 +162,9 @@ class ScoringContract:
             template_kwargs: The variables of the template.
             pooled: The position of the score, as in `ScoringRules.pooled`.
             attributes: The names of the outputs of a regression head.
-            attribute_weights: The weights of the attributes in the score; None: their mean.
-            today: The date that a template which prints the date is pinned to.
+            attribute_weights: The weights of the attributes in the score; None: the score is the
+                mean of the attributes.
+            today: The date that replaces the current date in a template that prints it.
             closes_ends: Whether a missing BOS or EOS is added to the template; False if the
                 template already gives exactly the texts that the model was trained on.
         """
@@ -208,7 +212,7 @@ class ScoringContract:
         return cls(tokenizer, rules)
 
     def save(self, directory: Path) -> None:
-        """Write `scoring.json`."""
+        """Write the rules of the contract to `scoring.json` in a directory."""
         text = json.dumps(self.rules.model_dump(mode="json"), indent=1, ensure_ascii=False)
         (directory / FILE_NAME).write_text(text + "\n", encoding="utf-8")
 
@@ -219,7 +223,7 @@ class ScoringContract:
     # ------------------------------------------------------------------------------- to tokens
 
     def render(self, conversation: Conversation) -> str:
-        """Render a conversation as text.
+        """Render a conversation as the text that is scored.
 
         Raises:
             DataError: The template cannot render the conversation.
@@ -228,19 +232,19 @@ class ScoringContract:
             return render(self.tokenizer, conversation, self.rules.template_kwargs)
 
     def encode(self, groups: Sequence[Group], *, sources: Sequence[str] = ()) -> list[TokenGroup]:
-        """Tokenise groups.
+        """Tokenise groups, each a prompt with its completions.
 
         Each conversation is tokenised as one text, so tokens may cross the borders of messages. The
-        trunk is the longest prefix of tokens that all completions share and that leaves each of
-        them at least one token.
+        tokens that all conversations of a group share at the start are stored once, as the trunk;
+        at least one token of each conversation is left for its own branch.
 
         Args:
             groups: Prompts with at least one completion each.
             sources: The origin of each group, for error messages.
 
         Raises:
-            DataError: The template cannot render a conversation, or it has no token; the message
-                names the source of the group.
+            DataError: The template cannot render a conversation, or a conversation has no token.
+                The message names the source of the group.
         """
         where = sources or [group.id for group in groups]
         texts: list[str] = []
@@ -268,13 +272,13 @@ class ScoringContract:
         """Tokenise one conversation that the caller has rendered by the template of this contract.
 
         Args:
-            row: The text, the ids of its tokens, or a prompt and a response (`SentTurn`). A text
-                without the BOS that conversations begin with gets it, because clients of servers
-                that add it omit it.
+            row: The text, the ids of its tokens, or a prompt and a response (`SentTurn`). If a
+                text lacks the BOS token, the BOS token is added: many inference servers add it
+                themselves, so their clients omit it.
 
         Raises:
-            DataError: The conversation has no token, or one that the tokenizer does not know; or it
-                is unclear whether a prompt was rendered.
+            DataError: The conversation has no token, or one that the tokenizer does not know; or
+                the prompt of a `SentTurn` may or may not have been rendered by a template.
         """
         if isinstance(row, SentTurn):
             if not self._was_rendered(row):
@@ -357,7 +361,7 @@ class ScoringContract:
 
     @cached_property
     def opening_bos(self) -> int | None:
-        """The BOS token if conversations begin with it, otherwise None."""
+        """The id of the BOS token if every conversation begins with it, otherwise None."""
         asked = group_of((Message("user", "a"),), ("b",), group_id="")
         (tokens,) = self.encode([asked])
         first = int(tokens.branches_ids_G[0][0])
@@ -377,7 +381,11 @@ class ScoringContract:
     # ------------------------------------------------------------------------------ to a scalar
 
     def scalar(self, values_K: Sequence[float]) -> float:
-        """Combine the outputs of the head into the reward of one completion."""
+        """Combine the K outputs of the head into one reward.
+
+        The reward is the only output, or the sum of the outputs weighted by `attribute_weights`, or
+        their mean if there are no weights.
+        """
         if len(values_K) == 1:
             return values_K[0]
         weights = self.rules.attribute_weights
@@ -387,11 +395,13 @@ class ScoringContract:
 
 
 def token_group(group_id: str, rows: Sequence[tuple[TrainedIds, bool]]) -> TokenGroup:
-    """Return the token group of conversations with one prompt, whose shared tokens are kept once.
+    """Return a token group of conversations with the same prompt.
+
+    Tokens that all conversations share at the start are stored once.
 
     Args:
         group_id: The id of the group.
-        rows: The tokens of each conversation, and whether it was truncated.
+        rows: The tokens of each conversation, and whether the conversation was truncated.
     """
     ids_G = [np.asarray(ids, dtype=np.int32) for ids, _ in rows]
     shared = shared_prefix(ids_G) if len(ids_G) > 1 else 0
@@ -404,7 +414,7 @@ def token_group(group_id: str, rows: Sequence[tuple[TrainedIds, bool]]) -> Token
 
 
 def shared_prefix(ids_G: Sequence[np.ndarray]) -> int:
-    """Return the length of the common prefix of all sequences, less than any of their lengths."""
+    """Return the length of the longest common prefix that leaves a token of every sequence."""
     limit = min(len(ids) for ids in ids_G) - 1
     for other in ids_G[1:]:
         different = np.flatnonzero(ids_G[0][:limit] != other[:limit])
@@ -414,7 +424,7 @@ def shared_prefix(ids_G: Sequence[np.ndarray]) -> int:
 
 
 def check_rendering(contract: ScoringContract) -> None:
-    """Refuse a template that omits a message, or ends a conversation with the padding token.
+    """Check that the template renders every message, and does not end with the padding token.
 
     Raises:
         ModelError: A message does not appear in the text that would be scored, or other programs

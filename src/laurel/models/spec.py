@@ -21,7 +21,8 @@ from laurel.config.policy import (
 class ModelSpec:
     """A policy or a reward model to load, or to create with random weights.
 
-    Errors name keys of the section `policy`, unless the caller names others with `errors.speaking`.
+    Error messages name configuration keys of the section `policy`, unless the caller names another
+    section with `errors.speaking`.
     """
 
     name: str | None = None
@@ -73,6 +74,6 @@ class ModelSpec:
 
 
 def hub_name(model: str | None) -> str | None:
-    """Return a model's name if it names a model on the hub, rather than a directory here."""
+    """Return `model` if it is a hub name (`owner/name`) and no local path, otherwise None."""
     is_name = model is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", model)
     return model if is_name and not Path(str(model)).exists() else None

@@ -1,7 +1,7 @@
 """Loads the tokenizer of a model, and sets its chat template and padding token.
 
-Both are chosen only here, and saved with every checkpoint, because scores are silently wrong if two
-programs choose differently.
+Template and padding token are chosen only here, and saved with every checkpoint, because scores are
+silently wrong if two programs choose differently.
 """
 
 from __future__ import annotations
@@ -101,7 +101,13 @@ def load_tokenizer(
 
 
 def settle_template(tokenizer: Any, choice: str | None) -> None:
-    """Set the chat template of a tokenizer to the one that the configuration names.
+    """Set the chat template of a tokenizer.
+
+    Args:
+        tokenizer: The tokenizer, which is changed.
+        choice: `default` for the tokenizer's own template, the name of a template of Laurel's, a
+            path that ends in `.jinja`, or the template itself. None: contents are joined as they
+            are.
 
     Raises:
         ModelError: The tokenizer has no template, the name is unknown, or the file is missing.
@@ -148,7 +154,7 @@ def settle_padding(tokenizer: Any, choice: str | None, *, may_end: bool = False)
     """Set the padding token of a tokenizer, so that it is not the end-of-sequence token.
 
     Hugging Face's own reward head reads the score at the last token that is not padding. If padding
-    is EOS, that is the token before the end, so the same model gives other scores than a program
+    is EOS, this is the token before EOS, so the same model gives other scores than in a program
     that reads the last token.
 
     Args:
@@ -197,7 +203,8 @@ def pin_date(template: str, today: date) -> tuple[str, str | None]:
     the clock by the date of training.
 
     Returns:
-        The template, and the date as it prints it; None if it does not print the current date.
+        The template, and the pinned date as the template prints it; None if the template does not
+        print the current date.
 
     Raises:
         ModelError: The template computes the format of the date, so it cannot be pinned.
@@ -222,7 +229,7 @@ def pin_date(template: str, today: date) -> tuple[str, str | None]:
 
 
 def bind_variables(template: str, kwargs: Mapping[str, Any]) -> str:
-    """Write the values of a template's variables into it, as defaults.
+    """Return a template in which variables have the values `kwargs` as defaults.
 
     Raises:
         ConfigError: A name is reserved by Hugging Face, or is not a valid name.
@@ -311,10 +318,14 @@ def render(
 
 
 def refuse_left_out(conversation: Conversation, text: str) -> None:
-    """Refuse a template that omits a message.
+    """Check that a template rendered all messages of a conversation.
+
+    Args:
+        conversation: The conversation.
+        text: The rendered conversation.
 
     Raises:
-        ModelError: The rendered text does not contain the content of a message.
+        ModelError: The text does not contain the content of a message.
     """
     for message in conversation:
         if message.content not in text:
@@ -327,7 +338,7 @@ def refuse_left_out(conversation: Conversation, text: str) -> None:
 
 
 def plain_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Decode tokens without special tokens, as `Generated` holds text."""
+    """Decode tokens to text, without special tokens."""
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 

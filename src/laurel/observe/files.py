@@ -143,7 +143,10 @@ def sync_tree(directory: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Force the names in a folder to the disk, but not the contents of the files."""
+    """Fsync a directory, so that the names in it survive a power failure.
+
+    The contents of its files are not synced.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -166,5 +169,5 @@ def delete_directory(directory: Path) -> None:
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Report whether an error, of any library, means that a disk is full or fails."""
+    """Report whether an error of any library means that a disk is full or failing."""
     return isinstance(error, OSError) or _RUST_OS_ERROR.search(str(error)) is not None

@@ -550,7 +550,7 @@ def _drifts(
 
 
 def repetition(history: History) -> AlarmFinding | None:
-    """Check whether completions repeat themselves."""
+    """Check whether completions repeat themselves more than before; None if data is missing."""
     what = "share of 4-grams that a completion has already said"
     return _risen(history, REPETITION, history.config.repetition_rise, what, "repetitive")
 
@@ -733,7 +733,7 @@ class AlarmEvent:
 
     @property
     def advice(self) -> str:
-        """The usual remedies against this alarm."""
+        """The usual remedies if this alarm is raised."""
         return RULES[self.alarm].advice
 
 
@@ -778,7 +778,7 @@ class Alarms:
 
     @property
     def known(self) -> tuple[Alarm, ...]:
-        """The alarms whose metrics this run has measured long enough for a result."""
+        """The alarms whose rules have had enough measurements in this run to give a result."""
         return tuple(name for name in RULES if name in self._known)
 
     @property
@@ -787,11 +787,14 @@ class Alarms:
         return tuple(name for name in self.raised if name in self.config.stop_on)
 
     def see(self, step: int, figures: Mapping[str, float]) -> list[AlarmEvent]:
-        """Check the metrics of a step, or of a validation after it; return raised and ended alarms.
+        """Update all alarms with the metrics of a step, or of a validation after it.
 
         Args:
             step: The number of the step.
             figures: The metrics by their full names.
+
+        Returns:
+            An event for each alarm that was raised or has ended.
         """
         self._history.add(figures)
         events = []

@@ -31,17 +31,50 @@ version. A connected hub that is slow to answer raises none of these."""
 Kind = Literal["model", "dataset"]
 
 
+def check_not_missing(name: str, *, key: str) -> None:
+    """Raise an error for a name that looks like a directory and is none.
+
+    Raises:
+        ModelError: The name looks local; the message lists what is there instead.
+    """
+    path = Path(name).expanduser()
+    folder = path.parent
+    # Names of the hub have one slash.
+    looks_local = (
+        name.startswith((".", "/", "~"))
+        or len(path.parts) > 2
+        or (folder != Path() and folder.is_dir())
+    )
+    if path.is_dir() or not looks_local:
+        return
+    if not folder.is_dir():
+        raise ModelError(
+            f"{setting_of(key, name)}: there is no such directory, nor {folder}; a relative path "
+            f"begins at the working directory, {Path.cwd()}"
+        )
+    raise ModelError(
+        f"{setting_of(key, name)}: there is no such directory; {folder} holds: {listed(folder)}"
+    )
+
+
+def listed(directory: Path) -> str:
+    """Return the first names in a directory, for an error message."""
+    return ", ".join(sorted(os.listdir(directory))[:8]) or "nothing"
+
+
 def check_fetchable(name: str, *, key: str, instead: str = "") -> None:
-    """Refuse a model of the hub that is not in the cache if the hub does not answer.
+    """Refuse a directory that is not there, or a model that the hub cannot give now.
 
     Args:
-        name: The hub name of the model.
+        name: The name of the model, which is no directory.
         key: The setting that names the model.
         instead: An alternative for the error message, with a comma before it.
 
     Raises:
-        ModelError: The model cannot be fetched now.
+        ModelError: The name is that of a directory, or the model is not in the cache and the hub
+            does not answer.
     """
+    check_not_missing(name, key=key)
     why = why_not_fetched(name)
     if why is not None:
         raise ModelError(

@@ -453,7 +453,7 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """Logs to an MLflow experiment; a resumed run continues under the same id."""
+    """Logs to an MLflow experiment; a resumed training run continues its MLflow run."""
 
     def __init__(
         self, config: MlflowConfig, *, run_dir: Path, resumed: bool = False, library: Any = None

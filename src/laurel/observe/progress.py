@@ -173,7 +173,7 @@ class TrainingProgress:
 
         def changed(phase: ProgressPhase) -> None:
             if self._live is None and self._is_line_due():
-                self._print_line(f"{visible(phase.name)} {_count(phase)}")
+                self._print_line(f"{visible(phase.name)} {_count(phase)}".rstrip())
 
         self._phase = ProgressPhase(name, total, changed)
         try:
@@ -255,7 +255,9 @@ def _bar(done: int, total: int | None) -> ProgressBar:
 
 
 def _count(phase: ProgressPhase) -> str:
-    return f"{phase.done}/{phase.total}" if phase.total is not None else f"{phase.done}"
+    if phase.total is not None:
+        return f"{phase.done}/{phase.total}"
+    return f"{phase.done}" if phase.done else ""  # a phase that counts nothing
 
 
 def _duration(seconds: float) -> str:
@@ -287,9 +289,10 @@ class RowProgress:
 
         Args:
             console: The console of the bar.
-            num_rows: The number of all rows; None if it is unknown.
+            num_rows: The total number of rows; None if it is unknown.
             chunk: The number of rows that are scored at a time.
-            shares_screen: Whether the scores are printed on the same screen.
+            shares_screen: Whether the scores are printed on the same screen, so that the bar must
+                be hidden after every chunk.
         """
         self._progress = Progress(
             TextColumn("scoring"),

@@ -656,6 +656,7 @@ class BatchingScorer:
                 stats.waiting + job.size > limits.max_waiting
                 or self._waiting_characters + job.characters > limits.max_waiting_characters
             )
+            # Where nothing waits, a request of any size is taken: it would never fit otherwise.
             if stats.waiting and is_full:
                 stats.refused += 1
                 rate = stats.computed / stats.busy_seconds if stats.busy_seconds > 0 else 1000.0

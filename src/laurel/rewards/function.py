@@ -174,6 +174,7 @@ class FunctionScorer:
         future: asyncio.Future[Any] = loop.create_future()
 
         def deliver(result: Any, error: BaseException | None) -> None:
+            # The call has ended after all, too late for the caller.
             if future.cancelled():
                 with self._counting:
                     self._hung -= 1

@@ -94,6 +94,7 @@ class JudgeReplica:
         try:
             replies = await asyncio.gather(*asked)
         finally:
+            # If one of them fails, the others are not needed.
             for task in asked:
                 task.cancel()
         return self._verdict(replies)
@@ -109,6 +110,7 @@ class JudgeReplica:
             "temperature": config.temperature,
         }
         if config.seed is not None:
+            # With one seed for all, every sample would be the same.
             request["seed"] = config.seed + number
         answer = await self._http.post(
             request | config.extra_body, request_id=f"{request_id}-{number}", timeout=timeout

@@ -46,6 +46,7 @@ from laurel.models.parallel.mesh import ParallelShape
 from laurel.models.scoring import FILE_NAME, ScoringContract, ScoringRules
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import quiet_libraries
+from laurel.observe.hub import check_not_missing
 from laurel.protocols import Scorer, WorkerGroup
 from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.ensemble import EnsembleScorer, Member
@@ -71,7 +72,6 @@ from laurel.rewards.spec import (
     Say,
     ScorerSpec,
     check_files,
-    check_not_missing,
     find_model,
     find_reward_model,
     headless,
@@ -181,6 +181,7 @@ def _open(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str = ""
 
 
 def _open_members(spec: ScorerSpec, placement: ScorerPlacement, say: Say) -> Scorer:
+    # Keys are looked up first: a missing one is reported before a model is loaded.
     for member in spec.members:
         with speaking(*member.spec.terms):
             if member.spec.servers is not None:
@@ -207,6 +208,7 @@ def _open_members(spec: ScorerSpec, placement: ScorerPlacement, say: Say) -> Sco
             scorer = _open(member.spec, placement, say, member.name)
             opened.callback(_run, partial(close_scorer, scorer))
             scorers[member.name] = scorer
+        # All are open: the ensemble closes them from here on.
         opened.pop_all()
     members = []
     for one in spec.members:

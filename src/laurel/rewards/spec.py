@@ -15,7 +15,7 @@ from laurel.models.checkpoint.manifest import MANIFEST_NAME, Manifest
 from laurel.models.checkpoint.store import BEST_NAME, CheckpointStore, verify
 from laurel.models.loading.weight_names import HEAD_FILES, weight_names
 from laurel.models.spec import ModelSpec
-from laurel.observe.hub import check_fetchable
+from laurel.observe.hub import check_fetchable, check_not_missing, listed
 
 if TYPE_CHECKING:
     from laurel.config.environments import FunctionConfig, JudgeConfig, ScorerSource
@@ -167,34 +167,8 @@ def find_model(model: str) -> ModelPlace:
     raise ModelError(
         f"{setting_of('policy.model_name', model)} holds neither a model (config.json) nor "
         "checkpoints (step_1, "
-        f"...). It holds: {_listed(path)}"
+        f"...). It holds: {listed(path)}"
     )
-
-
-def check_not_missing(name: str, *, key: str) -> None:
-    """Raise an error for a name that looks like a directory and is none.
-
-    Raises:
-        ModelError: The name looks local; the message lists what is there instead.
-    """
-    path = Path(name).expanduser()
-    folder = path.parent
-    looks_local = name.startswith((".", "/", "~")) or (folder != Path() and folder.is_dir())
-    if path.is_dir() or not looks_local:
-        return
-    if not folder.is_dir():
-        raise ModelError(
-            f"{setting_of(key, name)}: there is no such directory, nor {folder}; a relative path "
-            "begins at "
-            f"the working directory, {Path.cwd()}"
-        )
-    raise ModelError(
-        f"{setting_of(key, name)}: there is no such directory; {folder} holds: {_listed(folder)}"
-    )
-
-
-def _listed(directory: Path) -> str:
-    return ", ".join(sorted(os.listdir(directory))[:8]) or "nothing"
 
 
 def _checkpoint_in(store: CheckpointStore) -> ModelPlace:

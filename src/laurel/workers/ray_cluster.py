@@ -1,6 +1,6 @@
 """Ray clusters, and slots that are reserved on them.
 
-Only this, `ray_group.py`, `ray_node_group.py` and `ray_actor.py` import Ray.
+Only this module, `ray_group.py` and `ray_actor.py` import Ray.
 """
 
 from __future__ import annotations

@@ -277,6 +277,14 @@ def test_a_directory_without_a_tokenizer_is_an_error_that_names_the_key(tmp_path
         load(TokenizerConfig(name=str(tmp_path)), "whatever")
 
 
+def test_a_checkpoint_that_is_not_there_is_said_to_be_missing_with_what_is(tmp_path):
+    (tmp_path / "saves" / "step_30").mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"no such directory; .*saves holds: step_30$"):
+        load(TokenizerConfig(), tmp_path / "saves" / "step_250")
+    with pytest.raises(ModelError, match="no such directory, nor demo/saves; a relative path"):
+        load(TokenizerConfig(), "demo/saves/step_250")
+
+
 def test_the_text_of_tokens_leaves_out_special_ones_and_moves_no_blank():
     tokenizer = made.chatml()
     ids = tokenizer("So , yes .", add_special_tokens=False)["input_ids"]

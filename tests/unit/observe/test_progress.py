@@ -128,6 +128,18 @@ def test_phases_do_not_slow_the_rate_but_count_for_the_time_left():
     assert lines[2] == "step 3/4 (75%)  3 pairs/s  30 tokens/s  elapsed 0:00:16  left 0:00:05"
 
 
+def test_a_phase_that_counts_nothing_shows_no_number():
+    progress, clock, file = plain(2)
+    with progress:
+        progress.step(1, METRICS, pairs=1, tokens=10)
+        clock.now += 60.0
+        with progress.phase("saving", None) as saving:
+            saving.advance(0)
+            clock.now += 60.0
+            saving.advance(3)
+    assert file.getvalue().splitlines()[1:] == ["saving", "saving 3"]
+
+
 def test_the_rate_is_that_of_recent_steps():
     progress, clock, file = plain(50)
     with progress:

@@ -11,12 +11,12 @@ import torch
 from laurel.config.policy import TokenizerConfig
 from laurel.errors import CheckpointError, ConfigError, ModelError
 from laurel.models.spec import ModelSpec
+from laurel.observe.hub import check_not_missing
 from laurel.rewards.open import load_scorer, open_local
 from laurel.rewards.spec import (
     ModelPlace,
     ScorerSpec,
     check_files,
-    check_not_missing,
     find_model,
     find_reward_model,
 )

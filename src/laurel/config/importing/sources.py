@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -137,18 +138,13 @@ def _read(request: ImportRequest, name: str) -> _Read:
             f"{name}: neither a command line of a program that is known ({PROGRAMS}) nor YAML: "
             f"{str(error).removeprefix(name)}"
         ) from None
-    return _Read(values=_with_inherited(_mapping(values, name), request))
-
-
-def _with_inherited(values: Mapping[str, Any], request: ImportRequest) -> Mapping[str, Any]:
-    """Merge a NeMo RL file with the files it inherits; Hydra's `defaults` are not followed."""
-    if "defaults" not in values or request.text is not None:
-        return values
-    try:
-        whole = plain_values(read_file(request.path))
-    except ConfigError:
-        return values
-    return whole if "policy" in whole else values
+    values = _mapping(values, name)
+    if "defaults" in values and request.text is None:
+        # A file of NeMo RL inherits the files that it names; Hydra's `defaults` are not followed.
+        with suppress(ConfigError):
+            whole = plain_values(read_file(request.path))
+            values = whole if "policy" in whole else values
+    return _Read(values=values)
 
 
 def _text(path: Path) -> str:

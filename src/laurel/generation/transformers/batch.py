@@ -1,4 +1,4 @@
-"""Continuous batching: one token of every running completion at a time, in rows that are reused.
+"""Implements continuous batching: each step samples one token of every running completion.
 
 This is the arithmetic of the engine, without threads; `generation/transformers/engine.py` calls it.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 PREFILL_TOKENS = 8192
-"""Most prompt tokens of one forward pass; a longer prompt is computed alone."""
+"""The maximum number of prompt tokens of one forward pass; a longer prompt is computed alone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,9 +48,9 @@ class Ticket:
     hidden_1D: Tensor | None = None
     """The prompt's last hidden state [1, D], from which the first tokens are sampled."""
     num_cached: int = 0
-    """Tokens of the prompt that were not computed, because an earlier turn had done it."""
+    """The number of tokens of the prompt that an earlier turn had computed already."""
     copied_prompt: KeptTokens | None = None
-    """Keys and values of the prompt, shared by the conversations that began with it."""
+    """A copy of the prompt's keys and values, which conversations that began with it share."""
 
     @property
     def num_left(self) -> int:
@@ -70,7 +70,7 @@ Finished = list[tuple[Ticket, Generated]]
 
 
 class ContinuousBatch:
-    """The running completions of all requests, which advance together by one token a step."""
+    """The running completions of all requests, which advance together by one token per step."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class ContinuousBatch:
         conversation_bytes: int = 0,
         fast_matmul: bool = True,
     ) -> None:
-        """Make an empty batch; the arguments are those of `TransformersEngine`."""
+        """Create an empty batch; the arguments are those of `TransformersEngine`."""
         self.model = model
         self.weight_version = 0
         self.conversations = ConversationCache(conversation_bytes)
@@ -104,7 +104,7 @@ class ContinuousBatch:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the cached keys and values of all requests."""
+        """The number of bytes of the cached keys and values of all requests."""
         return self._store.num_bytes
 
     @contextmanager
@@ -318,7 +318,7 @@ class ContinuousBatch:
         self._forget_prompt(ticket)
 
     def free_memory(self) -> None:
-        """Free the memory of an idle batch: of conversations, and torch's cache on the device."""
+        """Free the memory of an idle batch, its conversations, and torch's cache on the device."""
         assert self.is_idle
         self.conversations.clear()
         if self.model.device.type == "cuda":
@@ -334,7 +334,7 @@ class ContinuousBatch:
 
 
 # --------------------------------------------------------------------------------------------------
-# What was computed in earlier turns of conversations that may go on.
+# The keys and values of earlier turns of conversations that may go on.
 
 
 class _Conversation(NamedTuple):
@@ -343,16 +343,16 @@ class _Conversation(NamedTuple):
 
 
 class ConversationCache:
-    """Keys and values of conversations between their turns; beyond a limit, the oldest go first.
+    """Keeps the keys and values of conversations between their turns, up to a limit of memory.
 
-    What is not there is computed again, so nothing but time depends on it.
+    Beyond the limit, the oldest are dropped. They are then computed again, so only time is lost.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Start empty; `max_bytes` 0 keeps nothing."""
+        """Start empty; with `max_bytes` 0 nothing is kept."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        """Bytes kept now."""
+        """The number of bytes that are kept."""
         # In the order in which they were kept: a conversation is removed for its next turn, so
         # the first has not been used for the longest time.
         self._kept: dict[str, _Conversation] = {}
@@ -362,9 +362,9 @@ class ConversationCache:
         """Keep a conversation.
 
         Args:
-            name: As in `GenerationRequest.conversations_G`.
-            ids_L: Its tokens so far that have been computed.
-            parts: Their keys and values. Conversations may share parts.
+            name: The name of the conversation, as in `GenerationRequest.conversations_G`.
+            ids_L: The tokens of the conversation that have been computed so far.
+            parts: The keys and values of these tokens. Conversations may share parts.
         """
         self.remove((name,))
         self._kept[name] = _Conversation(ids_L, parts)
@@ -378,7 +378,7 @@ class ConversationCache:
     def find(self, request: GenerationRequest) -> tuple[KeptTokens, ...]:
         """Return the keys and values of the conversation that a request continues.
 
-        They are those of the first tokens of its prompt. The result is empty where there are none.
+        They are those of the first tokens of its prompt. The result is empty if none are kept.
         """
         if len(request.conversations_G) != 1:  # several begin here: none of them has had a turn
             return ()
@@ -407,7 +407,7 @@ class ConversationCache:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is known of each completion under way, as columns, so that a step handles all at once.
+# The state of each running completion, as columns, so that a step handles all at once.
 
 Slots = npt.NDArray[np.int64]
 FIRST_WIDTH = 64
@@ -417,12 +417,12 @@ class RowTable:
     """The tokens, log-probabilities and sampling parameters of each running completion, by slot."""
 
     def __init__(self, num_slots: int, vocab_size: int, end_ids: Sequence[int]) -> None:
-        """Make an empty table.
+        """Create an empty table.
 
         Args:
-            num_slots: Most completions that the table holds.
-            vocab_size: Size of the vocabulary, V.
-            end_ids: Ids of the tokens that end any completion.
+            num_slots: The maximum number of completions that the table holds.
+            vocab_size: The size of the vocabulary, V.
+            end_ids: The ids of the tokens that end any completion.
         """
         self._free = list(range(num_slots))[::-1]
         self._end_ids = frozenset(end_ids)
@@ -472,7 +472,7 @@ class RowTable:
     def record(self, slots: Slots, tokens_N: Any, logprobs_N: Any) -> npt.NDArray[np.bool_]:
         """Append one token to each slot; return whether it ends the completion.
 
-        A completion ends with a stop token, or at its largest number of tokens.
+        A completion ends with a stop token, or at its maximum number of tokens.
         """
         places = self._lengths[slots]
         self._widen(int(places.max()) + 2)
@@ -519,7 +519,7 @@ class RowTable:
         return self._stop_sets[stop_ids]
 
     def _widen(self, width: int) -> None:
-        """Make room for `width` tokens; each row's random numbers continue its own sequence."""
+        """Extend the table to `width` tokens; each row's random numbers continue its sequence."""
         present = self._tokens.shape[1]
         if width <= present:
             return
@@ -532,7 +532,7 @@ class RowTable:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where a completion ends because of what it says, watched token by token.
+# Stop strings, which end a completion because of its text, checked token by token.
 
 
 class StopStringWatch:

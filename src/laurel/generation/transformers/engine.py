@@ -1,8 +1,8 @@
-"""The generator inside the learner's process, on an unmodified Hugging Face model.
+"""Generates in the learner's process, with an unmodified Hugging Face model.
 
 Each prompt is computed once, and all its completions share its keys and values. The completions of
-all requests are sampled together, one token of each in a step; when one ends, the next takes its
-slot. All of this happens in one thread that the engine owns.
+all requests are sampled together, one token of each per step; when one ends, the next takes its
+slot. One thread, which the engine owns, does all of this.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TransformersEngine:
     """A `Generator` that samples in this process with a transformers model.
 
     The tokens of a completion depend on its own seed; the rest of the batch changes
-    log-probabilities by float rounding only. Requests made in the same turn of the event loop begin
+    log-probabilities only by float rounding. Requests made in the same turn of the event loop begin
     together, so a program that repeats its requests gets identical bits on a CPU.
     """
 
@@ -56,23 +56,24 @@ class TransformersEngine:
         conversation_bytes: int = 0,
         fast_matmul: bool = True,
     ) -> None:
-        """Make an engine that samples from a model.
+        """Create an engine that samples from a model.
 
         Args:
             model: The learner's model. It must support token forests.
             tokenizer: A fast tokenizer of transformers; the engine uses a copy.
-            end_ids: Ids of tokens that end every completion, such as the end of a turn.
-            max_concurrent: Most completions that are sampled at the same time.
-            shares_weights: True: sample with the learner's own weights, which must not change while
-                requests are running. False: sample with a copy, which `update_weights` updates, so
-                that the engine can sample while the learner trains.
-            owns_model: Without shared weights: whether the engine may use the model itself instead
+            end_ids: The ids of tokens that end every completion, such as the end of a turn.
+            max_concurrent: The maximum number of completions that are sampled concurrently.
+            shares_weights: Whether to sample with the learner's own weights, which must not change
+                while requests are running. Otherwise the engine samples with a copy, which
+                `update_weights` updates, so it can sample while the learner trains.
+            owns_model: Whether the engine, without shared weights, may use the model itself instead
                 of a copy, because nothing else uses it.
-            weight_version: The version of the weights that the model has now.
-            conversation_bytes: Most bytes of keys and values that are kept of conversations between
-                their turns; 0: every turn is computed from the first token of its prompt.
-            fast_matmul: Whether to multiply with the faster of torch's two CPU libraries, where
-                they differ (`cpu_matmul`), and not with the one that the learner uses.
+            weight_version: The version of the model's current weights.
+            conversation_bytes: The maximum number of bytes of keys and values of conversations that
+                are kept between turns. With 0, every turn is computed from the first token of its
+                prompt.
+            fast_matmul: Whether to multiply with the faster of torch's two CPU libraries
+                (`cpu_matmul`), rather than with the one that the learner uses.
 
         Raises:
             ModelError: The model does not support generation with this engine.
@@ -140,8 +141,8 @@ class TransformersEngine:
         """Load new weights into the engine's copy; with shared weights, set only the version.
 
         Raises:
-            EngineError: The names or shapes are not those of this model. The engine is unusable
-                then.
+            EngineError: The names or shapes are not those of this model, and the engine is unusable
+                now.
         """
 
         def work() -> None:
@@ -207,7 +208,7 @@ def _settle(future: asyncio.Future[None], error: BaseException | None = None) ->
 
 
 # --------------------------------------------------------------------------------------------------
-# The thread that samples: requests come in, completions go out, and nothing waits for ever.
+# The thread that samples, which receives requests and delivers completions.
 
 
 @dataclass(slots=True, eq=False)
@@ -220,13 +221,13 @@ class IdleTask:
 
 
 class GenerationWorker:
-    """Runs a batch in a thread of its own, which starts with the first request.
+    """Runs a batch in its own thread, which starts with the first request.
 
     Jobs run before requests that have not begun. The callbacks `done` and `deliver` must not block.
     """
 
     def __init__(self, batch: ContinuousBatch) -> None:
-        """Take over a batch that nothing else uses from now on."""
+        """Take a batch, which nothing else may use from now on."""
         self._batch = batch
         self._changed = threading.Condition()
         # All below is guarded by `_changed`.
@@ -269,7 +270,7 @@ class GenerationWorker:
         gone()
 
     def end_conversations(self, names: Sequence[str]) -> None:
-        """Free what the batch keeps of these conversations, at its next step."""
+        """Free the keys and values of these conversations at the next step."""
         with self._changed:
             self._ended += names
             if self._thread is not None:
@@ -283,14 +284,14 @@ class GenerationWorker:
             self._wake_up()
 
     def set_asleep(self, is_asleep: bool) -> None:
-        """Hold requests back from now on, or admit them again."""
+        """Stop admitting requests, or admit them again."""
         with self._changed:
             self._check_alive()
             self._is_asleep = is_asleep
             self._wake_up()
 
     def close(self) -> None:
-        """End the thread; every open request gets an `EngineError`. Idempotent."""
+        """End the thread; every open request gets an `EngineError`. Further calls do nothing."""
         with self._changed:
             if self._end is None:
                 self._end = EngineError("the generator was closed")
@@ -318,7 +319,7 @@ class GenerationWorker:
             while self._wait():
                 self._do_jobs()
                 self._generate()
-        except BaseException as error:  # whatever it is, nobody may be left waiting
+        except BaseException as error:  # every waiting request must get an answer
             self._die(error)
         self._finish()
 
@@ -439,7 +440,7 @@ class GenerationWorker:
 
 
 # --------------------------------------------------------------------------------------------------
-# A copy of the policy for generation alone, and how it is brought up to date.
+# A copy of the policy for generation, and its updates.
 
 
 class HeldWeights:
@@ -454,7 +455,7 @@ class HeldWeights:
                 adapters.
 
         Raises:
-            ModelError: transformers saves the model's weights in another layout than it holds them.
+            ModelError: transformers saves the model's weights in another layout than in memory.
         """
         is_taken = owns_model and not adapted_layers(model.causal_lm)
         self.model = model if is_taken else copy.deepcopy(model)
@@ -467,7 +468,7 @@ class HeldWeights:
         self.model.eval()
         self._check_in_place()
         self._has_all = False
-        """Whether every weight has been copied once; a version may then bring only what changes."""
+        """Whether every weight was copied once, so that later versions may bring only some."""
         if not is_taken:
             self.take(Weights(version=0, tensors=model.named_weights))
 
@@ -485,7 +486,7 @@ class HeldWeights:
         return dict(self.model.named_weights())
 
     def take(self, weights: Weights) -> None:
-        """Copy new weights in by name; once all were copied, only those that training changes.
+        """Copy new weights by name; after the first copy, those that training changes suffice.
 
         Raises:
             EngineError: A weight is missing, or has a name or shape that the model lacks. Some

@@ -1,7 +1,7 @@
-"""Samples the next token of every row from its logits and a random number of its own.
+"""Samples the next token of every row from its logits and its own random number.
 
-Each row's number comes from the seed of its own completion: the token is the one at which the row's
-cumulative distribution passes the number (inverse transform sampling). So a completion does not
+The number of a row comes from the seed of its completion. The token is the one at which the row's
+cumulative distribution passes the number (inverse transform sampling), so a completion does not
 depend on the rest of the batch.
 """
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 CANDIDATES = 256
-"""Number of most likely tokens that top-p sorts first. Only if their probabilities do not reach the
-share does it sort the whole vocabulary, which is slow."""
+"""The number of most likely tokens that top-p sorts first. It sorts the whole vocabulary, which is
+slow, only if their probabilities do not reach the share."""
 CHUNK = 1 << 22
-"""Most float64 numbers in memory at a time."""
+"""The maximum number of float64 numbers in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,15 +42,14 @@ class Sampled(NamedTuple):
     tokens_N: Tensor
     """int64 [N]: the id of each row's token."""
     logprobs_N: Tensor
-    """float32 [N]: log-probabilities under `softmax(logits / temperature)`; NaN where logits are
-    NaN."""
+    """float32 [N]: log-probabilities under `softmax(logits / temperature)`; NaN if logits are."""
 
 
 def sample_tokens(logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> Sampled:
     """Sample the next token of every row.
 
     Args:
-        logits_NV: float32 [N, V]; overwritten.
+        logits_NV: float32 [N, V], the logits, which are overwritten.
         rows: The sampling parameters of each row.
         uniform_N: float64 [N] in [0, 1): the random number that decides each row's token.
     """
@@ -100,15 +99,15 @@ def _where_it_passes(cumulative_NV: Tensor, uniform_N1: Tensor) -> Tensor:
     below_N1 = torch.nextafter(total_N1, torch.zeros_like(total_N1))
     share_N1 = torch.minimum(uniform_N1 * total_N1, below_N1)
     passed_N1 = torch.searchsorted(cumulative_NV, share_N1.contiguous(), right=True)
-    # Beyond the end only where the weights are not numbers, which the caller reports.
+    # The index is beyond the end only if weights are NaN, which the caller reports.
     return passed_N1[:, 0].clamp_max(cumulative_NV.shape[1] - 1)
 
 
 def keep_likeliest(weights_FV: Tensor, top_k_F: Tensor, top_p_F: Tensor) -> Tensor:
     """Set the weights of all but the most likely tokens to 0 (top-k, then top-p).
 
-    Top-p applies to what top-k left: it keeps the fewest of the most likely tokens that together
-    reach the share. Tokens as likely as the last one kept are kept too.
+    Top-p applies to the tokens that top-k keeps: it keeps the smallest number of most likely tokens
+    that together reach the share. Tokens as likely as the last one are kept too.
 
     Args:
         weights_FV: float32 [F, V], not negative, of any sum; each row has one above 0.

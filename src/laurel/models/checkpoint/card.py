@@ -1,6 +1,6 @@
 """Writes the README of a checkpoint or export: the model, its training data, quality and use.
 
-A card holds no time, so equal weights get equal cards. Unknown facts are omitted.
+A card contains no date, so equal weights get equal cards. Unknown facts are omitted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TAGS = {"reward model": "reward-model", "policy": "policy"}
 
 
 class CardFacts(BaseModel):
-    """The facts for a model card that the model itself does not hold."""
+    """The facts about a run that its model card shows, such as training data and metrics."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -51,18 +51,18 @@ class CardFacts(BaseModel):
     """Further paragraphs."""
 
     def measured(self, metrics: Mapping[str, float]) -> CardFacts:
-        """Return a copy with metrics; values that are not finite are omitted."""
+        """Return a copy of the facts with these metrics; those that are not finite are omitted."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return self.model_copy(update={"metrics": finite})
 
     def save(self, directory: Path) -> None:
-        """Write the facts into a checkpoint."""
+        """Write the facts for the model card into a checkpoint."""
         text = json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False)
         (directory / FACTS).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, directory: Path) -> CardFacts | None:
-        """Read the facts of a checkpoint; None if it has none.
+        """Read the facts for the model card from a checkpoint; None if it has none.
 
         Raises:
             CheckpointError: The file of the facts cannot be read.
@@ -80,7 +80,10 @@ class CardFacts(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRow:
-    """A row of an evaluation table: a metric of the model, and of a baseline by length."""
+    """A row of an evaluation table: a metric of the model.
+
+    `longer_wins` is the same metric of a baseline that prefers the longer completion.
+    """
 
     name: str
     value: float | None
@@ -118,7 +121,8 @@ def reward_model_card(
         facts: The facts about its training.
         contract: The model's scoring contract.
         evaluations: The tables of results that the card shows.
-        place: The location of the model in the example programs: a hub name or a directory.
+        place: The name by which example programs in the card load the model: a hub name or a
+            directory.
     """
     rules, tokenizer = contract.rules, contract.tokenizer
     return _render(

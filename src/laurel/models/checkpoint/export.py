@@ -69,8 +69,8 @@ def write_model(
         write_rest: Writes the other files; called in the process that writes.
         max_file_bytes: The size limit of a file of weights. The process that writes holds copies of
             the weights of one file at a time.
-        background: The worker that writes the weights. It writes copies on the host that are made
-            before this returns, and it reports errors. None: this call writes them.
+        background: The worker that writes the files after this call returns. The weights are copied
+            to the host before, and the worker reports errors. None: this call writes the files.
 
     Raises:
         CheckpointError: Another rank could not write.
@@ -158,10 +158,14 @@ ROWS = 4
 def plain_scores(
     directory: Path, conversations: Sequence[Conversation], *, device: torch.device
 ) -> np.ndarray:
-    """Score conversations with `AutoModelForSequenceClassification`, in padded batches: `[N, K]`.
+    """Score conversations with `AutoModelForSequenceClassification` alone, to check an export.
+
+    Returns:
+        `[N, K]`: the K outputs of the head for each of the N conversations.
 
     Raises:
-        ScoringContractError: The model does not load, or the files lack or exceed its weights.
+        ScoringContractError: The model cannot be loaded, or the files lack weights or have
+            unexpected ones.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -182,12 +186,20 @@ def plain_scores(
 def plain_logprobs(
     directory: Path, sequences_N: Sequence[Tensor], starts_N: Sequence[int], *, device: torch.device
 ) -> np.ndarray:
-    """Compute log-probabilities with `AutoModelForCausalLM` in one padded batch.
+    """Compute log-probabilities with `AutoModelForCausalLM` alone, to check an export.
 
-    The result concatenates the log-probabilities of each sequence's tokens from its start on.
+    Args:
+        directory: The directory of the exported policy.
+        sequences_N: The tokens of each sequence.
+        starts_N: The index in each sequence of the first token whose log-probability is returned.
+        device: The device that computes.
+
+    Returns:
+        The log-probabilities of all sequences, concatenated.
 
     Raises:
-        ScoringContractError: The model does not load, or the files lack or exceed its weights.
+        ScoringContractError: The model cannot be loaded, or the files lack weights or have
+            unexpected ones.
     """
     from transformers import AutoModelForCausalLM
 
@@ -204,9 +216,10 @@ def plain_logprobs(
 
 
 def largest_difference(found: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest difference in units of max(1, |expected|), as for golden scores.
+    """Return the largest difference of two arrays in units of max(1, |expected|).
 
-    It is infinite if any difference is not finite.
+    Golden scores are compared in the same way. The result is infinite if any difference is not
+    finite.
 
     Raises:
         ScoringContractError: The two arrays have different shapes.

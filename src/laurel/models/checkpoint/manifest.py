@@ -76,7 +76,11 @@ def software_versions() -> dict[str, str]:
 def seal_files(
     directory: Path, *, on_file: Callable[[str], None] = lambda name: None
 ) -> dict[str, FileRecord]:
-    """Force every file and folder below `directory` to the disk; return the records of the files.
+    """Fsync every file and folder below `directory`; return the size and hash of each file.
+
+    Args:
+        directory: The directory.
+        on_file: Called with the relative path of each file after its hash is computed.
 
     Raises:
         CheckpointError: An entry is neither a file nor a folder.
@@ -93,7 +97,7 @@ def seal_files(
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest and force it to the disk; call this last, after `seal_files`."""
+    """Write and fsync the manifest; call this last, after `seal_files`."""
     with (directory / MANIFEST_NAME).open("w", encoding="ascii", newline="\n") as file:
         file.write(_render(manifest))
         file.flush()
@@ -247,7 +251,11 @@ def verify(path: str | os.PathLike[str], *, hashes: bool = True) -> Manifest:
 
 
 def read_training_info(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the `info` that `CheckpointStore.save` was given."""
+    """Return the content of `training_info.json` of a checkpoint.
+
+    Raises:
+        CheckpointError: The file cannot be read, or is not a JSON object.
+    """
     file = Path(path) / INFO_NAME
     try:
         info = json.loads(file.read_bytes())
@@ -265,11 +273,11 @@ def steps_to_keep(
     higher_is_better: bool,
     just_saved: int,
 ) -> set[int]:
-    """Return the steps in `metrics` whose checkpoints are kept.
+    """Return the steps in `metrics` whose checkpoints are kept; with `keep_top_k` None, all are.
 
-    These are the best `keep_top_k`, the one just saved and the latest. Of equal metrics the newer
-    step is better, and a step without a metric is worse than any other; so without metrics the most
-    recent steps are kept. At least two are kept, in case one is damaged.
+    Otherwise the best `keep_top_k`, the one just saved and the latest are kept. Of equal metrics
+    the newer step is better, and a step without a metric is worse than any other; so without
+    metrics the most recent steps are kept. At least two are kept, in case one is damaged.
     """
     if keep_top_k is None:
         return set(metrics)
@@ -281,7 +289,13 @@ def steps_to_keep(
 
 
 def verify_directory(directory: Path, *, hashes: bool) -> Manifest:
-    """Verify a directory like `verify`, without searching for an earlier checkpoint."""
+    """Check a checkpoint directory against its manifest, as `verify` does.
+
+    The error message names no earlier checkpoint.
+
+    Raises:
+        CheckpointError: The directory is incomplete, altered or no checkpoint.
+    """
     try:
         os.scandir(directory).close()
     except OSError as error:
@@ -300,7 +314,7 @@ def verify_directory(directory: Path, *, hashes: bool) -> Manifest:
 
 
 def is_whole(directory: Path) -> bool:
-    """Report whether every byte of a checkpoint is as it was saved."""
+    """Report whether every file of a checkpoint has the size and hash of its manifest."""
     try:
         verify_directory(directory, hashes=True)
     except CheckpointError:
@@ -309,7 +323,10 @@ def is_whole(directory: Path) -> bool:
 
 
 def find_newest(root: Path, steps: Iterable[int], *, hashes: bool) -> NewestCheckpoint:
-    """Find the newest of these steps whose checkpoint is complete."""
+    """Find the newest complete checkpoint among `steps`, and the newer ones that are not.
+
+    `hashes` says whether the contents of files are checked, or only their sizes.
+    """
     skipped: list[str] = []
     for step in sorted(steps, reverse=True):
         path = root / f"step_{step}"
@@ -343,7 +360,7 @@ def steps_in(root: Path) -> list[int]:
 
 
 def best_first(metrics: Mapping[int, float | None], higher_is_better: bool) -> list[int]:
-    """Sort steps by metric, best first; ties by newer first, and steps without a metric last."""
+    """Sort steps by metric, best first: newer first if equal, steps without a metric last."""
     sign = -1.0 if higher_is_better else 1.0
 
     def rank(step: int) -> tuple[bool, float, int]:

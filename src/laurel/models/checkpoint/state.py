@@ -66,7 +66,7 @@ def save_training_state(
     mesh: DeviceMesh | None = None,
     background: Background | None = None,
 ) -> None:
-    """Write the training state into `directory`; a `CheckpointStore` forces it to the disk.
+    """Write the training state into `directory`, without fsync, which `CheckpointStore` does.
 
     Args:
         directory: An existing directory; with a mesh, on a disk that all ranks share.
@@ -76,8 +76,8 @@ def save_training_state(
         parameter_names: The names of the optimizer's parameters, group after group; needed unless
             it was created from `named_parameters()`.
         mesh: The mesh of a sharded model. All ranks then call this, with the same `extra`.
-        background: The worker of this rank, which writes copies on the host that are made before
-            this returns, and reports errors. None: this call writes them.
+        background: The worker of this rank that writes the files after this call returns. Tensors
+            are copied to the host before, and the worker reports errors. None: this call writes.
 
     Raises:
         ConfigError: Part of the state has a type that cannot be saved.
@@ -148,16 +148,16 @@ def load_training_state(
 ) -> dict[str, Any]:
     """Restore `optimizer`, `scheduler` and the random generators; return the saved `extra`.
 
-    Call this last before the loop, because random numbers sampled after it change the run. With
-    None for both, only the random generators are restored. If it raises, nothing has changed,
-    unless torch itself refuses the state half-way.
+    Call this last before the training loop, because random numbers sampled later change the run.
+    With None for both `optimizer` and `scheduler`, only the random generators are restored. If an
+    error is raised, nothing has changed, unless torch itself refuses the state half-way.
 
-    The mesh may differ from the one that wrote, and either may be None. Each rank gets its own
-    random states if the number of ranks is the same, otherwise those of rank 0.
+    The mesh may differ from the one that the state was saved with, and either may be None. Each
+    rank gets its own random states if the number of ranks is the same, otherwise those of rank 0.
 
     Raises:
         CheckpointError: The files are missing or damaged, or belong to another model, optimizer or
-            scheduler. (`manifest.verify` checks their bytes, not this.)
+            scheduler. (`manifest.verify` checks only that the bytes are intact.)
     """
     groups = [] if optimizer is None else named_groups(optimizer, parameter_names)
     try:
@@ -362,13 +362,13 @@ def _refuse_undivided(packed: Mapping[str, Any], names: Mapping[int, str], group
 
 
 def check_optimizer_state(file: Path, saved: Any, optimizer: Optimizer, groups: Groups) -> None:
-    """Refuse the saved state of another optimizer or model.
+    """Check that a saved state belongs to this run's optimizer and model.
 
     Args:
         file: The file that held the state, for error messages.
         saved: The result of `encode_optimizer`.
         optimizer: The optimizer of this run.
-        groups: The optimizer's parameters.
+        groups: The optimizer's parameters by name, from `named_groups`.
 
     Raises:
         CheckpointError: The state is of another optimizer or model, or missing.
@@ -393,7 +393,13 @@ def check_optimizer_state(file: Path, saved: Any, optimizer: Optimizer, groups: 
 
 
 def load_optimizer(saved: Any, optimizer: Optimizer, groups: Groups) -> None:
-    """Load a saved state, which `check_optimizer_state` has accepted, into an optimizer."""
+    """Load a saved state into an optimizer.
+
+    Args:
+        saved: The result of `encode_optimizer`, checked by `check_optimizer_state`.
+        optimizer: The optimizer.
+        groups: The optimizer's parameters by name, from `named_groups`.
+    """
     packed = optimizer.state_dict()
     names = _names_by_index(packed, groups)
     settings = []
@@ -417,10 +423,13 @@ def load_optimizer(saved: Any, optimizer: Optimizer, groups: Groups) -> None:
 
 
 def named_groups(optimizer: Optimizer, parameter_names: Sequence[str] | None) -> Groups:
-    """Group the parameters of an optimizer by name.
+    """Return the parameters of each parameter group of an optimizer by name.
+
+    `parameter_names` may be None if the optimizer was created from `named_parameters()`.
 
     Raises:
-        ValueError: The optimizer has no parameter names, or their number differs.
+        ValueError: The optimizer does not know the names, or their number is not that of the
+            parameters.
     """
     groups: Groups = []
     given = None if parameter_names is None else iter(parameter_names)
@@ -480,9 +489,9 @@ _log = logging.getLogger(__name__)
 
 
 def random_states() -> dict[str, Any]:
-    """Capture the states of the global generators: Python's, numpy's, torch's on CPU and each GPU.
+    """Return the states of the global random generators of Python, numpy and torch.
 
-    GPUs are omitted while this process has not used one.
+    They include those of all GPUs if this process has used one.
     """
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     cuda = torch.cuda.get_rng_state_all() if used else []
@@ -495,7 +504,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Restore the generators to the states that `random_states` returned."""
+    """Restore the random generators to `states`, which `random_states` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(torch.from_numpy(states["torch"]))
@@ -524,13 +533,19 @@ _NUMBER_KINDS = "biufc"
 
 
 class UnencodableError(TypeError):
-    """Raised for a value of a type that cannot be saved; the message says where it is."""
+    """Raised for a value of a type that cannot be saved; the message says which value."""
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Json:
-    """Encode a value as JSON; tensors in it are added to `tensors`, under names from `name`.
+    """Encode a value as JSON; tensors in it are added to `tensors`, and the JSON names them.
 
-    Floats are restored exactly: `json` writes the shortest text that reads as the same number.
+    Floats are restored exactly, because `json` writes the shortest text that reads as the same
+    number.
+
+    Args:
+        value: The value.
+        name: The prefix of the tensors' names; error messages use it too.
+        tensors: Receives the tensors.
 
     Raises:
         UnencodableError: Part of the value is not None, a number, text, list, tuple, dict,
@@ -565,10 +580,14 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Json:
 
 
 def decode(value: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Decode a value that `encode` returned.
+    """Return the value that `encode` encoded.
+
+    Args:
+        value: The JSON.
+        tensors: The tensors that `encode` collected, by name.
 
     Raises:
-        KeyError, TypeError, ValueError: The value is not a result of `encode`.
+        KeyError, TypeError, ValueError: The JSON is not a result of `encode`.
     """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
@@ -639,18 +658,20 @@ _DECODERS: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
 
 
 def plan_shares(directory: Path, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-    """Copy the parts of tensors that this rank writes to the host; all ranks call this together.
+    """Copy to the host the parts of tensors that this rank must write to files.
+
+    All ranks call this together.
 
     Args:
         directory: The directory on a disk that all ranks share; it is created if necessary.
-        tensors: The tensors, with the same names on every rank. A tensor that is not sharded is the
-            same on every rank, and is written once.
+        tensors: The tensors, with the same names on every rank. A tensor that is not sharded must
+            be equal on every rank, and is written once.
 
     Returns:
-        A function that writes this rank's copies, and needs no other rank.
+        A function that writes this rank's copies, and does not wait for other ranks.
 
     Raises:
-        CheckpointError: A rank could not begin; the error is raised on every rank.
+        CheckpointError: A rank failed; the error is raised on every rank.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -666,16 +687,16 @@ def plan_shares(directory: Path, tensors: Mapping[str, Tensor]) -> Callable[[], 
 def read_shares(
     directory: Path, like: Callable[[str], Tensor | None], *, leave_out: str | None = None
 ) -> dict[str, Tensor]:
-    """Read the tensors in the files of a directory; each rank reads by itself.
+    """Read tensors from the files of a directory; ranks do not wait for each other.
 
     Args:
         directory: A directory that `plan_shares` filled, or one with files of whole tensors.
-        like: Returns, for the name of a tensor, one with the shape and sharding that it must have;
-            None accepts any shape. A tensor that is not sharded is read to the CPU.
-        leave_out: Tensors whose names begin with this text are not read.
+        like: Returns, for the name of a tensor, a tensor with the required shape and sharding, or
+            None if any shape is accepted. A tensor that is not sharded is read to the CPU.
+        leave_out: The prefix of the names of tensors that are not read.
 
     Raises:
-        CheckpointError: A part is missing, or a tensor differs in shape from that of `like`.
+        CheckpointError: A part is missing, or a tensor has another shape than `like` requires.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -731,14 +752,14 @@ def _said(error: Any) -> str:
 
 
 class ShareWriter(HuggingFaceStorageWriter):
-    """Copies this rank's shards by a plan of all ranks; `write` writes the file later.
+    """Saves this rank's shards in two stages: all ranks plan and copy, then each writes its file.
 
     Writing needs no other rank and no device, so it can run during training, and it never waits for
     a lost rank.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Prepare to write into `directory`."""
+        """Set the directory; nothing is written yet."""
         super().__init__(path=str(directory), save_distributed=True)
         self._directory = directory
         self._file_name = ""

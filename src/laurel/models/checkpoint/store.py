@@ -1,4 +1,4 @@
-"""Checkpoint directories that survive a kill, a full disk and a power failure at any moment.
+"""Writes checkpoints that survive a kill, a full disk and a power failure at any moment.
 
 ::
 
@@ -6,7 +6,7 @@
     root/best         a link to the best of them
     root/.lock        the lock that allows one writer at a time
 
-A checkpoint is written under a name that begins with a dot, forced to the disk, given its manifest,
+A checkpoint is written under a name that begins with a dot, synced to the disk, given its manifest,
 and only then renamed. So `step_<N>` is complete or absent. A checkpoint is also renamed before it
 is deleted. A killed writer leaves only names that begin with a dot, which the next writer removes.
 
@@ -85,13 +85,13 @@ class CheckpointStore:
         higher_is_better: bool = False,
         on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        """Take the settings of the store; nothing is read or written yet.
+        """Set the options of the store; nothing is read or written yet.
 
         Args:
             root: The directory of the `step_<N>` directories; entering the store creates it.
-            keep_top_k: The number of best checkpoints that are kept, as in `steps_to_keep`.
-            metric_name: The name of the value in `save(metric=...)`. Checkpoints with another name
-                rank as if they had no metric.
+            keep_top_k: The number of best checkpoints that are kept (`steps_to_keep`); None: all.
+            metric_name: The name of the value in `save(metric=...)`. Checkpoints that were saved
+                with another name rank as if they had no metric.
             higher_is_better: Whether a higher value of the metric is better.
             on_phase: Called with the name of each phase of a save, in the thread of the phase, so
                 that tests can interrupt it: begin, written, file:<name>, fsynced, manifest,
@@ -197,11 +197,11 @@ class CheckpointStore:
         return steps_in(self.root)
 
     def newest_whole(self, *, hashes: bool = True) -> NewestCheckpoint:
-        """Find the newest checkpoint that passes `verify`, and the newer ones that do not."""
+        """Find the newest complete checkpoint, and the newer ones that fail `verify`."""
         return find_newest(self.root, self.steps(), hashes=hashes)
 
     def best(self) -> Path | None:
-        """Return the path of the checkpoint with the best metric, the newer one of equals.
+        """Return the path of the checkpoint with the best metric; of equal ones, the newer.
 
         None if no checkpoint has a metric.
         """
@@ -224,7 +224,7 @@ class CheckpointStore:
             step: The number of the step. A checkpoint of that step is replaced; a directory of that
                 name that Laurel did not write is moved to `step_<N>.foreign-...`.
             write: Fills the empty directory that it is given.
-            metric: The value that ranks the checkpoint; if it is not finite, there is none.
+            metric: The value that ranks the checkpoint; a value that is not finite counts as None.
             info: The content of `training_info.json`; numbers that are not finite become null.
             estimated_bytes: The expected size, for the check of free space; by default that of the
                 newest checkpoint, or the estimate given to `require_room`.
@@ -252,19 +252,22 @@ class CheckpointStore:
     ) -> SaveUnderWay:
         """Begin to write the checkpoint of a step in the background, one checkpoint at a time.
 
-        Leaving the store waits for the save. If an exception leaves it, the save is dropped unless
-        all its files have been written.
+        The end of the `with` statement of the store waits for the save. If it ends by an exception,
+        the save is dropped unless all its files have been written.
 
         Args:
             step: The step of the run.
             write: Begins to fill the empty directory that it is given, and returns a function that
-                reports on the writing.
-            metric: The value of `metric_name`.
+                reports the progress (`Written`).
+            metric: The value that ranks the checkpoint.
             info: The content of `training_info.json`.
             estimated_bytes: The size of the checkpoint, for the check of free space.
 
+        Returns:
+            The save in progress, which raises later failures.
+
         Raises:
-            CheckpointError: The save cannot begin. The returned save raises later failures.
+            CheckpointError: The save cannot begin.
         """
         if not self._lock.held:
             raise RuntimeError("enter the store first: `with CheckpointStore(...) as store:`")
@@ -424,7 +427,10 @@ _LEFTOVER_LINK = re.compile(r"\.best-[0-9a-f]{32}")
 
 
 def clear_up(root: Path) -> None:
-    """Finish or undo interrupted saves, and delete other leftovers; the caller holds the lock."""
+    """Finish or undo interrupted saves in a directory of checkpoints, and delete other leftovers.
+
+    The caller must hold the directory's lock.
+    """
     names = os.listdir(root)
     leftovers = [match for name in names if (match := _LEFTOVER.fullmatch(name))]
     for match in leftovers:
@@ -464,7 +470,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class DirectoryLock:
-    """A lock on a directory, by its file `.lock`, which is never deleted."""
+    """A lock on a directory against other processes, by a file `.lock` that is never deleted."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK_NAME
@@ -472,7 +478,7 @@ class DirectoryLock:
 
     @property
     def held(self) -> bool:
-        """Whether this process, rather than one it was forked from, holds the lock."""
+        """Whether this process has the lock; a fork of the process that has it does not."""
         return self._descriptor in _held
 
     def acquire(self) -> None:
@@ -526,15 +532,18 @@ is called only in the thread that began the save.
 
 
 class SaveUnderWay:
-    """A save in progress: its files are written, then sealed; it ends complete or absent."""
+    """A save in progress: files are written, then synced and renamed in the background.
+
+    The checkpoint ends up complete or absent.
+    """
 
     def __init__(self, written: Written, seal: Callable[[], Path], *, seconds: float) -> None:
-        """Take the stages of the save; nothing runs yet.
+        """Set the stages of the save; none is run yet.
 
         Args:
-            written: Reports on the writing, as `Written` describes.
-            seal: Forces the files to the disk and renames their directory; if it fails, it deletes
-                them.
+            written: Reports whether the files have been written, as `Written` describes.
+            seal: Syncs the files to the disk, and renames their directory. If this fails, it
+                deletes them.
             seconds: The seconds that the beginning of the save took.
         """
         self._written = written
@@ -546,7 +555,7 @@ class SaveUnderWay:
 
     @property
     def seconds(self) -> float:
-        """The seconds of work on the save so far, without the time between calls."""
+        """The seconds that the save has taken so far; waiting between calls does not count."""
         return self._seconds
 
     @property
@@ -556,7 +565,7 @@ class SaveUnderWay:
 
     @property
     def is_sealing(self) -> bool:
-        """Whether all files have been written, and a thread is sealing them."""
+        """Whether all files have been written, and a thread is syncing and renaming them."""
         return self._sealing is not None
 
     def ready(self) -> bool:
@@ -572,7 +581,9 @@ class SaveUnderWay:
         return self._sealing.outcome(is_awaited=False) is not None
 
     def finish(self) -> Path:
-        """Wait for the end of the save, and return the path; further calls have the same outcome.
+        """Wait for the end of the save, and return the path of the checkpoint.
+
+        Further calls return the same path, or raise the same error.
 
         Raises:
             CheckpointError: The disk is full or reports an error. Earlier checkpoints are
@@ -615,20 +626,24 @@ class SaveUnderWay:
 
 
 class Background:
-    """Runs pieces of work in the background, in order; after one fails, none of the batch runs.
+    """Runs functions in the background, one after the other, in batches.
 
-    Pieces belong to one batch until its outcome is returned; the next piece begins a new batch. The
-    process does not end before all pieces have ended.
+    A batch ends when `outcome` returns or raises its result; the next `start` begins a new batch.
+    After a function has failed, the rest of its batch is skipped. The process does not exit before
+    all functions have ended.
     """
 
     def __init__(self, name: str) -> None:
-        """Take the name of the thread; nothing starts yet."""
+        """Set the name of the threads; none is started yet."""
         self._name = name
         self._pieces: list[Future[float]] = []
         self._is_reported = False
 
     def start(self, work: Callable[[], object]) -> None:
-        """Queue a piece of work; `work` is released as soon as it has run."""
+        """Run `work` in the background, after earlier work.
+
+        The reference to `work` is dropped as soon as it has run.
+        """
         if self._is_reported:
             self._pieces = []
             self._is_reported = False
@@ -637,13 +652,13 @@ class Background:
         thread.shutdown(wait=False)  # it ends with the piece
 
     def outcome(self, *, is_awaited: bool) -> float | None:
-        """Return the seconds of work once all pieces have ended; None before.
+        """Return the seconds that the functions of the batch took; None if some have not ended.
 
         Args:
-            is_awaited: Whether to wait for the end.
+            is_awaited: Whether to wait for their end.
 
         Raises:
-            Exception: A piece failed; every call raises this error until a new batch begins.
+            Exception: A function failed. Every call raises this error until a new batch begins.
         """
         if not is_awaited and not all(piece.done() for piece in self._pieces):
             return None

@@ -1,20 +1,21 @@
-"""Attention over a token forest, under unmodified Hugging Face decoders.
+"""Computes attention over a token forest, with unmodified Hugging Face decoders.
 
 `register()` makes `laurel_forest` an attention implementation of transformers. The plan of the
-forest travels as the keyword argument `forest_plan` of the model's forward, so there is no global
-state, and activation checkpointing sees the same plan when it recomputes. A plan decides
-which keys a query sees: `ForestPlan` here for whole sequences, those of `models/forest/decoding.py`
-for generation.
+forest is passed as the keyword argument `forest_plan` of the model's forward, so there is no global
+state, and activation checkpointing recomputes with the same plan. A plan decides which keys a query
+attends to: `ForestPlan` for whole sequences, and those of `models/forest/decoding.py` for
+generation.
 
-In a forest, each trunk attends causally to itself, and each branch to its trunk and causally to
-itself. Sliding windows, soft-capping and attention sinks arrive as keyword arguments from the
-models that have them and are honoured by position. `ForestPlan.attend` chooses how it is computed,
-the first of these that can do what a layer asks for:
+In a token forest, a tree is a prompt (trunk), stored once, with its completions (branches). Each
+trunk attends causally to itself, and each branch to its trunk and causally to itself. Models pass
+sliding windows, soft-capping and attention sinks as keyword arguments; windows count positions
+within a sequence. `ForestPlan.attend` uses the first of these methods that supports what a layer
+needs:
 
 - a cascade of flash kernels (`models/forest/cascade.py`): on CPUs without windows; on CUDA in half
-  precision, with windows as well;
+  precision, with windows too;
 - FlexAttention, on CUDA: everything but dropout, in any precision but float64;
-- segment by segment, each branch against `[trunk K/V ; own K/V]`, with a mask where one is needed:
+- segment by segment, each branch against `[trunk K/V ; own K/V]`, with a mask if necessary:
   everything, wherever torch runs.
 """
 
@@ -52,22 +53,22 @@ PLAN_ARGUMENT = "forest_plan"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """Options of a layer's attention that its model passes."""
+    """The options that a model passes to the attention of a layer."""
 
     scaling: float | None
-    """Factor of the logits; None means `D ** -0.5`."""
+    """The factor of the logits; None means `D ** -0.5`."""
     dropout: float
-    """Probability of dropping an attention weight."""
+    """The probability of dropping an attention weight."""
     sliding_window: int | None
-    """Number of latest positions a token sees, itself included."""
+    """The number of latest positions to which a token attends, including itself."""
     softcap: float | None
-    """Logits are squashed to `softcap * tanh(logits / softcap)` (Gemma 2)."""
+    """The limit of the logits, which become `softcap * tanh(logits / softcap)` (Gemma 2)."""
     s_aux: Tensor | None
-    """`[H]` logits of attention sinks (gpt-oss)."""
+    """The logits `[H]` of attention sinks (gpt-oss)."""
 
 
 class AttentionPlan(Protocol):
-    """A rule of which keys each query of a forward pass sees."""
+    """A rule that decides to which keys each query of a forward pass attends."""
 
     def attend(
         self,
@@ -77,32 +78,34 @@ class AttentionPlan(Protocol):
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Compute the attention of one layer.
+        """Compute the attention of one layer for all tokens of a row.
+
+        H and H_kv are the numbers of query and key heads, T is the number of tokens, and D and D_v
+        are the sizes of heads.
 
         Args:
             module: The attention layer.
-            query: `[1, H, T, D]`, rotated by position already.
-            key: `[1, H_kv, T, D]`.
-            value: `[1, H_kv, T, D_v]`.
-            options: Options of the layer.
+            query: The queries `[1, H, T, D]`, after rotary embedding.
+            key: The keys `[1, H_kv, T, D]`, after rotary embedding.
+            value: The values `[1, H_kv, T, D_v]`.
+            options: The options of the layer.
 
         Returns:
-            `[1, H, T, D_v]`.
+            The attention output `[1, H, T, D_v]`.
         """
 
 
 class ForestPlan:
-    """The plan of whole sequences: segments of trunks and branches, shared by all layers.
+    """The attention plan of whole sequences, for all layers of one micro-batch.
 
-    One plan serves one micro-batch: indices and masks are made at first use and kept until it is
-    dropped.
+    The plan creates indices and masks at their first use, and keeps them.
     """
 
     def __init__(self, trees: Sequence[Tree]) -> None:
         self.trees = tuple(trees)
         self.lengths: list[int] = []
-        """Lengths of all segments in the order of the row: trunk, its branches, next trunk, ..."""
-        # Tokens of the longest sequence: a trunk and one of its branches.
+        """The lengths of all segments in order of the row: trunk, its branches, next trunk, ..."""
+        # The length of the longest sequence, a trunk with one of its branches.
         self._longest = 0
         for tree in self.trees:
             branches = [branch.length for branch in tree.branches_G]
@@ -120,8 +123,9 @@ class ForestPlan:
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend as `AttentionPlan.attend`. The result of filling tokens after the last tree is
-        0.
+        """Compute attention as `AttentionPlan.attend` describes.
+
+        The output for padding tokens after the last tree is 0.
         """
         query, key, value = as_computed(query, key, value)
         if options.sliding_window is not None and options.sliding_window >= self._longest:
@@ -156,7 +160,12 @@ class ForestPlan:
         return self._calls[known]
 
     def block_mask(self, device: torch.device, window: int | None) -> BlockMask:
-        """Make FlexAttention's mask: by segment and position."""
+        """Return FlexAttention's mask: a query sees earlier tokens of its segment and its trunk.
+
+        Args:
+            device: The device of the mask.
+            window: The sliding window, as in `AttentionOptions`; None for no window.
+        """
         known = (device, window)
         if known not in self._blocks:
             numbers: list[tuple[int, int, int]] = []  # own segment, trunk's segment, position
@@ -182,14 +191,20 @@ class ForestPlan:
     def mask(
         self, num_queries: int, num_keys: int, window: int | None, like: Tensor
     ) -> Tensor | None:
-        """Make the additive mask of queries that are the last of the keys; None if none is needed.
+        """Return the additive mask for queries that are the last tokens of a sequence.
 
-        Query `i` sits at position `num_keys - num_queries + i` and sees the keys at positions up
-        to its own and, with a window `w`, later than its own minus `w`.
+        Query `i` has the position `num_keys - num_queries + i`. It attends to the keys at positions
+        up to its own and, with a window `w`, above its own minus `w`.
+
+        Args:
+            num_queries: The number of queries.
+            num_keys: The number of keys: all tokens of the sequence.
+            window: The sliding window, as in `AttentionOptions`; None for no window.
+            like: A tensor with the dtype and device of the mask.
 
         Returns:
-            `[num_queries, num_keys]` of 0 and -inf in the dtype of `like`, or None for the square
-            causal case without a window, which the kernels do faster by themselves.
+            `[num_queries, num_keys]` of 0 and -inf. None if nothing is hidden, or if the mask is
+            square and causal without a window, for which kernels have a faster option.
         """
         if window is not None and window >= num_keys:
             window = None
@@ -207,7 +222,11 @@ class ForestPlan:
     def attend_by_segments(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Attend one trunk or branch after the other: slower, and able to do everything."""
+        """Compute the attention of each trunk and each branch separately.
+
+        This is slower than the other methods, but supports all options. `AttentionPlan.attend`
+        describes the arguments.
+        """
         key, value = _repeat_heads(query, key), _repeat_heads(query, value)
         queries = query.split_with_sizes(self.lengths, dim=2)
         keys = key.split_with_sizes(self.lengths, dim=2)
@@ -218,13 +237,13 @@ class ForestPlan:
     def attend_last(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Attend with the last tokens of one sequence to all of it, by position.
+        """Compute the attention of the last tokens of a sequence to all of it, by position.
 
         Args:
-            query: `[1, H, L_q, D]`.
-            key: `[1, H_kv, L, D]`, L at least L_q.
-            value: `[1, H_kv, L, D_v]`.
-            options: As in `AttentionPlan.attend`.
+            query: The queries `[1, H, L_q, D]` of the last tokens.
+            key: The keys `[1, H_kv, L, D]` of the sequence; L is at least L_q.
+            value: The values `[1, H_kv, L, D_v]`.
+            options: The options of the layer.
         """
         return self._segment(query, _repeat_heads(query, key), _repeat_heads(query, value), options)
 
@@ -258,23 +277,23 @@ def forest_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Dispatch the attention of a layer to its plan: transformers calls it in every layer.
+    """Compute the attention of a layer by its plan; transformers calls this in every layer.
 
     Args:
         module: The attention layer.
-        query: `[1, H, T, D]`, rotated by position already.
-        key: `[1, H_kv, T, D]`.
-        value: `[1, H_kv, T, D_v]`.
-        attention_mask: Always None: the plan decides.
+        query: The queries `[1, H, T, D]`, after rotary embedding.
+        key: The keys `[1, H_kv, T, D]`, after rotary embedding.
+        value: The values `[1, H_kv, T, D_v]`.
+        attention_mask: Always None, because the plan decides.
         forest_plan: The plan of this forward pass.
-        scaling: Factor of the logits; this and the options below are those of `AttentionOptions`.
-        dropout: Probability of dropping an attention weight.
-        sliding_window: Number of latest positions a token sees.
-        softcap: Limit of the logits.
-        s_aux: Logits of attention sinks.
+        scaling: The factor of the logits; this and the following are the `AttentionOptions`.
+        dropout: The probability of dropping an attention weight.
+        sliding_window: The number of latest positions to which a token attends.
+        softcap: The limit of the logits.
+        s_aux: The logits of attention sinks.
 
     Returns:
-        `[1, T, H, D_v]`, and None for the weights.
+        The attention output `[1, T, H, D_v]`, and None instead of the attention weights.
     """
     if forest_plan is None:
         raise ModelError(
@@ -292,7 +311,7 @@ def forest_attention(
 
 
 def as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors to the dtype that autocast gives to products, where it is on."""
+    """Cast tensors to the dtype of autocast; return them unchanged if autocast is off."""
     kind = tensors[0].device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return tensors
@@ -323,7 +342,7 @@ def _is_gpu(tensor: Tensor) -> bool:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile FlexAttention: only compiled it is fast and has a backward pass."""
+    """Compile a function of FlexAttention, which is slow otherwise and has no backward pass."""
     return torch.compile(function)
 
 
@@ -335,7 +354,16 @@ def attend_by_blocks(
     blocks: BlockMask,
     options: AttentionOptions,
 ) -> Tensor:
-    """Attend with FlexAttention. A sink takes its share of the weights afterwards."""
+    """Compute attention with FlexAttention.
+
+    Args:
+        kernel: The compiled `flex_attention`.
+        query: The queries `[1, H, T, D]`.
+        key: The keys `[1, H_kv, T, D]`.
+        value: The values `[1, H_kv, T, D_v]`.
+        blocks: The mask.
+        options: The options of the layer. Attention sinks are applied to the output.
+    """
     softcap = options.softcap
 
     def cap(logit: Tensor, *_: Tensor) -> Tensor:
@@ -358,12 +386,14 @@ def attend_by_blocks(
 
 
 def hidden_keys(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
-    """Find the keys a query must not see: later ones, and those that its window has left.
+    """Return a mask of the keys to which each query must not attend.
+
+    These are the keys later than the query, and those before its sliding window.
 
     Args:
-        keys: Their positions.
-        queries: Positions of the queries, to be broadcast against those of the keys.
-        window: Sliding window, as in `AttentionOptions`.
+        keys: The positions of the keys.
+        queries: The positions of the queries, in a shape that broadcasts against the keys.
+        window: The sliding window, as in `AttentionOptions`; None for no window.
     """
     hidden = keys > queries
     if window is not None:
@@ -374,7 +404,7 @@ def hidden_keys(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
 def _segments(
     plan: ForestPlan, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    # Each trunk, then each of its branches with the trunk's keys and values before its own.
+    # Yields each trunk, then each of its branches with the trunk's keys and values before its own.
     segment = 0
     for tree in plan.trees:
         trunk = segment
@@ -401,8 +431,8 @@ def _attend_by_hand(
     mask: Tensor | None,
     options: AttentionOptions,
 ) -> Tensor:
-    # The fused kernels lack capped logits and attention sinks. Softmax in float32, as the models
-    # themselves do it, and in float64 where the weights are.
+    # The fused kernels lack capped logits and attention sinks. Softmax is computed in float32, as
+    # the models do it, or in float64 if the weights are.
     logits = (query @ key.transpose(2, 3)) * (
         query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
     )
@@ -424,9 +454,9 @@ def _attend_by_hand(
 
 
 def register() -> None:
-    """Register `laurel_forest` with transformers. Calling it again changes nothing.
+    """Register `laurel_forest` with transformers; further calls do nothing.
 
-    It registers no function that makes masks: then transformers makes none, and does not look at
-    the positions for sequences that share a row, for which a host would wait for its device.
+    No function for masks is registered. So transformers creates no masks, and does not search the
+    positions for sequences that share a row, for which the host would wait for its device.
     """
     AttentionInterface.register(FOREST, cast(Any, forest_attention))

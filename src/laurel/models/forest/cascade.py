@@ -1,7 +1,8 @@
 """Computes attention over a token forest with plain flash kernels, which know no trees or masks.
 
-A query of a branch attends to two kinds of keys: all keys of its trunk, and those of its own branch
-up to itself. One call computes each kind, and the results are merged by their log-sum-exps. The
+A tree of the forest is a prompt (trunk), stored once, with its completions (branches). A query of a
+branch attends to two kinds of keys: all keys of its trunk, and those of its own branch up to
+itself. One call computes each kind, and the results are merged by their log-sum-exps. The
 backward pass calls the kernels' backward functions with the merged output and log-sum-exp, from
 which each call computes the correct weights of its keys. So no token is copied, nothing is masked,
 and only queries, keys, values, output and log-sum-exp of every distinct token are kept.
@@ -36,14 +37,14 @@ Rows = slice | Tensor
 
 
 class Seen(NamedTuple):
-    """Adjacent queries, and the keys that they attend to."""
+    """A span of adjacent queries, and the spans of keys that they attend to."""
 
     queries: Span
     keys: tuple[Span, ...]
 
 
 class Attended(NamedTuple):
-    """The attention of queries to some of their keys, before all keys are merged."""
+    """The attention output of some queries for a part of their keys, to be merged with others."""
 
     queries: Rows
     out: Tensor
@@ -53,7 +54,7 @@ class Attended(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """A call's contribution to the gradients of its queries, keys and values."""
+    """The gradients of queries, keys and values that one `KeyCall` contributes."""
 
     queries: Rows
     keys: Rows
@@ -63,10 +64,14 @@ class Gradients(NamedTuple):
 
 
 class KeyCall(Protocol):
-    """Computes the attention to one kind of keys, for all queries that attend to them."""
+    """Computes attention to a part of the keys, such as those of the shared prompts (trunks).
+
+    In all methods, `q`, `k` and `v` are those of all tokens, `[T, H, D]`, and `scale` is the factor
+    of the logits; None is `D ** -0.5`.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Attended]:
-        """Compute the attention to these keys only; no query is yielded twice."""
+        """Yield the attention of queries to this call's keys only; no query is yielded twice."""
 
     def backward(
         self,
@@ -78,16 +83,23 @@ class KeyCall(Protocol):
         lse: Tensor,
         scale: float | None,
     ) -> Iterator[Gradients]:
-        """Compute the gradients through these keys from the merged output and log-sum-exp."""
+        """Yield the gradients through this call's keys.
+
+        `grad`, `out` and `lse` are the gradient of the output, the output and the log-sum-exp over
+        all keys.
+        """
 
 
 def own_keys(trees: Sequence[Tree]) -> list[Seen]:
-    """List each trunk and branch with its own tokens as the keys that it attends to causally."""
+    """Return, for each prompt (trunk) and completion (branch), its own tokens as its keys."""
     return [Seen(span, (span,)) for span in _segments(trees)]
 
 
 def trunk_keys(trees: Sequence[Tree]) -> list[Seen]:
-    """List the branches of each tree, with the whole trunk as the keys that they attend to."""
+    """Return, for the completions (branches) of each tree, the shared prompt (trunk) as their keys.
+
+    There is one entry per tree that has both.
+    """
     return [
         Seen(Span(tree.branches_G[0].start, tree.branches_G[-1].end), (tree.trunk,))
         for tree in trees
@@ -96,9 +108,12 @@ def trunk_keys(trees: Sequence[Tree]) -> list[Seen]:
 
 
 def in_pieces(trees: Sequence[Tree], size: int = CAUSAL_PIECE) -> tuple[list[Seen], list[Seen]]:
-    """Split long trunks and branches into pieces; list causal keys, and keys attended as a whole.
+    """Split long trunks and branches into pieces of at most `size` tokens.
 
-    A piece attends causally to itself, and to all of its segment before it.
+    Returns:
+        For each piece, its own tokens as keys, to which it attends causally; and the keys to which
+        queries attend as a whole: a branch to its trunk, a piece to the earlier pieces of its
+        segment.
     """
     own, before = [], trunk_keys(trees)
     for start, end in _segments(trees):
@@ -111,9 +126,10 @@ def in_pieces(trees: Sequence[Tree], size: int = CAUSAL_PIECE) -> tuple[list[See
 
 
 def keys_in_window(trees: Sequence[Tree], window: int) -> list[Seen]:
-    """List the keys within a sliding window: the end of a branch's trunk, and the branch itself.
+    """Return, for each trunk and branch, the keys that its tokens reach with a sliding window.
 
-    The first token of a branch attends to `window - 1` tokens of the trunk, later ones to fewer.
+    A trunk (shared prompt) reaches itself. A branch (completion) reaches the last `window - 1`
+    tokens of its trunk, and itself; its later tokens reach fewer tokens of the trunk.
     """
     seen = []
     for tree in trees:
@@ -131,16 +147,16 @@ def _segments(trees: Sequence[Tree]) -> Iterator[Span]:
 
 
 class Cascade(torch.autograd.Function):
-    """Merges the calls of a layer's attention, whose keys are disjoint.
+    """Computes a layer's attention as an autograd function, by merging calls with disjoint keys.
 
-    The first call has every query.
+    The first call must cover all queries.
     """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: tuple[KeyCall, ...], scale: float | None
     ) -> Tensor:
-        """Compute the attention output `[T, H, D]`."""
+        """Return the attention output `[T, H, D]` of all tokens."""
         out = q.new_zeros(q.shape)
         lse = q.new_empty(q.shape[1::-1], dtype=torch.promote_types(q.dtype, torch.float32))
         for part in calls[0].forward(q, k, v, scale):
@@ -162,7 +178,7 @@ class Cascade(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Compute the gradients of queries, keys and values."""
+        """Return the gradients of queries, keys and values; None for the other arguments."""
         q, k, v, out, lse = ctx.saved_tensors
         by_q, by_k, by_v = (
             torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)
@@ -186,16 +202,21 @@ def _add(total: Tensor, rows: Rows, part: Tensor) -> None:
 class SpanCall:
     """Computes attention span by span with PyTorch's flash kernel for CPUs.
 
-    It supports grouped-query attention.
+    Grouped-query attention is supported.
     """
 
     def __init__(self, seen: Sequence[Seen], *, is_causal: bool) -> None:
-        """Take the spans; the queries of each attend to exactly one span of keys."""
+        """Set the spans.
+
+        Args:
+            seen: The queries and keys, with exactly one span of keys for each span of queries.
+            is_causal: Whether a query attends only to keys up to its own index in the span.
+        """
         self._pairs = [(slice(*queries), slice(*keys)) for queries, (keys,) in seen]
         self._is_causal = is_causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Attended]:
-        """Compute the attention to these keys only; no query is yielded twice."""
+        """Yield the attention of queries to this call's keys only; no query is yielded twice."""
         q, k, v = (_heads_first(t) for t in (q, k, v))
         for rows, seen in self._pairs:
             out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -213,7 +234,11 @@ class SpanCall:
         lse: Tensor,
         scale: float | None,
     ) -> Iterator[Gradients]:
-        """Compute the gradients through these keys from the merged output and log-sum-exp."""
+        """Yield the gradients through this call's keys.
+
+        `grad`, `out` and `lse` are the gradient of the output, the output and the log-sum-exp over
+        all keys.
+        """
         grad, q, k, v, out = (_heads_first(t) for t in (grad, q, k, v, out))
         for rows, seen in self._pairs:
             found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -235,10 +260,7 @@ def _heads_first(tensor: Tensor) -> Tensor:
 
 
 class PackedCall:
-    """Computes all spans in one launch of the flash kernel for sequences of different lengths.
-
-    A window counts back from the position of a query if the last query and key are aligned.
-    """
+    """Computes all spans in one launch of the flash kernel for sequences of different lengths."""
 
     def __init__(
         self,
@@ -250,7 +272,17 @@ class PackedCall:
         kernel: Callable[..., Any] = _aten._flash_attention_forward,
         backward_kernel: Callable[..., Any] = _aten._flash_attention_backward,
     ) -> None:
-        """Take the spans, and copy their indices to the device, once for all layers."""
+        """Set the spans, and copy their indices to the device, once for all layers.
+
+        Args:
+            seen: The queries and keys.
+            device: The device that computes.
+            is_causal: Whether a query attends only to keys up to its own position; the last query
+                and the last key of an entry have the same position.
+            window: The number of latest positions that a query attends to; None: all.
+            kernel: The flash kernel for the forward pass.
+            backward_kernel: The flash kernel for the backward pass.
+        """
         lengths = [pair.queries.length for pair in seen]
         key_lengths = [sum(span.length for span in pair.keys) for pair in seen]
         self._rows = _rows([pair.queries for pair in seen], device)
@@ -264,7 +296,7 @@ class PackedCall:
         self._kernel, self._backward_kernel = kernel, backward_kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Attended]:
-        """Compute the attention to these keys only; no query is yielded twice."""
+        """Yield the attention of queries to this call's keys only; no query is yielded twice."""
         out, lse, *_ = self._kernel(
             q[self._rows],
             k[self._seen],
@@ -289,7 +321,11 @@ class PackedCall:
         lse: Tensor,
         scale: float | None,
     ) -> Iterator[Gradients]:
-        """Compute the gradients through these keys from the merged output and log-sum-exp."""
+        """Yield the gradients through this call's keys.
+
+        `grad`, `out` and `lse` are the gradient of the output, the output and the log-sum-exp over
+        all keys.
+        """
         nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout, no state of it
         found = self._backward_kernel(
             grad[self._rows],
@@ -313,10 +349,16 @@ class PackedCall:
 def packed_calls(
     trees: Sequence[Tree], device: torch.device, window: int | None, **kernels: Any
 ) -> list[KeyCall]:
-    """Return the calls of a layer: at most two, whatever the number of trees and branches.
+    """Return the kernel calls of a layer on CUDA: at most two for any number of trees and branches.
 
-    With a window there is one call. It copies the end of a trunk's keys before the keys of each
-    branch, but never more tokens than the window has.
+    With a sliding window there is one call. Its keys of a branch begin with a copy of the end of
+    the trunk's keys, which is shorter than the window.
+
+    Args:
+        trees: The trees of the micro-batch.
+        device: The device that computes.
+        window: The sliding window; None for no window.
+        kernels: Replacements of the flash kernels, as in `PackedCall`.
     """
     if window is not None:
         seen = keys_in_window(trees, window)

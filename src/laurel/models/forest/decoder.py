@@ -22,10 +22,10 @@ Path = Literal["forest", "padded"]
 
 
 class Decoder(nn.Module):
-    """A Hugging Face model whose layers below the head compute token forests or padded rows.
+    """A Hugging Face model that reads token forests or padded rows.
 
-    These layers compute in `precision`, by autocast over float32 master weights, or otherwise in
-    the dtype of the weights.
+    The layers below the head compute in `precision` by autocast over float32 master weights, or
+    otherwise in the dtype of the weights.
     """
 
     def __init__(self, *, path: Path, precision: torch.dtype) -> None:
@@ -41,11 +41,14 @@ class Decoder(nn.Module):
     @property
     @abstractmethod
     def network(self) -> Any:
-        """The Hugging Face model, head included."""
+        """The Hugging Face model, including its head."""
 
     @property
     def device(self) -> torch.device:
-        """The device that computes; weights of a sharded model may rest elsewhere between uses."""
+        """The device that computes.
+
+        A sharded model may keep its weights on the host between uses.
+        """
         if self.mesh is not None and self.mesh.device_type != "cpu":
             return torch.device(self.mesh.device_type, torch.cuda.current_device())
         return next(self.parameters()).device
@@ -57,7 +60,7 @@ class Decoder(nn.Module):
 
     @property
     def exact_dtype(self) -> torch.dtype:
-        """The dtype to which weights may be rounded even `in_full_precision`."""
+        """The dtype to which weights are rounded even while `in_full_precision` is active."""
         return self.gathered_dtype or self.weights_dtype
 
     def without_gradients(self) -> contextlib.AbstractContextManager[Any]:
@@ -67,10 +70,10 @@ class Decoder(nn.Module):
 
     @contextlib.contextmanager
     def in_full_precision(self) -> Iterator[None]:
-        """Compute in the dtype of the weights while the context is open, whatever `precision` is.
+        """Compute in the dtype of the weights, whatever `precision` is, while the context is open.
 
-        Checks use this, because rounding to bfloat16 would hide the errors that they look for.
-        Weights that are rounded when they are gathered stay rounded.
+        Checks use this, because rounding to bfloat16 would hide the errors that they look for. If a
+        sharded model gathers its weights in a lower dtype, they are still rounded to it.
         """
         precision, self.precision = self.precision, self.weights_dtype
         is_mixed = self.exact_dtype != self.weights_dtype
@@ -81,9 +84,9 @@ class Decoder(nn.Module):
             self.precision = precision
 
     def hidden(self, batch: TokenForest | PaddedRows) -> Tensor:
-        """Compute every token's hidden state after the last norm.
+        """Compute the hidden state of every token after the last norm.
 
-        It is `[T, D]` for a forest, and `[N, L, D]` for padded rows.
+        The shape is `[T, D]` for a token forest, and `[N, L, D]` for padded rows.
         """
         with self.autocast():
             if isinstance(batch, TokenForest):
@@ -94,9 +97,14 @@ class Decoder(nn.Module):
             return rows
 
     def hidden_of_row(self, ids_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
-        """Compute the hidden states of one row, `[T, D]`; the plan decides what tokens attend to.
+        """Compute the hidden states `[T, D]` of one row of tokens.
 
-        The caller sets the precision, as `hidden` does with `autocast`.
+        The caller enables autocast, as `hidden` does.
+
+        Args:
+            ids_T: The tokens.
+            positions_T: The position of each token in its sequence.
+            plan: Decides which tokens each token attends to.
         """
         hidden_1TD: Tensor = self.network.base_model(
             input_ids=ids_T[None].to(self.device, non_blocking=True),
@@ -124,7 +132,7 @@ class Decoder(nn.Module):
 
 
 class RewardModel(Decoder):
-    """A decoder with a reward head, and the only code that reads scores.
+    """A decoder with a reward head. All scores are computed here.
 
     The head always computes in float32, because the rounding noise of bfloat16 is as large as the
     differences that decide a comparison.
@@ -153,7 +161,7 @@ class RewardModel(Decoder):
 
     @property
     def network(self) -> Any:
-        """The Hugging Face model, head included."""
+        """The Hugging Face model, including its head."""
         return self.classifier
 
     @property
@@ -165,7 +173,8 @@ class RewardModel(Decoder):
         """Score every completion of a micro-batch.
 
         Returns:
-            float32 `[N, K]` (float64 if the weights are), in the order of the batch.
+            float32 `[N, K]` (float64 if the weights are): K outputs of the head for each of the N
+            completions, in the order of the batch.
         """
         if self.head_name is None:
             assert isinstance(batch, PaddedRows)
@@ -184,7 +193,7 @@ class RewardModel(Decoder):
         return hidden[index_N, batch.lengths_N.to(self.device, non_blocking=True) - 1]
 
     def judge(self, hidden_ND: Tensor) -> Tensor:
-        """Apply the head to hidden states: scores `[N, K]`."""
+        """Apply the head to hidden states `[N, D]`, and return the scores `[N, K]`."""
         head = getattr(self.classifier, self.head_name or "")
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
         with torch.autocast(self.device.type, enabled=False):
@@ -200,8 +209,8 @@ class RewardModel(Decoder):
 def weights_as(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Convert the weights of each module to another dtype while the module computes.
 
-    A wider dtype loses nothing, so the outputs are exactly those of the weights. Only the module
-    that is computing holds its weights twice.
+    Converting to a wider dtype loses nothing, so the outputs are exact for these weights. Only the
+    module that computes at the moment holds its weights twice.
     """
     narrow: dict[nn.Module, dict[str, Any]] = {}
 
@@ -228,7 +237,7 @@ def weights_as(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 class Resting:
-    """Offloads a learner's device memory to the host and restores it; does nothing on CPUs."""
+    """Offloads a learner's models and optimizer from the device to the host; no-op on CPUs."""
 
     def __init__(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Register the models and the optimizer; nothing is moved yet."""
@@ -238,7 +247,7 @@ class Resting:
         self._states: list[tuple[dict[str, Any], str, torch.device]] = []
 
     def sleep(self) -> None:
-        """Move models and optimizer state to the host; gradients are dropped."""
+        """Move models and optimizer state to the host, and drop the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
         for model in self._models:
             device = next(model.parameters()).device
@@ -254,7 +263,7 @@ class Resting:
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Move models and optimizer state back to their devices."""
+        """Move models and optimizer state back to the devices on which they were."""
         while self._homes:
             model, device = self._homes.pop()
             model.to(device)

@@ -1,11 +1,11 @@
-"""Attention during generation, under unmodified Hugging Face decoders.
+"""Computes attention during generation, with unmodified Hugging Face decoders.
 
-The plans of two kinds of forward pass, both through `laurel_forest` (models/forest/attention.py).
-`PrefillPlan` reads whole prompts, several in one row, and keeps their keys and values.
-`DecodePlan` reads one new token of every completion, all in one row: the queries of all
-completions of a prompt meet its keys in one product, and each meets the keys of its own
-completion; the two halves of the softmax are joined by their totals. Sliding windows, soft-capping
-and attention sinks are honoured by position.
+There are plans for two kinds of forward pass, both through `laurel_forest`
+(`models/forest/attention.py`). `PrefillPlan` computes prompts, several in one row, and stores their
+keys and values. `DecodePlan` computes one new token of every completion, all in one row: one
+product computes the attention of all completions of a prompt to the prompt, another that of each
+completion to itself, and the two parts of the softmax are combined by their totals. Sliding
+windows, soft-capping and attention sinks are supported.
 """
 
 from __future__ import annotations
@@ -31,47 +31,52 @@ from laurel.types import Span, Tree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens:
-    """Keys and values of consecutive tokens, copied out of the store to be used again."""
+    """A copy of the keys and values of a sequence's first tokens, for use in a later prompt."""
 
     length: int
     layers: dict[int, tuple[Tensor, Tensor]]
-    """By layer: `[H_kv, length, D]` and `[H_kv, length, D_v]`."""
+    """The keys `[H_kv, length, D]` and values `[H_kv, length, D_v]` of each layer."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers."""
+        """The number of bytes of all layers."""
         return sum(tensor.nbytes for pair in self.layers.values() for tensor in pair)
 
 
 class KVBlock:
-    """Keys and values of sequences of at most `length` tokens, slot by slot without gaps."""
+    """A block of the KV cache, for sequences of at most `length` tokens.
+
+    Each sequence, which is named by an `owner` id, has one slot. The slots in use have no gaps.
+    """
 
     def __init__(self, length: int) -> None:
         self.length = length
         self.owners: list[int] = []
-        """Owner of each slot; removal moves the last one into the gap."""
+        """The owner of each slot; removing one moves the last into its slot."""
         self._slots: dict[int, int] = {}
         self._capacity = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory of all layers."""
+        """The number of bytes of memory of all layers."""
         return sum(t.nbytes for pair in self._layers.values() for t in pair)
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the used slots of one layer, allocated at the first call.
+        """Return the keys and values of one layer in all slots in use.
+
+        The first call for a layer allocates its memory.
 
         Args:
-            index: Number of the layer.
-            key: `[..., H_kv, D]`, of the dtype and on the device to use.
-            value: `[..., H_kv, D_v]`, likewise.
+            index: The number of the layer.
+            key: A tensor `[..., H_kv, D]` with the dtype and the device of the keys.
+            value: A tensor `[..., H_kv, D_v]` with the dtype and the device of the values.
 
         Returns:
             Views `[slots, H_kv, length, D]` and `[slots, H_kv, length, D_v]`.
         """
         if index not in self._layers:
-            # Zeros: what a mask hides is still multiplied, by 0, and must be finite.
+            # Hidden entries are multiplied by 0 and must be finite, so they begin as zeros.
             self._layers[index] = (self._empty(key), self._empty(value))
         keys, values = self._layers[index]
         return keys[: len(self.owners)], values[: len(self.owners)]
@@ -80,7 +85,7 @@ class KVBlock:
         return like.new_zeros((self._capacity, like.shape[-2], self.length, like.shape[-1]))
 
     def add(self, owners: Sequence[int]) -> None:
-        """Assign each owner a slot after those in use."""
+        """Assign each owner a new slot after the slots in use, and allocate memory if needed."""
         for owner in owners:
             self._slots[owner] = len(self.owners)
             self.owners.append(owner)
@@ -88,7 +93,7 @@ class KVBlock:
             self._resize(max(len(self.owners), 2 * self._capacity))
 
     def remove(self, owner: int) -> None:
-        """Free a slot, and memory when most of it is free."""
+        """Free the slot of an owner, and shrink the memory if at most a quarter is in use."""
         slot, last = self._slots.pop(owner), self.owners.pop()
         if last != owner:
             self.owners[slot] = last
@@ -103,11 +108,11 @@ class KVBlock:
             self._resize(2 * len(self.owners))
 
     def slot(self, owner: int) -> int:
-        """Find the slot of a sequence."""
+        """Return the number of the slot of an owner's sequence."""
         return self._slots[owner]
 
     def copy(self, owner: int, length: int) -> KeptTokens:
-        """Copy the first tokens of a sequence out of the block."""
+        """Return a copy of the keys and values of an owner's first `length` tokens."""
         slot = self._slots[owner]
         return KeptTokens(
             length,
@@ -119,7 +124,7 @@ class KVBlock:
         )
 
     def take(self, other: KVBlock, owners: Sequence[int]) -> None:
-        """Copy the contents of a shorter block for sequences that have slots in both."""
+        """Copy the sequences of `owners` from a shorter block; they have slots in both blocks."""
         theirs = torch.tensor([other.slot(owner) for owner in owners])
         mine = torch.tensor([self.slot(owner) for owner in owners])
         for index, (keys, values) in other._layers.items():
@@ -142,23 +147,26 @@ class KVBlock:
 
 
 class Branches(NamedTuple):
-    """Completions of one block: rows `start` to `end` of the step, in the order of its slots."""
+    """The completions whose keys and values are in one block of the KV cache.
+
+    They are rows `start` to `end` of a decoding step, in the order of the block's slots.
+    """
 
     block: KVBlock
     start: int
     end: int
     oldest: int
-    """Birth of its longest completion."""
+    """The clock at the start of the longest completion; its length is the time since then."""
     is_even: bool
     """Whether all completions have the same length."""
 
 
 class Trunks(NamedTuple):
-    """Prompts of one block, and the rows of their completions."""
+    """The prompts whose keys and values are in one block, and the rows of their completions."""
 
     block: KVBlock
     rows_SC: Tensor
-    """int64 [prompts, most completions of one]: filled up with row 0."""
+    """int64 [prompts, most completions of one]: the rows of each prompt, padded with row 0."""
     lengths_S: Tensor
     longest: int
     is_even: bool
@@ -166,7 +174,10 @@ class Trunks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The owner of each row of a step. Valid until a completion is added, removed or moved."""
+    """The completion of each row of a decoding step, and where its keys and values are cached.
+
+    A layout is valid until a completion is added, removed or moved to another block.
+    """
 
     ids: tuple[int, ...]
     born_N: Tensor
@@ -174,16 +185,16 @@ class Layout:
     branches: tuple[Branches, ...]
     trunks: tuple[Trunks, ...]
     places_N: Tensor
-    """Index of each row among the concatenated entries of all `rows_SC`."""
+    """The index of each row among the concatenated entries of all `rows_SC`."""
     is_in_order: bool
-    """Whether `places_N` is simply 0, 1, 2, ..."""
+    """Whether `places_N` is 0, 1, 2, ..."""
 
 
 class _NewPrompt(NamedTuple):
     owner: int
     block: KVBlock
     length: int
-    # Keys and values of its first tokens, where they have been computed before.
+    # The keys and values of its first tokens, if they were computed before.
     kept: Sequence[KeptTokens]
 
     @property
@@ -192,13 +203,15 @@ class _NewPrompt(NamedTuple):
 
 
 class PrefillPlan(ForestPlan):
-    """Prompts in one row, each causal; their keys and values are kept.
+    """The attention plan of a forward pass over several prompts in one row.
 
-    Of a prompt that continues a conversation, only the tokens after the kept ones are in the row.
+    Each prompt attends causally to itself, and its keys and values are cached. If the first tokens
+    of a prompt are cached already, as in a conversation that continues, the row has only its other
+    tokens.
     """
 
     def __init__(self, prompts: Sequence[_NewPrompt]) -> None:
-        """Lay the prompts side by side; those that continue a conversation come last."""
+        """Arrange the prompts in one row; those with cached tokens must come last."""
         trees, self._spans, end = [], [], 0
         for prompt in prompts:
             self._spans.append(slice(end, end + prompt.length - prompt.num_kept))
@@ -210,12 +223,12 @@ class PrefillPlan(ForestPlan):
 
     @property
     def positions_T(self) -> Tensor:
-        """int64 [T]: position of each token in its prompt."""
+        """int64 [T]: the position of each token of the row in its prompt."""
         return torch.cat([torch.arange(p.num_kept, p.length) for p in self._prompts])
 
     @property
     def last_B(self) -> list[int]:
-        """Index in the row of the last token of each prompt."""
+        """The index in the row of the last token of each prompt."""
         return [span.stop - 1 for span in self._spans]
 
     def attend(
@@ -226,7 +239,7 @@ class PrefillPlan(ForestPlan):
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend as `AttentionPlan.attend`, each prompt to itself."""
+        """Compute attention as `AttentionPlan.attend` describes; each prompt attends to itself."""
         query, key, value = as_computed(query, key, value)
         layer, num_fresh = _layer_of(module), sum(self.lengths)
         found = []
@@ -254,16 +267,16 @@ class PrefillPlan(ForestPlan):
 
 class _Half(NamedTuple):
     sums: Tensor
-    """`[rows, H_kv, R, D_v]`: values, weighted by `exp(logit - top)`."""
+    """`[rows, H_kv, R, D_v]`: the sums of values, weighted by `exp(logit - top)`."""
     totals: Tensor
-    """`[rows, H_kv, R, 1]`: of those weights."""
+    """`[rows, H_kv, R, 1]`: the sums of these weights."""
     tops: Tensor
-    """`[rows, H_kv, R, 1]`."""
+    """`[rows, H_kv, R, 1]`: the largest logits."""
 
 
 @dataclass(slots=True)
 class DecodePlan:
-    """One new token of every completion, all in one row.
+    """The plan of a decoding step: one new token of every completion, all in one row.
 
     In the shapes, R query heads share one of H_kv key heads, and C completions share a prompt.
     """
@@ -274,12 +287,12 @@ class DecodePlan:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Owner of each row."""
+        """The id of the completion in each row."""
         return self._layout.ids
 
     @property
     def positions_N(self) -> Tensor:
-        """int64 [N]: position of each token in its sequence."""
+        """int64 [N]: the position of each new token, counted from the start of its prompt."""
         return self._layout.prompt_lengths_N + self._lengths_N
 
     @property
@@ -294,7 +307,10 @@ class DecodePlan:
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend as `AttentionPlan.attend`, each completion to its prompt and itself."""
+        """Compute attention as `AttentionPlan.attend` describes.
+
+        Each completion attends to its prompt and to itself.
+        """
         dtype = query.dtype
         query, key, value = as_computed(query, key, value)
         scaling = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
@@ -309,8 +325,8 @@ class DecodePlan:
         with torch.autocast(query.device.type, enabled=False):
             own = self._to_branches(layer, query_NKRD, key_NKD, value_NKD, options)
             shared = self._to_trunks(layer, query_NKRD, key_NKD, value_NKD, options)
-            # Attention to both halves of the keys, joined by their totals. A sink takes its share
-            # of the weights and adds nothing.
+            # The attention to both halves of the keys is combined by their totals. A sink takes its
+            # share of the weights, and adds nothing.
             sinks = options.s_aux
             tops = torch.maximum(own.tops, shared.tops)
             if sinks is not None:
@@ -345,7 +361,7 @@ class DecodePlan:
     def _to_trunks(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> _Half:
-        # All completions of a prompt in one product.
+        # One product computes all completions of a prompt.
         halves = []
         for number, part in enumerate(self._layout.trunks):
             num_prompts, width = part.rows_SC.shape
@@ -401,7 +417,7 @@ def _layer_of(module: nn.Module) -> int:
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, softcap: float | None
 ) -> _Half:
-    # Attention before its division by the total.
+    # Returns attention before it is divided by the total.
     shape = query.shape[:-1]
     queries = query.flatten(2, 3)
     if query.dtype.itemsize < 4:  # half precision has too few digits for exponents
@@ -432,14 +448,13 @@ def _stack(halves: Sequence[_Half]) -> _Half:
 
 
 # --------------------------------------------------------------------------------------------------
-# Keys and values during generation: those of each prompt once for all its completions.
+# The KV cache during generation, which holds each prompt once for all its completions.
 #
 # Sequences of about the same length share a block. A completion that outgrows its block moves to
-# one
-# twice as long, so memory follows what has been written.
+# one that is twice as long, so memory follows the number of tokens.
 
 SHORTEST = 64
-"""Tokens of the shortest block."""
+"""The number of tokens of the shortest block."""
 
 
 @dataclass(slots=True)
@@ -451,13 +466,13 @@ class _Prompt:
 @dataclass(slots=True)
 class _Completion:
     prompt: int
-    # Value of the clock when it had no token: its length is the time since then.
+    # The clock when the completion had no token; its length is the time since then.
     born: int
     block: KVBlock
 
 
 class KeyValueStore:
-    """Keys and values of prompts and of the completions in progress."""
+    """The KV cache of all prompts and completions in progress."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -470,23 +485,23 @@ class KeyValueStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory in use."""
+        """The number of bytes of memory in use."""
         blocks = [*self._trunk_blocks.values(), *self._branch_blocks.values()]
         return sum(block.num_bytes for block in blocks)
 
     def add_prompts(
         self, lengths: dict[int, int], kept: Mapping[int, Sequence[KeptTokens]] | None = None
     ) -> PrefillPlan:
-        """Allocate slots for prompts.
+        """Allocate cache slots for prompts.
 
         Args:
-            lengths: Tokens of each, by an id of the caller's choice.
-            kept: Keys and values of the first tokens of some prompts, but not of all their tokens.
-                These prompts are the last of `lengths`.
+            lengths: The number of tokens of each prompt, by an id that the caller chooses.
+            kept: The copied keys and values of the first tokens of some prompts, which must be the
+                last ones of `lengths`. At least one token of each prompt must be left to compute.
 
         Returns:
-            The plan of the forward pass that must follow: the prompts in one row, in this order,
-            without the tokens that were kept.
+            The plan of the forward pass that must follow, over the prompts in this order, without
+            the tokens in `kept`.
         """
         kept = kept or {}
         for prompt, length in lengths.items():
@@ -505,25 +520,28 @@ class KeyValueStore:
         )
 
     def copy_prompt(self, prompt: int) -> KeptTokens:
-        """Copy the keys and values of a prompt."""
+        """Return a copy of the keys and values of the prompt with this id."""
         stored = self._prompts[prompt]
         return stored.block.copy(prompt, stored.length)
 
     def copy_completion(self, completion: int) -> KeptTokens:
-        """Copy the keys and values of the tokens of a completion that have been computed.
+        """Return a copy of the keys and values of the completion with this id.
 
-        The token that was sampled last has not: no step has read it yet.
+        The token that was sampled last is not included, because no forward pass has read it yet.
         """
         stored = self._completions[completion]
         return stored.block.copy(completion, self._clock - stored.born)
 
     def remove_prompt(self, prompt: int) -> None:
-        """Forget a prompt that has no completion left."""
+        """Free the cache slot of a prompt that has no completions left."""
         self._prompts.pop(prompt).block.remove(prompt)
         self._layout = None
 
     def add_completions(self, prompt: int, completions: Sequence[int]) -> None:
-        """Begin completions of a prompt that has been read; the caller chooses their ids."""
+        """Allocate cache slots for completions of a prompt that was computed.
+
+        The caller chooses the ids of the completions.
+        """
         block = self._branch_blocks.setdefault(SHORTEST, KVBlock(SHORTEST))
         block.add(completions)
         for completion in completions:
@@ -531,14 +549,15 @@ class KeyValueStore:
         self._layout = None
 
     def remove_completion(self, completion: int) -> None:
-        """Forget a completion."""
+        """Free the cache slot of the completion with this id."""
         self._completions.pop(completion).block.remove(completion)
         self._layout = None
 
     def next_step(self) -> DecodePlan:
-        """Plan a forward pass over one new token of every completion.
+        """Return the plan of a forward pass over one new token of every completion.
 
-        That pass must follow: the completions count as one token longer from now on.
+        The forward pass must follow, because from now on each completion counts as one token
+        longer.
         """
         self._make_room()
         if self._layout is None:

@@ -1,10 +1,10 @@
 """Computes log-probabilities of tokens from hidden states; only this module shifts tokens.
 
-Position t of every per-token stream describes token t, whose log-probability is computed from the
-hidden state of the token before it, here and nowhere else.
+Entry t of every sequence of per-token values describes token t. Its log-probability is computed
+from the hidden state of the token before it.
 
 A vocabulary is so large that the logits of a micro-batch would need more memory than the model. So
-they are computed and dropped in chunks of tokens, and computed again in the backward pass. If the
+logits are computed and dropped in chunks of tokens, and computed again in the backward pass. If the
 vocabulary is sharded, each rank computes the logits of its own shard. The ranks exchange a few
 numbers per token and, in the backward pass, the gradients of the hidden states.
 """
@@ -31,7 +31,7 @@ CACHED_LOGITS = 2**20
 
 
 class TokenOutputs(NamedTuple):
-    """The policy's outputs for the completion tokens of a micro-batch."""
+    """What a policy outputs for each completion token of a micro-batch."""
 
     logprobs_M: Tensor
     """float32 [M], differentiable: the log-probability of each token."""
@@ -41,7 +41,7 @@ class TokenOutputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShare:
-    """The shard of the vocabulary that this rank has; all shards have the same size."""
+    """This rank's shard of the vocabulary; the shards of all ranks have the same size."""
 
     group: dist.ProcessGroup
     """The process group of the ranks that have the shards."""
@@ -51,24 +51,27 @@ class VocabularyShare:
 
     @classmethod
     def of(cls, weight_VD: DTensor) -> VocabularyShare:
-        """Return this rank's shard of the vocabulary, by a weight `[V, D]` sharded by rows."""
+        """Return this rank's shard of the vocabulary: its rows of a sharded weight `[V, D]`."""
         mesh = weight_VD.device_mesh
         size = weight_VD.shape[0] // mesh.size()
         return cls(mesh.get_group(), mesh.get_local_rank() * size, size)
 
     def mine(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a mask of the tokens in this shard, and their indices in it (otherwise 0)."""
+        """Return a mask of the tokens that are in this shard, and their indices in the shard.
+
+        The index of a token in another shard is 0.
+        """
         there = ids - self.start
         is_mine = (there >= 0) & (there < self.size)
         return is_mine, there.where(is_mine, 0)
 
     def reduce(self, values: Tensor, kind: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """All-reduce values over the vocabulary shards in place, bit-identical on every rank."""
+        """All-reduce values over the vocabulary shards in place; all ranks get identical bits."""
         dist.all_reduce(values, op=kind, group=self.group)
         return values
 
     def gather(self, logits_XV: Tensor) -> Tensor:
-        """Gather the logits of all shards, and concatenate them."""
+        """Gather the logits of all shards, and return those of the whole vocabulary."""
         ranks = dist.get_world_size(self.group)
         parts_XV = [torch.empty_like(logits_XV) for _ in range(ranks)]
         dist.all_gather(parts_XV, logits_XV.contiguous(), group=self.group)
@@ -76,14 +79,14 @@ class VocabularyShare:
 
 
 def predictors(batch: TokenForest | PaddedRows) -> tuple[Tensor, Tensor]:
-    """Find the hidden state that predicts each completion token.
+    """Find the hidden state that predicts each completion token: that of the token before.
 
-    It is that of the token before, which for the first token of a branch is the last token of its
-    trunk.
+    For the first token of a completion (branch), this is the last token of its prompt (trunk).
 
     Returns:
-        int64 [M], indices into the hidden states of the micro-batch, flattened except for the last
-        dimension (in padded rows `row * L + column`); and int64 [M], the tokens that they predict.
+        int64 [M], the indices of these hidden states in the micro-batch's hidden states, flattened
+        except for the last dimension (in padded rows `row * L + column`); and int64 [M], the
+        completion tokens.
 
     Raises:
         DataError: A completion has no prompt, so nothing predicts its first token.
@@ -128,8 +131,8 @@ def token_logprobs(
 ) -> TokenOutputs:
     """Compute log-probabilities of tokens under `softmax(logits / temperature)`.
 
-    The largest matrix in memory is `[chunk_size, V]`, never `[M, V]`, also in the backward pass.
-    There, tokens without a gradient cost nothing.
+    The largest matrix in memory is `[chunk_size, V]`, never `[M, V]`, also in the backward pass,
+    where tokens without a gradient cost nothing.
 
     Products and sums are float32 (float64 if the hidden states are). If both factors are bfloat16
     or float16 on a GPU, they are multiplied in that dtype, which is exact, and summed in float32.
@@ -167,9 +170,9 @@ def all_logits(
     logit_scale: float = 1.0,
     share: VocabularyShare | None = None,
 ) -> Tensor:
-    """Compute the logits `[X, V]` of all tokens at once, at temperature 1 and without gradients.
+    """Compute the logits `[X, V]` of X tokens at temperature 1, without gradients, for sampling.
 
-    They are used to sample tokens; `token_logprobs` describes the arguments.
+    `token_logprobs` describes the arguments.
     """
     options = _Options(1.0, softcap, logit_scale, len(hidden_XD), with_entropy=False, share=share)
     with torch.no_grad(), torch.autocast(hidden_XD.device.type, enabled=False):

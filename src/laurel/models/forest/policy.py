@@ -71,7 +71,7 @@ class PolicyModel(Decoder):
 
     @property
     def network(self) -> Any:
-        """The Hugging Face model, head included."""
+        """The Hugging Face model, including its head."""
         return self.causal_lm
 
     @property
@@ -108,9 +108,9 @@ class PolicyModel(Decoder):
         )
 
     def logprobs(self, batch: TokenForest | PaddedRows) -> Tensor:
-        """Compute log-probabilities of all completion tokens, float32 [M].
+        """Compute log-probabilities of all completion tokens, float32 [M], without gradients.
 
-        There are no gradients, and no dropout.
+        Dropout is disabled.
         """
         was_training, measures = self.training, self.with_entropy
         self.eval()
@@ -132,7 +132,7 @@ class PolicyModel(Decoder):
             self.temperature = usual
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        """Compute the logits `[X, V]` of hidden states, float32, at temperature 1, no gradients."""
+        """Compute logits, float32 `[X, V]`, of hidden states at temperature 1, no gradients."""
         hidden_XD, weight_VD = self._factors(hidden_XD)
         is_plain = self.softcap is None and self.logit_scale == 1.0
         if is_plain and hidden_XD.dtype == weight_VD.dtype == torch.float32:
@@ -151,8 +151,9 @@ class PolicyModel(Decoder):
     def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights by the names that `from_pretrained` knows, with adapters merged.
 
-        The values may be the tensors that the model trains: copy what you keep. If the model is
-        sharded, each weight is gathered whole, so every rank must iterate to the end.
+        The values may be the tensors that the model trains, so copy those that are kept. If the
+        model is sharded, each weight is gathered whole, so every rank must iterate to the end.
+        `merged_weights` describes `changing_only`.
         """
         return saved_weights(self.causal_lm, changing_only=changing_only)
 
@@ -179,12 +180,11 @@ class Reference:
     """The reference policy of the KL divergence: the policy as it was before training."""
 
     def __init__(self, model: PolicyModel, *, leaves_adapters_out: bool = False) -> None:
-        """Take the model of the reference policy.
+        """Wrap the model that computes the reference policy.
 
         Args:
-            model: The frozen model, or the policy itself.
-            leaves_adapters_out: Whether the model is the policy, whose adapters are disabled to get
-                the reference. Otherwise the model is frozen.
+            model: A frozen model, or the policy itself if `leaves_adapters_out`.
+            leaves_adapters_out: Whether the adapters of `model` are disabled while it computes.
         """
         self.model = model
         self._leaves_adapters_out = leaves_adapters_out
@@ -196,8 +196,8 @@ class Reference:
     def of(cls, model: PolicyModel) -> Reference:
         """Return the reference of a policy whose training begins now.
 
-        With adapters it is the same model with disabled adapters, which needs no more memory;
-        otherwise it is a copy of the current weights.
+        A policy with adapters is its own reference, with the adapters disabled, which needs no more
+        memory. Otherwise the reference is a copy of the current weights.
         """
         if adapted_layers(model.causal_lm):
             return cls(model, leaves_adapters_out=True)

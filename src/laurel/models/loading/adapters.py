@@ -22,7 +22,9 @@ ADAPTERS = Path("adapter", "adapters.safetensors")
 def with_adapters(
     network: Any, config: LoraConfig, resume_from: Path | None, *, trains_head: bool
 ) -> Any:
-    """Add new adapters to a network, or those of the checkpoint `resume_from`.
+    """Add new adapters to a network, or those of the checkpoint `resume_from`; return the network.
+
+    `trains_head` says whether the whole head is trained besides the adapters.
 
     Raises:
         UserError: The adapters cannot be added or loaded (`add_adapters`, `load_adapters`).
@@ -34,7 +36,7 @@ def with_adapters(
 
 
 def add_adapters(network: Any, config: LoraConfig, *, trains_head: bool) -> Any:
-    """Add adapters to the linear layers below the head.
+    """Add low-rank adapters to the linear layers below the head, and return the network.
 
     Args:
         network: A Hugging Face model. Its weights may be on the meta device; the adapters are not.
@@ -43,7 +45,7 @@ def add_adapters(network: Any, config: LoraConfig, *, trains_head: bool) -> Any:
             adapters are trained, and without them the model is unchanged.
 
     Raises:
-        ConfigError: The configuration names layers that do not exist, or leaves none.
+        ConfigError: The configuration names layers that do not exist, or no layer is left.
         MissingDependencyError: peft is not installed.
     """
     try:
@@ -138,7 +140,7 @@ def merged_weights(network: Any, *, changing_only: bool = False) -> Iterator[tup
 
     One weight is merged at a time, so no second copy of the model is made. Tied weights are yielded
     once, under the name that a saved model has. Weights without adapters are the model's own
-    tensors: copy them before training continues.
+    tensors, so copy them before training continues.
 
     If the model is sharded, each weight is gathered whole, so every rank must iterate to the end.
 
@@ -147,8 +149,8 @@ def merged_weights(network: Any, *, changing_only: bool = False) -> Iterator[tup
 
     Args:
         network: A model with or without adapters.
-        changing_only: Yield only blocks that training changes. A block is yielded whole, because
-            engines join some of its layers, such as queries, keys and values.
+        changing_only: Whether only blocks that training changes are yielded. A block is yielded
+            whole, because engines join some of its layers, such as queries, keys and values.
     """
     layers = adapted_layers(network)
     changing = {_block_of(n) for n, p in network.named_parameters() if p.requires_grad}
@@ -210,7 +212,7 @@ def trained_weights(network: Any) -> dict[str, Tensor]:
 
 
 def save_adapters(directory: Path, trained: dict[str, Tensor]) -> None:
-    """Write `trained_weights` into a checkpoint."""
+    """Write `trained`, the result of `trained_weights`, into a checkpoint."""
     path = directory / ADAPTERS
     path.parent.mkdir()
     save_file(trained, path)

@@ -1,4 +1,4 @@
-"""Loading policies: any Hugging Face causal language model, checked before it is trained."""
+"""Loads policies: any Hugging Face causal language model, checked before it is trained."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHAPES = ((11, (5, 1, 8)), (1, (7,)))
 
 @dataclass(slots=True, kw_only=True)
 class LoadedPolicy:
-    """A policy, its tokenizer, and remarks on loading it."""
+    """A policy and its tokenizer, with remarks on loading for the user."""
 
     model: PolicyModel
     tokenizer: Any
@@ -75,16 +75,17 @@ def load_policy(
         seed: The seed of adapters and of random weights.
         max_length: The maximum number of tokens of a prompt with its completion.
         device: The device to which the model is moved.
-        texts: The training texts of a new tokenizer.
+        texts: The texts on which a new tokenizer is trained if `spec.scratch` is set.
         weights_dtype: The dtype of the weights; float32 for training (master weights).
         resume_from: A checkpoint of the same run, whose tokenizer and weights are used.
-        temperature: The sampling temperature of completions.
+        temperature: The sampling temperature, at which log-probabilities are computed.
         mesh: The mesh over which the model is sharded. All ranks then call this with the same
             arguments.
 
     Raises:
         ModelError: The model does not generate text, or is unsafe to load.
-        ConfigError: The model cannot read texts of `max_length`, or be sharded over the mesh.
+        ConfigError: The model cannot read texts of `max_length` tokens, or cannot be sharded over
+            the mesh.
     """
     register()
     if mesh is not None:
@@ -189,16 +190,20 @@ def _is_reward_model(name: str, evidence: str) -> str:
 
 
 def check_policy_paths(model: PolicyModel, *, seed: int = 0) -> float:
-    """Check that a model computes a small batch as Hugging Face's class computes each sequence.
+    """Check that the model computes a batch as Hugging Face's class computes single sequences.
 
-    Log-probabilities are compared, and also hidden states, because the log-probabilities of an
-    untrained head are all nearly equal.
+    Log-probabilities and hidden states are compared, because the log-probabilities of an untrained
+    head are all nearly equal.
+
+    Args:
+        model: The policy.
+        seed: The seed of the random tokens.
 
     Returns:
         The largest relative difference.
 
     Raises:
-        ModelError: The results differ, so training would follow wrong gradients.
+        ModelError: The results differ, so training would compute wrong gradients.
     """
     probe = make_probe(model, SHAPES, seed=seed)
     return check_batches(
@@ -255,7 +260,7 @@ WINDOW = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Probe:
-    """Random sequences as a token forest, as padded rows, and one by one."""
+    """Random sequences to check a model: as a token forest, as padded rows, and one by one."""
 
     forest: TokenForest
     rows: PaddedRows
@@ -263,16 +268,16 @@ class Probe:
     """The sequences, each int64 [L]."""
 
     def batch(self, path: ComputePath) -> TokenForest | PaddedRows:
-        """Return all sequences in one batch of this layout."""
+        """Return the batch of all sequences: the token forest or the padded rows."""
         return self.forest if path == "forest" else self.rows
 
 
 def make_probe(model: Decoder, shapes: Sequence[tuple[int, Sequence[int]]], *, seed: int) -> Probe:
-    """Return a probe of random tokens, none of which is the padding token.
+    """Return random sequences to check a model; no token is the padding token.
 
     Args:
         model: The model whose vocabulary the tokens are from.
-        shapes: The lengths of the trunk and of the branches of each tree.
+        shapes: For each prompt, its length, and the lengths of its completions.
         seed: The seed of the tokens.
     """
     pad_id = int(model.network.config.get_text_config().pad_token_id or 0)
@@ -306,7 +311,10 @@ def make_probe(model: Decoder, shapes: Sequence[tuple[int, Sequence[int]]], *, s
 def check_batches(
     model: Decoder, difference: Callable[[], float | None], *, what: str, role: str
 ) -> float:
-    """Measure a difference in full precision, without dropout, with narrow windows, and check it.
+    """Check that a model computes a batch as it computes single sequences.
+
+    The difference is measured in full precision, without dropout, and with sliding windows that are
+    shorter than the sequences, so that wrong windows are found too.
 
     Args:
         model: The model, whose settings are restored afterwards.
@@ -353,14 +361,17 @@ def check_batches(
 
 
 def inputs_alone(model: Decoder, ids_L: Tensor) -> dict[str, Tensor]:
-    """Return the keyword arguments of transformers' models for one sequence."""
+    """Return the arguments with which transformers' models compute one sequence."""
     ids_1L = ids_L[None].to(model.device)
     return {"input_ids": ids_1L, "attention_mask": torch.ones_like(ids_1L)}
 
 
 @contextmanager
 def own_attention(model: Decoder) -> Iterator[None]:
-    """Let a model that reads forests use eager attention of transformers while this is open."""
+    """Let a model use the eager attention of transformers while the context is open.
+
+    Models that read token forests otherwise use Laurel's attention.
+    """
     implementation = model.network.config._attn_implementation
     if model.path == "forest":
         model.network.set_attn_implementation("eager")

@@ -37,7 +37,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def start_of(spec: ModelSpec) -> tuple[str, list[str]]:
-    """Return the model that training starts from, and a warning if a model name is not loaded."""
+    """Return the name of the model that training starts from, and remarks for the user.
+
+    A remark warns if `spec` names a model but asks for random weights.
+    """
     if spec.scratch is None:
         return str(spec.name), []
     notes = []
@@ -57,7 +60,12 @@ def find_tokenizer(
     resume_from: os.PathLike[str] | None = None,
     pad_may_end: bool = False,
 ) -> Any:
-    """Load the tokenizer of a model, or of the checkpoint of a run, or train one on texts.
+    """Return the tokenizer of a model, with its chat template and padding token set.
+
+    The tokenizer is that of the checkpoint `resume_from` if there is one. Otherwise, if
+    `spec.scratch` is set, it is trained on `texts`; else it is that of the model.
+
+    `pad_may_end` is passed to `load_tokenizer`.
 
     Raises:
         ModelError: `load_tokenizer` cannot load the tokenizer.
@@ -104,7 +112,7 @@ def make_network(
 
 
 def read_config(spec: ModelSpec, name: str) -> Any:
-    """Read the configuration of a model and apply the run's overrides.
+    """Read the configuration of a model, and apply the overrides of the specification.
 
     Raises:
         ModelError: The model has no readable configuration.
@@ -136,7 +144,9 @@ def read_weights(
     *,
     may_be_empty: bool = False,
 ) -> tuple[Any, Any]:
-    """Read a network, and transformers' report on missing, unexpected and mismatched weights.
+    """Load a network; return it and transformers' report on its weights.
+
+    The report lists missing, unexpected and mismatched weights.
 
     Args:
         factory: The class `AutoModelFor...` of transformers.
@@ -144,7 +154,8 @@ def read_weights(
         name: The directory or hub name.
         hf_config: The configuration of the model.
         dtype: The dtype of the weights.
-        may_be_empty: Whether the network may be one of `empty_network`, without memory.
+        may_be_empty: Whether the network may be one of `empty_network`, which has no memory for
+            its weights.
 
     Raises:
         ModelError: The weights cannot be read, or `spec` does not allow reading them.
@@ -169,10 +180,14 @@ def read_weights(
 
 
 def refuse_other_sizes(name: str, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
-    """Refuse weights whose sizes differ from the configuration's.
+    """Check that no weight in the files of model `name` has another size than in its configuration.
+
+    Args:
+        name: The name of the model, for the message.
+        mismatched: The name and both sizes of each mismatched weight.
 
     Raises:
-        ModelError: A weight is mismatched; the message names the first.
+        ModelError: There is a mismatched weight; the message names the first.
     """
     for key, found, expected in sorted(mismatched, key=lambda entry: entry[0]):
         raise ModelError(
@@ -183,10 +198,10 @@ def refuse_other_sizes(name: str, mismatched: Iterable[tuple[str, Any, Any]]) ->
 
 
 def refuse_missing(name: str, missing: Iterable[str]) -> None:
-    """Refuse a network that lacks some weights.
+    """Check that the files of model `name` contain all weights.
 
     Raises:
-        ModelError: A weight is missing; the message names the first few.
+        ModelError: `missing` is not empty; the message names the first few weights.
     """
     names = sorted(missing)
     if names:
@@ -222,10 +237,10 @@ def _not_loadable(name: str, error: Exception) -> str:
 
 
 def refuse_large_tokenizer(network: Any, tokenizer: Any) -> None:
-    """Refuse a tokenizer that has more tokens than the network embeds.
+    """Check that the network has an embedding for every token of the tokenizer.
 
     Raises:
-        ModelError: The tokenizer has too many tokens.
+        ModelError: The tokenizer has more tokens.
     """
     size = network.get_input_embeddings().num_embeddings
     if len(tokenizer) > size:
@@ -238,14 +253,14 @@ def refuse_large_tokenizer(network: Any, tokenizer: Any) -> None:
 def agree_on_padding(network: Any, tokenizer: Any, *, teaches_padding: bool) -> None:
     """Set the padding token of a network to that of its tokenizer.
 
-    Hugging Face's own reward heads find the last token by it.
+    Hugging Face's own reward heads use the padding token to find the last token of a text.
 
     Args:
         network: The network, whose configuration and embeddings are changed.
         tokenizer: The tokenizer, which is not changed.
         teaches_padding: Whether the embedding of the padding token gets gradients like any other.
-            transformers decides this when it creates the network, by the configuration at that
-            time, so a resumed run could otherwise train other rows than before.
+            Otherwise transformers decides this by the configuration when it creates the network,
+            so a resumed run could train other embeddings than before.
     """
     for hf_config in (network.config, network.config.get_text_config()):
         hf_config.pad_token_id = tokenizer.pad_token_id
@@ -254,14 +269,20 @@ def agree_on_padding(network: Any, tokenizer: Any, *, teaches_padding: bool) -> 
 
 
 def compute_dtype(spec: ModelSpec, weights_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute in: the configured one for float32 weights, else the weights'."""
+    """Return the dtype in which a model computes.
+
+    For float32 weights this is the configured one, for others that of the weights.
+    """
     return DTYPES[spec.precision] if weights_dtype == torch.float32 else weights_dtype
 
 
 def finalize_model(
     model: Decoder, spec: ModelSpec, device: torch.device, mesh: DeviceMesh | None
 ) -> None:
-    """Move a model to its device, or shard it over a mesh, with activation checkpointing if set."""
+    """Move a model to its device, or shard it over a mesh if there is one.
+
+    Activation checkpointing is enabled if `spec` asks for it.
+    """
     network = model.network
     if spec.activation_checkpointing:
         recompute_activations(network)
@@ -276,7 +297,7 @@ def finalize_model(
 
 
 def recompute_activations(network: Any) -> None:
-    """Recompute the activations of each layer in the backward pass instead of keeping them.
+    """Let each layer recompute its activations in the backward pass instead of storing them.
 
     Raises:
         ConfigError: The architecture does not support activation checkpointing.
@@ -306,9 +327,16 @@ def _leave_file(network: nn.Module) -> None:
 def take_path(
     network: Any, spec: ModelSpec, notes: list[str], *, pools_itself: bool = False
 ) -> Path:
-    """Choose the layout of batches and prepare the network for it.
+    """Choose the layout of batches, and prepare the network for it.
 
-    If it cannot read token forests, the reason is added to `notes`.
+    Args:
+        network: The Hugging Face model.
+        spec: The specification of the model.
+        notes: Receives the reason if the network cannot read token forests.
+        pools_itself: Whether the network chooses the position of the score itself.
+
+    Returns:
+        `forest` or `padded`.
     """
     reason = _why_padded(network, spec, pools_itself=pools_itself)
     if reason is not None:
@@ -340,7 +368,7 @@ def num_positions(network: Any) -> int | None:
 
     Rotary embeddings of type `longrope` (Phi-3) change for a whole batch as soon as one text is
     longer than the original training length. The output for a text must not depend on the rest of
-    its batch, so that length is their limit.
+    its batch, so the limit of such models is that length.
     """
     hf_config = network.config.get_text_config()
     positions: int | None = getattr(hf_config, "max_position_embeddings", None)

@@ -77,7 +77,7 @@ _OPENRLHF_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueHead:
-    """The reward head of another program, found in the files of a model."""
+    """A reward head in a checkpoint that another framework (`program`) saved, such as TRL."""
 
     program: Program
     file: Path
@@ -89,16 +89,20 @@ class ValueHead:
 
     @property
     def truncation_side(self) -> Literal["left", "right"] | None:
-        """The side on which the program truncates long texts; None if it cuts in the middle."""
+        """The side on which the framework truncates long texts; None if it cuts in the middle."""
         return "right" if self.program == "OpenRLHF" else None
 
     @property
     def is_apart(self) -> bool:
-        """Whether this code must read the head; otherwise transformers reads it."""
+        """Whether `put_into` must copy the head; otherwise transformers loads it."""
         return self.file.name != PICKLED
 
     def describe(self) -> str:
-        """Return a sentence for the user about the head and its program."""
+        """Return a sentence for the user about this head.
+
+        The sentence names the framework that saved the head, the file of the head, and the token at
+        which the score is read.
+        """
         where = f"{self.file.name}: {self.weight}" + (f" and {self.bias}" if self.bias else "")
         rule = {
             "OpenRLHF": "a text loses its last line breaks and ends with EOS, read there",
@@ -108,10 +112,15 @@ class ValueHead:
         return f"made by {self.program}; its head is from {where}; {rule}"
 
     def settle_tokenizer(self, tokenizer: Any, notes: list[str]) -> None:
-        """Make the tokenizer render what the program scores, and pad with another token than EOS.
+        """Change a tokenizer so that it renders the text that the framework of this head scores.
 
-        These programs find the last token by the attention mask, so they can pad with EOS, and
-        often do. Hugging Face's own classes find it by the id of the padding token.
+        If padding is EOS, another padding token is chosen. These frameworks find the last token by
+        the attention mask, so they can pad with EOS, and often do. Hugging Face's own classes find
+        it by the id of the padding token.
+
+        Args:
+            tokenizer: The tokenizer, which is changed.
+            notes: Receives a remark for the user if the padding token is changed.
 
         Raises:
             ModelError: There is no other padding token, no EOS, or the template cannot be adapted.
@@ -129,13 +138,13 @@ class ValueHead:
         """Copy this head into a classifier.
 
         Args:
-            classifier: A Hugging Face `...ForSequenceClassification`; keys that only the other
-                program reads are removed from its configuration.
-            keeps_bias: Whether the bias is copied too, for which Hugging Face's own classes have no
-                place.
+            classifier: A Hugging Face `...ForSequenceClassification`. Settings that only the
+                framework of this head reads are removed from its configuration.
+            keeps_bias: Whether the bias is copied too. Hugging Face's own classes have no bias in
+                the head.
 
         Returns:
-            The bias, which the program adds to every score.
+            The bias, which the framework adds to every score; 0 if there is none.
 
         Raises:
             ModelError: The head is not one linear layer with one output over the hidden states.
@@ -162,7 +171,10 @@ class ValueHead:
         return 0.0 if bias is None else float(bias.reshape(()))
 
     def statistics(self) -> dict[str, float]:
-        """Return the mean and standard deviation as contract rules; empty if they are unknown."""
+        """Return the mean and the standard deviation of scores that the framework measured.
+
+        The keys are those of `ScoringRules`. The result is empty if they are unknown.
+        """
         if self.mean is None or self.std is None:
             return {}
         return {"mean": self.mean, "std": self.std}
@@ -181,7 +193,8 @@ def find_value_head(directory: Path, *, safetensors_only: bool = True) -> ValueH
         The head; None for any other model, including Laurel's, and for other directories.
 
     Raises:
-        ModelError: The model is of one of these programs, but not a reward model, or incomplete.
+        ModelError: One of these frameworks saved the model, but it is incomplete or gives no
+            reward.
     """
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -210,7 +223,9 @@ def find_value_head(directory: Path, *, safetensors_only: bool = True) -> ValueH
 
 
 def refuse_hub_name(name: str, hf_config: Any) -> None:
-    """Refuse a hub name of a model of OpenRLHF, whose files must be read from a directory.
+    """Check that a hub name is not that of a model saved by OpenRLHF.
+
+    The files of such a model must be read from a directory.
 
     Raises:
         ModelError: The name is such a hub name.
@@ -224,7 +239,7 @@ def refuse_hub_name(name: str, hf_config: Any) -> None:
 
 
 def foreign_heads(unexpected: Iterable[str]) -> list[str]:
-    """List the unexpected weights that are not those of a language model's head."""
+    """Return the unexpected weights except those of a language-model head, sorted."""
     return sorted(key for key in unexpected if not key.startswith("lm_head."))
 
 
@@ -314,7 +329,7 @@ def _tensors(path: Path, names: Iterable[str | None]) -> dict[str, Tensor]:
 
 @dataclass(slots=True, kw_only=True)
 class LoadedRewardModel:
-    """A reward model, its scoring contract, and remarks on loading it."""
+    """A reward model and its scoring contract, with remarks on loading for the user."""
 
     model: RewardModel
     contract: ScoringContract
@@ -347,18 +362,18 @@ def load_reward_model(
         max_length: The maximum number of tokens of a conversation, if the model has no contract.
         truncation_side: The side on which conversations are cut, if the model has no contract.
         device: The device to which the model is moved.
-        texts: The training texts of a new tokenizer.
+        texts: The texts on which a new tokenizer is trained if `spec.scratch` is set.
         weights_dtype: The dtype of the weights: float32 for training (master weights), lower to
             score in less memory.
         resume_from: A checkpoint of the same run, whose tokenizer, contract and weights are used.
         mesh: The mesh over which the model is sharded. All ranks then call this with the same
             arguments.
-        keeps_bias: Whether to score with the bias of another program's head, which no checkpoint
-            can hold.
+        keeps_bias: Whether to keep the bias of a head that another framework saved (`ValueHead`).
+            The bias adds the same number to every score. Laurel's checkpoints cannot store it.
 
     Raises:
-        ModelError: Not a model that can give one reward, or one that is unsafe to load.
-        ConfigError: It cannot be spread so.
+        ModelError: The model cannot give a reward, or is unsafe to load.
+        ConfigError: The model cannot be sharded over the mesh.
     """
     register()
     if mesh is not None:
@@ -406,16 +421,18 @@ def load_contract(
     truncation_side: Literal["left", "right"],
     for_training: bool = False,
 ) -> tuple[ScoringContract, list[str]]:
-    """Load the contract of a reward model without its weights, and remarks for the user.
+    """Return the scoring contract of a reward model, and remarks for the user.
+
+    The weights of the model are not read.
 
     Args:
         spec: The specification of the model.
         max_length: The maximum number of tokens of a conversation, if the model has no contract.
         truncation_side: The side on which conversations are cut, if the model has no contract.
-        for_training: Whether a language model counts as a reward model with a new head.
+        for_training: Whether a language model is accepted, since training gives it a reward head.
 
     Raises:
-        ModelError: The model is not one that can give one reward, or it is unsafe to load.
+        ModelError: The model cannot give a reward, or is unsafe to load.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -446,7 +463,7 @@ def load_contract(
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A classifier that was created or read, and what its files lacked or exceeded."""
+    """A classifier that was created or loaded, and what is known about its weights."""
 
     classifier: Any
     has_new_head: bool

@@ -13,7 +13,7 @@ HEAD_FILES = ("value_head.safetensors", "value_head.bin")
 
 
 def weight_names(directory: Path) -> dict[str, Path]:
-    """Return the file of each weight by its name; empty if the files cannot be read."""
+    """Return the file of each weight by the weight's name; empty if the files cannot be read."""
     try:
         if (directory / SINGLE).is_file():
             with safe_open(directory / SINGLE, framework="numpy") as file:

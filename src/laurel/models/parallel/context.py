@@ -1,9 +1,10 @@
 """Implements context parallelism: ranks divide the tokens of a row up to the last norm.
 
-Only attention needs tokens of other ranks. There the ranks exchange heads for tokens (DeepSpeed
-Ulysses, https://arxiv.org/abs/2309.14509), so that each has all tokens of some of the heads, and
-the usual plan decides which keys a query attends to. Afterwards each rank has its own tokens again.
-After the last norm every rank gathers all tokens, and computes the same head and loss.
+Only attention needs tokens of other ranks. For attention, the ranks exchange heads for tokens
+(DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509), so that each rank has all tokens of some of
+the heads, and the `AttentionPlan` of the row decides which keys a query attends to. Afterwards each
+rank has its own tokens again. After the last norm every rank gathers all tokens, and computes the
+same head and loss.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _HEADS, _TOKENS = (Shard(1),), (Shard(2),)
 
 
 def share_context(network: Any, mesh: DeviceMesh) -> None:
-    """Make a network divide the tokens of every forest over ranks; other batches stay whole.
+    """Make a network divide the tokens of token forests over ranks; padded rows stay whole.
 
     Args:
         network: A Hugging Face model, which tensor-parallel ranks may have split already.
@@ -44,10 +45,13 @@ def share_context(network: Any, mesh: DeviceMesh) -> None:
 
 
 def check_context(model: Decoder, *, cp: int, tp: int) -> None:
-    """Refuse a model whose tokens cannot be divided over `cp` ranks.
+    """Check that the tokens of a model's rows can be divided over `cp` ranks.
+
+    `tp` is the number of tensor-parallel ranks, which divide the attention heads.
 
     Raises:
-        ConfigError: The model reads padded rows, or `cp` does not divide a rank's heads.
+        ConfigError: The model reads padded rows, or `cp` does not divide the number of attention
+            heads of a rank.
     """
     if model.path != "forest":
         raise ConfigError(
@@ -71,7 +75,7 @@ class _Sharing:
     def take(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the model's arguments by those of this rank's share of the tokens."""
+        """Replace the model's arguments by those for this rank's part of the tokens."""
         self._length = None
         if kwargs.get(PLAN_ARGUMENT) is None:
             return args, kwargs
@@ -87,8 +91,8 @@ class _Sharing:
     def gather(self, _: nn.Module, _args: Any, output: Any) -> Any:
         """Gather the hidden states of all tokens on every rank.
 
-        Every rank then computes the same head and loss. So gradients are summed here and in the
-        weights of the head, and `parallelise` divides all of them by the number of ranks.
+        Every rank then computes the same head and loss. The gradients of the ranks are summed here
+        and in the weights of the head, and `parallelise` divides them by the number of ranks.
         """
         if self._length is not None:
             share = DTensor.from_local(
@@ -112,7 +116,7 @@ class _AcrossRanks:
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Compute the attention of this rank's tokens, as `AttentionPlan.attend` describes."""
+        """Compute attention for this rank's tokens, as `AttentionPlan.attend` describes."""
         ranks, mine = self._mesh.size(), self._mesh.get_local_rank()
         # If there are fewer key and value heads than ranks, several ranks need the same head.
         copies = math.lcm(key.shape[1], ranks) // key.shape[1]

@@ -1,7 +1,8 @@
 """Shards a model over the ranks of a device mesh: FSDP2 over data, and tensor parallelism.
 
-Every rank runs the same program. Ranks that differ only in `cp` and `tp` get the same micro-batch;
-other ranks get their own, and all get the same number.
+Every rank runs the same program. Ranks that differ only in their context-parallel (`cp`) or
+tensor-parallel (`tp`) index get the same micro-batches; other ranks get different ones. All ranks
+get the same number of micro-batches.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelShape:
-    """The number of ranks over which a model is sharded, by kind of parallelism."""
+    """The number of ranks of each kind of parallelism."""
 
     dp_replicate: int = 1
     """The number of copies of the sharded model; each reads other data."""
@@ -64,7 +65,7 @@ class ParallelShape:
     """The number of ranks that split every layer; they read the same data."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are not positive.
+        """Check that all sizes are positive.
 
         Raises:
             ConfigError: A size is below 1.
@@ -75,7 +76,7 @@ class ParallelShape:
 
     @classmethod
     def of(cls, num_ranks: int, *, tp: int, dp_replicate: int = 1) -> ParallelShape:
-        """Return the shape of `num_ranks` ranks; `dp_shard` gets all that `tp` and copies leave.
+        """Return the shape of `num_ranks` ranks; `dp_shard` is `num_ranks / (tp * dp_replicate)`.
 
         Raises:
             ConfigError: The number of ranks is not divisible.
@@ -95,7 +96,7 @@ class ParallelShape:
 
     @property
     def each(self) -> int:
-        """The number of ranks that get the same data; their numbers are consecutive."""
+        """The number of ranks that read the same data; their rank numbers are consecutive."""
         return self.cp * self.tp
 
     @property
@@ -109,7 +110,7 @@ class ParallelShape:
         The dimension `dp_shard` includes the ranks of `cp`, which shard the weights too.
 
         Raises:
-            ConfigError: Another number of processes was started.
+            ConfigError: The number of processes is not the number of ranks.
         """
         started = torch.distributed.get_world_size()
         if started != self.num_ranks:
@@ -145,11 +146,11 @@ def parallelise(
             (`share_context`).
         plan: The tensor-parallel plan, as `tensor_plan` accepts it.
         sequence_parallel: Whether tokens are divided over `tp` between attention and feed-forward.
-        precision: The dtype in which the weights of layers are gathered and multiplied; None: their
-            own, which changes no result. Gradients are always summed in float32 (float64 if the
-            weights are), and the head keeps float32.
-        cpu_offload: Whether weights, gradients and optimizer rest on the host between uses; on a
-            CPU this has no effect.
+        precision: The dtype in which the weights of layers are gathered and multiplied; None: the
+            dtype of the weights, which changes no result. Gradients are always summed in float32
+            (float64 if the weights are), and the head keeps float32.
+        cpu_offload: Whether weights, gradients and optimizer state are kept on the host between
+            uses; on a CPU this has no effect.
         reshard_after_forward: Whether the gathered weights of a layer are dropped until the
             backward pass.
 
@@ -304,7 +305,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather the whole tensor on every rank if it is sharded; all its ranks call this together."""
+    """Return the whole tensor on every rank, gathered if it is sharded.
+
+    All ranks that have its shards call this together.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     # Its shard may rest on the host.
@@ -318,12 +322,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy of a tensor on the host."""
+    """Return a contiguous copy of a tensor in the memory of the CPU."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Count the bytes of memory that this rank's shards of the weights keep allocated."""
+    """Return the number of bytes that this rank's shards of the weights occupy."""
     storages = {p.untyped_storage().data_ptr(): p for p in map(local, model.parameters())}
     return sum(share.untyped_storage().nbytes() for share in storages.values())
 
@@ -338,7 +342,7 @@ _SAID_BYTES = 2000
 
 
 class AcrossRanks:
-    """Sums and clips over all ranks of a mesh."""
+    """Sums losses and clips gradients over all ranks of a mesh."""
 
     def __init__(self, mesh: DeviceMesh, *, cp: int = 1) -> None:
         """Create the process groups of a mesh.
@@ -375,8 +379,8 @@ class AcrossRanks:
     def totals(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sum the totals of a loss over all data-parallel ranks.
 
-        Totals named `..._min` or `..._max` are reduced by that instead, as in `learner.add_up`.
-        Every rank has the same names.
+        Totals named `..._min` or `..._max` are combined by minimum or maximum, as in
+        `learner.add_up`. The names must be the same on every rank.
         """
         kinds = {"_min": dist.ReduceOp.MIN, "_max": dist.ReduceOp.MAX}
         return {
@@ -385,13 +389,13 @@ class AcrossRanks:
         }
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
-        """Clip the gradients of the whole model by their norm, and return the norm before.
+        """Clip the gradients of the whole model by their norm, and return the norm before clipping.
 
-        Weights that several ranks hold whole count once.
+        Weights of which several ranks have a full copy count once.
 
         Args:
             parameters: The parameters of the model; those without a gradient are ignored.
-            limit: The maximum norm; None only measures the norm.
+            limit: The maximum norm; None: the norm is only measured.
         """
         shares: dict[tuple[str, ...], list[Tensor]] = {}
         for parameter in parameters:
@@ -431,10 +435,10 @@ class AcrossRanks:
 
 
 def fail_together(error: Exception | None, mesh: DeviceMesh, what: str) -> None:
-    """Raise an error on every rank if one rank failed; otherwise act as a barrier.
+    """Raise an error on every rank if a rank failed; all ranks call this and wait for each other.
 
     Args:
-        error: The error of this rank, if it failed.
+        error: The error of this rank; None if it did not fail.
         mesh: The mesh of the ranks.
         what: A description of the work, for the message.
 
@@ -459,10 +463,10 @@ def fail_together(error: Exception | None, mesh: DeviceMesh, what: str) -> None:
 
 
 def divided_over(gradient: Tensor) -> tuple[str, ...]:
-    """List the dimensions of the mesh over which a tensor, mostly a gradient, is sharded.
+    """Return the names of the mesh dimensions over which a tensor, such as a gradient, is sharded.
 
     Raises:
-        ModelError: The tensor is still a partial sum.
+        ModelError: The tensor is a partial sum that has not been reduced.
     """
     if not isinstance(gradient, DTensor):
         return ()

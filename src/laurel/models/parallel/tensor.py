@@ -54,7 +54,7 @@ STYLES: dict[Split, Callable[[], ParallelStyle]] = {
 
 
 def decoder_layers(network: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the name and the list of the repeated layers of a model.
+    """Return the name and the list of a model's repeated layers.
 
     Raises:
         ConfigError: The model has no list of layers.
@@ -105,10 +105,11 @@ def tensor_plan(
 
 
 def vocabulary_layers(network: Any, size: int) -> list[str]:
-    """Name the layers that ranks shard by vocabulary: the embedding and the language-model head.
+    """Return the names of the layers that ranks shard by vocabulary.
 
-    A layer stays whole on every rank if the vocabulary size is not divisible, or if its class may
-    do more than look up or multiply. If the two are tied, both are sharded or neither.
+    These are the embedding and the language-model head. A layer stays whole on every rank if the
+    vocabulary size is not divisible by `size`, or if its class may do more than look up or
+    multiply. If the two layers are tied, both are sharded or neither.
 
     Args:
         network: A Hugging Face model, with or without adapters.
@@ -186,7 +187,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Report whether all weights of a module are vectors, like those of a norm."""
+    """Report whether a module has only vectors as weights, as norms do."""
     shapes = [p.ndim for p in module.parameters(recurse=False)]
     return bool(shapes) and max(shapes) == 1
 
@@ -299,11 +300,14 @@ _SHARED, _WHOLE = (Shard(1),), (Replicate(),)
 
 
 def token_styles(network: nn.Module, splits: Mapping[str, Split]) -> dict[str, ParallelStyle]:
-    """Choose the parallel style of each module of the layers under sequence parallelism.
+    """Choose how each module of the layers is parallelised under sequence parallelism.
 
     Args:
         network: A Hugging Face model, with or without adapters.
         splits: The plan that `tensor_plan` returned.
+
+    Returns:
+        A mapping from full names of modules to torch's parallel styles.
 
     Raises:
         ConfigError: A weight of a layer is neither split nor that of a norm between blocks.
@@ -334,7 +338,10 @@ def token_styles(network: nn.Module, splits: Mapping[str, Split]) -> dict[str, P
 
 
 def share_tokens(network: Any, mesh: DeviceMesh) -> None:
-    """Make a network divide the tokens over ranks before its first layer, and gather them after."""
+    """Make a network divide the tokens of rows over ranks before its first layer.
+
+    After the last layer every rank has all tokens again.
+    """
     _, layers = decoder_layers(network)
     filling = _Filling(mesh.size())
     network.base_model.register_forward_pre_hook(filling.add, with_kwargs=True)
@@ -426,7 +433,7 @@ class _Filling:
 
 
 def filled_row(kwargs: Mapping[str, Any], missing: int) -> dict[str, Any]:
-    """Return a model's arguments with `missing` padding tokens at the end of every row."""
+    """Return a model's keyword arguments with `missing` padding tokens appended to every row."""
     filled = dict(kwargs)
     for name in ("input_ids", "position_ids", "attention_mask"):
         if filled.get(name) is not None:
@@ -435,10 +442,13 @@ def filled_row(kwargs: Mapping[str, Any], missing: int) -> dict[str, Any]:
 
 
 class FilledPlan:
-    """An attention plan of padded rows; padding neither attends nor is attended to."""
+    """An attention plan for rows with padding at the end.
+
+    Padding tokens neither attend nor are attended to.
+    """
 
     def __init__(self, plan: AttentionPlan, length: int) -> None:
-        """Wrap the plan of a row of `length` tokens without padding."""
+        """Wrap the plan of a row; `length` is the number of tokens without padding."""
         self._plan, self._length = plan, length
 
     def attend(
@@ -449,7 +459,7 @@ class FilledPlan:
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Compute attention as `AttentionPlan.attend` describes; the result of padding is 0."""
+        """Compute attention as `AttentionPlan.attend` describes; the output for padding is 0."""
         if isinstance(self._plan, ForestPlan):  # which needs no copy for it
             return self._plan.attend(module, query, key, value, options)
         missing = query.shape[2] - self._length

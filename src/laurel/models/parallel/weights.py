@@ -47,11 +47,11 @@ def fill_shares(
         device: The device that computes.
         others: Whole values of parameters, by name, that are not read from files and are equal on
             every rank, such as adapters or a new head.
-        on_host: Whether the weights rest on the host between uses.
+        on_host: Whether the weights are kept on the host between uses.
 
     Raises:
-        ModelError: Weights are missing, mismatched or unreadable, or have another form in memory
-            than in the files.
+        ModelError: Weights are missing, mismatched or unreadable, or transformers stores them in
+            files in another form than in memory.
     """
     network: Any = model.network
     if has_conversions(network):
@@ -89,10 +89,10 @@ def fill_shares(
 
 
 def saved_weights(network: Any, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that `save_pretrained` writes, with adapters merged, one at a time.
+    """Yield names and values of the weights that `save_pretrained` writes, one at a time.
 
-    With tied embeddings there is no `lm_head.weight`, and experts that transformers joins in memory
-    are yielded one by one. `merged_weights` describes the arguments.
+    Adapters are merged. With tied embeddings there is no `lm_head.weight`. Experts that
+    transformers joins in memory are yielded one by one. `merged_weights` describes the arguments.
     """
     if not has_conversions(network):
         yield from merged_weights(network, changing_only=changing_only)
@@ -163,7 +163,9 @@ def write_weights(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> Non
 
 
 def open_weights(files: ExitStack, directory: Path) -> dict[str, Any]:
-    """Open the files of all weights, and return the file of each weight by its name.
+    """Open the weight files of a directory; return the open file of each weight by its name.
+
+    `files` closes them.
 
     Raises:
         ModelError: There is no file, or one is damaged.
@@ -236,7 +238,7 @@ WEIGHT_FILES = [SINGLE, INDEX, "model-*.safetensors"]
 
 
 def refuse_unspreadable(spec: ModelSpec, mesh: DeviceMesh) -> None:
-    """Refuse a specification that does not match the mesh.
+    """Check that the parallel sizes of a specification match the mesh.
 
     Raises:
         ConfigError: A parallel size does not match; the message names its key.
@@ -267,8 +269,8 @@ def empty_network(
 
     Returns:
         The network in evaluation mode, with a new head in memory if the files have none, and
-        transformers' report on its weights. None if the files do not hold exactly its weights in
-        the form that they have in memory; transformers may still load them, or explains why not.
+        transformers' report on its weights. None if the files do not contain exactly the network's
+        weights in their form in memory; transformers may still load them, or explain why not.
     """
     directory = weight_files(spec, name)
     if directory is None or getattr(hf_config, "quantization_config", None) is not None:
@@ -304,7 +306,10 @@ def empty_network(
 
 
 def weight_files(spec: ModelSpec, name: str) -> Path | None:
-    """Return the directory of a model's safetensors, which may be downloaded; None without any."""
+    """Return the directory with the safetensors of model `name`, downloaded if necessary.
+
+    None if it has none.
+    """
     directory = Path(name)
     if not directory.is_dir():
         from huggingface_hub import snapshot_download
@@ -321,7 +326,7 @@ def weight_files(spec: ModelSpec, name: str) -> Path | None:
 
 
 def is_empty(network: nn.Module) -> bool:
-    """Report whether some weights of the network are on the meta device, not yet read."""
+    """Report whether some weights of the network are still on the meta device, without values."""
     return any(parameter.is_meta for parameter in network.parameters())
 
 
@@ -329,7 +334,7 @@ def shard_model(model: Decoder, spec: ModelSpec, mesh: DeviceMesh, device: torch
     """Shard a loaded model over a mesh, and read missing weights directly into its shards.
 
     Args:
-        model: A whole model, or one of `empty_network`, without memory.
+        model: A whole model, or one whose network is from `empty_network`, without weights.
         spec: The specification of the model: its parallelism, and its files.
         mesh: The mesh from `ParallelShape.mesh`.
         device: The device of this rank.

@@ -262,7 +262,10 @@ LOW, HIGH = 0.1, 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smoothed:
-    """A smoothed curve: rolling means, with an upper and a lower curve around them."""
+    """A curve of means, with a lower and an upper curve around it.
+
+    The curves around it are quantiles of a rolling window, or the extremes of several runs.
+    """
 
     mean: Series
     low: Series

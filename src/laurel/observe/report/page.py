@@ -671,7 +671,10 @@ _FIGURES = ("accuracy", "loss", "reward_mean", "perplexity", "reward", "truncati
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideBySide:
-    """The comparison of runs of one kind; it is empty if no two runs have the same kind."""
+    """The comparison of the runs of the most frequent kind (`RunRecord.kind`).
+
+    It is empty if no two runs have the same kind.
+    """
 
     names: Sequence[tuple[RunRecord, str]]
     """The name of each run on the page."""

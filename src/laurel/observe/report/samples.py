@@ -117,7 +117,7 @@ class Chooser:
 
     @property
     def num_sampled(self) -> int:
-        """The number of rows in the random sample."""
+        """The number of rows that are in the random sample so far."""
         return len(self._random)
 
     def add(self, row: Row) -> None:

@@ -213,6 +213,8 @@ class Router:
         running = [first]
         try:
             if self.options.hedge:
+                # A request that was sent before anything was known of answers is hedged as soon as
+                # something is.
                 while (
                     seconds := patience(self._replica_health.values())
                 ) is None and not first.done():
@@ -269,6 +271,7 @@ class Router:
             if not job.is_to_blame_for(fault) and was_fair:
                 health.failed(fault, began=began)
             raise
+        # The replica has answered: the request is at fault.
         except RefusedError:
             health.succeeded(self._clock() - began)
             raise
@@ -316,6 +319,7 @@ class Router:
             if health.is_usable and health is not besides and name not in job.refused_by
         ]
         others = [s for s in usable if s.replica.name not in job.avoided]
+        # Replicas that the request failed at are asked again only where there is no other.
         with_room = [s for s in others or usable if s.has_room]
         if job.is_dangerous:
             with_room = [s for s in with_room if not s.has_dangerous]

@@ -145,6 +145,7 @@ def checked_request(request: EvaluationRequest) -> EvaluationRequest:
         UserError: The model does not exist, or the output directory cannot be written.
     """
     scorer = request.scorer.found()
+    # Members are loaded after all rows are scored: a wrong name is reported now.
     for name in request.members:
         replace(request.scorer, model=name).found()
     models = [request.scorer.model, *request.members]

@@ -188,8 +188,7 @@ def diagnostics_report(
         members: The scores of an ensemble's members, by name; see `agreements`.
         score: Scores other forms of the answers; without it the sensitivity is left out.
         in_other_language: The same pairs, translated and scored, in the same order.
-        noise: The largest difference between scores that counts as noise; see
-            `environments.noise_floor`.
+        noise: The largest difference between scores that counts as noise; see `measure_noise`.
         num_bins: The largest number of bins of length differences and of margins.
         confidence: The confidence level of the intervals.
         seed: The seed of the bootstrap.
