@@ -45,7 +45,7 @@ class RolloutInProgress:
     index: int
     metadata: dict[str, Any] | None
     group_id: str = ""
-    """Id of its group."""
+    """The id of the group that the completion belongs to."""
     messages: list[Message] = field(default_factory=list)
     ids: list[TokenIds] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
@@ -177,22 +177,21 @@ class RolloutStats:
     generation: float = 0.0
     """Time from the first request for completions to the last completion."""
     environment: float = 0.0
-    """Time in environments, summed over all calls."""
+    """Time in calls of environments, summed over all calls."""
     judging: float = 0.0
     """Time with at least one call of an environment in progress."""
     exposed: float = 0.0
-    """Time waiting for environments after the last completion: not hidden by streaming."""
+    """Time of waiting for environments after generation has ended."""
     num_tokens: int = 0
     """Tokens sampled during `generation`, including groups that were left out."""
     num_repeated: int = 0
-    """Tokens of the prompts of further turns: the conversations so far."""
+    """Tokens of earlier turns, which are in the prompts of later turns again."""
     num_cached: int = 0
     """Tokens of `num_repeated` that the generator did not compute again."""
     num_out_of_turns: int = 0
     """Conversations that ran out of turns before their environment ended them."""
     num_cut_off: int = 0
-    """Conversations that were truncated, or ran out of room, before their environment ended
-    them."""
+    """Conversations that reached a limit of tokens before their environment ended them."""
 
     @property
     def hidden_share(self) -> float | None:

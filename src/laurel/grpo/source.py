@@ -36,7 +36,7 @@ from laurel.types import RolloutGroup, SamplingParams, Task
 # How a batch is collected: the next tasks are taken, and some of their groups are kept.
 
 TRAINING, VALIDATION = 0, 1
-"""The first of the numbers that seed a batch."""
+"""The first of the numbers from which the seeds of a batch are derived."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,9 +50,9 @@ class Batch:
     num_batches: int = 1
     """The number of batches of generation that were needed."""
     num_discarded: int = 0
-    """The number of groups with a signal beyond those that the step needs."""
+    """The number of groups with different rewards beyond those that the step needs."""
     num_without_signal: int = 0
-    """The number of groups that dynamic sampling dropped."""
+    """The number of groups that dynamic sampling dropped, because their rewards hardly differ."""
     num_replaced: int = 0
     """The number of groups that were replaced: too few of their completions have a reward."""
     failures_left_out: dict[str, int] = field(default_factory=dict)

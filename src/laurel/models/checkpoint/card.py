@@ -36,7 +36,7 @@ class CardFacts(BaseModel):
     base_model: str = ""
     """A description of the model that training started from."""
     hub_base: str | None = None
-    """The hub name of that model; None if it has none."""
+    """The hub name of the model that training started from; None if it has none."""
     method: str = ""
     """The training method, e.g. `GRPO`."""
     data: Mapping[str, str] = {}

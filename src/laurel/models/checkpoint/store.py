@@ -524,10 +524,11 @@ class DirectoryLock:
 # A checkpoint that is being saved: its owner checks on it now and then, or waits.
 
 Written = Callable[[bool], float | None]
-"""A function that returns the seconds that writing a checkpoint's files took; None if it goes on.
+"""A function that returns the seconds that writing a checkpoint's files took.
 
-With True it waits for the end. It raises an error of the writers after all of them have ended. It
-is called only in the thread that began the save.
+None means that writing has not ended; with the argument True the function waits for the end. An
+error of a writer is raised after all writers have ended. The function is called only in the thread
+that began the save.
 """
 
 

@@ -34,7 +34,7 @@ class Decoder(nn.Module):
         self.path: Path = path
         self.precision = precision
         self.mesh: DeviceMesh | None = None
-        """The mesh over which `parallelise` sharded it; None: this process holds all of it."""
+        """The mesh over which the model is sharded; None: this process has the whole model."""
         self.gathered_dtype: torch.dtype | None = None
         """The dtype to which gathered weights of layers are rounded; None: they are not rounded."""
 

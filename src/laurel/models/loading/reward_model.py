@@ -84,7 +84,7 @@ class ValueHead:
     weight: str
     bias: str | None
     mean: float | None = None
-    """The mean of the scores that the program measured; None if it measured none."""
+    """The mean of the scores, as the framework measured it; None if unknown."""
     std: float | None = None
 
     @property
@@ -338,7 +338,7 @@ class LoadedRewardModel:
     has_new_head: bool = False
     base_model: str = ""
     strange_weights: tuple[str, ...] = ()
-    """The weights in the files that the network does not have, without a language model's head."""
+    """The weights in the files that the network lacks, except a language-model head."""
 
 
 def load_reward_model(
