@@ -99,7 +99,7 @@ def main(job):
                 child = os.fork()
                 if child == 0:
                     os.write(there, b"!")
-                    time.sleep(60)
+                    time.sleep(600)
                     os._exit(0)
                 os.read(here, 1)  # else it may be killed before what is done after a fork
                 print("child", child, flush=True)

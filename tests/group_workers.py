@@ -2,6 +2,9 @@
 
 import os
 import time
+from contextlib import suppress
+
+import psutil
 
 from laurel.errors import ConfigError
 from laurel.workers.rendezvous import join, leave
@@ -55,10 +58,28 @@ class Worker:
             time.sleep(seconds)
         return self.place.rank
 
+    def wait_for(self, rank, path):
+        while self.place.rank == rank and not os.path.exists(path):
+            time.sleep(0.01)
+        return self.place.rank
+
     def shutdown(self):
         if self.marker is not None:
             with open(f"{self.marker}-{self.place.rank}", "a", encoding="utf-8") as file:
                 file.write("closed\n")
+
+
+def agents_and_others():
+    """Of the processes below this one, Ray's two agents, when they are there, and the others."""
+    while True:
+        agents, others = [], []
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # one that has ended meanwhile
+                is_agent = "Agent" in " ".join(child.cmdline()[:1])
+                (agents if is_agent else others).append(child.pid)
+        if len(agents) == 2:
+            return agents, others
+        time.sleep(0.05)
 
 
 class CountingPickles:

@@ -70,8 +70,8 @@ def _wait(processes: list, folder: Path, end: float) -> None:
         failed = [r for r, process in enumerate(processes) if process.exitcode not in (None, 0)]
         if failed:
             # Where one fails, others fail at the lost connection: the first has the cause.
-            said = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
-            rank = int(said[0].stem) if said else failed[0]
+            said = sorted(folder.glob("*.error"), key=lambda path: int(path.stem.split("-")[0]))
+            rank = int(said[0].stem.split("-")[1]) if said else failed[0]
             text = said[0].read_text() if said else f"exit code {processes[rank].exitcode}"
             raise RankError(f"rank {rank} of {len(processes)}: {text}")
         if all(process.exitcode == 0 for process in processes):
@@ -99,5 +99,5 @@ def _run(work: Callable[..., Any], rank: int, ranks: int, folder: str, given: tu
             time.sleep(0.01)
         dist.destroy_process_group()
     except BaseException:
-        Path(folder, f"{rank}.error").write_text(traceback.format_exc())
+        Path(folder, f"{time.monotonic_ns()}-{rank}.error").write_text(traceback.format_exc())
         raise

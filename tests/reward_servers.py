@@ -279,7 +279,7 @@ class RewardServerProcess:
         self.kill()
 
 
-def wait_until(true: Callable[[], bool], *, seconds: float = 5.0) -> None:
+def wait_until(true: Callable[[], bool], *, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not come about"

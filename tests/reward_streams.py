@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from laurel.rewards.remote.http import HttpScorer
@@ -27,7 +27,11 @@ class Addressed(Protocol):
 
 
 class Streamed:
-    """Groups on their way to rewards, one call for each, as they come from a rollout."""
+    """Groups on their way to rewards, one call for each, as they come from a rollout.
+
+    They come again from the first for as long as something is still to happen to the servers, and
+    for a while after it: how quick a machine is does not decide whether anybody notices.
+    """
 
     def __init__(
         self,
@@ -41,35 +45,54 @@ class Streamed:
         self.urls = [server.url for server in servers]
         self.verdicts: dict[int, list[tuple[Score, ...]]] = {}
         self.meanwhile: dict[int, Callable[[], object]] = {}
-        self.counts: dict[str, int] = {}
+        self.num_happening = 0
+        self.num_asked = 0
+        self.num_wanted = 0
+        self.counts: Mapping[str, int] = {}
+        """Those of the router, which go on while it runs."""
 
     def after(self, number: int, do: Callable[[], object]) -> None:
-        """Do something when so many groups have their scores."""
+        """Do something when so many groups have their scores, one after the other."""
         self.meanwhile[number] = do
 
     def run(
-        self, groups: Sequence[Group] = GROUPS, *, within: float = 120.0
+        self, groups: Sequence[Group] = GROUPS, *, until: str = "", within: float = 240.0
     ) -> list[tuple[Score, ...]]:
-        return asyncio.run(asyncio.wait_for(self._run(groups), within))
+        """The scores of the groups, once a count is there whose name begins as it is given."""
+        return asyncio.run(asyncio.wait_for(self._run(groups, until), within))
 
-    async def _run(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+    async def _run(self, groups: Sequence[Group], until: str) -> list[tuple[Score, ...]]:
         scorer = HttpScorer(self.urls, api_key=self.api_key, options=self.options)
-        places = asyncio.Semaphore(40)
+        places, turn = asyncio.Semaphore(40), asyncio.Lock()
+        self.counts, self.num_wanted = scorer.counts, len(groups)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for index, group in enumerate(groups):
+                while (
+                    self.num_asked < self.num_wanted
+                    or self.meanwhile
+                    or self.num_happening
+                    or not any(name.startswith(until) for name in self.counts)
+                ):
                     await places.acquire()
-                    task = tasks.create_task(self._score(scorer, index, group))
+                    group = groups[self.num_asked % len(groups)]
+                    task = tasks.create_task(self._score(scorer, self.num_asked, group, turn))
                     task.add_done_callback(lambda _: places.release())
+                    self.num_asked += 1
         finally:
             await scorer.aclose()
-        self.counts = dict(scorer.counts)
         assert all(len(found) == 1 for found in self.verdicts.values()), "one verdict each"
-        assert not self.meanwhile, "what was to happen in the middle did not"
-        return [self.verdicts[index][0] for index in range(len(groups))]
+        found = [self.verdicts[index][0] for index in range(self.num_asked)]
+        assert all(one == found[index % len(groups)] for index, one in enumerate(found))
+        return found[: len(groups)]
 
-    async def _score(self, scorer: HttpScorer, index: int, group: Group) -> None:
+    async def _score(
+        self, scorer: HttpScorer, index: int, group: Group, turn: asyncio.Lock
+    ) -> None:
         self.verdicts.setdefault(index, []).extend(await scorer.score([group]))
         if len(self.verdicts) >= min(self.meanwhile, default=10**9):
             do = self.meanwhile.pop(min(self.meanwhile))
-            await asyncio.to_thread(do)
+            self.num_happening += 1
+            async with turn:
+                await asyncio.to_thread(do)
+            self.num_happening -= 1
+            self.num_wanted = max(self.num_wanted, self.num_asked + 40)

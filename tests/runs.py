@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -22,8 +26,10 @@ from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.models.loading.pretrained import train_tokenizer
 from laurel.observe.loggers import read_metrics
+from laurel.run import grpo, reward_model
 from laurel.run.reward_model import train_reward_model
 from laurel.training.loop import RunOutcome
+from laurel.training.stopping import Deadline
 
 ROOT = Path(__file__).parents[1]
 
@@ -161,11 +167,16 @@ def command(overrides: Sequence[str], *, program: Sequence[str] = ()) -> list[st
     return [sys.executable, *(program or ("-m", "laurel.cli.main", "rm")), *overrides]
 
 
-def start(overrides: Sequence[str], *, log: Path) -> subprocess.Popen[bytes]:
+def start(
+    overrides: Sequence[str], *, log: Path, program: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
     """Start `laurel rm`; what it prints goes to a file."""
     with log.open("wb") as output:
         return subprocess.Popen(
-            command(overrides), stdout=output, stderr=subprocess.STDOUT, env=environment()
+            command(overrides, program=program),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(),
         )
 
 
@@ -177,7 +188,7 @@ def run(
         command(overrides, program=program),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         cwd=cwd,
         env=environment(),
     )
@@ -227,13 +238,29 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) 
     """Look again and again, hundreds of times a second.
 
     Raises:
-        AssertionError: The process ended first, or two minutes passed.
+        AssertionError: The process ended first, or five minutes passed.
     """
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not condition():
         assert process.poll() is None, f"the run ended first, with {process.returncode}"
-        assert time.monotonic() < deadline, "nothing happened for two minutes"
+        assert time.monotonic() < deadline, "nothing happened for five minutes"
         time.sleep(0.002)
+
+
+@contextmanager
+def budget_that_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A time budget of ten minutes, of which the run soon finds that hardly more is left than the
+    share that is kept for a save. At the end, that it was kept to."""
+    looks = itertools.count()
+
+    def clock() -> float:
+        return time.monotonic() + (515.0 if next(looks) > 5 else 0.0)
+
+    begun = time.monotonic()
+    for kind in (reward_model, grpo):
+        monkeypatch.setattr(kind, "Deadline", partial(Deadline, clock=clock))
+    yield "checkpointing.checkpoint_must_save_by=00:00:10:00"
+    assert clock() < begun + 600, "it was saved too late"
 
 
 # ---------------------------------------------------------------------------------- what a run left

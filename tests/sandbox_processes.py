@@ -7,7 +7,7 @@ import psutil
 
 from laurel.sandbox.inside.monitor import ARMED, RUNNING
 
-END = 60.0
+END = 120.0
 """Seconds in which everything ends even on a machine that is busy with other things."""
 
 

@@ -20,6 +20,7 @@ import psutil
 
 from laurel.rewards.open import open_local
 from laurel.types import Message, group_of
+from sandbox_processes import is_gone
 from scripted_backend import null_scores
 
 KEY = "the-key-of-the-tests-of-laurel-serve"
@@ -71,8 +72,8 @@ class Serving:
         """Wait for the line that says so, and take the address from it."""
         end = time.monotonic() + seconds
         while True:
-            for line in self.said().splitlines():
-                if line.startswith("ready "):
+            for line in self.said().splitlines(keepends=True):
+                if line.startswith("ready ") and line.endswith("\n"):
                     self.url = line.split()[1]
                     return self
             assert self.process.poll() is None, self.said()
@@ -93,7 +94,7 @@ class Serving:
         with contextlib.suppress(psutil.NoSuchProcess):
             found = psutil.Process(self.process.pid).children(recursive=True)
             self._family += [one for one in found if one not in self._family]
-        return [one for one in self._family if one.is_running() and one.status() != "zombie"]
+        return [one for one in self._family if one.is_running() and not is_gone(one.pid)]
 
     def end(self, *, seconds: float = 60) -> int:
         """SIGTERM, and its exit code."""

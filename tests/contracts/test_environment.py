@@ -3,6 +3,7 @@
 To add one: a maker that gives a `Case`, in `MAKERS`.
 """
 
+import contextlib
 import copy
 import json
 import math
@@ -33,6 +34,7 @@ from laurel.rewards.scorer import LocalScorer
 from laurel.types import Message, Task
 from laurel.workers.reservations import Resources
 from reward_models import small_model, write_model
+from sandbox_processes import is_gone, wait_until
 
 pytestmark = pytest.mark.slow_parameters(
     "reward model, an actor of Ray", "math, an actor of Ray", "code, an actor of Ray"
@@ -571,20 +573,34 @@ def test_a_reward_model_in_ranks_beside_its_actor(tmp_path, small_cluster, end):
     handle = RewardModelEnvironment.remote(parallel, device="cpu")
     environment = Remote(handle)
     assert environment.step(logs, [None] * 2).rewards.tolist() == pytest.approx(expected, abs=1e-5)
-    ranks = [rank for rank in processes("ray::WorkerActor") if rank not in others]
-    assert len(ranks) == 2
+    ranks = started("ray::WorkerActor", 2, others)
     if end == "shutdown":
         environment.shutdown()
     else:
-        actors = processes("ray::RewardModelEnvironment")
-        (actor,) = [actor for actor in actors if actor not in others]
-        actor.kill()
-    assert psutil.wait_procs(ranks, timeout=60)[1] == []
+        started("ray::RewardModelEnvironment", 1, others)[0].kill()
+    for rank in ranks:
+        wait_until(lambda rank=rank: is_gone(rank.pid))
     del environment, handle
     slots = small_cluster.reserve("anybody", 4, Resources(), patience=60)
     slots.release()
 
 
 def processes(title):
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if child.cmdline()[:1] == [title]]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended meanwhile
+            if child.cmdline()[:1] == [title]:
+                found.append(child)
+    return found
+
+
+def started(title, number, others):
+    """So many new ones, which have the title when they have nothing to do."""
+    found = []
+
+    def are_there():
+        found[:] = [one for one in processes(title) if one not in others]
+        return len(found) == number
+
+    wait_until(are_there)
+    return found

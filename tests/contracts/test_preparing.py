@@ -2,11 +2,9 @@
 
 import os
 import signal
-import time
 from functools import partial
 from typing import Any
 
-import psutil
 import pytest
 
 import scoring_groups
@@ -14,6 +12,7 @@ from laurel.rewards.preparing import WORKER, Preparers, prepared_by
 from laurel.run.allocation import BESIDE_CPUS
 from laurel.types import Message, group_of
 from laurel.workers.spawned import SpawnedGroup
+from sandbox_processes import is_gone, wait_until
 
 pytestmark = pytest.mark.slow_parameters("ray")
 
@@ -69,7 +68,8 @@ def made(request):
     yield made
     left = made.pids()
     made.preparers.close()
-    assert not any(map(psutil.pid_exists, left))
+    for pid in left:
+        wait_until(lambda pid=pid: is_gone(pid))
 
 
 def test_they_prepare_what_one_process_does(made):
@@ -85,8 +85,7 @@ def test_those_that_are_lost_are_replaced_and_their_work_is_done(made, number):
     del made.said[:]
     made.signal_all(number)
     assert made.prepared() == made.expected()
-    while made.preparers.workers.num_ready < 2:
-        time.sleep(0.01)
+    wait_until(lambda: made.preparers.workers.num_ready == 2)
     assert not set(made.pids()) & set(before)
     lost = [line for line in made.said if "was lost" in line]
     assert len(lost) == 2

@@ -160,7 +160,7 @@ def test_of_adapters_only_what_they_change(play, way, sizes, tmp_path):
 @pytest.mark.parametrize("fate", SIGNALS)
 def test_an_engine_that_is_lost_in_the_middle(play, way, fate):
     """It is named and started again, and all have the weights in the end, as next time."""
-    playing = play(way, patience=2.0)
+    playing = play(way, patience=10.0)
     playing.give(1)
     victim = playing.groups[1]
     (pid,) = victim.call("pid")

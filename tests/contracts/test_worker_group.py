@@ -15,6 +15,7 @@ from laurel.errors import ConfigError, WorkerError
 from laurel.workers.calls import LocalGroup, Shared
 from laurel.workers.reservations import Resources
 from laurel.workers.spawned import SpawnedGroup
+from sandbox_processes import wait_until
 
 ray_group = pytest.importorskip("laurel.workers.ray_group", exc_type=ImportError)
 
@@ -24,7 +25,9 @@ pytestmark = pytest.mark.slow_parameters("ray-spread", "ray-1", "ray-2")
 
 HALF = Resources(cpus=0.5)
 TENTH = Resources(cpus=0.1)
-DEADLINE = 20.0
+DEADLINE = 60.0
+SOON = 30.0
+"""Seconds for what takes one, on a machine that is busy; less than what it is not to wait for."""
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +188,7 @@ def test_a_world_of_any_size_sums(make):
     assert group.call("total", 0.5) == [(total, rank, group.size) for rank in range(group.size)]
 
 
-def gone(pids, seconds=5.0):
+def gone(pids, seconds=DEADLINE):
     deadline = time.monotonic() + seconds
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -202,7 +205,7 @@ def test_a_late_worker_is_named_and_the_group_ended(pair):
         WorkerError, match=r"policy: no answer from rank 1 of 2 in sleep within 0.3 s; the group"
     ) as caught:
         pending.wait(timeout=0.3)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < SOON
     assert (caught.value.ranks, caught.value.exit_code) == ((1,), 75)
     assert "goes on from its newest checkpoint" in str(caught.value)
     assert gone(pids)
@@ -213,11 +216,12 @@ def test_a_late_worker_is_named_and_the_group_ended(pair):
 
 
 @pytest.mark.slow
-def test_the_living_answer_while_they_work(pair):
+def test_the_living_answer_while_they_work(pair, tmp_path):
     group = pair(Worker)
-    pending = group.start("sleep", 0, 5)
+    pending = group.start("wait_for", 0, str(tmp_path / "end"))
     assert group.alive() == [True, True]
     assert not pending.done(), "it waited for the work"
+    (tmp_path / "end").touch()
     assert pending.wait() == [0, 1]
 
 
@@ -236,7 +240,7 @@ def test_a_kill_is_told_at_once_and_ends_the_collective(pair, victim):
         match=rf"policy rank {victim} of 2 died in sleep_or_sum: process {pids[victim]} on",
     ) as caught:
         pending.wait()
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < SOON
     assert (caught.value.ranks, caught.value.exit_code) == ((victim,), 75)
     assert "goes on from its newest checkpoint" in str(caught.value)
     assert gone(pids)
@@ -248,10 +252,7 @@ def test_a_kill_between_calls_is_seen(pair):
     group = pair(Worker)
     pids = group.call("pid")
     os.kill(pids[1], signal.SIGKILL)
-    deadline = time.monotonic() + 5
-    while group.alive() != [True, False]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: group.alive() == [True, False])
     with pytest.raises(WorkerError, match="policy rank 1 of 2 died in pid"):
         group.call("pid")
     assert gone(pids)
@@ -265,7 +266,7 @@ def test_who_raises_does_not_leave_the_others_in_the_collective(pair):
         WorkerError, match="policy rank 0 of 2 failed in raise_or_sum: ValueError"
     ) as caught:
         group.call("raise_or_sum", 0)
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < SOON
     assert caught.value.ranks == (0,)
     assert "(no answer from rank 1, ended with the group)" in str(caught.value)
     assert gone(pids)

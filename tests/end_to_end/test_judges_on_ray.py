@@ -1,5 +1,6 @@
 """Who judges a run on Ray: reward workers spread over the nodes, and several models in slots."""
 
+import itertools
 import os
 import signal
 from typing import Any
@@ -84,17 +85,16 @@ def test_reward_workers_are_on_all_nodes_and_one_that_is_killed_changes_nothing(
     run(tmp_path / "here", model, rewards)
     nodes: list[str] = []
     victims: list[int] = []
-    submit = SpreadGroup._submit
+    submit, numbers = SpreadGroup._submit, itertools.count(1)
 
-    def submit_and_kill(group, calls):
-        pending = submit(group, calls)
+    def kill_and_submit(group, calls):
         nodes.append(group._node_ids[0])
-        if len(nodes) == 4:
+        if next(numbers) == 4:  # before the call: one that is done already would not miss it
             victims.append(group._pids[0])
             os.kill(group._pids[0], signal.SIGKILL)
-        return pending
+        return submit(group, calls)
 
-    monkeypatch.setattr(SpreadGroup, "_submit", submit_and_kill)
+    monkeypatch.setattr(SpreadGroup, "_submit", kill_and_submit)
     run(
         tmp_path / "there",
         model,

@@ -1,10 +1,10 @@
 """Rewards while completions are still being drawn: the same ones as afterwards, whatever dies."""
 
 import contextlib
+import itertools
 import os
 import signal
 
-import psutil
 import pytest
 from pyarrow import parquet
 
@@ -16,6 +16,7 @@ from laurel.rewards.replicas import GroupScorer
 from laurel.workers.spawned import SpawnedGroup
 from policy_runs import assert_same_runs, grpo, grpo_settings, metrics_of, warm_started
 from runs import settings, train
+from sandbox_processes import is_gone, wait_until
 
 BOUND = 1e-5
 FIGURES = ("train/loss", "train/grad_norm", "train/reward", "train/reward_std", "train/reward_min")
@@ -191,27 +192,20 @@ def test_a_replica_that_is_lost_in_mid_batch_changes_nothing(
 ):
     victims: list[int] = []
     asked: list[int] = []
-    compute = GroupScorer._values
+    compute, numbers = GroupScorer._values, itertools.count(1)
 
-    def compute_and_die(self, *args, **kwargs):
-        group = self._group
-        asked.append(group._pids[0])
-        if len(asked) == 5 and not victims:
-            start = group.start_each
-
-            def start_and_kill(*call):
-                pending = start(*call)
-                victims.append(group._pids[0])
-                os.kill(group._pids[0], number)
-                return pending
-
-            monkeypatch.setattr(group, "start_each", start_and_kill)
+    def end_and_compute(self, *args, **kwargs):
+        pid = self._group._pids[0]
+        asked.append(pid)
+        if next(numbers) == 5:  # before the call: one that is done already would not miss it
+            victims.append(pid)
+            os.kill(pid, number)
         return compute(self, *args, **kwargs)
 
-    monkeypatch.setattr(GroupScorer, "_values", compute_and_die)
+    monkeypatch.setattr(GroupScorer, "_values", end_and_compute)
     grpo(grpo_settings(tmp_path, model, *PLAIN, *judged_by(judge, *ON_RAY)))
     assert len(victims) == 1
-    assert not psutil.pid_exists(victims[0])
+    wait_until(lambda: is_gone(victims[0]))
     assert len(set(asked)) >= 2, "the other replica, or the one in its place, did the rest"
     assert "restart 1 of 3 at most" in caplog.text
     assert why in caplog.text

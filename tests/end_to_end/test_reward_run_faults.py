@@ -4,14 +4,15 @@ The router of such a run lives in the process of the run. Figures in brackets ar
 project's fault matrix.
 """
 
+import os
 import signal
 import subprocess
 import threading
-import time
 from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from laurel.rewards.remote.http import HttpScorer
 from policy_runs import (
     assert_same_runs,
     completions_of,
@@ -21,7 +22,7 @@ from policy_runs import (
     warm_started,
 )
 from reward_models import small_model, write_model
-from runs import command, environment, last_step, wait_until
+from runs import ROOT, command, environment, last_step, wait_until
 from serve_processes import KEY, Serving
 
 NUM_STEPS = 8
@@ -87,17 +88,48 @@ def asking(servers, **settings):
     return (*LENGTH, f"env.reward_model.urls=[{urls}]", *more)
 
 
+HELD = """
+import sys, time
+from pathlib import Path
+from laurel.cli.main import main
+from laurel.rewards.remote.http import HttpScorer
+from runs import last_step
+
+when, directory = sys.argv[1], Path(sys.argv[2])
+sys.argv[:3] = ["laurel", "grpo"]
+score = HttpScorer.score
+
+def hold(now):
+    if now == when and last_step(directory) >= 3:
+        (directory / "is_held").touch()
+        while not (directory / "goes_on").exists():
+            time.sleep(0.01)
+
+async def held(scorer, groups):
+    hold("asking")
+    found = await score(scorer, groups)
+    hold("answered")
+    return found
+
+HttpScorer.score = held
+main()
+"""
+
+
 @contextmanager
-def running(overrides, log):
-    """`laurel grpo` in a process of its own."""
+def held(when, directory, overrides, log):
+    """`laurel grpo` in a process of its own, which waits after three steps: before it asks for
+    scores, or when it has got them."""
+    path = os.pathsep.join((str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command(overrides, program=("-m", "laurel.cli.main", "grpo")),
+            command(overrides, program=("-c", HELD, when, str(directory))),
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment(),
+            env=environment() | {"PYTHONPATH": path},
         )
     try:
+        wait_until((directory / "is_held").exists, process)
         yield process
     finally:
         process.kill()
@@ -118,13 +150,10 @@ def test_a_run_that_is_killed_with_its_router_ends_the_same_and_nothing_is_compu
         settings = asking([server])
         overrides = grpo_settings(broken, model, *settings)
         asked = "laurel_scorer_completions_total"
-        with running(overrides, tmp_path / "log.txt") as process:
-            wait_until(lambda: last_step(broken) >= 3, process)
-            before = server.figure(asked)
-            wait_until(lambda: server.figure(asked) > before, process)
+        with held("answered", broken, overrides, tmp_path / "log.txt") as process:
             process.kill()
             assert process.wait() == -signal.SIGKILL
-        assert 3 <= last_step(broken) < NUM_STEPS
+        assert last_step(broken) == 3
         last = grpo(overrides)
         assert "resuming from" in last.text
         computed, asked_before = server.figure("laurel_scorer_computed_total"), server.figure(asked)
@@ -140,47 +169,36 @@ def test_a_run_that_is_killed_with_its_router_ends_the_same_and_nothing_is_compu
         assert metrics_of(broken)[step]["train/num_failures"] == 0
 
 
-def after_step(step, directory, do):
-    """Do something as soon as a run in this process has got there."""
-
-    def wait_and_do():
-        while last_step(directory) < step:
-            time.sleep(0.002)
-        do()
-
-    thread = threading.Thread(target=wait_and_do)
-    thread.start()
-    return thread
-
-
 @pytest.mark.slow
 def test_a_run_waits_for_servers_that_die_and_come_back_and_ends_the_same(
-    tmp_path, model
+    tmp_path, model, monkeypatch
 ):  # [1, 14]
     """First one of two, then both. Every figure and weight is that of a quiet run."""
     quiet, restless = tmp_path / "quiet", tmp_path / "restless"
-    deaths = []
+    rising, score = [], HttpScorer.score
     with served(tmp_path, "--null", count=2) as (one, other):
         settings = asking([one, other])
         grpo(grpo_settings(quiet, model, *settings))
 
-        def fall():
-            one.kill()
-            deaths.append(last_step(restless))
-
-        def fall_and_rise():
-            other.kill()
-            deaths.append(last_step(restless))
+        def rise():
             one.start()
             other.start()
 
-        first = after_step(2, restless, fall)
-        second = after_step(4, restless, fall_and_rise)
+        falls = {2: one.kill, 4: other.kill}
+
+        async def score_without_them(scorer, groups):
+            fall = falls.pop(last_step(restless), None)
+            if fall is not None:
+                fall()
+                if not falls:
+                    rising.append(threading.Thread(target=rise))
+                    rising[0].start()
+            return await score(scorer, groups)
+
+        monkeypatch.setattr(HttpScorer, "score", score_without_them)
         done = grpo(grpo_settings(restless, model, *settings))
-        for thread in (first, second):
-            thread.join()
+        rising[0].join()
     assert done.outcome.ended == "finished"
-    assert 2 <= deaths[0] <= deaths[1] < NUM_STEPS, "it was under way"
     assert_same_runs(quiet, restless, NUM_STEPS)
 
 
@@ -193,15 +211,15 @@ def test_a_run_whose_servers_stay_away_ends_and_can_be_gone_on_with(tmp_path, mo
         settings += ("env.max_failed_share=0",)  # one failed score ends it: none is left out
         grpo(grpo_settings(straight, model, *settings))
         overrides = grpo_settings(broken, model, *settings)
-        with running(overrides, log) as process:
-            wait_until(lambda: last_step(broken) >= 3, process)
+        with held("asking", broken, overrides, log) as process:
             server.kill()
-            assert process.wait(timeout=100) == 1
+            (broken / "goes_on").touch()
+            assert process.wait(timeout=200) == 1
         said = log.read_text()
         assert "could not judge" in said
         assert "connection: " in said
         assert "Traceback" not in said
-        assert last_step(broken) < NUM_STEPS
+        assert last_step(broken) == 3
         server.start()
         done = grpo(overrides)
         assert "resuming from" in done.text

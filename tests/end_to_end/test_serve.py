@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import socket
 import stat
 import time
 
+import psutil
 import pytest
 
 from laurel.cli import serve as command
@@ -17,6 +19,7 @@ from laurel.cli.main import main
 from laurel.errors import MissingDependencyError, install_command
 from laurel.generation.vllm import settings as vllm_settings
 from reward_models import small_model, write_model
+from sandbox_processes import wait_until
 from serve_processes import Load, Serving, ask_many, model_values, request_of, values_of
 
 
@@ -259,26 +262,26 @@ def test_a_second_signal_ends_it_at_once(models, tmp_path):
     with Serving(tmp_path, "--model", str(models[0]), "--drain-seconds", "600").ready() as server:
         load = Load(server, 3000, connections=200)
         load.until_under_way()
+        server.process.send_signal(signal.SIGSTOP)  # else it might be done before the second
         server.process.send_signal(signal.SIGTERM)
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(30) == 1
+        server.process.send_signal(signal.SIGCONT)
+        assert server.process.wait(60) == 1
         load.answers()
 
 
 def test_full_disks_and_closed_readers_stop_nothing(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    full = "/dev/full"
-    with Serving(tmp_path, "--null", port=port, stderr=type(tmp_path)(full)) as server:
-        end = time.monotonic() + 60
-        while True:
-            assert time.monotonic() < end
-            assert server.process.poll() is None
-            try:
-                if server.ask("/ready")[0] == 200:
-                    break
-            except OSError:
-                time.sleep(0.05)
+    with Serving(tmp_path, "--null", stderr=type(tmp_path)("/dev/full")) as server:
+
+        def listens():
+            for one in psutil.Process(server.process.pid).net_connections("tcp"):
+                if one.status == psutil.CONN_LISTEN:
+                    server.url = f"http://127.0.0.1:{one.laddr.port}"
+                    return True
+            return False
+
+        wait_until(listens)
+        wait_until(lambda: server.ask("/ready")[0] == 200)
         load = Load(server, 500)
         assert {status for status, _ in load.answers()} == {200}
         load.check_scores()
@@ -300,10 +303,7 @@ def test_a_replica_that_is_killed_loses_nothing_and_comes_back(tmp_path):
         assert {status for status, _ in found} == {200}
         load.check_scores()
         server.wait_for("died (signal 9); it is started again")
-        end = time.monotonic() + 60
-        while len(server.family()) < 2:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until(lambda: len(server.family()) == 2)
         replicas[1].kill()  # whoever is left, or comes back, answers
         assert server.score("a")[0] == 200
         assert server.ask("/classify", {"input": ["a", "b"], "use_activation": False})[0] == 200
@@ -330,7 +330,8 @@ def test_a_server_whose_replicas_are_lost_for_good_ends_for_its_supervisor(tmp_p
         while server.process.poll() is None:
             assert time.monotonic() < end, server.said()
             for replica in server.family():
-                replica.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                    replica.kill()
             time.sleep(0.2)
         assert server.process.returncode == 75
         assert server.said().count("times in a row") == 2
@@ -342,11 +343,8 @@ def test_a_front_that_is_killed_leaves_no_orphans(tmp_path):
     with Serving(tmp_path, "--null", "--replicas", "2").ready() as server:
         assert len(server.family()) == 2
         os.kill(server.process.pid, signal.SIGKILL)
-        server.process.wait(10)
-        end = time.monotonic() + 20
-        while server.family():
-            assert time.monotonic() < end, server.family()
-            time.sleep(0.05)
+        server.process.wait(60)
+        wait_until(lambda: not server.family())
 
 
 @pytest.mark.slow

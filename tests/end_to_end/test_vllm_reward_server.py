@@ -182,14 +182,13 @@ def test_a_server_that_squashes_is_found(server, model, monkeypatch):
     squashed = values(score(HttpScorer([url], **squashing), GROUPS[:1]))
     assert squashed == pytest.approx(1 / (1 + np.exp(-raw)), abs=EXACT)
     golden = tuple(values(here.score_now([GROUPS[1]])))
-    options = RouterOptions(
-        canary=CanaryGroup(group=GROUPS[1], values_G=golden, tolerance=1e-3), timeout=5
-    )
+    canary = CanaryGroup(group=GROUPS[1], values_G=golden, tolerance=1e-3)
+    options = RouterOptions(canary=canary, timeout=5)
     (found,) = score(HttpScorer([url], **squashing, options=options), GROUPS[:1])
     assert [one.value for one in found] == [None] * 8
     assert {failure_reason(one.failure) for one in found} == {"canary"}
     monkeypatch.undo()
-    sound = HttpScorer([url], **squashing, options=options)
+    sound = HttpScorer([url], **squashing, options=RouterOptions(canary=canary))
     assert values(score(sound, GROUPS[:1])) == near(here.score_now(GROUPS[:1]))
 
 

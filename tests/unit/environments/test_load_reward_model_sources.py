@@ -192,7 +192,7 @@ def test_workers_are_for_those_of_several_models_that_render_here(models, file):
         with opened(models=parts, num_workers=1) as environment:
             assert environment.step(LOGS, INFOS).failures == [None] * 3
             assert len(children() - before) == 1
-    assert children() == before
+    assert children() <= before
 
 
 def children() -> set[int]:

@@ -28,7 +28,7 @@ def working(engine):
 def events_of(worker, count, new=(), aborted=()):
     """The next so many events, as (number, completion's index, None or the error)."""
     events = worker.exchange(new, aborted, [], 0.0)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(events) < count:
         assert time.monotonic() < deadline
         events += worker.exchange([], [], [], 0.2)
@@ -52,11 +52,11 @@ def test_it_waits_no_longer_than_it_may_and_no_longer_than_it_must():
     with working(engine) as worker:
         started = time.monotonic()
         assert worker.exchange([(1, request(seeds=(5,)))], [], [], 0.2) == []
-        assert 0.2 <= time.monotonic() - started < 2
+        assert 0.2 <= time.monotonic() - started < 10
         threading.Timer(0.1, setattr, (engine, "allowed", 1)).start()
         started = time.monotonic()
         assert len(worker.exchange([], [], [], 30.0)) >= 1
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 25
 
 
 def test_what_is_aborted_ends_when_the_engine_has_let_go():
@@ -157,5 +157,5 @@ def test_who_waits_for_news_is_told_of_the_end():
     waiting = threading.Thread(target=worker.exchange, args=([], [], [], 60.0), daemon=True)
     waiting.start()
     worker.shutdown()
-    waiting.join(10)
+    waiting.join(50)
     assert not waiting.is_alive()

@@ -19,6 +19,7 @@ from laurel.generation.replicas import GeneratorReplicas
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.generation.weights.probe import model_logprobs
 from laurel.types import Weights
+from sandbox_processes import is_gone
 
 ASKED = [
     request(f"prompt {i}", seeds=range(i, i + 4), request_id=str(i), max_new_tokens=60)
@@ -168,7 +169,7 @@ def test_a_killed_replica_costs_time_and_nothing_else(cluster, setup):
         assert f"process {victim}" in said[0]
         wait_for(lambda: len(said) == 2)
         assert generator.num_restarts == 1
-        assert not psutil.pid_exists(victim)
+        wait_for(lambda: is_gone(victim))
         # It takes part again, and has the next weights as the others have.
         train(policy, 1)
         run(generator.update_weights(Weights(version=1, tensors=policy.named_weights)))
@@ -184,7 +185,7 @@ def test_a_killed_replica_costs_time_and_nothing_else(cluster, setup):
         assert [index for index, _ in pids][2:] == [0, 1]
         assert generator.num_restarts == 2
         living = [pid for _, pid in pids]
-    assert not any(map(psutil.pid_exists, living))
+    wait_for(lambda: all(map(is_gone, living)))
 
 
 @pytest.mark.slow

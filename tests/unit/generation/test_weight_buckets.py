@@ -102,7 +102,7 @@ def test_who_puts_waits_until_the_bucket_before_is_being_read():
     assert waiting.is_alive()
     tensors = iter(stream.weights.tensors())
     assert next(tensors)[0] == "a"
-    waiting.join(5)
+    waiting.join(60)
     assert not waiting.is_alive()
     assert next(tensors)[0] == "b"
     stream.complete()
@@ -118,7 +118,7 @@ def test_who_reads_waits_for_the_next_bucket():
     reader.join(0.05)
     assert reader.is_alive()
     stream.complete()
-    reader.join(5)
+    reader.join(60)
     assert found == ["a", "b"]
 
 
@@ -137,7 +137,7 @@ def test_a_stream_that_is_cut_says_so():
     stream.put(bucket_of("a"))
     waiting = started(stream.put, bucket_of("b"))
     stream.cut(EngineError("the engine was closed"))
-    waiting.join(5)
+    waiting.join(60)
     assert not waiting.is_alive()
     with pytest.raises(EngineError, match="closed"):
         list(stream.weights.tensors())
@@ -148,7 +148,7 @@ def test_nobody_waits_for_a_reader_that_has_gone():
     stream.put(bucket_of("a"))
     waiting = started(stream.put, bucket_of("b"))
     stream.leave()
-    waiting.join(5)
+    waiting.join(60)
     assert not waiting.is_alive()
     stream.put(bucket_of("c"))
 
@@ -168,7 +168,7 @@ def test_what_comes_again_is_not_read_again():
     stream.put(parts[:4])
     stream.put(parts[4:])
     stream.complete()
-    reader.join(10)
+    reader.join(60)
     assert [(name, tensor.item()) for name, tensor in read] == list(
         zip("abcde", range(5), strict=True)
     )

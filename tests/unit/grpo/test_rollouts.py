@@ -63,7 +63,7 @@ def play(
 
 def threads_called(name: str) -> list[threading.Thread]:
     """Threads that are alive, after a moment to end."""
-    for _ in range(100):
+    for _ in range(2000):
         found = [t for t in threading.enumerate() if t.name == name]
         if not found:
             return []
@@ -449,7 +449,7 @@ def test_calls_run_side_by_side_up_to_the_limit() -> None:
         with lock:
             running[0] += 1
             most[0] = max(most[0], running[0])
-        time.sleep(0.03)
+        time.sleep(0.1)
         with lock:
             running[0] -= 1
 
@@ -458,15 +458,15 @@ def test_calls_run_side_by_side_up_to_the_limit() -> None:
     rollouts = rollouts_of(generator, judge=Judge(before=busy), num_threads=3)
     play(rollouts, [task(str(i)) for i in range(9)], stats=stats)
     assert most[0] == 3
-    assert stats.exposed >= 0.08
+    assert stats.exposed >= 0.28
     assert stats.generation < stats.exposed
     assert not threads_called("environment")
 
 
 def test_waiting_for_a_thread_is_not_held_against_a_call() -> None:
     generator = ScriptedGenerator(saying("a"))
-    slow = Judge(before=lambda texts: time.sleep(0.1))
-    rollouts = rollouts_of(generator, judge=slow, num_threads=1, environment_timeout=0.4)
+    slow = Judge(before=lambda texts: time.sleep(0.25))
+    rollouts = rollouts_of(generator, judge=slow, num_threads=1, environment_timeout=1.5)
     groups = play(rollouts, [task(str(i)) for i in range(8)])
     assert [r.failure for g in groups for r in g.rollouts_G] == [None] * 16
 
@@ -540,12 +540,12 @@ def test_a_step_that_takes_too_long_fails_alone_and_its_thread_is_left_behind() 
     free = threading.Event()
     generator = ScriptedGenerator(saying("good", "bad"))
     judge = fails_for("bad", lambda: free.wait(60), judges="completion")
-    rollouts = rollouts_of(generator, judge=judge, environment_timeout=0.1, num_threads=1)
+    rollouts = rollouts_of(generator, judge=judge, environment_timeout=0.6, num_threads=1)
     groups = play(rollouts, [task(str(i)) for i in range(3)])
     for group in groups:
         good, bad = group.rollouts_G
         assert (good.reward, good.failure) == (1.0, None)
-        assert bad.failure == "timeout: no verdict within 0.1 s (env.timeout_seconds)"
+        assert bad.failure == "timeout: no verdict within 0.6 s (env.timeout_seconds)"
     hanging = [t for t in threading.enumerate() if t.name == "environment"]
     assert len(hanging) == 3, "each was given up in turn, though there is one thread"
     assert all(t.daemon for t in hanging), "no thread may keep the process from ending"
@@ -744,7 +744,7 @@ def test_an_engine_that_never_answers_is_given_up(alone: bool) -> None:
     started = time.monotonic()
     with pytest.raises(EngineError, match=r"finished nothing for .* \(policy.generation.timeout"):
         play(rollouts, [task("1"), task("2")])
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
 
 
 def test_an_engine_that_will_not_even_let_go_is_given_up() -> None:
@@ -760,12 +760,12 @@ def test_an_engine_that_will_not_even_let_go_is_given_up() -> None:
     started = time.monotonic()
     with pytest.raises(EngineError, match="finished nothing"):
         play(rollouts, [task("1"), task("2")])
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
 
 
 def test_an_environment_that_takes_long_is_no_fault_of_the_engine() -> None:
-    judge = Judge(before=lambda texts: time.sleep(0.5))
-    rollouts = rollouts_of(ScriptedGenerator(saying("a")), judge=judge, generation_timeout=0.1)
+    judge = Judge(before=lambda texts: time.sleep(1.5))
+    rollouts = rollouts_of(ScriptedGenerator(saying("a")), judge=judge, generation_timeout=0.8)
     (group,) = play(rollouts, [task()])
     assert [r.failure for r in group.rollouts_G] == [None, None]
 

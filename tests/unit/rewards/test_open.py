@@ -124,7 +124,7 @@ def test_workers_end_with_the_context_of_a_model(model: str) -> None:
     with open_scorer(of_model(model, num_workers=1), say=lambda _: None) as scorer:
         assert len(children() - before) == 1
         assert scorer.score_now(GROUPS)[0][0].value is not None
-    assert children() == before
+    assert children() <= before
 
 
 def test_errors_name_keys_as_whoever_wrote_them_does(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Reward models in vLLM. It takes seconds to start: tests share the engines of a model each."""
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -36,6 +37,7 @@ from laurel.rewards.spec import ModelPlace, ScorerSpec, find_model
 from laurel.rewards.vllm import VllmScorer
 from laurel.types import Message, group_of
 from reward_models import small_model
+from sandbox_processes import is_gone, wait_until
 from vllm_engines import HAS_VLLM, require_vllm
 from vllm_reward_models import FAMILIES, MAX_LENGTH, POISON, local, saved, write_raw
 
@@ -329,14 +331,13 @@ def test_a_killed_program_leaves_no_reward_model_behind(tmp_path):
         pids = json.loads(line)
         assert started.wait() == -signal.SIGKILL
     assert pids
-    for _ in range(100):
-        if not any(psutil.pid_exists(pid) for pid in pids):
-            break
-        time.sleep(0.1)
-    else:
+    try:
+        wait_until(lambda: all(map(is_gone, pids)))
+    except AssertionError:
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        pytest.fail("vLLM outlived the program by ten seconds")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
 
 
 def test_a_dead_engine_ends_what_waits_for_it_and_every_call_after(several):

@@ -15,6 +15,7 @@ from laurel.sandbox.grading import grade
 from laurel.sandbox.group_trial import chosen_place, group_words, seen_to_hold
 from laurel.sandbox.jobs import Limits, SandboxJob, Status
 from laurel.sandbox.zygote_process import ZygoteProcess
+from sandbox_processes import wait_until
 
 MIB = 1 << 20
 BOTH = frozenset({"memory", "pids"})
@@ -190,9 +191,12 @@ def test_all_of_a_sandbox_is_in_its_group_and_the_group_ends_with_it(place):
         made = folders(place)
         assert len(made) == len(place.hierarchies)
         for folder in made:
-            inside = {int(pid) for pid in (folder / "cgroup.procs").read_text().split()}
-            assert zygote.pid in inside
-            assert len(inside) > 1, "monitors that wait for a program"
+
+            def inside(folder=folder):
+                return {int(pid) for pid in (folder / "cgroup.procs").read_text().split()}
+
+            assert zygote.pid in inside()
+            wait_until(lambda inside=inside: len(inside()) > 1)  # monitors that wait for a program
         zygote.discard()
         assert not folders(place)
         assert grade(job, zygote, tier="0", attempt=1).status is Status.OK

@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 
 
 def wait_for(condition):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)

@@ -1,10 +1,10 @@
 """Objects as Ray actors: their methods, their errors, and what is left of them."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -14,6 +14,7 @@ from laurel import SLEEPING_THREADS
 from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn
 from laurel.environments.math_environment import MathEnvironment
 from laurel.errors import ConfigError, EnvironmentFailedError
+from sandbox_processes import below, is_gone, wait_until
 
 ray_actor = pytest.importorskip("laurel.workers.ray_actor", exc_type=ImportError)
 ray = ray_actor.ray
@@ -62,14 +63,9 @@ def get(reference):
     return ray.get(reference, timeout=180)
 
 
-def gone(processes, seconds=15.0):
-    """Whether they end by themselves."""
-    return not psutil.wait_procs(processes, timeout=seconds)[1]
-
-
-def below(pid):
-    process = psutil.Process(pid)
-    return [process, *process.children(recursive=True)]
+def until_gone(pids):
+    for pid in pids:
+        wait_until(lambda pid=pid: is_gone(pid))
 
 
 def test_an_object_has_its_methods_and_its_state():
@@ -166,13 +162,18 @@ def test_nodes_of_groups_beside_each_other(rooms, groups, size, nodes):
 
 def actor_process():
     """The process of the one math environment there is, with those that it started."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
+    found = []
+
+    def is_there():
         for process in psutil.Process().children(recursive=True):
-            if "MathEnvironment" in " ".join(process.cmdline()[:1]):
-                return below(process.pid)
-        time.sleep(0.05)
-    raise AssertionError("there is no actor")
+            with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended meanwhile
+                if "MathEnvironment" in " ".join(process.cmdline()[:1]):
+                    found[:] = [process.pid, *(one.pid for one in below(process.pid))]
+                    return True
+        return False
+
+    wait_until(is_there)
+    return found
 
 
 @pytest.mark.slow
@@ -184,24 +185,24 @@ def test_no_process_is_left(end):
     assert len(children) >= 2, "the zygote and a worker"
     if end == "shutdown":
         get(environment.shutdown.remote())
-        assert gone(children)
+        until_gone(children)
         get(environment.shutdown.remote())
-        assert actor.is_running(), "Ray's own, until nobody has its handle"
+        assert not is_gone(actor), "Ray's own, until nobody has its handle"
     elif end == "ray.kill":
         ray.kill(environment)
     elif end == "kill -9":
-        os.kill(actor.pid, signal.SIGKILL)
+        os.kill(actor, signal.SIGKILL)
         with pytest.raises(ray.exceptions.RayActorError):
             get(environment.step.remote([LOG], [GOLD]))
     del environment
-    assert gone([actor, *children])
+    until_gone([actor, *children])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["ends", "kill -9"])
 def test_without_a_cluster_one_is_started_and_ends_with_the_process(end):
     program = (
-        "import os, psutil, signal, sys\n"
+        "import os, signal, sys\n"
         "from laurel.environments.math_environment import MathEnvironment\n"
         "environment = MathEnvironment.remote({'num_workers': 1})\n"
         "import ray\n"
@@ -212,9 +213,9 @@ def test_without_a_cluster_one_is_started_and_ends_with_the_process(end):
         "    MathEnvironment.options(resources={'gold': 1}).remote({})\n"
         "except ConfigError as error:\n"
         "    refused = 'cannot reserve 1 x (1 CPU, 1 gold) for MathEnvironment' in str(error)\n"
-        "children = psutil.Process().children(recursive=True)\n"
-        "agents = [c.pid for c in children if 'Agent' in ' '.join(c.cmdline()[:1])]\n"
-        "others = [c.pid for c in children if c.pid not in agents]\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from group_workers import agents_and_others\n"
+        "agents, others = agents_and_others()\n"
         "print(refused, verdict.rewards.tolist(), ray_actor._own._folder, sep='|')\n"
         "print(*agents, sep='|')\n"
         "print(*others, sep='|', flush=True)\n"
@@ -226,7 +227,7 @@ def test_without_a_cluster_one_is_started_and_ends_with_the_process(end):
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env=environment,
     )
     assert done.returncode == (0 if end == "ends" else -signal.SIGKILL), done.stderr
@@ -236,13 +237,12 @@ def test_without_a_cluster_one_is_started_and_ends_with_the_process(end):
     assert done.stderr == ""
     agents, others = ([int(n) for n in line.split("|")] for line in numbers)
     assert len(others) >= 4
-    left = [psutil.Process(pid) for pid in others if psutil.pid_exists(pid)]
     try:
-        assert gone(left)
+        until_gone(others)
         assert end == "kill -9" or not Path(folder).exists()
     finally:
         # Ray's own agents outlive a killed process by up to a minute.
         for pid in agents:
-            if psutil.pid_exists(pid):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         subprocess.run(["rm", "-rf", folder], check=True)

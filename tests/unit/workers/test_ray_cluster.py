@@ -16,7 +16,7 @@ import pytest
 from group_workers import Summing, Worker
 from laurel.errors import ConfigError, WorkerError
 from laurel.workers.reservations import Resources
-from sandbox_processes import is_gone
+from sandbox_processes import END, is_gone, wait_until
 
 ray_cluster = pytest.importorskip("laurel.workers.ray_cluster", exc_type=ImportError)
 ray_group = pytest.importorskip("laurel.workers.ray_group", exc_type=ImportError)
@@ -31,7 +31,7 @@ def shared_memory():
 
 def left_in_shared_memory(before):
     """What is new there and nobody's: what other tests have there just now is mapped by them."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + END
     while left := shared_memory() - before - mapped():
         if time.monotonic() > deadline:
             break
@@ -64,7 +64,8 @@ def test_reservations_of_a_cluster_and_what_it_leaves():
         ports = _listening(started)
         assert ports
     cluster.shutdown()
-    assert list(psutil.wait_procs(started, timeout=5)[1]) == []
+    for one in started:
+        wait_until(lambda one=one: is_gone(one.pid))
     assert not _listening(set(psutil.Process().children(recursive=True)) - children)
     assert not left_in_shared_memory(memory)
     assert not folder.exists()
@@ -152,9 +153,9 @@ def test_workers_and_servers_end_with_a_parent_that_is_killed():
     # Ray's two agents, which hold neither slots nor memory, go on looking for their dead server for
     # up to a minute; they are not waited for here, and ended by the test.
     program = (
-        "import psutil, sys, time\n"
+        "import sys, time\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
-        "from group_workers import Worker\n"
+        "from group_workers import Worker, agents_and_others\n"
         "from laurel.workers.ray_cluster import RayCluster\n"
         "from laurel.workers.ray_group import RayGroup\n"
         "from laurel.workers.reservations import Resources\n"
@@ -162,10 +163,8 @@ def test_workers_and_servers_end_with_a_parent_that_is_killed():
         "group = RayGroup(cluster.reserve('policy', 2, Resources()), Worker)\n"
         "pids = group.call('pid')\n"
         "group.start('sleep', 0, 100)\n"
-        "children = psutil.Process().children(recursive=True)\n"
-        "agents = [c.pid for c in children if 'Agent' in ' '.join(c.cmdline()[:1])]\n"
-        "others = {c.pid for c in children} - set(agents)\n"
-        "assert set(pids) <= others and len(agents) == 2\n"
+        "agents, others = agents_and_others()\n"
+        "assert set(pids) <= set(others)\n"
         "print(cluster._folder, *agents, *others, flush=True)\n"
         "time.sleep(100)\n"
     )
@@ -176,11 +175,8 @@ def test_workers_and_servers_end_with_a_parent_that_is_killed():
     agents, pids = [int(n) for n in numbers[:2]], [int(n) for n in numbers[2:]]
     try:
         assert len(pids) >= 4
-        deadline = time.monotonic() + 10
-        # Whoever inherits them may take its time to bury them.
-        while left := [pid for pid in pids if not is_gone(pid)]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.05)
+        for pid in pids:
+            wait_until(lambda pid=pid: is_gone(pid))
         assert not left_in_shared_memory(memory)
     finally:
         for pid in agents:
@@ -210,8 +206,9 @@ def test_a_node_that_is_lost():
                 start = time.monotonic()
                 with pytest.raises(WorkerError, match="policy rank 1 of 2 died in sleep_or_sum"):
                     pending.wait()
-                assert time.monotonic() - start < 20
-                assert [psutil.pid_exists(pid) for pid in pids] == [False, False]
+                assert time.monotonic() - start < 50, "it waited for the other rank"
+                for pid in pids:
+                    wait_until(lambda pid=pid: is_gone(pid))
     finally:
         nodes.shutdown()
 
@@ -236,14 +233,17 @@ def test_a_cluster_outlives_the_thread_that_started_it():
         time.sleep(0.5)
         servers = set(psutil.Process().children(recursive=True)) - children
         assert servers
-        assert not [one for one in servers if one.status() == psutil.STATUS_ZOMBIE]
+        for one in servers:
+            with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended meanwhile
+                assert one.status() != psutil.STATUS_ZOMBIE
         assert len(cluster.nodes()) == 1
     finally:
         cluster.shutdown()
-    assert list(psutil.wait_procs(servers, timeout=5)[1]) == []
+    for one in servers:
+        wait_until(lambda one=one: is_gone(one.pid))
     for thread in threading.enumerate():
         if thread.name == "laurel-ray":
-            thread.join(10)
+            thread.join(END)
             assert not thread.is_alive()
 
 
@@ -274,7 +274,7 @@ def test_a_machine_too_busy_for_ray_is_asked_once_more(monkeypatch, message, att
     assert not any(folder.exists() for folder in folders)
     assert len(left) == attempts
     for one in left:
-        one.wait(10)  # or TimeoutExpired: by itself it never ends
+        one.wait(END)  # or TimeoutExpired: by itself it never ends
 
 
 class CountingRay:
