@@ -247,7 +247,7 @@ def test_a_full_disk_stops_the_log_not_the_run(tmp_path):
 
 def test_what_is_missing_is_said_before_anything_is_made(tmp_path):
     config = LoggerConfig(wandb_enabled=True, mlflow_enabled=True)
-    with pytest.raises(MissingDependencyError, match=r"logger\.wandb_enabled.*laurel-rl\[wandb\]"):
+    with pytest.raises(MissingDependencyError, match=r"logger\.wandb_enabled.*\[wandb\]"):
         check_available(config, is_installed=lambda package: package != "wandb")
     with pytest.raises(MissingDependencyError, match=r"logger\.mlflow_enabled.*\[mlflow\]"):
         check_available(config, is_installed=lambda package: package != "mlflow")
