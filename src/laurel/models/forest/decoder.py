@@ -236,7 +236,7 @@ def weights_as(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 # Offloading models and their optimizer to the host while others need the memory of the device.
 
 
-class Resting:
+class Offloader:
     """Offloads a learner's models and optimizer from the device to the host; no-op on CPUs."""
 
     def __init__(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
