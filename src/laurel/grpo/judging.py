@@ -221,7 +221,7 @@ class Calls:
     """Limits and times the calls of environments that one batch of rollouts makes."""
 
     def __init__(self, stats: RolloutStats, limit: int) -> None:
-        """Create the limit and the timer; no call is open yet.
+        """Set up the limit of concurrent environment calls and the timer of their duration.
 
         Args:
             stats: Accumulates the seconds that calls take, in `environment` and `judging`.
@@ -286,9 +286,10 @@ class Judges:
         Args:
             environment: The environment whose `step` is called.
             pending: The conversations to score, each with its prompt.
-            calls: The limit and the timer of the batch.
-            num_groups: The number of groups of the conversations; the time limit is multiplied by
-                it.
+            calls: Limits how many environment calls of the batch run at the same time, and times
+                them.
+            num_groups: The number of groups that the conversations come from; the time limit of a
+                call (the argument `timeout` of `Judges`) is multiplied by it.
 
         Raises:
             WorkerError: The environment's worker process is lost.
@@ -428,9 +429,9 @@ class PatientThreads:
     """
 
     def __init__(self, limit: int, *, name: str) -> None:
-        """Create an empty pool of at most `limit` threads, which start with the first calls.
+        """Create a pool of at most `limit` threads with this name.
 
-        `name` is the name of the threads.
+        Each thread is started when a call first needs it.
         """
         self.limit = limit
         self._name = name

@@ -462,7 +462,10 @@ class PolicyParts:
 
     @contextmanager
     def generator_at_rest(self, timers: Timers) -> Iterator[None]:
-        """Free the generator's device memory while the context is open, if `generator_rests`."""
+        """Free the generator's device memory while the context is open.
+
+        Without `generator_rests`, do nothing.
+        """
         if not self.generator_rests:
             yield
             return

@@ -234,9 +234,9 @@ def _own_code(environment: str, doing: str, method: Callable[..., Any]) -> Itera
 
 
 def environment_batch(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-    """Return the rollouts of a batch that have a reward, in the form for `Environment` methods.
+    """Return the rewarded rollouts of a batch as the dictionary that environments take.
 
-    `protocols.Environment` lists the keys.
+    `protocols.Environment` lists its keys.
     """
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts_G]
     scored = [(group, rollout) for group, rollout in pairs if rollout.reward is not None]
@@ -438,7 +438,7 @@ def _counts(line: str, *, until: int) -> bool:
 def completion_figures(
     groups: Sequence[RolloutGroup], figures: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return metrics of completions that only alarms use.
+    """Return the metrics of completions that are used only for alarms.
 
     These are the share of repeated 4-grams, the correlation of reward and length, and the share of
     completions without a reward.

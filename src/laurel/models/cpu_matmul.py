@@ -1,7 +1,7 @@
-"""Computes the products of linear layers on CPUs with the faster library of torch.
+"""Multiplies in linear layers on CPUs with the faster of torch's two libraries, MKL and oneDNN.
 
 torch multiplies float32 matrices with MKL, which uses the widest vector instructions only on
-Intel's processors. On others that have them, oneDNN, another library of torch, needs half the time
+Intel's processors. On other processors that have these instructions, oneDNN takes half the time
 (docs/benchmarks.md). Its sums round differently, by about 1e-6 of their size. That is within the
 tolerance of a generator and of a policy's updates, but not of a scorer, so reward models keep MKL.
 The choice depends only on the processor and the sizes, never on a timing.

@@ -383,8 +383,8 @@ class ScoringContract:
     def scalar(self, values_K: Sequence[float]) -> float:
         """Combine the K outputs of the head into one reward.
 
-        The reward is the only output, or the sum of the outputs weighted by `attribute_weights`, or
-        their mean if there are no weights.
+        A single output is the reward. Several outputs are summed with `attribute_weights`, or
+        averaged if there are no weights.
         """
         if len(values_K) == 1:
             return values_K[0]

@@ -27,7 +27,7 @@ from laurel.config.policy import Milestones, NamedCall
 from laurel.models.checkpoint.export import save_policy, save_reward_model
 from laurel.models.checkpoint.state import load_training_state, save_training_state
 from laurel.models.checkpoint.store import Background
-from laurel.models.forest.decoder import Resting
+from laurel.models.forest.decoder import Offloader
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.models.forest.policy import PolicyModel, Reference
 from laurel.models.parallel.mesh import AcrossRanks
@@ -307,7 +307,7 @@ class LocalLearner:
         models = [model]
         if reference is not None and reference.model is not model:
             models.append(reference.model)
-        self._resting = Resting(models, self.optimizer)
+        self._resting = Offloader(models, self.optimizer)
         self._writing = Background("laurel-writing")
 
     @property

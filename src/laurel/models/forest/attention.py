@@ -12,11 +12,11 @@ sliding windows, soft-capping and attention sinks as keyword arguments; windows 
 within a sequence. `ForestPlan.attend` uses the first of these methods that supports what a layer
 needs:
 
-- a cascade of flash kernels (`models/forest/cascade.py`): on CPUs without windows; on CUDA in half
-  precision, with windows too;
+- a cascade of flash kernels (`models/forest/cascade.py`): on CPUs, in layers without a sliding
+  window; on CUDA in half precision, with or without one;
 - FlexAttention, on CUDA: everything but dropout, in any precision but float64;
 - segment by segment, each branch against `[trunk K/V ; own K/V]`, with a mask if necessary:
-  everything, wherever torch runs.
+  everything, on every device.
 """
 
 from __future__ import annotations

@@ -236,11 +236,11 @@ def weights_as(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 # Offloading models and their optimizer to the host while others need the memory of the device.
 
 
-class Resting:
+class Offloader:
     """Offloads a learner's models and optimizer from the device to the host; no-op on CPUs."""
 
     def __init__(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-        """Register the models and the optimizer; nothing is moved yet."""
+        """Remember the models and the optimizer that `sleep` offloads; nothing is moved yet."""
         self._models = models
         self._optimizer = optimizer
         self._homes: list[tuple[nn.Module, torch.device]] = []

@@ -162,11 +162,15 @@ class Branches(NamedTuple):
 
 
 class Trunks(NamedTuple):
-    """The prompts whose keys and values are in one block, and the rows of their completions."""
+    """The prompts whose keys and values share one tensor (`block`), in one decoding step.
+
+    A row of the step is the latest token of one completion.
+    """
 
     block: KVBlock
     rows_SC: Tensor
-    """int64 [prompts, most completions of one]: the rows of each prompt, padded with row 0."""
+    """int64 [prompts, most completions of one]: the rows of each prompt's completions, padded with
+    row 0."""
     lengths_S: Tensor
     longest: int
     is_even: bool
@@ -223,7 +227,7 @@ class PrefillPlan(ForestPlan):
 
     @property
     def positions_T(self) -> Tensor:
-        """int64 [T]: the position of each token of the row in its prompt."""
+        """int64 [T]: the position of each token of the row, counted within its own prompt."""
         return torch.cat([torch.arange(p.num_kept, p.length) for p in self._prompts])
 
     @property

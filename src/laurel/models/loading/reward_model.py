@@ -172,9 +172,10 @@ class ValueHead:
         return 0.0 if bias is None else float(bias.reshape(()))
 
     def statistics(self) -> dict[str, float]:
-        """Return the mean and the standard deviation of scores that the framework measured.
+        """Return the mean and the standard deviation of scores, as the checkpoint records them.
 
-        The keys are those of `ScoringRules`. The result is empty if they are unknown.
+        The framework that trained the head measured them on scores of its own. The keys are the
+        field names of `ScoringRules`. The result is empty if the checkpoint records none.
         """
         if self.mean is None or self.std is None:
             return {}

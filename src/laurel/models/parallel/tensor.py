@@ -133,10 +133,12 @@ def vocabulary_layers(network: Any, size: int) -> list[str]:
 
 
 def derived_plan(network: nn.Module) -> dict[str, Split]:
-    """Derive the plan of a model whose layers are named as in Qwen, Llama, Mistral, Gemma or Phi.
+    """Return how tensor parallelism splits each linear layer, by the name of the layer.
+
+    The model's layers must be named as in Qwen, Llama, Mistral, Gemma or Phi.
 
     Raises:
-        ConfigError: A layer holds a module whose name is not known.
+        ConfigError: The model has a linear layer with an unknown name.
     """
     prefix, layers = decoder_layers(network)
     splits: dict[str, Split] = {}
