@@ -1,1 +1,1 @@
-"""Loads, runs, parallelizes and checkpoints models, and defines the scoring contract."""
+"""Loads, runs, shards and checkpoints models, and defines how conversations become scores."""

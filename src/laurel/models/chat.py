@@ -3,7 +3,7 @@
 Conversations of both kinds are divided into the same pieces: the prompt, which is the template's
 text up to where the assistant begins; the policy's own tokens, including the token that ends its
 turn; and the template's text from there to the assistant's next turn. Each piece is tokenised by
-itself, so no token crosses a border, and the policy's tokens stay as the policy generated them.
+itself, so no token spans two pieces, and the policy's tokens stay exactly as generated.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ChatFormat:
     Args:
         tokenizer: A tokenizer from `load_tokenizer`. Its template is changed if it prints the date,
             takes variables, or omits a BOS that the tokenizer adds, so that it renders the same
-            text wherever it is saved.
+            text wherever it is loaded.
         template_kwargs: The variables of the template.
         generation_end_ids: The end tokens of the model's generation configuration.
         today: The date that replaces the current date in a template that prints it.
@@ -214,16 +214,18 @@ class ChatFormat:
         max_length: int | None = None,
         only_final: bool = False,
     ) -> Demonstration | None:
-        """Tokenise a conversation and mark the tokens to learn: assistant turns and their ends.
+        """Tokenise a conversation, and mark the tokens that the loss is computed on.
+
+        These are the assistant's turns and the tokens that end them.
 
         Args:
             conversation: A conversation with at least one assistant turn.
-            demonstration_id: The id of the token group.
+            demonstration_id: The id of the demonstration, such as its file and line.
             max_length: The maximum number of tokens; the end of a longer conversation is cut off.
-            only_final: Whether only the assistant's last turn is learned.
+            only_final: Whether the loss covers only the assistant's last turn.
 
         Returns:
-            The demonstration; None if no token to learn is left.
+            The demonstration; None if no token for the loss is left, such as after truncation.
 
         Raises:
             DataError: The template renders a turn differently if another turn follows.
@@ -333,7 +335,8 @@ class ChatFormat:
         """Whether a rendered assistant turn begins with the text that opens it in a prompt.
 
         If not, prompts in training differ from those in sampling. The cause is a mistake in the
-        template, or an opening that begins a block of thought.
+        template, or an opening in the prompt, such as `<think>`, that rendered assistant turns
+        lack.
         """
         asked = (Message("user", "a"),)
         whole = self.render((*asked, Message("assistant", "b")))

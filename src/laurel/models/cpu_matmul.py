@@ -1,10 +1,10 @@
-"""Multiplies in linear layers on CPUs with the faster of torch's two libraries, MKL and oneDNN.
+"""Chooses the faster of torch's two matrix libraries, MKL and oneDNN, for linear layers on CPUs.
 
 torch multiplies float32 matrices with MKL, which uses the widest vector instructions only on
 Intel's processors. On other processors that have these instructions, oneDNN takes half the time
 (docs/benchmarks.md). Its sums round differently, by about 1e-6 of their size. That is within the
-tolerance of a generator and of a policy's updates, but not of a scorer, so reward models keep MKL.
-The choice depends only on the processor and the sizes, never on a timing.
+tolerance of sampling and of policy updates, but not of scores, so reward models keep MKL. The
+choice depends only on the processor and the sizes, never on a timing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ LARGE = 2**22
 def fast_matmul(model: nn.Module) -> Iterator[None]:
     """Let a model multiply with oneDNN while the context is open, if that is faster on this CPU.
 
-    This affects plain linear layers in float32 on the CPU; with gradients, only large products.
+    This affects plain linear layers that compute in float32 on the CPU. Where gradients are needed,
+    only large products use oneDNN.
     """
     layers = [m for m in model.modules() if type(m) is nn.Linear] if prefers_onednn() else []
     for layer in layers:
@@ -59,7 +60,7 @@ class _OneDnnLinear(nn.Linear):
 
 
 class _LinearProduct(torch.autograd.Function):
-    """Multiplies with oneDNN, in the forward pass and for the gradients."""
+    """Computes a linear layer with oneDNN, in the forward and the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,7 +81,7 @@ class _LinearProduct(torch.autograd.Function):
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `input @ weight.T + bias`."""
+    """Return `input @ weight.T + bias`, computed by oneDNN."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     return product
 

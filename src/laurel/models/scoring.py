@@ -54,7 +54,10 @@ class GoldenScore(BaseModel):
 
 
 class ScoringRules(BaseModel):
-    """The saved form of the contract: everything that decides a score besides the weights."""
+    """The saved form of the scoring contract: all that decides a score besides the weights.
+
+    This includes the template, the truncation and the position of the score.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -160,7 +163,8 @@ class ScoringContract:
                 one. It is True for models trained here. Other models are scored on their template
                 as it is, with the BOS that their tokenizer adds.
             template_kwargs: The variables of the template.
-            pooled: The position of the score, as in `ScoringRules.pooled`.
+            pooled: The position of the score: `last` for the last token, `model` if an encoder
+                pools by itself.
             attributes: The names of the outputs of a regression head.
             attribute_weights: The weights of the attributes in the score; None: the score is the
                 mean of the attributes.
@@ -234,9 +238,9 @@ class ScoringContract:
     def encode(self, groups: Sequence[Group], *, sources: Sequence[str] = ()) -> list[TokenGroup]:
         """Tokenise groups, each a prompt with its completions.
 
-        Each conversation is tokenised as one text, so tokens may cross the borders of messages. The
-        tokens that all conversations of a group share at the start are stored once, as the trunk;
-        at least one token of each conversation is left for its own branch.
+        Each conversation is tokenised as one text, so a token may span two messages. The tokens
+        that all conversations of a group share at the start are stored once, as the trunk; at least
+        one token of each conversation is left for its own branch.
 
         Args:
             groups: Prompts with at least one completion each.
@@ -277,8 +281,8 @@ class ScoringContract:
                 themselves, so their clients omit it.
 
         Raises:
-            DataError: The conversation has no token, or one that the tokenizer does not know; or
-                the prompt of a `SentTurn` may or may not have been rendered by a template.
+            DataError: The conversation has no token, or one that the tokenizer does not know; or it
+                cannot be determined whether the template rendered the prompt of a `SentTurn`.
         """
         if isinstance(row, SentTurn):
             if not self._was_rendered(row):
@@ -424,7 +428,10 @@ def shared_prefix(ids_G: Sequence[np.ndarray]) -> int:
 
 
 def check_rendering(contract: ScoringContract) -> None:
-    """Check that the template renders every message, and does not end with the padding token.
+    """Check the template of a contract by a sample conversation.
+
+    The template must render every message. If the score is read from the last token, that token
+    must not be the padding token.
 
     Raises:
         ModelError: A message does not appear in the text that would be scored, or other programs

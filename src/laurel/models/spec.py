@@ -1,4 +1,4 @@
-"""The specification of a model to load: its source, arithmetic and parallelism."""
+"""Defines the specification of a model to load: its source, dtype and parallelism."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from laurel.config.policy import (
 class ModelSpec:
     """A policy or a reward model to load, or to create with random weights.
 
-    Error messages name configuration keys of the section `policy`, unless the caller names another
-    section with `errors.speaking`.
+    Error messages name configuration keys of the section `policy`, unless the caller chooses
+    another section by the context manager `errors.speaking`.
     """
 
     name: str | None = None
@@ -74,6 +74,6 @@ class ModelSpec:
 
 
 def hub_name(model: str | None) -> str | None:
-    """Return `model` if it is a hub name (`owner/name`) and no local path, otherwise None."""
+    """Return `model` if it is a hub name (`owner/name`) and not a local path, otherwise None."""
     is_name = model is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", model)
     return model if is_name and not Path(str(model)).exists() else None

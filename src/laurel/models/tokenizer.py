@@ -106,8 +106,8 @@ def settle_template(tokenizer: Any, choice: str | None) -> None:
     Args:
         tokenizer: The tokenizer, which is changed.
         choice: `default` for the tokenizer's own template, the name of a template of Laurel's, a
-            path that ends in `.jinja`, or the template itself. None: contents are joined as they
-            are.
+            path that ends in `.jinja`, or the template itself. None: the contents of the messages
+            are concatenated.
 
     Raises:
         ModelError: The tokenizer has no template, the name is unknown, or the file is missing.
@@ -229,7 +229,7 @@ def pin_date(template: str, today: date) -> tuple[str, str | None]:
 
 
 def bind_variables(template: str, kwargs: Mapping[str, Any]) -> str:
-    """Return a template in which variables have the values `kwargs` as defaults.
+    """Return a template in which the variables in `kwargs` default to the given values.
 
     Raises:
         ConfigError: A name is reserved by Hugging Face, or is not a valid name.

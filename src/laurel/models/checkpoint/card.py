@@ -144,7 +144,13 @@ def reward_model_card(
 
 
 def policy_card(facts: CardFacts, *, place: str = HERE) -> str:
-    """Write the README of a policy; the arguments are those of `reward_model_card`."""
+    """Write the README of a policy.
+
+    Args:
+        facts: The facts about its training.
+        place: The name by which example programs in the card load the model: a hub name or a
+            directory.
+    """
     return _render(
         "policy.md.j2",
         facts=facts,

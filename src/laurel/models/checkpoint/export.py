@@ -40,7 +40,8 @@ def save_reward_model(
     Args:
         directory: An existing directory.
         model: The model. If it is sharded, all ranks call this, and one of them writes.
-        contract: The scoring contract, with golden scores of these weights.
+        contract: The scoring contract, with scores by these weights that every load checks (golden
+            scores).
         card: The text of `reward_model_card`.
         background: The worker that writes the files, as for `write_model`.
     """

@@ -154,9 +154,11 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def find_problems(directory: Path, manifest: Manifest, *, hashes: bool) -> list[str]:
-    """List the differences between a directory and its manifest, one line per file, worst first.
+    """List the differences between a directory and its manifest, one line per file.
 
-    Sizes are always compared. Contents are compared only with `hashes`, which reads all files.
+    Missing files come first, then files that the manifest does not list, then changed files. A long
+    list is cut short. Sizes are always compared. Contents are compared only with `hashes`, which
+    reads all files.
     """
     try:
         present = set(list_files(directory)) - {MANIFEST_NAME}
@@ -226,7 +228,7 @@ _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewestCheckpoint:
-    """The checkpoint from which a run resumes, and newer ones that were skipped."""
+    """The checkpoint from which a run resumes, and newer ones that are incomplete or damaged."""
 
     path: Path | None
     """The newest complete checkpoint; None if there is none."""

@@ -1,9 +1,9 @@
 """Saves the training state besides the model, so that a resumed run continues unchanged.
 
 `training_state.json` holds the settings of the optimizer, the state of the scheduler and of the
-random generators, and values of the caller; `optimizer.safetensors` holds the tensors. Loading
-either runs no code. Optimizer state is keyed by parameter name, so the state of another model is
-refused instead of being applied to the wrong weights.
+random generators, and values from the caller; `optimizer.safetensors` holds the tensors. Neither
+file is a pickle, so loading them runs no code. Optimizer state is keyed by parameter name, so the
+state of another model is refused instead of being applied to the wrong weights.
 
 If the model is sharded, each rank writes its shards of the tensors into the folder `optimizer`, and
 the states of its own random generators. Any number of ranks can read either form.
@@ -658,9 +658,9 @@ _DECODERS: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
 
 
 def plan_shares(directory: Path, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-    """Copy to the host the parts of tensors that this rank must write to files.
+    """Copy to the host the shards of tensors that this rank must save, and return their writer.
 
-    All ranks call this together.
+    All ranks call this together; each then writes its copies without waiting for other ranks.
 
     Args:
         directory: The directory on a disk that all ranks share; it is created if necessary.
@@ -668,7 +668,7 @@ def plan_shares(directory: Path, tensors: Mapping[str, Tensor]) -> Callable[[], 
             be equal on every rank, and is written once.
 
     Returns:
-        A function that writes this rank's copies, and does not wait for other ranks.
+        A function that writes this rank's copies to files.
 
     Raises:
         CheckpointError: A rank failed; the error is raised on every rank.

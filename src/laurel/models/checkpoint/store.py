@@ -222,7 +222,7 @@ class CheckpointStore:
 
         Args:
             step: The number of the step. A checkpoint of that step is replaced; a directory of that
-                name that Laurel did not write is moved to `step_<N>.foreign-...`.
+                name that is not a checkpoint is moved to `step_<N>.foreign-...`.
             write: Fills the empty directory that it is given.
             metric: The value that ranks the checkpoint; a value that is not finite counts as None.
             info: The content of `training_info.json`; numbers that are not finite become null.
@@ -252,19 +252,21 @@ class CheckpointStore:
     ) -> SaveUnderWay:
         """Begin to write the checkpoint of a step in the background, one checkpoint at a time.
 
-        The end of the `with` statement of the store waits for the save. If it ends by an exception,
-        the save is dropped unless all its files have been written.
+        When the store's `with` block ends, the store waits for the save. If the block ends by an
+        exception, the save is abandoned, unless its files are already being synced to the disk.
 
         Args:
             step: The step of the run.
-            write: Begins to fill the empty directory that it is given, and returns a function that
-                reports the progress (`Written`).
+            write: Begins to fill the empty directory that it is given, and returns a function
+                (`Written`) that is polled for the end. Called with False, this function returns the
+                seconds that writing took, or None if files are still being written; called with
+                True, it waits. It raises the error if writing failed.
             metric: The value that ranks the checkpoint.
             info: The content of `training_info.json`.
             estimated_bytes: The size of the checkpoint, for the check of free space.
 
         Returns:
-            The save in progress, which raises later failures.
+            The save in progress, whose `finish` raises the errors that occur later.
 
         Raises:
             CheckpointError: The save cannot begin.
@@ -470,7 +472,10 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class DirectoryLock:
-    """A lock on a directory against other processes, by a file `.lock` that is never deleted."""
+    """A lock by which only one process at a time writes to a directory.
+
+    It uses a file `.lock` in the directory, which is never deleted.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK_NAME
@@ -478,7 +483,7 @@ class DirectoryLock:
 
     @property
     def held(self) -> bool:
-        """Whether this process has the lock; a fork of the process that has it does not."""
+        """Whether this process holds the lock; a forked child does not inherit it."""
         return self._descriptor in _held
 
     def acquire(self) -> None:
@@ -539,10 +544,11 @@ class SaveUnderWay:
     """
 
     def __init__(self, written: Written, seal: Callable[[], Path], *, seconds: float) -> None:
-        """Set the stages of the save; none is run yet.
+        """Wrap a save whose files are being written; nothing is polled or synced yet.
 
         Args:
-            written: Reports whether the files have been written, as `Written` describes.
+            written: Returns the seconds that writing the files took (`Written`). With the argument
+                False it returns None if writing has not ended; with True it waits for the end.
             seal: Syncs the files to the disk, and renames their directory. If this fails, it
                 deletes them.
             seconds: The seconds that the beginning of the save took.
@@ -556,7 +562,11 @@ class SaveUnderWay:
 
     @property
     def seconds(self) -> float:
-        """The seconds that the save has taken so far; waiting between calls does not count."""
+        """The seconds of work so far: to begin the save, write its files, and put them in place.
+
+        Time in which a finished stage waits for the next call of `ready` or `finish` is not
+        counted.
+        """
         return self._seconds
 
     @property
@@ -629,9 +639,9 @@ class SaveUnderWay:
 class Background:
     """Runs functions in the background, one after the other, in batches.
 
-    A batch ends when `outcome` returns or raises its result; the next `start` begins a new batch.
-    After a function has failed, the rest of its batch is skipped. The process does not exit before
-    all functions have ended.
+    A batch ends when `outcome` has returned a number or raised an error; the next `start` begins a
+    new batch. After a function has failed, the rest of its batch is skipped. The process does not
+    exit before all functions have ended.
     """
 
     def __init__(self, name: str) -> None:

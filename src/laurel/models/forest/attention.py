@@ -53,7 +53,7 @@ PLAN_ARGUMENT = "forest_plan"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """The options that a model passes to the attention of a layer."""
+    """The scale, dropout, window, soft-cap and sinks that a model passes to a layer's attention."""
 
     scaling: float | None
     """The factor of the logits; None means `D ** -0.5`."""
@@ -78,7 +78,7 @@ class AttentionPlan(Protocol):
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Compute the attention of one layer for all tokens of a row.
+        """Compute the attention of one layer for all tokens of a packed row (batch size 1).
 
         H and H_kv are the numbers of query and key heads, T is the number of tokens, and D and D_v
         are the sizes of heads.
@@ -96,9 +96,11 @@ class AttentionPlan(Protocol):
 
 
 class ForestPlan:
-    """The attention plan of whole sequences, for all layers of one micro-batch.
+    """Decides which keys each query of a token forest attends to, in all layers of a micro-batch.
 
-    The plan creates indices and masks at their first use, and keeps them.
+    It is for forward passes over whole sequences, such as in training and scoring. Each prompt
+    attends causally to itself, and each completion to its prompt and causally to itself. Indices
+    and masks are created at their first use, and kept.
     """
 
     def __init__(self, trees: Sequence[Tree]) -> None:
@@ -160,11 +162,15 @@ class ForestPlan:
         return self._calls[known]
 
     def block_mask(self, device: torch.device, window: int | None) -> BlockMask:
-        """Return FlexAttention's mask: a query sees earlier tokens of its segment and its trunk.
+        """Return FlexAttention's mask of the keys that each query attends to.
+
+        A query attends to the tokens of its own prompt or completion up to itself; a query of a
+        completion also attends to the prompt.
 
         Args:
             device: The device of the mask.
-            window: The sliding window, as in `AttentionOptions`; None for no window.
+            window: The number of latest positions that a query attends to, including its own; None
+                for no limit.
         """
         known = (device, window)
         if known not in self._blocks:
@@ -222,10 +228,16 @@ class ForestPlan:
     def attend_by_segments(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Compute the attention of each trunk and each branch separately.
+        """Compute attention one prompt (trunk) and one completion (branch) at a time.
 
-        This is slower than the other methods, but supports all options. `AttentionPlan.attend`
-        describes the arguments.
+        A completion attends to the keys of its prompt, followed by its own. This is slower than
+        flash kernels and FlexAttention, but supports all options on every device.
+
+        Args:
+            query: The queries `[1, H, T, D]` of the forest.
+            key: The keys `[1, H_kv, T, D]`.
+            value: The values `[1, H_kv, T, D_v]`.
+            options: The options of the layer.
         """
         key, value = _repeat_heads(query, key), _repeat_heads(query, value)
         queries = query.split_with_sizes(self.lengths, dim=2)
@@ -237,7 +249,7 @@ class ForestPlan:
     def attend_last(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Compute the attention of the last tokens of a sequence to all of it, by position.
+        """Compute the causal attention of the last tokens of a sequence to the whole sequence.
 
         Args:
             query: The queries `[1, H, L_q, D]` of the last tokens.
@@ -277,16 +289,18 @@ def forest_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of a layer by its plan; transformers calls this in every layer.
+    """Compute the attention of a layer; transformers calls this function in every layer.
 
     Args:
         module: The attention layer.
         query: The queries `[1, H, T, D]`, after rotary embedding.
         key: The keys `[1, H_kv, T, D]`, after rotary embedding.
         value: The values `[1, H_kv, T, D_v]`.
-        attention_mask: Always None, because the plan decides.
-        forest_plan: The plan of this forward pass.
-        scaling: The factor of the logits; this and the following are the `AttentionOptions`.
+        attention_mask: Always None, because `forest_plan` decides what is masked.
+        forest_plan: Decides which keys each query attends to. The caller of the model passes it as
+            a keyword argument of the forward pass.
+        scaling: The factor of the logits; it and the arguments below are the fields of
+            `AttentionOptions`.
         dropout: The probability of dropping an attention weight.
         sliding_window: The number of latest positions to which a token attends.
         softcap: The limit of the logits.
@@ -294,6 +308,9 @@ def forest_attention(
 
     Returns:
         The attention output `[1, T, H, D_v]`, and None instead of the attention weights.
+
+    Raises:
+        ModelError: `forest_plan` is None.
     """
     if forest_plan is None:
         raise ModelError(
@@ -342,7 +359,7 @@ def _is_gpu(tensor: Tensor) -> bool:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function of FlexAttention, which is slow otherwise and has no backward pass."""
+    """Compile a function of FlexAttention; uncompiled, it is slow and has no backward pass."""
     return torch.compile(function)
 
 
@@ -454,9 +471,10 @@ def _attend_by_hand(
 
 
 def register() -> None:
-    """Register `laurel_forest` with transformers; further calls do nothing.
+    """Register `forest_attention` with transformers as the implementation `laurel_forest`.
 
-    No function for masks is registered. So transformers creates no masks, and does not search the
-    positions for sequences that share a row, for which the host would wait for its device.
+    Further calls do nothing. No mask function is registered, so transformers creates no masks. It
+    also does not search the positions for packed sequences, for which the host would have to wait
+    for the GPU.
     """
     AttentionInterface.register(FOREST, cast(Any, forest_attention))

@@ -108,12 +108,14 @@ def trunk_keys(trees: Sequence[Tree]) -> list[Seen]:
 
 
 def in_pieces(trees: Sequence[Tree], size: int = CAUSAL_PIECE) -> tuple[list[Seen], list[Seen]]:
-    """Split long trunks and branches into pieces of at most `size` tokens.
+    """Split long prompts (trunks) and completions (branches) into pieces of at most `size` tokens.
+
+    In short pieces the CPU kernel computes fewer products above the diagonal of the causal mask.
 
     Returns:
-        For each piece, its own tokens as keys, to which it attends causally; and the keys to which
-        queries attend as a whole: a branch to its trunk, a piece to the earlier pieces of its
-        segment.
+        Two lists. In the first, each piece attends causally to itself. In the second, queries
+        attend to all their keys: completions to their prompt, and a piece to the earlier pieces of
+        its own prompt or completion.
     """
     own, before = [], trunk_keys(trees)
     for start, end in _segments(trees):
@@ -278,7 +280,7 @@ class PackedCall:
             seen: The queries and keys.
             device: The device that computes.
             is_causal: Whether a query attends only to keys up to its own position; the last query
-                and the last key of an entry have the same position.
+                and the last key of a `Seen` have the same position.
             window: The number of latest positions that a query attends to; None: all.
             kernel: The flash kernel for the forward pass.
             backward_kernel: The flash kernel for the backward pass.
@@ -349,15 +351,17 @@ class PackedCall:
 def packed_calls(
     trees: Sequence[Tree], device: torch.device, window: int | None, **kernels: Any
 ) -> list[KeyCall]:
-    """Return the kernel calls of a layer on CUDA: at most two for any number of trees and branches.
+    """Return the calls of flash kernels that compute a layer on CUDA: at most two.
 
-    With a sliding window there is one call. Its keys of a branch begin with a copy of the end of
-    the trunk's keys, which is shorter than the window.
+    Without a sliding window, one call computes the attention of each prompt (trunk) and completion
+    (branch) to itself, and the other that of completions to their prompts. With a window there is
+    one call. For it, the last keys of a prompt (at most `window - 1`) are copied in front of the
+    keys of each of its completions.
 
     Args:
-        trees: The trees of the micro-batch.
+        trees: The prompts of the micro-batch with their completions.
         device: The device that computes.
-        window: The sliding window; None for no window.
+        window: The number of latest positions that a query attends to; None for no limit.
         kernels: Replacements of the flash kernels, as in `PackedCall`.
     """
     if window is not None:

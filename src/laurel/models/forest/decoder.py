@@ -1,5 +1,6 @@
-"""Wraps Hugging Face decoders to read token forests or padded rows, and defines the reward model.
+"""Wraps Hugging Face models to read either layout of batches, and defines the reward model.
 
+The layouts are token forests, packed rows in which completions share their prompt, and padded rows.
 Policies, which compute log-probabilities, are in `models/forest/policy.py`.
 """
 
@@ -22,14 +23,20 @@ Path = Literal["forest", "padded"]
 
 
 class Decoder(nn.Module):
-    """A Hugging Face model that reads token forests or padded rows.
+    """A Hugging Face model that reads token forests (packed, with shared prompts) or padded rows.
 
-    The layers below the head compute in `precision` by autocast over float32 master weights, or
-    otherwise in the dtype of the weights.
+    If the weights are float32, the layers below the head compute in `precision` by autocast;
+    otherwise they compute in the dtype of the weights.
     """
 
     def __init__(self, *, path: Path, precision: torch.dtype) -> None:
-        """Choose the batch layout (`path`) and the compute dtype (`precision`)."""
+        """Set the options of the decoder.
+
+        Args:
+            path: The layout of batches: `forest` (packed rows with shared prompts) or `padded`.
+            precision: The dtype in which the layers compute, by autocast, if the weights are
+                float32.
+        """
         super().__init__()
         self.path: Path = path
         self.precision = precision
@@ -60,7 +67,11 @@ class Decoder(nn.Module):
 
     @property
     def exact_dtype(self) -> torch.dtype:
-        """The dtype to which weights are rounded even while `in_full_precision` is active."""
+        """The lowest precision to which weights are rounded inside `in_full_precision`.
+
+        It is the dtype of the weights, unless a sharded model gathers them in a lower one. The
+        tolerance of checks depends on it.
+        """
         return self.gathered_dtype or self.weights_dtype
 
     def without_gradients(self) -> contextlib.AbstractContextManager[Any]:

@@ -1,11 +1,14 @@
 """Computes attention during generation, with unmodified Hugging Face decoders.
 
-There are plans for two kinds of forward pass, both through `laurel_forest`
-(`models/forest/attention.py`). `PrefillPlan` computes prompts, several in one row, and stores their
-keys and values. `DecodePlan` computes one new token of every completion, all in one row: one
-product computes the attention of all completions of a prompt to the prompt, another that of each
-completion to itself, and the two parts of the softmax are combined by their totals. Sliding
-windows, soft-capping and attention sinks are supported.
+The attention plans of this module compute the attention of one forward pass, and store new keys and
+values in the KV cache. The layers of a model call a plan through the attention function of
+`models/forest/attention.py`.
+
+`PrefillPlan` is for a forward pass over prompts, several in one row. `DecodePlan` is for one new
+token of every completion, all in one row. One batched matrix product computes the attention of all
+completions of a prompt to the prompt, another that of each completion to itself, and the two
+partial softmaxes are merged by their normalisers. Sliding windows, soft-capping and attention sinks
+are supported.
 """
 
 from __future__ import annotations
@@ -162,9 +165,9 @@ class Branches(NamedTuple):
 
 
 class Trunks(NamedTuple):
-    """The prompts whose keys and values share one tensor (`block`), in one decoding step.
+    """The prompts whose keys and values are in one block of the KV cache, in a decoding step.
 
-    A row of the step is the latest token of one completion.
+    A row of the step is the latest token of one completion, which attends to its prompt.
     """
 
     block: KVBlock

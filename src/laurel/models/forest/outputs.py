@@ -31,7 +31,7 @@ CACHED_LOGITS = 2**20
 
 
 class TokenOutputs(NamedTuple):
-    """What a policy outputs for each completion token of a micro-batch."""
+    """The log-probability and, if asked for, entropy of each completion token of a micro-batch."""
 
     logprobs_M: Tensor
     """float32 [M], differentiable: the log-probability of each token."""

@@ -48,8 +48,8 @@ class PolicyModel(Decoder):
             causal_lm: A Hugging Face `...ForCausalLM`, with or without adapters.
             path: The layout of batches: token forests or padded rows.
             precision: The dtype in which the decoder computes.
-            temperature: The sampling temperature, at which log-probabilities are computed; 0 counts
-                as 1, as in `Generated`.
+            temperature: The sampling temperature, at which log-probabilities are computed; 0
+                (greedy sampling) counts as 1.
             logprob_chunk_size: The number of tokens whose logits are in memory at a time; None: as
                 many as give about 16M logits.
             with_entropy: Whether the entropy of each token's distribution is computed too.
@@ -132,7 +132,7 @@ class PolicyModel(Decoder):
             self.temperature = usual
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        """Compute logits, float32 `[X, V]`, of hidden states at temperature 1, no gradients."""
+        """Compute float32 logits `[X, V]` of hidden states, at temperature 1, without gradients."""
         hidden_XD, weight_VD = self._factors(hidden_XD)
         is_plain = self.softcap is None and self.logit_scale == 1.0
         if is_plain and hidden_XD.dtype == weight_VD.dtype == torch.float32:
@@ -151,9 +151,12 @@ class PolicyModel(Decoder):
     def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights by the names that `from_pretrained` knows, with adapters merged.
 
-        The values may be the tensors that the model trains, so copy those that are kept. If the
+        The values may be the tensors that the model trains, so copy values that you keep. If the
         model is sharded, each weight is gathered whole, so every rank must iterate to the end.
-        `merged_weights` describes `changing_only`.
+
+        Args:
+            changing_only: Whether to yield only the modules that training changes, such as the
+                attention of a layer, each with all its weights.
         """
         return saved_weights(self.causal_lm, changing_only=changing_only)
 

@@ -149,8 +149,9 @@ def merged_weights(network: Any, *, changing_only: bool = False) -> Iterator[tup
 
     Args:
         network: A model with or without adapters.
-        changing_only: Whether only blocks that training changes are yielded. A block is yielded
-            whole, because engines join some of its layers, such as queries, keys and values.
+        changing_only: Whether to yield only the modules that training changes, such as the
+            attention of a layer. A module is yielded with all its weights, because inference
+            engines fuse some of them, such as those of queries, keys and values.
     """
     layers = adapted_layers(network)
     changing = {_block_of(n) for n, p in network.named_parameters() if p.requires_grad}

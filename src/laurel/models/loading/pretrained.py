@@ -39,7 +39,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def start_of(spec: ModelSpec) -> tuple[str, list[str]]:
     """Return the name of the model that training starts from, and remarks for the user.
 
-    A remark warns if `spec` names a model but asks for random weights.
+    If `spec.scratch` asks for random weights, the name is `nothing (<architecture>)`, and a remark
+    warns if `spec` also names a model.
     """
     if spec.scratch is None:
         return str(spec.name), []
@@ -65,7 +66,7 @@ def find_tokenizer(
     The tokenizer is that of the checkpoint `resume_from` if there is one. Otherwise, if
     `spec.scratch` is set, it is trained on `texts`; else it is that of the model.
 
-    `pad_may_end` is passed to `load_tokenizer`.
+    `pad_may_end` allows a loaded tokenizer to pad with its end-of-sequence token.
 
     Raises:
         ModelError: `load_tokenizer` cannot load the tokenizer.
@@ -180,7 +181,7 @@ def read_weights(
 
 
 def refuse_other_sizes(name: str, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
-    """Check that no weight in the files of model `name` has another size than in its configuration.
+    """Check that the weights in the files of a model have the sizes that its configuration implies.
 
     Args:
         name: The name of the model, for the message.
@@ -259,8 +260,8 @@ def agree_on_padding(network: Any, tokenizer: Any, *, teaches_padding: bool) -> 
         network: The network, whose configuration and embeddings are changed.
         tokenizer: The tokenizer, which is not changed.
         teaches_padding: Whether the embedding of the padding token is trained; False: it gets no
-            gradient. Without this setting, transformers would decide by the configuration from
-            which it creates the network, and a resumed run might differ.
+            gradient. By default transformers decides by the configuration with which the network is
+            created, so a resumed run might differ.
     """
     for hf_config in (network.config, network.config.get_text_config()):
         hf_config.pad_token_id = tokenizer.pad_token_id

@@ -89,12 +89,15 @@ class ValueHead:
 
     @property
     def truncation_side(self) -> Literal["left", "right"] | None:
-        """The side on which the framework truncates long texts; None if it cuts in the middle."""
+        """The side on which the framework that saved this head truncates long texts.
+
+        None if it cuts out the middle.
+        """
         return "right" if self.program == "OpenRLHF" else None
 
     @property
     def is_apart(self) -> bool:
-        """Whether `put_into` must copy the head; otherwise transformers loads it."""
+        """Whether `put_into` copies the head; if not, transformers loads it with the model."""
         return self.file.name != PICKLED
 
     def describe(self) -> str:
@@ -174,8 +177,8 @@ class ValueHead:
     def statistics(self) -> dict[str, float]:
         """Return the mean and the standard deviation of scores, as the checkpoint records them.
 
-        The framework that trained the head measured them on scores of its own. The keys are the
-        field names of `ScoringRules`. The result is empty if the checkpoint records none.
+        The framework that trained the head measured them; they are not measured here. The keys are
+        the field names of `ScoringRules`. The result is empty if the checkpoint records none.
         """
         if self.mean is None or self.std is None:
             return {}
@@ -227,7 +230,8 @@ def find_value_head(directory: Path, *, safetensors_only: bool = True) -> ValueH
 def refuse_hub_name(name: str, hf_config: Any) -> None:
     """Check that a hub name is not that of a model saved by OpenRLHF.
 
-    The files of such a model must be read from a directory.
+    Such a model must be downloaded first, because its head and its rules are found only in the
+    files of a directory.
 
     Raises:
         ModelError: The name is such a hub name.
@@ -241,7 +245,14 @@ def refuse_hub_name(name: str, hf_config: Any) -> None:
 
 
 def foreign_heads(unexpected: Iterable[str]) -> list[str]:
-    """Return the unexpected weights except those of a language-model head, sorted."""
+    """Return the names of weights that may belong to another framework's reward head, sorted.
+
+    An error names them if no reward head can be loaded.
+
+    Args:
+        unexpected: The names of the weights in a model's files that the network lacks, as
+            transformers reports them. Those of a language-model head (`lm_head.`) are left out.
+    """
     return sorted(key for key in unexpected if not key.startswith("lm_head."))
 
 
@@ -465,7 +476,11 @@ def load_contract(
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A classifier that was created or loaded, and what is known about its weights."""
+    """A classifier that was created or loaded, and where its reward head comes from.
+
+    `strange_weights` names the weights in the files that the classifier lacks, except those of a
+    language-model head.
+    """
 
     classifier: Any
     has_new_head: bool

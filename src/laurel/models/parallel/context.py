@@ -75,7 +75,10 @@ class _Sharing:
     def take(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the model's arguments by those for this rank's part of the tokens."""
+        """Replace the model's arguments by those for this rank's part of the tokens.
+
+        The model calls this hook before each forward pass.
+        """
         self._length = None
         if kwargs.get(PLAN_ARGUMENT) is None:
             return args, kwargs
@@ -91,8 +94,8 @@ class _Sharing:
     def gather(self, _: nn.Module, _args: Any, output: Any) -> Any:
         """Gather the hidden states of all tokens on every rank.
 
-        Every rank then computes the same head and loss. The gradients of the ranks are summed here
-        and in the weights of the head, and `parallelise` divides them by the number of ranks.
+        Every rank then computes the same head and loss, so gradients, which are summed over the
+        ranks, count once per rank. `parallelise` divides them by the number of ranks.
         """
         if self._length is not None:
             share = DTensor.from_local(

@@ -132,7 +132,9 @@ def parallelise(
     cpu_offload: bool = False,
     reshard_after_forward: bool = True,
 ) -> None:
-    """Shard a model that is whole, and equal, on every rank, or on the meta device.
+    """Shard a model over a mesh.
+
+    Before the call, every rank has the same whole model, or a model on the meta device.
 
     Layers are split over `tp`, and the embedding and the language-model head by vocabulary. Then
     each layer, and all other modules, are sharded over `dp_shard`. Gradients are summed over the
@@ -377,10 +379,10 @@ class AcrossRanks:
         return float(self._over_data(torch.tensor(value, dtype=torch.float64)))
 
     def totals(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sum the totals of a loss over all data-parallel ranks.
+        """Combine the sums of a loss and its metrics over all data-parallel ranks.
 
-        Totals named `..._min` or `..._max` are combined by minimum or maximum, as in
-        `learner.add_up`. The names must be the same on every rank.
+        Those whose names end in `_min` or `_max` are combined by minimum or maximum, all others by
+        sum. The names must be the same on every rank.
         """
         kinds = {"_min": dist.ReduceOp.MIN, "_max": dist.ReduceOp.MAX}
         return {

@@ -312,7 +312,8 @@ def token_styles(network: nn.Module, splits: Mapping[str, Split]) -> dict[str, P
         A mapping from full names of modules to torch's parallel styles.
 
     Raises:
-        ConfigError: A weight of a layer is neither split nor that of a norm between blocks.
+        ConfigError: A layer has weights that are neither split nor those of a norm outside
+            attention and feed-forward, or it has split linear layers outside of both.
     """
     styles = {name: STYLES[split]() for name, split in splits.items()}
     for name in [name for name, split in splits.items() if split == "rowwise"]:
@@ -340,9 +341,9 @@ def token_styles(network: nn.Module, splits: Mapping[str, Split]) -> dict[str, P
 
 
 def share_tokens(network: Any, mesh: DeviceMesh) -> None:
-    """Make a network divide the tokens of rows over ranks before its first layer.
+    """Register the hooks of sequence parallelism, which divide the tokens of rows over ranks.
 
-    After the last layer every rank has all tokens again.
+    Tokens are divided before the first layer of the network, and gathered after the last.
     """
     _, layers = decoder_layers(network)
     filling = _Filling(mesh.size())
@@ -450,7 +451,7 @@ class FilledPlan:
     """
 
     def __init__(self, plan: AttentionPlan, length: int) -> None:
-        """Wrap the plan of a row; `length` is the number of tokens without padding."""
+        """Wrap the attention plan of the tokens before the padding; `length` is their number."""
         self._plan, self._length = plan, length
 
     def attend(

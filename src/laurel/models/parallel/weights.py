@@ -92,7 +92,12 @@ def saved_weights(network: Any, *, changing_only: bool = False) -> Iterator[tupl
     """Yield names and values of the weights that `save_pretrained` writes, one at a time.
 
     Adapters are merged. With tied embeddings there is no `lm_head.weight`. Experts that
-    transformers joins in memory are yielded one by one. `merged_weights` describes the arguments.
+    transformers joins in memory are yielded one by one.
+
+    Args:
+        network: A model with or without adapters.
+        changing_only: Whether to yield only the modules that training changes, such as the
+            attention of a layer, each with all its weights.
     """
     if not has_conversions(network):
         yield from merged_weights(network, changing_only=changing_only)
@@ -218,7 +223,10 @@ def _compute_buffers(network: Any, saved: set[str]) -> None:
 
 
 def has_conversions(network: Any) -> bool:
-    """Report whether transformers saves some weights in another form than they have in memory."""
+    """Report whether transformers saves some weights in another form than they have in memory.
+
+    An example is experts, which it joins when it loads them.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     known = getattr(network, "_weight_conversions", None)
