@@ -158,7 +158,11 @@ class Cascade(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: tuple[KeyCall, ...], scale: float | None
     ) -> Tensor:
-        """Return the attention output `[T, H, D]` of all tokens."""
+        """Return the attention output `[T, H, D]` of all tokens.
+
+        Each call attends to a part of the keys, and the partial outputs are merged by their
+        log-sum-exp. Together the calls cover every key that a token sees once.
+        """
         out = q.new_zeros(q.shape)
         lse = q.new_empty(q.shape[1::-1], dtype=torch.promote_types(q.dtype, torch.float32))
         for part in calls[0].forward(q, k, v, scale):

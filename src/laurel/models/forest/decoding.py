@@ -62,7 +62,7 @@ class KVBlock:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of memory of all layers."""
+        """The bytes that the block's keys and values take, of all layers together."""
         return sum(t.nbytes for pair in self._layers.values() for t in pair)
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -260,7 +260,10 @@ WINDOW = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Probe:
-    """Random sequences to check a model: as a token forest, as padded rows, and one by one."""
+    """The same random sequences as a token forest, as padded rows, and one by one.
+
+    A model is correct if its outputs for the three agree.
+    """
 
     forest: TokenForest
     rows: PaddedRows

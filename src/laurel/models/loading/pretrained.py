@@ -334,7 +334,8 @@ def take_path(
         network: The Hugging Face model.
         spec: The specification of the model.
         notes: Receives the reason if the network cannot read token forests.
-        pools_itself: Whether the network chooses the position of the score itself.
+        pools_itself: Whether the network itself chooses the token whose hidden state is scored; it
+            then needs padded rows.
 
     Returns:
         `forest` or `padded`.

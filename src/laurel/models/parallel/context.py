@@ -119,7 +119,10 @@ class _AcrossRanks:
         value: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Compute attention for this rank's tokens, as `AttentionPlan.attend` describes."""
+        """Compute the attention of this rank's tokens to the keys of all ranks.
+
+        All ranks make this call together. The arguments are those of `AttentionPlan.attend`.
+        """
         ranks, mine = self._mesh.size(), self._mesh.get_local_rank()
         # If there are fewer key and value heads than ranks, several ranks need the same head.
         copies = math.lcm(key.shape[1], ranks) // key.shape[1]
