@@ -95,8 +95,10 @@ def _keys(kinds: tuple[Any, ...]) -> Iterator[Completion]:
 
     for section in sections_of(kinds):
         for name, field in section.model_fields.items():
-            first_sentence = " ".join((field.description or "").split()).partition(". ")[0]
-            yield name, first_sentence
+            # A key that holds a section is described by the section.
+            inside = [kind.__doc__ for kind in sections_of(_inside((section,), name))]
+            about = next(filter(None, (field.description, *inside)), "")
+            yield name, " ".join(about.split()).partition(". ")[0]
 
 
 def _values(kinds: tuple[Any, ...], name: str) -> list[str]:

@@ -186,15 +186,6 @@ class LoraConfig(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout in front of the adapters."""
 
-    @model_validator(mode="after")
-    def _adapts_some_layer(self) -> LoraConfig:
-        if self.enabled and not (self.match_all_linear or self.target_modules):
-            raise ValueError(
-                "match_all_linear=false without target_modules adapts no layer; name the layers in "
-                "target_modules, e.g. [q_proj, v_proj]"
-            )
-        return self
-
 
 class DTensorConfig(Section):
     """The parallelism of the model, and what the backward pass recomputes."""

@@ -9,7 +9,6 @@ import pytest
 from pydantic import Field, field_validator, model_validator
 
 from laurel.config.load import LoadedConfig, load_config
-from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.yaml_tree import Section
 from laurel.errors import ConfigError
 
@@ -245,13 +244,3 @@ def test_null_leaves_a_key_that_cannot_be_null_at_its_default_and_is_named(tmp_p
     assert loaded.warnings == (
         "these keys are null, which leaves them at their defaults: model.size=1",
     )
-
-
-def test_adapters_of_no_layer_are_refused() -> None:
-    lora = "policy.dtensor_cfg.lora_cfg"
-    named = (f"{lora}.enabled=true", f"{lora}.match_all_linear=false")
-    with pytest.raises(ConfigError, match=r"adapts no layer; name the layers in target_modules"):
-        load_config(RewardTrainingRun, None, named)
-    found = load_config(RewardTrainingRun, None, [*named, f"{lora}.target_modules=[q_proj]"])
-    assert found.config.policy.dtensor_cfg.lora_cfg.target_modules == ["q_proj"]
-    load_config(RewardTrainingRun, None, [f"{lora}.match_all_linear=false"])  # no adapters
