@@ -59,10 +59,15 @@ def test_one_line_says_what_is_kept(words, where, said, tmp_path, monkeypatch):
 def test_a_signal_while_rows_are_read(tmp_path):
     model, output = tmp_path / "model", tmp_path / "scores.jsonl"
     write_model(small_model(), model)
+    # Whoever is started in the background of a shell ignores the signal, and so do its children.
+    program = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('laurel', run_name='__main__', alter_sys=True)"
+    )
     command = [
         sys.executable,
-        "-m",
-        "laurel",
+        "-c",
+        program,
         "score",
         "-m",
         model,
@@ -78,10 +83,14 @@ def test_a_signal_while_rows_are_read(tmp_path):
         assert process.stderr is not None
         process.stdin.write(ROW)
         process.stdin.flush()
-        while len(list(tmp_path.iterdir())) < 2:  # its file is begun, and it waits for rows
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        try:
+            while len(list(tmp_path.iterdir())) < 2:  # its file is begun, and it waits for rows
+                assert process.poll() is None
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 130
+        finally:
+            process.kill()
         lines = process.stderr.read().decode().splitlines()
-        assert process.wait(timeout=60) == 130
     assert lines[-1] == f"interrupted; 0 rows scored, and {output} is not written"
     assert not output.exists()
