@@ -197,6 +197,8 @@ def test_the_conversation_that_has_waited_longest_goes_first():
         assert 768 * (sum(lengths[n] for n in left) + lengths["abcdef"[-len(left) - 1]]) > (
             cache.max_bytes
         )
+        talk(engine, PROMPT * 6, name="too long", num_turns=1)
+        assert list(cache._kept) == left
 
 
 def test_what_ended_is_freed_at_once():

@@ -367,6 +367,9 @@ class ConversationCache:
             parts: The keys and values of these tokens. Conversations may share parts.
         """
         self.remove((name,))
+        # One that has no room even alone would drive out all others first.
+        if sum(part.num_bytes for part in parts) > self.max_bytes:
+            return
         self._kept[name] = _Conversation(ids_L, parts)
         for part in parts:
             self._uses[part] += 1
