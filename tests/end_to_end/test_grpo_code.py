@@ -31,6 +31,18 @@ CODE = (
     "grpo.max_num_steps=2",
 )
 
+TOOL = (
+    "grpo.max_num_steps=1",
+    "grpo.val_period=0",
+    "grpo.val_at_end=false",
+    "policy.generation.temperature=0.1",
+    # By itself the tool would give 0 to everything, and is refused.
+    "data.env_name=tool",
+    "+env.custom.judge.name=policy_fakes.Judge",
+    "+env.composite.tool={parts: [{env: code}, {env: judge}], conducted_by: code}",
+)
+"""One step with code as a tool."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _sandbox():
@@ -112,16 +124,9 @@ def test_code_as_a_tool(tmp_path, caller, ends):
             tmp_path,
             caller,
             *CODE,
+            *TOOL,
             "grpo.max_rollout_turns=2",
-            "grpo.max_num_steps=1",
-            "grpo.val_period=0",
-            "grpo.val_at_end=false",
-            "policy.generation.temperature=0.1",
             f"env.code.terminate_on_evaluation={str(ends).lower()}",
-            # By itself it would give 0 to everything, and is refused.
-            "data.env_name=tool",
-            "+env.custom.judge.name=policy_fakes.Judge",
-            "+env.composite.tool={parts: [{env: code}, {env: judge}], conducted_by: code}",
         )
     )
     assert done.outcome.ended == "finished"
@@ -153,17 +158,11 @@ def test_eight_turns_with_a_tool_compute_each_token_once(tmp_path, caller, monke
                 directory,
                 caller,
                 *CODE,
+                *TOOL,
                 "policy.max_total_sequence_length=400",
                 "grpo.max_rollout_turns=8",
-                "grpo.max_num_steps=1",
-                "grpo.val_period=0",
-                "grpo.val_at_end=false",
-                "policy.generation.temperature=0.1",
                 f"policy.generation.conversation_cache_gib={gib}",
                 "env.code.terminate_on_evaluation=false",
-                "data.env_name=tool",
-                "+env.custom.judge.name=policy_fakes.Judge",
-                "+env.composite.tool={parts: [{env: code}, {env: judge}], conducted_by: code}",
             )
         )
         assert done.outcome.ended == "finished"

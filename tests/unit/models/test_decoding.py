@@ -144,6 +144,14 @@ def test_in_bfloat16_the_noise_is_that_of_the_model_itself():
     assert own <= 0.5
 
 
+def first_layer(heads, generator, *, has_sinks):
+    """What attention asks of a layer, which is its number; and sinks of its heads, if any."""
+    layer = nn.Module()
+    layer.layer_idx = 0
+    sinks = torch.randn(heads, generator=generator, dtype=torch.float64) if has_sinks else None
+    return layer, sinks
+
+
 OPTIONS = st.fixed_dictionaries(
     {
         "sliding_window": st.none() | st.integers(1, 100),
@@ -165,10 +173,8 @@ OPTIONS = st.fixed_dictionaries(
 def test_the_function_by_itself(groups, steps, options, has_sinks, repeats, seed):
     """Any combination of what models ask of it, against a softmax over the whole sequence."""
     generator = torch.Generator().manual_seed(seed)
-    layer = nn.Module()
-    layer.layer_idx = 0
     heads, kv_heads, size = 2 * repeats, 2, 4
-    sinks = torch.randn(heads, generator=generator, dtype=torch.float64) if has_sinks else None
+    layer, sinks = first_layer(heads, generator, has_sinks=has_sinks)
 
     def attend(plan, count):
         q, k, v = (
@@ -229,10 +235,8 @@ def _by_the_book(q, keys, values, sinks, repeats, *, sliding_window, softcap, sc
 def test_a_prompt_that_continues_kept_tokens(lengths, options, has_sinks, repeats, seed):
     """Two kept parts and new tokens, beside whole prompts, against a softmax over the sequence."""
     generator = torch.Generator().manual_seed(seed)
-    layer = nn.Module()
-    layer.layer_idx = 0
     heads, kv_heads, size = 2 * repeats, 2, 4
-    sinks = torch.randn(heads, generator=generator, dtype=torch.float64) if has_sinks else None
+    layer, sinks = first_layer(heads, generator, has_sinks=has_sinks)
 
     def random(count, heads):
         return torch.randn(count, heads, size, generator=generator, dtype=torch.float64)
