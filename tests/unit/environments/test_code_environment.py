@@ -12,7 +12,6 @@ from laurel.data.sources import read_rows
 from laurel.data.task_formats import TASK_SETS
 from laurel.environments.code.answers import Session, cut_middle, fenced, program_of, tagged
 from laurel.environments.code_environment import CodeEnvironment
-from laurel.environments.registry import create_environment
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.sandbox.detection import Detection, detect
 from laurel.sandbox.jobs import Limits
@@ -150,12 +149,6 @@ def test_asserts_may_be_about_objects_of_the_program(make):
     assert judge(make(reward="fraction"), code, metadata) == (1.0, "ok", None)
     wrong = code.replace("1 + height(node.left)", "2")
     assert judge(make(reward="fraction"), wrong, metadata) == (0.5, "wrong_answer", None)
-
-
-def test_an_end_with_success_is_no_success(environment):
-    reward, verdict, failure = judge(environment, block("raise SystemExit(0)"), CALLS)
-    assert (reward, failure) == (0.0, None)
-    assert verdict in ("no_result", "runtime_error")
 
 
 def test_true_is_not_one_unless_the_task_says_that_types_do_not_count(environment):
@@ -477,13 +470,6 @@ def test_settings():
     with pytest.raises(ValueError, match="leave it out"):
         CodeEnvironmentConfig(sandbox={"num_workers": 3})
     assert CodeEnvironmentConfig(num_workers=3).placed_sandbox.num_workers == 3
-
-
-def test_by_its_name(found):
-    config = EnvironmentsConfig(code={"num_workers": 1, "sandbox": QUICK})
-    environment = create_environment("code", config)
-    assert isinstance(environment, CodeEnvironment)
-    environment.shutdown()
 
 
 # ------------------------------------------------------------------------------------------ figures

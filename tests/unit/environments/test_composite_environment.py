@@ -201,13 +201,6 @@ def test_a_part_that_fails_fails_the_sample_never_0():
     assert total(returned)[1] == 5.0
 
 
-def test_a_gate_that_fails_fails_the_sample():
-    picky = Says(lambda t: "cannot read it" if t == "bad" else 1.0)
-    parts = [{"env": "length"}, {"env": "picky", "gate": 0.5}]
-    returned = judged(composite(parts, {"length": Says(length), "picky": picky}), "bad", "good")
-    assert returned.failures == ["picky: cannot read it", None]
-
-
 def test_a_reward_that_is_not_finite_is_a_failure():
     environment = composite([{"env": "x"}], {"x": Says(lambda t: float(t))})
     returned = judged(environment, "inf", "1")
@@ -342,13 +335,6 @@ def test_tasks_that_a_part_rejects():
     tasks = [Task(id=i, prompt=(Message("user", "?"),), environment="c") for i in ("good", "bad")]
     environment = composite([{"env": "x"}], {"x": Says(length)})
     assert [(one.task.id, one.reason) for one in environment.validate(tasks)] == [("bad", "x: no")]
-
-
-def test_shutdown_reaches_every_part():
-    part = Says(length)
-    environment = composite([{"env": "x"}], {"x": part})
-    environment.shutdown()
-    assert part.shutdowns == 1
 
 
 @pytest.mark.parametrize(

@@ -139,32 +139,6 @@ def test_slime():
             RemoteRmRequest.read(odd)
 
 
-@pytest.mark.parametrize(
-    ("read", "value", "said"),
-    [
-        (EmbeddingsRequest.read, {}, "'input' of the request is missing"),
-        (GetRewardRequest.read, {"prompts": []}, "'query' of the request is missing"),
-        (GetRewardRequest.read, {"query": "abc"}, "should be a valid list, and is a string"),
-        (
-            EmbeddingsRequest.read,
-            {"input": 3},
-            "'input' of the request should be a valid string or should be a valid list, and is a n",
-        ),
-        (RemoteRmRequest.read, {"prompt": "a"}, "'response' of the request is missing"),
-        (RemoteRmRequest.read, {"response": "a"}, "'prompt' of the request is missing"),
-        (foreign.ClassifyScores.read, {}, "'data' of the request is missing"),
-        (
-            lambda value: foreign.read_remote_rm_reply(value, key="r"),
-            {},
-            "'r' of the reply is missing",
-        ),
-    ],
-)
-def test_what_is_missing_is_called_missing(read, value, said):
-    with pytest.raises(ProtocolError, match=said):
-        read(value)
-
-
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_the_sigmoid_of_anything(score):
     value = sigmoid(score)

@@ -113,12 +113,6 @@ def test_what_one_replica_cannot_do_another_does(fault):
     assert sum(replicas[1].answers.values()) == 20, "each was scored once"
 
 
-@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "401"])
-def test_one_replica_that_is_bad_for_a_while_loses_nothing(fault):
-    scores, _ = routed([ScriptedReplica("a", [FAULTS[fault]] * 3)])
-    assert scores == right_scores(FOUR)
-
-
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [

@@ -22,6 +22,7 @@ from reward_models import small_model, write_model
 from reward_servers import wait_until
 from sandbox_processes import is_gone
 from scripted_backend import ScriptedBackend, null_scores
+from served_scores import asked_without_network
 
 NULL = ServingSpec()
 
@@ -56,34 +57,12 @@ async def until(true):
             await asyncio.sleep(0.01)
 
 
-def metrics(model):
+async def metrics(model):
     """What `/metrics` of a server of them says."""
-
-    async def ask():
-        sent = []
-
-        async def receive():
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        async def send(message):
-            sent.append(message)
-
-        service = RewardService()
-        service.begin(model)
-        scope = {
-            "type": "http",
-            "method": "GET",
-            "path": "/metrics",
-            "raw_path": b"/metrics",
-            "query_string": b"",
-            "client": ("127.0.0.1", 1),
-            "root_path": "",
-            "headers": [],
-        }
-        await make_app(service, GateOptions(api_key=None, hosts=None))(scope, receive, send)
-        return sent[1]["body"].decode()
-
-    return ask()
+    service = RewardService()
+    service.begin(model)
+    app = make_app(service, GateOptions(api_key=None, hosts=None))
+    return (await asked_without_network(app, "GET", "/metrics"))[1].decode()
 
 
 def test_they_score_sleep_wake_and_end():

@@ -1,8 +1,6 @@
 """Programs on the nodes of a cluster: who runs what, and what becomes of nodes that are lost."""
 
 import logging
-import os
-import signal
 import subprocess
 import sys
 
@@ -157,18 +155,6 @@ def test_a_node_that_lost_a_layer_runs_nothing(tier):
         (result,) = pool.run(jobs(1))
     assert result.status is Status.SANDBOX_ERROR
     assert "lost a layer" in result.reason
-
-
-@pytest.mark.slow
-def test_a_zygote_that_dies_is_replaced_where_it_was(opened):
-    pool, nodes = opened("1")
-    future = pool.submit(jobs(1, 2.0)[0])
-    wait_until(lambda: is_running(nodes, "1"))
-    (first,) = nodes.zygotes("1")
-    os.kill(first, signal.SIGKILL)
-    result = future.result(END)
-    assert (result.status, result.attempt) == (Status.OK, 2)
-    assert len(nodes.groups["1"]) == 1, "its process went on"
 
 
 def test_a_process_that_dies_in_the_middle_is_started_again_and_no_result_is_lost(opened, caplog):

@@ -15,7 +15,6 @@ from laurel.sandbox import limits
 from laurel.sandbox import pool as pool_module
 from laurel.sandbox.canaries import CANARIES, EscapeAttempt, claims_of
 from laurel.sandbox.detection import Detection, detect
-from laurel.sandbox.jobs import SandboxJob, Status
 from laurel.sandbox.limits import available_cores
 from laurel.sandbox.tiers import LAYERS, Tier
 from laurel.workers.rendezvous import RankPlace
@@ -122,17 +121,6 @@ def test_another_system_runs_nothing(monkeypatch):
     monkeypatch.setattr(detection_module.sys, "platform", "darwin")
     assert detect().tier is None
     assert "darwin" in detect().sentence()
-
-
-@pytest.mark.slow
-def test_what_was_found_is_what_a_pool_gives():
-    seen = detect()
-    if seen.tier is None:
-        pytest.skip(seen.sentence())
-    config = SandboxConfig(num_workers=1, min_tier="D", allow_unsafe=True)
-    with open_pool(config, detection=seen) as pool:
-        result = pool.run([SandboxJob(code="print(1)")])[0]
-    assert (result.status, result.tier) == (Status.OK, seen.tier.value)
 
 
 def test_the_command_says_what_holds(capsys):
