@@ -18,6 +18,8 @@ import psutil
 import pytest
 import torch
 
+import environment_batches
+from environment_batches import total
 from laurel.config.environments import EnvironmentsConfig
 from laurel.environments.code_environment import CodeEnvironment
 from laurel.environments.composite import CompositeEnvironment
@@ -366,12 +368,6 @@ def judge(case, pairs):
     return case.environment.step([one for one, _ in pairs], [given for _, given in pairs])
 
 
-def total(returned):
-    if isinstance(returned.rewards, torch.Tensor):
-        return returned.rewards.tolist()
-    return torch.stack(list(returned.rewards.values())).sum(dim=0).tolist()
-
-
 def near(values, case):
     return pytest.approx(values, rel=0, abs=case.tolerance)
 
@@ -459,21 +455,13 @@ def test_several_threads_may_ask(case):
 
 def batch_of(case, pairs):
     returned = judge(case, pairs)
-    parts = returned.rewards if isinstance(returned.rewards, dict) else {}
-    return {
-        "message_log": [one for one, _ in pairs],
-        "prompt": [one[0]["content"] for one, _ in pairs],
-        "completion": [one[-1]["content"] for one, _ in pairs],
-        "group_ids": [f"group {i // 2}" for i in range(len(pairs))],
-        "rewards": torch.tensor(total(returned), dtype=torch.float32),
-        "components": parts,
-        "is_end": torch.tensor([i != 1 for i in range(len(pairs))], dtype=torch.bool),
-        "prompt_lengths": torch.full((len(pairs),), 4),
-        "generation_lengths": torch.arange(len(pairs)) + 1,
-        "answers": returned.answers or [None] * len(pairs),
-        "notes": returned.notes or [None] * len(pairs),
-        "num_failures": 2,
-    }
+    return environment_batches.batch_of(
+        [one for one, _ in pairs],
+        returned,
+        [f"group {i // 2}" for i in range(len(pairs))],
+        is_end=torch.tensor([i != 1 for i in range(len(pairs))], dtype=torch.bool),
+        num_failures=2,
+    )
 
 
 def test_d25_figures_of_a_batch(case):

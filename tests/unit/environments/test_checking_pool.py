@@ -143,22 +143,13 @@ def test_an_alarm_of_the_caller_survives():
         checker.close()
 
 
-@pytest.mark.parametrize(
-    ("library", "complaint"),
-    [
-        (
-            "ExprExtractionConfig = LatexExtractionConfig = lambda: None\n"
-            "def parse(text, *_, **__): return [text]\n"
-            "def verify(*_, **__): return False\n",
-            r"wrong verdicts on known answers.*4 for 4: incorrect",
-        ),
-        ("raise ImportError('a wheel is missing')\n", r"does not start(.|\n)*a wheel is missing"),
-    ],
-)
-def test_a_checker_that_lies_or_does_not_start_is_refused(
-    library, complaint, tmp_path, monkeypatch
-):
-    (tmp_path / "math_verify.py").write_text(library)
+def test_a_checker_that_lies_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text(
+        "ExprExtractionConfig = LatexExtractionConfig = lambda: None\n"
+        "def parse(text, *_, **__): return [text]\n"
+        "def verify(*_, **__): return False\n"
+    )
+    complaint = r"wrong verdicts on known answers.*4 for 4: incorrect"
     monkeypatch.syspath_prepend(tmp_path)  # the zygote looks where this process does
     with closing(AnswerChecker(num_workers=1, timeout_seconds=1.0)) as checker:
         for _ in range(2):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from environment_batches import batch_of, log_of
 from laurel.config.data import TaskSetConfig
 from laurel.config.environments import CodeEnvironmentConfig, EnvironmentsConfig
 from laurel.data.sources import read_rows
@@ -13,7 +14,7 @@ from laurel.data.task_formats import TASK_SETS
 from laurel.environments.code.answers import Session, cut_middle, fenced, program_of, tagged
 from laurel.environments.code_environment import CodeEnvironment
 from laurel.errors import ConfigError, EnvironmentFailedError
-from laurel.sandbox.detection import Detection, detect
+from laurel.sandbox.detection import Detection
 from laurel.sandbox.jobs import Limits
 from laurel.sandbox.tiers import Tier
 from laurel.types import Message, Task
@@ -47,14 +48,6 @@ SUM = "a, b = map(int, input().split())\nprint(a + b)"
 
 
 @pytest.fixture(scope="module")
-def found():
-    found = detect()
-    if found.tier in (None, Tier.LIMITS_ONLY):
-        pytest.skip(found.sentence())
-    return found
-
-
-@pytest.fixture(scope="module")
 def make(found):
     """Makes environments that end with the tests."""
     made = []
@@ -74,11 +67,6 @@ def environment(make):
     return make()
 
 
-def log_of(*answers):
-    said = [{"role": "assistant", "content": answer} for answer in answers]
-    return [{"role": "user", "content": "Write it."}, *said]
-
-
 def block(code):
     return f"Here:\n```python\n{code}\n```\nDone."
 
@@ -86,24 +74,6 @@ def block(code):
 def judge(environment, text, metadata):
     returned = environment.step([log_of(text)], [metadata])
     return returned.rewards[0].item(), returned.metadata[0].get("verdict"), returned.failures[0]
-
-
-def batch_of(logs, returned, group_ids, is_end=None):
-    size = len(logs)
-    return {
-        "message_log": logs,
-        "prompt": ["?"] * size,
-        "completion": ["!"] * size,
-        "group_ids": group_ids,
-        "rewards": returned.rewards,
-        "components": {},
-        "is_end": torch.tensor(is_end or [True] * size),
-        "prompt_lengths": torch.full((size,), 10),
-        "generation_lengths": torch.arange(1, size + 1),
-        "answers": returned.answers,
-        "notes": returned.notes,
-        "num_failures": 1,
-    }
 
 
 # ------------------------------------------------------------------------------------------ rewards
@@ -455,7 +425,7 @@ def test_a_machine_that_does_not_lock_programs_in_is_refused_at_once():
         CodeEnvironment({}, detection=bare)
     with CodeEnvironment({"sandbox": {"allow_unsafe": True}}, detection=bare) as environment:
         _, figures = environment.global_post_process_and_metrics(
-            batch_of([], environment.step([], []), [])
+            batch_of([], environment.step([], []))
         )
         assert figures["tier_is_full"] == 0.0
 
@@ -480,7 +450,7 @@ def test_figures(environment):
     logs = [log_of(answer) for answer in answers]
     returned = environment.step(logs, [CALLS] * 4)
     _, figures = environment.global_post_process_and_metrics(
-        batch_of(logs, returned, ["a", "a", "b", "b"])
+        batch_of(logs, returned, ["a", "a", "b", "b"], num_failures=1)
     )
     assert figures["accuracy"] == 0.25
     assert figures["pass@1"] == 0.25
@@ -493,7 +463,9 @@ def test_figures(environment):
     }
     assert figures["tests_passed_share"] == pytest.approx((1 + 1 / 4 + 0 + 0) / 4)
     assert figures["sandbox_failures"] == 1.0
-    cut_off = batch_of(logs, returned, ["a", "a", "b", "b"], is_end=[False, True, True, True])
+    cut_off = batch_of(
+        logs, returned, ["a", "a", "b", "b"], is_end=torch.tensor([False, True, True, True])
+    )
     assert environment.global_post_process_and_metrics(cut_off)[1]["accuracy"] == 0.0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from environment_batches import batch_of, log_of
 from laurel.config.environments import MathEnvironmentConfig
 from laurel.environments.interface import EnvironmentReturn
 from laurel.environments.math_environment import MathEnvironment
@@ -16,11 +17,6 @@ from laurel.errors import EnvironmentFailedError
 from laurel.types import Message, Task
 
 HANG = r"\boxed{\binom{1000000000}{500000000}}"
-
-
-def log_of(*answers):
-    said = [{"role": "assistant", "content": answer} for answer in answers]
-    return [{"role": "user", "content": "What is it?"}, *said]
 
 
 def known(*golds):
@@ -32,24 +28,6 @@ def task_of(gold, number=0):
     return Task(
         id=str(number), prompt=(Message("user", "?"),), environment="math", metadata=metadata
     )
-
-
-def batch_of(logs, returned, group_ids, is_end=None):
-    size = len(logs)
-    return {
-        "message_log": logs,
-        "prompt": ["?"] * size,
-        "completion": ["!"] * size,
-        "group_ids": group_ids,
-        "rewards": returned.rewards,
-        "components": {},
-        "is_end": torch.tensor(is_end or [True] * size),
-        "prompt_lengths": torch.full((size,), 10),
-        "generation_lengths": torch.arange(1, size + 1) * 100,
-        "answers": returned.answers,
-        "notes": returned.notes,
-        "num_failures": 0,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -133,26 +111,6 @@ def test_known_answers_may_be_numbers(environment):
     assert returned.rewards.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.slow_parameters("99999999!", "\\\\binom{1000000000}{500000000}", "3^{20^6}")
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "9**9**9**9",
-        "(10^{10^{10}})!",
-        "9^{9^{9}}",
-        "99999999!",
-        r"\binom{1000000000}{500000000}",
-        "3^{20^6}",
-        r"\sum_{i=1}^{1000000000} i",
-    ],
-)
-def test_d16_what_cannot_be_computed_is_worth_0_and_neighbours_are_intact(environment, answer):
-    texts = [rf"\boxed{{{answer}}}", f"The answer is ${answer}$", r"\boxed{\sqrt{16}}"]
-    returned = environment.step([log_of(one) for one in texts], known("4", "4", "4"))
-    assert returned.rewards.tolist() == [0.0, 0.0, 1.0]
-    assert returned.failures == [None, None, None]
-
-
 def test_metadata_must_fit_the_conversations(environment):
     with pytest.raises(EnvironmentFailedError, match="2 conversations came with metadata for 1"):
         environment.step([log_of("4")] * 2, known("4"))
@@ -164,8 +122,8 @@ def test_d25_d26_figures_of_a_batch_by_hand(environment):
     logs = [log_of(one) for one in answers]
     returned = environment.step(logs, known(*["4"] * 6))
     # The third is right but was cut off: it does not count.
-    is_end = [True, True, False, True, True, True]
-    batch = batch_of(logs, returned, ["a", "a", "a", "b", "b", "b"], is_end)
+    is_end = torch.tensor([True, True, False, True, True, True])
+    batch = batch_of(logs, returned, ["a", "a", "a", "b", "b", "b"], is_end=is_end)
     same, figures = environment.global_post_process_and_metrics(batch)
     assert same is batch
     expected = {

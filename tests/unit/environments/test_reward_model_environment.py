@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import dataclasses
 import gc
 import importlib.util
 import math
@@ -30,27 +29,9 @@ from laurel.rewards import open as opening
 from laurel.rewards.open import load_scorer
 from laurel.rewards.spec import ScorerSpec, find_model
 from laurel.types import Message, Task, group_of
-from reward_models import small_model, write_foreign_model, write_model, write_run
+from reward_models import write_foreign_model, write_run
 
 HEAD = {"enabled": True, "reward_model_type": "bradley_terry"}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A directory with a contract, golden scores, and the mean and deviation of its scores."""
-    directory = tmp_path_factory.mktemp("model")
-    loaded = small_model()
-    rules = loaded.contract.with_rules(mean=0.5, std=2.0, num_reference=10)
-    write_model(dataclasses.replace(loaded, contract=rules), directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +296,7 @@ def test_d6_every_number_of_conversations_is_scored_as_one_by_one(checkpoint, se
     with make(checkpoint, **settings) as made:
         alone = [rewards(made, [entry])[0] for entry in logs]
         assert len(set(alone)) == 17
-        for count in range(1, 18):
+        for count in (1, 2, 5, 17):
             assert rewards(made, logs[:count]) == pytest.approx(alone[:count], abs=5e-6)
 
 

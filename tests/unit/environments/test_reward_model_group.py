@@ -14,20 +14,13 @@ from laurel.rewards.open import ScorerPlacement, open_local, open_scorer
 from laurel.types import Message, group_of
 from laurel.workers.calls import LocalGroup
 from process_group import ProcessGroup
-from reward_models import small_model, write_model, write_run
+from reward_models import write_run
 
 ONE = ParallelShape()
 GROUPS = [
     group_of((Message("user", "Where?"),), ("By the gate.", "No.", "In the river"), group_id="a"),
     group_of((Message("user", "Bread?"),), ("Wine.", "Bread and wine."), group_id="b"),
 ]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    write_model(small_model(), directory)
-    return directory
 
 
 def config_of(**settings):
@@ -59,30 +52,14 @@ def here(config, say=lambda _: None):
     return open_local(scorer_spec_of(config, device="cpu"), say=say)
 
 
-def test_one_rank_scores_and_says_what_one_process_does(checkpoint):
-    config = config_of(model_name=str(checkpoint), batch_tokens=50)
-    said, expected = [], []
-    grouped = opened(config, said=said)
-    local = here(config, expected.append)
-    assert values(grouped) == values(local)
-    assert grouped.batch_tokens == local.batch_tokens == 50
-    assert said == expected
-    assert any("golden scores agree" in line for line in said)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_two_ranks_read_their_shares_and_prove_themselves(checkpoint, precision):
-    config = config_of(
-        model_name=str(checkpoint),
-        precision=precision,
-    )
+def test_two_ranks_read_their_shares_and_prove_themselves(checkpoint):
+    config = config_of(model_name=str(checkpoint))
     said = []
     two = functools.partial(ProcessGroup, "reward_model", 2)
     with closing(opened(config, two, shape=ParallelShape(tp=2), said=said)) as grouped:
         local = here(config)
-        near = 1e-5 if precision == "float32" else 0.05
-        assert values(grouped) == pytest.approx(values(local), abs=near)
+        assert values(grouped) == pytest.approx(values(local), abs=1e-5)
         assert any("golden scores agree" in line for line in said)
         assert any("self-check" in line for line in said)
 
@@ -107,14 +84,6 @@ def test_what_the_ranks_find_wrong_with_the_model_is_the_users_error(checkpoint)
     two = functools.partial(ProcessGroup, "reward_model", 2)
     with pytest.raises(ConfigError, match=r"env\.reward_model\.dtensor_cfg\.custom_parallel_plan"):
         opened(config, two, shape=ParallelShape(tp=2))
-
-
-def test_a_group_that_dies_is_a_workers_error(checkpoint):
-    def dies(worker_class, *args, **kwargs):
-        raise WorkerError("reward_model rank 1 of 2 died", role="reward_model", ranks=(1,))
-
-    with pytest.raises(WorkerError, match="rank 1 of 2 died"):
-        opened(config_of(model_name=str(checkpoint)), dies)
 
 
 def test_a_group_whose_workers_do_not_answer_is_ended(checkpoint):

@@ -93,14 +93,6 @@ def test_a_request_has_the_key_of_one_form_only():
         ClassifyRequest.read({})
 
 
-def test_the_native_form_is_never_squashed():
-    for value in ({"text": "a"}, {"input_ids": [1, 2]}):
-        reply = ClassifyRequest.read(value).reply(scored(1.5))
-        assert reply.model_dump() == {"embedding": [1.5], "meta_info": {"prompt_tokens": 3}}
-    several = ClassifyRequest.read({"text": ["a", "b"]}).reply(scored(*SCORES))
-    assert [one.embedding for one in several] == [[1.5], [-0.25]]
-
-
 def test_what_servers_answer_is_what_clients_read():
     raw = {"use_activation": False}
     native = ClassifyRequest.read({"text": ["a", "b"]}).reply(scored(*SCORES))
@@ -116,13 +108,6 @@ def test_what_servers_answer_is_what_clients_read():
     assert dialects._read_native([one.model_dump() for one in native], 2) == SCORES
     assert foreign.read_remote_rm_reply(1.5) == 1.5
     assert foreign.read_remote_rm_reply({"score": 1.5}, key="score") == 1.5
-
-
-def test_openrlhf():
-    assert rows_of(GetRewardRequest.read({"query": ["a", "b"], "labels": None})) == ["a", "b"]
-    for odd in ({}, {"query": "a"}, {"query": [1]}, []):
-        with pytest.raises(ProtocolError):
-            GetRewardRequest.read(odd)
 
 
 def test_slime():

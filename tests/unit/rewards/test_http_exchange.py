@@ -336,11 +336,3 @@ def test_connections_are_kept_and_a_new_loop_gets_its_own():
         assert len(set(ports)) == 1, "one connection, and so one thread of the server"
         asyncio.run(several())
         assert len(set(ports)) == 2
-
-
-def test_clocks_that_jump_change_nothing(monkeypatch):
-    jumps = iter(range(10**9))
-    monkeypatch.setattr("time.time", lambda: 3600.0 * (-1) ** next(jumps))
-    with RewardServer(answer=lambda _: {"fine": 1}) as server:
-        for _ in range(3):
-            assert asked(server.url).value == {"fine": 1}

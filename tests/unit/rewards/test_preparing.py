@@ -67,21 +67,6 @@ def test_they_prepare_what_one_process_does_and_a_scorer_uses_them(
         assert there.score_now(groups) == here.score_now(groups)
 
 
-@pytest.mark.parametrize("protocol", ["vllm", "sglang", "openrlhf"])
-def test_they_prepare_for_servers_of_others(
-    workers: tuple[Preparers, list[str]], protocol: UrlProtocol
-) -> None:
-    asked = [NO_TOOLS, *GROUPS]
-    contract = scoring_groups.local(True).contract
-    with foreign_server(protocol, contract) as server:
-        scores = [
-            asyncio.run(scored_by_servers(server.url, protocol, asked, preparers))
-            for preparers in (None, workers[0])
-        ]
-    assert scores[1] == scores[0]
-    assert [score.failure is None for score in scores[0][0]] == [False, True]
-
-
 @pytest.fixture
 def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[Preparers]:
     """Real ones that are dead and may not be replaced."""

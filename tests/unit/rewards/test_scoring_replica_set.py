@@ -146,21 +146,6 @@ def test_when_none_is_left_it_is_an_error_that_says_so(replica_set: Callable[...
         made.scorer.directly(lambda scorer: scorer.score_exactly(groups(1)))
 
 
-def test_a_replica_that_fails_in_the_same_way_at_once_is_given_up(
-    replica_set: Callable[..., Made],
-) -> None:
-    made = replica_set(1)
-
-    def fail() -> None:
-        raise WorkerError("no memory", exit_code=75)
-
-    made.before_making = fail
-    made.kill(0)
-    with pytest.raises(WorkerError, match="failed in the same way"):
-        made.scorer.score_now(groups(1))
-    assert made.replicas.restarts.number == 2
-
-
 @pytest.mark.slow
 def test_what_is_asked_directly_outlives_a_replica_too(replica_set: Callable[..., Made]) -> None:
     made = replica_set(2)

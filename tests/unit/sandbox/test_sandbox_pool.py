@@ -14,7 +14,6 @@ import pytest
 
 from laurel.config.environments import SandboxConfig
 from laurel.environments.code.nodes import NodePool
-from laurel.sandbox.detection import detect
 from laurel.sandbox.inside.monitor import RUNNING
 from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, Status, StdioTest
 from laurel.sandbox.pool import SandboxPool, affordable_workers
@@ -24,14 +23,6 @@ from sandbox_processes import END, below, busy, is_gone, is_idle, running_progra
 
 SLEEP = "import time\nprint('here', flush=True)\ntime.sleep(1000)"
 LONG = Limits(wall_s=600, cpu_s=600)
-
-
-@pytest.fixture(scope="module")
-def tier():
-    found = detect()
-    if found.tier is None:
-        pytest.skip(found.sentence())
-    return found.tier
 
 
 @pytest.fixture(scope="module", params=["here", "on nodes"])
@@ -44,12 +35,6 @@ def pool(tier, request):
         config = SandboxConfig(num_workers=1, min_tier="D", allow_unsafe=True)
         pool = NodePool(config, nodes.cluster)
     with pool:
-        yield pool
-
-
-@pytest.fixture
-def own_pool(tier):
-    with SandboxPool(tier=tier, num_workers=1) as pool:
         yield pool
 
 

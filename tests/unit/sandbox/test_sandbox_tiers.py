@@ -52,9 +52,7 @@ def test_a_pool_says_once_what_it_is(caplog):
     caplog.set_level(logging.INFO)
     full = open_pool(SandboxConfig(num_workers=1), detection=found(Tier.FULL))
     assert full.tier is Tier.FULL
-    assert [(one.levelname, one.message[:14]) for one in caplog.records] == [
-        ("INFO", "sandbox tier A")
-    ]
+    assert [one.levelname for one in caplog.records] == ["INFO"]
     caplog.clear()
     open_pool(SandboxConfig(), detection=found(Tier.NO_NAMESPACES, namespaces="EPERM"))
     assert [one.levelname for one in caplog.records] == ["WARNING"]
@@ -135,12 +133,11 @@ def test_the_command_says_what_holds(capsys):
     assert all(one["held"] for one in said["tried"])
 
 
-def test_lines_for_people():
+def test_people_are_told_of_every_layer_what_it_lacks():
     said = lines(found(Tier.NO_LANDLOCK, landlock="the kernel is too old"), "no: not delegated")
-    assert said[0].startswith("sandbox tier C")
-    assert "landlock       no: the kernel is too old" in said
-    assert "control group  no: not delegated" in said
-    assert [line.split()[0] for line in said[2:5]] == list(LAYERS)
+    assert any(line.startswith("landlock ") and "too old" in line for line in said)
+    assert any(line.startswith("control group ") and "not delegated" in line for line in said)
+    assert {line.split()[0] for line in said if line} >= set(LAYERS)
     assert detection_facts(found(None))["tier"] is None
 
 
