@@ -214,30 +214,6 @@ def test_a_server_that_does_not_answer_is_told_at_once_and_by_name():
     assert url in str(caught.value)
 
 
-def test_a_server_that_starts_late_is_waited_for(scorers):
-    with RewardServer() as server:
-        url, port = server.url, server.port
-    started: list[RewardServer] = []
-
-    def say(line: str) -> None:
-        if line.startswith("waiting for"):
-            assert url in line
-            started.append(RewardServer(port=port))
-
-    settings = {"urls": [url], "connect_patience": 60.0}
-    try:
-        with closing_environment(settings, say) as environment:
-            assert len(started) == 1
-            assert environment.step(LOGS, INFOS).failures == [None] * 3
-    finally:
-        for one in started:
-            one.stop()
-
-
-def closing_environment(settings: dict[str, Any], say: Any) -> RewardModelEnvironment:
-    return RewardModelEnvironment(settings, device="cpu", say=say)
-
-
 @pytest.mark.parametrize(
     ("answer", "message"),
     [

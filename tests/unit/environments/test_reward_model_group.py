@@ -1,7 +1,6 @@
 """The model of a reward-model environment in processes of its own."""
 
 import functools
-from contextlib import closing
 
 import pytest
 
@@ -50,18 +49,6 @@ def opened(config, make_group=in_this_process, *, shape=ONE, said=None):
 
 def here(config, say=lambda _: None):
     return open_local(scorer_spec_of(config, device="cpu"), say=say)
-
-
-@pytest.mark.slow
-def test_two_ranks_read_their_shares_and_prove_themselves(checkpoint):
-    config = config_of(model_name=str(checkpoint))
-    said = []
-    two = functools.partial(ProcessGroup, "reward_model", 2)
-    with closing(opened(config, two, shape=ParallelShape(tp=2), said=said)) as grouped:
-        local = here(config)
-        assert values(grouped) == pytest.approx(values(local), abs=1e-5)
-        assert any("golden scores agree" in line for line in said)
-        assert any("self-check" in line for line in said)
 
 
 def test_what_the_settings_get_wrong_is_told_before_there_is_a_group(tmp_path, checkpoint):
