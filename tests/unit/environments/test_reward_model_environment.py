@@ -264,11 +264,11 @@ def test_d7_what_is_too_long_is_cut_and_counted(environment):
 def test_a_model_without_a_contract_takes_its_length_and_template_from_the_settings(tmp_path):
     name = str(write_foreign_model(tmp_path))
     block = {"name": name, "chat_template": "plain"}
-    with make(name, tokenizer=block, max_model_len=20) as made:
+    with make(name, tokenizer=block, max_model_len=60) as made:
         data = made.preprocess_data([LOGS[0], log("old man " * 50, "No.")])
         text = made.tokenizer.decode(data["input_ids"][0])
         assert text.startswith("User: Where?\n\nAssistant: By the gate.")
-        assert data["input_lengths"][1] == 20
+        assert data["input_lengths"][1] == 60
 
 
 # ------------------------------------------------------------------------------ sizes and sharing
