@@ -120,6 +120,7 @@ def test_the_time_of_judging_and_how_much_of_it_was_hidden() -> None:
         "performance/reward_hidden_share": 0.75,
     }
     assert "performance/reward_hidden_share" not in judging_metrics(RolloutStats())
+    assert RolloutStats(judging=4.0, exposed=4.5).hidden_share == 0.0
 
 
 def test_conversations_that_nobody_meant_to_end_are_counted_and_told() -> None:
@@ -148,19 +149,17 @@ def test_components_are_those_of_samples_that_have_a_reward() -> None:
         [
             group(
                 rollout("x", 3.0, components={"a": 1.0, "b": 2.0}),
-                rollout("x", None, components={"a": 100.0}),
+                rollout("x", None, components={"a": 100.0, "c": 1.0}),
                 rollout("x", 5.0, components={"a": 5.0}),
             )
         ]
     )
-    assert found["rewards/a/mean"] == 3.0
-    assert found["rewards/a/std"] == 2.0
-    assert found["rewards/b/mean"] == 2.0
-
-
-def test_a_component_of_samples_that_all_failed_has_no_mean() -> None:
-    found = rollout_metrics([group(rollout("x", None, components={"a": 100.0}), rollout("x", 1.0))])
-    assert not any(name.startswith("rewards/") for name in found)
+    assert {name: value for name, value in found.items() if name.startswith("rewards/")} == {
+        "rewards/a/mean": 3.0,
+        "rewards/a/std": 2.0,
+        "rewards/b/mean": 2.0,
+        "rewards/b/std": 0.0,
+    }
 
 
 def test_each_environment_is_given_its_own_samples_that_have_a_reward() -> None:
