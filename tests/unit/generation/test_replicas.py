@@ -550,21 +550,18 @@ def test_the_next_bucket_is_made_while_the_engines_take_one():
 
 
 def test_who_has_had_all_weights_is_sent_those_that_change():
-    sent = []
+    engines, sent = [], []
 
     class Holding(ScriptedEngine):
-        def __init__(self):
-            super().__init__()
-            self.held = HeldNames()
+        has_all = False
 
         async def update_weights(self, weights):
-            tensors = self.held.needed(weights)
+            tensors = (weights.changing if self.has_all else None) or weights.tensors
+            self.has_all = True
             found = await asyncio.to_thread(lambda: dict(tensors()))
             sent[-1].add(tuple(found))
             self.weights |= {name: tensor.clone() for name, tensor in found.items()}
             self.weight_version = weights.version
-
-    engines = []
 
     def make_group(index):
         engines.append(Holding())
@@ -576,51 +573,23 @@ def test_who_has_had_all_weights_is_sent_those_that_change():
         changing = {"adapted": every["adapted"]}
         return Weights(version=version, tensors=every.items, changing=changing.items)
 
-    latest = []
-
-    def said(line):
-        latest.append(line)
-
-    generator = GeneratorReplicas(
-        make_group, 2, current_weights=lambda: new(generator.weight_version), say=said
-    )
-    with contextlib.closing(generator):
-        groups = [replica.value for replica in generator._replicas]
+    with contextlib.closing(GeneratorReplicas(make_group, 2)) as generator:
         run(generator.update_weights(new(1)))
         run(generator.update_weights(new(2)))
         assert sent == [{("frozen", "adapted")}, {("adapted",)}]
-        # One is lost while weights travel, and all while none do. What takes their place has none.
-        groups[0].is_dead = True
+        # One is lost while weights travel. What takes its place has none.
+        generator._replicas[0].value.is_dead = True
         run(generator.update_weights(new(3)))
         assert sent[2] == {("adapted",), ("frozen", "adapted")}
-        for replica in generator._replicas:
-            replica.value.dies_in = "exchange"
-        draw(generator, request(seeds=(1,)), request(seeds=(2,)))
-        run(until(lambda: len(latest) == 6))
-        assert sent[3] == {("frozen", "adapted")}
         run(generator.update_weights(new(4)))
-        assert sent[4] == {("frozen", "adapted")}, "one has waited for them"
-        run(generator.update_weights(new(5)))
-        assert sent[5] == {("adapted",)}
-        for engine in engines[3:]:
+        assert sent[3] == {("adapted",)}
+        for engine in engines[1:]:
             assert {n: t.tolist() for n, t in engine.weights.items()} == {
                 "frozen": [1.0, 1.0],
-                "adapted": [5.0, 5.0],
+                "adapted": [4.0, 4.0],
             }
-        run(generator.update_weights(weights(6)))
-        assert engines[-1].weights["b"].tolist() == [6.0, 6.0], "all of them where any can change"
-
-
-class HeldNames:
-    """Which weights an engine must read: see `HeldWeights.take`."""
-
-    def __init__(self):
-        self.has_all = False
-
-    def needed(self, weights):
-        changing = weights.changing if self.has_all else None
-        self.has_all = True
-        return changing or weights.tensors
+        run(generator.update_weights(weights(5)))
+        assert engines[-1].weights["b"].tolist() == [5.0, 5.0], "all of them where any can change"
 
 
 def test_refused_weights_end_the_generator():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tiny
-from dense_oracle import ORACLE, dense_attention, oracle_of
+from dense_oracle import dense_attention, oracle_of
 from laurel.data.forest import to_forest
 from laurel.errors import ModelError
 from laurel.models.forest.attention import ForestPlan, forest_attention
@@ -108,23 +108,6 @@ def test_a_regression_head_gives_every_attribute(name):
     assert model.num_outputs == 3
     expected_NK = tiny.one_by_one(model, groups, tiny.own_attention(model.classifier))
     torch.testing.assert_close(scores_NK, expected_NK, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_every_token_is_that_of_a_dense_mask(name):
-    """All hidden states, not only the last ones, and in float64 for all architectures."""
-    model = tiny.tiny_reward_model(name, dtype=torch.float64).classifier.base_model
-    groups = tiny.random_groups(6, SHAPES)
-    forest = to_forest(groups)
-    inputs = {
-        "input_ids": forest.ids_T[None],
-        "position_ids": forest.positions_T[None],
-        "use_cache": False,
-    }
-    found = model(**inputs, forest_plan=ForestPlan(forest.trees)).last_hidden_state
-    model.set_attn_implementation(ORACLE)
-    expected = model(**inputs, oracle=oracle_of(groups)).last_hidden_state
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
 @settings(max_examples=60, deadline=None)

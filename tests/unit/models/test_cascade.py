@@ -218,15 +218,11 @@ class Counter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.counts = {}
-        self.largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         self.counts[name] = self.counts.get(name, 0) + 1
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.largest = max(self.largest, result.numel())
-        return result
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -309,23 +305,6 @@ def test_nothing_is_kept_but_tensors_of_the_distinct_tokens(dtype):
     assert out.transpose(1, 2).is_contiguous()
     sizes = [tensor.untyped_storage().nbytes() for tensor in kept.values()]
     assert sum(sizes) == num_tokens * ((4 + 2 + 2 + 4) * 8 * dtype.itemsize + 4 * 4)
-
-
-@pytest.mark.slow
-def test_a_branch_of_32k_tokens_trains_without_a_square():
-    model = tiny.tiny_reward_model(
-        "llama",
-        num_hidden_layers=1,
-        hidden_size=8,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        intermediate_size=8,
-    ).train()
-    forest = to_forest(tiny.random_groups(4, [(2048, [32768])]))
-    with Counter() as counter:
-        model(forest).sum().backward()
-    assert counter.largest <= len(forest.ids_T) * 32
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -117,19 +117,6 @@ def test_any_shapes(shapes, name, seed):
         torch.testing.assert_close(out.logprobs_M, expected_M, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["phi", "gemma2-capped", "granite", "cohere", "qwen3-tied"])
-def test_logits_are_those_of_hugging_face(name):
-    """Bias, soft-capping, and the factors of Granite and Cohere."""
-    model = tiny.tiny_policy(name, path="padded", temperature=0.5)
-    rows = to_padded(tiny.random_groups(5, [(9, [4])]), pad_id=0)
-    with torch.inference_mode():
-        logits_XV = model.logits(model.hidden(rows).flatten(0, -2))
-        expected = model.causal_lm(input_ids=rows.ids_NL).logits[0]
-    assert logits_XV.dtype == torch.float32
-    assert logits_XV.shape == (13, model.vocab_size)
-    torch.testing.assert_close(logits_XV, expected, rtol=0, atol=2e-6)
-
-
 def test_entropy_and_chunks_are_settings_of_the_model():
     model = tiny.tiny_policy("qwen3", dtype=torch.float64)
     forest = to_forest(tiny.random_groups(6, SHAPES))

@@ -119,24 +119,6 @@ def test_computed_parameters_are_those_of_the_network(kind):
     assert counted == small_shape(3).num_parameters + head_norms
 
 
-@pytest.mark.parametrize(
-    "text", ["hidden=3", "hidden_size=8192", "hidden_size=x,num_layers=1", "hidden_size=-1"]
-)
-def test_bad_shapes_are_told(text):
-    with pytest.raises(ConfigError):
-        parse_shape(text, has_language_head=True)
-
-
-def test_amounts():
-    assert parse_bytes("80GiB") == 80 * GIB
-    assert parse_bytes("141GB") == 141 * 10**9
-    assert parse_bytes("1.5 gib") == 3 * GIB // 2
-    assert parse_bytes("4096") == 4096
-    for bad in ("", "GiB", "-3GiB", "nanGiB", "infGB", "8 giraffes"):
-        with pytest.raises(ConfigError):
-            parse_bytes(bad)
-
-
 def saved_bytes(kind, mode, *, layers, recomputes, heads=(8, 2), group=(96, 40, 4)):
     """Bytes that the layers of a real network keep for the backward pass of a forest.
 
@@ -502,3 +484,16 @@ def test_adapters_need_no_gradients_of_what_is_frozen():
 def generated(*overrides):
     """The parts of memory in generation."""
     return phase(fit(grpo(*overrides), Shapes(policy=SMALL)), "generation").parts
+
+
+def test_amounts_and_shapes_are_read():
+    assert parse_bytes("80GiB") == 80 * GIB
+    assert parse_bytes("141GB") == 141 * 10**9
+    assert parse_bytes("1.5 gib") == 3 * GIB // 2
+    assert parse_bytes("4096") == 4096
+    for bad in ("", "GiB", "-3GiB", "nanGiB", "infGB", "8 giraffes"):
+        with pytest.raises(ConfigError):
+            parse_bytes(bad)
+    for bad in ("hidden=3", "hidden_size=8192", "hidden_size=x,num_layers=1", "hidden_size=-1"):
+        with pytest.raises(ConfigError):
+            parse_shape(bad, has_language_head=True)
