@@ -94,24 +94,6 @@ def test_a_config_that_denies_the_head_does_not_matter(save):
     assert torch.equal(score(loaded), expected)
 
 
-def test_settings_of_the_model_can_be_changed(save):
-    directory = save(tiny.tiny_classifier("qwen3"))
-    loaded = load(directory, hf_config_overrides={"attention_dropout": 0.25})
-    assert loaded.model.classifier.model.layers[0].self_attn.attention_dropout == 0.25
-    with pytest.raises(ConfigError, match=r"hf_config_overrides\.atention_dropout: .* no such"):
-        load(directory, hf_config_overrides={"atention_dropout": 0.25})
-
-
-def test_padding_is_the_tokenizers(save):
-    """Hugging Face's own head finds the last token by the padding of the configuration."""
-    classifier = tiny.tiny_classifier("qwen3")
-    classifier.config.pad_token_id = 9
-    loaded = load(save(classifier))
-    config = loaded.model.classifier.config
-    assert config.pad_token_id == loaded.contract.rules.pad_id == 0
-    assert loaded.model.classifier.get_input_embeddings().padding_idx == 0
-
-
 def test_every_token_learns_though_the_old_padding_was_one_of_them(save):
     """The row of the padding token gets no gradient: it must not be that of a word."""
     tokenizer = made.chatml()
@@ -176,13 +158,6 @@ def test_an_encoder_without_a_head_gets_one(save):
     assert not torch.equal(
         loaded.model.classifier.classifier.weight, other.model.classifier.classifier.weight
     )
-
-
-def test_activations_are_recomputed_where_asked(save):
-    directory = save(tiny.tiny_classifier("qwen3"))
-    on = load(directory, dtensor_cfg={"activation_checkpointing": True}).model.classifier
-    assert on.model.layers[0].gradient_checkpointing
-    assert not load(directory).model.classifier.model.layers[0].gradient_checkpointing
 
 
 def refused(directory, **changes):

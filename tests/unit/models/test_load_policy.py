@@ -121,15 +121,6 @@ def test_a_policy_is_made_of_nothing_from_a_seed():
         load(None, scratch={**SCRATCH, "architecture": "vit", "config_overrides": {}})
 
 
-def test_a_run_goes_on_from_what_it_saved(tmp_path):
-    loaded = load(None, scratch=SCRATCH)
-    save_policy(tmp_path, loaded.model, loaded.tokenizer, card="")
-    resumed = load(None, scratch=SCRATCH, resume=tmp_path, seed=9)
-    assert (resumed.notes, resumed.has_random_weights) == ([], False)
-    assert torch.equal(logprobs(resumed.model), logprobs(loaded.model))
-    assert resumed.tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
-
-
 def test_the_weights_do_not_lie_in_the_file_they_came_from(save):
     directory = save(tiny.tiny_language_model("qwen3"))
     model = load(directory).model

@@ -115,19 +115,6 @@ def test_autocast_stays_inside_the_decoder():
         assert torch.equal(model.judge(hidden_ND), expected_NK)
 
 
-def test_full_precision_lasts_as_long_as_it_is_asked_for():
-    model = tiny.tiny_reward_model("qwen3", precision=torch.bfloat16)
-    forest = to_forest(tiny.random_groups(7, SHAPES))
-    exact = tiny.tiny_reward_model("qwen3")
-    with torch.inference_mode():
-        low_NK = model(forest)
-        with model.in_full_precision():
-            assert torch.equal(model(forest), exact(forest))
-        assert model.precision == torch.bfloat16
-        assert torch.equal(model(forest), low_NK)
-        assert not torch.equal(low_NK, exact(forest))
-
-
 def test_a_head_with_a_bias_adds_it():
     model = tiny.tiny_reward_model("qwen3")
     forest = to_forest(tiny.random_groups(8, SHAPES))

@@ -121,14 +121,6 @@ def test_what_cannot_be_told_is_refused_unless_it_is_said(name):
         assert sent(contract, text, "No.", True)
 
 
-def test_the_last_token_is_the_end_of_the_sequence():
-    for make, last in ((made.gemma, "<eos>"), (made.llama_31, "<|eot|>"), (made.chatml, "Ċ")):
-        contract = contract_of(make())
-        (tokens,) = contract.encode([group_of(QUESTION, ["Here."], group_id="g")])
-        assert contract.tokenizer.convert_ids_to_tokens(whole(tokens)[0][-1]) == last
-    assert whole(tokens)[0][-2] == contract.rules.eos_id  # ChatML: EOS, then its line break
-
-
 def test_the_text_is_the_same_on_every_day(tmp_path):
     """Also for a program that only has the saved tokenizer."""
     contract = contract_of(made.llama_31(), today=date(2024, 3, 1))

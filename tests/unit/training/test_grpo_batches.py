@@ -11,7 +11,6 @@ from laurel.config.policy import NamedCall
 from laurel.training.batches import Batcher, global_batches
 from laurel.training.learner import LocalLearner
 from laurel.training.policy_loss import PolicyLabels
-from laurel.types import TokenGroup
 from policy_batches import labels, loss_of
 from tiny import PAD, random_groups, tiny_policy
 
@@ -123,23 +122,4 @@ def test_how_a_step_is_computed_does_not_change_it(changes):
     of_groups = some_labels(groups, used=False)
     expected, _ = gradients(groups, of_groups)
     found, _ = gradients(groups, of_groups, **changes)
-    assert_same(found, expected)
-
-
-def test_completions_that_are_not_used_might_as_well_not_be_there():
-    groups = random_groups(2, SHAPES)
-    of_groups = some_labels(groups, used=False)
-    kept = [[i for i, used in enumerate(label.used_G) if used] for label in of_groups]
-    smaller = [
-        TokenGroup(
-            id=g.id,
-            trunk_ids=g.trunk_ids,
-            branches_ids_G=tuple(g.branches_ids_G[i] for i in indices),
-        )
-        for g, indices in zip(groups, kept, strict=True)
-    ]
-    subset = [label.subset(i) for label, i in zip(of_groups, kept, strict=True)]
-    expected, count = gradients(smaller, subset)
-    found, same = gradients(groups, of_groups)
-    assert same == count
     assert_same(found, expected)

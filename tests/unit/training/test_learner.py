@@ -135,14 +135,6 @@ def test_a_step_of_two_micro_batches_by_hand():
     assert weights(learner) == [0.0, 1.0]
 
 
-def test_the_denominator_is_that_of_the_whole_step():
-    """The second micro-batch counts for nothing and the first for three; 3 divides both."""
-    learner = LocalLearner(weights_only(0.0), optimizer=sgd())
-    batch = [batch_of((3.0,), (6.0,), labels=[1.0, 2.0]), batch_of((9.0,), labels=[0.0])]
-    learner.update(batch, Mean())
-    assert weights(learner) == [-(3.0 + 2 * 6.0) / 3]
-
-
 def test_gradients_of_the_step_before_do_not_count():
     learner = LocalLearner(weights_only(0.0), optimizer=sgd())
     for _ in range(2):
@@ -287,16 +279,6 @@ def test_gradients_are_scaled_down_to_the_limit(limit, expected):
     update = learner.update([batch_of((30.0, 40.0))], Mean())
     assert update.metrics["grad_norm"] == 50.0
     assert weights(learner) == expected
-
-
-def test_frozen_weights_are_left_out():
-    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-    model[0].weight.requires_grad_(False)
-    before = float(model[0].weight)
-    learner = LocalLearner(model, optimizer=ADAMW)
-    assert [name for name, _ in learner.named_parameters] == ["1.weight"]
-    learner.update([batch_of((1.0,))], Mean())
-    assert float(model[0].weight) == before
 
 
 @pytest.mark.parametrize(
