@@ -166,9 +166,9 @@ def test_a_reward_model_is_used_where_a_data_set_or_a_combination_names_it():
     assert uses_reward_model(grpo(parts, "data.env_name=both"))
     assert not uses_reward_model(grpo(parts))
     assert uses_reward_model(several_models())
-    servers = "[{name: a, urls: ['http://a:1'], normalize: none}]"
-    only_servers = (f"env.reward_model.models={servers}", "env.reward_model.enabled=true")
-    assert not uses_reward_model(grpo(*only_servers))
+    servers = [f"{{name: {n}, urls: ['http://{n}:1'], normalize: none}}" for n in "ab"]
+    models = f"env.reward_model.models=[{', '.join(servers)}]"
+    assert not uses_reward_model(grpo(models, "env.reward_model.enabled=true"))
 
 
 def several_models(*overrides):
