@@ -18,7 +18,7 @@ from laurel.models.checkpoint.state import load_training_state
 from model_directories import edit_weights, save_model
 from parallel_runs import together
 
-SIZES = [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}]
+SIZES = [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}]
 SHARED = {"dtensor_cfg": {"sequence_parallel": True}}
 LORA = {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 4}}}
 TOLERANCE = 1e-5
@@ -173,7 +173,7 @@ def test_memory_at_its_highest_falls_with_the_ranks(tmp_path):
 
 
 @pytest.mark.slow_parameters("dp_shard=2 tp=2")
-@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]], ids=name_of)
+@pytest.mark.parametrize("sizes", SIZES, ids=name_of)
 def test_what_is_saved_from_shares_is_what_one_process_saves(sizes, models, tmp_path):
     cases = [
         ("policy", models["untied"], {}),
