@@ -16,7 +16,7 @@ from laurel.training.learner_group import divide_micro_batches, imbalance
 from laurel.workers.calls import LocalGroup
 from process_group import ProcessGroup
 
-pytestmark = pytest.mark.slow_parameters("dp_shard=2 tp=2", "cp=2", "tp=2", "dp_replicate=2")
+pytestmark = pytest.mark.slow_parameters("dp_shard=2 tp=2", "cp=2", "dp_replicate=2")
 
 SIZES = [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2}, {"cp": 2}]
 
