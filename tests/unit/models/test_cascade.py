@@ -117,23 +117,8 @@ class Emulated:
             logits = torch.einsum("qhd,khd->hqk", q[rows], k[seen][:, heads]) * scale
             yield rows, seen, heads, logits.masked_fill(~visible, -torch.inf), scale
 
-    def forward(
-        self,
-        q,
-        k,
-        v,
-        cum_q,
-        cum_k,
-        max_q,
-        max_k,
-        dropout,
-        is_causal,
-        debug,
-        *,
-        scale=None,
-        window_size_left=None,
-        window_size_right=None,
-    ):
+    def forward(self, *arguments, scale=None, window_size_left=None, window_size_right=None):
+        q, k, v, cum_q, cum_k, max_q, max_k, dropout, is_causal, debug = arguments
         assert not debug
         assert dropout == 0.0
         assert (max_q, max_k) == (int(cum_q.diff().max()), int(cum_k.diff().max()))
@@ -146,27 +131,9 @@ class Emulated:
             out[rows] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v[seen][:, heads])
         return out, lse, None, None, None
 
-    def backward(
-        self,
-        grad,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        cum_q,
-        cum_k,
-        max_q,
-        max_k,
-        dropout,
-        is_causal,
-        rng_state,
-        unused,
-        *,
-        scale=None,
-        window_size_left=None,
-        window_size_right=None,
-    ):
+    def backward(self, *arguments, scale=None, window_size_left=None, window_size_right=None):
+        grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, *rest = arguments
+        dropout, is_causal, rng_state, unused = rest
         assert rng_state.dtype == torch.uint64
         assert unused.numel() == dropout == 0
         assert (max_q, max_k) == (int(cum_q.diff().max()), int(cum_k.diff().max()))
