@@ -178,6 +178,9 @@ def test_wins_losses_ties_margins_and_soft_labels(loss, win, lose, tie):
     better, worse = exact(math.log(4.0), 0.0, math.log(4.0)), exact(0.0, math.log(4.0), 0.0)
     found = loss(better, worse, flags(False, False, True))
     assert_near(found, -math.log(win), -math.log(lose), -math.log(tie))
+    # A fifth of the labels is wrong.
+    found = loss(better[:1], worse[:1], flags(False), label_smoothing=0.2)
+    assert_near(found, -0.8 * math.log(win) - 0.2 * math.log(lose))
     # d - m = ln 4, as above; q = 0.9 * 0.8 + 0.1 * 0.2 = 0.74.
     found = loss(
         exact(math.log(8.0)),
