@@ -1,9 +1,6 @@
 """Which groups travel together, and how they are laid out."""
 
-import dataclasses
-
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,17 +55,6 @@ def test_padded_rows_by_hand():
     assert rows.ids_NL.dtype == torch.int64
 
 
-def test_values_are_frozen_and_the_tokens_are_copies():
-    forest = to_forest(GROUPS)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        forest.trees = ()
-    forest.ids_T[0] = 99
-    assert GROUPS[0].trunk_ids[0] == 11
-    single = to_forest([GROUPS[1]])
-    single.ids_T[0] = 99
-    assert GROUPS[1].branches_ids_G[0][0] == 31
-
-
 IDS = st.lists(st.integers(0, 500), max_size=6)
 ANY_GROUPS = st.lists(
     st.tuples(IDS, st.lists(IDS.filter(len), min_size=1, max_size=4)).map(
@@ -101,13 +87,6 @@ def test_every_sequence_can_be_read_back(groups, share_prompts):
     assert to_padded(groups, pad_id=0).lengths_N.tolist() == [
         n for g in groups for n in g.lengths_G
     ]
-
-
-def test_packing_by_hand():
-    # Decreasing: 6, 5, 4, 3, 2 into 10: 6+4, 5+3+2.
-    assert bin_pack([5, 4, 2, 6, 3], 10) == [[1, 3], [0, 2, 4]]
-    assert bin_pack([12, 3, 12], 10) == [[0], [2], [1]]  # too long for any: alone
-    assert bin_pack([], 10) == []
 
 
 SIZES = st.lists(st.integers(1, 60), max_size=40)
@@ -160,14 +139,6 @@ def test_even_packing(sizes, budget, dp_size):
         assert len(items) == 1 or sum(sizes[i] for i in items) <= budget
     assert len(bins) >= len(bin_pack(sizes, budget))
     assert pack_evenly(sizes, budget, dp_size=1) == bin_pack(sizes, budget)
-
-
-def test_packing_leaves_little_room_in_a_file_of_many_conversations():
-    rng = np.random.default_rng(0)
-    sizes = rng.integers(50, 2000, 50_000).tolist()
-    bins = bin_pack(sizes, 8192)
-    assert len(pack_evenly(sizes, 8192, dp_size=8)) <= len(bins) + 16
-    assert len(bins) <= 1.01 * sum(sizes) / 8192
 
 
 def test_padded_packing_by_hand():

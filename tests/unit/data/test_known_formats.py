@@ -95,9 +95,3 @@ def test_what_could_not_be_read_is_not_suggested():
     assert suggestions({"chosen": 5, "rejected": 6, "question": 7}) == []
     same = [{"role": "user", "content": "Where?"}]
     assert suggestions({"dialog": same}) == []  # nobody answers
-
-
-def test_programs_in_other_languages_are_no_humaneval():
-    row = {"prompt": "const one = () => {", "entry_point": "one", "test": "x"}
-    found = recognise(row)
-    assert found is None or found.name != "HumanEval"

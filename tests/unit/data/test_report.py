@@ -72,13 +72,6 @@ def test_rows_left_out_are_counted_and_the_rest_adds_up():
     assert report.num_prompts == 1
 
 
-def test_a_report_without_pairs_has_no_shares():
-    report = report_of()
-    assert report.longer_wins_share is None
-    assert report.tied_pairs_share is None
-    assert "rows kept" in shown(report)
-
-
 def test_merging_adds_everything_up():
     first = report_of(preference("q", "aa", "b"))
     second = report_of(preference("q", "a", "bb"), preference("r", "a", "b", "c", ranks=(0, 0, 0)))
@@ -150,22 +143,6 @@ def test_the_table_fits_eighty_columns_and_says_what_happened():
         assert max(len(line) for line in body.splitlines()) <= 80
         for part in ("Data 'train'", "duplicate", "100.0% of 8 pairs", "3 of 16", "[bold]", "[0]"):
             assert part in text
-
-
-def test_nothing_of_the_table_is_cut_off_where_there_is_little_room():
-    report = report_of(*(preference("q" * n, "a" * 900, "b") for n in range(1, 9)))
-    report.notes.append("read as BinaryPreferenceDataset, recognized by: columns prompt and chosen")
-    wide, narrow = (shown(report, width=width) for width in (80, 40))
-    assert max(map(len, narrow.splitlines())) <= 40
-    assert narrow.split() != wide.split(), "labels are folded"
-    assert sorted(narrow.split()) == sorted(wide.split()), "every word is there, and whole"
-
-
-def test_sources_of_the_reports_own_file_are_shown_as_lines():
-    report = report_of(preference("q", "a", "b"))
-    for line in (4, 5, 6, 7):
-        report.drop("tie", f"r.jsonl:{line}")
-    assert "4  (lines 4, 5, 6, ...)" in shown(report)
 
 
 def test_each_kind_has_its_lines_and_a_report_names_no_more_than_a_thousand():

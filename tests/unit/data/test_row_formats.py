@@ -4,9 +4,7 @@ import pytest
 
 from laurel.config.data import DatasetConfig
 from laurel.data.preferences import (
-    class_of,
     infer_class,
-    parse_transcript,
 )
 from laurel.data.preferences import (
     ranked_row as read_ranked_row,
@@ -69,11 +67,6 @@ def test_helpsteer3(preference, answers, ranks, margin):
     assert row_read.ranks_G == ranks
     assert row_read.margin == margin
     assert row_read.prompt == (Message("user", "q"),)
-
-
-def test_helpsteer3_takes_a_context_of_messages():
-    row_read = read(helpsteer_row(1, [U("a"), A("b"), U("c")]), "HelpSteer3")
-    assert [message.role for message in row_read.prompt] == ["user", "assistant", "user"]
 
 
 def test_helpsteer3_needs_a_number():
@@ -290,7 +283,6 @@ def test_binary_rows(row, prompt, answers):
             {"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"},
             "transcript ends with Human",
         ),
-        ({"chosen": [A("a")], "rejected": [A("b")]}, "missing key 'prompt'"),
         (
             {
                 "prompt": [{"role": "user", "content": [{"type": "image"}]}],
@@ -303,11 +295,6 @@ def test_binary_rows(row, prompt, answers):
 )
 def test_what_a_binary_row_may_not_be(row, kind):
     assert problem_of(row, "BinaryPreferenceDataset").kind == kind
-
-
-def test_only_text_that_starts_with_human_is_a_transcript():
-    with pytest.raises(UnusableRow, match="starts with"):
-        parse_transcript("Human: hi\n\nAssistant: ho")
 
 
 def test_a_missing_key_names_the_keys_there_are_and_the_setting_that_mends_it():
@@ -352,8 +339,3 @@ def test_margins_come_from_a_column_or_the_difference_of_two():
 def test_the_class_is_told_by_the_columns(row, name):
     found = infer_class(row, DatasetConfig())
     assert (found and found[0]) == name
-
-
-def test_columns_that_tell_nothing_are_named():
-    with pytest.raises(UnusableRow, match=r"their columns \(question\) do not tell it"):
-        class_of({"question": "q"}, DatasetConfig())

@@ -23,16 +23,6 @@ def opened(**config):
 @pytest.mark.parametrize(
     ("config", "path", "parts"),
     [
-        (
-            {"dataset_name": "OpenMathInstruct-2"},
-            "nvidia/OpenMathInstruct-2",
-            ((None, "train_1M"),),
-        ),
-        (
-            {"dataset_name": "OpenMathInstruct-2", "split": "train_5M"},
-            "nvidia/OpenMathInstruct-2",
-            ((None, "train_5M"),),
-        ),
         ({"dataset_name": "GSM8K", "split": "test"}, "openai/gsm8k", (("main", "test"),)),
         ({"dataset_name": "GSM8K", "subset": "socratic"}, "openai/gsm8k", (("socratic", None),)),
         (
