@@ -52,26 +52,13 @@ def asked(prompt, *answers):
     return group_of((Message("user", prompt),), answers, group_id=prompt)
 
 
-def test_the_same_tokens_are_no_difference():
-    reference = reference_of(made(template=CHATML))
-    found = differences(reference, [asked("q", "a", "b")])
-    assert found == [(None, None)]
-    assert summary(found)["num_rows"] == 0
-
-
-def test_a_hidden_bos_differs_and_is_not_read():
-    reference = reference_of(made(template="{{ bos_token }}" + CHATML, adds_bos=True))
-    ((found, _),) = differences(reference, [asked("q", "a", "b")])
-    assert found is not None
-    assert found.reasons == (BOS,)
-    assert not found.is_read
-
-
 @pytest.mark.parametrize(
     ("tokenizer", "lengths", "prompt", "reasons", "is_read"),
     [
         # Without a BOS of the template, the contract writes one there; the reference adds it.
         (made(template=CHATML, adds_bos=True), (99, 99), "q", None, False),
+        (made(template=CHATML), (99, 99), "q", None, False),
+        (made(template="{{ bos_token }}" + CHATML, adds_bos=True), (99, 99), "q", (BOS,), False),
         (made(template=CHATML), (20, 99), "q", (CUT,), True),
         (made(template=CHATML), (99, 20), "q", (CUT,), True),
         (made(template=CHATML), (20, 20), "q", None, False),

@@ -4,7 +4,6 @@ import gzip
 import io
 import json
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from laurel.errors import ConfigError, DataError
-from laurel.evaluation.diagnostics import find_leaks, find_repeats, normalised
+from laurel.evaluation.diagnostics import find_leaks, find_repeats
 from laurel.evaluation.statistics import (
     BagOfWords,
     ScoredPair,
@@ -95,14 +94,11 @@ def test_leaks_by_hand():
         "less similar",
     ]
     assert find_leaks([], trained) == find_leaks(evaluated, []) == []
+    # No prompt is nothing shared, unless the answers are.
+    empty = [pair("other", " ", "c", "d"), pair("same", "", "a", "b")]
+    assert [leak.evaluated for leak in find_leaks(empty, [pair("t", "", "a", "b")])] == ["same"]
     with pytest.raises(ConfigError, match="above 0 and at most 1"):
         find_leaks(evaluated, trained, threshold=0.0)
-
-
-def test_no_prompt_is_nothing_shared():
-    trained = [pair("t", "", "a", "b")]
-    found = find_leaks([pair("other", " ", "c", "d"), pair("same", "", "a", "b")], trained)
-    assert [leak.evaluated for leak in found] == ["same"]
 
 
 def test_a_system_prompt_is_no_leak():
@@ -114,20 +110,6 @@ def test_a_system_prompt_is_no_leak():
     assert find_leaks(asked, many) == []
     again = [pair("e", f"{words(0, 60)} Question3 at3 last3 please")]
     assert [leak.trained for leak in find_leaks(again, many, threshold=0.5)] == ["t3"]
-
-
-@pytest.mark.slow
-def test_the_one_leak_among_ten_thousand_prompts_is_found():
-    drawn = random.Random(0)
-    vocabulary = [f"word{number}" for number in range(5000)]
-    texts = [" ".join(drawn.choices(vocabulary, k=100)) for _ in range(11_000)]
-    trained = [pair(f"t{n}", text) for n, text in enumerate(texts[:10_000])]
-    evaluated = [pair(f"e{n}", text) for n, text in enumerate(texts[10_000:])]
-    # Of 93 runs, all but the one that ends in the last word are left: 92 / 94.
-    evaluated[7] = pair("e7", texts[42].rsplit(" ", 1)[0] + " other")
-    found = find_leaks(evaluated, trained)
-    assert [(leak.evaluated, leak.trained) for leak in found] == [("e7", "t42")]
-    assert found[0].similarity == pytest.approx(92 / 94)
 
 
 def test_repeats_by_hand():
@@ -176,18 +158,10 @@ def scored_by_length(pairs):
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "low", "high"),
-    [
-        ("ukp_convarg1/train.jsonl.gz", 0.76, 0.815),
-        ("ukp_convarg1/validation.jsonl.gz", 0.76, 0.815),
-        ("llmbar/rewardbench_llmbar.jsonl.gz", 0.265, 0.275),
-    ],
-)
-def test_how_often_the_longer_answer_wins(name, low, high):
-    pairs = read(name)
+def test_how_often_the_longer_answer_wins():
+    pairs = read("llmbar/rewardbench_llmbar.jsonl.gz")
     share = sum(longer_wins(pairs).values()) / len(pairs)
-    assert low <= share <= high
+    assert 0.265 <= share <= 0.275
     # A model of length gets as much, less its ties.
     found = accuracy(scored_by_length(pairs))
     assert found is not None
@@ -208,17 +182,6 @@ def test_a_bag_of_words_on_unseen_debates():
     # The sets were parted by debate.
     assert [leak for leak in find_leaks(unseen, trained) if leak.is_exact] == []
     assert len(find_leaks(trained[:50], trained)) == 50
-
-
-def test_contradictions_in_real_data():
-    pairs = read("ukp_convarg1/train.jsonl.gz")
-    found = find_repeats(pairs)
-    by_id = {p.id: p for p in pairs}
-    assert found.contradictions
-    for ids in found.contradictions:
-        members = [by_id[name] for name in ids]
-        assert len({normalised(member.prompt) for member in members}) == 1
-        assert len({" ".join(member.chosen.split()) for member in members}) == 2
 
 
 def by_length(groups):
@@ -317,37 +280,17 @@ def test_accuracy_on_prompts_that_leaked():
 
 
 def test_what_there_is_nothing_of_is_absent():
+    least = {"num_pairs", "num_failures", "confidence", "evaluation_set"}
     report = diagnostics_report([pair("1", "Is it?", scores=(None, None), failure="gone")])
-    assert set(report) == {"num_pairs", "num_failures", "failures", "confidence", "evaluation_set"}
+    assert set(report) == {*least, "failures"}
     assert "%" not in printed(report)
     alone = diagnostics_report([pair("1", "Is it?", scores=(2.0, 1.0))])
-    for key in (
-        "length_controlled_accuracy",
-        "by_margin",
-        "by_subset",
-        "by_leak",
-        "agreement",
-        "sensitivity",
-        "leakage",
-        "training_set",
-    ):
-        assert key not in alone
+    absent = "length_controlled_accuracy by_margin by_subset by_leak agreement sensitivity leakage"
+    assert not {*absent.split(), "training_set"} & set(alone)
     assert "temperature" not in alone["calibration"]
     assert "none: no pair is wrong" in printed(alone)
-    assert set(diagnostics_report([])) == {
-        "num_pairs",
-        "num_failures",
-        "confidence",
-        "evaluation_set",
-    }
+    assert set(diagnostics_report([])) == least
     assert "0 pairs" in printed(diagnostics_report([]))
-
-
-def test_a_report_is_the_same_twice_and_in_any_order():
-    pairs = evaluated()
-    first = diagnostics_report(pairs, score=by_length)
-    assert diagnostics_report(pairs, score=by_length) == first
-    assert diagnostics_report(pairs[::-1])["accuracy"] == first["accuracy"]
 
 
 def test_what_a_report_cannot_be_made_of():

@@ -1,20 +1,16 @@
 """JudgeBench, pairs of any set, best of n, and the comparison of two results."""
 
-import io
 import itertools
 from math import comb
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from laurel.evaluation import benchmarks
 from laurel.evaluation import other_benchmarks as best_of_n
 from laurel.evaluation import other_benchmarks as judge_bench
 from laurel.evaluation.statistics import ScoredList, paired_test, sign_test
-from laurel.run.evaluation.results import Evaluation
-from laurel.run.evaluation.tables import print_evaluation
 
 
 def test_judge_bench_by_category_and_over_all_pairs(pairs):
@@ -37,29 +33,6 @@ def test_any_pairs_and_the_share_of_ties(pair):
     assert (measured.final.value, measured.final.num_rows) == (0.5, 2)
     assert measured.sections[0].value == 0.5
     assert measured.subsets == ()
-
-
-def test_the_share_of_ties_stands_apart_from_what_is_scored(pair):
-    measured = benchmarks.measure([pair("a", (1.0, 0.0), "x"), pair("b", (1.0, 1.0), "y")])
-    evaluation = Evaluation(
-        benchmark="pairs",
-        title="Pairs",
-        model="m",
-        data=(),
-        measured=measured,
-        baseline=measured,
-        rows=(),
-        num_completions=4,
-        num_truncated=0,
-        failures=(),
-        seconds=1.0,
-        details={},
-    )
-    console = Console(width=80, record=True, file=io.StringIO())
-    print_evaluation(console, evaluation)
-    shown = [line.split("  ")[0].strip() for line in console.export_text().splitlines()]
-    named = [name for name in shown if name and name[0] != "─"]
-    assert named == ["Pairs: m", "x", "y", "all pairs", "share of equal scores", "scored"]
 
 
 def test_best_of_n_by_hand(scored_list):
@@ -96,15 +69,6 @@ def test_a_list_whose_parts_do_not_fit_is_refused():
         )
 
 
-def test_sign_test_by_hand():
-    assert sign_test(0, 0) == 1.0
-    assert sign_test(0, 5) == 2 / 32
-    assert sign_test(1, 8) == 2 * (1 + 9) / 512
-    assert sign_test(3, 3) == 1.0
-    with pytest.raises(ValueError, match="counts are -1 and 2"):
-        sign_test(-1, 2)
-
-
 @given(st.integers(0, 8), st.integers(0, 8))
 def test_sign_test_is_the_share_of_throws_that_are_as_uneven(first, second):
     throws = first + second
@@ -114,6 +78,8 @@ def test_sign_test_is_the_share_of_throws_that_are_as_uneven(first, second):
     )
     assert sign_test(first, second) == pytest.approx(as_uneven / 2**throws)
     assert sign_test(second, first) == sign_test(first, second)
+    with pytest.raises(ValueError, match=f"counts are -1 and {second}"):
+        sign_test(-1, second)
 
 
 def test_many_rows_are_counted_exactly():

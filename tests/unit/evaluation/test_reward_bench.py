@@ -27,14 +27,6 @@ def test_weights_are_those_of_the_paper():
 
 
 @pytest.mark.parametrize("column", ["reference", "ours"])
-def test_both_columns_of_the_seed(oracle, column):
-    known = oracle("rewardbench")[column]
-    sections = section_scores(known["per_subset"])
-    assert sections == known["sections"]
-    assert final_score(known["per_subset"]) == known["overall"]
-
-
-@pytest.mark.parametrize("column", ["reference", "ours"])
 def test_rows_aggregate_as_their_accuracies_do(oracle, pairs, column):
     known = oracle("rewardbench")[column]
     rows = []
@@ -90,14 +82,6 @@ def test_ties_are_wrong_and_failures_are_no_verdicts(pair):
     (subset,) = measured.subsets
     assert (subset.value, subset.num_rows, subset.num_failures) == (1 / 3, 3, 2)
     assert measured.credits == {"0": 1.0, "1": 0.0, "2": 0.0, "3": None, "4": None}
-
-
-def test_a_subset_in_which_all_failed_has_no_accuracy(pairs):
-    measured = measure_reward_bench(pairs("llmbar-natural", 0, 0, 4) + pairs("mt-bench-hard", 3, 1))
-    sections = {one.name: one for one in measured.sections}
-    assert measured.subsets[1].value is None
-    assert sections["Chat Hard"].value == 0.75
-    assert (sections["Chat Hard"].num_rows, sections["Chat Hard"].num_failures) == (4, 4)
 
 
 def test_what_is_absent_or_unknown_or_not_whole_is_said(pairs):

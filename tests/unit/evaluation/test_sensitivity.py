@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from laurel.errors import ProtocolError
 from laurel.evaluation.diagnostics import (
-    FLATTERY,
     VARIANTS,
     Sensitivity,
     other_white_space,
@@ -16,7 +15,7 @@ from laurel.evaluation.diagnostics import (
     with_markdown,
 )
 from laurel.evaluation.statistics import ScoredPair
-from laurel.types import Group, Message, Score
+from laurel.types import Message, Score
 
 ANSWER = "It is so. I saw it!\n\nAsk him."
 
@@ -31,10 +30,6 @@ def test_markdown_is_added_once():
     assert with_markdown(ANSWER) == "- **It is so.** I saw it!\n\n- **Ask him.**"
     for text in ("", "- a\n- b", "# Title", "**bold**", "```\ncode\n```", "1. one", "    x = 1"):
         assert with_markdown(text) is None, text
-
-
-def test_flattery_comes_after_the_answer():
-    assert with_flattery("So.\n") == f"So.\n\n{FLATTERY}"
 
 
 def test_the_end_is_cut_off():
@@ -142,13 +137,6 @@ def test_figures_of_nothing_are_absent(value):
     assert found.mean_shift is found.raised_share is found.flip_share is None
 
 
-def test_equal_scores_have_no_unit():
-    values = {"a": 1.0, "b": 1.0, "A": 2.0, "B": 2.0}
-    (found,) = sensitivity([pair("1", "a", "b")], scoring(values), variants={"shout": shout})
-    assert found.mean_shift is None
-    assert found.raised_share == 1.0
-
-
 def test_a_scorer_of_length_is_moved_as_the_text_grows():
     def by_length(groups):
         return [
@@ -165,19 +153,6 @@ def test_a_scorer_of_length_is_moved_as_the_text_grows():
     # chosen one has it, the right one of pair 1 when the rejected one has.
     assert found["flattery"].flip_share == 0.0
     assert found["flattery"].flip_share_chosen == found["flattery"].flip_share_rejected == 0.5
-
-
-def test_each_prompt_is_one_group():
-    seen: list[Group] = []
-
-    def score(groups):
-        seen.extend(groups)
-        return scoring({})(groups)
-
-    sensitivity([pair("1", "a", "x")], score, variants={"shout": shout})
-    (group,) = seen
-    assert group.prompt == (Message("user", "1?"),)
-    assert [c.messages[0].content for c in group.completions_G] == ["a", "A", "x"]
 
 
 @pytest.mark.parametrize(
