@@ -54,20 +54,6 @@ def test_benchmarks_among_blocks(tmp_path: Path) -> None:
     assert data.benchmark_sets()["Bench"].dataset_name is None
 
 
-def test_a_benchmark_alone_and_from_the_command_line() -> None:
-    rows = "{benchmark: pairs, data_path: a.jsonl}"
-    changes = ["data.train={data_path: t.jsonl}", f"data.validation={rows}"]
-    data = load_config(RewardTrainingRun, None, changes).config.data
-    assert (list(data.validation_sets()), list(data.benchmark_sets())) == ([], ["default"])
-    named = [
-        "data.train_data_path=t.jsonl",
-        f"data.val_data_paths={{Mine: {rows}}}",
-        "data.val_data_paths.Mine.max_samples=3",
-    ]
-    data = load_config(RewardTrainingRun, None, named).config.data
-    assert data.benchmark_sets()["Mine"].max_samples == 3
-
-
 @pytest.mark.parametrize(
     ("block", "told"),
     [

@@ -139,23 +139,13 @@ def read_back(text: str) -> RewardTrainingRun:
     return loaded.config
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(run=runs, describe=st.booleans())
 def test_what_is_written_reads_back_equal(run: RewardTrainingRun, describe: bool) -> None:
     again = read_back(to_yaml(run, describe=describe))
     assert again == run
     assert again.data.train_sets() == run.data.train_sets()
     assert again.data.validation_sets() == run.data.validation_sets()
-
-
-def test_defaults_are_written_too() -> None:
-    text = to_yaml(RewardTrainingRun())
-    assert "  val_period: 16\n" in text
-    assert (
-        "    kwargs:\n      lr: 2.0e-06\n      weight_decay: 0.1\n      betas: [0.9, 0.98]\n"
-        in text
-    )
-    assert "#" not in text
 
 
 def test_described_every_key_has_its_docstring_above_it() -> None:
@@ -169,14 +159,3 @@ def test_described_every_key_has_its_docstring_above_it() -> None:
     # Only what is inside a value of its own has no docstring: the optimizer's arguments.
     assert undescribed == ["lr: 2.0e-06", "weight_decay: 0.1", "betas: [0.9, 0.98]", "eps: 1.0e-05"]
     assert max(map(len, lines)) <= 100
-
-
-def test_templates_are_written_to_be_read() -> None:
-    template = "{% for message in messages %}\n{{ message['content'] }}\n{% endfor %}\n"
-    policy = PolicyConfig(
-        tokenizer=TokenizerConfig(chat_template=template),
-        reward_model_cfg=RewardModelConfig(enabled=True),
-    )
-    text = to_yaml(RewardTrainingRun(policy=policy))
-    assert "    chat_template: |\n      {% for message in messages %}\n" in text
-    assert read_back(text).policy.tokenizer.chat_template == template

@@ -14,19 +14,6 @@ from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
 
 
-def test_setting_one_key_leaves_the_runs_other_defaults() -> None:
-    config = load_config(
-        RewardTrainingRun, None, ["policy.model_name=x", "policy.optimizer.kwargs.lr=1e-4"]
-    ).config
-    assert config.policy.reward_model_cfg.enabled is True
-    assert config.policy.optimizer.kwargs == {
-        "lr": 1e-4,
-        "weight_decay": 0.1,
-        "betas": [0.9, 0.98],
-        "eps": 1e-5,
-    }
-
-
 def test_the_loader_is_light() -> None:
     heavy = "torch transformers datasets numpy pandas pyarrow typer rich"
     program = (

@@ -228,24 +228,6 @@ def test_a_reference_has_no_keys(tmp_path: Path) -> None:
     )
 
 
-def test_keys_of_other_systems_may_be_set_and_are_ignored() -> None:
-    loaded = load_config(Run, None, ["inner.megatron.deep.key=3", "inner.size=2"])
-    assert loaded.config.inner.size == 2
-    assert loaded.warnings == ("these keys mean nothing here and are ignored: inner.megatron",)
-
-
-def test_all_that_is_wrong_is_told_at_once() -> None:
-    message = refused("iner.size=3", "~inner.label", "inner.size=x", "inner.kind=tow")
-    assert message.splitlines() == [
-        "4 problems in the configuration:",
-        "  override 'iner.size=3': iner: unknown key; did you mean 'inner'?",
-        "  override '~inner.label': inner.label: is not set, so it cannot be deleted",
-        "  override 'inner.size=x': inner.size: must be a whole number, not 'x'",
-        "  override 'inner.kind=tow': inner.kind: must be one of one, two, not 'tow'; "
-        "did you mean 'two'?",
-    ]
-
-
 def test_settings_of_a_program_are_changes() -> None:
     settings = {
         "inner.size": 3,

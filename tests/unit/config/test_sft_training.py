@@ -24,14 +24,6 @@ def test_the_keys_of_pairs_are_refused_with_those_that_name_columns_here(schema,
         load_config(schema, path, [])
 
 
-def test_defaults_fit_fine_tuning() -> None:
-    config = SFTRun()
-    assert config.policy.train_global_batch_size == 32
-    assert config.policy.optimizer.kwargs["lr"] == 5e-6
-    assert not config.policy.reward_model_cfg.enabled
-    assert config.data.validation_sets() == []
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

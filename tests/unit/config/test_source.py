@@ -65,19 +65,6 @@ def test_every_float_as_python_prints_it_is_that_float(number: float) -> None:
     assert read == number
 
 
-def test_every_value_knows_its_line(tmp_path: Path) -> None:
-    path = write(tmp_path, "run.yaml", "a: 1\nb:\n  c: [x,\n    y]\n  d: >\n    long\n    text\n")
-    tree = read_file(path)
-    lines = {"a": 1, "b": 2, "b.c": 3, "b.d": 5}
-    for key, line in lines.items():
-        node = find_node(tree, key.split("."))
-        assert node is not None
-        assert node.place == f"{path}:{line}"
-    second = find_node(tree, ["b", "c", 1])
-    assert second is not None
-    assert second.place == f"{path}:4"
-
-
 def test_the_child_overrides_deeply_and_replaces_lists(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "a: {x: 1, y: 2, list: [1, 2, 3]}\nkept: 5\ngone: {deep: 1}\n")
     child = write(tmp_path, "child.yaml", "defaults: base.yaml\na: {y: 3, list: [9]}\ngone: null\n")

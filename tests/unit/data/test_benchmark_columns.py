@@ -4,11 +4,12 @@ import json
 
 import pytest
 
+from chat_rows import assistant, user
 from laurel.data.benchmarks import ON_HUB, benchmark_in, benchmark_of
 from laurel.errors import DataError
 
 PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
-SAID = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+SAID = [user("q"), assistant("a")]
 
 
 @pytest.mark.parametrize(

@@ -52,18 +52,6 @@ def test_a_pair_from_any_format(tmp_path, name):
     assert row.source == str(tmp_path / name) + (":1" if "jsonl" in name else "[0]")
 
 
-def test_lists_of_parquet_and_prompts_of_several_turns(tmp_path):
-    turns = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "a"},
-        {"role": "user", "content": "r"},
-    ]
-    rows = [{"id": "x", "subset": "Math", "prompt": turns, "chosen": ["a"], "rejected": ["b", "c"]}]
-    (row,) = read_benchmark(REWARD_BENCH_2, [write(tmp_path / "rows.parquet", rows)])
-    assert row.ranks_G == (0, 1, 1)
-    assert [message.content for message in row.group.prompt] == ["q", "a", "r"]
-
-
 def test_ids_are_unique_and_the_same_the_next_time(tmp_path):
     rows = [PAIR, {**PAIR, "subset": "hep-js"}, {**PAIR, "subset": "hep-js"}, {**PAIR, "id": None}]
     path = write(tmp_path / "rows.jsonl", rows)

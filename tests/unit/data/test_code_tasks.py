@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from chat_rows import assistant, user
 from laurel.config.data import TaskSetConfig
 from laurel.data.task_formats import _text_in_pickle
 from laurel.data.tasks import load_tasks
@@ -125,7 +126,7 @@ def test_the_function_of_a_list_is_the_one_that_all_asserts_call(load, tests, mo
 
 def test_the_processor_reads_the_same_from_any_set(load):
     row = {
-        "messages": [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "a"}],
+        "messages": [user("Add."), assistant("a")],
         "entry": "f",
         "call_tests": [{"args": [], "expected": 1}],
     }
@@ -184,15 +185,6 @@ def test_the_first_solution_is_the_reference(load):
         load(row | {"solutions": "print(1)"})
 
 
-def test_verls_copies(load):
-    held = {"ground_truth": json.dumps({"inputs": ["1"], "outputs": ["2"]}), "style": "rule"}
-    prompt = [{"role": "system", "content": "Code."}, {"role": "user", "content": "Double."}]
-    task = load({"prompt": prompt, "reward_model": held, "data_source": "apps"})
-    assert [m.role for m in task.prompt] == ["system", "user"]
-    assert task.metadata["stdio_tests"] == [{"stdin": "1", "stdout": "2"}]
-    assert task.metadata["comparison"] == "verl"
-
-
 def test_verls_functions_have_json_as_text(load):
     truth = {"fn_name": "f", "inputs": ['[1, 2]\n"a"', ""], "outputs": ["[true]", '{"1": 2}']}
     judge = {"ground_truth": json.dumps(truth), "style": "rule"}
@@ -248,7 +240,7 @@ class Evil:
         return (os.mkdir, ("evil",))
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [0, 2, pickle.HIGHEST_PROTOCOL])
 def test_a_pickled_text_is_read_without_unpickling(protocol):
     for text in ("", "[1]", "ä☃\n" * 300):
         assert _text_in_pickle(pickle.dumps(text, protocol)) == text

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from chat_rows import assistant, system, transcript, user
 from laurel.data.conversations import read_scoring_rows
 from laurel.errors import DataError
 from laurel.types import Completion, Message
@@ -33,15 +34,7 @@ def refusal(row):
 
 
 def test_a_conversation_is_its_last_message_after_the_others():
-    group = group_of_row(
-        {
-            "messages": [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "Why?"},
-                {"role": "assistant", "content": "Because."},
-            ]
-        }
-    )
+    group = group_of_row({"messages": [system("Be brief."), user("Why?"), assistant("Because.")]})
     assert group.prompt == (Message("system", "Be brief."), *ASKED)
     assert group.completions_G == said("Because.")
 
@@ -50,51 +43,27 @@ def test_a_conversation_is_its_last_message_after_the_others():
     "row",
     [
         {"context": "Why?", "completions": ["Because.", "No."]},
-        {"prompt": [{"role": "user", "content": "Why?"}], "completions": ["Because.", "No."]},
-        {
-            "prompt": "Why?",
-            "completions": [
-                [{"role": "assistant", "content": "Because."}],
-                {"role": "assistant", "content": "No."},
-            ],
-        },
+        {"prompt": [user("Why?")], "completions": ["Because.", "No."]},
+        {"prompt": "Why?", "completions": [[assistant("Because.")], assistant("No.")]},
         {"prompt": "Why?", "completions": [{"completion": "Because."}, {"response": "No."}]},
         {
-            "context": [{"role": "user", "content": "Why?"}],
+            "context": [user("Why?")],
             "completions": [
-                {"rank": 1, "completion": [{"role": "assistant", "content": "Because."}]},
-                {"rank": 0, "completion": [{"role": "assistant", "content": "No."}]},
+                {"rank": 1, "completion": [assistant("Because.")]},
+                {"rank": 0, "completion": [assistant("No.")]},
             ],
         },
-        {
-            "prompt": "Why?",
-            "completions": [
-                [
-                    {"role": "user", "content": "Why?"},
-                    {"role": "assistant", "content": "Because."},
-                ],
-                "No.",
-            ],
-        },
+        {"prompt": "Why?", "completions": [[user("Why?"), assistant("Because.")], "No."]},
         {"prompt": "Why?", "chosen": "Because.", "rejected": "No."},
         {
             "prompt": "Why?",
-            "chosen": [
-                {"role": "user", "content": "Why?"},
-                {"role": "assistant", "content": "Because."},
-            ],
-            "rejected": [
-                {"role": "user", "content": "Why?"},
-                {"role": "assistant", "content": "No."},
-            ],
-            "messages": [{"role": "user", "content": "not this"}],
+            "chosen": [user("Why?"), assistant("Because.")],
+            "rejected": [user("Why?"), assistant("No.")],
+            "messages": [user("not this")],
         },
+        {"chosen": transcript("Why?", "Because."), "rejected": transcript("Why?", "No.")},
         {
-            "chosen": "\n\nHuman: Why?\n\nAssistant: Because.",
-            "rejected": "\n\nHuman: Why?\n\nAssistant: No.",
-        },
-        {
-            "context": [{"role": "user", "content": "Why?"}],
+            "context": [user("Why?")],
             "response1": "Because.",
             "response2": "No.",
             "overall_preference": 3,
@@ -112,11 +81,7 @@ def test_completions_keep_the_order_of_the_row(row):
     [
         "",
         "Because.",
-        [
-            {"role": "assistant", "content": "Let me see."},
-            {"role": "tool", "content": "42"},
-            {"role": "assistant", "content": "42."},
-        ],
+        [assistant("Let me see."), {"role": "tool", "content": "42"}, assistant("42.")],
     ],
 )
 @pytest.mark.parametrize("key", ["completion", "response"])
@@ -134,20 +99,6 @@ def test_equal_rows_are_separate_groups_that_say_where_they_stand():
     assert (first.id, second.id) == ("a", 7)
 
 
-@pytest.mark.parametrize("own_id", [None, True, 1.5, ["a"], {}])
-def test_an_id_is_a_text_or_a_whole_number(own_id):
-    (row,) = rows_of({"id": own_id, "prompt": "Why?", "completion": "Because."})
-    assert row.id is None
-
-
-def test_an_unknown_shape_names_place_keys_and_the_shapes_there_are():
-    message = refusal({"question": "Why?", "answer": "Because."})
-    assert message.startswith("stdin:2: ")
-    assert "question, answer" in message
-    for shape in ('"messages"', '"completions"', '"completion"', '"chosen"', '"response1"'):
-        assert shape in message
-
-
 @pytest.mark.parametrize(
     ("row", "said_of_it"),
     [
@@ -162,7 +113,7 @@ def test_an_unknown_shape_names_place_keys_and_the_shapes_there_are():
         ({"prompt": "Why?", "chosen": None, "rejected": "No."}, "'chosen' is null"),
         ({"chosen": "Yes.", "rejected": "No."}, "keys chosen, rejected"),
         ({"messages": "Because."}, "a string where a list of messages"),
-        ({"messages": [{"role": "user", "content": "Why?"}]}, "ends with 'user'"),
+        ({"messages": [user("Why?")]}, "ends with 'user'"),
         ({"messages": [{"role": "assistant"}]}, "no {'role': ..., 'content': ...}"),
         ({"prompt": "Why?", "completion": "\ud800"}, "surrogate"),
     ],

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chat_rows import assistant, system, transcript, user
 from laurel.config.sft import DemonstrationDataConfig, DemonstrationSetConfig
 from laurel.data.conversations import (
     Dialogue,
@@ -16,8 +17,8 @@ from laurel.data.conversations import (
 from laurel.errors import DataError
 from laurel.types import Message
 
-USER = {"role": "user", "content": "Hello"}
-GOOD = {"role": "assistant", "content": "Good day."}
+USER = user("Hello")
+GOOD = assistant("Good day.")
 TALK = (Message("user", "Hello"), Message("assistant", "Good day."))
 
 
@@ -74,10 +75,7 @@ def load(write_rows):
             {"dataset_name": "HelpSteer3"},
         ),
         (
-            {
-                "chosen": "\n\nHuman: Hello\n\nAssistant: Good day.",
-                "rejected": "\n\nHuman: Hello\n\nAssistant: What?",
-            },
+            {"chosen": transcript("Hello", "Good day."), "rejected": transcript("Hello", "What?")},
             {},
         ),
     ],
@@ -116,7 +114,7 @@ def test_squad_answers_from_its_context(load):
 
 def test_system_messages_of_rows_and_of_the_configuration(load):
     rows = [
-        {"messages": [{"role": "system", "content": "Own."}, USER, GOOD], "rules": "Not this."},
+        {"messages": [system("Own."), USER, GOOD], "rules": "Not this."},
         {"messages": [USER, GOOD], "rules": "Be kind."},
         {"messages": [USER, GOOD]},
     ]

@@ -141,13 +141,6 @@ def test_even_packing(sizes, budget, dp_size):
     assert pack_evenly(sizes, budget, dp_size=1) == bin_pack(sizes, budget)
 
 
-def test_padded_packing_by_hand():
-    # Widest first: rows of 9 and 8 make 2 * 9 = 18 tokens; a third row would make 27.
-    assert pack_padded([(3,), (9,), (8,), (2, 2)], 20) == [[1, 2], [0, 3]]
-    assert pack_padded([(30, 1), (4,)], 20) == [[0], [1]]  # too long for any: alone
-    assert pack_padded([], 20) == []
-
-
 LENGTHS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple), max_size=25)
 
 

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from chat_rows import assistant, user
 from laurel.cli.data_check import examine_data
 from laurel.data.formats import FORMATS, recognise, suggestions
 
@@ -61,16 +62,7 @@ def test_the_commands_of_a_format_read_its_example(known, tmp_path):
             "rm",
             ("data.chosen_key=choosen",),
         ),
-        (
-            {
-                "dialog": [
-                    {"role": "user", "content": "Where?"},
-                    {"role": "assistant", "content": "Here."},
-                ]
-            },
-            "sft",
-            ("data.chat_key=dialog",),
-        ),
+        ({"dialog": [user("Where?"), assistant("Here.")]}, "sft", ("data.chat_key=dialog",)),
         ({"q": "Where?", "a": "Here."}, "sft", ("data.input_key=q", "data.output_key=a")),
         ({"user": "Where?"}, "grpo", ("data.input_key=user", "data.env_name=reward_model")),
     ],
@@ -93,5 +85,5 @@ def test_columns_that_no_key_maps_are_to_be_renamed():
 def test_what_could_not_be_read_is_not_suggested():
     assert suggestions({"foo": 1, "bar": 2}) == []
     assert suggestions({"chosen": 5, "rejected": 6, "question": 7}) == []
-    same = [{"role": "user", "content": "Where?"}]
+    same = [user("Where?")]
     assert suggestions({"dialog": same}) == []  # nobody answers

@@ -37,28 +37,6 @@ def test_hh_transcripts_parse_but_for_the_thirteen_known(load, real_data):
     assert report.longer_wins_share == pytest.approx(0.44, abs=0.01)
 
 
-@pytest.mark.slow
-def test_hh_transcripts_say_what_the_converted_rows_say(load, real_data):
-    folder = real_data / "hh_rlhf_harmless"
-    raw, _ = load(folder / "raw_verbatim.jsonl.gz", on_bad_row="skip")
-    converted, report = load(folder / "train.jsonl.gz")
-    assert len(converted) == 1830
-    assert report.longer_wins_share == pytest.approx(0.44, abs=0.01)
-    said = {(p.group.prompt, p.group.completions_G, p.ranks_G) for p in raw}
-    assert all((p.group.prompt, p.group.completions_G, p.ranks_G) in said for p in converted)
-
-
-def test_lists_of_four_share_ranks(load, real_data):
-    path = real_data / "gsm8k_model_solutions/ranked_preference.jsonl.gz"
-    preferences, report = load(path)
-    assert len(preferences) == 731
-    assert {len(p.group.completions_G) for p in preferences} == {4}
-    assert {frozenset(p.ranks_G) for p in preferences} == {frozenset({0, 1})}
-    # a pair is decided where a right and a wrong solution meet: k (4 - k) of a row's six
-    decided = sum(p.ranks_G.count(0) * p.ranks_G.count(1) for p in preferences)
-    assert report.tied_pairs_share == pytest.approx(1 - decided / (6 * 731))
-
-
 @pytest.mark.parametrize(
     ("name", "num_rows"),
     [("llamafactory_dpo_demo/train", 300), ("llmbar/rewardbench_llmbar", 419)],

@@ -49,29 +49,6 @@ def test_the_longer_answer_wins_in_a_share_of_the_decided_pairs():
     assert report.to_dict()["completions_per_prompt"] == {"2": 4, "3": 1}
 
 
-def test_lengths_are_of_whole_conversations():
-    report = report_of(preference("four", "12345", "1"))
-    assert report.characters is not None
-    assert (report.characters.minimum, report.characters.maximum) == (5, 9)
-    assert report.tokens is None
-    report.set_lengths([3, 5])
-    assert report.tokens is not None
-    assert (report.tokens.minimum, report.tokens.maximum) == (3, 5)
-
-
-def test_rows_left_out_are_counted_and_the_rest_adds_up():
-    kept = [preference("q", "a", "b")]
-    report = report_of(*kept, *(preference("q" * n, "a", "b") for n in range(2, 7)))
-    for line in range(2, 7):
-        report.drop("over-long", f"r.jsonl:{line}", kind="prompt" if line > 4 else "")
-    report.describe(kept)
-    assert (report.num_read, report.num_kept, report.num_dropped) == (6, 1, 5)
-    left_out = report.dropped["over-long"]
-    assert left_out.examples == ["r.jsonl:2", "r.jsonl:3", "r.jsonl:4"]
-    assert dict(left_out.kinds) == {"prompt": 2}
-    assert report.num_prompts == 1
-
-
 def test_merging_adds_everything_up():
     first = report_of(preference("q", "aa", "b"))
     second = report_of(preference("q", "a", "bb"), preference("r", "a", "b", "c", ranks=(0, 0, 0)))

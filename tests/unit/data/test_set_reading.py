@@ -44,16 +44,6 @@ def test_where_a_set_is_read_from(config, path, parts):
     assert (found.path, found.parts) == (path, parts)
 
 
-def test_every_set_that_needs_no_path_has_a_place():
-    need_one = {
-        "PreferenceDataset",
-        "BinaryPreferenceDataset",
-        "ResponseDataset",
-        "CodeTasks",
-    }
-    assert {name for name, hub in HUBS.items() if hub.name is None} == need_one
-
-
 def test_the_parts_of_a_set_keep_their_sources_apart(tmp_path):
     for part in ("one", "two"):
         (tmp_path / part).mkdir()

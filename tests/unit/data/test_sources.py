@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from laurel.data.sources import locate, read_rows
+from laurel.data.sources import read_rows
 from laurel.errors import DataError
 
 ROWS = [{"prompt": "p1", "n": 1}, {"prompt": "p2", "n": 2}, {"prompt": "ü3", "n": 3}]
@@ -134,18 +134,6 @@ def test_a_line_that_is_not_utf8_is_named_with_its_byte(tmp_path):
     assert len(rows_of(path, on_bad_row="skip")) == 1
 
 
-def test_a_function_is_told_of_each_bad_row(tmp_path):
-    path = tmp_path / "r.jsonl"
-    path.write_text('[]\n{"a": 1}\n{\n')
-    told: list[tuple[str, str]] = []
-
-    def tell(source, problem):
-        told.append((source, problem.kind))
-
-    assert rows_of(path, on_bad_row=tell) == [("r.jsonl:2", {"a": 1})]
-    assert told == [("r.jsonl:1", "not an object"), ("r.jsonl:3", "not JSON")]
-
-
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
@@ -245,13 +233,6 @@ def test_an_absent_file_names_its_neighbours(tmp_path):
 def test_what_looks_like_a_path_is_never_taken_for_a_hub_name(tmp_path):
     for name in ("train.jsonl", "./train", "../train", "/train", "data.csv.gz", f"{tmp_path}/x"):
         assert "does not exist" in failure(name)
-
-
-def test_a_source_becomes_a_place_with_its_directory():
-    assert locate("data/train.jsonl.gz", "train.jsonl.gz:17") == "data/train.jsonl.gz:17"
-    assert locate("train.jsonl", "train.jsonl:17") == "train.jsonl:17"
-    assert locate("saved/set/", "set[3]") == "saved/set[3]"
-    assert locate("owner/name", "owner/name[3]") == "owner/name[3]"
 
 
 # The library reads its cache directory and whether it is offline when it is imported, so these run

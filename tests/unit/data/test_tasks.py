@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from chat_rows import assistant, system, user
 from laurel.config.data import TaskDataConfig, TaskSetConfig
 from laurel.data.reading import read_prompt_frame
 from laurel.data.tasks import load_task_data, load_tasks, own_validation_tasks
@@ -68,10 +69,7 @@ def shown(report):
         ),
         ({"question": "Cost?", "answer": "It costs 1.\n#### 1"}, {}, "Cost?", "1"),
         (
-            {
-                "prompt": [{"role": "user", "content": "1+1?"}],
-                "reward_model": {"ground_truth": "2", "style": "rule"},
-            },
+            {"prompt": [user("1+1?")], "reward_model": {"ground_truth": "2", "style": "rule"}},
             {"dataset_name": "DAPOMath17K"},
             "1+1?",
             "2",
@@ -98,23 +96,13 @@ def test_forms_of_rows(load, row, config, question, answer):
 def test_columns_that_reward_functions_are_given_become_metadata(load):
     row = {"input": "1+1?", "output": "2", "data_source": "sums", "extra_info": {"level": 3}}
     (task,), _ = load([row])
-    assert task.metadata == {
-        "ground_truth": "2",
-        "data_source": "sums",
-        "extra_info": {"level": 3},
-    }
+    assert task.metadata == {"ground_truth": "2", "data_source": "sums", "extra_info": {"level": 3}}
     (task,), _ = load([row | {"data_source": None, "extra_info": "none"}])
     assert task.metadata == {"ground_truth": "2"}
 
 
 def test_messages_are_taken_as_they_are(load):
-    said = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "1+1?"},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "Twice that?"},
-        {"role": "assistant", "content": "4"},
-    ]
+    said = [system("Be brief."), user("1+1?"), assistant("2"), user("Twice that?"), assistant("4")]
     (task,), _ = load([{"messages": said, "question": "not this"}])
     assert task.prompt == tuple(Message(**turn) for turn in said[:-1])
     assert known(task) == "4"
@@ -381,17 +369,6 @@ def test_the_whole_section(write_rows):
     mixed = load_task_data(TaskDataConfig.model_validate({"train": blocks}), **ask)
     assert len(mixed.validation) == 20
     assert all(asked(task).endswith("?") for task in mixed.validation)
-
-
-def test_a_repeated_task_is_held_out_whole(write_rows):
-    path = str(write_rows([{"question": f"{n}?", "answer": n} for n in range(10)]))
-    data = TaskDataConfig.model_validate(
-        {"train": {"data_path": path, "repeat": 3}, "split_validation_size": 0.2}
-    )
-    loaded = load_task_data(data, default_environment="math", environments=ENVIRONMENTS)
-    assert (len(loaded.train), len(loaded.validation)) == (24, 6)
-    assert loaded.reports["train"].num_kept == 8  # rows
-    assert loaded.reports["validation"].num_read == 2
 
 
 def test_the_set_that_deepscaler_is_validated_on():

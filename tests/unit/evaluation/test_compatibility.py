@@ -101,14 +101,6 @@ def test_roles_text_and_failures():
     assert one.reasons == (SPECIAL,)
 
 
-def test_rows_and_answers_are_counted():
-    reference = reference_of(made(template=CHATML), max_length=30)
-    found = differences(reference, [asked("q", "a", "an answer of more tokens"), asked("r", "b")])
-    told = summary(found)
-    assert (told["num_rows"], told["num_completions"]) == (1, 1)
-    assert told["reasons"] == {CUT: {"num_rows": 1, "num_completions": 1}}
-
-
 WORDS = st.text(st.sampled_from("abc d\nü"), min_size=1, max_size=12)
 
 

@@ -14,10 +14,8 @@ from rich.console import Console
 from laurel.errors import ConfigError, DataError
 from laurel.evaluation.diagnostics import find_leaks, find_repeats
 from laurel.evaluation.statistics import (
-    BagOfWords,
     ScoredPair,
     accuracy,
-    length_difference,
     longer_wins,
 )
 from laurel.run.evaluation.tables import diagnostics_report, print_diagnostics
@@ -167,21 +165,6 @@ def test_how_often_the_longer_answer_wins():
     assert found is not None
     assert found.value == pytest.approx(share - found.num_ties / 2 / len(pairs))
     assert found.low < found.value < found.high
-
-
-@pytest.mark.slow
-def test_a_bag_of_words_on_unseen_debates():
-    trained, unseen = (read(f"ukp_convarg1/{part}.jsonl.gz") for part in ("train", "validation"))
-    model = BagOfWords.train(trained)
-    share = sum(model.credits(unseen).values()) / len(unseen)
-    assert 0.79 <= share <= 0.83  # the data's own description says 0.80
-    assert {"because", "."} <= model.weights.keys()
-    # Where it disagrees with length it still knows something: length alone is always wrong here.
-    shorter = [p for p in unseen if length_difference(p) < 0]
-    assert sum(model.credits(shorter).values()) / len(shorter) > 0.3
-    # The sets were parted by debate.
-    assert [leak for leak in find_leaks(unseen, trained) if leak.is_exact] == []
-    assert len(find_leaks(trained[:50], trained)) == 50
 
 
 def by_length(groups):

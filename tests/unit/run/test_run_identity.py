@@ -70,15 +70,6 @@ def test_what_decides_scores_may_not(settings, path, value):
     assert identity(changed(settings, path, value)) != identity(settings)
 
 
-def test_a_run_with_one_model_is_what_it_was_before_there_was_anything_else():
-    """Checkpoints of such runs say nothing of the rest, which counts as null."""
-    found = {k: v for k, v in identity({"model_name": "x"}).items() if "reward_model" in k}
-    assert found.pop("env.reward_model.judge") is None
-    assert found.pop("env.reward_model.function") is None
-    names = {name.split(".")[2] for name in found}
-    assert names == {"model_name", "checkpoint_path", "max_model_len", "tokenizer", "transform"}
-
-
 def of_code(**settings):
     env = GRPORun().env.model_copy(update={"code": CodeEnvironmentConfig(**settings)})
     return dict(leaves("", grpo_identity(GRPORun().model_copy(update={"env": env}))))
