@@ -1,4 +1,3 @@
-import gzip
 import io
 import itertools
 import json
@@ -145,15 +144,3 @@ def test_rows_are_read_as_they_are_asked_for():
 
     rows = read_scoring_rows("-", stdin=io.BufferedReader(Endless()))
     assert [row.source for row in itertools.islice(rows, 3)] == ["stdin:1", "stdin:2", "stdin:3"]
-
-
-def test_files_of_other_formats(tmp_path):
-    row = {"prompt": "Why?", "completion": "Because."}
-    packed, table = tmp_path / "rows.jsonl.gz", tmp_path / "rows.csv"
-    packed.write_bytes(gzip.compress(json.dumps(row).encode()))
-    table.write_text("prompt,completion\nWhy?,Because.\n")
-    for path, source in ((packed, "rows.jsonl.gz:1"), (table, "rows.csv:2")):
-        (read,) = read_scoring_rows(str(path))
-        assert (read.group.prompt, read.group.completions_G) == (ASKED, said("Because."))
-        assert read.source == source
-        assert read.group.id == str(tmp_path / source)

@@ -34,18 +34,6 @@ def test_a_forest_by_hand():
     assert forest.positions_T.dtype == torch.int64
 
 
-def test_without_sharing_every_completion_is_a_tree_of_its_own():
-    forest = to_forest(GROUPS, share_prompts=False)
-    assert forest.ids_T.tolist() == [11, 12, 13, 21, 22, 11, 12, 13, 23, 31, 32]
-    assert forest.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1]
-    assert forest.trees == (
-        Tree(Span(0, 3), (Span(3, 5),)),
-        Tree(Span(5, 8), (Span(8, 9),)),
-        Tree(Span(9, 9), (Span(9, 11),)),
-    )
-    assert forest.last_N == [4, 8, 10]
-
-
 def test_padded_rows_by_hand():
     rows = to_padded(GROUPS, pad_id=7)
     assert rows.ids_NL.tolist() == [[11, 12, 13, 21, 22], [11, 12, 13, 23, 7], [31, 32, 7, 7, 7]]

@@ -1,4 +1,3 @@
-import json
 import re
 from typing import Any
 
@@ -6,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chat_rows import system, transcript, user
+from chat_rows import system, user
 from laurel.config.data import DatasetConfig
 from laurel.data.preferences import hold_out, load_preferences, own_validation_preferences
 from laurel.errors import DataError
@@ -41,18 +40,6 @@ def test_a_row_becomes_a_preference_with_its_source_and_a_unique_id(load):
     assert (report.name, report.dataset_class) == ("train", "BinaryPreferenceDataset")
     assert (report.origin, report.num_read, report.num_kept) == ("rows.jsonl", 2, 2)
     assert report.notes == []
-
-
-def test_the_class_is_told_by_the_first_row_and_said(load):
-    _, report = load([ranked(0, 1)])
-    assert report.dataset_class == "PreferenceDataset"
-    assert report.notes == [
-        "read as PreferenceDataset, recognized by: columns context and completions"
-    ]
-    begun = transcript("q", "")
-    _, report = load([{"chosen": begun + "a", "rejected": begun + "b"}])
-    assert report.dataset_class == "BinaryPreferenceDataset"
-    assert "transcripts of Human and Assistant" in report.notes[0]
 
 
 def test_a_first_row_that_tells_nothing_stops_the_load_or_is_counted(load, write_rows):
@@ -134,16 +121,6 @@ def test_every_reason_is_counted_with_its_first_sources(load):
     assert (report.num_read, report.num_kept) == (11, 1)
 
 
-def test_a_malformed_line_stops_the_load_or_is_counted(load, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(pair()) + "\n{broken\n")
-    with pytest.raises(DataError, match=re.escape(f"{path}:2: column 2: not JSON")):
-        load(path)
-    _, report = load(path, on_bad_row="skip")
-    assert counts(report) == {"malformed": 1}
-    assert report.dropped["malformed"].examples == ["rows.jsonl:2"]
-
-
 def test_only_a_row_whose_completions_all_share_a_rank_is_a_tie(load):
     rows = [ranked(0, 0), ranked(0, 0, 1), ranked(1, 1, 1), ranked(1, 0)]
     preferences, report = load(rows)
@@ -162,15 +139,6 @@ def test_a_tie_can_be_an_error_that_says_what_to_do(load, write_rows):
     assert message.startswith(f"{path}:2: all 2 completions share rank 2 (a tie)")
     assert "data.ties=drop" in message
     assert "davidson or rao_kupper" in message
-
-
-def test_helpsteer3_ties_are_real_ties(load):
-    row = {"context": "q", "response1": "a", "response2": "b", "overall_preference": 0}
-    other = {**row, "overall_preference": -2}
-    preferences, report = load([row, other], dataset_name="HelpSteer3", ties="keep")
-    assert [(p.ranks_G, p.margin) for p in preferences] == [((0, 0), 0.0), ((0, 1), 2.0)]
-    _, report = load([row, other], dataset_name="HelpSteer3")
-    assert counts(report) == {"tie": 1}
 
 
 def test_duplicates_say_exactly_the_same_in_whatever_order(load):

@@ -379,14 +379,3 @@ def test_the_set_that_deepscaler_is_validated_on():
         own_validation_tasks(TaskSetConfig(dataset_name="DeepScaler", data_path="x.jsonl")) is None
     )
     assert own_validation_tasks(TaskSetConfig(dataset_name="GSM8K")) is None
-
-
-@pytest.mark.parametrize(
-    ("path", "count", "first"),
-    [("gsm8k/test.jsonl.gz", 1319, "18"), ("math_test/math_test.jsonl.gz", 5000, "2")],
-)
-def test_real_problems(load, real_data, path, count, first):
-    tasks, report = load(real_data / path)
-    assert (len(tasks), report.num_read, report.num_dropped) == (count, count, 0)
-    assert known(tasks[0]) == first
-    assert all(known(task) for task in tasks)

@@ -15,7 +15,6 @@ from laurel.evaluation.reward_bench import (
     prior_score,
     section_scores,
 )
-from laurel.evaluation.statistics import pairs_by_length
 
 
 def test_weights_are_those_of_the_paper():
@@ -99,17 +98,6 @@ def test_what_is_absent_or_unknown_or_not_whole_is_said(pairs):
         "hep-go has 5 rows where RewardBench has 164",
         "no subset of RewardBench, in no section: mine",
     )
-
-
-def test_the_baseline_stands_on_the_same_rows(pair):
-    rows = [
-        pair("a", (0.0, 1.0), "hep-go", texts=("longer", "short")),
-        pair("b", (0.0, 1.0), "hep-go", texts=("same", "size")),
-        pair("c", (1.0, 0.0), "hep-go", texts=("a", "bb")),
-        pair("d", (None, 1.0), "hep-go", texts=("longer", "short")),
-    ]
-    (subset,) = measure_reward_bench(pairs_by_length(rows)).subsets
-    assert (subset.value, subset.num_rows, subset.num_failures) == (1 / 3, 3, 1)
 
 
 def test_two_rows_with_one_id(pair):

@@ -3,7 +3,6 @@
 import pytest
 
 from laurel.evaluation.other_benchmarks import levels_of, matrix_of, measure_rm_bench, wins
-from laurel.evaluation.statistics import lists_by_length
 
 ONE = [2.0, 3.0, 4.0, 1.0, 2.5, 3.5]
 """Right: 2, 3, 4. Wrong: 1, 2.5, 3.5."""
@@ -67,14 +66,6 @@ def test_what_is_absent_is_said_and_failures_are_counted(scored_list):
     assert measured.notes[0].startswith("absent: math, code, safety-refuse, safety-response;")
     assert measured.notes[1].endswith("cooking")
     assert measured.credits == {"a": pytest.approx(6 / 9), "b": None, "c": pytest.approx(6 / 9)}
-
-
-def test_who_likes_length_alone_finds_the_hard_ones_hard(scored_list):
-    texts = ["short", "a longer one", "# the longest of all"]
-    row = scored_list("a", [0.0] * 6, 3, "chat", texts=texts * 2)
-    matrix = matrix_of(lists_by_length([row]))
-    assert matrix is not None
-    assert levels_of(matrix) == {"easy": 1.0, "normal": 0.0, "hard": 0.0}
 
 
 def test_another_number_of_answers(scored_list):

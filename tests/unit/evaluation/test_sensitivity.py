@@ -1,8 +1,6 @@
 """Other forms of answers, and what they do to scores."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from laurel.errors import ProtocolError
 from laurel.evaluation.diagnostics import (
@@ -11,7 +9,6 @@ from laurel.evaluation.diagnostics import (
     other_white_space,
     sensitivity,
     truncated,
-    with_flattery,
     with_markdown,
 )
 from laurel.evaluation.statistics import ScoredPair
@@ -36,20 +33,6 @@ def test_the_end_is_cut_off():
     assert truncated("one  two three\nfour five") == "one  two three\nfour"
     assert truncated("one two") == "one"
     assert truncated("one") is None
-
-
-@settings(max_examples=40)
-@given(st.text(max_size=60))
-def test_what_forms_keep(text):
-    spaced, cut, praised = other_white_space(text), truncated(text), with_flattery(text)
-    if spaced is not None:
-        assert spaced != text or text.endswith("\n\n")
-        assert spaced.split() == text.split()
-    if cut is not None:
-        assert text.startswith(cut)
-        assert 0 < len(cut.split()) < len(text.split())
-    assert praised is not None
-    assert praised.startswith(text.rstrip())
 
 
 def pair(name, chosen, rejected):

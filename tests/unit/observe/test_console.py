@@ -48,17 +48,6 @@ def pair(better_score=2.5, worse_score=-1.0, **texts):
     return PairRow(better_score=better_score, worse_score=worse_score, **(defaults | texts))
 
 
-def test_pairs_show_texts_scores_and_whether_right():
-    console, file = make()
-    print_pairs(console, "validation-default", [pair(), pair(-3.25, 1.0, prompt="2+2?")])
-    lines = [" ".join(line.split()) for line in shown(file).splitlines()]
-    assert "prompt right Capital of France?" in lines
-    assert "better 2.500 Paris." in lines
-    assert "worse -1 Munich." in lines
-    assert "prompt wrong 2+2?" in lines
-    assert "better -3.250 Paris." in lines
-
-
 @pytest.mark.parametrize(
     "text", ["", NASTY, "日本" * 5000, "\x00" * 1000, "a" * 500, "\u0301" * 400]
 )
@@ -237,17 +226,6 @@ def test_a_spinner_on_a_terminal_that_can_show_it(term, force, is_moving, monkey
     assert not re.search(r"\x1b\[3\d", shown)  # no colour
     if not is_moving:
         assert "\x1b" not in shown
-
-
-def test_colours_that_are_forced_into_a_file_move_nothing(monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    console = message_console()
-    with console.status("loading") as status:
-        status.update("still loading")
-        console.print(Text("red", style="red"))
-    assert capsys.readouterr().err == "\x1b[31mred\x1b[0m\n"
 
 
 @pytest.mark.parametrize("width", [40, 100])

@@ -93,15 +93,6 @@ def test_phases_do_not_slow_the_rate_but_count_for_the_time_left():
     assert lines[2] == "step 3/4 (75%)  3 pairs/s  30 tokens/s  elapsed 0:00:16  left 0:00:05"
 
 
-def test_the_rate_is_that_of_recent_steps():
-    progress, clock, file = plain(50)
-    with progress:
-        for step in range(1, 51):
-            clock.now += 100.0 if step <= 30 else 1.0
-            progress.step(step, {}, pairs=7, tokens=70)
-    assert "7 pairs/s  70 tokens/s" in file.getvalue().splitlines()[-1]
-
-
 def test_messages_are_literal_and_safe():
     progress, _, file = plain(10)
     with progress:

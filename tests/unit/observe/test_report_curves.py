@@ -3,7 +3,6 @@
 import pytest
 
 from laurel.observe.report.charts import (
-    FEW_POINTS,
     NUM_PLACES,
     _edges,
     charts_of,
@@ -31,12 +30,6 @@ def test_a_peak_of_one_step_in_ten_thousand_is_kept():
     assert set(kept.items()) <= set(zip(long.steps, long.values, strict=True))
     assert list(short.steps) == sorted(short.steps)
     assert (short.steps[0], short.steps[-1]) == (1.0, 10_000.0)
-
-
-def test_a_short_curve_is_left_as_it_is():
-    few = series([float(i) for i in range(FEW_POINTS)])
-    assert smooth(few) is None
-    assert extremes(few) is few
 
 
 def test_a_rolling_mean_and_its_band():
