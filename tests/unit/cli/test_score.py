@@ -185,16 +185,6 @@ def test_words_that_name_columns_are_no_file(score, checkpoint, tmp_path):
         score(checkpoint, [row])
 
 
-def test_every_row_of_a_file_is_checked_before_the_model_is_loaded(score, tmp_path, checkpoint):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(lines(ROWS * 200) + b"not json\n")
-    with pytest.raises(DataError, match=r"rows\.jsonl:401: column 1: not JSON"):
-        score(checkpoint, file=path)
-    path.write_bytes(lines(ROWS))
-    result = score(checkpoint, file=path)
-    assert [line["source"] for line in result.lines] == ["rows.jsonl:1", "rows.jsonl:2"]
-
-
 def test_a_score_that_is_not_finite_is_null_and_counted(score, tmp_path):
     loaded = small_model()
     (token,) = loaded.contract.tokenizer("~")["input_ids"]

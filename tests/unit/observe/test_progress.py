@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from laurel.observe.console import make_console
-from laurel.observe.progress import TrainingProgress
+from laurel.observe.progress import Timers, TrainingProgress
 from laurel.run.train import conclude
 from laurel.training.loop import RunOutcome
 from report_runs import reward_model_run
@@ -178,3 +178,27 @@ def test_no_word_or_number_is_broken_and_no_line_is_too_long(width, tmp_path, mo
     said = " ".join(words)
     for item in ("grad norm 1.500", "20k tokens/s", "left 0:06:38", "ece 0.02700", "in 61 s"):
         assert item in said, shown
+
+
+def test_times_are_summed_until_they_are_collected_and_an_exception_still_counts():
+    clock = FakeClock()
+    timers = Timers(clock)
+    for seconds in (1.0, 2.5):
+        with timers.time("forward"):
+            clock.now += seconds
+    assert timers.collect() == {"forward": 3.5}
+    with timers.time("step"):
+        clock.now += 1
+        with timers.time("forward"), timers.time("forward"):  # inside itself it counts once
+            clock.now += 2
+            assert timers.collect() == {}  # a running timer counts when it has ended
+    assert timers.collect() == {"step": 3.0, "forward": 2.0}
+
+    def fail():
+        with timers.time("forward"):
+            clock.now += 2
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert timers.collect() == {"forward": 2.0}

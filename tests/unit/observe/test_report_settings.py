@@ -77,7 +77,7 @@ REPORT = {
     "num_failures": 2,
     "subsets": [],
     "notes": ["a note"],
-    "sections": [{"name": "ties", "value": 0.0, "longer_wins": 0.0, "num_rows": 300}],
+    "sections": [],
     "final": {"name": "all pairs", "value": 0.75, "longer_wins": 0.5, "num_rows": 300},
     "matrix": {"easy": 0.5},
     "diagnostics": {

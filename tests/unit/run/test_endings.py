@@ -5,10 +5,7 @@ import json
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,8 +14,6 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.run import train
-from laurel.run.context import RunContext
-from laurel.run.model import describe_model
 from laurel.run.train import conclude
 from laurel.training.loop import RunOutcome
 
@@ -116,30 +111,6 @@ def test_epochs_that_end_a_run_before_its_steps_are_named(settings, is_early, ex
     limit = train._limit("grpo", config, outcome)
     assert limit == expected
     assert (expected is None) == last_words(outcome, limit).endswith("in 0 s")
-
-
-def test_a_model_that_is_named_and_not_loaded_is_a_warning():
-    stream = io.StringIO()
-    facts: Any = SimpleNamespace(
-        num_trained=1,
-        num_parameters=1,
-        class_name="X",
-        base_model="nothing",
-        device="cpu",
-        path="padded",
-        notes=("warning: policy.model_name=a is not loaded", "another"),
-    )
-    here: Any = SimpleNamespace(describe=list)
-    context: Any = RunContext(
-        config=SimpleNamespace(policy=SimpleNamespace(precision="float32")),
-        console=Console(file=stream, width=200),
-        stack=ExitStack(),
-        allocation=here,
-    )
-    describe_model("model", facts, context)
-    lines = stream.getvalue().splitlines()
-    assert "warning: policy.model_name=a is not loaded" in lines
-    assert "note    another" in lines
 
 
 def ended(tmp_path, records, *, width, **others):
