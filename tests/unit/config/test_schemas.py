@@ -120,6 +120,8 @@ def test_a_part_without_weight_is_gold_enough_to_stop_on() -> None:
     overrides = [f"+env.composite.both={{parts: {parts}}}"]
     overrides += ["grpo.health.stop_on=[overoptimisation]"]
     assert load_config(GRPORun, None, overrides).config.grpo.health.gold_metric is None
+    with pytest.raises(ConfigError, match=r"needs grpo\.health\.gold_metric"):
+        load_config(GRPORun, None, [overrides[0].replace("0.0", "1.0"), overrides[1]])
 
 
 def test_a_key_that_is_gone_is_told_unless_an_older_file_leaves_it_null(tmp_path: Path) -> None:

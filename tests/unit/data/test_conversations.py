@@ -132,6 +132,11 @@ def test_a_line_that_is_no_json():
         next(rows)
 
 
+def test_standard_input_without_rows():
+    with pytest.raises(DataError, match="standard input holds no rows"):
+        rows_of()
+
+
 def test_rows_are_read_as_they_are_asked_for():
     class Endless(io.RawIOBase):
         def readable(self):

@@ -113,6 +113,8 @@ def test_even_packing_by_hand():
     # Four for four places, and more than there are items for five.
     assert pack_evenly([8, 4, 4, 2, 2], 30, dp_size=4) == [[0], [1], [2], [3, 4]]
     assert pack_evenly([8, 4], 30, dp_size=5) == [[0], [1]]
+    # Two would do as 5 + 3 and 4 + 2 + 2, not as 5 + 2 and 4 + 3, the even way: 2 are left over.
+    assert pack_evenly([4, 2, 2, 3, 5], 8, dp_size=2) == [[4], [0], [3], [1, 2]]
     assert pack_evenly([], 30, dp_size=5) == []
 
 

@@ -114,7 +114,7 @@ def test_the_table_fits_eighty_columns_and_says_what_happened():
     report.notes.append("a note that goes on for much longer than a line of the terminal " * 2)
     report.set_lengths([12] * 16)
     report.num_truncated = 3
-    for width in (80, 200):
+    for width in (40, 80, 200):
         text = shown(report, width=width)
         body = text.split("\n", 2)[2] if width > 80 else text
         assert max(len(line) for line in body.splitlines()) <= 80
@@ -132,9 +132,11 @@ def test_each_kind_has_its_lines_and_a_report_names_no_more_than_a_thousand():
         both.append(report)
     merged = DataReport.merge(both, name="both")
     merged.origin = "r.jsonl"
+    merged.drop("tie", "r.jsonl:9")
     text = " ".join(shown(merged).split())
     assert "malformed 1,602 1,600 x not JSON (lines 1, 2, 3, ...)" in text
     assert "2 x odd (lines 8001, 8801)" in text
+    assert "tie 1 (line 9)" in text
     plain = merged.to_dict()["rows_left_out"]["malformed"]
     assert plain["count"] - len(plain["sources"]) == plain["sources_left_off"] == 600
     assert [one["source"] for one in plain["sources"]][999:] == [

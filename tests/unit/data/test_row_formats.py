@@ -4,7 +4,7 @@ import pytest
 
 from chat_rows import assistant, system, transcript, user
 from laurel.config.data import DatasetConfig
-from laurel.data.preferences import infer_class
+from laurel.data.preferences import infer_class, parse_transcript
 from laurel.data.preferences import ranked_row as read_ranked_row
 from laurel.data.sources import UnusableRow
 from laurel.types import Message
@@ -239,11 +239,20 @@ TWICE = "\n\nAssistant: "
             "turns do not alternate",
         ),
         (binary(transcript("a"), transcript("b")), "transcript ends with Human"),
+        (
+            binary(transcript("a", "b"), transcript("x", "b")),
+            "transcripts part too early (2 and 2 turns left)",
+        ),
         (binary("a", "b", prompt=IMAGE), "'prompt' holds something other than text"),
     ],
 )
 def test_what_a_binary_row_may_not_be(row, kind):
     assert problem_of(row, "BinaryPreferenceDataset").kind == kind
+
+
+def test_only_text_that_starts_with_human_is_a_transcript():
+    with pytest.raises(UnusableRow, match="starts with"):
+        parse_transcript("Human: hi\n\nAssistant: ho")
 
 
 def test_a_missing_key_names_the_keys_there_are_and_the_setting_that_mends_it():

@@ -162,6 +162,7 @@ OPTIONS = {"A": "one", "B": "two", "C": "three"}
         {"question": "1+1?", "options": OPTIONS, "answer": "B"},
         {"question": "1+1?", "options": ["one", "two", "three"], "answer": "B"},
         {"question": "1+1?", "choices": ["one", "two", "three"], "answer": "1"},
+        {"question": "1+1?", "choices": ["one", "two", "three"], "answer": 1},
         {"question": "1+1?", "choices": ["one", "two", "three"], "answer": "two"},
         {
             "question": "1+1?",
@@ -221,7 +222,9 @@ def test_a_mixture_keeps_what_each_set_says(write_rows):
     assert (report.num_read, report.num_items, report.num_prompts) == (3, 3, 2)
     assert report.sets["sums (math)"] == 2
     assert "sums (math)" in shown(report)
-    assert report.to_dict()["num_tasks"] == 3
+    report.set_lengths([7, 7, 9])
+    told = report.to_dict()
+    assert (told["num_tasks"], told["lengths"]["tokens"]["max"]) == (3, 9)
 
 
 def test_a_limit_counts_rows_over_all_sets(write_rows):
