@@ -45,7 +45,7 @@ ROLLOUTS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(ROLLOUTS, min_size=1, max_size=3), st.integers(0, 9))
 def test_a_batch_comes_back_from_a_checkpoint_as_it_was(rollouts, number):
     asked = task("q", task_id="train:rows.jsonl:7", ground_truth="4")

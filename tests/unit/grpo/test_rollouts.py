@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laurel.errors import DataError, EngineError, EnvironmentFailedError, WorkerError
@@ -659,6 +659,7 @@ def test_an_exception_of_whoever_watches_comes_through() -> None:
         play(rollouts_of(ScriptedGenerator(saying("a"))), [task("1"), task("2")], on_group=complain)
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     turns=st.lists(st.integers(1, 4), min_size=1, max_size=5),
     lengths=st.lists(st.integers(1, 3), min_size=1, max_size=4),
