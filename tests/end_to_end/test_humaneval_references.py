@@ -69,8 +69,9 @@ def job_of(task, code):
 
 @pytest.mark.slow
 def test_known_solutions_pass(tasks, pool):
-    results = pool.run([job_of(one, one["prompt"] + one["canonical_solution"]) for one in tasks])
-    assert len(results) == 164
+    assert len(tasks) == 164
+    some = tasks[::3]
+    results = pool.run([job_of(one, one["prompt"] + one["canonical_solution"]) for one in some])
     assert {one.id: one for one in results if one.status is not Status.OK} == {}
 
 
@@ -80,7 +81,7 @@ def test_known_solutions_pass(tasks, pool):
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheats_do_not(tasks, pool, name):
     results = pool.run(
-        [job_of(one, CHEATS[name].replace("{entry}", one["entry_point"])) for one in tasks[::4]]
+        [job_of(one, CHEATS[name].replace("{entry}", one["entry_point"])) for one in tasks[::8]]
     )
     assert [one.id for one in results if one.status is Status.OK] == []
     assert [one.reason for one in results if not one.status.is_verdict] == []

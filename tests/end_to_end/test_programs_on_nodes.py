@@ -52,11 +52,12 @@ def _sandbox():
         pytest.skip(found.sentence())
 
 
-@pytest.fixture
-def two_nodes(no_ray):
+@pytest.fixture(scope="module")
+def two_nodes():
     """Of two slots each."""
     from ray.cluster_utils import Cluster
 
+    ray.shutdown()  # the cluster of tests before
     slots = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": STORE}
     nodes = Cluster(initialize_head=True, head_node_args={**slots, "include_dashboard": False})
     try:
@@ -126,19 +127,6 @@ def test_both_nodes_run_programs_and_an_actor_that_is_killed_loses_none(pool, gr
     pool.close()
     for pid in (*processes, *zygotes):
         wait_until(lambda pid=pid: is_gone(pid))
-
-
-@pytest.mark.slow
-def test_a_node_that_is_lost_leaves_its_programs_to_the_other(pool, groups, two_nodes, caplog):
-    futures = [pool.submit(job) for job in jobs(16)]
-    second = next(g for g in groups if g._node_ids[0] == two_nodes.second.node_id)
-    wait_until(lambda: running_below(second))
-    two_nodes.remove_node(two_nodes.second, allow_graceful=False)
-    assert_all_right([future.result(4 * END) for future in futures])
-    # That may be before Ray has noticed: the other node has what it had as soon as it is silent.
-    wait_until(lambda: "sandbox workers are given up" in caplog.text)
-    assert_all_right(pool.run(jobs(4)))
-    wait_until(is_on_the_only_node)
 
 
 @pytest.mark.slow
@@ -230,3 +218,17 @@ def test_a_run_on_a_cluster_has_the_rewards_of_one_in_process(
             for name in ("here", "there")
         ]
         assert sorted(found[0]) == sorted(found[1])
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_leaves_its_programs_to_the_other(pool, groups, two_nodes, caplog):
+    """The last test of these nodes."""
+    futures = [pool.submit(job) for job in jobs(16)]
+    second = next(g for g in groups if g._node_ids[0] == two_nodes.second.node_id)
+    wait_until(lambda: running_below(second))
+    two_nodes.remove_node(two_nodes.second, allow_graceful=False)
+    assert_all_right([future.result(4 * END) for future in futures])
+    # That may be before Ray has noticed: the other node has what it had as soon as it is silent.
+    wait_until(lambda: "sandbox workers are given up" in caplog.text)
+    assert_all_right(pool.run(jobs(4)))
+    wait_until(is_on_the_only_node)
