@@ -17,8 +17,8 @@ from runs import settings, train
 
 pytestmark = pytest.mark.usefixtures("small_cluster")
 
-# Every kind of parallelism by itself: in the run that goes on on another mesh, in GRPO below, and in
-# the tests of models/parallel.
+# Every kind of parallelism by itself: in the run that goes on on another mesh, in GRPO below, and
+# in the tests of models/parallel.
 DP_2_TP_2 = ("cluster.gpus_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=2")
 DP_2_CP_2 = ("cluster.gpus_per_node=4", "policy.dtensor_cfg.context_parallel_size=2")
 DP_2 = ("cluster.gpus_per_node=2",)

@@ -205,20 +205,6 @@ def test_a_model_its_scores_and_another_one(models, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_give_its_golden_scores_never_becomes_ready(tmp_path):
-    directory = tmp_path / "rm"
-    write_model(small_model(), directory)
-    contract = json.loads((directory / "scoring.json").read_text())
-    for golden in contract["golden"]:
-        golden["values_K"] = [value + 1 for value in golden["values_K"]]
-    (directory / "scoring.json").write_text(json.dumps(contract))
-    with Serving(tmp_path, "--model", str(directory)) as server:
-        assert server.process.wait(120) == 2
-        assert "golden" in server.said()
-        assert "ready " not in server.said()
-
-
-@pytest.mark.slow
 def test_a_burst_of_6_000_requests_into_a_queue_of_600(models, tmp_path):
     bodies = [
         json.dumps(request_of(f"q{i}", [f"answer {j} to {i}" for j in range(8)])).encode()
