@@ -47,8 +47,7 @@ demo: $(STAMP)
 # ever. Files come in their own order: xdist would begin with those of many tests, which are quick,
 # and end with those of a few long ones, for which one process then waits.
 TEST_PROCESSES ?= 3
-PARALLEL := --dist loadfile --no-loadscope-reorder --max-worker-restart=0
-PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PARALLEL)
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # What is not marked slow; by which rule, see CONTRIBUTING.md.
 test: $(STAMP)
@@ -72,7 +71,7 @@ $(VLLM_STAMP): pyproject.toml
 setup-vllm: $(VLLM_STAMP)
 
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest -n 2 $(PARALLEL) -k vllm tests/unit/generation tests/unit/rewards/test_vllm_scorer.py tests/contracts/test_generator.py tests/end_to_end/test_grpo_vllm.py tests/end_to_end/test_vllm_reward_server.py
+	$(VLLM_VENV)/bin/python -m pytest -k vllm tests/unit/generation tests/unit/rewards/test_vllm_scorer.py tests/contracts/test_generator.py tests/end_to_end/test_grpo_vllm.py tests/end_to_end/test_vllm_reward_server.py
 
 # One process: tests of several GPUs take them all.
 test-gpu: $(STAMP)

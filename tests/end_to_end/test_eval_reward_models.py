@@ -73,17 +73,6 @@ def test_reward_bench_from_rows_to_files(laurel, model, tmp_path):
     assert json.loads((tmp_path / "new" / "out" / "reward-bench-report.json").read_text()) == report
 
 
-def test_a_table_says_what_is_absent(laurel, model, tmp_path):
-    data = write(tmp_path / "rows.jsonl", [row for row in pair_rows() if row["id"] % 4 == 3])
-    done = evaluate(laurel, "reward-bench", model, data)
-    assert done.returncode == 0, done.stderr
-    lines = {line.strip().split("  ")[0]: line.split() for line in done.stdout.splitlines()}
-    assert lines["Safety"][1:3] == ["absent", "absent"]
-    assert lines["final score"][2:4] == ["absent", "absent"]
-    assert lines["hep-go"][-1] == "6"
-    assert "absent section: Chat Hard" in done.stdout
-
-
 def test_two_models_side_by_side(laurel, model, other_model, tmp_path):
     data = write(tmp_path / "rows.jsonl", pair_rows())
     for name, one in (("a", model), ("b", other_model)):

@@ -206,23 +206,6 @@ def test_several_turns_with_an_environment_of_ones_own(tmp_path, model):
     assert "validation/accuracy" not in logged(tmp_path, 2)
 
 
-def test_that_a_second_turn_never_came_is_noted_once(tmp_path, model):
-    done = grpo(
-        grpo_settings(
-            tmp_path,
-            model,
-            "grpo.max_num_steps=2",
-            "data.env_name=shouts",
-            "+env.custom.shouts.name=policy_fakes.Shouts",
-            "grpo.val_period=0",
-            "checkpointing.enabled=false",
-        )
-    )
-    said = " ".join(done.text.split())
-    assert said.count("for want of a second turn (grpo.max_rollout_turns=1;") == 1
-    assert logged(tmp_path, 2)["train/unended_out_of_turns"] == 12
-
-
 def test_it_learns(tmp_path, model):
     rows = [row | {"output": "2"} for row in sums()]
     runs.write_rows(tmp_path / "tasks.jsonl", rows)

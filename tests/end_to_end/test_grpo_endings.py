@@ -16,7 +16,6 @@ from policy_fakes import HOOKS
 from policy_runs import (
     HOOKED,
     MATCHES,
-    assert_same_runs,
     completions_of,
     grpo,
     grpo_settings,
@@ -121,17 +120,6 @@ def test_dynamic_sampling_ends_when_all_epochs_are_used_up(tmp_path, model):
     if again.outcome.step == step:  # what it drew for the step that never came may be better now
         after = (tmp_path / "saves" / f"step_{step}" / "MANIFEST.json").stat().st_mtime_ns
         assert after == before
-
-
-@pytest.mark.slow
-def test_more_epochs_go_on_from_tasks_that_were_used_up(tmp_path, model):
-    changes = [*MATCHES, *DYNAMIC, *NO_VALIDATION, RARELY_SAVED, "grpo.max_num_steps=100"]
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    grpo(grpo_settings(straight, model, *changes, "grpo.max_num_epochs=2"))
-    first = grpo(grpo_settings(broken, model, *changes)).outcome.step
-    last = grpo(grpo_settings(broken, model, *changes, "grpo.max_num_epochs=2")).outcome.step
-    assert last > first
-    assert_same_runs(straight, broken, last)
 
 
 def test_without_any_step_it_is_an_error(tmp_path, model):
