@@ -37,7 +37,7 @@ def warm(tmp_path_factory):
 def refused(directory, overrides, *, warm=None, python=()):
     """The message of a run that must be refused; checks all that every refusal has."""
     before = sorted(path for path in directory.rglob("*"))
-    program = (*python, "-m", "laurel.cli.main", "rm")
+    program = (*python, "-m", "laurel", "rm")
     done = warm(["rm", *overrides]) if warm is not None else run(overrides, program=program)
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search("^error: ", done.stderr, re.MULTILINE)
