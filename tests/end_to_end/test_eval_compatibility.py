@@ -11,6 +11,11 @@ from tiny import tiny_classifier
 from tiny_tokenizers import make_tokenizer
 
 
+@pytest.fixture(scope="module")
+def model(reward_model):
+    return reward_model
+
+
 def bos_model(directory):
     """A model with BOS twice, as other programs save it."""
     tokenizer = make_tokenizer(

@@ -13,6 +13,11 @@ from reward_servers import RewardServer
 
 
 @pytest.fixture(scope="module")
+def model(reward_model):
+    return reward_model
+
+
+@pytest.fixture(scope="module")
 def other_model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("other")
     write_model(small_model(seed=3), directory)

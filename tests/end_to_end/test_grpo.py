@@ -20,13 +20,7 @@ from policy_runs import (
     grpo,
     grpo_settings,
     sums,
-    warm_started,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

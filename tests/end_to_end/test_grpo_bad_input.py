@@ -12,8 +12,6 @@ import runs
 from policy_runs import grpo_settings, sft_settings
 from runs import WarmCommand, write_rows
 
-JUDGED = "+env.custom.mine.name=policy_fakes"
-
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):

@@ -20,16 +20,10 @@ from policy_runs import (
     grpo,
     grpo_settings,
     metrics_of,
-    warm_started,
 )
 
 NO_VALIDATION = ("grpo.val_period=0", "grpo.val_at_end=false")
 RARELY_SAVED = "checkpointing.save_period=100"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,6 @@ from policy_runs import (
     sft,
     sft_settings,
     sums,
-    warm_started,
 )
 from runs import ROOT, environment, manifest_hashes, write_rows
 
@@ -42,11 +41,6 @@ LENGTH = (
     *MATCHES,
     *HOOKED,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return warm_started(tmp_path_factory.mktemp("model"))
 
 
 HEARD, NOTICED = threading.Event(), threading.Event()

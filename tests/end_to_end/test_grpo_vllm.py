@@ -26,7 +26,7 @@ VLLM = ("policy.generation.backend=vllm", "policy.generation.max_concurrent=16")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Like `policy_runs.warm_started`, with two heads of a size that vLLM computes on a CPU."""
+    """Like `model` of conftest.py, with two heads of a size that vLLM computes on a CPU."""
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("model")
     heads = ("policy.scratch.hidden_size=64", "policy.scratch.num_heads=2")

@@ -11,7 +11,6 @@ from policy_runs import (
     metrics_of,
     sft,
     sft_settings,
-    warm_started,
 )
 from runs import settings, train
 
@@ -106,19 +105,6 @@ GRPO = (
     "loss_fn.reference_policy_kl_penalty=0.05",
     "grpo.max_num_steps=2",
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return warm_started(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("judge")
-    latest = train(settings(directory, "rm.max_num_steps=5")).outcome.latest
-    assert latest is not None
-    return latest
 
 
 def own_slots(judge):

@@ -20,7 +20,6 @@ from policy_runs import (
     grpo,
     grpo_settings,
     metrics_of,
-    writer_of_functions,
 )
 from runs import write_rows
 from sandbox_processes import END, below, is_gone, wait_until
@@ -161,12 +160,6 @@ def test_closing_in_the_middle_of_everything_leaves_the_cluster_in_peace(pool, g
     assert len(ray.nodes()) == 2
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Writes functions that give 1 or 2, each as often right as wrong."""
-    return writer_of_functions(tmp_path_factory.mktemp("model"))
-
-
 def run(directory, model, *changes):
     directory.mkdir()
     rows = [
@@ -185,9 +178,9 @@ def run(directory, model, *changes):
 
 @pytest.mark.slow
 def test_a_run_on_a_cluster_has_the_rewards_of_one_in_process(
-    tmp_path, model, two_nodes, monkeypatch
+    tmp_path, writer, two_nodes, monkeypatch
 ):
-    run(tmp_path / "here", model, "env.code.num_workers=2")
+    run(tmp_path / "here", writer, "env.code.num_workers=2")
     asked = []
     submit = NodeGroup._submit
 
@@ -198,7 +191,7 @@ def test_a_run_on_a_cluster_has_the_rewards_of_one_in_process(
     monkeypatch.setattr(NodeGroup, "_submit", submit_and_note)
     run(
         tmp_path / "there",
-        model,
+        writer,
         "env.code.num_workers=1",
         "cluster.backend=ray",
         f"cluster.address={two_nodes.address}",

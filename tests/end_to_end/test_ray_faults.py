@@ -9,7 +9,7 @@ import pytest
 
 from laurel.errors import EnvironmentFailedError
 from laurel.generation.replicas import GeneratorReplicas
-from policy_runs import MATCHES, grpo, grpo_settings, metrics_of, warm_started
+from policy_runs import MATCHES, grpo, grpo_settings, metrics_of
 from runs import run, settings, start, train, wait_until
 from sandbox_processes import is_gone
 from sandbox_processes import wait_until as until
@@ -143,9 +143,8 @@ def newest_worker():
 
 @pytest.mark.slow
 def test_a_replica_that_is_lost_after_its_checkpoint_was_pruned_comes_back(
-    tmp_path, small_cluster, caplog, monkeypatch
+    tmp_path, model, small_cluster, caplog, monkeypatch
 ):
-    model = warm_started(tmp_path / "model")
     steps = ("grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.save_period=1")
     own = (
         "cluster.gpus_per_node=2",
@@ -180,8 +179,9 @@ def test_a_replica_that_is_lost_after_its_checkpoint_was_pruned_comes_back(
 
 
 @pytest.mark.slow
-def test_a_killed_actor_of_an_environment_ends_the_run_with_its_name(tmp_path, small_cluster):
-    model = warm_started(tmp_path / "model")
+def test_a_killed_actor_of_an_environment_ends_the_run_with_its_name(
+    tmp_path, model, small_cluster
+):
     remote = ("data.env_name=far", "+env.custom.far.name=policy_fakes.RemoteMath")
     with pytest.raises(EnvironmentFailedError, match=r"far.*(died|killed|dead)"):
         grpo(grpo_settings(tmp_path / "run", model, *remote, "grpo.val_period=0"))

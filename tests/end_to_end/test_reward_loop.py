@@ -13,8 +13,7 @@ from laurel.rewards import preparing
 from laurel.rewards.preparing import Preparers
 from laurel.rewards.replicas import GroupScorer
 from laurel.workers.spawned import SpawnedGroup
-from policy_runs import assert_same_runs, grpo, grpo_settings, metrics_of, warm_started
-from runs import settings, train
+from policy_runs import assert_same_runs, grpo, grpo_settings, metrics_of
 from sandbox_processes import is_gone, wait_until
 
 BOUND = 1e-5
@@ -25,18 +24,6 @@ PLAIN = (
     "grpo.max_num_steps=2",
 )
 """Adam divides by what rounding makes of gradients near zero: its steps say little of them."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return warm_started(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory):
-    latest = train(settings(tmp_path_factory.mktemp("judge"), "rm.max_num_steps=5")).outcome.latest
-    assert latest is not None
-    return latest
 
 
 def judged_by(judge, *changes):

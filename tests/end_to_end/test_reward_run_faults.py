@@ -19,7 +19,6 @@ from policy_runs import (
     grpo,
     grpo_settings,
     metrics_of,
-    warm_started,
 )
 from reward_models import small_model, write_model
 from runs import ROOT, command, environment, last_step, wait_until
@@ -37,11 +36,6 @@ LENGTH = (
     "env.reward_model.enabled=true",
     "env.reward_model.api_key_env=KEY_OF_THE_TEST",
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from judges import judge_server, question
 from laurel.errors import UserError
 from laurel.rewards.open import load_scorer
 from laurel.rewards.spec import ScorerSpec, find_model
-from policy_runs import completions_of, grpo, grpo_settings, metrics_of, warm_started
+from policy_runs import completions_of, grpo, grpo_settings, metrics_of
 from reward_models import small_model, write_model
 from reward_servers import Answer, RewardServer
 
@@ -22,11 +22,6 @@ TWO_STEPS = (
     "checkpointing.save_period=2",
 )
 FIGURE = "env/reward_model/"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -18,21 +18,8 @@ from laurel.cli import serve as command
 from laurel.cli.main import main
 from laurel.errors import MissingDependencyError, install_command
 from laurel.generation.vllm import settings as vllm_settings
-from reward_models import small_model, write_model
 from sandbox_processes import wait_until
 from serve_processes import Load, Serving, ask_many, model_values, request_of, values_of
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Two models in directories of the same name."""
-    found = []
-    for seed in (0, 1):
-        directory = tmp_path_factory.mktemp(f"model-{seed}") / "rm"
-        write_model(small_model(seed=seed, max_length=512), directory)
-        found.append(directory)
-    return found
-
 
 NEEDS = {
     "no model": ([], "give either a reward model (--model"),

@@ -13,7 +13,6 @@ import pytest
 
 from laurel.rewards.open import open_local
 from laurel.types import Message, group_of
-from reward_models import small_model, write_model
 from reward_streams import GROUPS, Streamed
 from scripted_backend import null_scores
 from serve_processes import (
@@ -28,17 +27,6 @@ from serve_processes import (
 
 QUIET = ("--access-log", "none")
 ADMIN_KEY = "the-other-key-of-the-tests-of-laurel-serve"
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Two models in directories of the same name."""
-    found = []
-    for seed in (0, 1):
-        directory = tmp_path_factory.mktemp(f"model-{seed}") / "rm"
-        write_model(small_model(seed=seed, max_length=512), directory)
-        found.append(directory)
-    return found
 
 
 def figures(server):
