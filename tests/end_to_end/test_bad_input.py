@@ -12,7 +12,6 @@ import pytest
 from runs import (
     LOADED,
     TINY,
-    WarmCommand,
     pairs,
     ranked,
     run,
@@ -24,14 +23,6 @@ from runs import (
 
 PREFERENCES = "data.dataset_name=PreferenceDataset"
 GOOD_ROWS = [ranked(f"q {i}?", {f"good {i}": 0, f"bad {i}": 1}) for i in range(4)]
-
-
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    """For refusals that come after torch is loaded."""
-    command = WarmCommand(tmp_path_factory.mktemp("warm"))
-    yield command
-    command.close()
 
 
 def refused(directory, overrides, *, warm=None, python=()):
@@ -141,15 +132,15 @@ MODELS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_models(tmp_path, warm, case):
+def test_models(tmp_path, laurel, case):
     make, message = MODELS[case]
     rows = write_rows(tmp_path / "train.jsonl", pairs(12))
     overrides = settings(tmp_path, *make(tmp_path), "data.split_validation_size=0", rows=rows)
-    said = refused(tmp_path, [*LOADED, *overrides[len(TINY) :]], warm=warm)
+    said = refused(tmp_path, [*LOADED, *overrides[len(TINY) :]], warm=laurel)
     assert re.search(message, said), said
 
 
-def test_a_checkpoint_that_scores_otherwise_is_refused(tmp_path, warm):
+def test_a_checkpoint_that_scores_otherwise_is_refused(tmp_path, laurel):
     """Whole by its hashes, but the golden scores are of another model."""
     done = train(settings(tmp_path, "rm.max_num_steps=2"))
     saved = done.outcome.latest
@@ -160,7 +151,7 @@ def test_a_checkpoint_that_scores_otherwise_is_refused(tmp_path, warm):
     (model / "scoring.json").write_text(json.dumps(contract), encoding="utf-8")
     (model / "MANIFEST.json").unlink()
     overrides = settings(tmp_path, f"policy.model_name={model}", "checkpointing.enabled=false")
-    said = refused(tmp_path, [*LOADED, *overrides[len(TINY) :]], warm=warm)
+    said = refused(tmp_path, [*LOADED, *overrides[len(TINY) :]], warm=laurel)
     assert re.search(r"golden conversation scores \S+ here and scored 42", said), said
 
 

@@ -1,7 +1,6 @@
 """What GRPO cannot use gets one clear message and exit status 2, and leaves nothing behind."""
 
 import json
-import os
 import re
 import shutil
 
@@ -10,21 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import runs
 from policy_runs import grpo_settings, sft_settings
-from runs import WarmCommand, write_rows
-
-
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    path = os.pathsep.join((str(runs.ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = path
-    command = WarmCommand(tmp_path_factory.mktemp("warm"))
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
-    yield command
-    command.close()
+from runs import write_rows
 
 
 @pytest.fixture(scope="module")
@@ -45,26 +30,22 @@ def places(tmp_path_factory):
         metadata={"format": "pt"},
     )
     policy = runs.save_model(root / "policy")
-    (root / "empty").mkdir()
     rows = {
         "no_answer": [{"input": f"q{i}?"} for i in range(8)],
         "long": [{"input": f"{i} which? " * 50, "output": "1"} for i in range(8)],
-        "pairs": [{"prompt": f"q{i}?", "chosen": "7 birds", "rejected": "no"} for i in range(8)],
     }
     written = {name: write_rows(root / f"{name}.jsonl", each) for name, each in rows.items()}
     return {
         "policy": policy,
-        "reward_model": checkpoint,
         "other": other,
-        "empty": root / "empty",
         **written,
     }
 
 
-def refused(directory, warm, command, overrides):
+def refused(directory, laurel, command, overrides):
     """The message of a run that must be refused; checks all that every refusal has."""
     before = sorted(directory.rglob("*"))
-    done = warm([command, *overrides])
+    done = laurel([command, *overrides])
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("error: ") == 1
@@ -140,11 +121,11 @@ CASES: dict[str, tuple[list[str], str]] = {
     "part of a composite",
 )
 @pytest.mark.parametrize("case", CASES)
-def test_grpo_refuses(tmp_path, warm, places, case):
+def test_grpo_refuses(tmp_path, laurel, places, case):
     changes, message = CASES[case]
     overrides = grpo_settings(tmp_path, places["policy"])
     filled = [re.sub(r"{(\w+)}", lambda m: str(places.get(m[1], m[0])), c) for c in changes]
-    assert re.search(message, refused(tmp_path, warm, "grpo", [*overrides, *filled]), re.DOTALL)
+    assert re.search(message, refused(tmp_path, laurel, "grpo", [*overrides, *filled]), re.DOTALL)
 
 
 SFT_CASES: dict[str, tuple[list[str], str]] = {
@@ -157,17 +138,19 @@ SFT_CASES: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", SFT_CASES)
-def test_fine_tuning_refuses(tmp_path, warm, places, case):
+def test_fine_tuning_refuses(tmp_path, laurel, places, case):
     changes, message = SFT_CASES[case]
     overrides = sft_settings(tmp_path, model=places["policy"])
     filled = [re.sub(r"{(\w+)}", lambda m: str(places.get(m[1], m[0])), c) for c in changes]
-    assert re.search(message, refused(tmp_path, warm, "sft", [*overrides, *filled]), re.DOTALL)
+    assert re.search(message, refused(tmp_path, laurel, "sft", [*overrides, *filled]), re.DOTALL)
 
 
-def test_what_fails_in_the_middle_exits_with_1_and_one_message(tmp_path, warm, places):
+def test_what_fails_in_the_middle_exits_with_1_and_one_message(tmp_path, laurel, places):
     """An environment that cannot judge anything is no mistake in the configuration."""
     custom = "+env.custom.mine={name: policy_fakes.Matches, kwargs: {poison: ''}}"
-    done = warm(["grpo", *grpo_settings(tmp_path, places["policy"], "data.env_name=mine", custom)])
+    done = laurel(
+        ["grpo", *grpo_settings(tmp_path, places["policy"], "data.env_name=mine", custom)]
+    )
     assert done.returncode == 1
     assert re.match(
         r"error: the environment 'mine' could not judge 12 of 12 samples, more than "

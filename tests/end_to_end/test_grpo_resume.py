@@ -30,7 +30,7 @@ from policy_runs import (
     sft_settings,
     sums,
 )
-from runs import ROOT, environment, manifest_hashes, write_rows
+from runs import environment, manifest_hashes, write_rows
 
 NUM_STEPS = 6
 LENGTH = (
@@ -313,13 +313,12 @@ def test_kill_9_at_any_moment(tmp_path, model):
     grpo(grpo_settings(straight, model, *changes))
     moments = random.Random()
     overrides = grpo_settings(broken, model, *changes)
-    python_path = os.pathsep.join((str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     # Three groups a step, and one step ahead: after the first checkpoint, and before the last step.
     moment = (str(moments.randrange(28, 56)), str(moments.random() / 10))
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, *moment, *overrides],
         capture_output=True,
-        env=environment() | {"PYTHONPATH": python_path},
+        env=environment(),
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     last = grpo(overrides)

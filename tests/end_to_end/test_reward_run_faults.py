@@ -4,7 +4,6 @@ The router of such a run lives in the process of the run. Figures in brackets ar
 project's fault matrix.
 """
 
-import os
 import signal
 import subprocess
 import threading
@@ -21,7 +20,7 @@ from policy_runs import (
     metrics_of,
 )
 from reward_models import small_model, write_model
-from runs import ROOT, command, environment, last_step, wait_until
+from runs import command, environment, last_step, wait_until
 from serve_processes import KEY, SamePort
 
 NUM_STEPS = 8
@@ -88,13 +87,12 @@ main()
 def held(when, directory, overrides, log):
     """`laurel grpo` in a process of its own, which waits after three steps: before it asks for
     scores, or when it has got them."""
-    path = os.pathsep.join((str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     with log.open("wb") as output:
         process = subprocess.Popen(
             command(overrides, program=("-c", HELD, when, str(directory))),
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment() | {"PYTHONPATH": path},
+            env=environment(),
         )
     try:
         wait_until((directory / "is_held").exists, process)

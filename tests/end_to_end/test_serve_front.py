@@ -5,7 +5,6 @@ fault matrix."""
 import asyncio
 import json
 import signal
-import time
 from urllib.parse import urlsplit
 
 import psutil
@@ -14,6 +13,7 @@ import pytest
 from laurel.rewards.open import open_local
 from laurel.types import Message, group_of
 from reward_streams import GROUPS, Streamed
+from sandbox_processes import wait_until
 from scripted_backend import null_scores
 from serve_processes import (
     KEY,
@@ -39,13 +39,6 @@ def figures(server):
 
 def answered(server, status, path="/v1/score"):
     return figures(server).get(f'laurel_requests_total{{path="{path}",status="{status}"}}', 0.0)
-
-
-def until(true, *, seconds=60):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.02)
 
 
 @pytest.mark.slow
@@ -102,7 +95,7 @@ def test_clients_that_leave_take_their_requests_along(models, tmp_path):
     arguments = ("--model", str(models[0]), "--cpu-threads", "1", "--batch-tokens", "512")
     with Serving(tmp_path, *arguments, "--max-waiting", "9999", *QUIET).ready() as server:
         asyncio.run(ask_and_leave(server))
-        until(lambda: figures(server)["laurel_completions_waiting"] == 0)
+        wait_until(lambda: figures(server)["laurel_completions_waiting"] == 0)
         found = figures(server)
         cancelled = found["laurel_scorer_cancelled_total"]
         # Who leaves in the moment in which the answer is ready is gone too, with nothing to cancel.
@@ -124,7 +117,7 @@ def test_sleep_in_the_middle_of_requests_loses_none(tmp_path):
         def nap():
             status, state = server.ask("/admin/sleep", {})
             assert (status, state["state"]) == (200, "asleep")
-            until(lambda: answered(server, 503) > 0)
+            wait_until(lambda: answered(server, 503) > 0)
             status, state = server.ask("/admin/wake", {})
             assert (status, state["state"]) == (200, "ready")
 
