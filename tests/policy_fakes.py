@@ -209,13 +209,17 @@ HOOKS: dict[str, Callable[[], None]] = {}
 class Matches(Judge):
     """Gives `reward` to an answer that has the known one in it; the `poison` is a failure."""
 
-    def __init__(self, *, poison: str | None = None, reward: float = 1.0) -> None:
+    def __init__(
+        self, *, poison: str | None = None, reward: float = 1.0, noise: float = 0.0
+    ) -> None:
         def verdict(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
             if poison is not None and poison in text:
                 return {"failure": f"{poison!r} is poison"}
             return {"reward": reward * (str(metadata["ground_truth"]) in text), "answer": text}
 
-        super().__init__(verdict, before=lambda texts: HOOKS.get("judge", lambda: None)())
+        super().__init__(
+            verdict, noise=noise, before=lambda texts: HOOKS.get("judge", lambda: None)()
+        )
 
 
 class HookedAdamW(torch.optim.AdamW):

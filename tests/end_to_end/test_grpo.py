@@ -396,6 +396,29 @@ def test_failures_take_part_in_nothing(tmp_path, model):
     assert figures["validation/env/matches/seen"] + figures["validation/num_failures"] == 16
 
 
+@pytest.mark.parametrize(("noise", "is_damped"), [(0.1, False), (2.0, True)])
+def test_noise_is_measured_of_rewards_before_they_are_scaled(tmp_path, model, noise, is_damped):
+    """Rewards of 0 and 10 become 0 and 1: ten times a noise of 0.1 is then 0.1, not 1."""
+    grpo(
+        grpo_settings(
+            tmp_path,
+            model,
+            *MATCHES,
+            *NO_VALIDATION,
+            "grpo.max_num_steps=1",
+            "+env.custom.matches.kwargs.reward=10",
+            f"+env.custom.matches.kwargs.noise={noise}",
+            "grpo.reward_scaling.enabled=true",
+            "grpo.reward_scaling.source_max=10",
+            "policy.generation.temperature=1.6",
+        )
+    )
+    figures = logged(tmp_path, 1)
+    assert figures["train/groups_without_signal"] < 3
+    assert figures["train/scorer_noise"] == noise
+    assert (figures["train/groups_at_noise_floor"] > 0) is is_damped
+
+
 def test_a_loss_that_is_not_finite_is_not_applied_and_its_rollouts_are_kept(tmp_path, model):
     """The rewards are as large as float32 holds, so the sum over the tokens is infinite."""
     overrides = grpo_settings(
