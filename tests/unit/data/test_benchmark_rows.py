@@ -43,25 +43,13 @@ def real(name):
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.parquet"])
 def test_a_pair_from_any_format(tmp_path, name):
     (row,) = read_benchmark(REWARD_BENCH, [write(tmp_path / name, [PAIR])])
     assert (row.id, row.subset, row.ranks_G) == ("1", "hep-go", (0, 1))
     assert [one.messages[0].content for one in row.group.completions_G] == ["a", "b"]
     assert row.group.prompt[0].role == "user"
     assert row.source == str(tmp_path / name) + (":1" if "jsonl" in name else "[0]")
-
-
-def test_lists_of_parquet_and_prompts_of_several_turns(tmp_path):
-    turns = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "a"},
-        {"role": "user", "content": "r"},
-    ]
-    rows = [{"id": "x", "subset": "Math", "prompt": turns, "chosen": ["a"], "rejected": ["b", "c"]}]
-    (row,) = read_benchmark(REWARD_BENCH_2, [write(tmp_path / "rows.parquet", rows)])
-    assert row.ranks_G == (0, 1, 1)
-    assert [message.content for message in row.group.prompt] == ["q", "a", "r"]
 
 
 def test_ids_are_unique_and_the_same_the_next_time(tmp_path):

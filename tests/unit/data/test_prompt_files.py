@@ -19,7 +19,6 @@ def test_a_prompt_without_a_user_message_has_no_question(tmp_path):
     [
         ("no place", "has: none"),
         ("{} and {}", "has: {}, {}"),
-        ("{question}", "has: {question}"),
         ("{", "Single '{'"),
         ("{:d}", "Unknown format code"),
     ],

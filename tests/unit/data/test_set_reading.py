@@ -1,16 +1,13 @@
 """Where named sets are read from, and how their rows are counted."""
 
-import json
-
 import pytest
 
 from laurel.config.data import TaskSetConfig
-from laurel.data.reading import HubSet, LeftOutRow, open_set
+from laurel.data.reading import HubSet, open_set
 from laurel.data.report import RowReport
-from laurel.data.sources import UnusableRow
 from laurel.data.task_formats import TASK_SETS, TaskParts
 from laurel.data.tasks import PROCESSORS, find_processor, register_processor
-from laurel.errors import ConfigError, DataError
+from laurel.errors import ConfigError
 from laurel.types import Message
 
 HUBS = {name: known.hub for name, known in TASK_SETS.items()}
@@ -23,16 +20,6 @@ def opened(**config):
 @pytest.mark.parametrize(
     ("config", "path", "parts"),
     [
-        (
-            {"dataset_name": "OpenMathInstruct-2"},
-            "nvidia/OpenMathInstruct-2",
-            ((None, "train_1M"),),
-        ),
-        (
-            {"dataset_name": "OpenMathInstruct-2", "split": "train_5M"},
-            "nvidia/OpenMathInstruct-2",
-            ((None, "train_5M"),),
-        ),
         ({"dataset_name": "GSM8K", "split": "test"}, "openai/gsm8k", (("main", "test"),)),
         ({"dataset_name": "GSM8K", "subset": "socratic"}, "openai/gsm8k", (("socratic", None),)),
         (
@@ -54,16 +41,6 @@ def test_where_a_set_is_read_from(config, path, parts):
     assert (found.path, found.parts) == (path, parts)
 
 
-def test_every_set_that_needs_no_path_has_a_place():
-    need_one = {
-        "PreferenceDataset",
-        "BinaryPreferenceDataset",
-        "ResponseDataset",
-        "CodeTasks",
-    }
-    assert {name for name, hub in HUBS.items() if hub.name is None} == need_one
-
-
 def test_the_parts_of_a_set_keep_their_sources_apart(tmp_path):
     for part in ("one", "two"):
         (tmp_path / part).mkdir()
@@ -79,38 +56,6 @@ def test_the_parts_of_a_set_keep_their_sources_apart(tmp_path):
     found = open_set(TaskSetConfig(dataset_name="X"), known={"X": hub}, report=report)
     sources = found.read(lambda source, row: source, report=report, on_bad_row="error", limit=None)
     assert sources == [f"{part}/{tmp_path.name}[0]" for part in ("one", "two")]
-
-
-def test_every_row_is_counted_once(write_rows):
-    path = write_rows(["good", "bad", "left", "good", "good"])
-    path.write_text(
-        "".join(json.dumps({"is": kind}) + "\n" for kind in ("good", "bad", "left", "good", "good"))
-        + "{broken\n",
-        encoding="utf-8",
-    )
-
-    def convert(source, row):
-        if row["is"] == "bad":
-            raise UnusableRow("a bad one", "the row is bad")
-        if row["is"] == "left":
-            raise LeftOutRow("empty", "it says nothing")
-        return source
-
-    report = RowReport(name="train")
-    found = open_set(TaskSetConfig(data_path=str(path)), known=HUBS, report=report)
-    kept = found.read(convert, report=report, on_bad_row="skip", limit=None)
-    assert kept == ["rows.jsonl:1", "rows.jsonl:4", "rows.jsonl:5"]
-    assert (report.num_read, report.num_kept) == (6, 3)
-    assert {reason: found.count for reason, found in report.dropped.items()} == {
-        "malformed": 2,
-        "empty": 1,
-    }
-
-    report = RowReport(name="train")
-    assert len(found.read(convert, report=report, on_bad_row="skip", limit=1)) == 1
-    assert report.num_read == 1
-    with pytest.raises(DataError, match=r"rows.jsonl:2: the row is bad\. Fix the row"):
-        found.read(convert, report=RowReport(name="x"), on_bad_row="error", limit=None)
 
 
 def test_a_processor_is_registered_once():

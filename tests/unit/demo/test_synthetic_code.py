@@ -20,15 +20,9 @@ def made():
     return FunctionTasks(seed=3, count=3000, share_wrong=0.6).formatted_ds
 
 
-def test_rows_by_hand(made):
-    row = next(r for r in made["train"] if asked(r) == "Write g(x): x times 4.")
-    assert row["entry"] == "g"
-    assert row["reference_solution"] == "def g(x): return x * 4"
-    assert values(row) == (0, 4, 28, -12)
-    assert [test["args"] for test in row["call_tests"]] == [[x] for x in ARGUMENTS]
-
-
-def test_references_give_what_is_expected(made):
+def test_references_give_what_is_expected_and_the_seed_decides(made):
+    same, other = (FunctionTasks(seed=s, count=50).formatted_ds["train"] for s in (3, 2))
+    assert same == FunctionTasks(seed=3, count=50).formatted_ds["train"] != other
     for row in (*made["train"][:200], *made["validation"]):
         names = {}
         exec(row["reference_solution"], names)
@@ -54,12 +48,6 @@ def test_held_out_requests_are_in_no_training_row(made):
     assert len(held_out) == NUM_HELD_OUT
     assert held_out.isdisjoint({asked(row) for row in made["train"]})
     assert len({asked(row) for row in made["train"]} | held_out) == 360
-
-
-def test_the_seed_decides():
-    first, same, other = (FunctionTasks(seed=s, count=50).formatted_ds["train"] for s in (1, 1, 2))
-    assert first == same
-    assert first != other
 
 
 @pytest.mark.slow

@@ -143,15 +143,7 @@ def test_bins_never_part_equal_values():
     # Shares of 0 0 0 0 1 2 begin at 0, 0 and 1: two bins.
     assert bins_of([0, 0, 0, 0, 1, 2], 2) == [(0, 2)]
     assert bins_of([0, 0, 0, 1, 2, 3], 2) == [(0, 0), (1, 3)]
-
-
-@given(st.lists(st.integers(-9, 9), max_size=40), st.integers(1, 6))
-def test_every_value_has_one_bin(values, num_bins):
-    bins = bins_of(values, num_bins)
-    assert len(bins) <= num_bins
-    assert [sum(low <= value <= high for low, high in bins) for value in values] == [1] * len(
-        values
-    )
+    assert bins_of([], 3) == []
 
 
 def test_longer_wins_by_hand():
@@ -181,16 +173,6 @@ def test_a_bag_of_one_word_by_hand():
     assert found.score("good good") == pytest.approx(low * math.log(3), rel=1e-3)
     credits = found.credits([pair(None, None, "good", "x"), pair(None, None, "y", "x")])
     assert list(credits.values()) == [1.0, 0.5]
-
-
-def test_a_bag_of_words_learns_words_and_no_order():
-    pairs = [pair(None, None, f"sound {n}", f"poor {n}") for n in "abcdef"]
-    found = BagOfWords.train(pairs)
-    assert found.score("quite sound") > found.score("quite") > found.score("quite poor")
-    assert found.score("sound poor") == found.score("poor sound")
-    assert BagOfWords.train(pairs) == found
-    assert "a" in found.weights  # twice: once on each side
-    assert found.weights["a"] == 0
 
 
 def test_a_bag_of_words_that_has_nothing_to_learn():
@@ -224,16 +206,6 @@ def test_the_halves_of_a_length_controlled_accuracy_are_drawn_apart():
     found = length_controlled_accuracy(pairs)
     assert found is not None
     assert found.high - found.low == pytest.approx(0.139, abs=0.015)
-
-
-@given(some_pairs)
-def test_length_alone_gets_half(pairs):
-    by_length = [
-        pair(float(len(p.chosen)), float(len(p.rejected)), p.chosen, p.rejected) for p in pairs
-    ]
-    found = length_controlled_accuracy(by_length)
-    assert found is None or found.value == 0.5
-    assert longer_scored_higher(by_length) in (None, 1.0)
 
 
 def test_longer_scored_higher_by_hand():
@@ -324,13 +296,9 @@ def test_one_answer_scored_twice_is_no_other_answer():
     # Deviations from 0.5625 of 1, 1.25, 0 and 0.
     squares = 0.4375**2 + 0.6875**2 + 2 * 0.5625**2
     assert found.standard_deviation == pytest.approx(math.sqrt(squares / 4))
-
-
-def test_equal_scores_are_identical_and_not_saturated():
-    found = score_distribution([pair(*TIE, "a", "b")])
-    assert found is not None
-    assert found.identical_share == 1.0
-    assert (found.saturated_low, found.saturated_high) == (None, None)
+    equal = score_distribution([pair(*TIE, "a", "b")])
+    assert equal is not None
+    assert (equal.identical_share, equal.saturated_low, equal.saturated_high) == (1.0, None, None)
 
 
 def test_agreement_by_hand():
@@ -351,8 +319,5 @@ def test_agreement_by_hand():
     # a: 2 1 1 2 1 1, b: 9 3 5 4 0 0. 8 pairs of positions are untied in a; of them only 4 < 5 (at
     # the second 2, beside a 1) is discordant: 7 - 1. Untied in b: 15 - 1.
     assert found[0].kendall == pytest.approx(6 / math.sqrt(8 * 14))
-
-
-def test_columns_of_different_length():
     with pytest.raises(DataError, match="a has 1, b has 2"):
         agreements({"a": [(1.0, 2.0)], "b": [(1.0, 2.0)] * 2})

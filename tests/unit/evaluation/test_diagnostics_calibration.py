@@ -67,7 +67,7 @@ def test_the_temperature_by_hand():
     )
 
 
-@pytest.mark.parametrize("gaps", [[], [1.0, 2.0], [0.0, 0.0], [1.0, -1.0], [1.0, -2.0]])
+@pytest.mark.parametrize("gaps", [[], [1.0, 2.0], [0.0, 0.0], [1.0, -2.0]])
 def test_no_temperature_is_best_where_none_is(gaps):
     assert best_temperature(gaps) is None
     found = calibration(of_gaps(*gaps))

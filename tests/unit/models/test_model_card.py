@@ -15,6 +15,7 @@ from laurel.models.checkpoint.card import (
     CardFacts,
     EvaluationRow,
     EvaluationTable,
+    policy_card,
     reward_model_card,
 )
 from laurel.models.checkpoint.export import save_reward_model
@@ -77,6 +78,13 @@ def test_an_accuracy_stands_beside_the_baseline_of_its_set():
 def test_figures_that_are_not_finite_are_no_figures():
     facts = CardFacts().measured({"a": float("nan"), "b": float("inf"), "c": 1.5})
     assert facts.metrics == {"c": 1.5}
+
+
+def test_figures_stand_beside_those_before_training():
+    facts = CardFacts().measured({"a": 0.75, "b": 2.0}, before={"a": 0.25})
+    assert "| a | 0.25 | 0.75 |\n| b |  | 2 |" in policy_card(facts)
+    alone = CardFacts().measured({"a": 0.75})
+    assert "the model was not validated before it" in policy_card(alone)
 
 
 def test_evaluations_have_tables_with_the_baseline_and_the_failures():

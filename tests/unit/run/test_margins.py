@@ -32,13 +32,10 @@ def test_margins_that_no_row_has_are_refused(tmp_path, overrides, margin):
         load_data(config)
 
 
-def test_margins_that_the_loss_does_not_read_are_noted(tmp_path):
+def test_margins_that_the_loss_does_not_read_are_noted_and_others_not(tmp_path):
     notes = load_data(configured(tmp_path, "data.margin_key=gap")).reports["train"].notes
     assert notes[-1].startswith("data.margin_key=gap has no effect")
     assert "rm.loss.use_margin=true" in notes[-1]
-
-
-def test_margins_that_are_read_are_no_news(tmp_path):
     data = load_data(configured(tmp_path, "data.margin_key=gap", "rm.loss.use_margin=true"))
     assert {preference.margin for preference in data.train} == {0.5}
     assert not any("margin" in note for note in data.reports["train"].notes)

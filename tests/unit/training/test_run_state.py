@@ -32,6 +32,12 @@ def test_figures_belong_to_the_step_they_were_measured_at():
     assert both.stepped(bad_steps=1, metrics={}).metrics == {}
 
 
+def test_the_figures_before_training_stay_beside_those_after_it():
+    started = Position().validated({"validation_accuracy": 0.1})
+    later = started.stepped(bad_steps=0, metrics={}).validated({"validation_accuracy": 0.7})
+    assert later.before == {"validation_accuracy": 0.1}
+
+
 def sample(**changes):
     group = group_of([Message("user", "q")], ["a", "b"], group_id="g")
     judged = {"ranks_G": (0, 1), "source": "rows.jsonl:7", **changes}
