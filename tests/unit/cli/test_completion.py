@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from laurel.cli.main import app
-from laurel.cli.options import overrides
 from laurel.config.schemas import SCHEMAS
 
 ROOT = Path(__file__).parents[3]
@@ -66,14 +65,6 @@ def test_the_schema_is_that_of_the_command_the_option_or_the_file():
     file = str(ROOT / "examples" / "configs" / "grpo_math_1B.yaml")
     assert offered("plan", "--config", file, "gr")[0].startswith("grpo.")
     assert offered("plan", "--config", "not-there.yaml", "rm.s")[0].startswith("rm.s")
-
-
-def test_every_key_is_offered_with_a_word_about_it():
-    for schema in SCHEMAS.values():
-        sections = [value for value, _ in overrides(schema, "")]
-        assert sections == [f"{name}." for name in schema.model_fields]
-        for section in sections:
-            assert all(about for _, about in overrides(schema, section))
 
 
 def test_a_tab_imports_nothing_heavy():

@@ -122,21 +122,6 @@ def test_a_model_from_scratch_has_a_learning_rate_of_its_own(task, here):
     assert "This learning rate (lr) suits a small, newly initialized model." in text
 
 
-def test_scratch_is_an_answer_and_still_there_are_three_questions(here):
-    answers = iter(["rm", "scratch", "rm.jsonl"])
-    asked: list[str] = []
-
-    def ask(question, default):
-        asked.append(question)
-        return next(answers)
-
-    run_init(ask=ask, num_gpus=CPU)
-    assert len(asked) == 3
-    assert "or scratch for a small new one" in asked[1]
-    config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
-    assert config.policy.scratch is not None
-
-
 def test_the_command_for_training_does_not_stop_at_a_malformed_row(here, model, capsys):
     write(here / "own.jsonl", [*PAIRS, {"prompt": "Why?", "chosen": None, "rejected": "?"}])
     init("rm", model, data="own.jsonl")

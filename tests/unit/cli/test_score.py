@@ -246,18 +246,6 @@ def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("run"), {1: 0.6, 2: 0.9, 3: 0.7})
 
 
-def scores_of(result):
-    return [value for line in result.lines for value in line["scores"]]
-
-
-def test_a_run_means_its_best_checkpoint(score, run):
-    result = score(run)
-    assert "the best is step_2" in result.err
-    assert scores_of(result) == scores_of(score(run / "step_2"))
-    assert scores_of(result) == scores_of(score(run / "best"))
-    assert scores_of(result) != scores_of(score(run / "step_3"))
-
-
 def test_a_torn_checkpoint_is_named_with_its_bad_file_and_the_one_before(score, tmp_path):
     run = write_run(tmp_path / "run", {1: 0.5, 2: 0.6})
     weights = run / "step_2" / "model.safetensors"

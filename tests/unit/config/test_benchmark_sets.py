@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from laurel.config.data import BenchmarkSetConfig, DataConfig, DatasetConfig
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
@@ -52,6 +53,15 @@ def test_benchmarks_among_blocks(tmp_path: Path) -> None:
     assert data.validation_sets()["Block"].dataset_name == "PreferenceDataset"
     # What fills the blocks of preferences is not for a benchmark.
     assert data.benchmark_sets()["Bench"].dataset_name is None
+
+
+def test_flat_keys_and_dictionaries_without_a_file() -> None:
+    flat = DataConfig(train_data_path="t", val_data_path="b")
+    assert flat.validation_sets()["default"].data_path == "b"
+    named = {"Block": {"data_path": "b"}, "Bench": {"benchmark": "judge-bench"}}
+    data = DataConfig.model_validate({"train": {"data_path": "t"}, "validation": named})
+    assert isinstance(data.validation_sets()["Block"], DatasetConfig)
+    assert isinstance(data.benchmark_sets()["Bench"], BenchmarkSetConfig)
 
 
 @pytest.mark.parametrize(

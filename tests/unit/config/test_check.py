@@ -191,6 +191,10 @@ def test_rules_of_a_section_are_told_at_its_line(tmp_path: Path) -> None:
         load_config(Run, tmp_path / "run.yaml", ["model.size=101"])
 
 
+def test_an_empty_section_is_its_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, "model:\n").config == Run()
+
+
 def test_numbers_for_text_keys_are_the_text_as_written(tmp_path: Path) -> None:
     for written in ("1e5", "0012", "123456789", "1_0"):
         assert load(tmp_path, f"model: {{revision: {written}}}\n").config.model.revision == written

@@ -167,6 +167,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_bytes(b"a: \xff\xff\n")
     assert refused(path).startswith(f"{path}: not YAML text: ")
+    assert "cannot be read" in refused(tmp_path)  # a directory
 
 
 def test_nesting_without_end(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from chat_rows import system, user
 from laurel.config.data import DatasetConfig
-from laurel.data.preferences import hold_out, load_preferences, own_validation_preferences
+from laurel.data.preferences import hold_out, own_validation_preferences
 from laurel.errors import DataError
 from laurel.types import Message, Preference, group_of
 
@@ -81,17 +81,9 @@ def test_reading_stops_at_the_least_of_the_limits_counted_after_filtering(load):
     preferences, report = load(rows, max_samples=2)
     assert [p.source for p in preferences] == ["rows.jsonl:1", "rows.jsonl:3"]
     assert (report.num_read, report.num_kept) == (3, 2)
-    everything, _ = load(rows, max_samples=5)
-    assert len(everything) == 3
-
-
-def test_the_configurations_limit_counts_too(write_rows):
-    config = DatasetConfig(data_path=str(write_rows([pair("a"), pair("b")])), max_samples=1)
+    assert len(load(rows, max_samples=5)[0]) == 3
     for limit in (None, 2):
-        preferences, _ = load_preferences(
-            config, name="v", ties="drop", duplicates="drop", on_bad_row="error", max_samples=limit
-        )
-        assert len(preferences) == 1
+        assert len(load(rows, limit_of_set=1, max_samples=limit)[0]) == 1
 
 
 def test_every_reason_is_counted_with_its_first_sources(load):

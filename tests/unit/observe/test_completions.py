@@ -54,6 +54,7 @@ def test_what_is_written_is_what_is_read(tmp_path):
     assert [CompletionRow(**row) for row in table.to_pylist()] == [ROW, FAILED]
     types = {name: str(table.schema.field(name).type) for name in ("reward", "step", "truncated")}
     assert types == {"reward": "double", "step": "int64", "truncated": "bool"}
+    assert dict(zip(CompletionRow.columns(), ROW.cells, strict=True)) == table.to_pylist()[0]
     for rows in ([FAILED], []):  # the same types where everything is missing
         write_completions(path, rows)
         assert parquet.read_schema(path).equals(table.schema)

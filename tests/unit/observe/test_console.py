@@ -60,6 +60,14 @@ def test_no_text_breaks_a_table(text):
     assert shown(file)
 
 
+def test_where_there_is_nothing_it_is_said():
+    console, file = make()
+    print_metrics(console, "validation-default", {})
+    print_pairs(console, "pairs", [])
+    print_scores(console, [])
+    assert shown(file) == "validation-default: no metrics\npairs: no pairs\nno conversations\n"
+
+
 def test_markup_and_control_characters_are_shown_not_obeyed():
     console, file = make()
     print_pairs(console, "pairs", [pair(better=NASTY)])
@@ -83,11 +91,16 @@ def test_verdicts(better_score, worse_score, verdict):
 
 
 def test_a_row_is_the_best_and_the_worst_of_a_group():
-    group = group_of([Message("user", "2+2?")], ["5", "4", "fish"], group_id="g")
+    asked = [Message("system", "Add."), Message("user", "2+2?")]
+    group = group_of(asked, ["5", "4", "fish"], group_id="g")
     preference = Preference(group=group, ranks_G=(1, 0, 2))
     row = PairRow.of(preference, [0.5, 1.5, -2.0])
     assert row == PairRow(
-        prompt="2+2?", better="4", worse="fish", better_score=1.5, worse_score=-2.0
+        prompt="system: Add.\nuser: 2+2?",
+        better="4",
+        worse="fish",
+        better_score=1.5,
+        worse_score=-2.0,
     )
     tied = Preference(group=group, ranks_G=(0, 0, 0))
     assert PairRow.of(tied, [0.5, 1.5, -2.0]) is None
@@ -140,6 +153,8 @@ def test_numbers_have_four_significant_digits(value, expected):
 @given(st.text(), st.integers(16, 40))
 def test_shortened_text_is_short_and_safe(text, length):
     assert shorten_middle("abcdefgh" * 4, 16) == "abcde ... cdefgh"
+    with pytest.raises(ValueError, match="at least 16"):
+        shorten_middle(text, 3)
     short = shorten_middle(text * 4, length)
     assert len(short) <= length
     assert short == visible(short)

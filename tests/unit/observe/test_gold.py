@@ -83,6 +83,12 @@ def test_nothing_is_well_where_gold_is_lower_by_what_chance_explains():
     assert "good" not in [one.weight for one in others]
 
 
+def test_gold_that_rises_is_said_beside_the_reward():
+    found = findings(run([0.3 + 0.01 * i for i in range(40)]))
+    assert [one.weight for one in found] == ["good", "good"]
+    assert "env/both/math/accuracy went from 0.3150 to 0.6750" in found[0].text
+
+
 def test_gold_is_the_first_figure_and_the_first_curve_of_the_page():
     one = run(FALLEN_AT_ONCE)
     assert charts_of(one)[0].lines[0].label == "env/both/math/accuracy"

@@ -63,6 +63,23 @@ def test_lines_come_now_and_then_and_first_and_last():
     assert steps == ["1", "6", "11", "16", "20"]
 
 
+def test_a_run_that_ends_early_shows_where_and_a_phase_that_counts_nothing_no_number():
+    progress, clock, file = plain(100)
+    with progress:
+        for step in (1, 2, 3):
+            clock.now += 0.5
+            progress.step(step, {}, pairs=1, tokens=10)
+        clock.now += 60.0
+        with progress.phase("saving", None) as saving:
+            saving.advance(0)
+    lines = file.getvalue().splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["step", "1/100"],
+        ["saving"],
+        ["step", "3/100"],
+    ]
+
+
 def test_a_resumed_run_reckons_from_where_it_started():
     progress, clock, file = plain(100, start_step=90)
     with progress:

@@ -142,6 +142,24 @@ def test_a_whole_run_is_shown_and_nothing_is_fetched_or_run(tmp_path):
     assert "<pre>grpo:\n  name: &#39;&lt;script" in html
 
 
+def test_figures_stand_beside_their_baselines(tmp_path):
+    validated = {
+        "validation-default/num_valid_samples": 60.0,
+        "validation-default/longer_wins_baseline": 0.55,
+        "performance/reward_hidden_share": 0.375,
+    }
+    metrics = [
+        {"step": step, "time": 1.0, **validated, "validation-default/accuracy": accuracy}
+        for step, accuracy in ((50, 0.625), (100, 0.75))
+    ]
+    write_report(tmp_path / "report.html", [make_run(tmp_path / "run", kind="rm", metrics=metrics)])
+    html, page = page_of(tmp_path / "report.html")
+    assert ">75.0%</dd>" in html
+    assert "60 pairs; longer answer 55.0%; 62.5% at step 50" in page.text
+    assert "38% of the time of scoring was hidden behind sampling" in page.text
+    assert not re.search(r"<details[^>]*\bopen\b", html)
+
+
 def test_where_the_time_went(tmp_path):
     """Of 3 s of steps 2.25 s are generation and 0.75 s have no name; 1 s validates."""
     run = make_run(tmp_path / "run", metrics=METRICS)

@@ -104,6 +104,7 @@ CALIBRATED = {
         (NONE_FAILED | {"train/avg_turns_per_sample": [1.0]}, "grpo"),
         ({"train/frac_reward_zero_std": FLAT[:1] * 9, "train/truncation_rate": [0.01] * 9}, "grpo"),
         ({"train/entropy": FLAT, "train/mean_gen_tokens_per_sample": FLAT}, "grpo"),
+        ({"train/accuracy": [0.75] * 50, "validation-default/accuracy": [0.7]}, "rm"),
         (CALIBRATED, "rm"),
     ],
 )

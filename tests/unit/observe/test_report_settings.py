@@ -11,7 +11,6 @@ from laurel.observe.report.page import (
     _places,
     changed_settings,
     compare_runs,
-    same_but_for_seeds,
     write_report,
 )
 from report_runs import record, reward_model_run, write_lines
@@ -31,19 +30,6 @@ def test_only_what_is_not_the_default_is_told():
         ("policy.reward_model_cfg.attributes", "[help, tone]", "[]"),
     ]
     assert changed_settings("", {"mine": 1}) is None
-
-
-def test_runs_that_differ_in_seeds_and_places_are_one_experiment():
-    def config(seed, rate):
-        return {
-            "rm": {"seed": seed},
-            "policy": {"lr": rate},
-            "logger": {"log_dir": f"l{seed}"},
-            "checkpointing": {"checkpoint_dir": f"c{seed}", "save_period": 5},
-        }
-
-    configs = [config(1, 0.1), config(2, 0.2), config(3, 0.1), {}, {}]
-    assert same_but_for_seeds(configs) == [[0, 2], [1], [3], [4]]
 
 
 def test_seeds_are_one_curve_with_a_band_and_other_runs_their_own():
