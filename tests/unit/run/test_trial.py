@@ -114,3 +114,17 @@ def test_what_has_no_time_is_skipped(tmp_path, capsys):
 def test_other_processes_agree_with_this_one(name):
     outcome = tried(name)[name]
     assert outcome.status == "pass", outcome.detail
+
+
+@pytest.mark.slow
+def test_a_step_that_ranks_take_wrongly_fails(monkeypatch):
+    right = checks._local_learner
+
+    def other(load, device):
+        learner = right(load, device)
+        with torch.no_grad():
+            next(iter(learner.model.parameters())).mul_(1.5)
+        return learner
+
+    monkeypatch.setattr(checks, "_local_learner", other)
+    assert tried("FSDP2")["FSDP2"].status == "fail"
