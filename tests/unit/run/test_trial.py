@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from laurel.cli.doctor import run_doctor_trial
+from laurel.cli.doctor import run_doctor_trial, trial_row
 from laurel.cli.main import app
 from laurel.planning.request import Workload
 from laurel.run.trial import checks
@@ -107,6 +107,13 @@ def test_what_has_no_time_is_skipped(tmp_path, capsys):
     assert printed == json.loads(report.read_text())
     assert {check["status"] for check in printed["checks"]} == {"skipped"}
     assert [check["name"] for check in printed["checks"]] == list(ALL_CHECKS)
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_rows_keep_to_the_width(width):
+    lines = trial_row("forest in bfloat16", "pass", "41%", "one word after the other " * 6, width)
+    assert max(map(len, lines)) <= max(width, 45)
+    assert " ".join(" ".join(lines).split()).count("one word after the other") == 6
 
 
 @pytest.mark.slow
