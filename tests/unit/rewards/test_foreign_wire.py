@@ -148,10 +148,14 @@ def test_slime():
         (
             EmbeddingsRequest.read,
             {"input": 3},
-            "'input' of the request should be a valid string or should be a valid list, and is a n",
+            "'input' of the request should be a valid string or a valid list, and is a n",
         ),
         (RemoteRmRequest.read, {"prompt": "a"}, "'response' of the request is missing"),
-        (RemoteRmRequest.read, {"response": "a"}, "'prompt' of the request is missing"),
+        (
+            RemoteRmRequest.read,
+            {"response": "a", "promt": "b"},
+            "'prompt' of the request is missing; did you mean 'prompt' by 'promt'",
+        ),
         (foreign.ClassifyScores.read, {}, "'data' of the request is missing"),
         (
             lambda value: foreign.read_remote_rm_reply(value, key="r"),
