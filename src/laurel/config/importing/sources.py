@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from laurel.config.importing import nemo_rl
+from laurel.config.importing import nemo_rl, openrlhf, trl, verl
 from laurel.config.importing.commands import PROGRAMS, Command, find_command
 from laurel.config.importing.engine import Imported, import_said
-from laurel.config.importing.rules import MappingTable, Work
-from laurel.config.importing.tables import read_tables
+from laurel.config.importing.rules import Work
+from laurel.config.importing.tables import MappingTable, read_tables
 from laurel.config.schemas import Kind
 from laurel.config.yaml_tree import MISSING, plain_values, read_document, read_file
 from laurel.errors import ConfigError
@@ -33,6 +33,12 @@ TABLES: Mapping[System, Mapping[Kind, MappingTable]] = {
     "verl": read_tables("verl"),
 }
 """The mapping tables by system and kind of run; NeMo RL needs none, as Laurel shares its keys."""
+PROGRAMS_OF: Mapping[str, Mapping[Kind, type[Work]]] = {
+    "trl": trl.PROGRAMS,
+    "openrlhf": openrlhf.PROGRAMS,
+    "verl": verl.PROGRAMS,
+}
+"""The rules by system and kind of run."""
 
 STDIN = "-"
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,([^{}]*))?\}")
@@ -97,17 +103,17 @@ def import_configuration(request: ImportRequest) -> ImportReport:
     table = TABLES[system][run]
     said, lost = _said(table, read)
     command = read.command
-    work = Work(
+    work = PROGRAMS_OF[system][run](
         system=TITLES[system],
         run=run,
+        table=table,
         said=said,
-        defaults=table.defaults,
         devices=request.devices or (command.devices if command else None),
         total_steps=request.total_steps,
     )
     for key, why in lost.items():
         work.refuse(key, why)
-    imported = import_said(table, work, run)
+    imported = import_said(work)
     return ImportReport(
         imported=imported, system=system, by="; ".join(part for part in (by, run_by) if part)
     )
@@ -216,7 +222,7 @@ def _known(system: System, values: Mapping[str, Any]) -> list[str]:
         return sections if "policy" in sections else []
     found: list[str] = []
     for table in TABLES[system].values():
-        exact = {key for key in table.known() if not key.endswith(".*")}
+        exact = {key for key in table.known if not key.endswith(".*")}
         exact |= set(table.other_names or ())
         found += [key for key in _flat(values, table) if key in exact and key not in found]
     return found
@@ -246,7 +252,7 @@ def _run(request: ImportRequest, read: _Read, system: System, name: str) -> tupl
         return next(iter(tables)), ""
     keys_of: dict[Kind, list[str]] = {}
     for kind, table in tables.items():
-        names = table.other_names or {}
+        names = table.other_names
         keys = _flat(read.values, table)
         keys_of[kind] = [key for key in keys if names.get(key, key) in table.own_keys]
     found = [kind for kind, keys in keys_of.items() if keys]
@@ -266,7 +272,7 @@ def _run(request: ImportRequest, read: _Read, system: System, name: str) -> tupl
 
 def _said(table: MappingTable, read: _Read) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values by the table's keys, and the keys whose values cannot be determined."""
-    names = table.other_names or {}
+    names = table.other_names
     said: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     lost: dict[str, str] = {}
@@ -317,13 +323,12 @@ def _flat(
     values: Mapping[str, Any], table: MappingTable, prefix: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Flatten nested keys to dotted ones, except for mappings that the table takes as a whole."""
-    exact = set(table.known())
     found: dict[str, Any] = {}
     for name, value in values.items():
         key = ".".join((*prefix, str(name)))
         if value is MISSING:
             continue
-        if isinstance(value, dict) and value and key not in exact:
+        if isinstance(value, dict) and value and key not in table.known:
             found |= _flat(value, table, (*prefix, str(name)))
         else:
             found[key] = value
