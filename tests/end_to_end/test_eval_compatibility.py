@@ -4,11 +4,16 @@ import json
 
 import pytest
 
-from eval_rows import WORDS, accuracies, list_rows, pair_rows, refused, write
+from eval_rows import WORDS, accuracies, evaluate, list_rows, pair_rows, refused, write
 from laurel.models.tokenizer import CHATML
 from model_directories import save_model
 from tiny import tiny_classifier
 from tiny_tokenizers import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(reward_model):
+    return reward_model
 
 
 def bos_model(directory):
@@ -56,40 +61,13 @@ def test_the_references_format_and_where_it_differs(laurel, tmp_path):
     assert "other tokens than by the scoring contract in 24 of 24 rows (48 answers)" in shown.stdout
     assert "BOS doubled, the first hidden: 24 rows (48 answers)" in shown.stdout
     lists = write(tmp_path / "lists.jsonl", list_rows())
-    second = laurel(
-        [
-            "eval",
-            "reward-bench-2",
-            "-m",
-            str(model),
-            "-d",
-            str(lists),
-            "--json",
-            "--compatibility",
-            "rewardbench",
-        ]
+    second = evaluate(
+        laurel, "reward-bench-2", model, lists, "--json", "--compatibility", "rewardbench"
     )
     assert second.returncode == 0, second.stderr
     found = json.loads(second.stdout)["compatibility"]
     assert found["program"].endswith("scripts/run_v2.py")
     assert (found["truncation_side"], found["num_rows"]) == ("right", 14)
-
-
-@pytest.mark.slow
-def test_both_figures_where_the_model_reads_other_tokens(laurel, model, tmp_path):
-    rows = [{**row, "prompt": f"{row['prompt']} {'So it goes. ' * 12}"} for row in pair_rows()]
-    data = write(tmp_path / "rows.jsonl", rows)
-    asked = ["eval", "reward-bench", "-m", str(model), "-d", str(data), "--json"]
-    own, other = laurel(asked), laurel([*asked, "--compatibility", "rewardbench"])
-    assert other.returncode == 0, other.stderr
-    report, plain = json.loads(other.stdout), json.loads(own.stdout)
-    assert plain["num_truncated"] == 48, "to the 64 tokens of the model's contract"
-    assert report["num_truncated"] == 0
-    assert report["compatibility"]["num_rows_read_differently"] == 24
-    assert report["compatibility"]["reasons"]["cut differently"]["num_rows"] == 24
-    by_contract = {one["name"]: one["by_contract"] for one in report["subsets"]}
-    assert by_contract == accuracies(plain)
-    assert accuracies(report) != accuracies(plain)
 
 
 @pytest.mark.slow
@@ -109,9 +87,7 @@ def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path):
     assert [one["benchmark"] for one in report["summary"]] == list(files)
     assert report["absent"] == ["rm-bench", "judge-bench", "best-of-n"]
     for name in files:
-        alone = laurel(
-            ["eval", name, "-m", str(model), "-d", str(tmp_path / f"{name}.jsonl"), "--json"]
-        )
+        alone = evaluate(laurel, name, model, tmp_path / f"{name}.jsonl", "--json")
         expected = json.loads(alone.stdout)
         found = report["benchmarks"][name]
         assert {**found, "seconds": 0} == {**expected, "seconds": 0}

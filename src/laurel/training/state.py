@@ -114,6 +114,7 @@ class RunState(ABC):
                 "bad_steps": position.bad_steps,
                 "validated_at": position.validated_at,
                 "metrics": dict(position.metrics),
+                "before": dict(position.before),
                 "more": self.more(),
             },
             in_background=in_background,
@@ -133,6 +134,7 @@ class RunState(ABC):
             bad_steps=extra["bad_steps"],
             validated_at=extra["validated_at"],
             metrics=extra["metrics"],
+            before=extra.get("before", {}),  # older checkpoints have none
         )
 
 
@@ -297,7 +299,7 @@ class RewardRunState(RunState):
     def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
         """Write the reward model with its scoring contract and card."""
         contract = self._signed_contract(position.step)
-        facts = self._card.measured(position.metrics)
+        facts = self._card.measured(position.metrics, before=position.before)
         card = reward_model_card(facts, contract)
         self.learner.export(directory, card, contract=contract, in_background=in_background)
         facts.save(directory)
@@ -456,7 +458,7 @@ class PolicyRunState(RunState):
 
     def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
         """Write the policy with its card."""
-        facts = self._card.measured(position.metrics)
+        facts = self._card.measured(position.metrics, before=position.before)
         self.learner.export(directory, policy_card(facts), in_background=in_background)
         facts.save(directory)
 

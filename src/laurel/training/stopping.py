@@ -46,6 +46,8 @@ class Position:
     """The metrics of the weights of this step. Older values are dropped, because they could make
     weights the best that were never measured, or whose metrics were not finite.
     """
+    before: Mapping[str, float] = field(default_factory=dict)
+    """The metrics of the validation before the first step; empty if there was none."""
 
     def stepped(self, *, bad_steps: int, metrics: Mapping[str, float]) -> Position:
         """Return the position after one more step."""
@@ -53,7 +55,12 @@ class Position:
 
     def validated(self, metrics: Mapping[str, float]) -> Position:
         """Return the same position with the metrics of a validation."""
-        return replace(self, validated_at=self.step, metrics={**self.metrics, **metrics})
+        return replace(
+            self,
+            validated_at=self.step,
+            metrics={**self.metrics, **metrics},
+            before=self.before if self.step else metrics,
+        )
 
 
 class NothingLeft(Exception):

@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from laurel.cli.main import app
-from laurel.cli.options import overrides
 from laurel.config.schemas import SCHEMAS
 
 ROOT = Path(__file__).parents[3]
@@ -40,10 +39,6 @@ def test_names_of_data_sets_and_environments():
     assert offered("eval", "policy", "-e", "co") == ["code"]
 
 
-def test_files_are_left_to_the_shell():
-    assert offered("rm", "--config", "exa") == [""]
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -61,33 +56,15 @@ def test_keys_of_the_configuration(words, expected):
     assert offered(*words) == expected
 
 
-def test_a_section_comes_with_what_is_in_it():
-    found = offered("grpo", "los")
-    assert "loss_fn.ratio_clip_min=" in found
-    assert all(one.startswith("loss_fn.") for one in found)
-    assert len({one.removeprefix("loss_fn.")[0] for one in found}) > 1  # bash stops at the dot
-
-
-def test_beside_a_free_key_stands_its_default():
-    steps = SCHEMAS["grpo"].model_validate({}).grpo.max_num_steps  # type: ignore[attr-defined]
-    expected = ["grpo.max_num_steps=", f"grpo.max_num_steps={steps}"]
-    assert offered("grpo", "grpo.max_num_st") == expected
-
-
 def test_the_schema_is_that_of_the_command_the_option_or_the_file():
     assert offered("rm", "grpo.") == [""]
+    steps = SCHEMAS["grpo"].model_validate({}).grpo.max_num_steps  # type: ignore[attr-defined]
+    beside_a_free_key_stands_its_default = [f"grpo.max_num_steps={end}" for end in ("", steps)]
+    assert offered("grpo", "grpo.max_num_st") == beside_a_free_key_stands_its_default
     assert offered("config", "--for", "grpo", "gr")[0].startswith("grpo.")
     file = str(ROOT / "examples" / "configs" / "grpo_math_1B.yaml")
     assert offered("plan", "--config", file, "gr")[0].startswith("grpo.")
     assert offered("plan", "--config", "not-there.yaml", "rm.s")[0].startswith("rm.s")
-
-
-def test_every_key_is_offered_with_a_word_about_it():
-    for schema in SCHEMAS.values():
-        sections = [value for value, _ in overrides(schema, "")]
-        assert sections == [f"{name}." for name in schema.model_fields]
-        for section in sections:
-            assert all(about for _, about in overrides(schema, section))
 
 
 def test_a_tab_imports_nothing_heavy():
@@ -109,7 +86,7 @@ def test_a_tab_imports_nothing_heavy():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", ["bash", "fish"])
 def test_the_script_of_each_shell(shell, tmp_path):
     detection = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "HOME": str(tmp_path)}
     program = "import sys; sys.argv[0] = 'laurel'; from laurel.cli.main import main; main()"

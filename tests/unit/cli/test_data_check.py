@@ -5,6 +5,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
+from chat_rows import assistant, system, user
 from laurel.cli.main import app
 from model_directories import save_model
 from tiny import tiny_language_model
@@ -12,9 +13,9 @@ from tiny import tiny_language_model
 PAIR = {"prompt": "Where is the laurel?", "chosen": "By the gate 🌿.", "rejected": "No."}
 CHAT = {
     "messages": [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "user"},  # the template says this word, too
-        {"role": "assistant", "content": "Yes."},
+        system("Be brief."),
+        user("user"),  # the template says this word, too
+        assistant("Yes."),
     ]
 }
 
@@ -55,26 +56,6 @@ def test_pairs_fit_three_commands_and_lost_rows_are_named(tmp_path):
     assert "add --model DIR" in said
 
 
-def test_the_command_has_what_the_words_leave_open_and_no_more(tmp_path, model):
-    path = write(tmp_path / "rows.jsonl", PAIR, {"prompt": "x"}, PAIR)
-    plain = f"laurel rm data.train_data_path={path}"
-    _, said, _ = check(path, "--for", "rm", "--model", model)
-    assert f"{plain} policy.model_name={model} data.on_bad_row=skip" in said
-    words = ["data.on_bad_row=skip", "policy.model_name=mine"]
-    _, said, _ = check(path, "--for", "rm", *words)
-    assert f"{plain} {' '.join(words)} " in said
-    _, said, _ = check(write(tmp_path / "good.jsonl", PAIR), "--for", "rm")
-    assert "on_bad_row" not in said
-
-
-def test_a_column_that_is_not_there_hides_the_one_of_the_default_name(tmp_path):
-    path = write(tmp_path / "rows.jsonl", PAIR)
-    code, said, _ = check(path, "data.prompt_key=question")
-    assert code == 2
-    assert "rm no: 1 malformed" in said
-    assert "laurel eval" not in said.partition("Formats")[0]
-
-
 def test_the_score_is_read_from_the_last_token_of_each_answer(tmp_path, model):
     path = write(tmp_path / "rows.jsonl", PAIR)
     code, said, _ = check(path, "--for", "rm", "--model", model, "--json")
@@ -112,9 +93,7 @@ def test_without_colours_the_layout_says_the_same(tmp_path, model):
     assert re.search(r" score \\n", said)
     assert "score: the score is read from this one" in said
     chats = write(tmp_path / "chats.jsonl", CHAT)
-    _, said, _ = check(chats, "--for", "sft", "--model", model)
-    assert re.search(r" loss Y.e.s", said)
-    assert "loss: these count in the loss" in said
+    assert re.search(r" loss Y.e.s", check(chats, "--for", "sft", "--model", model)[1])
 
 
 @pytest.mark.parametrize(
@@ -144,6 +123,9 @@ def test_a_file_that_fits_nothing_lists_what_does(tmp_path):
     assert "sft no:" in said
     assert "grpo no:" in said
     assert "pairs prompt, chosen, rejected (rm, sft, grpo, eval pairs)" in said
+    assert "Name your columns: data.prompt_key, data.chosen_key, data.rejected_key (rm)" in said
+    said = check(write(tmp_path / "odd.jsonl", {"Frage (user)": "Wo?", "gute Antwort": "Da."}))[1]
+    assert "'data.input_key=Frage (user)'" in said
 
 
 def test_a_file_for_another_command_is_told_so(tmp_path):
@@ -175,27 +157,6 @@ def test_preferences_that_are_to_be_checked_against_are_warned_of(tmp_path):
     assert "warning" not in said
 
 
-def test_columns_of_no_known_name_are_guessed_and_what_is_no_row_is_counted_apart(tmp_path):
-    row = {"id": "7", "Frage": "Wo ist er?", "good_answer": "Hier.", "bad_answer": "Nein.", "n": 1}
-    path = tmp_path / "rows.jsonl"
-    path.write_text(f"{json.dumps(row)}\n{{oops\n[1]\n{json.dumps(row)}\n", encoding="utf-8")
-    code, said, _ = check(str(path))
-    assert code == 2
-    assert (
-        "rm no: 4 malformed (2 x columns of no known class, e.g. rows.jsonl:1; 1 x not JSON, e.g. "
-        "rows.jsonl:2; 1 x not an object, e.g. rows.jsonl:3)"
-    ) in said
-    keys = "data.prompt_key=Frage data.chosen_key=good_answer data.rejected_key=bad_answer"
-    assert "other names? it looks like pairs: 'Frage' the prompt, 'good_answer'" in said
-    assert f"--for rm {keys}" in said
-    assert check(str(path), *keys.split())[0] == 0
-    _, said, _ = check(write(tmp_path / "other.jsonl", {"foo": 1, "bar": 2}))
-    assert (
-        "other names? Name your columns: data.prompt_key, data.chosen_key, data.rejected_key (rm); "
-        "data.input_key and data.output_key (sft, grpo)"
-    ) in said
-
-
 def test_every_row_that_is_left_out_is_named_with_its_reason_in_json(tmp_path):
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps(PAIR), "{oops", '{"prompt": "x"}', *["{oops"] * 4]
@@ -213,17 +174,6 @@ def test_every_row_that_is_left_out_is_named_with_its_reason_in_json(tmp_path):
     assert facts["rows_unreadable"]["sources"] == not_json
 
 
-def test_columns_that_cannot_be_guessed_are_to_be_named(tmp_path):
-    row = {"Frage (user)": "Wo?", "gute Antwort": "Hier.", "schlechte_Antwort": "Nein."}
-    path = write(tmp_path / "rows.jsonl", row)
-    code, said, _ = check(path)
-    assert code == 2
-    assert "'data.input_key=Frage (user)'" in said
-    named = ["prompt_key=Frage (user)", "chosen_key=gute Antwort", "rejected_key=schlechte_Antwort"]
-    code, said, _ = check(path, *(f"data.{one}" for one in named))
-    assert code == 0
-
-
 def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path):
     row = {"question": "Where?", "better": "Here.", "worse": "No."}
     path = write(tmp_path / "rows.jsonl", row)
@@ -231,6 +181,7 @@ def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path):
     _, said, _ = check(path)
     assert "it looks like pairs: 'question' the prompt" in said
     assert f"--for rm {' '.join(keys)}" in said
+    assert check(path, "data.prompt_key=better")[0] == 2
     code, said, _ = check(path, *keys)
     assert code == 0
     assert "rm yes: 1 of 1 row" in said
@@ -258,21 +209,14 @@ def test_who_names_an_environment_is_given_no_other_and_told_how_ones_own_is_nam
     assert "is named by +env.custom.mine.name=MODULE.CLASS" in str(error)
 
 
-def test_who_leaves_malformed_rows_out_is_not_advised_to(tmp_path):
-    path = write(tmp_path / "rows.jsonl", PAIR, {"prompt": "x"}, {"prompt": "y"})
+def test_an_evaluation_that_would_stop_at_a_bad_row_is_not_proposed(tmp_path):
+    path = write(tmp_path / "rows.jsonl", PAIR, {"prompt": "x"})
     code, said, _ = check(path, "data.on_bad_row=skip")
     assert code == 0
-    assert "leaves out 2 malformed rows, the first at rows.jsonl:2" in said
+    assert "leaves out 1 malformed row, the first at rows.jsonl:2" in said
     assert "set data.on_bad_row=skip" not in said
-
-
-@pytest.mark.parametrize("bad", ["no JSON", '{"prompt": "x"}'])
-def test_an_evaluation_that_would_stop_at_a_bad_row_is_not_proposed(bad, tmp_path):
-    path = write(tmp_path / "rows.jsonl", PAIR)
-    with open(path, "a", encoding="utf-8") as stream:
-        stream.write(bad + "\n")
-    code, said, _ = check(path, "data.on_bad_row=skip")
-    assert code == 0
+    _, named, _ = check(path, "--for", "rm", "policy.model_name=mine")
+    assert f"laurel rm data.train_data_path={path} policy.model_name=mine data.on_bad_row" in named
     assert "eval no: laurel eval pairs reads a file whole, and stops at rows.jsonl:2: fix" in said
     assert "laurel eval pairs --model" not in said
 

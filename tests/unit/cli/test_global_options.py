@@ -1,10 +1,11 @@
-"""`--quiet` and `--verbose`, before and after the command."""
+"""`--quiet` and `--verbose`, options out of dataclasses, and what a wrong command line is told."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import pytest
 import typer
@@ -65,6 +66,8 @@ def test_they_may_stand_anywhere(app: typer.Typer, arguments: list[str], said: s
     done = CliRunner().invoke(app, arguments)
     assert done.stdout == f"{said}\n"
     assert ("DEBUG laurel.test: a detail" in done.stderr) == said.startswith("verbose")
+    # One command line does not decide for the next.
+    assert CliRunner().invoke(app, ["inner", "show"]).stdout == "normal -\n"
 
 
 @pytest.mark.parametrize(
@@ -74,18 +77,6 @@ def test_one_excludes_the_other(app: typer.Typer, arguments: list[str]):
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert "exclude each other" in done.stderr
-
-
-def test_one_command_line_does_not_decide_for_the_next(app: typer.Typer):
-    CliRunner().invoke(app, ["-q", "inner", "show"])
-    assert CliRunner().invoke(app, ["inner", "show"]).stdout == "normal -\n"
-
-
-def test_an_example_is_one_line_of_the_help(app: typer.Typer):
-    shown = CliRunner().invoke(app, ["inner", "show", "--help"], terminal_width=80).output
-    example = "a line that is longer than eighty letters, which is shown as it stands --word long"
-    assert f"  Example:\n    {example}\n" in shown
-    assert "--quiet" not in shown
 
 
 @pytest.mark.parametrize(("option", "is_traced"), [("-v", True), ("-q", False)])
@@ -106,83 +97,29 @@ def test_verbose_shows_where_an_error_is_from(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "meant"),
+    ("arguments", "said"),
     [
         (["scroe"], "'score'"),
         (["eval", "rewardbench"], "'reward-bench'"),
         (["score", "--modle"], "--model"),
-    ],
-)
-def test_what_is_misspelt_is_answered_with_what_was_meant(arguments: list[str], meant: str):
-    done = CliRunner().invoke(laurel, arguments)
-    assert done.exit_code == 2
-    assert meant in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["init", "--task", "rmm"],
-            "'rmm' is none of its choices. Did you mean rm? Choose one "
-            "of rm, grpo-math, grpo-rm, grpo-code",
-        ),
+        (["train", "rm"], "No such command 'train'. Did you mean 'rm'? Choose one of rm, sft, "),
+        (["eval", "what"], "No such command 'what'. Choose one of policy, reward-bench, "),
+        (["init", "--task", "rmm"], "'rmm' is none of its choices. Did you mean rm? Choose one of"),
         (["plan", "--for", "?"], "'?' is none of its choices. Choose one of rm, sft, grpo"),
         (["serve", "--port", "x"], "'x' is no whole number"),
         (["serve", "--request-seconds", "x"], "'x' is no number"),
         (["plan", "--nodes", "0"], "0 is less than 1"),
+        (["rm", "-c", "a.yaml", "--data.path", "my rows"], "dashes before them: write data.path='"),
+        (["rm", "--data.path=a.jsonl", "x=y"], "no dashes before them: write data.path=a.jsonl"),
+        (["config", "show", "--grpo.seed"], "no dashes before them: write grpo.seed=VALUE"),
+        (["plan", "--grpo.seed", "--json"], "no dashes before them: write grpo.seed=VALUE"),
     ],
 )
-def test_what_is_wrong_with_an_option_is_told_in_our_words(
-    arguments: list[str], message: str
-) -> None:
+def test_a_wrong_command_line_is_answered_with_what_was_meant(arguments: list[str], said: str):
     done = CliRunner().invoke(laurel, arguments)
     assert done.exit_code == 2
-    said = " ".join(done.output.split())
-    assert said.endswith(f": {message}")
-    assert "Value error" not in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["rm", "-c", "a.yaml", "--data.path", "my pairs.jsonl"], "data.path='my pairs.jsonl'"),
-        (["rm", "--data.path=a.jsonl", "x=y"], "data.path=a.jsonl"),
-        (["grpo", "--grpo.seed", "policy.seed=1"], "grpo.seed=VALUE"),
-        (["config", "show", "--grpo.seed"], "grpo.seed=VALUE"),
-        (["plan", "--grpo.seed", "--json"], "grpo.seed=VALUE"),
-    ],
-)
-def test_a_key_with_dashes_is_answered_with_the_way_to_write_it(
-    arguments: list[str], told: str
-) -> None:
-    done = CliRunner().invoke(laurel, arguments)
-    assert done.exit_code == 2
-    assert " ".join(done.stderr.split()).endswith(f"no dashes before them: write {told}")
-
-
-def test_an_option_with_a_point_that_is_no_key_is_no_option():
-    done = CliRunner().invoke(laurel, ["doctor", "--a.b"])
-    assert done.stderr.strip().endswith("No such option: --a.b")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["train", "rm"], "No such command 'train'. Did you mean 'rm'? Choose one of rm, sft, "),
-        (["what"], "No such command 'what'. Choose one of rm, sft, grpo, plan, "),
-        (["eval", "what"], "No such command 'what'. Choose one of policy, reward-bench, "),
-    ],
-)
-def test_who_names_no_command_is_told_which_there_are(arguments: list[str], told: str):
-    done = CliRunner().invoke(laurel, arguments)
-    assert done.exit_code == 2
-    assert told in done.stderr
-
-
-def test_the_help_says_what_a_subset_of_pairs_is():
-    shown = CliRunner().invoke(laurel, ["eval", "pairs", "--help"], terminal_width=80).output
-    assert "subset (a --data each)" in " ".join(shown.split())
+    assert said in " ".join(done.stderr.split())
+    assert "Value error" not in done.stderr
 
 
 def commands(command: Any, *above: str) -> Iterator[list[str]]:
@@ -193,13 +130,52 @@ def commands(command: Any, *above: str) -> Iterator[list[str]]:
         yield from commands(below, *above, name)
 
 
-@pytest.mark.parametrize("width", [60, 100])
-def test_no_line_of_a_help_text_breaks_inside_a_word(width: int):
+def test_no_line_of_a_help_text_breaks_inside_a_word():
     for names in commands(typer.main.get_command(laurel)):
         narrow, wide = (
             CliRunner().invoke(
                 laurel, [*names, "--help"], terminal_width=columns, max_content_width=columns
             )
-            for columns in (width, 2000)
+            for columns in (60, 2000)
         )
         assert narrow.output.split() == wide.output.split(), names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    town: Annotated[str, typer.Option("--town", "-t", help="Which town.")] = "Rome"
+    streets: Annotated[list[str] | None, typer.Option(help="Which streets.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhereAndWhen(Where):
+    streets: Annotated[list[str] | None, typer.Option(help="All streets.")] = None
+    year: Annotated[int, typer.Option(min=1)] = 44
+
+
+def command_of(function: Any) -> typer.Typer:
+    app = App()
+    app.command()(function)
+    return app
+
+
+def test_fields_are_options_in_their_place_and_the_command_gets_the_dataclass():
+    seen: list[Any] = []
+
+    def walk(where: WhereAndWhen, fast: Annotated[bool, typer.Option("--fast")] = False) -> None:
+        """Take a walk."""
+        seen.append((where, fast))
+
+    app = command_of(walk)
+    done = CliRunner().invoke(app, ["-t", "Siena", "--streets", "a", "--streets", "b", "--fast"])
+    assert done.exit_code == 0, done.output
+    assert CliRunner().invoke(app, []).exit_code == 0
+    assert seen == [
+        (WhereAndWhen(town="Siena", streets=["a", "b"], year=44), True),
+        (WhereAndWhen(), False),
+    ]
+    text = CliRunner().invoke(app, ["--help"]).output
+    places = [text.index(word) for word in ("Take a walk", "--town", "--streets", "--year", "--fa")]
+    assert places == sorted(places)
+    assert "All streets." in text, "the field of the subclass, in the place of the first"
+    assert CliRunner().invoke(app, ["--year", "0"]).exit_code == 2

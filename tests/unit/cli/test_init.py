@@ -86,38 +86,6 @@ def test_each_starter_is_read_by_its_command(task, num_gpus, here, model, capsys
     assert "warning" not in said.err
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_every_key_has_a_comment_and_no_comment_points_elsewhere(task, here, model):
-    init(task, model)
-    lines = (here / f"{task}.yaml").read_text(encoding="utf-8").splitlines()
-    for before, line in zip(["", *lines], lines, strict=False):
-        key = line.strip()
-        if key and not key.startswith("#"):
-            is_kwarg = key.partition(":")[0] in ("lr", "weight_decay", "betas", "eps")
-            assert is_kwarg or before.strip().startswith("#"), line
-        assert not key.startswith("# See "), line
-
-
-@pytest.mark.parametrize("task", ["rm", "grpo-math"])
-def test_a_starter_runs_as_it_is(task, here, model):
-    runner = CliRunner()
-    made = runner.invoke(
-        app,
-        ["init", "--task", task, "--model", model, "--data", f"{task}.jsonl"],
-        catch_exceptions=False,
-    )
-    assert made.exit_code == 0
-    # Less than a laptop has time for, so that the test is quick.
-    more = ["cluster.cpu_threads=1", "logger.tensorboard_enabled=false"]
-    if task != "rm":
-        more += ["grpo.max_num_steps=1", "policy.generation.max_new_tokens=8"]
-    command = TASKS[task]["trainer"]
-    done = runner.invoke(app, [command, "--config", f"{task}.yaml", *more], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    assert "finished after step 1" in done.output
-    assert (here / "results" / task / "step_1" / "config.json").is_file()
-
-
 @pytest.mark.parametrize("task", ["rm", "grpo-math"])
 def test_a_starter_from_scratch_runs_as_it_is_without_a_hub(task, here):
     runner = CliRunner()
@@ -154,38 +122,14 @@ def test_a_model_from_scratch_has_a_learning_rate_of_its_own(task, here):
     assert "This learning rate (lr) suits a small, newly initialized model." in text
 
 
-def test_scratch_is_an_answer_and_still_there_are_three_questions(here):
-    answers = iter(["rm", "scratch", "rm.jsonl"])
-    asked: list[str] = []
-
-    def ask(question, default):
-        asked.append(question)
-        return next(answers)
-
-    run_init(ask=ask, num_gpus=CPU)
-    assert len(asked) == 3
-    assert "or scratch for a small new one" in asked[1]
-    config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
-    assert config.policy.scratch is not None
-
-
-def test_a_model_and_none_exclude_each_other(here):
-    done = CliRunner().invoke(app, ["init", "--task", "rm", "--scratch", "--model", "a/b"])
-    assert isinstance(done.exception, ConfigError)
-    assert "--model a/b names one; say one of them" in str(done.exception)
-
-
-def test_one_malformed_row_is_one(here, model, capsys):
-    write(here / "own.jsonl", [*PAIRS, {"prompt": "Why?", "chosen": None, "rejected": "?"}])
-    init("rm", model, data="own.jsonl")
-    said = " ".join(capsys.readouterr().err.split())
-    assert "1 row is malformed, and the run stops at own.jsonl:5: fix it, or" in said
-
-
 def test_the_command_for_training_does_not_stop_at_a_malformed_row(here, model, capsys):
     write(here / "own.jsonl", [*PAIRS, {"prompt": "Why?", "chosen": None, "rejected": "?"}])
     init("rm", model, data="own.jsonl")
-    assert "laurel rm --config rm.yaml data.on_bad_row=skip   # train" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "1 row is malformed, and the run stops at own.jsonl:5: fix it, or" in (
+        " ".join(said.err.split())
+    )
+    assert "laurel rm --config rm.yaml data.on_bad_row=skip   # train" in said.out
     init("rm", model, data="own.jsonl", force=True, column_words=["data.on_bad_row=skip"])
     said = capsys.readouterr()
     assert "laurel rm --config rm.yaml   # train" in said.out
@@ -217,18 +161,17 @@ def test_questions_are_asked_once_each_and_again_after_a_wrong_answer(here, mode
 
 
 @pytest.mark.parametrize(
-    ("said", "missing"),
+    ("said", "refusal"),
     [
-        ([], "--task is missing"),
-        (["--task", "rm"], "--model is missing"),
-        (["--task", "rm", "--model", "owner/name"], "--data is missing"),
+        ([], "--task is missing.*no terminal"),
+        (["--task", "rm", "--model", "owner/name"], "--data is missing.*no terminal"),
+        (["--task", "rm", "--scratch", "--model", "a/b"], "--model a/b names one; say one of them"),
     ],
 )
-def test_without_a_terminal_what_is_missing_is_an_error(said, missing, here):
+def test_without_a_terminal_what_is_missing_is_an_error(said, refusal, here):
     done = CliRunner().invoke(app, ["init", *said])
-    assert isinstance(done.exception, ConfigError)
-    assert missing in str(done.exception)
-    assert "no terminal" in str(done.exception)
+    with pytest.raises(ConfigError, match=refusal):
+        raise done.exception or AssertionError
     assert not list(here.glob("*.yaml"))
 
 
@@ -256,15 +199,6 @@ def test_a_schema_of_another_content_is_not_written_over_unless_that_is_forced(h
     assert schema.read_text(encoding="utf-8") == written
 
 
-def test_columns_of_other_names_are_mapped_in_the_file(here, model):
-    rows = [{"question": r["prompt"], "better": r["chosen"], "worse": r["rejected"]} for r in PAIRS]
-    write(here / "own.jsonl", rows)
-    init("rm", model, data="own.jsonl")
-    config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
-    keys = config.data.prompt_key, config.data.chosen_key, config.data.rejected_key
-    assert keys == ("question", "better", "worse")
-
-
 @pytest.mark.parametrize(
     ("task", "rows", "why"),
     [
@@ -289,6 +223,15 @@ def test_preferences_are_not_answers_to_check_by(here, model, capsys):
     assert "laurel init --task grpo-rm" in said
 
 
+def test_columns_of_other_names_are_mapped_in_the_file(here, model):
+    rows = [{"question": r["prompt"], "better": r["chosen"], "worse": r["rejected"]} for r in PAIRS]
+    write(here / "own.jsonl", rows)
+    init("rm", model, data="own.jsonl")
+    config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
+    keys = config.data.prompt_key, config.data.chosen_key, config.data.rejected_key
+    assert keys == ("question", "better", "worse")
+
+
 def test_columns_that_tell_nothing_are_asked_for_in_the_file_or_named_as_words(here, model):
     names = {"prompt": "Frage", "chosen": "gute Antwort", "rejected": "schlechte"}
     write(here / "own.jsonl", [{names[key]: row[key] for key in names} for row in PAIRS])
@@ -297,18 +240,10 @@ def test_columns_that_tell_nothing_are_asked_for_in_the_file_or_named_as_words(h
     done = runner.invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 2
     assert done.stdout == ""  # there is no command to go on with
-    said = " ".join(done.stderr.split())
-    assert "wrote rm.yaml" in said
-    assert "it is valid" not in said
-    assert "the data does not fit" in said
-    assert "run laurel data check own.jsonl" in said
-    assert "laurel init --force ... data.prompt_key=COLUMN" in said
-    text = (here / "rm.yaml").read_text(encoding="utf-8")
-    for line in (
-        "The rows have Frage, gute Antwort, schlechte.\n",
-        "  # prompt_key: COLUMN\n  # chosen_key: COLUMN\n  # rejected_key: COLUMN\n",
-    ):
-        assert line in text
+    assert "laurel init --force ... data.prompt_key=COLUMN" in " ".join(done.stderr.split())
+    assert "The rows have Frage, gute Antwort, schlechte.\n  #" in (
+        (here / "rm.yaml").read_text(encoding="utf-8")
+    )
     words = [f"data.{key}_key={column}" for key, column in names.items()]
     done = runner.invoke(app, [*command, "--force", *words], catch_exceptions=False)
     assert done.exit_code == 0
@@ -319,22 +254,14 @@ def test_columns_that_tell_nothing_are_asked_for_in_the_file_or_named_as_words(h
 
 
 @pytest.mark.parametrize(
-    ("word", "says"),
-    [("data.prompt_kye=a", "only the columns"), ("data.promt_key=a", "did you mean 'prompt_key'")],
-)
-def test_words_that_name_no_column_are_refused(word, says, here, model):
-    with pytest.raises(ConfigError, match=says):
-        init("rm", model, column_words=[word])
-    assert not (here / "rm.yaml").exists()
-
-
-@pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"model": "./nowhere"}, "there is no such directory"),
         ({"data": "nothere.jsonl"}, "does not exist"),
         ({"data": "HelpSter3"}, "Did you mean HelpSteer3"),
         ({"reward_model": "results/rm"}, "--reward-model is for --task grpo-rm"),
+        ({"column_words": ["data.prompt_kye=a"]}, "only the columns"),
+        ({"column_words": ["data.promt_key=a"]}, "did you mean 'prompt_key'"),
         ({"output": Path("no/such/x.yaml")}, "does not exist"),
     ],
 )
@@ -362,9 +289,7 @@ def test_data_sets_of_the_table_are_named_and_not_looked_at(here, model):
     assert (config.data.dataset_name, config.data.train_data_path) == ("HumanEval", None)
 
 
-@pytest.mark.parametrize(
-    ("rows", "share"), [(10, 0.2), (60, 0.2), (200, 0.1), (300, 0.07), (500, 0.05)]
-)
+@pytest.mark.parametrize(("rows", "share"), [(60, 0.2), (200, 0.1), (500, 0.05)])
 def test_of_few_rows_more_are_held_out(rows, share, here, model, capsys):
     pairs = [{**PAIRS[0], "prompt": f"{number}?"} for number in range(rows)]
     write(here / "own.jsonl", pairs)

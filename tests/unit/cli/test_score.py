@@ -12,26 +12,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
+from chat_rows import assistant, system, user
 from laurel.cli.main import app
 from laurel.cli.score import CHUNK, run_score
-from laurel.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    ModelError,
-    ScoringContractError,
-)
+from laurel.errors import CheckpointError, ConfigError, DataError, ModelError, ScoringContractError
 from laurel.rewards.spec import ScorerSpec
 from reward_models import small_model, write_foreign_model, write_model, write_run
 
 ROWS = [
     {"id": 7, "prompt": "Where is the laurel?", "completions": ["By the gate.", "No.", "No."]},
-    {
-        "messages": [
-            {"role": "user", "content": "Bread?"},
-            {"role": "assistant", "content": "Wine, old man."},
-        ]
-    },
+    {"messages": [user("Bread?"), assistant("Wine, old man.")]},
 ]
 LONG = {"prompt": "Where?", "completions": ["the old man " * 100, "No."]}
 
@@ -123,23 +113,6 @@ def test_scores_are_those_of_hugging_face_to_the_last_bit_that_float32_has(score
         assert float(np.float32(value)) == value
 
 
-def test_a_table_shows_conversations_and_scores(score, checkpoint):
-    as_json, table = score(checkpoint), score(checkpoint, as_json=False)
-    assert table.code == 0
-    assert "Wine, old man." in table.out
-    for line in as_json.lines:
-        for value in line["scores"]:
-            assert f"{value:#.4g}" in table.out
-
-
-def test_what_is_too_long_is_flagged_and_counted(score, checkpoint):
-    result = score(checkpoint, [LONG])
-    assert result.lines[0]["truncated"] == [True, False]
-    assert result.lines[0]["num_tokens"][0] == 64
-    assert "1 conversation was cut to 64 tokens" in result.err
-    assert result.code == 0
-
-
 def test_an_output_file_holds_the_lines_and_nothing_is_printed(score, checkpoint, tmp_path):
     output = tmp_path / "scores.jsonl"
     to_file = score(checkpoint, as_json=False, output=output)
@@ -150,13 +123,14 @@ def test_an_output_file_holds_the_lines_and_nothing_is_printed(score, checkpoint
     assert score(checkpoint, output=output).lines == read, "with --json, both"
 
 
-def test_a_bad_row_leaves_the_old_output_as_it_was(score, checkpoint, tmp_path):
+def test_a_bad_row_leaves_the_old_output_as_it_was(score, checkpoint, tmp_path, capsys):
     output = tmp_path / "scores.jsonl"
     output.write_text("old\n")
     rows = lines(ROWS[1:] * (CHUNK + 10)) + b"{}\n"
     with pytest.raises(DataError, match=f"stdin:{CHUNK + 11}: the row has the keys"):
         score(checkpoint, rows, output=output)
     assert output.read_text() == "old\n"
+    assert len(capsys.readouterr().out.splitlines()) == CHUNK, "rows are printed in chunks"
     assert [path.name for path in tmp_path.iterdir()] == ["scores.jsonl"]
 
 
@@ -184,13 +158,6 @@ def test_bad_rows_can_be_failures_in_their_places(is_file, score, checkpoint, tm
     assert table.out.count("failed") == 4
 
 
-def test_rows_of_unknown_columns_name_the_keys_of_columns(score, checkpoint):
-    with pytest.raises(DataError, match="keys Frage, gut, schlecht") as refused:
-        score(checkpoint, [{"Frage": "Wo?", "gut": "Da.", "schlecht": "Nein."}])
-    for key in ("prompt_key", "chosen_key", "rejected_key"):
-        assert f"data.{key}=COLUMN" in str(refused.value)
-
-
 def test_where_no_row_can_be_read_to_skip_them_is_no_help(score, checkpoint, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"".join(BAD))
@@ -199,7 +166,7 @@ def test_where_no_row_can_be_read_to_skip_them_is_no_help(score, checkpoint, tmp
     assert score(checkpoint, b"".join(BAD), on_bad_row="skip").code == 1
 
 
-def test_words_that_name_columns_are_no_file(checkpoint, tmp_path):
+def test_words_that_name_columns_are_no_file(score, checkpoint, tmp_path):
     path = tmp_path / "rows.jsonl"
     row = {"Frage": "Where?", "chosen": "Here.", "rejected": "No."}
     path.write_bytes(lines([row]) + BAD[0])
@@ -211,42 +178,11 @@ def test_words_that_name_columns_are_no_file(checkpoint, tmp_path):
         first, second = map(json.loads, done.stdout.splitlines())
         assert len(first["scores"]) == 2
         assert second["scores"] == [None]
-    for wrong in ("data.on_bad_row=maybe", "data.shuffle=true"):
-        done = CliRunner().invoke(app, [*command, str(path), wrong])
-        assert isinstance(done.exception, ConfigError)
-        assert "data.rejected_key=COLUMN; or set data.on_bad_row=skip" in str(done.exception)
-
-
-def test_an_address_is_no_model_to_load(score):
-    with pytest.raises(ConfigError, match=r"is an address.*laurel eval pairs.*/v1/score") as caught:
-        score("http://127.0.0.1:8432")
-    assert str(caught.value).startswith("--model http://127.0.0.1:8432 is an address")
-
-
-def test_rows_are_scored_and_printed_in_chunks(checkpoint, capsys, score):
-    rows = lines(ROWS[1:] * (CHUNK + 10)) + b"{}\n"
-    with pytest.raises(DataError):
-        score(checkpoint, rows)
-    assert len(capsys.readouterr().out.splitlines()) == CHUNK
-
-
-def test_scores_do_not_depend_on_the_chunk_or_the_batch(score, checkpoint):
-    many = score(checkpoint, [*ROWS, *ROWS[1:] * CHUNK, LONG, *ROWS], batch_tokens=300).lines
-    few = score(checkpoint, ROWS).lines
-    assert len(many) == CHUNK + 5
-    for ends in (many[:2], many[-2:]):
-        for one, other in zip(ends, few, strict=True):
-            assert one["scores"] == pytest.approx(other["scores"], abs=5e-6)
-
-
-def test_every_row_of_a_file_is_checked_before_the_model_is_loaded(score, tmp_path, checkpoint):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(lines(ROWS * 200) + b"not json\n")
-    with pytest.raises(DataError, match=r"rows\.jsonl:401: column 1: not JSON"):
-        score(checkpoint, file=path)
-    path.write_bytes(lines(ROWS))
-    result = score(checkpoint, file=path)
-    assert [line["source"] for line in result.lines] == ["rows.jsonl:1", "rows.jsonl:2"]
+    done = CliRunner().invoke(app, [*command, str(path), "data.shuffle=true"])
+    assert isinstance(done.exception, ConfigError)
+    assert "data.rejected_key=COLUMN; or set data.on_bad_row=skip" in str(done.exception)
+    with pytest.raises(DataError, match=r"keys Frage, .*data\.prompt_key=COLUMN"):
+        score(checkpoint, [row])
 
 
 def test_a_score_that_is_not_finite_is_null_and_counted(score, tmp_path):
@@ -266,15 +202,6 @@ def test_a_score_that_is_not_finite_is_null_and_counted(score, tmp_path):
     assert "1 completion got no score; the first: stdin:3: not finite" in result.err
 
 
-def test_a_model_of_nan_is_refused(score, tmp_path):
-    write_model(small_model(), tmp_path)
-    path = tmp_path / "model.safetensors"
-    weights = {name: torch.full_like(w, math.nan) for name, w in load_file(path).items()}
-    save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="NaN or infinite"):
-        score(tmp_path)
-
-
 def test_weights_that_are_not_those_of_the_golden_scores_are_refused(score, tmp_path):
     write_model(small_model(), tmp_path)
     path = tmp_path / "model.safetensors"
@@ -292,8 +219,8 @@ def test_a_conversation_that_the_template_refuses_fails_alone(score, tmp_path):
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
         + template.read_text()
     )
-    system = {"messages": [{"role": "system", "content": "Be kind."}, *ROWS[1]["messages"]]}
-    result = score(tmp_path, [system, *ROWS])
+    refused = {"messages": [system("Be kind."), *ROWS[1]["messages"]]}
+    result = score(tmp_path, [refused, *ROWS])
     assert result.code == 1
     assert result.lines[0]["scores"] == [None]
     assert "roles [system, user, assistant]: no system" in result.lines[0]["failures"][0]
@@ -319,26 +246,17 @@ def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("run"), {1: 0.6, 2: 0.9, 3: 0.7})
 
 
-def scores_of(result):
-    return [value for line in result.lines for value in line["scores"]]
-
-
-def test_a_run_means_its_best_checkpoint(score, run):
-    result = score(run)
-    assert "the best is step_2" in result.err
-    assert scores_of(result) == scores_of(score(run / "step_2"))
-    assert scores_of(result) == scores_of(score(run / "best"))
-    assert scores_of(result) != scores_of(score(run / "step_3"))
-
-
 def test_a_run_without_a_best_means_its_newest_whole_checkpoint(score, tmp_path):
-    run = write_run(tmp_path / "run", {1: None, 2: None, 3: None})
-    (run / "step_3" / "scoring.json").unlink()
+    run = write_run(tmp_path / "run", {1: None, 2: None})
+    (run / "step_2" / "scoring.json").unlink()
     result = score(run)
-    assert "the newest is step_2" in result.err
+    assert "the newest is step_1" in result.err
     assert "warning: skipped a checkpoint" in result.err
     assert "scoring.json is missing" in result.err
-    assert scores_of(result) == scores_of(score(run / "step_2"))
+    assert result.lines[0]["scores"] == score(run / "step_1").lines[0]["scores"]
+    (run / "step_1" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* is whole: .*is miss"):
+        score(run)
 
 
 def test_a_torn_checkpoint_is_named_with_its_bad_file_and_the_one_before(score, tmp_path):
@@ -352,27 +270,11 @@ def test_a_torn_checkpoint_is_named_with_its_bad_file_and_the_one_before(score, 
         assert f"whole checkpoint before it is '{run / 'step_1'}'" in str(error.value)
 
 
-def test_an_altered_checkpoint_is_refused(score, tmp_path):
-    run = write_run(tmp_path / "run", {1: 0.5})
-    card = run / "step_1" / "README.md"
-    card.write_text("b" + card.read_text()[1:])
-    with pytest.raises(CheckpointError, match=r"README\.md has been altered"):
-        score(run)
-
-
-def test_no_checkpoint_is_whole(score, tmp_path):
-    run = write_run(tmp_path / "run", {1: None})
-    (run / "step_1" / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint .* is whole: .*config\.json is miss"):
-        score(run)
-
-
-def test_no_model_is_named(score):
-    with pytest.raises(ConfigError, match="--model"):
-        score("")
-
-
 def test_places_that_hold_no_model(score, tmp_path):
+    with pytest.raises(ConfigError, match=r"no reward model is named; add --model"):
+        score("")
+    with pytest.raises(ConfigError, match=r"^--model http\S+ is an address.*laurel eval pairs"):
+        score("http://127.0.0.1:8432")
     file = tmp_path / "weights.bin"
     file.touch()
     with pytest.raises(ModelError, match="is a file; name the directory"):
@@ -432,12 +334,3 @@ def test_the_command_ends_with_2_and_one_line():
     assert done.stderr.startswith("error: no reward model is named; add --model")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
-
-
-def test_a_path_that_reads_like_a_key_is_quoted_as_it_is(score, tmp_path):
-    path = tmp_path / "policy.model_name=a" / "cluster.device=b" / "policy.v2"
-    path.mkdir(parents=True)
-    with pytest.raises(ModelError) as caught:
-        score(path)
-    assert str(caught.value).startswith(f"--model {path} holds neither a model")
-    assert "(Here, keys of policy" not in str(caught.value), "none is named"

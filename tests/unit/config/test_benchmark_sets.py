@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laurel.config.data import BenchmarkSetConfig, DatasetConfig
+from laurel.config.data import BenchmarkSetConfig, DataConfig, DatasetConfig
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
@@ -55,31 +55,13 @@ def test_benchmarks_among_blocks(tmp_path: Path) -> None:
     assert data.benchmark_sets()["Bench"].dataset_name is None
 
 
-def test_a_benchmark_alone_and_from_the_command_line() -> None:
-    rows = "{benchmark: pairs, data_path: a.jsonl}"
-    changes = ["data.train={data_path: t.jsonl}", f"data.validation={rows}"]
-    data = load_config(RewardTrainingRun, None, changes).config.data
-    assert (list(data.validation_sets()), list(data.benchmark_sets())) == ([], ["default"])
-    named = [
-        "data.train_data_path=t.jsonl",
-        f"data.val_data_paths={{Mine: {rows}}}",
-        "data.val_data_paths.Mine.max_samples=3",
-    ]
-    data = load_config(RewardTrainingRun, None, named).config.data
-    assert data.benchmark_sets()["Mine"].max_samples == 3
-
-
-def test_without_a_file_as_dictionaries() -> None:
-    run = RewardTrainingRun.model_validate(
-        {
-            "data": {
-                "train": {"data_path": "t"},
-                "validation": {"Block": {"data_path": "b"}, "Bench": {"benchmark": "judge-bench"}},
-            }
-        }
-    )
-    assert isinstance(run.data.validation_sets()["Block"], DatasetConfig)
-    assert isinstance(run.data.benchmark_sets()["Bench"], BenchmarkSetConfig)
+def test_flat_keys_and_dictionaries_without_a_file() -> None:
+    flat = DataConfig(train_data_path="t", val_data_path="b")
+    assert flat.validation_sets()["default"].data_path == "b"
+    named = {"Block": {"data_path": "b"}, "Bench": {"benchmark": "judge-bench"}}
+    data = DataConfig.model_validate({"train": {"data_path": "t"}, "validation": named})
+    assert isinstance(data.validation_sets()["Block"], DatasetConfig)
+    assert isinstance(data.benchmark_sets()["Bench"], BenchmarkSetConfig)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +86,6 @@ def test_what_is_written_wrongly(tmp_path: Path, block: str, told: str) -> None:
         load_config(RewardTrainingRun, written(tmp_path, text), [])
     assert told in str(error.value)
     assert "run.yaml:4" in str(error.value)
-
-
-def test_a_name_that_is_there_twice(tmp_path: Path) -> None:
-    block = "    B: {benchmark: rm-bench}\n"
-    text = f"data:\n  train_data_path: t\n  val_data_paths:\n{block}{block}"
-    with pytest.raises(ConfigError, match="the key 'B' is given twice"):
-        load_config(RewardTrainingRun, written(tmp_path, text), [])
 
 
 def test_validation_tasks_by_name(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +43,12 @@ texts = st.text(max_size=20) | st.sampled_from(
         "\\\\${",
         "# a",
         " a ",
+        "\n",
+        "\n\n",
+        " \n",
         "a\n",
+        "a\n \n",
+        "a\n\n",
         "\na\n\n  b",
         "a\r\nb",
         "\tx",
@@ -135,39 +139,13 @@ def read_back(text: str) -> RewardTrainingRun:
     return loaded.config
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(run=runs, describe=st.booleans())
 def test_what_is_written_reads_back_equal(run: RewardTrainingRun, describe: bool) -> None:
     again = read_back(to_yaml(run, describe=describe))
     assert again == run
     assert again.data.train_sets() == run.data.train_sets()
     assert again.data.validation_sets() == run.data.validation_sets()
-
-
-@pytest.mark.parametrize("text", ["\n", "\n\n", "a\n", "a\n\n", "\na", " \n", "a\n \n"])
-def test_text_of_several_lines_reads_back_equal(text: str) -> None:
-    policy = RewardTrainingRun().policy.model_copy(update={"model_name": text})
-    run = RewardTrainingRun().model_copy(update={"policy": policy})
-    assert read_back(to_yaml(run)).policy.model_name == text
-
-
-def test_defaults_are_written_too() -> None:
-    text = to_yaml(RewardTrainingRun())
-    assert "  val_period: 16\n" in text
-    assert (
-        "    kwargs:\n      lr: 2.0e-06\n      weight_decay: 0.1\n      betas: [0.9, 0.98]\n"
-        in text
-    )
-    assert "#" not in text
-
-
-def test_a_block_that_may_be_filled_from_its_neighbour_keeps_its_gaps() -> None:
-    data = DataConfig(
-        default=DatasetConfig(dataset_name="PreferenceDataset", split="small"),
-        train=[DatasetConfig(data_path="a.jsonl"), DatasetConfig(data_path="b", split="big")],
-    )
-    again = read_back(to_yaml(RewardTrainingRun(data=data)))
-    assert [block.split for block in again.data.train_sets()] == ["small", "big"]
 
 
 def test_described_every_key_has_its_docstring_above_it() -> None:
@@ -181,14 +159,3 @@ def test_described_every_key_has_its_docstring_above_it() -> None:
     # Only what is inside a value of its own has no docstring: the optimizer's arguments.
     assert undescribed == ["lr: 2.0e-06", "weight_decay: 0.1", "betas: [0.9, 0.98]", "eps: 1.0e-05"]
     assert max(map(len, lines)) <= 100
-
-
-def test_templates_are_written_to_be_read() -> None:
-    template = "{% for message in messages %}\n{{ message['content'] }}\n{% endfor %}\n"
-    policy = PolicyConfig(
-        tokenizer=TokenizerConfig(chat_template=template),
-        reward_model_cfg=RewardModelConfig(enabled=True),
-    )
-    text = to_yaml(RewardTrainingRun(policy=policy))
-    assert "    chat_template: |\n      {% for message in messages %}\n" in text
-    assert read_back(text).policy.tokenizer.chat_template == template

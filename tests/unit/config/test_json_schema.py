@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from laurel.cli.main import app
 from laurel.config.json_schema import json_schema, schema_text
-from laurel.config.load import load_config
+from laurel.config.load import load_config, to_yaml
 from laurel.config.schemas import SCHEMAS, Kind
 
 ROOT = Path(__file__).parents[3]
@@ -56,6 +56,20 @@ def test_every_recipe_names_its_schema_and_fits_it(path: Path):
     section = next(value for value in document.values() if isinstance(value, dict))
     section["misspelt_key"] = 1
     assert len(complaints(kind, document)) == 1
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads_without_a_word_and_is_written_as_it_was_read(
+    path: Path, tmp_path: Path
+):
+    modeline = MODELINE.match(path.read_text(encoding="utf-8"))
+    assert modeline is not None
+    schema = SCHEMAS[Path(modeline[1]).stem]  # type: ignore[index]
+    loaded = load_config(schema, path)
+    assert loaded.warnings == ()
+    written = tmp_path / "written.yaml"
+    written.write_text(to_yaml(loaded.config, describe=True), encoding="utf-8")
+    assert load_config(schema, written).config == loaded.config
 
 
 @pytest.mark.parametrize(

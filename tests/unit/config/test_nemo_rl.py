@@ -163,25 +163,6 @@ def test_what_there_is_not_is_refused_by_its_name(tmp_path: Path) -> None:
             load(tmp_path, run, tree)
 
 
-@pytest.mark.parametrize(
-    ("section", "feature"),
-    [
-        ({"dpo": {"max_num_epochs": 1}}, "direct preference optimisation (DPO)"),
-        ({"distillation": {"max_num_steps": 9}, "teacher": {"model_name": "b"}}, "distillation"),
-        ({"ppo": {"num_prompts_per_step": 9}, "value": {"model_name": "b"}}, "PPO with a critic"),
-    ],
-)
-def test_files_of_other_algorithms_are_refused_by_name(
-    tmp_path: Path, section: dict[str, Any], feature: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path, "rm", {**section, "policy": {"model_name": "a"}, "unknown": {"a": 1}})
-    assert re.fullmatch(
-        rf"{re.escape(str(tmp_path))}/run.yaml:\d+: \w+: Laurel has no {re.escape(feature)}.*",
-        str(caught.value),
-    )
-
-
 def test_an_environment_of_ones_own_may_have_the_name_of_one_of_theirs(tmp_path: Path) -> None:
     tree: dict[str, Any] = {
         "data": {"dataset_name": "GSM8K", "env_name": "dapo"},

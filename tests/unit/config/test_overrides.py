@@ -68,27 +68,9 @@ def refused(*overrides: str, text: str | None = None, folder: Path | None = None
         ("true", True),
         ("null", None),
         ("", ""),
-        ("''", ""),
         ("'5'", "5"),
         ('"a\\nb"', "a\nb"),
-        ("[1, 2]", [1, 2]),
         ("{a: 1, b: [x]}", {"a": 1, "b": ["x"]}),
-        ("[]", []),
-        ("{}", {}),
-        ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-1.5B"),
-        ("a=b=c", "a=b=c"),
-        ("a: b", "a: b"),
-        ("- a", "- a"),
-        ("a #1", "a #1"),
-        ("#a", "#a"),
-        ("5 # five", "5 # five"),
-        ("@a", "@a"),
-        ("*.json", "*.json"),
-        ("!x y", "!x y"),
-        ("a\nb", "a\nb"),
-        ("C:\\data", "C:\\data"),
-        ("../data/a.jsonl.gz", "../data/a.jsonl.gz"),
-        ("val:validation-default_loss", "val:validation-default_loss"),
     ],
 )
 def test_values(text: str, value: object) -> None:
@@ -97,6 +79,15 @@ def test_values(text: str, value: object) -> None:
     assert override.value is not None
     assert plain_values(override.value) == value
     assert type(plain_values(override.value)) is type(value)
+
+
+@pytest.mark.parametrize(
+    "text", ["a=b=c", "a: b", "- a", "a #1", "#a", "5 # five", "@a", "*.json", "!x y", "C:\\data"]
+)
+def test_text_that_yaml_would_read_otherwise_is_itself(text: str) -> None:
+    value = parse_override(f"a.b={text}").value
+    assert value is not None
+    assert plain_values(value) == text
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
@@ -116,12 +107,18 @@ def test_any_text_is_a_value_or_a_clear_error(text: str) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("small.yaml", "given as --config small.yaml"),
+        ("pairs.jsonl.gz", "given as data.train_data_path=pairs.jsonl.gz; "),
         ("inner.size", "a value is missing: inner.size=value"),
         ("~inner.size=3", "'~' deletes a key, it takes no value: ~inner.size"),
         ("=3", "write it as section.key=value"),
         ("inner..size=3", "write it as section.key=value"),
         ("inner. size=3", "write it as section.key=value"),
         ("inner.sets={a: 1", "put quotes around what is meant as text"),
+        ("+inner.sise=4", "inner.sise: unknown key; did you mean 'size'?"),
+        ("iner.size=3", "iner: unknown key; did you mean 'inner'?"),
+        ("size=3", "size: unknown key here; it belongs at inner.size or other.size"),
+        ("inner.size.x=3", "inner.size: is 7, it has no keys"),
     ],
 )
 def test_what_is_no_override(override: str, message: str) -> None:
@@ -130,13 +127,10 @@ def test_what_is_no_override(override: str, message: str) -> None:
 
 
 def test_a_declared_key_may_be_set_although_no_file_has_it() -> None:
-    assert load("inner.size=3").inner.size == 3
-    assert load("+inner.size=3").inner.size == 3
-    assert load("++inner.size=3").inner.size == 3
-
-
-def test_the_last_of_several_wins() -> None:
+    for sign in ("", "+", "++"):
+        assert load(f"{sign}inner.size=3").inner.size == 3
     assert load("inner.size=3", "inner.size=4").inner.size == 4
+    assert load().inner.size == 7
 
 
 def test_siblings_that_the_schema_sets_stay(tmp_path: Path) -> None:
@@ -163,11 +157,6 @@ def test_a_file_keeps_the_sections_that_it_leaves_out(tmp_path: Path) -> None:
     nested = load(text="inner: {nested: {path: p}}\n", folder=tmp_path).inner.nested
     assert nested == Block(path="p")
     assert load(text="other: {}\n", folder=tmp_path) == Run()
-
-
-def test_the_schemas_own_default_is_not_changed_by_a_run() -> None:
-    load("inner.call.kwargs.lr=5", "~inner.call.kwargs.eps")
-    assert load().inner.call.kwargs == {"lr": 1e-3, "eps": 1e-8, "betas": [0.9, 0.99]}
 
 
 def test_a_section_that_is_null_is_begun(tmp_path: Path) -> None:
@@ -211,12 +200,6 @@ def test_plus_refuses_what_is_already_set(tmp_path: Path) -> None:
     assert "already set in override '+inner.size=4'" in refused("+inner.size=4", "+inner.size=5")
 
 
-def test_plus_does_not_get_an_unknown_key_past_the_schema() -> None:
-    assert refused("+inner.sise=4") == (
-        "override '+inner.sise=4': inner.sise: unknown key; did you mean 'size'?"
-    )
-
-
 def test_delete(tmp_path: Path) -> None:
     text = "inner: {label: x, blocks: [{path: a}, {path: b}]}\n"
     assert load("~inner.label", text=text, folder=tmp_path).inner.label is None
@@ -238,46 +221,11 @@ def test_lists_are_changed_by_position(tmp_path: Path) -> None:
     )
 
 
-def test_unknown_keys_name_the_nearest() -> None:
-    assert (
-        refused("iner.size=3") == "override 'iner.size=3': iner: unknown key; did you mean 'inner'?"
-    )
-    assert refused("inner.sizes=3").endswith("inner.sizes: unknown key; did you mean 'size'?")
-    assert refused("size=3").endswith(
-        "size: unknown key here; it belongs at inner.size or other.size"
-    )
-
-
-def test_a_value_has_no_keys(tmp_path: Path) -> None:
-    text = "inner: {size: 3, sets: {a: path, b: '${inner.sets.a}'}}\n"
-    assert "inner.size: is 3, it has no keys" in refused(
-        "inner.size.x=3", text=text, folder=tmp_path
-    )
+def test_a_reference_has_no_keys(tmp_path: Path) -> None:
+    text = "inner: {sets: {a: path, b: '${inner.sets.a}'}}\n"
     assert "inner.sets.b: is '${inner.sets.a}'; set the key it names" in refused(
         "inner.sets.b.path=3", text=text, folder=tmp_path
     )
-
-
-def test_keys_of_other_systems_may_be_set_and_are_ignored() -> None:
-    loaded = load_config(Run, None, ["inner.megatron.deep.key=3", "inner.size=2"])
-    assert loaded.config.inner.size == 2
-    assert loaded.warnings == ("these keys mean nothing here and are ignored: inner.megatron",)
-
-
-def test_a_value_may_refer_to_other_keys() -> None:
-    assert load("inner.size=${mul:${other.size},6}", "other.size=7").inner.size == 42
-
-
-def test_all_that_is_wrong_is_told_at_once() -> None:
-    message = refused("iner.size=3", "~inner.label", "inner.size=x", "inner.kind=tow")
-    assert message.splitlines() == [
-        "4 problems in the configuration:",
-        "  override 'iner.size=3': iner: unknown key; did you mean 'inner'?",
-        "  override '~inner.label': inner.label: is not set, so it cannot be deleted",
-        "  override 'inner.size=x': inner.size: must be a whole number, not 'x'",
-        "  override 'inner.kind=tow': inner.kind: must be one of one, two, not 'tow'; "
-        "did you mean 'two'?",
-    ]
 
 
 def test_settings_of_a_program_are_changes() -> None:
@@ -311,25 +259,9 @@ def test_a_text_of_a_program_arrives_as_it_is(text: str) -> None:
         ("", 1, "write it as 'section.key'"),
         ("inner.size", object(), "'inner.size': object cannot be written"),
         ("inner.size", float("nan"), "a finite number"),
+        ("inner.siz", 1, "setting 'inner.siz': inner.siz: unknown key; did you"),
     ],
 )
 def test_settings_that_have_no_form_are_refused(key: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        overrides_of({key: value})
-
-
-def test_a_setting_with_a_slip_names_its_neighbour() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^setting 'inner\.siz': inner\.siz: unknown key; did you"
-    ):
-        load_config(Run, None, overrides_of({"inner.siz": 1}))
-
-
-def test_a_file_among_the_overrides_is_told_its_option() -> None:
-    with pytest.raises(ConfigError, match=r"given as --config small\.yaml"):
-        parse_override("small.yaml")
-
-
-def test_a_file_of_data_is_told_where_data_goes() -> None:
-    with pytest.raises(ConfigError, match=r"given as data\.train_data_path=pairs\.jsonl\.gz; "):
-        parse_override("pairs.jsonl.gz")
+        load_config(Run, None, overrides_of({key: value}))

@@ -34,13 +34,14 @@ def load(write_rows):
         on_bad_row="error",
         attributes=(),
         max_samples=None,
+        limit_of_set=None,
         **config,
     ):
         if rows is not None:
             path = rows if isinstance(rows, Path) else write_rows(rows)
             config["data_path"] = str(path)
         return load_preferences(
-            DatasetConfig(**config),
+            DatasetConfig(max_samples=limit_of_set, **config),
             name="train",
             ties=ties,
             duplicates=duplicates,

@@ -4,11 +4,12 @@ import json
 
 import pytest
 
+from chat_rows import assistant, user
 from laurel.data.benchmarks import ON_HUB, benchmark_in, benchmark_of
 from laurel.errors import DataError
 
 PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
-SAID = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+SAID = [user("q"), assistant("a")]
 
 
 @pytest.mark.parametrize(
@@ -22,14 +23,12 @@ SAID = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         ({**PAIR, "chosen": ["a"], "rejected": ["b"], "subset": "Math"}, "reward-bench-2"),
         ({**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "domain": "chat"}, "rm-bench"),
         ({**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "subset": "alpacaeval"}, "rm-bench"),
-        ({**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "subset": "new"}, "rm-bench"),
         ({**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "subset": "Ties"}, "reward-bench-2"),
         (
             {**PAIR, "chosen": ["a"] * 3, "rejected": ["b"] * 3, "subset": "x", "num_correct": 3},
             "reward-bench-2",
         ),
         ({"question": "q", "response_A": "a", "response_B": "b", "label": "A>B"}, "judge-bench"),
-        ({"prompt": "q", "completions": ["a"], "correct": [True]}, "best-of-n"),
         ({"prompt": "q", "completions": ["a"], "passed": [True]}, "best-of-n"),
         ({**PAIR, "chosen": ["a"], "rejected": ["b"]}, "best-of-n"),
         ({"question": "q", "answer": "420", "responses": ["a"], "correct": [True]}, "best-of-n"),

@@ -5,16 +5,14 @@ import json
 import os
 import pickle
 import zlib
-from pathlib import Path
 
 import pytest
 
+from chat_rows import assistant, user
 from laurel.config.data import TaskSetConfig
 from laurel.data.task_formats import _text_in_pickle
 from laurel.data.tasks import load_tasks
 from laurel.errors import DataError
-
-DATA = Path(os.environ.get("LAUREL_DATA", ""))
 
 HUMANEVAL = {
     "task_id": "HumanEval/7",
@@ -125,7 +123,7 @@ def test_the_function_of_a_list_is_the_one_that_all_asserts_call(load, tests, mo
 
 def test_the_processor_reads_the_same_from_any_set(load):
     row = {
-        "messages": [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "a"}],
+        "messages": [user("Add."), assistant("a")],
         "entry": "f",
         "call_tests": [{"args": [], "expected": 1}],
     }
@@ -184,15 +182,6 @@ def test_the_first_solution_is_the_reference(load):
         load(row | {"solutions": "print(1)"})
 
 
-def test_verls_copies(load):
-    held = {"ground_truth": json.dumps({"inputs": ["1"], "outputs": ["2"]}), "style": "rule"}
-    prompt = [{"role": "system", "content": "Code."}, {"role": "user", "content": "Double."}]
-    task = load({"prompt": prompt, "reward_model": held, "data_source": "apps"})
-    assert [m.role for m in task.prompt] == ["system", "user"]
-    assert task.metadata["stdio_tests"] == [{"stdin": "1", "stdout": "2"}]
-    assert task.metadata["comparison"] == "verl"
-
-
 def test_verls_functions_have_json_as_text(load):
     truth = {"fn_name": "f", "inputs": ['[1, 2]\n"a"', ""], "outputs": ["[true]", '{"1": 2}']}
     judge = {"ground_truth": json.dumps(truth), "style": "rule"}
@@ -248,7 +237,7 @@ class Evil:
         return (os.mkdir, ("evil",))
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [0, 2, pickle.HIGHEST_PROTOCOL])
 def test_a_pickled_text_is_read_without_unpickling(protocol):
     for text in ("", "[1]", "ä☃\n" * 300):
         assert _text_in_pickle(pickle.dumps(text, protocol)) == text
@@ -288,31 +277,3 @@ def test_a_pickle_of_anything_but_text_is_refused(load, tmp_path, monkeypatch):
 def test_rows_that_cannot_be_used(load, name, row, part):
     with pytest.raises(DataError, match=part):
         load(row, name)
-
-
-@pytest.mark.parametrize(
-    ("name", "files", "count"),
-    [
-        ("HumanEval", ["humaneval/HumanEval.jsonl.gz"], 164),
-        (
-            "MBPP",
-            [f"mbpp/{part}.jsonl.gz" for part in ("prompt", "train", "validation", "test")],
-            974,
-        ),
-    ],
-)
-def test_all_rows_of_the_real_sets(name, files, count):
-    if not all((DATA / file).is_file() for file in files):
-        pytest.skip(f"LAUREL_DATA holds no {files[0]}")
-    tasks, report = load_tasks(
-        [TaskSetConfig(dataset_name=name, data_path=str(DATA / file)) for file in files],
-        name="train",
-        default_environment="code",
-        environments=("code",),
-    )
-    assert len(tasks) == count
-    assert report.num_kept == count
-    for task in tasks:
-        # Each is named by its tests, and defined by its solution (or, HumanEval's, its prompt).
-        written = task.metadata.get("code_prefix", "") + task.metadata["reference_solution"]
-        assert task.metadata["entry"] in written

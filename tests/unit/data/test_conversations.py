@@ -1,10 +1,10 @@
-import gzip
 import io
 import itertools
 import json
 
 import pytest
 
+from chat_rows import assistant, system, transcript, user
 from laurel.data.conversations import read_scoring_rows
 from laurel.errors import DataError
 from laurel.types import Completion, Message
@@ -33,15 +33,7 @@ def refusal(row):
 
 
 def test_a_conversation_is_its_last_message_after_the_others():
-    group = group_of_row(
-        {
-            "messages": [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "Why?"},
-                {"role": "assistant", "content": "Because."},
-            ]
-        }
-    )
+    group = group_of_row({"messages": [system("Be brief."), user("Why?"), assistant("Because.")]})
     assert group.prompt == (Message("system", "Be brief."), *ASKED)
     assert group.completions_G == said("Because.")
 
@@ -49,70 +41,32 @@ def test_a_conversation_is_its_last_message_after_the_others():
 @pytest.mark.parametrize(
     "row",
     [
-        {"prompt": "Why?", "completions": ["Because.", "No."]},
         {"context": "Why?", "completions": ["Because.", "No."]},
-        {"prompt": [{"role": "user", "content": "Why?"}], "completions": ["Because.", "No."]},
-        {
-            "prompt": "Why?",
-            "completions": [
-                [{"role": "assistant", "content": "Because."}],
-                {"role": "assistant", "content": "No."},
-            ],
-        },
+        {"prompt": [user("Why?")], "completions": ["Because.", "No."]},
+        {"prompt": "Why?", "completions": [[assistant("Because.")], assistant("No.")]},
         {"prompt": "Why?", "completions": [{"completion": "Because."}, {"response": "No."}]},
         {
-            "context": [{"role": "user", "content": "Why?"}],
+            "context": [user("Why?")],
             "completions": [
-                {"rank": 1, "completion": [{"role": "assistant", "content": "Because."}]},
-                {"rank": 0, "completion": [{"role": "assistant", "content": "No."}]},
+                {"rank": 1, "completion": [assistant("Because.")]},
+                {"rank": 0, "completion": [assistant("No.")]},
             ],
         },
-        {
-            "prompt": "Why?",
-            "completions": [
-                [
-                    {"role": "user", "content": "Why?"},
-                    {"role": "assistant", "content": "Because."},
-                ],
-                "No.",
-            ],
-        },
+        {"prompt": "Why?", "completions": [[user("Why?"), assistant("Because.")], "No."]},
         {"prompt": "Why?", "chosen": "Because.", "rejected": "No."},
         {
             "prompt": "Why?",
-            "chosen": [
-                {"role": "user", "content": "Why?"},
-                {"role": "assistant", "content": "Because."},
-            ],
-            "rejected": [
-                {"role": "user", "content": "Why?"},
-                {"role": "assistant", "content": "No."},
-            ],
-            "messages": [{"role": "user", "content": "not this"}],
+            "chosen": [user("Why?"), assistant("Because.")],
+            "rejected": [user("Why?"), assistant("No.")],
+            "messages": [user("not this")],
         },
+        {"chosen": transcript("Why?", "Because."), "rejected": transcript("Why?", "No.")},
         {
-            "chosen": "\n\nHuman: Why?\n\nAssistant: Because.",
-            "rejected": "\n\nHuman: Why?\n\nAssistant: No.",
-        },
-        {
-            "context": [{"role": "user", "content": "Why?"}],
+            "context": [user("Why?")],
             "response1": "Because.",
             "response2": "No.",
             "overall_preference": 3,
         },
-    ],
-    ids=[
-        "texts",
-        "context",
-        "prompt of messages",
-        "messages",
-        "objects",
-        "ranked",
-        "whole conversations",
-        "pair",
-        "pair of conversations",
-        "transcripts",
-        "HelpSteer3",
     ],
 )
 def test_completions_keep_the_order_of_the_row(row):
@@ -121,24 +75,19 @@ def test_completions_keep_the_order_of_the_row(row):
     assert group.completions_G == said("Because.", "No.")
 
 
+@pytest.mark.parametrize(
+    "said_in_row",
+    [
+        "",
+        "Because.",
+        [assistant("Let me see."), {"role": "tool", "content": "42"}, assistant("42.")],
+    ],
+)
 @pytest.mark.parametrize("key", ["completion", "response"])
-def test_one_completion(key):
-    group = group_of_row({"prompt": "Why?", key: "Because."})
-    assert (group.prompt, group.completions_G) == (ASKED, said("Because."))
-
-
-def test_an_answer_of_several_turns():
-    turns = [
-        {"role": "assistant", "content": "Let me see."},
-        {"role": "tool", "content": "42"},
-        {"role": "assistant", "content": "42."},
-    ]
-    (completion,) = group_of_row({"prompt": "Why?", "completion": turns}).completions_G
-    assert [message.content for message in completion.messages] == ["Let me see.", "42", "42."]
-
-
-def test_an_empty_answer_is_an_answer():
-    assert group_of_row({"prompt": "Why?", "completion": ""}).completions_G == said("")
+def test_one_completion_is_a_text_or_several_turns(key, said_in_row):
+    (completion,) = group_of_row({"prompt": "Why?", key: said_in_row}).completions_G
+    turns = [said_in_row] if isinstance(said_in_row, str) else ["Let me see.", "42", "42."]
+    assert [message.content for message in completion.messages] == turns
 
 
 def test_equal_rows_are_separate_groups_that_say_where_they_stand():
@@ -149,29 +98,13 @@ def test_equal_rows_are_separate_groups_that_say_where_they_stand():
     assert (first.id, second.id) == ("a", 7)
 
 
-@pytest.mark.parametrize("own_id", [None, True, 1.5, ["a"], {}])
-def test_an_id_is_a_text_or_a_whole_number(own_id):
-    (row,) = rows_of({"id": own_id, "prompt": "Why?", "completion": "Because."})
-    assert row.id is None
-
-
-def test_an_unknown_shape_names_place_keys_and_the_shapes_there_are():
-    message = refusal({"question": "Why?", "answer": "Because."})
-    assert message.startswith("stdin:2: ")
-    assert "question, answer" in message
-    for shape in ('"messages"', '"completions"', '"completion"', '"chosen"', '"response1"'):
-        assert shape in message
-
-
 @pytest.mark.parametrize(
     ("row", "said_of_it"),
     [
         ({}, "(none)"),
-        ({"prompt": "Why?"}, "keys prompt"),
         ({"prompt": None, "completion": "x"}, "keys prompt, completion"),
         ({"prompt": "Why?", "completions": []}, "empty"),
         ({"prompt": "Why?", "completions": "Because."}, "a string where a list"),
-        ({"prompt": "Why?", "completions": ["a", 3]}, "completion 2 is a number"),
         ({"prompt": "Why?", "completions": ["a", None]}, "completion 2 is null"),
         ({"prompt": "Why?", "completions": [{"text": "a"}]}, "the keys text"),
         ({"prompt": "Why?", "completions": [[]]}, "ends with nothing"),
@@ -179,8 +112,7 @@ def test_an_unknown_shape_names_place_keys_and_the_shapes_there_are():
         ({"prompt": "Why?", "chosen": None, "rejected": "No."}, "'chosen' is null"),
         ({"chosen": "Yes.", "rejected": "No."}, "keys chosen, rejected"),
         ({"messages": "Because."}, "a string where a list of messages"),
-        ({"messages": []}, "ends with nothing"),
-        ({"messages": [{"role": "user", "content": "Why?"}]}, "ends with 'user'"),
+        ({"messages": [user("Why?")]}, "ends with 'user'"),
         ({"messages": [{"role": "assistant"}]}, "no {'role': ..., 'content': ...}"),
         ({"prompt": "Why?", "completion": "\ud800"}, "surrogate"),
     ],
@@ -217,33 +149,3 @@ def test_rows_are_read_as_they_are_asked_for():
 
     rows = read_scoring_rows("-", stdin=io.BufferedReader(Endless()))
     assert [row.source for row in itertools.islice(rows, 3)] == ["stdin:1", "stdin:2", "stdin:3"]
-
-
-def test_files_of_other_formats(tmp_path):
-    row = {"prompt": "Why?", "completion": "Because."}
-    packed, table = tmp_path / "rows.jsonl.gz", tmp_path / "rows.csv"
-    packed.write_bytes(gzip.compress(json.dumps(row).encode()))
-    table.write_text("prompt,completion\nWhy?,Because.\n")
-    for path, source in ((packed, "rows.jsonl.gz:1"), (table, "rows.csv:2")):
-        (read,) = read_scoring_rows(str(path))
-        assert (read.group.prompt, read.group.completions_G) == (ASKED, said("Because."))
-        assert read.source == source
-        assert read.group.id == str(tmp_path / source)
-
-
-def test_a_bad_row_of_a_file_is_named_with_its_path(write_rows):
-    path = write_rows([{"prompt": "Why?", "completion": "Because."}, {"prompt": "Why?"}])
-    with pytest.raises(DataError) as error:
-        list(read_scoring_rows(str(path)))
-    assert str(error.value).startswith(f"{path}:2: the row has the keys prompt")
-
-
-def test_real_preference_files(real_data):
-    paths = sorted(real_data.glob("*/validation.jsonl.gz"))
-    for path in paths:
-        if path.parent.name == "mbpp":
-            continue
-        rows = list(itertools.islice(read_scoring_rows(str(path)), 200))
-        assert rows
-        assert all(len(row.group.completions_G) >= 2 for row in rows)
-        assert all(row.group.prompt for row in rows)

@@ -1,13 +1,12 @@
 """Conversations to imitate: the forms of rows, what is left out, what is held out."""
 
-import io
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
+from chat_rows import assistant, system, transcript, user
 from laurel.config.sft import DemonstrationDataConfig, DemonstrationSetConfig
 from laurel.data.conversations import (
     Dialogue,
@@ -18,9 +17,8 @@ from laurel.data.conversations import (
 from laurel.errors import DataError
 from laurel.types import Message
 
-USER = {"role": "user", "content": "Hello"}
-GOOD = {"role": "assistant", "content": "Good day."}
-BAD = {"role": "assistant", "content": "What?"}
+USER = user("Hello")
+GOOD = assistant("Good day.")
 TALK = (Message("user", "Hello"), Message("assistant", "Good day."))
 
 
@@ -41,11 +39,9 @@ def load(write_rows):
 @pytest.mark.parametrize(
     ("row", "config"),
     [
-        ({"messages": [USER, GOOD]}, {}),
         ({"messages": [USER, GOOD], "prompt": "x", "completion": "y"}, {}),
         ({"talk": [USER, GOOD]}, {"chat_key": "talk"}),
         ({"messages": [USER, GOOD]}, {"dataset_name": "openai_format"}),
-        ({"messages": [USER, GOOD]}, {"dataset_name": "tulu3_sft_mixture"}),
         (
             {
                 "conversations": [
@@ -57,10 +53,7 @@ def load(write_rows):
         ),
         ({"conversations": [USER, GOOD]}, {}),
         ({"prompt": "Hello", "completion": "Good day."}, {}),
-        ({"prompt": [USER], "completion": [GOOD]}, {}),
         ({"prompt": [USER], "completion": [USER, GOOD]}, {}),
-        ({"prompt": "Hello", "response": "Good day."}, {}),
-        ({"question": "Hello", "answer": "Good day."}, {}),
         ({"input": "Hello", "output": "Good day."}, {"dataset_name": "ResponseDataset"}),
         ({"instruction": "Hello", "output": "Good day.", "input": None}, {}),
         ({"a": "Hello", "b": "Good day."}, {"input_key": "a", "output_key": "b"}),
@@ -72,7 +65,6 @@ def load(write_rows):
             {"problem": "Hello", "generated_solution": "Good day.", "expected_answer": "1"},
             {"dataset_name": "OpenMathInstruct-2"},
         ),
-        ({"prompt": "Hello", "chosen": "Good day.", "rejected": "What?"}, {}),
         (
             {
                 "context": "Hello",
@@ -83,20 +75,7 @@ def load(write_rows):
             {"dataset_name": "HelpSteer3"},
         ),
         (
-            {
-                "context": [USER],
-                "completions": [
-                    {"rank": 1, "completion": [BAD]},
-                    {"rank": 0, "completion": [GOOD]},
-                ],
-            },
-            {},
-        ),
-        (
-            {
-                "chosen": "\n\nHuman: Hello\n\nAssistant: Good day.",
-                "rejected": "\n\nHuman: Hello\n\nAssistant: What?",
-            },
+            {"chosen": transcript("Hello", "Good day."), "rejected": transcript("Hello", "What?")},
             {},
         ),
     ],
@@ -135,7 +114,7 @@ def test_squad_answers_from_its_context(load):
 
 def test_system_messages_of_rows_and_of_the_configuration(load):
     rows = [
-        {"messages": [{"role": "system", "content": "Own."}, USER, GOOD], "rules": "Not this."},
+        {"messages": [system("Own."), USER, GOOD], "rules": "Not this."},
         {"messages": [USER, GOOD], "rules": "Be kind."},
         {"messages": [USER, GOOD]},
     ]
@@ -157,9 +136,6 @@ def test_rows_without_a_word_are_counted(load):
         "the assistant says nothing": 1,
         "nothing is asked": 1,
     }
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(report.render())
-    assert "conversations" in console.export_text()
 
 
 @pytest.mark.parametrize(
@@ -219,11 +195,3 @@ def test_the_whole_section(write_rows):
     mixed = load_demonstration_data(DemonstrationDataConfig.model_validate(two))
     assert len({d.id for d in mixed.train}) == 80
     assert mixed.reports["train"].num_prompts == 40
-
-
-def test_real_solutions(load, real_data):
-    dialogues, report = load(real_data / "gsm8k/train.jsonl.gz")
-    assert (len(dialogues), report.num_dropped) == (7473, 0)
-    assert dialogues[0].messages[1].content.endswith("#### 72")
-    dialogues, _ = load(real_data / "ultrafeedback_1k/train.jsonl.gz")
-    assert all(d.messages[-1].role == "assistant" for d in dialogues)

@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from chat_rows import assistant, user
 from laurel.cli.data_check import examine_data
-from laurel.data.formats import FORMATS, recognise, suggestions
+from laurel.data.formats import FORMATS, suggestions
 
 DOCS = Path(__file__).parents[3] / "docs" / "data_formats.md"
 
@@ -12,11 +13,6 @@ DOCS = Path(__file__).parents[3] / "docs" / "data_formats.md"
 def write(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
-
-
-@pytest.mark.parametrize("known", FORMATS, ids=lambda known: known.name)
-def test_every_example_is_of_its_own_format(known):
-    assert recognise(known.example) is known
 
 
 def test_the_docs_show_every_example():
@@ -61,15 +57,15 @@ def test_the_commands_of_a_format_read_its_example(known, tmp_path):
             "rm",
             ("data.chosen_key=choosen",),
         ),
+        ({"dialog": [user("Where?"), assistant("Here.")]}, "sft", ("data.chat_key=dialog",)),
         (
-            {
-                "dialog": [
-                    {"role": "user", "content": "Where?"},
-                    {"role": "assistant", "content": "Here."},
-                ]
-            },
-            "sft",
-            ("data.chat_key=dialog",),
+            {"id": "7", "Frage": "Wo ist er?", "good_answer": "Hier.", "bad_answer": "Nein."},
+            "rm",
+            (
+                "data.prompt_key=Frage",
+                "data.chosen_key=good_answer",
+                "data.rejected_key=bad_answer",
+            ),
         ),
         ({"q": "Where?", "a": "Here."}, "sft", ("data.input_key=q", "data.output_key=a")),
         ({"user": "Where?"}, "grpo", ("data.input_key=user", "data.env_name=reward_model")),
@@ -93,11 +89,5 @@ def test_columns_that_no_key_maps_are_to_be_renamed():
 def test_what_could_not_be_read_is_not_suggested():
     assert suggestions({"foo": 1, "bar": 2}) == []
     assert suggestions({"chosen": 5, "rejected": 6, "question": 7}) == []
-    same = [{"role": "user", "content": "Where?"}]
+    same = [user("Where?")]
     assert suggestions({"dialog": same}) == []  # nobody answers
-
-
-def test_programs_in_other_languages_are_no_humaneval():
-    row = {"prompt": "const one = () => {", "entry_point": "one", "test": "x"}
-    found = recognise(row)
-    assert found is None or found.name != "HumanEval"

@@ -34,16 +34,9 @@ class Framed:
         self.formatted_ds = [row("q")]
         self.task_spec = TaskDataSpec("framed", prompt_file=directory + "/p.txt")
 
-class Columns:
-    def __init__(self, chosen_key="good"):
-        self.formatted_ds = [{"prompt": "q", "chosen": chosen_key, "rejected": "no"}]
-
 def generate(**options):
     for name in sorted(options):
         yield row(name)
-
-def pairs(subset="all"):
-    yield {"prompt": subset, "good": "yes", "rejected": "no"}
 
 def breaks():
     yield row("fine")
@@ -110,14 +103,6 @@ def test_set_values_are_passed_where_they_are_accepted(load):
     assert report.notes == ["my_rows.Rows takes no subset, so data.subset has no effect"]
     everything, _ = load(None, dataset_name="my_rows.generate", data_path="here", subset="x")
     assert prompts(everything) == ["data_path", "subset"]
-
-
-def test_columns_that_the_object_asks_for_are_its_own_business(load):
-    (mine,), _ = load(None, dataset_name="my_rows.Columns", chosen_key="other")
-    assert mine.group.completions_G[0].messages[0].content == "other"
-    (theirs,), report = load(None, dataset_name="my_rows.pairs", chosen_key="good")
-    assert theirs.group.completions_G[0].messages[0].content == "yes"
-    assert report.dataset_class == "my_rows.pairs (rows of BinaryPreferenceDataset)"
 
 
 def test_the_prompt_files_of_a_task_are_used(load, tmp_path):

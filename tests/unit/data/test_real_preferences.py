@@ -1,34 +1,6 @@
 """The real data sets, whose counts are known from their provenance."""
 
-import json
-from collections import Counter
-
 import pytest
-
-from laurel.data.preferences import hold_out
-
-
-@pytest.mark.slow
-def test_ukp_is_read_whole_and_its_longer_arguments_win(load, real_data):
-    train, report = load(real_data / "ukp_convarg1/train.jsonl.gz", duplicates="keep")
-    assert (len(train), report.num_read, report.num_dropped) == (8589, 8589, 0)
-    assert report.longer_wins_share == pytest.approx(0.76, abs=0.01)
-    validation, report = load(real_data / "ukp_convarg1/validation.jsonl.gz")
-    assert len(validation) == 1435
-    assert report.longer_wins_share == pytest.approx(0.81, abs=0.01)
-
-    kept, held_out = hold_out(train, share=0.1, seed=42)
-    largest = max(Counter(p.group.prompt for p in train).values())
-    assert abs(len(held_out) - 858.9) <= largest / 2  # prompts are held out whole
-    assert {p.group.prompt for p in kept}.isdisjoint(p.group.prompt for p in held_out)
-
-
-@pytest.mark.slow
-def test_ukp_repeats_some_rows(load, real_data):
-    path = real_data / "ukp_convarg1/train.jsonl.gz"
-    train, report = load(path)
-    said = {(p.group.prompt, p.group.completions_G) for p in train}
-    assert len(said) == len(train) == 8589 - report.dropped["duplicate"].count
 
 
 def test_hh_transcripts_parse_but_for_the_thirteen_known(load, real_data):
@@ -43,51 +15,3 @@ def test_hh_transcripts_parse_but_for_the_thirteen_known(load, real_data):
         "transcripts part too early (1 and 2 turns left)": 1,
     }
     assert report.longer_wins_share == pytest.approx(0.44, abs=0.01)
-
-
-@pytest.mark.slow
-def test_hh_transcripts_say_what_the_converted_rows_say(load, real_data):
-    folder = real_data / "hh_rlhf_harmless"
-    raw, _ = load(folder / "raw_verbatim.jsonl.gz", on_bad_row="skip")
-    converted, report = load(folder / "train.jsonl.gz")
-    assert len(converted) == 1830
-    assert report.longer_wins_share == pytest.approx(0.44, abs=0.01)
-    said = {(p.group.prompt, p.group.completions_G, p.ranks_G) for p in raw}
-    assert all((p.group.prompt, p.group.completions_G, p.ranks_G) in said for p in converted)
-
-
-def test_lists_of_four_share_ranks(load, real_data):
-    path = real_data / "gsm8k_model_solutions/ranked_preference.jsonl.gz"
-    preferences, report = load(path)
-    assert len(preferences) == 731
-    assert {len(p.group.completions_G) for p in preferences} == {4}
-    assert {frozenset(p.ranks_G) for p in preferences} == {frozenset({0, 1})}
-    # a pair is decided where a right and a wrong solution meet: k (4 - k) of a row's six
-    decided = sum(p.ranks_G.count(0) * p.ranks_G.count(1) for p in preferences)
-    assert report.tied_pairs_share == pytest.approx(1 - decided / (6 * 731))
-
-
-def test_ultrafeedback_margins_are_differences_of_scores(load, real_data):
-    path = real_data / "ultrafeedback_1k/train.jsonl.gz"
-    preferences, report = load(path, margin_key="score_chosen-score_rejected")
-    assert report.num_read == 996
-    assert all(p.margin >= 0 for p in preferences)
-    assert len({p.margin for p in preferences}) > 5
-
-
-@pytest.mark.parametrize(
-    ("name", "num_rows"),
-    [
-        ("qa_feedback/train", 2129),
-        ("llamafactory_dpo_demo/train", 300),
-        ("llmbar/rewardbench_llmbar", 419),
-        ("gsm8k_model_solutions/pairs_train", 1989),
-    ],
-)
-def test_every_row_is_kept_or_accounted_for(load, real_data, name, num_rows):
-    preferences, report = load(real_data / f"{name}.jsonl.gz")
-    assert report.num_read == num_rows
-    assert len(preferences) == report.num_kept == num_rows - report.num_dropped
-    assert set(report.dropped) <= {"duplicate"}
-    assert len({p.group.id for p in preferences}) == len(preferences)
-    json.dumps(report.to_dict())

@@ -2,28 +2,14 @@ import math
 
 import pytest
 
+from chat_rows import assistant, system, transcript, user
 from laurel.config.data import DatasetConfig
-from laurel.data.preferences import (
-    class_of,
-    infer_class,
-    parse_transcript,
-)
-from laurel.data.preferences import (
-    ranked_row as read_ranked_row,
-)
+from laurel.data.preferences import infer_class, parse_transcript
+from laurel.data.preferences import ranked_row as read_ranked_row
 from laurel.data.sources import UnusableRow
 from laurel.types import Message
 
-
-def U(text):
-    return {"role": "user", "content": text}
-
-
-def A(text):
-    return {"role": "assistant", "content": text}
-
-
-S = {"role": "system", "content": "be kind"}
+S = system("be kind")
 
 
 def read(row, name, attributes=(), **config):
@@ -71,25 +57,24 @@ def test_helpsteer3(preference, answers, ranks, margin):
     assert row_read.prompt == (Message("user", "q"),)
 
 
-def test_helpsteer3_takes_a_context_of_messages():
-    row_read = read(helpsteer_row(1, [U("a"), A("b"), U("c")]), "HelpSteer3")
-    assert [message.role for message in row_read.prompt] == ["user", "assistant", "user"]
-
-
 def test_helpsteer3_needs_a_number():
     assert problem_of(helpsteer_row("better"), "HelpSteer3").kind.endswith("is not a number")
     assert problem_of(helpsteer_row(True), "HelpSteer3").kind.endswith("is not a number")
 
 
 def test_tulu3_shares_all_but_the_last_message_and_ignores_the_prompt_column():
-    row = {"prompt": "x", "chosen": [U("q"), A("a")], "rejected": [U("q"), A("b")]}
+    row = {
+        "prompt": "x",
+        "chosen": [user("q"), assistant("a")],
+        "rejected": [user("q"), assistant("b")],
+    }
     assert said(read(row, "Tulu3Preference")) == (["q"], [["a"], ["b"]])
 
 
 def test_tulu3_refuses_a_context_mismatch_and_a_last_user_turn():
-    row = {"chosen": [U("q"), A("a")], "rejected": [U("r"), A("b")]}
+    row = {"chosen": [user("q"), assistant("a")], "rejected": [user("r"), assistant("b")]}
     assert problem_of(row, "Tulu3Preference").kind == "context mismatch"
-    row = {"chosen": [U("q")], "rejected": [U("q"), A("b")]}
+    row = {"chosen": [user("q")], "rejected": [user("q"), assistant("b")]}
     assert problem_of(row, "Tulu3Preference").kind == (
         "'chosen' does not end with an assistant turn"
     )
@@ -99,7 +84,8 @@ def ranked_row(*ranks, context="q", **more):
     return {
         "context": context,
         "completions": [
-            {"rank": rank, "completion": [A(f"answer {place}")]} for place, rank in enumerate(ranks)
+            {"rank": rank, "completion": [assistant(f"answer {place}")]}
+            for place, rank in enumerate(ranks)
         ],
         **more,
     }
@@ -125,10 +111,8 @@ def test_ranked_rows_carry_a_margin_and_a_soft_label():
     ("row", "kind"),
     [
         (ranked_row(0), "too few completions"),
-        (ranked_row(), "too few completions"),
         (ranked_row(0, None), "a completion without 'rank'"),
         (ranked_row(0, 0.5), "'rank' is not a whole number"),
-        (ranked_row(0, "first"), "'rank' is not a number"),
         (ranked_row(0, 1, target=1.5), "target is no probability"),
         (ranked_row(0, 1, margin="wide"), "'margin' is not a number"),
         (ranked_row(0, 1, context=7), "'context' is not text or messages"),
@@ -139,7 +123,7 @@ def test_ranked_rows_carry_a_margin_and_a_soft_label():
         ({"context": "q", "completions": [1, 2]}, "a completion is not an object"),
         ({"context": "q", "completions": [{"rank": 0}] * 2}, "a completion without 'completion'"),
         (
-            {"context": "q", "completions": [{"rank": 0, "completion": [U("a")]}] * 2},
+            {"context": "q", "completions": [{"rank": 0, "completion": [user("a")]}] * 2},
             "completion 1 does not end with an assistant turn",
         ),
         ({"context": "q"}, "missing key 'completions'"),
@@ -170,80 +154,57 @@ def test_where_ratings_are_wanted_one_completion_without_a_rank_is_enough():
     )
 
 
+def binary(chosen, rejected, **others):
+    return {"chosen": chosen, "rejected": rejected, **others}
+
+
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "q"}]}]
+BEFORE = [user("q"), assistant("1"), user("r")]
+SAID = "she  said\nAssistant: no"
+
+
 @pytest.mark.parametrize(
     ("row", "prompt", "answers"),
     [
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, ["q"], [["a"], ["b"]]),
         (
-            {"prompt": [S, U("q")], "chosen": [A("a")], "rejected": [A("b")]},
+            binary([assistant("a")], [assistant("b")], prompt=[S, user("q")]),
             ["be kind", "q"],
             [["a"], ["b"]],
         ),
         (
-            {"prompt": "q", "chosen": [U("q"), A("a")], "rejected": [U("q"), A("b")]},
+            binary([user("q"), assistant("a")], [user("q"), assistant("b")], prompt="q"),
             ["q"],
             [["a"], ["b"]],
         ),
         (  # the conversations say more than the prompt: a system message before, a turn after it
-            {
-                "prompt": "q",
-                "chosen": [S, U("q"), A("1"), U("r"), A("a")],
-                "rejected": [S, U("q"), A("1"), U("r"), A("b")],
-            },
+            binary([S, *BEFORE, assistant("a")], [S, *BEFORE, assistant("b")], prompt="q"),
             ["be kind", "q", "1", "r"],
             [["a"], ["b"]],
         ),
         (  # no prompt: it is what they share
-            {
-                "chosen": [U("q"), A("1"), U("r"), A("a")],
-                "rejected": [U("q"), A("1"), U("r"), A("b")],
-            },
+            binary([*BEFORE, assistant("a")], [*BEFORE, assistant("b")], prompt=None),
             ["q", "1", "r"],
             [["a"], ["b"]],
         ),
         (  # one goes on where the other ends
-            {"chosen": [U("q"), A("a")], "rejected": [U("q"), A("a"), U("r"), A("b")]},
+            binary(
+                [user("q"), assistant("a")], [user("q"), assistant("a"), user("r"), assistant("b")]
+            ),
             ["q"],
             [["a"], ["a", "r", "b"]],
         ),
-        (
-            {"prompt": None, "chosen": [U("q"), A("a")], "rejected": [U("q"), A("b")]},
-            ["q"],
-            [["a"], ["b"]],
-        ),
-        (
-            {
-                "chosen": "\n\nHuman: q\n\nAssistant: a",
-                "rejected": "\n\nHuman: q\n\nAssistant: b",
-            },
-            ["q"],
-            [["a"], ["b"]],
-        ),
+        (binary(transcript("q", "a"), transcript("q", "b")), ["q"], [["a"], ["b"]]),
         (  # turns lose the blanks around them; a speaker counts only after a blank line
-            {
-                "chosen": "\n\nHuman: she  said\nAssistant: no \n\nAssistant: one\n\ntwo\n\n",
-                "rejected": "\n\nHuman: she  said\nAssistant: no \n\nAssistant: b",
-            },
-            ["she  said\nAssistant: no"],
+            binary(transcript(SAID + " ", "one\n\ntwo\n\n"), transcript(SAID, "b")),
+            [SAID],
             [["one\n\ntwo"], ["b"]],
         ),
-        (  # equal transcripts still have an answer each
-            {
-                "chosen": "\n\nHuman: q\n\nAssistant: 1\n\nHuman: r\n\nAssistant: a",
-                "rejected": "\n\nHuman: q\n\nAssistant: 1\n\nHuman: r\n\nAssistant: a",
-            },
+        (
+            binary(transcript("q", "1", "r", "a"), transcript("q", "1", "r", "a")),
             ["q", "1", "r"],
             [["a"], ["a"]],
         ),
-        (  # content in parts
-            {
-                "prompt": [{"role": "user", "content": [{"type": "text", "text": "q"}]}],
-                "chosen": "a",
-                "rejected": "b",
-            },
-            ["q"],
-            [["a"], ["b"]],
-        ),
+        (binary("a", "b", prompt=PARTS), ["q"], [["a"], ["b"]]),
     ],
 )
 def test_binary_rows(row, prompt, answers):
@@ -252,53 +213,37 @@ def test_binary_rows(row, prompt, answers):
     assert row_read.ranks_G == (0, 1)
 
 
+IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
+TWICE = "\n\nAssistant: "
+
+
 @pytest.mark.parametrize(
     ("row", "kind"),
     [
-        ({"prompt": "q", "chosen": 7, "rejected": "b"}, "'chosen' is not text or messages"),
+        (binary(7, "b", prompt="q"), "'chosen' is not text or messages"),
         (
-            {"prompt": "q", "chosen": [U("x"), A("a")], "rejected": [U("x"), A("b")]},
+            binary([user("x"), assistant("a")], [user("x"), assistant("b")], prompt="q"),
             "conversations do not hold the prompt",
         ),
         (
-            {"chosen": [U("q"), A("a")], "rejected": [U("r"), A("b")]},
+            binary([user("q"), assistant("a")], [user("r"), assistant("b")]),
             "conversations part before the answer",
         ),
-        ({"chosen": "a", "rejected": "b"}, "missing key 'prompt'"),
+        (binary("a", "b"), "missing key 'prompt'"),
         (
-            {
-                "chosen": "\n\nHuman: a\n\nAssistant: b\n\nAssistant: c",
-                "rejected": "\n\nHuman: a\n\nAssistant: d",
-            },
+            binary(transcript("a", "b") + f"{TWICE}c", transcript("a", "d")),
             "transcripts part too early (2 and 1 turns left)",
         ),
         (
-            {
-                "chosen": "\n\nHuman: a\n\nAssistant: b",
-                "rejected": "\n\nHuman: x\n\nAssistant: b",
-            },
-            "transcripts part too early (2 and 2 turns left)",
-        ),
-        (
-            {
-                "chosen": "\n\nHuman: a\n\nAssistant: b\n\nAssistant: c",
-                "rejected": "\n\nHuman: a\n\nAssistant: b\n\nAssistant: d",
-            },
+            binary(transcript("a", "b") + f"{TWICE}c", transcript("a", "b") + f"{TWICE}d"),
             "turns do not alternate",
         ),
+        (binary(transcript("a"), transcript("b")), "transcript ends with Human"),
         (
-            {"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"},
-            "transcript ends with Human",
+            binary(transcript("a", "b"), transcript("x", "b")),
+            "transcripts part too early (2 and 2 turns left)",
         ),
-        ({"chosen": [A("a")], "rejected": [A("b")]}, "missing key 'prompt'"),
-        (
-            {
-                "prompt": [{"role": "user", "content": [{"type": "image"}]}],
-                "chosen": "a",
-                "rejected": "b",
-            },
-            "'prompt' holds something other than text",
-        ),
+        (binary("a", "b", prompt=IMAGE), "'prompt' holds something other than text"),
     ],
 )
 def test_what_a_binary_row_may_not_be(row, kind):
@@ -343,8 +288,11 @@ def test_margins_come_from_a_column_or_the_difference_of_two():
         (helpsteer_row(1), "HelpSteer3"),
         (ranked_row(0, 1), "PreferenceDataset"),
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "BinaryPreferenceDataset"),
-        ({"chosen": [U("q"), A("a")], "rejected": [U("q"), A("b")]}, "BinaryPreferenceDataset"),
-        ({"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"}, "BinaryPreferenceDataset"),
+        (
+            {"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
+            "BinaryPreferenceDataset",
+        ),
+        (binary(transcript("a"), transcript("b")), "BinaryPreferenceDataset"),
         ({"chosen": "a", "rejected": "b"}, None),
         ({"question": "q", "answer": "a"}, None),
     ],
@@ -352,8 +300,3 @@ def test_margins_come_from_a_column_or_the_difference_of_two():
 def test_the_class_is_told_by_the_columns(row, name):
     found = infer_class(row, DatasetConfig())
     assert (found and found[0]) == name
-
-
-def test_columns_that_tell_nothing_are_named():
-    with pytest.raises(UnusableRow, match=r"their columns \(question\) do not tell it"):
-        class_of({"question": "q"}, DatasetConfig())

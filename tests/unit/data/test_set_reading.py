@@ -1,11 +1,9 @@
-"""Where named sets are read from, and how their rows are counted."""
-
-import json
+"""Where named sets are read from, what is put around their prompts, and processors."""
 
 import pytest
 
 from laurel.config.data import TaskSetConfig
-from laurel.data.reading import HubSet, LeftOutRow, open_set
+from laurel.data.reading import HubSet, open_set, read_prompt_frame
 from laurel.data.report import RowReport
 from laurel.data.sources import UnusableRow
 from laurel.data.task_formats import TASK_SETS, TaskParts
@@ -23,16 +21,6 @@ def opened(**config):
 @pytest.mark.parametrize(
     ("config", "path", "parts"),
     [
-        (
-            {"dataset_name": "OpenMathInstruct-2"},
-            "nvidia/OpenMathInstruct-2",
-            ((None, "train_1M"),),
-        ),
-        (
-            {"dataset_name": "OpenMathInstruct-2", "split": "train_5M"},
-            "nvidia/OpenMathInstruct-2",
-            ((None, "train_5M"),),
-        ),
         ({"dataset_name": "GSM8K", "split": "test"}, "openai/gsm8k", (("main", "test"),)),
         ({"dataset_name": "GSM8K", "subset": "socratic"}, "openai/gsm8k", (("socratic", None),)),
         (
@@ -54,16 +42,6 @@ def test_where_a_set_is_read_from(config, path, parts):
     assert (found.path, found.parts) == (path, parts)
 
 
-def test_every_set_that_needs_no_path_has_a_place():
-    need_one = {
-        "PreferenceDataset",
-        "BinaryPreferenceDataset",
-        "ResponseDataset",
-        "CodeTasks",
-    }
-    assert {name for name, hub in HUBS.items() if hub.name is None} == need_one
-
-
 def test_the_parts_of_a_set_keep_their_sources_apart(tmp_path):
     for part in ("one", "two"):
         (tmp_path / part).mkdir()
@@ -81,38 +59,6 @@ def test_the_parts_of_a_set_keep_their_sources_apart(tmp_path):
     assert sources == [f"{part}/{tmp_path.name}[0]" for part in ("one", "two")]
 
 
-def test_every_row_is_counted_once(write_rows):
-    path = write_rows(["good", "bad", "left", "good", "good"])
-    path.write_text(
-        "".join(json.dumps({"is": kind}) + "\n" for kind in ("good", "bad", "left", "good", "good"))
-        + "{broken\n",
-        encoding="utf-8",
-    )
-
-    def convert(source, row):
-        if row["is"] == "bad":
-            raise UnusableRow("a bad one", "the row is bad")
-        if row["is"] == "left":
-            raise LeftOutRow("empty", "it says nothing")
-        return source
-
-    report = RowReport(name="train")
-    found = open_set(TaskSetConfig(data_path=str(path)), known=HUBS, report=report)
-    kept = found.read(convert, report=report, on_bad_row="skip", limit=None)
-    assert kept == ["rows.jsonl:1", "rows.jsonl:4", "rows.jsonl:5"]
-    assert (report.num_read, report.num_kept) == (6, 3)
-    assert {reason: found.count for reason, found in report.dropped.items()} == {
-        "malformed": 2,
-        "empty": 1,
-    }
-
-    report = RowReport(name="train")
-    assert len(found.read(convert, report=report, on_bad_row="skip", limit=1)) == 1
-    assert report.num_read == 1
-    with pytest.raises(DataError, match=r"rows.jsonl:2: the row is bad\. Fix the row"):
-        found.read(convert, report=RowReport(name="x"), on_bad_row="error", limit=None)
-
-
 def test_a_processor_is_registered_once():
     def process(row, config):
         return TaskParts(prompt=(Message("user", "?"),))
@@ -124,3 +70,40 @@ def test_a_processor_is_registered_once():
             register_processor("mine", process)
     finally:
         del PROCESSORS["mine"]
+
+
+SYSTEM, USER = Message("system", "be kind"), Message("user", "2 + 2 = {x}?")
+
+
+def test_a_prompt_without_a_user_message_has_no_question(tmp_path):
+    (tmp_path / "p.txt").write_text("{}")
+    with pytest.raises(UnusableRow, match="no user message"):
+        read_prompt_frame(str(tmp_path / "p.txt"), None).around((SYSTEM,))
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("no place", "has: none"),
+        ("{} and {}", "has: {}, {}"),
+        ("{", "Single '{'"),
+        ("{:d}", "Unknown format code"),
+    ],
+)
+def test_a_prompt_file_must_have_one_place(tmp_path, text, part):
+    path = tmp_path / "p.txt"
+    path.write_text(text)
+    with pytest.raises(DataError) as caught:
+        read_prompt_frame(str(path), None)
+    assert part in str(caught.value)
+    assert str(caught.value).startswith(f"data.prompt_file: {path}")
+
+
+def test_a_missing_file_is_named_with_its_key(tmp_path):
+    with pytest.raises(DataError, match=r"data\.prompt_file: .*p\.txt does not exist"):
+        read_prompt_frame(str(tmp_path / "p.txt"), None)
+    with pytest.raises(DataError, match=r"data\.system_prompt_file: .* does not exist"):
+        read_prompt_frame(None, str(tmp_path / "s.txt"))
+    (tmp_path / "s.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="cannot be read as UTF-8"):
+        read_prompt_frame(None, str(tmp_path / "s.txt"))

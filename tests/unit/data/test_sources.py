@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from laurel.data.sources import locate, read_rows
+from laurel.data.sources import read_rows
 from laurel.errors import DataError
 
 ROWS = [{"prompt": "p1", "n": 1}, {"prompt": "p2", "n": 2}, {"prompt": "ü3", "n": 3}]
@@ -100,72 +100,30 @@ def test_blank_lines_are_passed_over_and_a_byte_order_mark_is_no_part_of_a_row(t
     assert rows_of(tmp_path / "r.jsonl") == [("r.jsonl:2", {"a": 1}), ("r.jsonl:4", {"a": 2})]
     (tmp_path / "r.json").write_bytes(b'\xef\xbb\xbf [{"a": 1}]')
     assert rows_of(tmp_path / "r.json") == [("r.json[0]", {"a": 1})]
-
-
-def test_a_csv_file_may_begin_with_a_byte_order_mark_and_have_one_short_column(tmp_path):
     (tmp_path / "r.csv").write_bytes(b"\xef\xbb\xbfa\n1\n")
     assert rows_of(tmp_path / "r.csv") == [("r.csv:2", {"a": "1"})]
 
 
-BAD_LINES = {
-    '{"a": 1,, "b": 2}': ["column 9", '{"a": 1,,'],
-    "[1, 2]": ["a list", "object"],
-    '"text"': ["a string"],
-    "null": ["null"],
-    '{"text": "NaN, Infinity", "n": NaN}': ["column 32", "NaN is no JSON value"],
-    '{"n": -Infinity}': ["column 7", "-Infinity is no JSON value"],
-    '{"n": ' + "9" * 5000 + "}": ["column 1", "digits"],
-}
-
-
-@pytest.mark.parametrize("line", BAD_LINES)
-def test_a_bad_line_is_named_with_its_place_and_can_be_left_out(tmp_path, line):
-    path = tmp_path / "r.jsonl"
-    path.write_text('{"a": 1}\n' + line + '\n{"a": 2}\n')
-    message = failure(path)
-    assert message.startswith(f"{path}:2: ")
-    assert "data.on_bad_row=skip" in message
-    for part in BAD_LINES[line]:
-        assert part in message
-    assert [source for source, _ in rows_of(path, on_bad_row="skip")] == ["r.jsonl:1", "r.jsonl:3"]
-
-
-def test_a_line_that_is_not_utf8_is_named_with_its_byte(tmp_path):
-    path = tmp_path / "r.jsonl"
-    path.write_bytes(b'{"a": 1}\n{"a": "caf\xe9"}\n')
-    assert f"{path}:2: byte 11 of the line (0xe9) is not UTF-8" in failure(path)
-    assert len(rows_of(path, on_bad_row="skip")) == 1
-
-
-def test_a_function_is_told_of_each_bad_row(tmp_path):
-    path = tmp_path / "r.jsonl"
-    path.write_text('[]\n{"a": 1}\n{\n')
-    told: list[tuple[str, str]] = []
-
-    def tell(source, problem):
-        told.append((source, problem.kind))
-
-    assert rows_of(path, on_bad_row=tell) == [("r.jsonl:2", {"a": 1})]
-    assert told == [("r.jsonl:1", "not an object"), ("r.jsonl:3", "not JSON")]
-
-
 @pytest.mark.parametrize(
-    ("content", "parts"),
+    ("line", "part"),
     [
-        (b'[{"a": 1},\n {"a": }]', [":2: column 8", "not JSON", "one object per line"]),
-        (b'[{"a": 1},\n {"a": NaN}]', [":2: column 8", "NaN"]),
-        (b'[{"a": 1},\n {"a": "\xe9"}]', [":2: byte 20", "not UTF-8"]),
-        (b"[]", ["holds no rows"]),
-        (b"[" * 100_000, ["nested too deeply"]),
+        (b'{"a": 1,, "b": 2}', "column 9: not JSON (Expecting"),
+        (b"[1, 2]", "the row is a list where an object"),
+        (b"null", "the row is null"),
+        (b'{"text": "NaN, Infinity", "n": NaN}', "column 32: not JSON (NaN is no JSON value)"),
+        (b'{"n": -Infinity}', "column 7: not JSON (-Infinity is no"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"a": "caf\xe9"}', "byte 11 of the line (0xe9) is not UTF-8"),
     ],
 )
-def test_a_broken_array_is_named_with_its_line(tmp_path, content, parts):
-    path = tmp_path / "r.json"
-    path.write_bytes(content)
-    message = failure(path, on_bad_row="skip")
-    assert message.startswith(str(path))
-    for part in parts:
-        assert part in message
+def test_a_bad_line_is_named_with_its_place_and_can_be_left_out(tmp_path, line, part):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + line + b'\n{"a": 2}\n')
+    message = failure(path)
+    assert message.startswith(f"{path}:2: ")
+    assert part in message
+    assert "data.on_bad_row=skip" in message
+    assert [source for source, _ in rows_of(path, on_bad_row="skip")] == ["r.jsonl:1", "r.jsonl:3"]
 
 
 def test_an_array_may_hold_bad_rows(tmp_path):
@@ -176,39 +134,39 @@ def test_an_array_may_hold_bad_rows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "part"),
+    ("name", "content", "part"),
     [
-        (b"a,b\n1,2,3\n4,5\n", ":2: the row has 3 cells where the header names 2 columns"),
-        (b'a,b\n1,"\n', ":2: not CSV"),
-        (b"a,b\n1,\xe9\n", ":2: 'b' is not UTF-8"),
-        (b"a,a\n1,2\n", ":1: the header must name each column once"),
-        (b"a,b\n", "holds no rows"),
-        (b'"a,b\n', ":1: the header is not CSV"),
+        ("r.json", b'[{"a": 1},\n {"a": }]', ":2: column 8"),
+        ("r.json", b'[{"a": 1},\n {"a": }]', "one object per line"),
+        ("r.json", b'[{"a": 1},\n {"a": NaN}]', ":2: column 8"),
+        ("r.json", b'[{"a": 1},\n {"a": "\xe9"}]', ":2: byte 20"),
+        ("r.json", b"[]", "holds no rows"),
+        ("r.json", b"[" * 100_000, "nested too deeply"),
+        ("r.csv", b"a,b\n1,2,3\n4,5\n", ":2: the row has 3 cells where the header names 2 columns"),
+        ("r.csv", b'a,b\n1,"\n', ":2: not CSV"),
+        ("r.csv", b"a,b\n1,\xe9\n", ":2: 'b' is not UTF-8"),
+        ("r.csv", b"a,a\n1,2\n", ":1: the header must name each column once"),
+        ("r.csv", b"a,b\n", "holds no rows"),
+        ("r.csv", b'"a,b\n', ":1: the header is not CSV"),
+        (
+            "r.csv",
+            b"prompt;chosen\nWhy, then?;So.\n",
+            ":1: the columns are separated by semicolons",
+        ),
+        ("r.csv", b"prompt\tchosen\nWhy, then?\tSo.\n", "separated by tabs, where CSV has commas"),
+        ("r.csv.gz", b"", " is empty (0 bytes). Write it again"),
+        ("r.parquet", b"", " is empty (0 bytes). Write it again"),
+        ("r.parquet", b"not a table at all, whatever its name says", " is no "),
+        ("r.arrow", b"not a table at all, whatever its name says", " is no "),
+        ("r.txt", b"hello", ".jsonl, .json, .csv, .parquet, .arrow, each also with .gz"),
     ],
 )
-def test_broken_csv_is_named_with_its_line(tmp_path, content, part):
-    path = tmp_path / "r.csv"
+def test_what_is_broken_is_named_with_its_line(tmp_path, name, content, part):
+    path = tmp_path / name
     path.write_bytes(content)
-    assert part in failure(path)
-
-
-@pytest.mark.parametrize(("mark", "name"), [(";", "semicolons (;)"), ("\t", "tabs")])
-def test_another_separator_is_named(tmp_path, mark, name):
-    path = tmp_path / "r.csv"
-    path.write_text(f"prompt{mark}chosen{mark}rejected\nWhy, then?{mark}So.{mark}No.\n")
-    assert f"r.csv:1: the columns are separated by {name}, where CSV has commas" in failure(path)
-
-
-@pytest.mark.parametrize("name", ["r.jsonl", "r.parquet", "r.csv.gz"])
-def test_an_empty_file_is_named(tmp_path, name):
-    (tmp_path / name).write_bytes(b"")
-    said = failure(tmp_path / name)
-    assert said.startswith(f"{tmp_path / name} is empty (0 bytes). Write it again")
-
-
-def test_a_file_of_blank_lines_holds_no_rows(tmp_path):
-    (tmp_path / "r.jsonl").write_bytes(b"\n\n")
-    assert "holds no rows" in failure(tmp_path / "r.jsonl", on_bad_row="skip")
+    message = failure(path)
+    assert message.startswith(str(path))
+    assert part in message
 
 
 def test_a_gzip_file_that_breaks_off_is_named_with_its_last_row(tmp_path):
@@ -223,19 +181,6 @@ def test_a_gzip_file_that_breaks_off_is_named_with_its_last_row(tmp_path):
     assert "no gzip file" in failure(path)
     (tmp_path / "r.parquet.gz").write_bytes(whole[:50])
     assert "breaks off after the start" in failure(tmp_path / "r.parquet.gz")
-
-
-@pytest.mark.parametrize("name", ["r.parquet", "r.arrow"])
-def test_a_damaged_table_is_named(tmp_path, name):
-    path = tmp_path / name
-    path.write_bytes(b"not a table at all, whatever its name says")
-    assert failure(path).startswith(f"{path} is no ")
-
-
-def test_an_unknown_ending_lists_the_known_ones(tmp_path):
-    path = tmp_path / "r.txt"
-    path.write_text("hello")
-    assert ".jsonl, .json, .csv, .parquet, .arrow, each also with .gz" in failure(path)
 
 
 def test_an_absent_file_names_its_neighbours(tmp_path):
@@ -253,13 +198,6 @@ def test_an_absent_file_names_its_neighbours(tmp_path):
 def test_what_looks_like_a_path_is_never_taken_for_a_hub_name(tmp_path):
     for name in ("train.jsonl", "./train", "../train", "/train", "data.csv.gz", f"{tmp_path}/x"):
         assert "does not exist" in failure(name)
-
-
-def test_a_source_becomes_a_place_with_its_directory():
-    assert locate("data/train.jsonl.gz", "train.jsonl.gz:17") == "data/train.jsonl.gz:17"
-    assert locate("train.jsonl", "train.jsonl:17") == "train.jsonl:17"
-    assert locate("saved/set/", "set[3]") == "saved/set[3]"
-    assert locate("owner/name", "owner/name[3]") == "owner/name[3]"
 
 
 # The library reads its cache directory and whether it is offline when it is imported, so these run

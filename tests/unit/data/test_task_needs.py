@@ -2,6 +2,7 @@
 
 import pytest
 
+from chat_rows import assistant, user
 from laurel.config.data import TaskDataConfig
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
@@ -12,10 +13,8 @@ from laurel.run.tasks import needs_of
 ENVIRONMENTS = ("math", "code", "reward_model", "mine")
 PAIR = {"prompt": "Say something.", "chosen": "Here are 7 birds.", "rejected": "No."}
 RANKED = {
-    "context": [{"role": "user", "content": "Say something."}],
-    "completions": [
-        {"rank": i, "completion": [{"role": "assistant", "content": f"{i}"}]} for i in (0, 1)
-    ],
+    "context": [user("Say something.")],
+    "completions": [{"rank": i, "completion": [assistant(f"{i}")]} for i in (0, 1)],
 }
 STORY = "Once there were 3 bears, and " + "they walked on and on through the wood " * 3
 

@@ -1,7 +1,6 @@
 """Tasks from rows: what is asked, what is known, who judges, and what was left out."""
 
 import io
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from chat_rows import assistant, system, user
 from laurel.config.data import TaskDataConfig, TaskSetConfig
 from laurel.data.reading import read_prompt_frame
 from laurel.data.tasks import load_task_data, load_tasks, own_validation_tasks
@@ -56,12 +56,9 @@ def shown(report):
     ("row", "config", "question", "answer"),
     [
         ({"input": "1+1?", "output": "2"}, {}, "1+1?", "2"),
-        ({"question": "1+1?", "answer": 2}, {}, "1+1?", "2"),
         ({"question": "1+1?", "answer": 2.0}, {}, "1+1?", "2"),
         ({"problem": "1/2?", "expected_answer": 0.5}, {}, "1/2?", "0.5"),
         ({"prompt": "1+1?", "ground_truth": " 2 "}, {}, "1+1?", "2"),
-        ({"problem": "1+1?", "solution": "It is 2."}, {}, "1+1?", "It is 2."),
-        ({"ask": "1+1?", "say": "2"}, {"input_key": "ask", "output_key": "say"}, "1+1?", "2"),
         ({"ask": "1+1?", "answer": "2"}, {"input_key": "ask"}, "1+1?", "2"),
         ({"question": "1+1?", "answer": "3", "fixed": "2"}, {"output_key": "fixed"}, "1+1?", "2"),
         (
@@ -72,24 +69,14 @@ def shown(report):
         ),
         ({"question": "Cost?", "answer": "It costs 1.\n#### 1"}, {}, "Cost?", "1"),
         (
-            {
-                "prompt": [{"role": "user", "content": "1+1?"}],
-                "reward_model": {"ground_truth": "2", "style": "rule"},
-            },
+            {"prompt": [user("1+1?")], "reward_model": {"ground_truth": "2", "style": "rule"}},
             {"dataset_name": "DAPOMath17K"},
             "1+1?",
             "2",
         ),
-        ({"problem": "1+1?", "answer": "2"}, {"dataset_name": "DeepScaler"}, "1+1?", "2"),
         (
             {"problem": "1+1?", "expected_answer": "2", "generated_solution": "..."},
             {"dataset_name": "OpenMathInstruct-2", "processor": "math_hf_data_processor"},
-            "1+1?",
-            "2",
-        ),
-        (
-            {"problem": "1+1?", "expected_answer": 2},
-            {"dataset_name": "ResponseDataset", "processor": "math_data_processor"},
             "1+1?",
             "2",
         ),
@@ -109,23 +96,13 @@ def test_forms_of_rows(load, row, config, question, answer):
 def test_columns_that_reward_functions_are_given_become_metadata(load):
     row = {"input": "1+1?", "output": "2", "data_source": "sums", "extra_info": {"level": 3}}
     (task,), _ = load([row])
-    assert task.metadata == {
-        "ground_truth": "2",
-        "data_source": "sums",
-        "extra_info": {"level": 3},
-    }
+    assert task.metadata == {"ground_truth": "2", "data_source": "sums", "extra_info": {"level": 3}}
     (task,), _ = load([row | {"data_source": None, "extra_info": "none"}])
     assert task.metadata == {"ground_truth": "2"}
 
 
 def test_messages_are_taken_as_they_are(load):
-    said = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "1+1?"},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "Twice that?"},
-        {"role": "assistant", "content": "4"},
-    ]
+    said = [system("Be brief."), user("1+1?"), assistant("2"), user("Twice that?"), assistant("4")]
     (task,), _ = load([{"messages": said, "question": "not this"}])
     assert task.prompt == tuple(Message(**turn) for turn in said[:-1])
     assert known(task) == "4"
@@ -134,34 +111,12 @@ def test_messages_are_taken_as_they_are(load):
     assert task.metadata == {}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "Hello", "chosen": "Good day.", "rejected": "What?"},
-        {
-            "chosen": "\n\nHuman: Hello\n\nAssistant: Good day.",
-            "rejected": "\n\nHuman: Hello\n\nAssistant: What?",
-        },
-        {
-            "context": "Hello",
-            "response1": "What?",
-            "response2": "Good day.",
-            "overall_preference": 2,
-        },
-    ],
-)
-def test_preferences_give_their_prompts(load, row):
+def test_preferences_give_their_prompts(load):
+    row = {"prompt": "Hello", "chosen": "Good day.", "rejected": "What?"}
     (task,), report = load([row], env_name="reward_model")
     assert task.prompt == (Message("user", "Hello"),)
     assert known(task) == "Good day."
     assert "prompts of rows of" in report.notes[0]
-
-
-def test_the_columns_that_were_taken_are_said(load):
-    _, report = load([{"question": "1+1?", "answer": "2"}])
-    assert report.notes == ["'question' is the question, 'answer' the answer"]
-    _, report = load([{"input": "1+1?", "output": "2"}])
-    assert report.notes == []
 
 
 def test_rows_that_ask_nothing_or_cannot_be_checked_are_counted(load):
@@ -206,8 +161,8 @@ OPTIONS = {"A": "one", "B": "two", "C": "three"}
     [
         {"question": "1+1?", "options": OPTIONS, "answer": "B"},
         {"question": "1+1?", "options": ["one", "two", "three"], "answer": "B"},
-        {"question": "1+1?", "choices": ["one", "two", "three"], "answer": 1},
         {"question": "1+1?", "choices": ["one", "two", "three"], "answer": "1"},
+        {"question": "1+1?", "choices": ["one", "two", "three"], "answer": 1},
         {"question": "1+1?", "choices": ["one", "two", "three"], "answer": "two"},
         {
             "question": "1+1?",
@@ -246,20 +201,6 @@ def test_our_prompt_files_have_one_place_for_the_question(name):
     assert ("Answer: X" in turn.content) == (name not in ("cot", "math"))
 
 
-def test_files_are_put_around_the_raw_question(load):
-    (task,), report = load(
-        [{"question": "1+1?", "answer": "2"}],
-        prompt_file=str(PROMPTS / "math.txt"),
-        system_prompt_file=str(PROMPTS / "gsm8k.txt"),
-    )
-    assert [turn.role for turn in task.prompt] == ["system", "user"]
-    assert "<think>" in task.prompt[0].content
-    assert task.prompt[1].content.startswith("Solve the math problem below.")
-    assert task.prompt[1].content.endswith("\n\n1+1?\n")
-    assert known(task) == "2"
-    assert not any("system" in note for note in report.notes)
-
-
 def test_a_mixture_keeps_what_each_set_says(write_rows):
     sums = write_rows([{"question": "1+1?", "answer": "2"}] * 2, "sums.jsonl")
     talk = write_rows([{"prompt": "Hello"}], "talk.jsonl")
@@ -281,7 +222,9 @@ def test_a_mixture_keeps_what_each_set_says(write_rows):
     assert (report.num_read, report.num_items, report.num_prompts) == (3, 3, 2)
     assert report.sets["sums (math)"] == 2
     assert "sums (math)" in shown(report)
-    assert report.to_dict()["num_tasks"] == 3
+    report.set_lengths([7, 7, 9])
+    told = report.to_dict()
+    assert (told["num_tasks"], told["lengths"]["tokens"]["max"]) == (3, 9)
 
 
 def test_a_limit_counts_rows_over_all_sets(write_rows):
@@ -345,11 +288,6 @@ def test_names_that_are_unknown(load):
         load([{"question": "?", "answer": "1"}], processor="math_data_procesor")
     with pytest.raises(DataError, match="no path is given for ResponseDataset"):
         load(None, dataset_name="ResponseDataset")
-
-
-def test_nothing_left_is_an_error(load):
-    with pytest.raises(DataError, match=r"nothing is left of 1 row\..*1 no answer"):
-        load([{"problem": "Show it.", "answer": "proof"}], dataset_name="NuminaMath-1.5")
 
 
 MODULE = """
@@ -436,17 +374,6 @@ def test_the_whole_section(write_rows):
     assert all(asked(task).endswith("?") for task in mixed.validation)
 
 
-def test_a_repeated_task_is_held_out_whole(write_rows):
-    path = str(write_rows([{"question": f"{n}?", "answer": n} for n in range(10)]))
-    data = TaskDataConfig.model_validate(
-        {"train": {"data_path": path, "repeat": 3}, "split_validation_size": 0.2}
-    )
-    loaded = load_task_data(data, default_environment="math", environments=ENVIRONMENTS)
-    assert (len(loaded.train), len(loaded.validation)) == (24, 6)
-    assert loaded.reports["train"].num_kept == 8  # rows
-    assert loaded.reports["validation"].num_read == 2
-
-
 def test_the_set_that_deepscaler_is_validated_on():
     found = own_validation_tasks(TaskSetConfig(dataset_name="DeepScaler", prompt_file="p.txt"))
     assert found is not None
@@ -455,30 +382,3 @@ def test_the_set_that_deepscaler_is_validated_on():
         own_validation_tasks(TaskSetConfig(dataset_name="DeepScaler", data_path="x.jsonl")) is None
     )
     assert own_validation_tasks(TaskSetConfig(dataset_name="GSM8K")) is None
-
-
-@pytest.mark.parametrize(
-    ("path", "config", "count", "first"),
-    [
-        ("gsm8k/train.jsonl.gz", {"dataset_name": "GSM8K"}, 7473, "72"),
-        ("gsm8k/test.jsonl.gz", {}, 1319, "18"),
-        ("svamp/test.jsonl.gz", {}, 1000, "51"),
-        ("math_test/math_test.jsonl.gz", {}, 5000, "2"),
-    ],
-)
-def test_real_problems(load, real_data, path, config, count, first):
-    tasks, report = load(real_data / path, **config)
-    assert (len(tasks), report.num_read, report.num_dropped) == (count, count, 0)
-    assert known(tasks[0]) == first
-    assert all(known(task) for task in tasks)
-    if path.startswith("gsm8k"):
-        assert all(known(task).lstrip("-").replace(".", "").isdecimal() for task in tasks)
-
-
-def test_the_report_is_plain_values(load):
-    _, report = load([{"question": "1+1?", "answer": "2"}])
-    report.set_lengths([7])
-    told = json.loads(json.dumps(report.to_dict()))
-    assert told["lengths"]["tokens"]["max"] == 7
-    assert told["lengths"]["characters"]["max"] == 4
-    assert told["rows_kept"] == told["num_tasks"] == 1

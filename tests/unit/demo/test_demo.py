@@ -52,17 +52,11 @@ def test_the_policy_is_rewarded_by_the_reward_model_and_measured_by_the_truth(tm
     assert run.grpo.seed == 7
     assert rm_run(files, 7, policy).policy.model_name == str(policy)
     assert sft_run(files, 7).policy.model_name is None
+    again = load_config(GRPORun, files.config("grpo"), [])
+    assert (again.config, again.warnings) == (run, ())
     measuring = measuring_run(files, 7, policy)
     assert measuring.policy.generation.temperature == 1.0
     assert {s.env_name for s in measuring.data.validation_sets()} == {"math"}
-
-
-def test_the_written_configuration_gives_the_same_run(tmp_path):
-    files = Files(tmp_path)
-    run = grpo_run(files, 0, tmp_path / "policy", tmp_path / "reward")
-    again = load_config(GRPORun, files.config("grpo"), [])
-    assert again.config == run
-    assert not again.warnings
 
 
 @pytest.mark.parametrize(

@@ -157,13 +157,6 @@ def test_a_cut_benchmark_says_so_and_has_no_final_score(tmp_path):
     assert "final_score" in enough.possible()
 
 
-def test_subsets_that_take_turns_have_their_shares_too(tmp_path):
-    rows = [pair(i, ("hep-go", "hep-go", "donotanswer", "math-prm")[i % 4]) for i in range(40)]
-    cut = loaded(tmp_path / "rows.jsonl", rows, max_samples=8)
-    assert Counter(row.subset for row in cut.rows) == {"hep-go": 4, "donotanswer": 2, "math-prm": 2}
-    assert [int(row.id) for row in cut.rows] == sorted(int(row.id) for row in cut.rows)
-
-
 def test_the_rows_of_a_prompt_of_ties_stay_together(tmp_path):
     rows: list[dict[str, Any]] = []
     for n in range(6):

@@ -1,30 +1,18 @@
 """What sets share, real data, and everything in one report."""
 
-import gzip
 import io
 import json
-import os
-import random
-from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from laurel.errors import ConfigError, DataError
-from laurel.evaluation.diagnostics import find_leaks, find_repeats, normalised
+from laurel.evaluation.diagnostics import find_leaks, find_repeats
 from laurel.evaluation.statistics import (
-    BagOfWords,
     ScoredPair,
-    accuracy,
-    length_difference,
-    longer_wins,
 )
 from laurel.run.evaluation.tables import diagnostics_report, print_diagnostics
 from laurel.types import Message, Score
-
-DATA = Path(os.environ.get("LAUREL_DATA", ""))
 
 
 def pair(name, prompt, chosen="yes", rejected="no", scores=(None, None), **others):
@@ -61,14 +49,6 @@ def test_similarity_by_hand():
     assert similarity("日本語の文章です。", "本語の文章です。か") == pytest.approx(1 / 3)
 
 
-@given(st.text(alphabet="ab ,.", max_size=40), st.text(alphabet="ab ,.", max_size=40))
-def test_similarity_is_a_share_and_has_no_side(text, other):
-    assert 0 <= similarity(text, other) <= 1
-    assert similarity(text, other) == similarity(other, text)
-    has_word = any(letter in "ab" for letter in text)
-    assert similarity(text, text + " ,") == (1.0 if has_word else 0.0)
-
-
 def test_leaks_by_hand():
     trained = [
         pair("t0", "What is IT?", "a", "b"),
@@ -95,14 +75,11 @@ def test_leaks_by_hand():
         "less similar",
     ]
     assert find_leaks([], trained) == find_leaks(evaluated, []) == []
+    # No prompt is nothing shared, unless the answers are.
+    empty = [pair("other", " ", "c", "d"), pair("same", "", "a", "b")]
+    assert [leak.evaluated for leak in find_leaks(empty, [pair("t", "", "a", "b")])] == ["same"]
     with pytest.raises(ConfigError, match="above 0 and at most 1"):
         find_leaks(evaluated, trained, threshold=0.0)
-
-
-def test_no_prompt_is_nothing_shared():
-    trained = [pair("t", "", "a", "b")]
-    found = find_leaks([pair("other", " ", "c", "d"), pair("same", "", "a", "b")], trained)
-    assert [leak.evaluated for leak in found] == ["same"]
 
 
 def test_a_system_prompt_is_no_leak():
@@ -114,20 +91,6 @@ def test_a_system_prompt_is_no_leak():
     assert find_leaks(asked, many) == []
     again = [pair("e", f"{words(0, 60)} Question3 at3 last3 please")]
     assert [leak.trained for leak in find_leaks(again, many, threshold=0.5)] == ["t3"]
-
-
-@pytest.mark.slow
-def test_the_one_leak_among_ten_thousand_prompts_is_found():
-    drawn = random.Random(0)
-    vocabulary = [f"word{number}" for number in range(5000)]
-    texts = [" ".join(drawn.choices(vocabulary, k=100)) for _ in range(11_000)]
-    trained = [pair(f"t{n}", text) for n, text in enumerate(texts[:10_000])]
-    evaluated = [pair(f"e{n}", text) for n, text in enumerate(texts[10_000:])]
-    # Of 93 runs, all but the one that ends in the last word are left: 92 / 94.
-    evaluated[7] = pair("e7", texts[42].rsplit(" ", 1)[0] + " other")
-    found = find_leaks(evaluated, trained)
-    assert [(leak.evaluated, leak.trained) for leak in found] == [("e7", "t42")]
-    assert found[0].similarity == pytest.approx(92 / 94)
 
 
 def test_repeats_by_hand():
@@ -143,82 +106,6 @@ def test_repeats_by_hand():
     assert (found.num_pairs, found.num_prompts, found.num_redundant) == (6, 2, 1)
     assert found.duplicates == (("1", "2"),)
     assert found.contradictions == (("1", "2", "3"),)
-
-
-def read(name):
-    try:
-        with gzip.open(DATA / name, "rt", encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file]
-    except OSError:
-        pytest.skip(f"LAUREL_DATA holds no {name}")
-    return [
-        pair(
-            f"{name}:{number}",
-            row["prompt"],
-            row["chosen"],
-            row["rejected"],
-            subset=row.get("subset", row.get("topic")),
-        )
-        for number, row in enumerate(rows, start=1)
-    ]
-
-
-def scored_by_length(pairs):
-    return [
-        pair(
-            p.id,
-            p.prompt[0].content,
-            p.chosen,
-            p.rejected,
-            (float(len(p.chosen)), float(len(p.rejected))),
-        )
-        for p in pairs
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "low", "high"),
-    [
-        ("ukp_convarg1/train.jsonl.gz", 0.76, 0.815),
-        ("ukp_convarg1/validation.jsonl.gz", 0.76, 0.815),
-        ("llmbar/rewardbench_llmbar.jsonl.gz", 0.265, 0.275),
-    ],
-)
-def test_how_often_the_longer_answer_wins(name, low, high):
-    pairs = read(name)
-    share = sum(longer_wins(pairs).values()) / len(pairs)
-    assert low <= share <= high
-    # A model of length gets as much, less its ties.
-    found = accuracy(scored_by_length(pairs))
-    assert found is not None
-    assert found.value == pytest.approx(share - found.num_ties / 2 / len(pairs))
-    assert found.low < found.value < found.high
-
-
-@pytest.mark.slow
-def test_a_bag_of_words_on_unseen_debates():
-    trained, unseen = (read(f"ukp_convarg1/{part}.jsonl.gz") for part in ("train", "validation"))
-    model = BagOfWords.train(trained)
-    share = sum(model.credits(unseen).values()) / len(unseen)
-    assert 0.79 <= share <= 0.83  # the data's own description says 0.80
-    assert {"because", "."} <= model.weights.keys()
-    # Where it disagrees with length it still knows something: length alone is always wrong here.
-    shorter = [p for p in unseen if length_difference(p) < 0]
-    assert sum(model.credits(shorter).values()) / len(shorter) > 0.3
-    # The sets were parted by debate.
-    assert [leak for leak in find_leaks(unseen, trained) if leak.is_exact] == []
-    assert len(find_leaks(trained[:50], trained)) == 50
-
-
-def test_contradictions_in_real_data():
-    pairs = read("ukp_convarg1/train.jsonl.gz")
-    found = find_repeats(pairs)
-    by_id = {p.id: p for p in pairs}
-    assert found.contradictions
-    for ids in found.contradictions:
-        members = [by_id[name] for name in ids]
-        assert len({normalised(member.prompt) for member in members}) == 1
-        assert len({" ".join(member.chosen.split()) for member in members}) == 2
 
 
 def by_length(groups):
@@ -317,37 +204,17 @@ def test_accuracy_on_prompts_that_leaked():
 
 
 def test_what_there_is_nothing_of_is_absent():
+    least = {"num_pairs", "num_failures", "confidence", "evaluation_set"}
     report = diagnostics_report([pair("1", "Is it?", scores=(None, None), failure="gone")])
-    assert set(report) == {"num_pairs", "num_failures", "failures", "confidence", "evaluation_set"}
+    assert set(report) == {*least, "failures"}
     assert "%" not in printed(report)
     alone = diagnostics_report([pair("1", "Is it?", scores=(2.0, 1.0))])
-    for key in (
-        "length_controlled_accuracy",
-        "by_margin",
-        "by_subset",
-        "by_leak",
-        "agreement",
-        "sensitivity",
-        "leakage",
-        "training_set",
-    ):
-        assert key not in alone
+    absent = "length_controlled_accuracy by_margin by_subset by_leak agreement sensitivity leakage"
+    assert not {*absent.split(), "training_set"} & set(alone)
     assert "temperature" not in alone["calibration"]
     assert "none: no pair is wrong" in printed(alone)
-    assert set(diagnostics_report([])) == {
-        "num_pairs",
-        "num_failures",
-        "confidence",
-        "evaluation_set",
-    }
+    assert set(diagnostics_report([])) == least
     assert "0 pairs" in printed(diagnostics_report([]))
-
-
-def test_a_report_is_the_same_twice_and_in_any_order():
-    pairs = evaluated()
-    first = diagnostics_report(pairs, score=by_length)
-    assert diagnostics_report(pairs, score=by_length) == first
-    assert diagnostics_report(pairs[::-1])["accuracy"] == first["accuracy"]
 
 
 def test_what_a_report_cannot_be_made_of():

@@ -10,14 +10,6 @@ from hypothesis import strategies as st
 from laurel.evaluation.policy import pass_at, pass_figures, reward_figures
 
 
-def test_pass_at_k_by_hand():
-    # Of 5, 2 passed: a pair has none of them in 3 of 10 cases.
-    assert pass_at(2, num_sampled=5, num_passed=2) == pytest.approx(0.7)
-    assert pass_at(1, num_sampled=4, num_passed=1) == 0.25
-    assert pass_at(4, num_sampled=4, num_passed=1) == 1.0
-    assert pass_at(3, num_sampled=4, num_passed=0) == 0.0
-
-
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
 def test_pass_at_k_is_the_share_of_all_choices_of_k(passed, data):
     k = data.draw(st.integers(1, len(passed)))

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.evaluation.reward_bench import NUM_PROMPTS, measure_reward_bench_2, ties_score
-from laurel.evaluation.statistics import lists_by_length
 
 CASES = ("win", "lose", "tie2", "tie3", "tie4", "tie_others", "nested")
 TIES = (
@@ -101,16 +100,6 @@ def test_a_missing_score_takes_its_row_out_and_is_counted(scored_list):
 def test_ties_that_cannot_be_scored(scored_list, rows, message):
     with pytest.raises(ValueError, match=message):
         ties_score([scored_list(*row) for row in rows])
-
-
-def test_longest_of_four(scored_list):
-    texts = ("longest", "short", "a", "b")
-    rows = [
-        scored_list("a", [0.0, 1.0, 0.0, 0.0], subset="Math", texts=texts),
-        scored_list("b", [1.0, 0.0, 0.0, 0.0], subset="Math", texts=texts[::-1]),
-    ]
-    (subset,) = measure_reward_bench_2(lists_by_length(rows)).subsets
-    assert subset.value == 0.5
 
 
 scores = st.lists(st.integers(-3, 3).map(float), min_size=4, max_size=4)

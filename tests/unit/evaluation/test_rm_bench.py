@@ -1,11 +1,8 @@
 """RM-Bench by hand."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from laurel.evaluation.other_benchmarks import levels_of, matrix_of, measure_rm_bench, wins
-from laurel.evaluation.statistics import lists_by_length
 
 ONE = [2.0, 3.0, 4.0, 1.0, 2.5, 3.5]
 """Right: 2, 3, 4. Wrong: 1, 2.5, 3.5."""
@@ -71,25 +68,6 @@ def test_what_is_absent_is_said_and_failures_are_counted(scored_list):
     assert measured.credits == {"a": pytest.approx(6 / 9), "b": None, "c": pytest.approx(6 / 9)}
 
 
-def test_who_likes_length_alone_finds_the_hard_ones_hard(scored_list):
-    texts = ["short", "a longer one", "# the longest of all"]
-    row = scored_list("a", [0.0] * 6, 3, "chat", texts=texts * 2)
-    matrix = matrix_of(lists_by_length([row]))
-    assert matrix is not None
-    assert levels_of(matrix) == {"easy": 1.0, "normal": 0.0, "hard": 0.0}
-
-
 def test_another_number_of_answers(scored_list):
     with pytest.raises(ValueError, match="a: RM-Bench has 3 right and 3 wrong"):
         measure_rm_bench([scored_list("a", [1.0, 0.0, 0.0, 0.0])])
-
-
-@given(st.lists(st.integers(-2, 2).map(float), min_size=6, max_size=6))
-def test_swapping_right_and_wrong_swaps_wins_but_for_ties(scored_list, scores):
-    one = wins(scored_list("a", scores, 3))
-    other = wins(scored_list("a", scores[3:] + scores[:3], 3))
-    assert one is not None
-    assert other is not None
-    for i in range(3):
-        for j in range(3):
-            assert one[i][j] + other[j][i] == (scores[i] != scores[3 + j])

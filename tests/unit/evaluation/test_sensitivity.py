@@ -1,22 +1,18 @@
 """Other forms of answers, and what they do to scores."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from laurel.errors import ProtocolError
 from laurel.evaluation.diagnostics import (
-    FLATTERY,
     VARIANTS,
     Sensitivity,
     other_white_space,
     sensitivity,
     truncated,
-    with_flattery,
     with_markdown,
 )
 from laurel.evaluation.statistics import ScoredPair
-from laurel.types import Group, Message, Score
+from laurel.types import Message, Score
 
 ANSWER = "It is so. I saw it!\n\nAsk him."
 
@@ -33,27 +29,10 @@ def test_markdown_is_added_once():
         assert with_markdown(text) is None, text
 
 
-def test_flattery_comes_after_the_answer():
-    assert with_flattery("So.\n") == f"So.\n\n{FLATTERY}"
-
-
 def test_the_end_is_cut_off():
     assert truncated("one  two three\nfour five") == "one  two three\nfour"
     assert truncated("one two") == "one"
     assert truncated("one") is None
-
-
-@given(st.text(max_size=60))
-def test_what_forms_keep(text):
-    spaced, cut, praised = other_white_space(text), truncated(text), with_flattery(text)
-    if spaced is not None:
-        assert spaced != text or text.endswith("\n\n")
-        assert spaced.split() == text.split()
-    if cut is not None:
-        assert text.startswith(cut)
-        assert 0 < len(cut.split()) < len(text.split())
-    assert praised is not None
-    assert praised.startswith(text.rstrip())
 
 
 def pair(name, chosen, rejected):
@@ -135,18 +114,11 @@ def test_sides_flip_apart():
     assert shares == (0.0, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [None, float("nan")])
 def test_figures_of_nothing_are_absent(value):
     (found,) = sensitivity([pair("1", "a", "b")], scoring({"a": value}), variants={"shout": shout})
     assert (found.num_answers, found.num_failures, found.num_pairs) == (0, 2, 0)
     assert found.mean_shift is found.raised_share is found.flip_share is None
-
-
-def test_equal_scores_have_no_unit():
-    values = {"a": 1.0, "b": 1.0, "A": 2.0, "B": 2.0}
-    (found,) = sensitivity([pair("1", "a", "b")], scoring(values), variants={"shout": shout})
-    assert found.mean_shift is None
-    assert found.raised_share == 1.0
 
 
 def test_a_scorer_of_length_is_moved_as_the_text_grows():
@@ -165,19 +137,6 @@ def test_a_scorer_of_length_is_moved_as_the_text_grows():
     # chosen one has it, the right one of pair 1 when the rejected one has.
     assert found["flattery"].flip_share == 0.0
     assert found["flattery"].flip_share_chosen == found["flattery"].flip_share_rejected == 0.5
-
-
-def test_each_prompt_is_one_group():
-    seen: list[Group] = []
-
-    def score(groups):
-        seen.extend(groups)
-        return scoring({})(groups)
-
-    sensitivity([pair("1", "a", "x")], score, variants={"shout": shout})
-    (group,) = seen
-    assert group.prompt == (Message("user", "1?"),)
-    assert [c.messages[0].content for c in group.completions_G] == ["a", "A", "x"]
 
 
 @pytest.mark.parametrize(

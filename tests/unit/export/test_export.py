@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import tiny
 import tiny_tokenizers as made
-from laurel.errors import CheckpointError, ConfigError, DataError, ModelError, ScoringContractError
+from laurel.errors import ConfigError, DataError, ScoringContractError
 from laurel.export import export as export_module
 from laurel.export import writing
 from laurel.export.export import run_export
@@ -239,26 +239,6 @@ def test_the_model_that_is_read_is_never_replaced(tmp_path, export):
     for target in (run, run / "step_1", tmp_path):
         with pytest.raises(ConfigError, match=r"is, or holds, the model that is read"):
             export(run, target, overwrite=True)
-
-
-def test_a_torn_checkpoint_is_not_exported(tmp_path, export):
-    run = write_run(tmp_path / "run", {1: 0.9})
-    path = run / "step_1" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        export(run / "step_1")
-
-
-@pytest.mark.parametrize(
-    ("model", "error", "words"),
-    [
-        ("", ConfigError, "no model is named; add --model"),
-        ("./nowhere", ModelError, "--model ./nowhere: there is no such directory"),
-    ],
-)
-def test_a_model_that_is_not_there(export, model, error, words):
-    with pytest.raises(error, match=words):
-        export(model)
 
 
 def test_a_file_in_the_way(checkpoint, export, tmp_path):

@@ -6,7 +6,7 @@ import re
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -14,7 +14,6 @@ from rich.text import Text
 
 from laurel.observe.console import (
     PairRow,
-    conversation_text,
     format_number,
     make_console,
     message_console,
@@ -23,7 +22,6 @@ from laurel.observe.console import (
     print_scores,
     set_verbosity,
     shorten_middle,
-    silent_console,
     visible,
 )
 from laurel.observe.progress import TrainingProgress
@@ -50,62 +48,6 @@ def pair(better_score=2.5, worse_score=-1.0, **texts):
     return PairRow(better_score=better_score, worse_score=worse_score, **(defaults | texts))
 
 
-def test_metrics_are_two_columns():
-    console, file = make()
-    print_metrics(
-        console, "validation-default", {"loss": 0.693147, "accuracy": math.nan, "lr": 2e-6}
-    )
-    lines = [line.split() for line in shown(file).splitlines()]
-    assert ["validation-default"] in lines
-    assert ["loss", "0.6931"] in lines
-    assert ["accuracy", "NaN"] in lines
-    assert ["lr", "2.000e-06"] in lines
-
-
-def test_where_there_is_nothing_it_is_said():
-    console, file = make()
-    print_metrics(console, "validation-default", {})
-    print_pairs(console, "pairs", [])
-    print_scores(console, [])
-    assert shown(file) == "validation-default: no metrics\npairs: no pairs\nno conversations\n"
-
-
-def test_pairs_show_texts_scores_and_whether_right():
-    console, file = make()
-    print_pairs(console, "validation-default", [pair(), pair(-3.25, 1.0, prompt="2+2?")])
-    lines = [" ".join(line.split()) for line in shown(file).splitlines()]
-    assert "prompt right Capital of France?" in lines
-    assert "better 2.500 Paris." in lines
-    assert "worse -1 Munich." in lines
-    assert "prompt wrong 2+2?" in lines
-    assert "better -3.250 Paris." in lines
-
-
-def test_long_prompts_lose_their_middle():
-    console, file = make()
-    prompt = "START of the story " + "word " * 5000 + " and the question at the END"
-    print_pairs(console, "pairs", [pair(prompt=prompt, better="y" * 100_000)])
-    text = " ".join(shown(file).split())
-    assert "START of the story" in text
-    assert " ... " in text
-    assert "the question at the END" in text
-    assert text.count("word") < 60
-    assert len(shown(file).splitlines()) < 25
-
-
-def test_a_text_without_spaces_leaves_room_for_the_scores():
-    console, file = make()
-    print_pairs(console, "pairs", [pair(better="y" * 100_000)])
-    print_scores(console, [((Message("user", "z" * 100_000),), Score(value=7.25))])
-    print_metrics(console, "metrics", {"validation-" + "m" * 1000 + "/end": 0.125})
-    lines = [line.split() for line in shown(file).splitlines()]
-    assert ["better", "2.500", "y" * 61] in lines
-    assert ["worse", "-1", "Munich."] in lines
-    assert sum(line.count("z") for line in shown(file).splitlines()) == 320 - len(" ... ")
-    assert "7.250   user:" in shown(file)
-    assert re.search(r"validation-m+ \.\.\. m+/end +0\.1250", shown(file))
-
-
 @pytest.mark.parametrize(
     "text", ["", NASTY, "日本" * 5000, "\x00" * 1000, "a" * 500, "\u0301" * 400]
 )
@@ -116,6 +58,14 @@ def test_no_text_breaks_a_table(text):
     print_scores(console, [((Message(text, text),), Score(value=None, failure=text))])
     print_metrics(console, text, {text: 1.0})
     assert shown(file)
+
+
+def test_where_there_is_nothing_it_is_said():
+    console, file = make()
+    print_metrics(console, "validation-default", {})
+    print_pairs(console, "pairs", [])
+    print_scores(console, [])
+    assert shown(file) == "validation-default: no metrics\npairs: no pairs\nno conversations\n"
 
 
 def test_markup_and_control_characters_are_shown_not_obeyed():
@@ -137,27 +87,21 @@ def test_markup_and_control_characters_are_shown_not_obeyed():
     ],
 )
 def test_verdicts(better_score, worse_score, verdict):
-    row = pair(better_score, worse_score)
-    assert row.verdict == verdict
-    console, file = make()
-    print_pairs(console, "pairs", [row])
-    assert verdict in shown(file)
+    assert pair(better_score, worse_score).verdict == verdict
 
 
 def test_a_row_is_the_best_and_the_worst_of_a_group():
-    group = group_of([Message("user", "2+2?")], ["5", "4", "fish"], group_id="g")
+    asked = [Message("system", "Add."), Message("user", "2+2?")]
+    group = group_of(asked, ["5", "4", "fish"], group_id="g")
     preference = Preference(group=group, ranks_G=(1, 0, 2))
     row = PairRow.of(preference, [0.5, 1.5, -2.0])
     assert row == PairRow(
-        prompt="2+2?", better="4", worse="fish", better_score=1.5, worse_score=-2.0
+        prompt="system: Add.\nuser: 2+2?",
+        better="4",
+        worse="fish",
+        better_score=1.5,
+        worse_score=-2.0,
     )
-    assert dict(zip(row.columns(), row.cells, strict=True)) == {
-        "prompt": "2+2?",
-        "better": "4",
-        "worse": "fish",
-        "better_score": 1.5,
-        "worse_score": -2.0,
-    }
     tied = Preference(group=group, ranks_G=(0, 0, 0))
     assert PairRow.of(tied, [0.5, 1.5, -2.0]) is None
 
@@ -190,19 +134,14 @@ def test_scores_show_number_or_reason():
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (0.0, "0"),
         (-0.0, "0"),
-        (0.693147, "0.6931"),
         (0.00012346, "0.0001235"),
         (12.3456, "12.35"),
-        (128.0, "128"),
         (999.97, "1,000"),
-        (12345.6, "12,346"),
-        (-12345.0, "-12,345"),
+        (-12345.6, "-12,346"),
         (2e-6, "2.000e-06"),
         (1.23456e12, "1.235e+12"),
         (math.nan, "NaN"),
-        (math.inf, "inf"),
         (-math.inf, "-inf"),
     ],
 )
@@ -210,22 +149,12 @@ def test_numbers_have_four_significant_digits(value, expected):
     assert format_number(value) == expected
 
 
-def test_conversations_as_text():
-    user = Message("user", "Hi")
-    assert conversation_text(()) == ""
-    assert conversation_text((user,)) == "Hi"
-    assert conversation_text((user, Message("assistant", "Yo"))) == "user: Hi\nassistant: Yo"
-
-
-def test_the_middle_goes():
-    assert shorten_middle("short", 16) == "short"
-    assert shorten_middle("abcdefgh" * 4, 16) == "abcde ... cdefgh"
-    with pytest.raises(ValueError, match="at least 16"):
-        shorten_middle("text", 3)
-
-
+@settings(max_examples=30)
 @given(st.text(), st.integers(16, 40))
 def test_shortened_text_is_short_and_safe(text, length):
+    assert shorten_middle("abcdefgh" * 4, 16) == "abcde ... cdefgh"
+    with pytest.raises(ValueError, match="at least 16"):
+        shorten_middle(text, 3)
     short = shorten_middle(text * 4, length)
     assert len(short) <= length
     assert short == visible(short)
@@ -240,26 +169,6 @@ def test_a_console_takes_texts_literally(monkeypatch):
     console.print("pip install 'laurel-rl[wandb]' :smile: 日")
     sys.stdout.flush()
     assert raw.getvalue() == b"pip install 'laurel-rl[wandb]' :smile: \\u65e5\n"
-
-
-def test_a_console_for_errors(capsys):
-    make_console(stderr=True).print("oh no")
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "oh no\n")
-
-
-def test_in_a_notebook_it_is_plain_text(monkeypatch):
-    class Stream(io.StringIO):
-        """Like the kernel's, which is told by its module."""
-
-    Stream.__module__ = "ipykernel.iostream"
-    monkeypatch.setenv("FORCE_COLOR", "1")  # the kernel sets it
-    monkeypatch.setattr(sys, "stdout", Stream())
-    console = make_console()
-    with console.status("working"):
-        console.print("done", style="bold")
-    assert not console.is_jupyter
-    assert sys.stdout.getvalue() == "done\n"
 
 
 def test_in_a_notebook_lines_end_between_words(monkeypatch):
@@ -277,12 +186,6 @@ def test_in_a_notebook_lines_end_between_words(monkeypatch):
     assert len(lines) == 3
     assert max(map(len, lines)) <= 92
     assert " ".join(lines).split() == words
-
-
-def test_a_silent_console_says_nothing(monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    silent_console().print("hello")
-    assert capsys.readouterr() == ("", "")
 
 
 @pytest.fixture
@@ -340,36 +243,13 @@ def test_a_spinner_on_a_terminal_that_can_show_it(term, force, is_moving, monkey
         assert "\x1b" not in shown
 
 
-def test_colours_that_are_forced_into_a_file_move_nothing(monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    console = message_console()
-    with console.status("loading") as status:
-        status.update("still loading")
-        console.print(Text("red", style="red"))
-    assert capsys.readouterr().err == "\x1b[31mred\x1b[0m\n"
-
-
 @pytest.mark.parametrize("width", [40, 100])
 def test_brief_pairs_have_a_line_for_the_scores_and_one_for_each_text(width):
     file = io.StringIO()
-    long = "word " * 200
-    rows = [
-        pair(prompt=long, better="y" * 500, worse="no\nway"),
-        pair(1.0, 2.0, prompt="日本" * 300, better="\u0301" * 400),
-    ]
-    print_pairs(Console(file=file, width=width), "title", rows, is_brief=True)
+    row = pair(prompt="word " * 200, better="日本" * 300, worse="no\nway")
+    print_pairs(Console(file=file, width=width), "title", [row], is_brief=True)
     lines = file.getvalue().splitlines()
-    assert [line.split()[0] for line in lines] == [
-        *("right", "prompt", "better", "worse"),
-        *("wrong", "prompt", "better", "worse"),
-    ]
-    room = max(60, width - 12)
-    assert lines[0] == "  right   2.500 against -1"
-    assert lines[1] == "    prompt  " + "word " * ((room - 4) // 5) + "..."  # at a blank
-    assert lines[2] == "    better  " + "y" * (room - 4) + " ..."
-    assert lines[3] == r"    worse   no\nway"
-    assert lines[5] == "    prompt  " + ("日本" * 300)[: (room - 4) // 2] + " ..."
-    assert lines[6].endswith("\u0301 ...")
-    assert lines[7] == "    worse   Munich."
+    assert [line.split()[0] for line in lines] == ["right", "prompt", "better", "worse"]
+    assert max(map(cell_len, lines)) <= 12 + max(60, width - 12)
+    assert lines[1].endswith("word ...")  # at a blank
+    assert lines[3].endswith(r"no\nway")

@@ -83,12 +83,6 @@ def test_nothing_is_well_where_gold_is_lower_by_what_chance_explains():
     assert "good" not in [one.weight for one in others]
 
 
-def test_equal_rewards_are_no_success_while_gold_falls():
-    alarm = {"step": 9, "alarm": "zero_spread_groups", "state": "raised", "text": "equal"}
-    found = findings(run(FALLEN_AT_ONCE, reward=[2.0] * 30, health=[alarm]))
-    assert [one.weight for one in found] == ["bad", "bad"]
-
-
 def test_gold_that_rises_is_said_beside_the_reward():
     found = findings(run([0.3 + 0.01 * i for i in range(40)]))
     assert [one.weight for one in found] == ["good", "good"]

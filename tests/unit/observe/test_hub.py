@@ -97,9 +97,6 @@ def test_what_was_fetched_before_asks_nobody(tmp_path, closed):
     assert error.startswith("policy.model_name=owner/absent: it is no directory here, and cannot")
     for cure in ("a directory that holds the model, or something else.", "HF_HUB_OFFLINE=1"):
         assert cure in error
-
-
-def test_offline_it_is_not_asked(tmp_path, closed):
     said = asked(tmp_path, ["owner/absent"], HF_ENDPOINT=closed, HF_HUB_OFFLINE="1")
     assert said["owner/absent"] == (
         "HF_HUB_OFFLINE is set, and it is not among what was fetched before"

@@ -8,18 +8,7 @@ from laurel.errors import DataError
 from laurel.observe.files import check_output, replace_file
 
 
-def test_a_file_is_there_when_all_is_written(tmp_path):
-    path = tmp_path / "out.jsonl"
-    path.write_text("old\n")
-    with replace_file(path) as text:
-        text.write("néw\n")
-        text.flush()
-        assert path.read_text() == "old\n"
-    assert path.read_text(encoding="utf-8") == "néw\n"
-    assert os.listdir(tmp_path) == ["out.jsonl"]
-
-
-def test_an_error_leaves_what_was_there(tmp_path):
+def test_a_file_is_there_when_all_is_written_and_an_error_leaves_what_was_there(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text("old\n")
 
@@ -30,14 +19,15 @@ def test_an_error_leaves_what_was_there(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert path.read_text() == "old\n"
-    assert os.listdir(tmp_path) == ["out.jsonl"]
-
-
-def test_an_error_of_the_one_who_writes_stays_as_it_is(tmp_path):
-    with pytest.raises(DataError, match=r"^rows:3: bad$"), replace_file(tmp_path / "out"):
+    with pytest.raises(DataError, match=r"^rows:3: bad$"), replace_file(path):
         raise DataError("rows:3: bad")
-    assert os.listdir(tmp_path) == []
+    assert path.read_text() == "old\n"
+    with replace_file(path) as text:
+        text.write("néw\n")
+        text.flush()
+        assert path.read_text() == "old\n"
+    assert path.read_text(encoding="utf-8") == "néw\n"
+    assert os.listdir(tmp_path) == ["out.jsonl"]
 
 
 def test_a_name_in_gz_is_compressed(tmp_path):

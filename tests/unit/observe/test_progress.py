@@ -1,7 +1,5 @@
-import contextlib
 import io
 import math
-import os
 import re
 from pathlib import Path
 
@@ -10,7 +8,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from laurel.observe.console import make_console
-from laurel.observe.progress import TrainingProgress
+from laurel.observe.progress import Timers, TrainingProgress
 from laurel.run.train import conclude
 from laurel.training.loop import RunOutcome
 from report_runs import reward_model_run
@@ -55,30 +53,6 @@ class TerminalFile(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("width", [30, 60, 100])
-def test_a_narrow_terminal_breaks_lines_between_words(width):
-    line = "step 20  validation-default  accuracy 0.7500 of 400 pairs  score_length_correlation 0.5"
-    file = TerminalFile()
-    console = Console(width=width, file=file, force_terminal=True, color_system=None)
-    TrainingProgress(2, 0, console, live=False).message(line, is_routine=True)
-    shown = file.getvalue().splitlines()
-    assert max(map(len, shown)) <= width
-    assert " ".join(shown).split() == line.split()
-
-
-def test_a_figure_of_an_older_step_is_not_shown():
-    progress, clock, file = plain(2)
-    with progress:
-        progress.step(1, METRICS, pairs=1, tokens=10)
-        clock.now += 60.0
-        progress.step(2, {"train/accuracy": 0.0}, pairs=1, tokens=10)
-    first, second = file.getvalue().splitlines()
-    assert "loss 0.6512" in first
-    assert "accuracy 0" in second
-    assert "loss" not in second
-    assert "grad norm" not in second
-
-
 def test_lines_come_now_and_then_and_first_and_last():
     progress, clock, file = plain(20)
     with progress:
@@ -89,13 +63,21 @@ def test_lines_come_now_and_then_and_first_and_last():
     assert steps == ["1", "6", "11", "16", "20"]
 
 
-def test_a_run_that_ends_early_shows_where():
+def test_a_run_that_ends_early_shows_where_and_a_phase_that_counts_nothing_no_number():
     progress, clock, file = plain(100)
     with progress:
         for step in (1, 2, 3):
             clock.now += 0.5
             progress.step(step, {}, pairs=1, tokens=10)
-    assert [line.split()[1] for line in file.getvalue().splitlines()] == ["1/100", "3/100"]
+        clock.now += 60.0
+        with progress.phase("saving", None) as saving:
+            saving.advance(0)
+    lines = file.getvalue().splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["step", "1/100"],
+        ["saving"],
+        ["step", "3/100"],
+    ]
 
 
 def test_a_resumed_run_reckons_from_where_it_started():
@@ -128,35 +110,6 @@ def test_phases_do_not_slow_the_rate_but_count_for_the_time_left():
     assert lines[2] == "step 3/4 (75%)  3 pairs/s  30 tokens/s  elapsed 0:00:16  left 0:00:05"
 
 
-def test_a_phase_that_counts_nothing_shows_no_number():
-    progress, clock, file = plain(2)
-    with progress:
-        progress.step(1, METRICS, pairs=1, tokens=10)
-        clock.now += 60.0
-        with progress.phase("saving", None) as saving:
-            saving.advance(0)
-            clock.now += 60.0
-            saving.advance(3)
-    assert file.getvalue().splitlines()[1:] == ["saving", "saving 3"]
-
-
-def test_the_rate_is_that_of_recent_steps():
-    progress, clock, file = plain(50)
-    with progress:
-        for step in range(1, 51):
-            clock.now += 100.0 if step <= 30 else 1.0
-            progress.step(step, {}, pairs=7, tokens=70)
-    assert "7 pairs/s  70 tokens/s" in file.getvalue().splitlines()[-1]
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_odd_numbers_are_shown(value):
-    progress, _, file = plain(0)
-    with progress:
-        progress.step(1, {"loss": value}, pairs=0, tokens=0)  # no time has passed either
-    assert f"loss {'NaN' if math.isnan(value) else value}  0 pairs/s" in file.getvalue()
-
-
 def test_messages_are_literal_and_safe():
     progress, _, file = plain(10)
     with progress:
@@ -168,25 +121,6 @@ def live(width=80):
     clock, file = FakeClock(), io.StringIO()
     console = Console(width=width, file=file, force_terminal=True, color_system=None)
     return TrainingProgress(200, 0, console, live=True, clock=clock), clock, console, file
-
-
-def test_the_live_display_fits_80_columns():
-    progress, clock, _, file = live()
-    view = io.StringIO()
-    with progress:
-        clock.now += 2.0
-        progress.step(50, METRICS, pairs=128, tokens=40_000)
-        progress.message("saved step_50")
-        with progress.phase("validating default", total=8) as phase:
-            phase.advance(2)
-            Console(width=80, file=view, force_terminal=False).print(progress)
-    first, second, third, fourth = view.getvalue().splitlines()
-    assert re.fullmatch(r"training +━+.* 50/200 25%", first)
-    assert re.fullmatch(r"validating default +━.* 2/8", second)
-    assert third == "loss 0.6512  accuracy 0.7500  lr 2.000e-06  grad norm 1.500"
-    assert fourth == "64 pairs/s  20k tokens/s  elapsed 0:00:02  left 0:00:06"
-    assert "saved step_50" in file.getvalue()
-    assert file.getvalue().endswith("\x1b[?25h")  # the cursor is back
 
 
 def test_the_live_display_survives_errors_and_narrow_terminals():
@@ -202,37 +136,6 @@ def test_the_live_display_survives_errors_and_narrow_terminals():
     with pytest.raises(KeyError):
         fail()
     assert file.getvalue().endswith("\x1b[?25h")
-
-
-def read_all(master):
-    """What was written to a pseudo-terminal whose other end is closed."""
-    content = b""
-    with contextlib.suppress(OSError):  # how Linux says that there is no more
-        while chunk := os.read(master, 4096):
-            content += chunk
-    os.close(master)
-    return content.decode()
-
-
-@pytest.mark.skipif(not hasattr(os, "openpty"), reason="this system has no pseudo-terminals")
-def test_a_display_only_on_a_real_terminal():
-    # FORCE_COLOR, as many CI systems set it, makes rich call any file a terminal.
-    forced = Console(file=io.StringIO(), _environ={"FORCE_COLOR": "1"})
-    assert forced.is_interactive
-    with TrainingProgress(2, 0, forced) as progress:
-        progress.step(1, {}, pairs=1, tokens=1)
-    assert isinstance(forced.file, io.StringIO)
-    assert "\x1b[?25" not in forced.file.getvalue()
-
-    master, slave = os.openpty()
-    with os.fdopen(slave, "w") as terminal:
-        console = Console(file=terminal, _environ={"TERM": "xterm", "NO_COLOR": "1"}, width=80)
-        with TrainingProgress(2, 0, console) as progress:
-            progress.step(1, {"loss": 0.5}, pairs=1, tokens=1)
-    shown = read_all(master)
-    assert "\x1b[?25l" in shown  # the cursor was hidden: a display
-    assert "loss 0.5000" in shown
-    assert not re.search(r"\x1b\[3[0-7]m", shown)  # NO_COLOR
 
 
 RUN_LINES = (
@@ -292,3 +195,27 @@ def test_no_word_or_number_is_broken_and_no_line_is_too_long(width, tmp_path, mo
     said = " ".join(words)
     for item in ("grad norm 1.500", "20k tokens/s", "left 0:06:38", "ece 0.02700", "in 61 s"):
         assert item in said, shown
+
+
+def test_times_are_summed_until_they_are_collected_and_an_exception_still_counts():
+    clock = FakeClock()
+    timers = Timers(clock)
+    for seconds in (1.0, 2.5):
+        with timers.time("forward"):
+            clock.now += seconds
+    assert timers.collect() == {"forward": 3.5}
+    with timers.time("step"):
+        clock.now += 1
+        with timers.time("forward"), timers.time("forward"):  # inside itself it counts once
+            clock.now += 2
+            assert timers.collect() == {}  # a running timer counts when it has ended
+    assert timers.collect() == {"step": 3.0, "forward": 2.0}
+
+    def fail():
+        with timers.time("forward"):
+            clock.now += 2
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert timers.collect() == {"forward": 2.0}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from laurel.observe.report.findings import RULES, alarms_of, findings
+from laurel.observe.report.findings import alarms_of, findings
 from report_runs import record
 
 UP = [i / 100 for i in range(100)]
@@ -29,112 +29,53 @@ def test_one_curve_under_several_names_is_told_once():
     assert "validation/accuracy was" in told[0]
 
 
-def test_a_run_of_which_nothing_is_known():
-    assert said({}) == []
-    assert len(RULES) == 18
+VALIDATED = {"validation/accuracy": [0.5, 0.9, 0.6], "validation/num_valid_samples": [100.0] * 3}
+FAILED = {
+    "train/num_failures": [2.0] * 10,
+    "train/total_turns": [16.0] * 10,
+    "train/avg_turns_per_sample": [2.0] * 10,
+}
+TIMEOUTS = FAILED | {"train/reward/failed_timeout": [2.0] * 10}
+OTHER_REASONS = FAILED | {"train/reward/failed_other": [2.0] * 10}
+SOLVED = {"train/frac_reward_zero_std": UP, "train/baseline_reward/pct_1": [90.0] * 100}
+OUT_OF_TURNS = {
+    "train/truncation_rate": UP,
+    "train/unended_out_of_turns": [26.0] * 100,
+    "train/unended_cut_off": [2.0] * 100,
+}
+JUMP = {"train/grad_norm": [1.0] * 50 + [48.0] + [1.0] * 49}
+LEARNT_BY_HEART = {"train/accuracy": [0.95] * 50, "validation-default/accuracy": [0.7]}
+LONGER = {"train/mean_gen_tokens_per_sample": [100.0 + 3 * i for i in range(100)]}
 
 
 @pytest.mark.parametrize(
     ("curves", "kind", "expected"),
     [
-        (
-            held(0.79, 0.80),
-            "rm",
-            "bad: validation-default: accuracy is 79.0% on 1,000 pairs, and "
-            "always taking the longer answer gives 80.0%: no better than length",
-        ),
+        (held(0.79, 0.80), "rm", "bad: validation-default: accuracy is 79.0% on 1,000 pairs, and"),
         (held(0.81, 0.80), "rm", "no better than length alone, within two standard errors"),
         (held(0.70, 0.25), "rm", "always taking the shorter answer gives 75.0%: no better"),
-        (
-            held(0.90, 0.60),
-            "rm",
-            "good: validation-default: accuracy is 90.0% on 1,000 pairs, and "
-            "always taking the longer answer gives 60.0%: 30.0 points better than length.",
-        ),
-        (
-            {"validation/accuracy": [0.5, 0.9, 0.6], "validation/num_valid_samples": [100.0] * 3},
-            "grpo",
-            "bad: Validation got worse: validation/accuracy was 0.9000 at step 2 and is "
-            "0.6000 at step 3",
-        ),
+        (held(0.90, 0.60), "rm", "longer answer gives 60.0%: 30.0 points better than length."),
+        (VALIDATED, "grpo", "validation/accuracy was 0.9000 at step 2 and is 0.6000 at step 3"),
         ({"validation-a/loss": [0.5, 0.4, 0.6]}, "rm", "validation-a/loss was 0.4000 at step 2"),
-        (
-            {"train/grad_norm": [1.0] * 50 + [48.0] + [1.0] * 49},
-            "rm",
-            "look: The norm of the "
-            "gradient jumped: 48 at step 51, 48 times its median of 1; 1 step lay",
-        ),
+        (JUMP, "rm", "look: The norm of the gradient jumped: 48 at step 51, 48 times its median"),
         ({"train/loss": [0.7] * 40}, "rm", "bad: The loss did not fall: 0.7000 over the first"),
-        (
-            {"train/loss": [0.7, float("nan"), 0.6]},
-            "rm",
-            "bad: train/loss was NaN or infinite at 1 step, first at step 2.",
-        ),
+        ({"train/loss": [0.7, float("nan")]}, "rm", "NaN or infinite at 1 step, first at step 2."),
         ({"train/bad_steps_in_a_row": [0.0, 1.0, 2.0, 0.0]}, "rm", "look: There were 2 bad steps"),
-        (
-            {
-                "train/num_failures": [2.0] * 10,
-                "train/total_turns": [16.0] * 10,
-                "train/avg_turns_per_sample": [2.0] * 10,
-                "train/reward/failed_timeout": [2.0] * 10,
-            },
-            "grpo",
-            "bad: 20 of 80 completions got no reward (25%: 20 timeout)",
-        ),
-        (
-            {
-                "train/num_failures": [2.0] * 10,
-                "train/total_turns": [16.0] * 10,
-                "train/avg_turns_per_sample": [2.0] * 10,
-                "train/reward/failed_other": [2.0] * 10,
-            },
-            "grpo",
-            "(25%: 20 for reasons of the environment's own, which stand in completions/)",
-        ),
-        (
-            {"train/frac_reward_zero_std": UP, "train/baseline_reward/pct_1": [90.0] * 100},
-            "grpo",
-            "look: In 94% of the groups of the last steps all completions got the same reward, and "
-            "90% of all groups were all right",
-        ),
+        (TIMEOUTS, "grpo", "bad: 20 of 80 completions got no reward (25%: 20 timeout)"),
+        (OTHER_REASONS, "grpo", "(25%: 20 for reasons of the environment's own, which stand in "),
+        (SOLVED, "grpo", "look: In 94% of the groups of the last steps all completions got the"),
         ({"train/truncation_rate": UP}, "grpo", "look: 94% of the completions"),
-        (
-            {
-                "train/truncation_rate": UP,
-                "train/unended_out_of_turns": [26.0] * 100,
-                "train/unended_cut_off": [2.0] * 100,
-            },
-            "grpo",
-            "most because they were out of turns. A larger grpo.max_rollout_turns",
-        ),
+        (OUT_OF_TURNS, "grpo", "out of turns. A larger grpo.max_rollout_turns"),
         ({"train/entropy": [1.0 - 0.0095 * i for i in range(100)]}, "grpo", "look: Entropy fell"),
-        (
-            {"train/reward": UP, "validation/accuracy": [0.6, 0.4]},
-            "grpo",
-            "the policy has learned to please the reward, not to be right",
-        ),
+        ({"train/reward": UP, "validation/accuracy": [0.6, 0.4]}, "grpo", "learned to please the"),
         ({"train/reward": UP}, "grpo", "good: The reward rose from 0.04500 to 0.9450"),
         ({"train/reward": FLAT}, "grpo", "bad: The reward did not rise beyond its noise"),
-        (
-            {"train/mean_gen_tokens_per_sample": [100.0 + 3 * i for i in range(100)]},
-            "grpo",
-            "look: Completions went from 114 to 384 tokens",
-        ),
+        (LONGER, "grpo", "look: Completions went from 114 to 384 tokens"),
         ({"train/gen_kl_error": [0.05] * 10}, "grpo", "look: The generator and the learner differ"),
-        (
-            {"validation-a/score_length_correlation": [0.9]},
-            "rm",
-            "look: validation-a: scores go "
-            "with length (Spearman's correlation 0.90). A policy that learns from them will write "
-            "longer answers.",
-        ),
+        ({"validation-a/score_length_correlation": [0.9]}, "rm", "(Spearman's correlation 0.90)"),
         ({"validation-a/score_ties": [0.2]}, "rm", "20.0% of the pairs have the same score"),
         ({"validation-a/ece": [0.25]}, "rm", "confidence and accuracy are 25.0% apart"),
-        (
-            {"train/accuracy": [0.95] * 50, "validation-default/accuracy": [0.7]},
-            "rm",
-            "look: Training is ahead of validation: accuracy 95.0% over the last steps, 70.0%",
-        ),
+        (LEARNT_BY_HEART, "rm", "ahead of validation: accuracy 95.0% over the last steps, 70.0%"),
     ],
 )
 def test_each_rule_with_its_numbers(curves, kind, expected):
@@ -142,36 +83,29 @@ def test_each_rule_with_its_numbers(curves, kind, expected):
     assert sum(expected in text for text in found) == 1, found
 
 
+SLIGHTLY_WORSE = {"validation/accuracy": [0.5, 0.62, 0.6]}
+NONE_FAILED = {"train/num_failures": [0.0], "train/total_turns": [8.0]}
+CALIBRATED = {
+    "validation-a/ece": [0.05],
+    "validation-a/score_ties": [0.0],
+    "validation-a/score_length_correlation": [0.3],
+}
+
+
 @pytest.mark.parametrize(
     ("curves", "kind"),
     [
-        (
-            {"validation/accuracy": [0.5, 0.62, 0.6], "validation/num_valid_samples": [100.0] * 3},
-            "grpo",
-        ),
+        (SLIGHTLY_WORSE | {"validation/num_valid_samples": [100.0] * 3}, "grpo"),
         ({"validation-a/loss": [0.5, 0.4, 0.405]}, "rm"),
         ({"train/grad_norm": [1.0 + (i % 3) for i in range(100)]}, "rm"),
         ({"train/grad_norm": [1.0, 48.0]}, "rm"),
         ({"train/loss": [0.7 - 0.005 * i for i in range(40)]}, "rm"),
         ({"train/loss": [0.0] * 40}, "grpo"),
-        (
-            {
-                "train/num_failures": [0.0],
-                "train/total_turns": [8.0],
-                "train/avg_turns_per_sample": [1.0],
-            },
-            "grpo",
-        ),
+        (NONE_FAILED | {"train/avg_turns_per_sample": [1.0]}, "grpo"),
         ({"train/frac_reward_zero_std": FLAT[:1] * 9, "train/truncation_rate": [0.01] * 9}, "grpo"),
         ({"train/entropy": FLAT, "train/mean_gen_tokens_per_sample": FLAT}, "grpo"),
-        (
-            {
-                "validation-a/ece": [0.05],
-                "validation-a/score_ties": [0.0],
-                "validation-a/score_length_correlation": [0.3],
-            },
-            "rm",
-        ),
+        ({"train/accuracy": [0.75] * 50, "validation-default/accuracy": [0.7]}, "rm"),
+        (CALIBRATED, "rm"),
     ],
 )
 def test_sound_figures_are_not_spoken_of(curves, kind):
@@ -179,37 +113,23 @@ def test_sound_figures_are_not_spoken_of(curves, kind):
 
 
 def test_data_that_was_left_out_and_its_notes():
+    lost = {"duplicate": {"count": 15}, "too_long": {"count": 5}}
     data = {
-        "train": {
-            "rows_read": 100,
-            "rows_kept": 80,
-            "notes": ["7 rows contradict others"],
-            "rows_left_out": {"duplicate": {"count": 15}, "too_long": {"count": 5}},
-        }
+        "rows_read": 100,
+        "rows_kept": 80,
+        "notes": ["7 rows contradict others"],
+        "rows_left_out": lost,
     }
-    found = said({}, data=data)
-    assert found == [
+    assert said({}, data={"train": data}) == [
         "look: Data 'train': 20 of 100 rows were left out (15 duplicate, 5 too long).",
         "look: Data 'train': 7 rows contradict others.",
     ]
     # Where rows come from is no problem; what is held out is not lost.
-    notes = [
-        "read as GSM8K, recognized by: the answer stands after '####'",
-        "b.jsonl: no row rates x",
-    ]
-    data = {
-        "train": {
-            "rows_read": 100,
-            "rows_kept": 75,
-            "notes": notes,
-            "rows_left_out": {"held out": {"count": 25}},
-        }
-    }
-    assert said({"train/reward": UP}, data=data) == [
+    notes = ["read as GSM8K, recognized by: the answer", "b.jsonl: no row rates x"]
+    data |= {"rows_left_out": {"held out": {"count": 25}}, "notes": notes}
+    assert said({"train/reward": UP}, data={"train": data})[::2] == [
         "look: Data 'train': b.jsonl: no row rates x.",
-        "good: The reward rose from 0.04500 to 0.9450 (means of the first and the last tenth of "
-        "the steps).",
-        "note: Data 'train': read as GSM8K, recognized by: the answer stands after '####'.",
+        "note: Data 'train': read as GSM8K, recognized by: the answer.",
     ]
     assert said({}, data={"train": {"rows_read": 100, "rows_kept": 99}}) == []
 

@@ -14,7 +14,7 @@ from laurel.observe.report.samples import (
     visible_lines,
     within,
 )
-from report_runs import EVIL, pair, record
+from report_runs import EVIL, record
 
 
 def chosen(rows, **sizes):
@@ -39,23 +39,6 @@ def completion(step, reward, **changes):
     return CompletionRow(**told)  # type: ignore[arg-type]
 
 
-def test_few_rows_are_all_there():
-    table = sample_table("pairs", chosen([pair(i) for i in range(9)]), where="samples.jsonl")
-    assert table.note == "All 9 samples."
-    assert list(table.columns) == [
-        "prompt",
-        "chosen",
-        "score of chosen",
-        "rejected",
-        "score of rejected",
-        "margin",
-        "verdict",
-    ]
-    assert table.kinds[2] == table.kinds[5] == "number"
-    assert [row[5] for row in table.rows] == [float(i - 5) for i in range(9)]
-    assert [row[6] for row in table.rows][4:7] == ["wrong", "tie", "right"]
-
-
 def test_of_many_rows_the_first_last_best_worst_and_some_by_chance_are_there():
     rows: list[dict[str, object]] = [
         {"prompt": f"p{i}", "completion": "c", "reward": float((i * 37) % 1000), "advantage": 0.1}
@@ -73,25 +56,6 @@ def test_of_many_rows_the_first_last_best_worst_and_some_by_chance_are_there():
     assert table.num_rows == 1000
     assert table.note.startswith(f"{len(table.rows)} of 1,000 samples: up to 3 of each kind")
     assert table.note.endswith("All are in x.parquet.")
-
-
-def test_the_largest_disagreements_with_people_are_there():
-    table = sample_table(
-        "pairs", chosen([pair(i) for i in range(50)], num_of_a_kind=2, num_random=0), where="x"
-    )
-    why = {row[0]: str(row[-1]) for row in table.rows}
-    assert {p for p in why if "most wrong" in why[p]} == {"question 0", "question 1"}
-    assert {p for p in why if "surest" in why[p]} == {"question 48", "question 49"}
-
-
-def test_early_and_late_rows_are_as_likely_to_be_drawn():
-    """300 of 3,000 rows: of each third about 100, five standard deviations (8.2) at most off."""
-    rows: list[dict[str, object]] = [{"completion": "c", "place": i} for i in range(3_000)]
-    chooser = chosen(rows, num_of_a_kind=0, num_random=300)
-    places = [int(str(row["place"])) for row, _ in chooser.chosen()]
-    assert len(places) == 300
-    for start in (0, 1_000, 2_000):
-        assert abs(sum(start <= place < start + 1_000 for place in places) - 100) < 41
 
 
 def test_rows_without_a_number_are_none_of_best_and_worst():
@@ -130,13 +94,6 @@ def test_before_and_after_by_prompt():
     assert "at step 0 and at step 10; 2 prompts" in table.note
     assert before_and_after("b", rows[:2]) is None
     assert before_and_after("b", [rows[0], rows[-1]]) is None
-
-
-def test_margins_before_and_after():
-    rows = [{"step": 1, **pair(3)}, {"step": 9, **pair(3, better_score=4.0)}]
-    table = before_and_after("b", rows)
-    assert table is not None
-    assert table.rows == [["question 3", "good answer 3", "bad answer 3", -2.0, 4.0, 6.0]]
 
 
 def test_a_page_that_would_be_too_large_gives_up_rows_of_chance_first():

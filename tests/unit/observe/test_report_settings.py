@@ -11,9 +11,6 @@ from laurel.observe.report.page import (
     _places,
     changed_settings,
     compare_runs,
-    differing_settings,
-    evaluation_of,
-    same_but_for_seeds,
     write_report,
 )
 from report_runs import record, reward_model_run, write_lines
@@ -33,28 +30,6 @@ def test_only_what_is_not_the_default_is_told():
         ("policy.reward_model_cfg.attributes", "[help, tone]", "[]"),
     ]
     assert changed_settings("", {"mine": 1}) is None
-
-
-def test_settings_that_differ_between_runs():
-    one = {"rm": {"seed": 1, "loss": {"type": "a"}}, "x": None}
-    two = {"rm": {"seed": 1, "loss": {"type": "b", "margin": 0.5}}, "x": None}
-    assert differing_settings([one, two]) == [
-        ("rm.loss.type", ["a", "b"]),
-        ("rm.loss.margin", ["–", "0.5"]),
-    ]
-
-
-def test_runs_that_differ_in_seeds_and_places_are_one_experiment():
-    def config(seed, rate):
-        return {
-            "rm": {"seed": seed},
-            "policy": {"lr": rate},
-            "logger": {"log_dir": f"l{seed}"},
-            "checkpointing": {"checkpoint_dir": f"c{seed}", "save_period": 5},
-        }
-
-    configs = [config(1, 0.1), config(2, 0.2), config(3, 0.1), {}, {}]
-    assert same_but_for_seeds(configs) == [[0, 2], [1], [3], [4]]
 
 
 def test_seeds_are_one_curve_with_a_band_and_other_runs_their_own():
@@ -88,7 +63,7 @@ REPORT = {
     "num_failures": 2,
     "subsets": [],
     "notes": ["a note"],
-    "sections": [{"name": "ties", "value": 0.0, "longer_wins": 0.0, "num_rows": 300}],
+    "sections": [],
     "final": {"name": "all pairs", "value": 0.75, "longer_wins": 0.5, "num_rows": 300},
     "matrix": {"easy": 0.5},
     "diagnostics": {
@@ -124,65 +99,10 @@ REPORT = {
 }
 
 
-def test_an_evaluation_with_its_diagnostics():
-    shown = evaluation_of("eval/pairs-report.json", REPORT)
-    assert shown.title == "pairs: 75.0%"
-    assert shown.line == "300 rows, 2 failures, model m<b>, eval/pairs-report.json"
-    tables = {table.title: table.rows for table in shown.tables}
-    assert tables["Figures"] == [
-        ("ties", "0.0%", "0.0%", "300", "0"),
-        ("all pairs", "75.0%", "50.0%", "300", "0"),
-    ]
-    assert tables["Accuracy"] == [
-        ("all", "300", "75.0%", "70.0% to 80.0%", "50.0%"),
-        ("margin: 0 to 1", "60", "60.0%", "50.0% to 70.0%", "–"),
-    ]
-    assert tables["Reliability"] == [("50.0% to 55.0%", "3", "52.0%", "100.0%")]
-    assert ("score length correlation", "0.9600") in tables["Diagnostics"]
-    assert ("calibration: error", "0.04000") in tables["Diagnostics"]
-    assert tables["More"] == [("matrix: easy", "0.5000")]
-
-
 def words_of(html):
     """What the page says; where a long key may be broken says nothing."""
     told = re.sub(r"<script.*?</script>|<[^>]+>", " ", html.replace("<wbr>", ""), flags=re.DOTALL)
     return re.sub(r"\s+", " ", told)
-
-
-def test_notes_stand_apart_and_a_solved_run_is_not_red(tmp_path):
-    (tmp_path / "exp_001").mkdir()
-    run = tmp_path / "exp_001"
-    lines = [
-        {
-            "step": i,
-            "train/reward": 1.0,
-            "train/reward_min": 1.0,
-            "train/reward_max": 1.0,
-            "train/baseline_reward/pct_1": 100.0,
-            "train/frac_reward_zero_std": 1.0,
-        }
-        for i in range(1, 30)
-    ]
-    write_lines(run / "metrics.jsonl", lines)
-    write_lines(
-        run / "health.jsonl",
-        [
-            {"step": 5, "alarm": "zero_spread_groups", "state": "raised", "text": "all equal"},
-        ],
-    )
-    (run / "config.json").write_text(json.dumps({"grpo": {"seed": 7}}), encoding="utf-8")
-    data = {"train": {"rows_read": 4, "rows_kept": 4, "notes": ["read as GSM8K"]}}
-    (run / "data_report.json").write_text(json.dumps(data), encoding="utf-8")
-    write_report(tmp_path / "page.html", [run])
-    html = (tmp_path / "page.html").read_text(encoding="utf-8")
-    listed = html[html.index('<ul class="findings">') :].partition("</ul>")[0]
-    assert 'class="good"' in listed
-    assert 'class="bad"' not in listed
-    assert "read as GSM8K" not in listed
-    text = words_of(html)
-    assert "Notes Data &#39;train&#39;: read as GSM8K." in text
-    assert "still on: solved" in text
-    assert 'class="wrong"' not in html
 
 
 def test_everything_of_a_run_is_on_its_page(tmp_path):

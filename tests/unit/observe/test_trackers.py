@@ -1,95 +1,12 @@
 import json
 import math
 import time
-from types import SimpleNamespace
-from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from laurel.config.policy import MlflowConfig, WandbConfig
 from laurel.observe.loggers import MlflowLogger, TensorboardLogger, WandbLogger
-
-
-class FakeWandb:
-    """Stands in for the wandb package and for its run."""
-
-    def __init__(self):
-        self.id = "run-1"
-        self.logged: list[dict[str, Any]] = []
-        self.config: Any = SimpleNamespace(update=self._update)
-        self.updates: list[dict[str, Any]] = []
-        self.arguments: dict[str, Any] = {}
-        self.step_metrics: dict[str, str] = {}
-        self.finished = False
-
-    def _update(self, config, allow_val_change):
-        assert allow_val_change
-        self.updates.append(config)
-
-    def init(self, **arguments):
-        self.arguments = arguments
-        return self
-
-    def define_metric(self, name, step_metric):
-        self.step_metrics[name] = step_metric
-
-    def log(self, record):
-        self.logged.append(record)
-
-    def finish(self):
-        self.finished = True
-
-    def Table(self, columns, data):
-        return columns, data
-
-
-class FakeMlflow:
-    """Stands in for the mlflow package and for its client."""
-
-    def __init__(self):
-        self.entities = SimpleNamespace(
-            Metric=lambda name, value, timestamp, step: (name, value, step),
-            Param=lambda key, value: (key, value),
-        )
-        self.metrics: list[Any] = []
-        self.params: list[list[Any]] = []
-        self.artifacts: dict[str, Any] = {}
-        self.runs: list[str] = []
-        self.experiments: list[str] = []
-        self.status: dict[str, str] = {}
-
-    def MlflowClient(self, tracking_uri):
-        self.tracking_uri = tracking_uri
-        return self
-
-    def get_experiment_by_name(self, name):
-        return SimpleNamespace(experiment_id=name) if name in self.experiments else None
-
-    def create_experiment(self, name):
-        self.experiments.append(name)
-        return name
-
-    def create_run(self, experiment_id, run_name):
-        self.runs.append(experiment_id)
-        return SimpleNamespace(info=SimpleNamespace(run_id=f"run-{len(self.runs)}"))
-
-    def update_run(self, run_id, status):
-        self.status[run_id] = status
-
-    def log_batch(self, run_id, metrics=(), params=()):
-        assert len(params) <= 100
-        self.metrics += metrics
-        if params:
-            self.params.append(params)
-
-    def log_dict(self, run_id, config, path):
-        self.artifacts[path] = config
-
-    def log_text(self, run_id, text, path):
-        self.artifacts[path] = text
-
-    def set_terminated(self, run_id):
-        self.status[run_id] = "FINISHED"
 
 
 def test_tensorboard_holds_what_was_logged(tmp_path):
@@ -124,61 +41,63 @@ def test_tensorboard_holds_what_was_logged(tmp_path):
 
 
 def test_wandb_gets_its_own_step_so_that_resuming_works(tmp_path):
-    package = FakeWandb()
+    package = MagicMock()
+    run = package.init.return_value
+    run.id = "run-1"
     config = WandbConfig(project="p", name="n", entity="e")
     logger = WandbLogger(config, run_dir=tmp_path, library=package)
-    assert package.arguments == {
-        "project": "p",
-        "name": "n",
-        "entity": "e",
-        "dir": str(tmp_path),
-        "id": None,
-        "resume": None,
-    }
-    assert package.step_metrics == {"*": "step"}
+    given = package.init.call_args.kwargs
+    assert [given[key] for key in ("project", "name", "entity", "id")] == ["p", "n", "e", None]
+    run.define_metric.assert_called_once_with("*", step_metric="step")
     logger.log_config({"rm": {"seed": 42}})
     logger.log({"train/loss": 0.5}, step=3)
     logger.log_table("pairs", ["a"], [(1,)], step=4)
     logger.close()
-    assert package.updates == [{"rm": {"seed": 42}}]
-    assert package.logged == [
+    run.config.update.assert_called_once_with({"rm": {"seed": 42}}, allow_val_change=True)
+    package.Table.assert_called_once_with(columns=["a"], data=[[1]])
+    assert [call.args[0] for call in run.log.call_args_list] == [
         {"train/loss": 0.5, "step": 3},
-        {"pairs": (["a"], [[1]]), "step": 4},
+        {"pairs": package.Table.return_value, "step": 4},
     ]
-    assert package.finished
+    run.finish.assert_called_once()
 
     WandbLogger(config, run_dir=tmp_path, resumed=True, library=package)
-    assert (package.arguments["id"], package.arguments["resume"]) == ("run-1", "allow")
+    given = package.init.call_args.kwargs
+    assert (given["id"], given["resume"]) == ("run-1", "allow")
 
 
 def test_mlflow_resumes_the_same_run(tmp_path):
-    package = FakeMlflow()
+    package = MagicMock()
+    client = package.MlflowClient.return_value
+    client.get_experiment_by_name.return_value = None
+    client.create_experiment.return_value = "e"
+    client.create_run.return_value.info.run_id = "run-1"
+    package.entities.Metric = lambda name, value, timestamp, step: (name, value, step)
+    package.entities.Param = lambda key, value: (key, value)
     config = MlflowConfig(experiment_name="e", tracking_uri="file:here")
     run_config = {"rm": {f"key_{index}": index for index in range(130)}, "long": "x" * 7000}
     logger = MlflowLogger(config, run_dir=tmp_path, library=package)
     logger.log_config(run_config)
+    params = [call.kwargs["params"] for call in client.log_batch.call_args_list]
+    assert [len(batch) for batch in params] == [100, 31]
+    assert ("rm.key_7", "7") in params[0]
+    assert len(dict(params[1])["long"]) == 6000
+    client.log_batch.reset_mock()
     logger.log({"train/loss": 0.5}, step=3)
+    client.log_batch.assert_called_once_with("run-1", metrics=[("train/loss", 0.5, 3)])
     logger.log_table("validation-default/pairs", ["prompt", "score"], [("p", 1.5)], step=4)
+    run_id, text, path = client.log_text.call_args.args
+    assert (run_id, path) == ("run-1", "validation-default/pairs/step_4.json")
+    assert json.loads(text) == [{"prompt": "p", "score": 1.5}]
     logger.close()
-    assert package.tracking_uri == "file:here"
-    assert package.metrics == [("train/loss", 0.5, 3)]
-    assert [len(batch) for batch in package.params] == [100, 31]
-    assert ("rm.key_7", "7") in package.params[0]
-    assert len(dict(package.params[1])["long"]) == 6000
-    assert json.loads(package.artifacts["validation-default/pairs/step_4.json"]) == [
-        {"prompt": "p", "score": 1.5}
-    ]
-    assert package.status == {"run-1": "FINISHED"}
+    client.set_terminated.assert_called_once_with("run-1")
 
+    client.log_batch.reset_mock()
     again = MlflowLogger(config, run_dir=tmp_path, resumed=True, library=package)
     again.log_config(run_config)
-    assert package.runs == ["e"]
-    assert package.status == {"run-1": "RUNNING"}
-    assert len(package.params) == 2  # MLflow refuses to change them
-
-    MlflowLogger(config, run_dir=tmp_path, library=package)
-    assert package.runs == ["e", "e"]
-    assert package.experiments == ["e"]
+    client.create_run.assert_called_once()
+    client.update_run.assert_called_once_with("run-1", status="RUNNING")
+    client.log_batch.assert_not_called()  # MLflow refuses to change them
 
 
 @pytest.mark.filterwarnings("default")

@@ -1,12 +1,15 @@
 """Where a run goes, and what is refused before anything is started."""
 
+import importlib.util
+
 import pytest
 
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, MissingDependencyError
 from laurel.run.allocation import plan_allocation
+from laurel.run.grpo import check_vllm
 
 JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
 ONE_FOR_JUDGING = (*JUDGED, "env.reward_model.resources.gpus_per_node=1")
@@ -25,16 +28,8 @@ def test_one_slot_is_this_process():
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("cluster.gpus_per_node=2",),
-        ("cluster.num_nodes=2",),
         ("cluster.gpus_per_node=2", *ONE_FOR_JUDGING),
-        ("cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2"),
-        (
-            "cluster.gpus_per_node=2",
-            "policy.dtensor_cfg.tensor_parallel_size=2",
-            "policy.dtensor_cfg.sequence_parallel=true",
-        ),
-        ("cluster.gpus_per_node=2", "policy.dtensor_cfg.cpu_offload=true"),
+        ("cluster.num_nodes=2", "policy.dtensor_cfg.cpu_offload=true"),
         ("cluster.backend=ray",),
         ("cluster.address=auto",),
     ],
@@ -57,14 +52,40 @@ def test_what_cannot_be_is_told_with_the_key(overrides, said):
         planned(*overrides)
 
 
-def test_every_conflict_is_told_at_once():
-    with pytest.raises(ConfigError) as caught:
-        planned(
-            "cluster.gpus_per_node=4",
-            "policy.dtensor_cfg.tensor_parallel_size=3",
-            "env.reward_model.resources.gpus_per_node=2",
-            "env.reward_model.dtensor_cfg.tensor_parallel_size=3",
-            *JUDGED,
-        )
-    for section in ("policy", "env.reward_model"):
-        assert f"{section}.dtensor_cfg.tensor_parallel_size=3: groups of 3" in str(caught.value)
+IN_VLLM = {"enabled": True, "model_name": "m", "generation": {"backend": "vllm"}}
+
+
+def run_of(generation="auto", address=None, reward_model=None):
+    return GRPORun.model_validate(
+        {
+            "policy": {"model_name": "p", "generation": {"backend": generation}},
+            "cluster": {"address": address},
+            "env": {"reward_model": reward_model or {}},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "key"),
+    [
+        (run_of("vllm"), "policy.generation.backend=vllm"),
+        (run_of(reward_model=IN_VLLM), "env.reward_model.generation.backend=vllm"),
+    ],
+)
+def test_it_is_looked_for_before_anything_is_started(run, key, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=f"{key} needs the package 'vllm'"):
+        check_vllm(run, on_cluster=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    check_vllm(run, on_cluster=False)
+
+
+def test_nodes_of_a_cluster_may_have_what_this_one_has_not(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_vllm(run_of("vllm", address="auto"), on_cluster=True)
+    check_vllm(run_of(), on_cluster=True)
+
+
+def test_a_reward_model_in_vllm_has_no_slots_on_a_cluster():
+    with pytest.raises(ConfigError, match="laurel serve MODEL --engine vllm"):
+        check_vllm(run_of(reward_model=IN_VLLM), on_cluster=True)

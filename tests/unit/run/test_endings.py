@@ -5,10 +5,7 @@ import json
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,8 +14,6 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.run import train
-from laurel.run.context import RunContext
-from laurel.run.model import describe_model
 from laurel.run.train import conclude
 from laurel.training.loop import RunOutcome
 
@@ -41,18 +36,19 @@ def last_words(outcome, limit=None):
             "stopped by its time budget after step 29, 6 s in; run it again to resume",
         ),
         ({"ended": "finished"}, "finished after step 29, in 6 s"),
+        (
+            {"ended": "signal", "signal": "SIGTERM", "latest": None},
+            "stopped by SIGTERM after step 29, 6 s in; nothing was saved, so it will start over",
+        ),
+        (
+            {"ended": "finished", "latest": None},
+            "finished after step 29, in 6 s; nothing was saved (checkpointing.enabled=false)",
+        ),
     ],
 )
 def test_how_long_it_took_is_not_when_to_go_on(how, words):
-    assert last_words(RunOutcome(step=29, seconds=6.2, latest=Path("s/29"), **how)) == words
-
-
-def test_a_run_that_saved_nothing_says_so_first():
-    stopped = last_words(RunOutcome(step=0, ended="signal", signal="SIGTERM"))
-    assert stopped.endswith("nothing was saved, so it will start over")
-    assert last_words(RunOutcome(step=9, ended="finished")) == (
-        "finished after step 9, in 0 s; nothing was saved (checkpointing.enabled=false)"
-    )
+    saved = {"latest": Path("s/29")}
+    assert last_words(RunOutcome(step=29, seconds=6.2, **saved | how)) == words
 
 
 INTERRUPTED = """
@@ -117,30 +113,6 @@ def test_epochs_that_end_a_run_before_its_steps_are_named(settings, is_early, ex
     assert (expected is None) == last_words(outcome, limit).endswith("in 0 s")
 
 
-def test_a_model_that_is_named_and_not_loaded_is_a_warning():
-    stream = io.StringIO()
-    facts: Any = SimpleNamespace(
-        num_trained=1,
-        num_parameters=1,
-        class_name="X",
-        base_model="nothing",
-        device="cpu",
-        path="padded",
-        notes=("warning: policy.model_name=a is not loaded", "another"),
-    )
-    here: Any = SimpleNamespace(describe=list)
-    context: Any = RunContext(
-        config=SimpleNamespace(policy=SimpleNamespace(precision="float32")),
-        console=Console(file=stream, width=200),
-        stack=ExitStack(),
-        allocation=here,
-    )
-    describe_model("model", facts, context)
-    lines = stream.getvalue().splitlines()
-    assert "warning: policy.model_name=a is not loaded" in lines
-    assert "note    another" in lines
-
-
 def ended(tmp_path, records, *, width, **others):
     """The last words of a reward model's run that has logged these figures."""
     (tmp_path / "config.json").write_text('{"rm": {}}', encoding="utf-8")
@@ -162,21 +134,18 @@ LENGTH_ALONE = {
 @pytest.mark.parametrize("width", [60, 100])
 def test_the_end_says_what_the_report_says_first_in_ten_lines(tmp_path, width):
     many = {f"validation-default/zero_{i}": 0.0 for i in range(20)}
-    told = ended(tmp_path, [{"step": 20, "time": 1.0, **LENGTH_ALONE, **many}], width=width)
+    record = {"step": 20, "time": 1.0, **LENGTH_ALONE, **many}
+    best = {"best": Path("s/9"), "best_by": "validation-default_loss"}
+    told = ended(tmp_path, [record], width=width, **best)
     said = " ".join(told.split())
+    assert "best s/9 (by validation-default_loss)" in said
     assert "accuracy 1.0000 of 64 pairs (longer answer 1.0000)" in said
     assert "problem: validation-default: accuracy is 100.0% on 64 pairs, and always" in said
     assert "no better than length alone" in said
     assert "zero_" not in told
-    assert "use it  laurel serve --model s/20" in told
+    assert "use it  laurel serve --model s/9" in told
     assert told.endswith(f"report  laurel report {tmp_path}\n")
     assert len(told.splitlines()) <= 10
-
-
-def test_the_best_checkpoint_is_named_with_its_metric(tmp_path):
-    record = {"step": 20, "time": 1.0, **LENGTH_ALONE}
-    told = ended(tmp_path, [record], width=100, best=Path("s/9"), best_by="validation-default_loss")
-    assert "best    s/9  (by validation-default_loss)\n" in told
 
 
 def test_the_accuracy_of_a_benchmark_stands_beside_its_baselines_too(tmp_path):

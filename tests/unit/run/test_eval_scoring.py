@@ -41,10 +41,3 @@ def test_a_wrong_key_is_told_in_one_sentence(monkeypatch):
         f"--model {url} refuses to score: answered 401: this key is not one of the server's; "
         "does the variable of --api-key-env (default LAUREL_API_KEY) hold the key of this server?"
     )
-
-
-def test_what_a_server_says_is_quoted_as_it_is(monkeypatch):
-    monkeypatch.delenv("LAUREL_API_KEY", raising=False)
-    said = "env.reward_model: urls: the key in api_key_env of policy.model_name=x"
-    url, told = refused(403, said)
-    assert told.startswith(f"--model {url} refuses to score: answered 403: {said}; name the")

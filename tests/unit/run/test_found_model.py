@@ -66,9 +66,9 @@ def test_what_holds_no_model_is_refused_with_what_it_holds(tmp_path):
         resolve_model(settings(f"policy.model_name={tmp_path}/nowhere"), Console(quiet=True))
     made_here = settings(f"policy.model_name={tmp_path}/nowhere", "policy.scratch={}")
     assert resolve_model(made_here, Console(quiet=True)) is made_here
-
-
-def test_a_run_that_goes_on_needs_no_model_but_its_checkpoint(tmp_path):
+    # A run that goes on needs no model but its checkpoint.
     saved = write_run(tmp_path / "saved", {1: 0.5})
-    config = settings(f"policy.model_name={tmp_path}/gone", f"checkpointing.checkpoint_dir={saved}")
-    assert resolve_model(config, Console(quiet=True)) is config
+    goes_on = settings(
+        f"policy.model_name={tmp_path}/gone", f"checkpointing.checkpoint_dir={saved}"
+    )
+    assert resolve_model(goes_on, Console(quiet=True)) is goes_on

@@ -12,7 +12,7 @@ from rich.console import Console
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.run.context import RunContext
-from laurel.run.generator import _vllm_maker, describe_generator, transfer_of
+from laurel.run.generator import _vllm_maker, transfer_of
 
 
 @pytest.mark.parametrize(
@@ -31,16 +31,6 @@ def test_the_way_and_its_reason(setting, device, uses_vllm, take_turns, expected
     name, where, reason = expected
     assert (found.name, found.device) == (name, where)
     assert re.search(reason, found.reason)
-
-
-def test_who_draws_in_words():
-    class Engine:
-        pass
-
-    assert describe_generator(Engine()) == "Engine"
-    engine = Engine()
-    engine.transfer = transfer_of("object_store", device="cpu", uses_vllm=False, take_turns=False)
-    assert describe_generator(engine) == "Engine, weights by object_store (it is set)"
 
 
 def test_vllm_starts_a_policy_from_nothing_again_from_what_lasts_as_long_as_the_run(tmp_path):

@@ -39,6 +39,8 @@ SECTION = {
 
 def test_nothing_of_a_model_is_left_out():
     spec = model_spec(GRPOPolicyConfig.model_validate(SECTION))
+    assert model_spec(PolicyConfig(model_name="a/b")) == ModelSpec(name="a/b")
+    assert model_spec(SFTPolicyConfig(logprob_chunk_size=5)).logprob_chunk_size == 5
     alike = [
         one.name for one in fields(spec) if asdict(spec)[one.name] == asdict(ModelSpec())[one.name]
     ]
@@ -48,14 +50,6 @@ def test_nothing_of_a_model_is_left_out():
         LoraConfig(enabled=True),
         "their.plan",
     )
-
-
-def test_fine_tuning_says_how_many_logits_are_in_memory_too():
-    assert model_spec(SFTPolicyConfig(logprob_chunk_size=5)).logprob_chunk_size == 5
-
-
-def test_the_defaults_are_those_of_the_section():
-    assert model_spec(PolicyConfig(model_name="a/b")) == ModelSpec(name="a/b")
 
 
 @pytest.mark.parametrize(

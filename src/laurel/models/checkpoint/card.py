@@ -45,15 +45,25 @@ class CardFacts(BaseModel):
     """The settings of the training that shaped the model."""
     metrics: Mapping[str, float] = {}
     """The value of each metric, by its name."""
+    before: Mapping[str, float] = {}
+    """The values of the same metrics before training, where the model was validated then."""
     max_length: int | None = None
     """The number of tokens of the longest text that a policy was trained on."""
     notes: tuple[str, ...] = ()
     """Further paragraphs."""
 
-    def measured(self, metrics: Mapping[str, float]) -> CardFacts:
-        """Return a copy of the facts with these metrics; those that are not finite are omitted."""
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        return self.model_copy(update={"metrics": finite})
+    def measured(
+        self, metrics: Mapping[str, float], *, before: Mapping[str, float] | None = None
+    ) -> CardFacts:
+        """Return a copy of the facts with these metrics; those that are not finite are omitted.
+
+        Args:
+            metrics: The metrics of the model.
+            before: The metrics of the model that training started from.
+        """
+        return self.model_copy(
+            update={"metrics": _finite(metrics), "before": _finite(before or {})}
+        )
 
     def save(self, directory: Path) -> None:
         """Write the facts for the model card into a checkpoint."""
@@ -213,6 +223,10 @@ def _beside_baseline(metrics: Mapping[str, float]) -> list[dict[str, object]]:
                 }
             )
     return rows
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _pooled_token(contract: ScoringContract) -> str:

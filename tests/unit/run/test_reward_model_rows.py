@@ -1,12 +1,18 @@
-"""Margins in `laurel rm`: a loss that reads them and rows that have them, or it is said."""
+"""What `laurel rm` says of its rows: margins that a loss reads, and conversations that are cut."""
+
+import io
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.schemas import SCHEMAS
+from laurel.data.report import DataReport
 from laurel.errors import DataError
-from laurel.run.reward_model import load_data
+from laurel.run.reward_model import load_data, tokenise
 from runs import pairs, write_rows
 
 
@@ -32,13 +38,31 @@ def test_margins_that_no_row_has_are_refused(tmp_path, overrides, margin):
         load_data(config)
 
 
-def test_margins_that_the_loss_does_not_read_are_noted(tmp_path):
+def test_margins_that_the_loss_does_not_read_are_noted_and_others_not(tmp_path):
     notes = load_data(configured(tmp_path, "data.margin_key=gap")).reports["train"].notes
     assert notes[-1].startswith("data.margin_key=gap has no effect")
     assert "rm.loss.use_margin=true" in notes[-1]
-
-
-def test_margins_that_are_read_are_no_news(tmp_path):
     data = load_data(configured(tmp_path, "data.margin_key=gap", "rm.loss.use_margin=true"))
     assert {preference.margin for preference in data.train} == {0.5}
     assert not any("margin" in note for note in data.reports["train"].notes)
+
+
+@pytest.mark.parametrize(("num_cut", "is_told"), [(3, True), (2, False)])
+def test_most_being_cut_is_a_warning(num_cut, is_told):
+    tokens = [
+        SimpleNamespace(truncated_G=(i < num_cut, i + 1 < num_cut), lengths_G=(8, 8))
+        for i in (0, 2)
+    ]
+    contract: Any = SimpleNamespace(
+        encode=lambda groups, sources: tokens, rules=SimpleNamespace(max_length=8)
+    )
+    preferences: Any = [SimpleNamespace(group=None, source=str(i)) for i in range(2)]
+    stream = io.StringIO()
+    report = DataReport(name="train")
+    tokenise(
+        preferences, contract, report, overlong="truncate", console=Console(file=stream, width=300)
+    )
+    assert report.num_truncated == num_cut
+    said = f"warning: train: {num_cut} of 4 conversations cut to 8 tokens"
+    assert (said in stream.getvalue()) == is_told
+    assert ("policy.max_total_sequence_length" in stream.getvalue()) == is_told

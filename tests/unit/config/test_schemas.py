@@ -1,0 +1,278 @@
+"""The schemas of the commands: what each refuses, with its cure, and what it fills in."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from laurel.config.data import TaskDataConfig
+from laurel.config.grpo import Alarm, GRPORun
+from laurel.config.load import load_config
+from laurel.config.schemas import SCHEMAS, Kind
+from laurel.config.sft import DemonstrationDataConfig, SFTRun
+from laurel.errors import ConfigError
+
+REFUSED: list[tuple[Kind, str, str]] = [
+    ("rm", "policy.scratch.hidden_size=50", "is 50, which num_heads=4 does not divide"),
+    ("rm", "policy.scratch.num_kv_heads=3", "is 4, which num_kv_heads=3 does not divide"),
+    ("rm", "policy.scratch.num_kv_heads=0", "num_kv_heads: must be a whole number of at least 1"),
+    ("rm", "policy.optimizer.kwargs.lr=-1e-5", "kwargs.lr is -1e-05, and must be 0 or more"),
+    ("sft", "policy.optimizer.kwargs.lr=.nan", "kwargs.lr is nan, and must be 0 or more"),
+    ("grpo", "policy.optimizer.kwargs.eps=-1", "kwargs.eps is -1, and must be 0 or more"),
+    ("rm", "policy.optimizer={name: a.B, kwargs: {weight_decay: -1}}", "weight_decay is -1"),
+    ("rm", "policy.optimizer.kwargs.lr=fast", "policy.optimizer: kwargs.lr is 'fast', and must"),
+    ("sft", "policy.optimizer.kwargs.weight_decay=true", "weight_decay is True, and must be a"),
+    ("grpo", "policy.optimizer.kwargs.fused=true", "add it: '+policy.optimizer.kwargs.fused=true'"),
+    ("rm", "policy.reward_model_cfg.enabled=false", "policy.reward_model_cfg.enabled must be true"),
+    ("sft", "policy.reward_model_cfg.enabled=true", "laurel rm"),
+    ("sft", "sft.val_perod=3", "did you mean 'val_period'"),
+    ("grpo", "policy.generation.max_new_tokens=513", "more than policy.max_total_sequence_length"),
+    ("grpo", "policy.generation.vllm_cfg.max_model_len=500", "max_model_len=500 is less than"),
+    ("grpo", "policy.generation.weight_transfer=ipc", "no ipc any more (use auto or broadcast"),
+    ("grpo", "grpo.num_prompts_per_step=33", "no multiple of policy.train_global_batch_size"),
+    ("grpo", "loss_fn.truncated_importance_sampling_ratio=2", "do nothing without truncated_impo"),
+    ("grpo", "grpo.adv_estimator.reward_weights=[1.0,2.0]", "is read by adv_estimator.name=gdpo"),
+    ("grpo", "grpo.adv_estimator.minus_baseline=false", "adv_estimator.name=reinforce_plus_plus"),
+    ("grpo", "grpo.stop_at_validation_metric=accuracy", "stop_at_validation_threshold belong"),
+    ("grpo", "grpo.stop_at_validation_threshold=0.5", "belong together"),
+    ("grpo", "grpo.health.stop_on=[overoptimisation]", "needs grpo.health.gold_metric, or a part"),
+    ("grpo", "grpo.health.stop_on=[format]", "needs format_metric"),
+    ("grpo", "grpo.health.stop_on=[ensemble]", "env.reward_model.models"),
+    ("grpo", "grpo.health.length_factor=1.0", "greater than 1"),
+    ("grpo", "grpo.health.window=0", "at least 1"),
+    ("grpo", "grpo.health.stop_on=[lengths]", f"one of {', '.join(get_args(Alarm))}"),
+    ("grpo", "grpo.health.stop_on=[lengths]", "did you mean 'length'?"),
+    ("grpo", "grpo.health.windows=3", "did you mean 'window'?"),
+    ("grpo", "grpo.health.stop_on=[entropy]", "there is no entropy any more (it rose in no run"),
+    ("grpo", "grpo.health.ignore=[kl_without_reward]", "there is no kl_without_reward any more"),
+    ("grpo", "grpo.health.kl_growth=2.0", "its alarm kl_without_reward was removed"),
+    ("grpo", "grpo.health.entropy_share=0.1", "there is no such key any more"),
+    ("grpo", "grpo.health.noise_floor_share=0.9", "there is no such key any more"),
+]
+
+
+@pytest.mark.parametrize(("kind", "override", "said"), REFUSED)
+def test_what_cannot_be_meant_is_refused(kind: Kind, override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(SCHEMAS[kind], None, [override])
+
+
+TRUNCATED = {
+    "loss_fn.truncated_importance_sampling_type": "tis",
+    "loss_fn.truncated_importance_sampling_ratio": "2",
+}
+CORRECTED = TRUNCATED | {"loss_fn.use_importance_sampling_correction": "true"}
+LEAVES_ONE_OUT = {"grpo.adv_estimator.leave_one_out_std": "true"}
+STOPS = {"grpo.health.stop_on": "[length]"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (TRUNCATED, "sampling_ratio=2.0 needs use_importance_sampling_correction"),
+        (
+            CORRECTED | {"loss_fn.truncated_importance_sampling_ratio_min": "2.5"},
+            "ratio_min=2.5 must be below truncated_importance_sampling_ratio=2.0",
+        ),
+        (
+            LEAVES_ONE_OUT | {"grpo.use_leave_one_out_baseline": "false"},
+            "leave_one_out_std=true is read where",
+        ),
+        (
+            LEAVES_ONE_OUT | {"grpo.adv_estimator.name": "reinforce_plus_plus"},
+            "leave_one_out_std=true is read where",
+        ),
+        ({"env.code.max_attempts": "3", "grpo.max_rollout_turns": "2"}, "set that to 3, or ask"),
+        (STOPS | {"grpo.health.ignore": "[length]"}, "both name length"),
+        (STOPS | {"grpo.health.enabled": "false"}, "enabled=true"),
+        (
+            {"grpo.health.stop_on": "[kl_jump]", "loss_fn.reference_policy_kl_penalty": "0"},
+            "loss_fn.reference_policy_kl_penalty",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(overrides: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(GRPORun, None, [f"{key}={value}" for key, value in overrides.items()])
+
+
+WEIGHTS = ("reward_weights=[1.0,2.0]", "name=gdpo")
+ALONE = ("leave_one_out_std=true", "use_leave_one_out_baseline=true")
+
+
+@pytest.mark.parametrize(
+    "settings", [WEIGHTS, ALONE, ("minus_baseline=false", "name=reinforce_plus_plus")]
+)
+def test_what_an_estimator_reads_is_taken(settings: tuple[str, ...]) -> None:
+    overrides = [f"grpo.adv_estimator.{one}" for one in settings]
+    if settings is ALONE:
+        overrides.append("grpo.use_leave_one_out_baseline=false")
+    assert load_config(GRPORun, None, overrides).warnings == ()
+
+
+def test_a_part_without_weight_is_gold_enough_to_stop_on() -> None:
+    parts = "[{env: math, weight: 1.0}, {env: math, weight: 0.0}]"
+    overrides = [f"+env.composite.both={{parts: {parts}}}"]
+    overrides += ["grpo.health.stop_on=[overoptimisation]"]
+    assert load_config(GRPORun, None, overrides).config.grpo.health.gold_metric is None
+    with pytest.raises(ConfigError, match=r"needs grpo\.health\.gold_metric"):
+        load_config(GRPORun, None, [overrides[0].replace("0.0", "1.0"), overrides[1]])
+
+
+def test_a_key_that_is_gone_is_told_unless_an_older_file_leaves_it_null(tmp_path: Path) -> None:
+    older = tmp_path / "older.yaml"
+    older.write_text("env: {code: {sandbox: {url: null, num_workers: 8}}}\n", encoding="utf-8")
+    loaded = load_config(GRPORun, older)
+    assert "env.code.sandbox.url" in loaded.warnings[0]
+    older.write_text("env: {code: {sandbox: {url: 'http://127.0.0.1:9'}}}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"no such key any more .*Laurel's own sandbox"):
+        load_config(GRPORun, older)
+
+
+@pytest.mark.parametrize("schema", [SFTRun, GRPORun])
+@pytest.mark.parametrize("key", ["prompt_key", "rejected_key"])
+def test_the_keys_of_pairs_are_refused_with_those_that_name_columns_here(
+    schema: Any, key: str, tmp_path: Path
+) -> None:
+    instead = f"{key}: unknown key; for sft and grpo: data.input_key, data.output_key"
+    with pytest.raises(ConfigError, match=re.escape(instead)):
+        load_config(schema, None, [f"data.{key}=Frage"])
+    path = tmp_path / "run.yaml"
+    path.write_text(f"data: {{train: {{data_path: x, {key}: Frage}}}}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=re.escape(f"data.train.{instead}")):
+        load_config(schema, path, [])
+
+
+# -------------------------------------------------------------------------------- what is filled in
+
+
+@pytest.mark.parametrize("given", ["{kwargs: {lr: 1e-4}}", "{}"])
+@pytest.mark.parametrize("is_file", [True, False])
+def test_an_optimizer_without_a_name_changes_the_default(
+    given: str, is_file: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"policy: {{optimizer: {given}}}\n" if is_file else "", encoding="utf-8")
+    overrides = [] if is_file else [f"policy.optimizer={given}"]
+    for kind in SCHEMAS:
+        optimizer = load_config(SCHEMAS[kind], path, overrides).config.policy.optimizer
+        default = SCHEMAS[kind]().policy.optimizer  # type: ignore[attr-defined]
+        changed = {"lr": 1e-4} if "lr" in given else {}
+        assert optimizer.name == default.name
+        assert optimizer.kwargs == default.kwargs | changed
+
+
+def test_a_file_may_change_what_its_parent_has_named(tmp_path: Path) -> None:
+    sgd = "policy: {optimizer: {name: torch.optim.SGD, kwargs: {lr: 0.1, momentum: 0.9}}}\n"
+    (tmp_path / "parent.yaml").write_text(sgd, encoding="utf-8")
+    child = tmp_path / "child.yaml"
+    changed = "defaults: parent.yaml\npolicy: {optimizer: {kwargs: {lr: 0.2}}}\n"
+    child.write_text(changed, encoding="utf-8")
+    optimizer = load_config(SCHEMAS["rm"], child).config.policy.optimizer
+    assert optimizer.name == "torch.optim.SGD"
+    assert optimizer.kwargs == {"lr": 0.2, "momentum": 0.9}
+
+
+@pytest.mark.parametrize("data", [TaskDataConfig, DemonstrationDataConfig])
+def test_blocks_win_over_defaults_and_those_over_flat_keys(data: Any) -> None:
+    blocks = data.model_validate(
+        {
+            "prompt_file": "flat.txt",
+            "default": {"prompt_file": "default.txt", "input_key": "question"},
+            "train": [{"data_path": "a.jsonl"}, {"data_path": "b.jsonl", "prompt_file": "own.txt"}],
+            "validation": {},
+        }
+    )
+    first, second = blocks.train_sets()
+    assert (first.prompt_file, first.input_key) == ("default.txt", "question")
+    assert second.prompt_file == "own.txt"
+    assert blocks.validation_sets() == []
+    flat = data(train_data_path="a.jsonl", val_data_path="b.jsonl", output_key="said")
+    for one, path in ((flat.train_sets(), "a.jsonl"), (flat.validation_sets(), "b.jsonl")):
+        assert [(block.data_path, block.output_key) for block in one] == [(path, "said")]
+
+
+def test_a_split_alone_is_a_validation_set() -> None:
+    data = TaskDataConfig(dataset_name="GSM8K", val_split="test")
+    assert [block.split for block in data.validation_sets()] == ["test"]
+    assert data.train_sets()[0].split is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["use_reward_loop", "reward_model.use_reward_loop", "env.reward_model.use_reward_loop"],
+)
+def test_each_spelling_of_another_system_sets_the_one_key(tmp_path: Path, name: str) -> None:
+    *blocks, key = name.split(".")
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "".join(f"{block}: {{" for block in blocks) + f"{key}: false" + "}" * len(blocks)
+    )
+    for loaded in (load_config(GRPORun, path), load_config(GRPORun, None, [f"{name}=false"])):
+        assert loaded.config.env.reward_model.use_reward_loop is False
+        assert loaded.warnings == ()
+    changed = load_config(GRPORun, path, ["use_reward_loop=true"]).config.env.reward_model
+    assert changed.use_reward_loop is True
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "use_reward_loop: false\nenv: {reward_model: {use_reward_loop: true}}",
+            r"run\.yaml:1: use_reward_loop: is another name of",
+        ),
+        (
+            "reward_model: {use_reward_loop: false, enable: true}",
+            r"run\.yaml:1: reward_model: unknown key",
+        ),
+        (
+            "use_reward_loop: perhaps",
+            r"run\.yaml:1: .*use_reward_loop: must be true or false",
+        ),
+    ],
+)
+def test_two_spellings_and_their_neighbours_are_problems(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load_config(GRPORun, path)
+
+
+# ----------------------------------------------------------------------------- what is not imported
+
+
+def test_the_loader_is_light() -> None:
+    heavy = "torch transformers datasets numpy pandas pyarrow typer rich"
+    program = (
+        "import sys, laurel.config.load, laurel.config.reward_model\n"
+        f"print([name for name in {heavy.split()} if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_neither_torch_nor_data_is_needed_to_refuse_a_setting() -> None:
+    program = (
+        "import sys; from laurel.cli.main import main\n"
+        "sys.argv = ['laurel', 'rm', 'data.train_data_path=/nowhere', 'cluster.device=cuda']\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 2\n"
+        "assert 'torch' not in sys.modules"
+    )
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=hidden, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "error: cluster.device=cuda: this machine has no GPU, or CUDA_VISI" in done.stderr
