@@ -16,13 +16,7 @@ from laurel.config.importing.rules import flag, real, whole
 from laurel.config.importing.translation import FAR, NO_CRITIC, Translation
 from laurel.config.schemas import Kind
 
-_DECAYS = {
-    "cosine_with_min_lr": "cosine",
-    "cosine": "cosine",
-    "linear": "linear",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-}
+_DECAYS = ("cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup")
 _ESTIMATORS = ("group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce", "gae")
 
 
@@ -46,7 +40,7 @@ class Program(Translation):
         warmup = self.share(self.real("O.lr_warmup_ratio"), None)
         self.schedule(
             key,
-            _DECAYS.get(decay, "constant"),
+            decay.partition("_")[0] if decay in _DECAYS else "constant",
             *((key, "O.min_lr_ratio") if has_floor else (key,)),
             warmup=0 if is_constant else warmup,
             warmup_by="" if is_constant else "O.lr_warmup_ratio",

@@ -100,11 +100,7 @@ class Work:
         return [key for key in keys if self.has(key)] or list(keys)
 
     def number(self, key: str) -> float:
-        """Return the value of a source key as a number.
-
-        Raises:
-            ConfigError: The value is no number.
-        """
+        """Return the value of a source key as a number, or raise a ConfigError."""
         value = self[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             raise self.problem(key, "it must be a number")
@@ -115,22 +111,14 @@ class Work:
         return float(self.number(key))
 
     def whole(self, key: str) -> int:
-        """Return the value of a source key as a whole number.
-
-        Raises:
-            ConfigError: The value is no whole number.
-        """
+        """Return the value of a source key as a whole number, or raise a ConfigError."""
         value = self.number(key)
         if value != int(value):
             raise self.problem(key, "it must be a whole number")
         return int(value)
 
     def flag(self, key: str) -> bool:
-        """Return the value of a source key as a boolean; null is False.
-
-        Raises:
-            ConfigError: The value is no boolean.
-        """
+        """Return the value of a source key as a boolean; null is False, or raise a ConfigError."""
         value = self[key]
         if value in (None, "None"):
             return False
@@ -153,11 +141,7 @@ class Work:
         return [value] if isinstance(value, str) else list(value or [])
 
     def pair(self, key: str) -> list[float]:
-        """Return the value of a source key as two numbers.
-
-        Raises:
-            ConfigError: The value is no pair of numbers.
-        """
+        """Return the value of a source key as two numbers, or raise a ConfigError."""
         value = self[key]
         is_pair = isinstance(value, list | tuple) and len(value) == 2
         if not is_pair or not all(isinstance(one, int | float) for one in value):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from laurel.config.importing.rules import Work, real, whole
+from laurel.config.importing.rules import Read, Work, real, whole
 
 FIRST_FACTOR = 1e-8
 """The factor of the learning rate at which a warm-up begins.
@@ -28,12 +28,12 @@ _NEEDS = (
 class Translation(Work):
     """An import with the translations that several systems share."""
 
-    def require(self, key: str, to: str) -> None:
+    def require(self, key: str, to: str, read: Read | None = None) -> None:
         """Set a key of Laurel that has no default, or refuse the source's if it says nothing."""
         if self.text(key) is None:
             self.refuse(key)
         else:
-            self.carry(key, to)
+            self.carry(key, to, read)
 
     def files(self, key: str, paths: Sequence[Any], one: str, several: str) -> None:
         """Set the one set of rows that the source names in `key`, or the list of several."""

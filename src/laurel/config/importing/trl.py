@@ -19,13 +19,7 @@ from laurel.config.schemas import Kind
 
 _BUILDERS = ("json", "csv", "parquet", "arrow")
 _LOGGERS = ("tensorboard", "wandb", "mlflow")
-_DECAYS = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-}
+_DECAYS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr")
 _KEPT_SMALL = ("bit", "paged", "anyprecision", "stable", "bnb")
 
 
@@ -57,7 +51,7 @@ class Trainer(Translation):
 
     def translate(self) -> None:
         """Translate the keys that the programs share."""
-        self.require("model_name_or_path", "policy.model_name")
+        self.require("model_name_or_path", "policy.model_name", text)
         revision = self.text("model_revision")
         self.put("policy.revision", None if revision == "main" else revision, "model_revision")
         self.carry("trust_remote_code", "policy.trust_remote_code")
@@ -122,9 +116,8 @@ class Trainer(Translation):
             if isinstance(file, list) and len(file) == 1:
                 file = file[0]
             if is_file and not isinstance(file, str):
-                raise self.problem(
-                    "datasets", f"path={path} needs one data_files; give a set for each"
-                )
+                what = f"path={path} needs one data_files; give a set for each"
+                raise self.problem("datasets", what)
             row = {"data_path": file if is_file else path}
             row |= {"subset": one["name"]} if one.get("name") is not None else {}
             row |= {} if is_file else {"split": one.get("split", "train")}
@@ -182,7 +175,7 @@ class Trainer(Translation):
             self.skip(why, "warmup_steps", "warmup_ratio")
         self.schedule(
             "lr_scheduler_type",
-            _DECAYS.get(decay, "constant"),
+            decay.partition("_")[0] if decay in _DECAYS else "constant",
             *[key for key in ("lr_scheduler_type", "lr_scheduler_kwargs") if self.has(key)],
             warmup=warmup,
             warmup_by="warmup_ratio" if by_ratio else "warmup_steps",
@@ -306,20 +299,15 @@ class GRPO(Trainer):
     @cached_property
     def sampled(self) -> int:
         """The completions that are sampled at a time."""
-        size, steps = self["generation_batch_size"], self["steps_per_generation"]
-        if size is None:
-            return self.batch if steps is None else self.each * self.whole("steps_per_generation")
-        if steps is not None:
-            raise self.problem(
-                "generation_batch_size", "steps_per_generation is set, too; keep one"
-            )
-        if self.whole("generation_batch_size") % self.each:
-            raise self.problem(
-                "generation_batch_size",
-                f"it must be a multiple of {self.each}, the completions of a forward pass on all "
-                "processes; are --devices right?",
-            )
-        return self.whole("generation_batch_size")
+        size, steps = "generation_batch_size", "steps_per_generation"
+        if self[size] is None:
+            return self.batch if self[steps] is None else self.each * self.whole(steps)
+        if self[steps] is not None:
+            raise self.problem(size, f"{steps} is set, too; keep one")
+        if self.whole(size) % self.each:
+            what = f"{self.each}, the completions of a forward pass on all processes"
+            raise self.problem(size, f"it must be a multiple of {what}; are --devices right?")
+        return self.whole(size)
 
     @cached_property
     def _is_cispo(self) -> bool:
@@ -363,11 +351,9 @@ class GRPO(Trainer):
         self.put("grpo.num_generations_per_prompt", size, "num_generations")
         how = f"{step} completions are sampled at a time"
         if step % size or step % self.batch:
-            raise self.problem(
-                "num_generations",
-                f"{how} and {self.batch} make an optimizer step; the first must be a multiple of "
-                f"{size} and of {self.batch}; are --devices right?",
-            )
+            what = f"{how} and {self.batch} make an optimizer step; the first must be a multiple"
+            what += f" of {size} and of {self.batch}; are --devices right?"
+            raise self.problem("num_generations", what)
         sizes = ["per_device_train_batch_size", "gradient_accumulation_steps"]
         sizes += ["generation_batch_size", "steps_per_generation", "num_generations"]
         self.put("grpo.num_prompts_per_step", step // size, *sizes, how=how)
@@ -450,9 +436,11 @@ class GRPO(Trainer):
         self.put("loss_fn.reference_policy_kl_type", "k3", "beta")
         self.put("loss_fn.kl_input_clamp_value", None, "beta")
         self.put("loss_fn.kl_output_clamp_value", None, "beta")
-        if not self.flag(switch) and self.has(switch):
+        if self.flag(switch):
+            return
+        if self.has(switch):
             self.refuse(switch)
-        elif not self.flag(switch):
+        else:
             self.note("beta", f"the gradient is as with {switch} there")
 
     def _correction(self) -> None:
@@ -477,11 +465,8 @@ class GRPO(Trainer):
         if self._by_sequence and mode.startswith("token"):
             self.refuse(key, "with sequence-level ratios the weight is that of the sequence here")
         if not self._by_sequence and mode == "sequence_mask":
-            self.refuse(
-                key,
-                "a completion above the limit counts with the limit as its weight (seq-tis) here; "
-                "there it is left out",
-            )
+            why = "a completion above the limit counts with the limit as its weight (seq-tis) here"
+            self.refuse(key, f"{why}; there it is left out")
 
     def _rewards(self) -> None:
         model, functions = self.text("reward_model_name_or_path"), self.names("reward_funcs")

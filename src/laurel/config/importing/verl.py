@@ -23,18 +23,10 @@ _ESTIMATORS = (
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
 )
 _DIVERGENCES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-_MEANS = {
-    "token-mean": "tokens",
-    "seq-mean-token-mean": "sequences",
-    "seq-mean-token-sum-norm": "max_length",
-}
-_PRECISIONS = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "half": "float16",
-    "float": "float32",
-}
+_MEANS = {"token-mean": "tokens", "seq-mean-token-mean": "sequences"}
+_MEANS |= {"seq-mean-token-sum-norm": "max_length"}
+_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_PRECISIONS |= {"half": "float16", "float": "float32"}
 _LOGGERS = ("wandb", "tensorboard", "mlflow")
 
 
@@ -60,8 +52,9 @@ class Trainer(Translation):
             if excluded := self.names("M.exclude_modules"):
                 to = "policy.dtensor_cfg.lora_cfg.exclude_modules"
                 self.put(to, excluded, "M.exclude_modules")
-            else:
-                self.skip("there are none", "M.exclude_modules")
+        else:
+            keys = ("M.lora_rank", "M.lora_alpha", "M.target_modules", "M.exclude_modules")
+            self.skip("lora_rank is 0: no adapters", *keys)
 
     def _rows(self) -> None:
         train, val = self.names("data.train_files"), self.names("data.val_files")
@@ -348,11 +341,8 @@ class PPO(Trainer):
             self.note(key, "each completion counts once for the deviation here, each token there")
 
     def _loss(self) -> None:
-        key, mean_by, mode = (
-            "A.policy_loss.loss_mode",
-            "A.loss_agg_mode",
-            str(self["A.policy_loss.loss_mode"]),
-        )
+        key, mean_by = "A.policy_loss.loss_mode", "A.loss_agg_mode"
+        mode = str(self[key])
         known = mode in ("vanilla", "gspo", "cispo", "gpg")
         mean = _MEANS.get(str(self[mean_by]))
         if not known:
