@@ -83,17 +83,6 @@ def test_values_and_gradients_are_those_of_the_plain_formula(kind, has_bias):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", sorted(HEADS))
-def test_gradients_are_those_of_finite_differences(kind):
-    hidden, weight, bias, targets = drawn(tokens=4, width=3, vocabulary=6)
-
-    def logprobs(hidden, weight, bias):
-        out = token_logprobs(hidden, targets, weight, bias_V=bias, chunk_size=3, **HEADS[kind])
-        return out.logprobs_M
-
-    assert torch.autograd.gradcheck(logprobs, (hidden, weight, bias))
-
-
 @pytest.mark.parametrize("chunk_size", [*range(1, 9), None])
 def test_how_it_is_cut_into_chunks_changes_nothing(chunk_size):
     hidden, weight, bias, targets = drawn()
