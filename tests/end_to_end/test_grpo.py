@@ -19,6 +19,7 @@ from policy_runs import (
     completions_of,
     grpo,
     grpo_settings,
+    metrics_of,
     sums,
 )
 
