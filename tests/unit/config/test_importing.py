@@ -392,10 +392,8 @@ KEY_BY_KEY = r"""
 - [openrlhf, "", {grpo.adv_estimator: {name: grpo, scale: group}, grpo.leaves_one_out: false,
     loss_fn: {use_kl_in_reward: true, reference_policy_kl_type: k1}}]
 """
-MORE = {
-    "verl": "algorithm.adv_estimator=grpo A.rollout.n=4 ",
-    "openrlhf": "--rollout.n_samples_per_prompt 4 ",
-}
+MORE = {"verl": "algorithm.adv_estimator=grpo A.rollout.n=4 "}
+MORE |= {"openrlhf": "--rollout.n_samples_per_prompt 4 "}
 
 
 @pytest.mark.parametrize(("base", "line", "values"), yaml.safe_load(KEY_BY_KEY))
@@ -674,9 +672,8 @@ def test_sums_of_the_shell_are_calculated(tmp_path: Path) -> None:
         "python -m openrlhf.cli.train_rm --actor.model_name_or_path m --data.dataset d "
         "--data.max_len $((length * 4)) --train.batch_size $(( (7 - 3) * 8 / 2 ))\n"
     )
-    found = imported(tmp_path, script, "run.sh").imported
     values = {"max_total_sequence_length": 4096, "train_global_batch_size": 16}
-    assert_values(found, {"policy": values})
+    assert_values(imported(tmp_path, script, "run.sh").imported, {"policy": values})
 
 
 def test_a_sum_that_cannot_be_told_is_not_guessed() -> None:
