@@ -192,6 +192,11 @@ def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path):
     assert code == 0
     assert "rm yes: 1 of 1 row" in said
     assert f"eval laurel eval pairs --model DIR -d {path} {' '.join(keys)} " in said
+    code, said, _ = check(write(tmp_path / "pairs.jsonl", PAIR), "data.chosen_key=choosen")
+    assert code == 2
+    assert "format pairs: " in said
+    assert "rm no: pairs.jsonl:1: the row has no 'choosen'; its keys are: prompt, chosen, r" in said
+    assert "Set data.chosen_key to the key that holds it ('chosen'?). 1 malformed" in said
     _, _, error = check(path, "data.prompt_ky=question")
     assert "did you mean 'prompt_key'?" in str(error)
 
