@@ -68,19 +68,6 @@ def test_who_puts_waits_until_the_bucket_before_is_being_read():
     assert list(tensors) == []
 
 
-def test_who_reads_waits_for_the_next_bucket():
-    stream = WeightStream(4)
-    found = []
-    reader = started(lambda: found.extend(name for name, _ in stream.weights.tensors()))
-    stream.put(bucket_of("a"))
-    stream.put(bucket_of("b"))
-    reader.join(0.05)
-    assert reader.is_alive()
-    stream.complete()
-    reader.join(60)
-    assert found == ["a", "b"]
-
-
 def test_those_that_change_do_not_pass_for_all():
     stream = WeightStream(4, changing_only=True)
     stream.put(bucket_of("a"))

@@ -131,12 +131,6 @@ def test_every_task_comes_once_in_an_epoch_and_epochs_differ() -> None:
     assert len(set(groups)) == 20
 
 
-def test_without_shuffling_tasks_come_in_order() -> None:
-    with source_of(ScriptedGenerator(saying("a")), shuffle=False) as source:
-        assert ids(source.take(0)) == ["task 0", "task 1", "task 2"]
-        assert ids(source.take(1)) == ["task 3", "task 4", "task 5"]
-
-
 # ------------------------------------------------------------------------------- going on
 
 

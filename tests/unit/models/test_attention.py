@@ -160,24 +160,6 @@ def test_the_function_by_itself(shapes, repeats, window, softcap, has_sinks, sca
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_masks_by_hand():
-    plan = ForestPlan([])
-    like = torch.zeros(1)
-    no, yes = -torch.inf, 0.0
-    # Two queries at positions 3 and 4 of five keys, which see the latest three positions.
-    expected = torch.tensor([[no, yes, yes, yes, no], [no, no, yes, yes, yes]])
-    assert torch.equal(plan.mask(2, 5, 3, like), expected)
-    assert plan.mask(2, 5, 3, like) is plan.mask(2, 5, 3, like)
-    # Without a window, or with one that reaches back to the first key.
-    expected = torch.tensor([[yes, yes, yes, yes, no], [yes, yes, yes, yes, yes]])
-    assert torch.equal(plan.mask(2, 5, None, like), expected)
-    assert torch.equal(plan.mask(2, 5, 5, like), expected)
-    # A kernel's own causal mask does for a square, and one query sees everything.
-    assert plan.mask(5, 5, None, like) is None
-    assert plan.mask(1, 5, None, like) is None
-    assert torch.equal(plan.mask(1, 3, 2, like), torch.tensor([[no, yes, yes]]))
-
-
 @pytest.mark.parametrize("name", ["qwen3-sliding", "gemma2", "gpt-oss", "phi"])
 def test_activation_checkpointing_changes_no_gradient(name):
     groups = tiny.random_groups(8, SHAPES)

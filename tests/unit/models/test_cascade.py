@@ -16,14 +16,9 @@ from laurel.data.forest import to_forest
 from laurel.models.forest.attention import AttentionOptions, ForestPlan, attend_by_blocks
 from laurel.models.forest.cascade import (
     Cascade,
-    in_pieces,
-    keys_in_window,
-    own_keys,
     packed_calls,
-    trunk_keys,
 )
 from laurel.models.loading.pretrained import recompute_activations
-from laurel.types import Span, Tree
 
 CPU = torch.device("cpu")
 PLAIN = {"scaling": None, "dropout": 0.0, "sliding_window": None, "softcap": None, "s_aux": None}
@@ -31,11 +26,6 @@ RAGGED = st.lists(
     st.tuples(st.integers(0, 45), st.lists(st.integers(1, 30), min_size=1, max_size=4)),
     min_size=1,
     max_size=4,
-)
-TREES = (
-    Tree(Span(0, 5), (Span(5, 7), Span(7, 8))),
-    Tree(Span(8, 8), (Span(8, 10),)),
-    Tree(Span(10, 11), ()),
 )
 
 
@@ -59,32 +49,6 @@ def with_gradients(out, leaves):
 def expected_of(groups, leaves, **options):
     out, _ = dense_attention(nn.Identity(), *leaves, None, oracle=oracle_of(groups), **options)
     return with_gradients(out.transpose(1, 2), leaves)
-
-
-def test_who_sees_whom_by_hand():
-    assert own_keys(TREES) == [
-        (Span(*span), (Span(*span),)) for span in ((0, 5), (5, 7), (7, 8), (8, 10), (10, 11))
-    ]
-    assert trunk_keys(TREES) == [(Span(5, 8), (Span(0, 5),))]
-    assert keys_in_window(TREES, 3) == [
-        (Span(0, 5), (Span(0, 5),)),
-        (Span(5, 7), (Span(3, 5), Span(5, 7))),
-        (Span(7, 8), (Span(3, 5), Span(7, 8))),
-        (Span(8, 10), (Span(8, 10),)),
-        (Span(10, 11), (Span(10, 11),)),
-    ]
-    # A window of one token: nobody sees another.
-    assert keys_in_window(TREES, 1)[1] == (Span(5, 7), (Span(5, 7),))
-    own, before = in_pieces(TREES, size=2)
-    assert [tuple(queries) for queries, _ in own] == [
-        *((0, 2), (2, 4), (4, 5), (5, 7)),
-        *((7, 8), (8, 10), (10, 11)),
-    ]
-    assert before == [
-        (Span(5, 8), (Span(0, 5),)),
-        (Span(2, 4), (Span(0, 2),)),
-        (Span(4, 5), (Span(0, 4),)),
-    ]
 
 
 class Emulated:

@@ -15,21 +15,6 @@ class Copy:
     """Something that takes memory."""
 
 
-def test_pieces_are_done_in_order_and_elsewhere():
-    background, done = Background("test"), []
-    assert background.outcome(is_awaited=False) == 0
-    gate = threading.Event()
-    background.start(gate.wait)
-    for piece in range(5):
-        background.start(lambda piece=piece: done.append((piece, threading.current_thread())))
-    assert background.outcome(is_awaited=False) is None
-    assert done == []
-    gate.set()
-    assert background.outcome(is_awaited=True) > 0
-    assert [piece for piece, _ in done] == [0, 1, 2, 3, 4]
-    assert threading.current_thread() not in [thread for _, thread in done]
-
-
 def test_after_a_failure_nothing_is_begun_until_it_was_told():
     background, done = Background("test"), []
     background.start(lambda: 1 / 0)

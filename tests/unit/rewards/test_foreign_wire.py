@@ -124,6 +124,8 @@ def test_slime():
     for odd in ({"prompt": "a"}, {"response": "a"}, {"prompt": 1, "response": "a"}, "a"):
         with pytest.raises(ProtocolError):
             RemoteRmRequest.read(odd)
+    with pytest.raises(ProtocolError, match="is missing; did you mean 'prompt' by 'promt'"):
+        RemoteRmRequest.read({"promt": "a", "response": "a"})
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))

@@ -149,8 +149,10 @@ def test_vllm_score(plain, path, keys):
     assert error(ask(["q", "p"], ["a"])) == (422, "count")
     assert error(ask("q", [{"content": []}])) == (400, "request")
     assert error(plain.post(path, {keys[0]: "q"})) == (400, "request")
-    both = {"groups": [], keys[0]: "q", keys[1]: "a"}
-    assert error(plain.post("/v1/score", both)) == (400, "request")
+    both = plain.post("/v1/score", {"groups": [], keys[0]: "q", keys[1]: "a"})
+    assert error(both) == (400, "request")
+    unknown = f"the request has an unknown key {keys[0]!r}; its keys are: groups"
+    assert both.json()["error"]["message"].startswith(unknown)
 
 
 def test_openrlhf(plain):
