@@ -2,6 +2,9 @@
 
 import pytest
 
+LONG = ("unit/training/test_learner_group.py", "unit/workers/test_ray_cluster.py")
+"""Files that take long and would come last, when other processes have nothing left to do."""
+
 
 class SharedCluster:
     """Started when a test first asks for it; the tests of one folder share it."""
@@ -44,6 +47,10 @@ def pytest_itemcollected(item):
         parts = f"-{item.callspec.id}-"
         if any(f"-{name}-" in parts for mark in marks for name in mark.args):
             item.add_marker("slow")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 from runs import WarmCommand
@@ -64,6 +65,12 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 def accuracies(found: dict[str, Any]) -> dict[str, float | None]:
     return {one["name"]: one["value"] for one in found["subsets"]}
+
+
+def evaluate(
+    laurel: WarmCommand, name: str, model: Path | str, data: Path, *more: str
+) -> CompletedProcess[str]:
+    return laurel(["eval", name, "-m", str(model), "-d", str(data), *more])
 
 
 def refused(laurel: WarmCommand, arguments: list[str]) -> str:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import tiny
 from laurel.config.policy import LoraConfig
 from laurel.data.forest import to_forest
 from laurel.errors import ModelError
-from laurel.models.forest.attention import FOREST, register
-from laurel.models.forest.decoder import Decoder, RewardModel
+from laurel.models.forest.decoder import Decoder
 from laurel.models.forest.outputs import VocabularyShare, all_logits, token_logprobs
-from laurel.models.forest.policy import PolicyModel
 from laurel.models.loading.adapters import add_adapters
 from laurel.models.loading.pretrained import recompute_activations
 from laurel.models.parallel.mesh import (
@@ -30,7 +26,6 @@ from laurel.models.parallel.mesh import (
     whole,
 )
 from laurel.models.parallel.tensor import decoder_layers
-from laurel.models.parallel.weights import fill_shares, saved_weights
 
 SHAPES = [(9, [5, 3]), (4, [2, 6]), (13, [1, 8]), (2, [4, 4])]
 """Of groups: trunk and two completions each, other numbers of tokens in every group."""
@@ -227,61 +222,6 @@ class Allocations(TorchDispatchMode):
                 (self.largest, self.by), (local(result).untyped_storage().nbytes(), str(func))
             )
         return result
-
-
-def empty_model(directory: str, kind: str) -> Decoder:
-    """A model on the meta device, from the configuration of a saved one."""
-    register()
-    factory: Any = AutoModelForCausalLM if kind == "policy" else AutoModelForSequenceClassification
-    with torch.device("meta"):
-        network = factory.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
-    network.set_attn_implementation(FOREST)
-    if kind == "policy":
-        return PolicyModel(network, path="forest", precision=torch.float32)
-    return RewardModel(network, head_name="score", path="forest", precision=torch.float32)
-
-
-def read(sizes: dict[str, int], cases: list[tuple[str, str]]) -> list[Any]:
-    """Models read straight into shares: what they are and compute, then after a step of SGD."""
-    mesh = ParallelShape(**sizes).mesh("cpu")
-    results = []
-    for kind, directory in cases:
-        model = empty_model(directory, kind)
-        parallelise(model, mesh)
-        with Allocations() as made:
-            fill_shares(model, Path(directory), torch.device("cpu"))
-        batch = to_forest(tiny.random_groups(5, SHAPES))
-        weights = {n: w.clone() for n, w in saved_weights(model.network)}
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        outputs = []
-        for _ in range(2):
-            found = model(batch)
-            values = found.logprobs_M if kind == "policy" else found
-            outputs.append(values.detach())
-            (values.mean() / mesh["dp_shard"].size()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(
-            {
-                "weights": weights,
-                "outputs": outputs,
-                "largest": made.largest,
-                "by": made.by,
-                "bytes": held_bytes(model),
-            }
-        )
-    return results
-
-
-def refused(sizes: dict[str, int], directory: str) -> str:
-    """What is said of weights that do not fit."""
-    model = empty_model(directory, "policy")
-    parallelise(model, ParallelShape(**sizes).mesh("cpu"))
-    try:
-        fill_shares(model, Path(directory), torch.device("cpu"))
-    except ModelError as error:
-        return str(error)
-    return "nothing"
 
 
 def agree(sizes: dict[str, int], values: list[float]) -> dict[str, Any]:

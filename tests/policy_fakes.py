@@ -21,6 +21,8 @@ from laurel.types import (
     GenerationRequest,
     JudgingUnit,
     Message,
+    Rollout,
+    RolloutGroup,
     SamplingParams,
     Task,
     Weights,
@@ -188,6 +190,28 @@ def task(
 ) -> Task:
     return Task(
         id=task_id or text, prompt=(Message("user", text),), environment=name, metadata=metadata
+    )
+
+
+def rollout(text: str, reward: float | None, **changes: Any) -> Rollout:
+    """What was said in one turn; each `.` is a token of the environment's."""
+    values: dict[str, Any] = {
+        "messages": (Message("assistant", text),),
+        "ids_L": ids_of(text),
+        "mask_L": np.array([c != "." for c in text]),
+        "logprobs_L": np.zeros(len(text), dtype=np.float32),
+        "reward": reward,
+        "failure": "broken" if reward is None else None,
+    }
+    return Rollout(**(values | changes))
+
+
+def rollout_group(
+    *rollouts: Rollout, prompt: str = "abc", name: str = "judge", **metadata: Any
+) -> RolloutGroup:
+    asked = task(prompt, name=name, **metadata)
+    return RolloutGroup(
+        id=f"g-{prompt}", task=asked, prompt_ids=ids_of(prompt), rollouts_G=rollouts
     )
 
 

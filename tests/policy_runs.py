@@ -126,27 +126,6 @@ def _run(schema: Any, train: Any, overrides: Sequence[str], path: Path | None = 
     return Finished(outcome=outcome, text=stream.getvalue())
 
 
-def warm_started(directory: Path) -> Path:
-    """A policy that answers every task of `sums` with one of two answers, each as often."""
-    saved = sft(sft_settings(directory, "sft.max_num_epochs=8")).outcome.latest
-    assert saved is not None
-    return saved
-
-
-def writer_of_functions(directory: Path) -> Path:
-    """A model that writes functions which give 1 or 2, each as often right as wrong."""
-    shown = [
-        {"input": f"Give {1 + i % 2} ({i % 16})", "output": f"def f(): return {1 + (i // 3) % 2}"}
-        for i in range(96)
-    ]
-    write_rows(directory / "demonstrations.jsonl", shown)
-    saved = sft(
-        sft_settings(directory, "sft.max_num_epochs=12", "policy.max_total_sequence_length=96")
-    ).outcome.latest
-    assert saved is not None
-    return saved
-
-
 def metrics_of(directory: Path) -> dict[int, dict[str, float]]:
     """All figures of a run, by step, but those that a clock made."""
     steps: dict[int, dict[str, float]] = {}

@@ -225,8 +225,10 @@ class WarmCommand:
 
 
 def environment() -> dict[str, str]:
-    """One thread, a fixed width, and no network."""
+    """One thread, a fixed width, no network; modules of the tests can be imported."""
+    python_path = (str(ROOT / "tests"), os.environ.get("PYTHONPATH", ""))
     return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, python_path)),
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "200",
         "HF_HUB_OFFLINE": "1",

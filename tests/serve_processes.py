@@ -111,6 +111,30 @@ class Serving:
         return self.ask("/v1/score", request_of(prompt, answers))
 
 
+class SamePort:
+    """`laurel serve`, which can be ended and started again at one address."""
+
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        self._directory, self._arguments = directory, arguments
+        self._port = 0
+        self.start()
+
+    def start(self) -> None:
+        arguments = (*self._arguments, "--access-log", "none")
+        self.serving = Serving(self._directory, *arguments, port=self._port).ready()
+        self.url = self.serving.url
+        self._port = int(self.url.rpartition(":")[2])
+
+    def kill(self) -> None:
+        self.serving.__exit__()
+
+    def __enter__(self) -> SamePort:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
 def request_of(prompt: str, answers: Sequence[str], **more: Any) -> dict[str, Any]:
     group = {"id": "g", "prompt": prompt, "completions": list(answers)}
     return {"groups": [group], **more}

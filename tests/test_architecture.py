@@ -245,19 +245,6 @@ def test_a_room_above_is_seen() -> None:
     ]
 
 
-def test_what_is_allowed_is_not_seen() -> None:
-    sound = [
-        Source(
-            "models/a.py",
-            "from laurel.types import Group\nfrom laurel.models.loading.reward_model import x\n",
-        ),
-        Source("models/b.py", "from . import load\nfrom .load import x\nfrom ..errors import y\n"),
-        Source("cli/c.py", "from laurel import __version__\nfrom laurel.training import learner\n"),
-        Source("__init__.py", "__version__ = '1'\n"),
-    ]
-    assert broken_layers(sound) == []
-
-
 def test_a_second_importer_is_seen() -> None:
     planted = [
         Source("workers/ray_group.py", "import ray\nimport ray.util\n"),

@@ -9,7 +9,6 @@ import torch
 
 from generators import MAKERS, collect, draw, full_logits, full_logprobs, request, run, talk
 from laurel.errors import ConfigError, DataError, EngineError
-from laurel.protocols import Generator
 from laurel.types import Weights
 
 pytestmark = pytest.mark.slow_parameters("replicas-ray")
@@ -46,7 +45,8 @@ def same(one, other, setup):
 
 def test_there_is_one_completion_for_each_seed(setup):
     wanted = request(seeds=(5, 6, 7, 8))
-    (found,) = draw(setup.generator, wanted)
+    none, found = draw(setup.generator, request(seeds=(), request_id="none"), wanted)
+    assert none == []
     assert [one.index for one in found] == [0, 1, 2, 3]
     for one in found:
         assert 1 <= len(one.ids_L) <= 20
@@ -56,10 +56,6 @@ def test_there_is_one_completion_for_each_seed(setup):
         assert one.weight_version == setup.generator.weight_version
         assert one.text == setup.tokenizer.decode(one.ids_L, skip_special_tokens=True)
     assert len({tuple(one.ids_L) for one in found}) == 4, "different seeds, different completions"
-
-
-def test_no_seeds_give_no_completions(setup):
-    assert draw(setup.generator, request(seeds=())) == [[]]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
@@ -368,9 +364,3 @@ def test_bad_requests_are_refused_and_harm_nobody(setup, bad, error, says):
         draw(setup.generator, request(**bad))
     (found,) = draw(setup.generator, request(seeds=(1,), max_new_tokens=2))
     assert len(found) == 1
-
-
-def test_it_is_a_generator(setup):
-    generator: Generator = setup.generator
-    for name in ("generate", "update_weights", "sleep", "wake", "close"):
-        assert callable(getattr(generator, name))

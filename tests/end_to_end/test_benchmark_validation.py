@@ -101,7 +101,7 @@ def finished(tmp_path_factory):
 
 def test_every_figure_is_that_of_laurel_eval(finished, tmp_path, capsys):
     directory, _ = finished
-    for step in (3, 6, 9):
+    for step in (3, 9):
         model = directory / "saves" / f"step_{step}"
         said = evaluated(model, "reward-bench", directory / "bench.jsonl", tmp_path / f"r{step}")
 
@@ -157,25 +157,6 @@ def test_the_best_is_best_by_the_benchmark(finished):
         assert runs.metric_of(directory / "saves" / f"step_{step}") == value
 
 
-@pytest.mark.slow
-def test_a_resumed_run_keeps_the_best(tmp_path):
-    common = (
-        "rm.max_num_epochs=9",
-        "rm.val_period=2",
-        "checkpointing.save_period=2",
-        "checkpointing.keep_top_k=1",
-        "checkpointing.metric_name=validation-Rewards_accuracy",
-    )
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    whole = runs.train(settings(straight, *common, "rm.max_num_steps=8"))
-    runs.train(settings(broken, *common, "rm.max_num_steps=4"))
-    again = runs.train(settings(broken, *common, "rm.max_num_steps=8"))
-    assert runs.best_name(again) == runs.best_name(whole)
-    for name in ("accuracy", "final_score", "reasoning", "longer_wins_baseline"):
-        key = f"validation-Rewards/{name}"
-        assert series(broken, key) == series(straight, key)
-
-
 def test_only_benchmarks_are_enough(tmp_path):
     changes = (
         "data.split_validation_size=0",
@@ -196,11 +177,6 @@ def test_only_benchmarks_are_enough(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        (
-            ["checkpointing.metric_name=validation-Rewards_chta"],
-            "never measures that. It can measure: .*validation-Rewards_chat, ",
-        ),
-        (["checkpointing.metric_name=validation-Lists_oracle"], "never measures that"),
         (
             ["checkpointing.metric_name=validation-Rewards_prior"],
             "these rows of RewardBench give no prior .*They give: validation-Rewards_final_score",

@@ -81,13 +81,12 @@ BEFORE = [
 ]
 
 
-@pytest.mark.slow_parameters("True")
-@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize(
-    ("phase", "steps_after"),
-    [(phase, [1, 2]) for phase in BEFORE]
-    + [(phase, [1, 2, 3]) for phase in ("renamed", "best", "prune:step_1")]
-    + [("deleting:step_1", [2, 3]), ("pruned", [2, 3])],
+    ("phase", "steps_after", "in_background"),
+    [(phase, [1, 2], False) for phase in BEFORE]
+    + [(phase, [1, 2, 3], False) for phase in ("renamed", "best", "prune:step_1")]
+    + [("deleting:step_1", [2, 3], False), ("pruned", [2, 3], False)]
+    + [("written", [1, 2], True), ("manifest", [1, 2], True), ("renamed", [1, 2, 3], True)],
 )
 def test_a_kill_in_a_save_leaves_the_old_ones_or_the_new_one_too(
     tmp_path, phase, steps_after, in_background
@@ -107,10 +106,11 @@ def test_a_kill_in_a_save_leaves_the_old_ones_or_the_new_one_too(
     assert assert_settled(tmp_path) == [2, 3]
 
 
-@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize(
-    ("phase", "generation"),
-    [(phase, 1) for phase in BEFORE] + [("renamed-old", 2), ("renamed", 2), ("best", 2)],
+    ("phase", "generation", "in_background"),
+    [(phase, 1, False) for phase in BEFORE]
+    + [("renamed-old", 2, False), ("renamed", 2, False), ("best", 2, False)]
+    + [("manifest", 1, True), ("renamed-old", 2, True)],
 )
 def test_a_kill_in_a_replacement_leaves_the_old_or_the_new(
     tmp_path, phase, generation, in_background

@@ -18,7 +18,7 @@ from laurel.sandbox.detection import detect
 from laurel.sandbox.jobs import Limits
 from laurel.sandbox.pool import SandboxPool
 
-SAMPLE = 150
+SAMPLE = 60
 OBJECTS = ("MBPP/367", "MBPP/601", "MBPP/927")
 """Tasks whose tests make objects of the program's classes."""
 QUICK = Limits(cpu_s=3, wall_s=120)
@@ -62,7 +62,7 @@ def test_known_solutions_of_mbpp_pass(pool):
 def test_solutions_with_a_bug_fail(pool):
     judged = known("buggy")
     assert len(judged) == 164
-    quick = [replace(one, job=replace(one.job, limits=QUICK)) for one in sample(judged, 80)]
+    quick = [replace(one, job=replace(one.job, limits=QUICK)) for one in sample(judged, 40)]
     assert differences(pool, quick) == []
 
 

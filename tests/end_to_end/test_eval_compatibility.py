@@ -4,11 +4,16 @@ import json
 
 import pytest
 
-from eval_rows import WORDS, accuracies, list_rows, pair_rows, refused, write
+from eval_rows import WORDS, accuracies, evaluate, list_rows, pair_rows, refused, write
 from laurel.models.tokenizer import CHATML
 from model_directories import save_model
 from tiny import tiny_classifier
 from tiny_tokenizers import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(reward_model):
+    return reward_model
 
 
 def bos_model(directory):
@@ -56,18 +61,8 @@ def test_the_references_format_and_where_it_differs(laurel, tmp_path):
     assert "other tokens than by the scoring contract in 24 of 24 rows (48 answers)" in shown.stdout
     assert "BOS doubled, the first hidden: 24 rows (48 answers)" in shown.stdout
     lists = write(tmp_path / "lists.jsonl", list_rows())
-    second = laurel(
-        [
-            "eval",
-            "reward-bench-2",
-            "-m",
-            str(model),
-            "-d",
-            str(lists),
-            "--json",
-            "--compatibility",
-            "rewardbench",
-        ]
+    second = evaluate(
+        laurel, "reward-bench-2", model, lists, "--json", "--compatibility", "rewardbench"
     )
     assert second.returncode == 0, second.stderr
     found = json.loads(second.stdout)["compatibility"]
@@ -109,9 +104,7 @@ def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path):
     assert [one["benchmark"] for one in report["summary"]] == list(files)
     assert report["absent"] == ["rm-bench", "judge-bench", "best-of-n"]
     for name in files:
-        alone = laurel(
-            ["eval", name, "-m", str(model), "-d", str(tmp_path / f"{name}.jsonl"), "--json"]
-        )
+        alone = evaluate(laurel, name, model, tmp_path / f"{name}.jsonl", "--json")
         expected = json.loads(alone.stdout)
         found = report["benchmarks"][name]
         assert {**found, "seconds": 0} == {**expected, "seconds": 0}

@@ -7,7 +7,7 @@ from pyarrow import parquet
 
 from laurel.errors import ConfigError, DataError
 from laurel.run.evaluation.policy import EvalOptions, run_eval
-from policy_runs import CPU, MATCHES, sums, warm_started
+from policy_runs import CPU, MATCHES, sums
 from runs import write_rows
 
 SETTINGS = (
@@ -17,11 +17,6 @@ SETTINGS = (
     "policy.generation.backend=transformers",
     "policy.generation.max_new_tokens=8",
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

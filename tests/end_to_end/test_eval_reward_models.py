@@ -5,11 +5,16 @@ from typing import Any
 
 import pytest
 
-from eval_rows import SUBSETS, WORDS, accuracies, list_rows, pair_rows, refused, write
+from eval_rows import SUBSETS, WORDS, accuracies, evaluate, list_rows, pair_rows, refused, write
 from laurel.rewards.open import open_local
 from laurel.types import Message, group_of
 from reward_models import small_model, write_model
 from reward_servers import RewardServer
+
+
+@pytest.fixture(scope="module")
+def model(reward_model):
+    return reward_model
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +36,16 @@ def own_scores(model, rows, key):
 def test_reward_bench_from_rows_to_files(laurel, model, tmp_path):
     rows = pair_rows()
     data = write(tmp_path / "rows.jsonl.gz", rows)
-    done = laurel(
-        [
-            "eval",
-            "reward-bench",
-            "-m",
-            str(model),
-            "-d",
-            str(data),
-            "-o",
-            str(tmp_path / "new" / "out"),
-            "--device",
-            "cpu",
-            "--json",
-        ]
+    done = evaluate(
+        laurel,
+        "reward-bench",
+        model,
+        data,
+        "-o",
+        str(tmp_path / "new" / "out"),
+        "--device",
+        "cpu",
+        "--json",
     )
     assert done.returncode == 0, done.stderr
     chosen, rejected = own_scores(model, rows, "chosen"), own_scores(model, rows, "rejected")
@@ -77,23 +78,10 @@ def test_reward_bench_from_rows_to_files(laurel, model, tmp_path):
     assert json.loads((tmp_path / "new" / "out" / "reward-bench-report.json").read_text()) == report
 
 
-def test_a_table_says_what_is_absent(laurel, model, tmp_path):
-    data = write(tmp_path / "rows.jsonl", [row for row in pair_rows() if row["id"] % 4 == 3])
-    done = laurel(["eval", "reward-bench", "-m", str(model), "-d", str(data)])
-    assert done.returncode == 0, done.stderr
-    lines = {line.strip().split("  ")[0]: line.split() for line in done.stdout.splitlines()}
-    assert lines["Safety"][1:3] == ["absent", "absent"]
-    assert lines["final score"][2:4] == ["absent", "absent"]
-    assert lines["hep-go"][-1] == "6"
-    assert "absent section: Chat Hard" in done.stdout
-
-
 def test_two_models_side_by_side(laurel, model, other_model, tmp_path):
     data = write(tmp_path / "rows.jsonl", pair_rows())
     for name, one in (("a", model), ("b", other_model)):
-        done = laurel(
-            ["eval", "reward-bench", "-m", str(one), "-d", str(data), "-o", str(tmp_path / name)]
-        )
+        done = evaluate(laurel, "reward-bench", one, data, "-o", str(tmp_path / name))
         assert done.returncode == 0, done.stderr
     files = [tmp_path / "a" / "reward-bench.json", tmp_path / "b" / "reward-bench-scores.json"]
     done = laurel(["eval", "reward-bench", "--compare", *map(str, files), "--json"])
@@ -112,7 +100,7 @@ def test_two_models_side_by_side(laurel, model, other_model, tmp_path):
 
 def test_reward_bench_2_with_all_six(laurel, model, tmp_path):
     data = write(tmp_path / "rows.jsonl", list_rows())
-    done = laurel(["eval", "reward-bench-2", "-m", str(model), "-d", str(data), "--json"])
+    done = evaluate(laurel, "reward-bench-2", model, data, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     found = accuracies(report)
@@ -152,7 +140,7 @@ def test_the_other_benchmarks(laurel, model, tmp_path):
     reports = {}
     for name, rows in commands.items():
         data = write(tmp_path / f"{name}.jsonl", rows)
-        done = laurel(["eval", name, "-m", str(model), "-d", str(data), "--json"])
+        done = evaluate(laurel, name, model, data, "--json")
         assert done.returncode == 0, done.stderr
         reports[name] = json.loads(done.stdout)
     matrix = reports["rm-bench"]["matrix"]
@@ -168,7 +156,7 @@ def test_the_other_benchmarks(laurel, model, tmp_path):
         for row in judge
     ]
     data = write(tmp_path / "swapped.jsonl", swapped)
-    again = laurel(["eval", "judge-bench", "-m", str(model), "-d", str(data), "--json"])
+    again = evaluate(laurel, "judge-bench", model, data, "--json")
     assert json.loads(again.stdout)["final"] == reports["judge-bench"]["final"]
     oracle = next(o for o in reports["best-of-n"]["sections"] if o["name"].startswith("any"))
     assert oracle["value"] == 0.5
@@ -228,7 +216,7 @@ def test_broken_rows_of_training_sets_are_counted_and_of_evaluations_refused(
     assert "12 of 22 rows are malformed" in done.stderr
     assert "checked golden scores" not in done.stderr, "before a model is loaded"
 
-    done = laurel(["eval", "pairs", "-m", str(model), "-d", str(broken)])
+    done = evaluate(laurel, "pairs", model, broken)
     assert done.returncode == 2
     assert "broken.jsonl:11: the row has no 'rejected'" in done.stderr
     assert f"laurel data check {broken}" in done.stderr
@@ -312,18 +300,8 @@ def test_a_running_server_scores_and_its_failures_are_counted(laurel, tmp_path):
     data = write(tmp_path / "rows.jsonl", pair_rows())
 
     with RewardServer(poison="laurel,") as server:  # which only wrong answers have
-        done = laurel(
-            [
-                "eval",
-                "reward-bench",
-                "-m",
-                server.url,
-                "-d",
-                str(data),
-                "-o",
-                str(tmp_path / "out"),
-                "--json",
-            ]
+        done = evaluate(
+            laurel, "reward-bench", server.url, data, "-o", str(tmp_path / "out"), "--json"
         )
     assert done.returncode == 1
     failed = [row for row in pair_rows() if "laurel, " in row["rejected"]]

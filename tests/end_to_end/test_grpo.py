@@ -21,13 +21,7 @@ from policy_runs import (
     grpo_settings,
     metrics_of,
     sums,
-    warm_started,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -181,28 +175,6 @@ def test_with_a_reward_model_that_laurel_trained(tmp_path, model, reward_model):
 
 
 @pytest.mark.slow
-def test_with_both_at_once_on_every_sample(tmp_path, model, reward_model):
-    parts = "[{env: matches, weight: 2.0}, {env: reward_model, weight: 0.5}]"
-    grpo(
-        grpo_settings(
-            tmp_path,
-            model,
-            "grpo.max_num_steps=2",
-            "data.env_name=both",
-            "+env.custom.matches.name=policy_fakes.Matches",
-            f"+env.composite.both.parts={parts}",
-            f"env.reward_model.model_name={reward_model}",
-            "env.reward_model.precision=float32",
-        )
-    )
-    figures = logged(tmp_path, 2)
-    one, other = figures["train/rewards/matches/mean"], figures["train/rewards/reward_model/mean"]
-    assert figures["train/reward"] == pytest.approx(one + other, abs=1e-6)
-    assert 0 <= one <= 2
-    assert any(name.startswith("env/both/") for name in figures)
-
-
-@pytest.mark.slow
 def test_several_turns_with_an_environment_of_ones_own(tmp_path, model):
     done = grpo(
         grpo_settings(
@@ -227,23 +199,6 @@ def test_several_turns_with_an_environment_of_ones_own(tmp_path, model):
         12 * figures["train/mean_gen_tokens_per_sample"]
     )
     assert "validation/accuracy" not in logged(tmp_path, 2)
-
-
-def test_that_a_second_turn_never_came_is_noted_once(tmp_path, model):
-    done = grpo(
-        grpo_settings(
-            tmp_path,
-            model,
-            "grpo.max_num_steps=2",
-            "data.env_name=shouts",
-            "+env.custom.shouts.name=policy_fakes.Shouts",
-            "grpo.val_period=0",
-            "checkpointing.enabled=false",
-        )
-    )
-    said = " ".join(done.text.split())
-    assert said.count("for want of a second turn (grpo.max_rollout_turns=1;") == 1
-    assert logged(tmp_path, 2)["train/unended_out_of_turns"] == 12
 
 
 def test_it_learns(tmp_path, model):
@@ -363,20 +318,6 @@ def test_the_divergence_is_measured_from_where_the_run_began(tmp_path, model):
             assert not torch.allclose(loaded(**text).logits, before(**text).logits, atol=1e-3)
 
 
-def test_without_a_weight_no_reference_is_kept(tmp_path, model):
-    grpo(
-        grpo_settings(
-            tmp_path,
-            model,
-            *MATCHES,
-            *NO_VALIDATION,
-            "grpo.max_num_steps=1",
-            "loss_fn.reference_policy_kl_penalty=0",
-        )
-    )
-    assert logged(tmp_path, 1).get("train/kl_penalty", 0.0) == 0.0
-
-
 def states(checkpoint):
     weights = load_file(checkpoint / "model.safetensors")
     state = load_file(checkpoint / "training" / "optimizer.safetensors")
@@ -479,29 +420,6 @@ def test_noise_is_measured_of_rewards_before_they_are_scaled(tmp_path, model, no
     assert (figures["train/groups_at_noise_floor"] > 0) is is_damped
 
 
-def test_cut_off_completions_can_be_left_out(tmp_path, model):
-    grpo(
-        grpo_settings(
-            tmp_path,
-            model,
-            *MATCHES,
-            *NO_VALIDATION,
-            "grpo.max_num_steps=3",
-            "grpo.overlong_filtering=true",
-            "policy.generation.temperature=1.6",
-        )
-    )
-    seen = 0
-    for step in (1, 2, 3):
-        figures, rows = logged(tmp_path, step), completions_of(tmp_path, step)
-        cut = [row for row in rows if row["truncated"]]
-        assert all(row["advantage"] == 0 for row in cut)
-        if "train/num_valid_samples" in figures:
-            assert figures["train/num_valid_samples"] == 12 - len(cut)
-            seen += len(cut)
-    assert seen > 0
-
-
 def test_a_loss_that_is_not_finite_is_not_applied_and_its_rollouts_are_kept(tmp_path, model):
     """The rewards are as large as float32 holds, so the sum over the tokens is infinite."""
     overrides = grpo_settings(
@@ -544,21 +462,6 @@ def test_completions_that_cannot_be_written_do_not_end_the_run(tmp_path, model):
     assert (tmp_path / "saves" / "step_2" / "MANIFEST.json").is_file()
 
 
-@pytest.mark.parametrize(("limit", "batch", "seen"), [(2, 256, 2), (4, 1, 4), (99, 4, 6)])
-def test_d21_as_many_tasks_are_validated_as_there_are(tmp_path, model, limit, batch, seen):
-    grpo(
-        grpo_settings(
-            tmp_path,
-            model,
-            *MATCHES,
-            "grpo.max_num_steps=1",
-            f"grpo.max_val_samples={limit}",
-            f"grpo.val_batch_size={batch}",
-        )
-    )
-    assert logged(tmp_path, 1)["validation/env/matches/seen"] == seen
-
-
 def test_validation_may_be_greedy_and_does_not_depend_on_the_step(tmp_path, model):
     grpo(
         grpo_settings(
@@ -588,9 +491,3 @@ def test_d22_a_time_budget_ends_the_run_saved_and_in_time(tmp_path, model, monke
     (saved,) = (tmp_path / "saves").glob("step_*")
     assert saved.name == f"step_{done.outcome.step}"
     assert (saved / "MANIFEST.json").is_file()
-
-
-def test_a_policy_from_nothing(tmp_path):
-    done = grpo(grpo_settings(tmp_path, None, *MATCHES, "grpo.max_num_steps=1"))
-    assert done.outcome.ended == "finished"
-    assert "the weights are new and random" in done.text

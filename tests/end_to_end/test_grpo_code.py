@@ -17,7 +17,6 @@ from policy_runs import (
     metrics_of,
     sft,
     sft_settings,
-    writer_of_functions,
 )
 from runs import write_rows
 
@@ -64,16 +63,10 @@ def tasks(count=16):
     ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Writes such functions, each as often right as wrong."""
-    return writer_of_functions(tmp_path_factory.mktemp("model"))
-
-
-def test_programs_are_judged_by_tests(tmp_path, model):
+def test_programs_are_judged_by_tests(tmp_path, writer):
     bad = {**tasks(1)[0], "reference_solution": "def f(): return 3"}
     write_rows(tmp_path / "tasks.jsonl", [*tasks(), bad])
-    done = grpo(grpo_settings(tmp_path, model, *CODE))
+    done = grpo(grpo_settings(tmp_path, writer, *CODE))
     assert done.outcome.ended == "finished"
     assert "graded by code" in done.text
     figures = metrics_of(tmp_path)[2]
@@ -94,10 +87,10 @@ def test_programs_are_judged_by_tests(tmp_path, model):
 
 
 @pytest.mark.slow
-def test_the_recipe_begins(tmp_path, model):
+def test_the_recipe_begins(tmp_path, writer):
     recipe = Path(__file__).parents[2] / "recipes" / "code_cpu.yaml"
     changes = (
-        f"policy.model_name={model}",
+        f"policy.model_name={writer}",
         "grpo.num_prompts_per_step=2",
         "grpo.max_num_steps=1",
         "policy.train_global_batch_size=16",

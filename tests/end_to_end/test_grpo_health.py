@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from policy_runs import MATCHES, completions_of, grpo, grpo_settings, metrics_of, warm_started
+from policy_runs import MATCHES, completions_of, grpo, grpo_settings, metrics_of
 from runs import manifest_hashes
 
 NO_VALIDATION = ("grpo.val_period=0", "grpo.val_at_end=false")
@@ -27,11 +27,6 @@ NERVOUS = (
     "grpo.health.kl_least=0.0",
 )
 """What any run does raises and ends alarms."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return warm_started(tmp_path_factory.mktemp("model"))
 
 
 def entries(directory):

@@ -29,9 +29,8 @@ from policy_runs import (
     sft,
     sft_settings,
     sums,
-    warm_started,
 )
-from runs import ROOT, environment, manifest_hashes, write_rows
+from runs import environment, manifest_hashes, write_rows
 
 NUM_STEPS = 6
 LENGTH = (
@@ -42,11 +41,6 @@ LENGTH = (
     *MATCHES,
     *HOOKED,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return warm_started(tmp_path_factory.mktemp("model"))
 
 
 HEARD, NOTICED = threading.Event(), threading.Event()
@@ -319,13 +313,12 @@ def test_kill_9_at_any_moment(tmp_path, model):
     grpo(grpo_settings(straight, model, *changes))
     moments = random.Random()
     overrides = grpo_settings(broken, model, *changes)
-    python_path = os.pathsep.join((str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     # Three groups a step, and one step ahead: after the first checkpoint, and before the last step.
     moment = (str(moments.randrange(28, 56)), str(moments.random() / 10))
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, *moment, *overrides],
         capture_output=True,
-        env=environment() | {"PYTHONPATH": python_path},
+        env=environment(),
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     last = grpo(overrides)
@@ -353,10 +346,6 @@ def test_sigterm_ends_the_command_well_and_ctrl_c_with_130(tmp_path, model, caps
     ("change", "named"),
     [
         ("grpo.seed=7", "grpo.seed: 42 then, 7 now"),
-        ("grpo.num_generations_per_prompt=8", "grpo.num_generations_per_prompt: 4 then, 8 now"),
-        ("policy.generation.temperature=0.5", "generation.temperature: 1.0 then, 0.5 now"),
-        ("loss_fn.ratio_clip_max=0.3", "loss_fn.ratio_clip_max: 0.2 then, 0.3 now"),
-        ("+env.custom.matches.kwargs.reward=2.0", "env.custom.matches.kwargs"),
         ("data.split_validation_size=0.5", "training data: "),
     ],
 )
@@ -368,25 +357,6 @@ def test_another_run_is_refused_and_the_change_is_named(tmp_path_factory, model,
         grpo(grpo_settings(directory, model, *LENGTH, "grpo.max_num_steps=2", change))
     assert named in str(no.value)
     assert [p.name for p in (directory / "logs").iterdir()] == ["exp_001"]
-
-
-def test_what_changes_nothing_may_change(tmp_path, model):
-    grpo(grpo_settings(tmp_path, model, *LENGTH, "grpo.max_num_steps=1"))
-    done = grpo(
-        grpo_settings(
-            tmp_path,
-            model,
-            *LENGTH,
-            "grpo.val_period=1",
-            "grpo.max_val_samples=2",
-            "policy.generation.max_concurrent=2",
-            "env.max_failed_share=0.1",
-            "logger.num_val_samples_to_print=0",
-            "grpo.max_bad_steps=9",
-            "grpo.max_num_steps=2",
-        )
-    )
-    assert done.outcome.step == 2
 
 
 @pytest.mark.parametrize("more", [[], [LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.2"]])

@@ -26,7 +26,7 @@ VLLM = ("policy.generation.backend=vllm", "policy.generation.max_concurrent=16")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Like `policy_runs.warm_started`, with two heads of a size that vLLM computes on a CPU."""
+    """Like `model` of conftest.py, with two heads of a size that vLLM computes on a CPU."""
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("model")
     heads = ("policy.scratch.hidden_size=64", "policy.scratch.num_heads=2")
@@ -92,9 +92,8 @@ SCRATCH_WITH_HEADS = (
 )
 
 
-@pytest.mark.parametrize("is_from_scratch", [False, True], ids=["from a directory", "from scratch"])
 def test_a_replica_over_two_slots_on_ray_is_started_again_when_it_is_killed(
-    tmp_path, model, small_cluster, caplog, is_from_scratch
+    tmp_path, small_cluster, caplog
 ):
     """vLLM with tp 2, in turns with a learner with dp 2 on the same two slots.
 
@@ -135,11 +134,8 @@ def test_a_replica_over_two_slots_on_ray_is_started_again_when_it_is_killed(
 
     HOOKS["judge"] = kill_once
     try:
-        if is_from_scratch:
-            settings = grpo_settings(tmp_path, None, *VLLM, *MATCHES, *TWO_SLOTS)
-            run = grpo([*settings, *SCRATCH_WITH_HEADS])
-        else:
-            run = grpo(grpo_settings(tmp_path, model, *VLLM, *MATCHES, *TWO_SLOTS))
+        settings = grpo_settings(tmp_path, None, *VLLM, *MATCHES, *TWO_SLOTS)
+        run = grpo([*settings, *SCRATCH_WITH_HEADS])
     finally:
         HOOKS.clear()
     assert killed, seen

@@ -66,9 +66,9 @@ def test_kill_9_at_any_moment_and_in_the_middle_of_a_save(tmp_path, straight):
     assert last_step(tmp_path) == 80
     assert any(saves.glob(".tmp-step_80-*/model.safetensors"))
 
-    finished = run(overrides)
-    assert finished.returncode == 0, finished.stderr
-    assert "resuming from" in finished.stdout
+    finished = train(overrides)
+    assert finished.outcome.ended == "finished"
+    assert "resuming from" in finished.text
     assert not [p for p in saves.iterdir() if p.name.startswith(".") and p.name != ".lock"]
     assert_equal_runs(straight, tmp_path, last=LONG_STEPS, same_validations=True)
 
@@ -86,9 +86,9 @@ def test_sigterm_saves_and_ends_well_and_the_run_goes_on(tmp_path, straight):
     assert (saves / f"step_{step}" / "MANIFEST.json").is_file()
     assert step < LONG_STEPS
 
-    finished = run(overrides)
-    assert finished.returncode == 0, finished.stderr
-    assert f"resuming from {saves}/step_{step}, after step {step}" in finished.stdout
+    finished = train(overrides)
+    assert finished.outcome.ended == "finished"
+    assert f"resuming from {saves}/step_{step}, after step {step}" in finished.text
     assert_equal_runs(straight, tmp_path, last=LONG_STEPS, same_validations=True)
 
 

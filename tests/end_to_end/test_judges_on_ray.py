@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from laurel.rewards import open
-from policy_runs import grpo, grpo_settings, metrics_of, warm_started
+from policy_runs import grpo, grpo_settings, metrics_of
 from reward_models import small_model, write_model
 
 ray = pytest.importorskip("ray")
@@ -26,11 +26,6 @@ SETTLED = (
     "grpo.val_at_end=false",
     "data.env_name=reward_model",
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -11,18 +11,15 @@ from policy_runs import (
     metrics_of,
     sft,
     sft_settings,
-    warm_started,
 )
 from runs import settings, train
 
 pytestmark = pytest.mark.usefixtures("small_cluster")
 
-# Each kind of parallelism beside data parallelism. By themselves they are in the run that goes on
-# on another mesh, in GRPO below, and in the tests of models/parallel.
-SPREAD = {
-    "dp 2 x tp 2": ("cluster.gpus_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=2"),
-    "dp 2 x cp 2": ("cluster.gpus_per_node=4", "policy.dtensor_cfg.context_parallel_size=2"),
-}
+# Every kind of parallelism by itself: in the run that goes on on another mesh, in GRPO below, and
+# in the tests of models/parallel.
+DP_2_TP_2 = ("cluster.gpus_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=2")
+DP_2_CP_2 = ("cluster.gpus_per_node=4", "policy.dtensor_cfg.context_parallel_size=2")
 DP_2 = ("cluster.gpus_per_node=2",)
 TP_2 = ("cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2")
 BOUND = 1e-5
@@ -64,9 +61,8 @@ def here(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ways", SPREAD.values(), ids=SPREAD)
-def test_a_reward_model_learns_the_same_spread(tmp_path, here, ways):
-    finished = train(rm_settings(tmp_path, *ways))
+def test_a_reward_model_learns_the_same_spread(tmp_path, here):
+    finished = train(rm_settings(tmp_path, *DP_2_TP_2))
     assert "placed  policy: node 0, slots 0-" in finished.text
     for step in (1, 4, 10):
         assert_close(figures(tmp_path, step, RM_FIGURES), figures(here, step, RM_FIGURES))
@@ -92,20 +88,14 @@ def sft_plain(directory, *changes):
     return [*chosen, f"+{PLAIN_STEPS}", "sft.max_num_steps=6", "sft.max_num_epochs=2", *changes]
 
 
-@pytest.fixture(scope="module")
-def sft_here(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("sft_here")
-    sft(sft_plain(directory))
-    return directory
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("ways", SPREAD.values(), ids=SPREAD)
-def test_fine_tuning_is_the_same_spread(tmp_path, sft_here, ways):
-    sft(sft_plain(tmp_path, *ways))
+def test_fine_tuning_is_the_same_spread(tmp_path):
+    here, spread = tmp_path / "here", tmp_path / "spread"
+    sft(sft_plain(here))
+    sft(sft_plain(spread, *DP_2_CP_2))
     for step in (1, 3, 6):
-        assert_close(figures(tmp_path, step, SFT_FIGURES), figures(sft_here, step, SFT_FIGURES))
-    AutoModelForCausalLM.from_pretrained(tmp_path / "saves" / "step_6")
+        assert_close(figures(spread, step, SFT_FIGURES), figures(here, step, SFT_FIGURES))
+    AutoModelForCausalLM.from_pretrained(spread / "saves" / "step_6")
 
 
 GRPO_FIGURES = ("train/loss", "train/grad_norm", "train/reward", "train/approx_entropy")
@@ -115,19 +105,6 @@ GRPO = (
     "loss_fn.reference_policy_kl_penalty=0.05",
     "grpo.max_num_steps=2",
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return warm_started(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("judge")
-    latest = train(settings(directory, "rm.max_num_steps=5")).outcome.latest
-    assert latest is not None
-    return latest
 
 
 def own_slots(judge):
@@ -145,11 +122,6 @@ ROLES = {
         "env.reward_model.resources.gpus_per_node=1",
         "policy.generation.colocated.enabled=false",
         "policy.generation.colocated.resources.gpus_per_node=1",
-    ),
-    "all in turns on two slots": ("cluster.gpus_per_node=2",),
-    "a context divided by two": (
-        "cluster.gpus_per_node=2",
-        "policy.dtensor_cfg.context_parallel_size=2",
     ),
     "dp 2 x tp 2 in turns": (
         "cluster.gpus_per_node=4",

@@ -8,7 +8,7 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.grpo.advantages import compute_advantages, resolve
 from laurel.training.policy_loss import PolicyLoss
-from policy_runs import MATCHES, grpo, grpo_settings, metrics_of, warm_started
+from policy_runs import MATCHES, grpo, grpo_settings, metrics_of
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 PRESETS = CONFIGS / "presets"
@@ -86,11 +86,6 @@ def test_their_losses():
         assert (loss.kind, PolicyLoss(loss, max_length=8).normalizer) == wanted, name
     assert of("gspo").loss_fn.sequence_level_importance_ratios
     assert of("dapo").grpo.reward_shaping.enabled
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return warm_started(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.slow_parameters("gdpo")

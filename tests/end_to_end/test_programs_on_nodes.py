@@ -20,7 +20,6 @@ from policy_runs import (
     grpo,
     grpo_settings,
     metrics_of,
-    writer_of_functions,
 )
 from runs import write_rows
 from sandbox_processes import END, below, is_gone, wait_until
@@ -52,11 +51,12 @@ def _sandbox():
         pytest.skip(found.sentence())
 
 
-@pytest.fixture
-def two_nodes(no_ray):
+@pytest.fixture(scope="module")
+def two_nodes():
     """Of two slots each."""
     from ray.cluster_utils import Cluster
 
+    ray.shutdown()  # the cluster of tests before
     slots = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": STORE}
     nodes = Cluster(initialize_head=True, head_node_args={**slots, "include_dashboard": False})
     try:
@@ -129,19 +129,6 @@ def test_both_nodes_run_programs_and_an_actor_that_is_killed_loses_none(pool, gr
 
 
 @pytest.mark.slow
-def test_a_node_that_is_lost_leaves_its_programs_to_the_other(pool, groups, two_nodes, caplog):
-    futures = [pool.submit(job) for job in jobs(16)]
-    second = next(g for g in groups if g._node_ids[0] == two_nodes.second.node_id)
-    wait_until(lambda: running_below(second))
-    two_nodes.remove_node(two_nodes.second, allow_graceful=False)
-    assert_all_right([future.result(4 * END) for future in futures])
-    # That may be before Ray has noticed: the other node has what it had as soon as it is silent.
-    wait_until(lambda: "sandbox workers are given up" in caplog.text)
-    assert_all_right(pool.run(jobs(4)))
-    wait_until(is_on_the_only_node)
-
-
-@pytest.mark.slow
 def test_an_actor_that_hangs_is_lost_and_ended(pool, groups, monkeypatch):
     assert_all_right(pool.run(jobs(4)))
     monkeypatch.setattr(code_nodes, "COLLECT_SECONDS", 1.0)
@@ -173,12 +160,6 @@ def test_closing_in_the_middle_of_everything_leaves_the_cluster_in_peace(pool, g
     assert len(ray.nodes()) == 2
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Writes functions that give 1 or 2, each as often right as wrong."""
-    return writer_of_functions(tmp_path_factory.mktemp("model"))
-
-
 def run(directory, model, *changes):
     directory.mkdir()
     rows = [
@@ -197,9 +178,9 @@ def run(directory, model, *changes):
 
 @pytest.mark.slow
 def test_a_run_on_a_cluster_has_the_rewards_of_one_in_process(
-    tmp_path, model, two_nodes, monkeypatch
+    tmp_path, writer, two_nodes, monkeypatch
 ):
-    run(tmp_path / "here", model, "env.code.num_workers=2")
+    run(tmp_path / "here", writer, "env.code.num_workers=2")
     asked = []
     submit = NodeGroup._submit
 
@@ -210,7 +191,7 @@ def test_a_run_on_a_cluster_has_the_rewards_of_one_in_process(
     monkeypatch.setattr(NodeGroup, "_submit", submit_and_note)
     run(
         tmp_path / "there",
-        model,
+        writer,
         "env.code.num_workers=1",
         "cluster.backend=ray",
         f"cluster.address={two_nodes.address}",
@@ -230,3 +211,17 @@ def test_a_run_on_a_cluster_has_the_rewards_of_one_in_process(
             for name in ("here", "there")
         ]
         assert sorted(found[0]) == sorted(found[1])
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_leaves_its_programs_to_the_other(pool, groups, two_nodes, caplog):
+    """The last test of these nodes."""
+    futures = [pool.submit(job) for job in jobs(16)]
+    second = next(g for g in groups if g._node_ids[0] == two_nodes.second.node_id)
+    wait_until(lambda: running_below(second))
+    two_nodes.remove_node(two_nodes.second, allow_graceful=False)
+    assert_all_right([future.result(4 * END) for future in futures])
+    # That may be before Ray has noticed: the other node has what it had as soon as it is silent.
+    wait_until(lambda: "sandbox workers are given up" in caplog.text)
+    assert_all_right(pool.run(jobs(4)))
+    wait_until(is_on_the_only_node)

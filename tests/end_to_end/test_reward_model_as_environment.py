@@ -52,13 +52,16 @@ def judged(logs, **settings):
 
 @pytest.mark.slow_parameters(
     "step-model_name",
-    "step-checkpoint_path",
     "bare-model_name",
-    "bare-checkpoint_path",
     "exported-model_name",
 )
-@pytest.mark.parametrize("key", ["model_name", "checkpoint_path"])
-@pytest.mark.parametrize("form", ["run", "step", "bare", "exported"])
+@pytest.mark.parametrize(
+    ("form", "key"),
+    [
+        ("run", "checkpoint_path"),
+        *((form, "model_name") for form in ("run", "step", "bare", "exported")),
+    ],
+)
 def test_d29_rewards_are_the_scores_to_the_last_bit(directories, form, key, tmp_path, capsys):
     rows = [{"prompt": prompt, "completions": ANSWERS} for prompt in PROMPTS]
     path = runs.write_rows(tmp_path / "rows.jsonl", rows)

@@ -4,11 +4,10 @@ The router of such a run lives in the process of the run. Figures in brackets ar
 project's fault matrix.
 """
 
-import os
 import signal
 import subprocess
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 
@@ -19,14 +18,13 @@ from policy_runs import (
     grpo,
     grpo_settings,
     metrics_of,
-    warm_started,
 )
 from reward_models import small_model, write_model
-from runs import ROOT, command, environment, last_step, wait_until
-from serve_processes import KEY, Serving
+from runs import command, environment, last_step, wait_until
+from serve_processes import KEY, SamePort
 
 NUM_STEPS = 8
-QUIET = ("--access-log", "none")
+COMPUTED = "laurel_scorer_computed_total"
 LENGTH = (
     f"grpo.max_num_steps={NUM_STEPS}",
     "grpo.max_num_epochs=99",
@@ -39,47 +37,16 @@ LENGTH = (
 )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return warm_started(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(autouse=True)
 def key(monkeypatch):
     monkeypatch.setenv("KEY_OF_THE_TEST", KEY)
 
 
-class Server:
-    """`laurel serve`, always on the same port."""
-
-    def __init__(self, directory, *arguments):
-        self._directory, self._arguments = directory, arguments
-        self._port = 0
-        self.start()
-
-    def start(self):
-        self._serving = Serving(self._directory, *self._arguments, *QUIET, port=self._port).ready()
-        self.url = self._serving.url
-        self._port = int(self.url.rpartition(":")[2])
-
-    def kill(self):
-        self._serving.__exit__()
-
-    def figure(self, name):
-        """One of those of `/metrics`; only digits and letters in its name."""
-        _, text = self._serving.ask("/metrics")
-        (line,) = [one for one in text.decode().splitlines() if one.startswith(f"{name} ")]
-        return float(line.split()[1])
-
-
-@contextmanager
-def served(directory, *arguments, count=1):
-    with ExitStack() as stack:
-        found = []
-        for _ in range(count):
-            found.append(Server(directory, *arguments))
-            stack.callback(found[-1].kill)
-        yield found
+def figure(server, name):
+    """One of those of `/metrics`; only digits and letters in its name."""
+    _, text = server.serving.ask("/metrics")
+    (line,) = [one for one in text.decode().splitlines() if one.startswith(f"{name} ")]
+    return float(line.split()[1])
 
 
 def asking(servers, **settings):
@@ -120,13 +87,12 @@ main()
 def held(when, directory, overrides, log):
     """`laurel grpo` in a process of its own, which waits after three steps: before it asks for
     scores, or when it has got them."""
-    path = os.pathsep.join((str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     with log.open("wb") as output:
         process = subprocess.Popen(
             command(overrides, program=("-c", HELD, when, str(directory))),
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment() | {"PYTHONPATH": path},
+            env=environment(),
         )
     try:
         wait_until((directory / "is_held").exists, process)
@@ -146,7 +112,7 @@ def test_a_run_that_is_killed_with_its_router_ends_the_same_and_nothing_is_compu
     directory = tmp_path / "rm"
     write_model(small_model(max_length=128), directory)
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    with served(tmp_path, "--model", str(directory), "--cpu-threads", "1") as (server,):
+    with SamePort(tmp_path, "--model", str(directory), "--cpu-threads", "1") as server:
         settings = asking([server])
         overrides = grpo_settings(broken, model, *settings)
         asked = "laurel_scorer_completions_total"
@@ -156,11 +122,14 @@ def test_a_run_that_is_killed_with_its_router_ends_the_same_and_nothing_is_compu
         assert last_step(broken) == 3
         last = grpo(overrides)
         assert "resuming from" in last.text
-        computed, asked_before = server.figure("laurel_scorer_computed_total"), server.figure(asked)
+        computed, asked_before = (
+            figure(server, COMPUTED),
+            figure(server, asked),
+        )
 
         grpo(grpo_settings(straight, model, *settings))
-        assert server.figure(asked) > asked_before
-        assert server.figure("laurel_scorer_computed_total") == computed
+        assert figure(server, asked) > asked_before
+        assert figure(server, COMPUTED) == computed
     for step in range(1, NUM_STEPS + 1):
         expected, found = completions_of(straight, step), completions_of(broken, step)
         assert [row["completion"] for row in found] == [row["completion"] for row in expected]
@@ -176,7 +145,7 @@ def test_a_run_waits_for_servers_that_die_and_come_back_and_ends_the_same(
     """First one of two, then both. Every figure and weight is that of a quiet run."""
     quiet, restless = tmp_path / "quiet", tmp_path / "restless"
     rising, score = [], HttpScorer.score
-    with served(tmp_path, "--null", count=2) as (one, other):
+    with SamePort(tmp_path, "--null") as one, SamePort(tmp_path, "--null") as other:
         settings = asking([one, other])
         grpo(grpo_settings(quiet, model, *settings))
 
@@ -206,7 +175,7 @@ def test_a_run_waits_for_servers_that_die_and_come_back_and_ends_the_same(
 def test_a_run_whose_servers_stay_away_ends_and_can_be_gone_on_with(tmp_path, model):  # [15]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     log = tmp_path / "log.txt"
-    with served(tmp_path, "--null") as (server,):
+    with SamePort(tmp_path, "--null") as server:
         settings = asking([server], request_timeout=15, attempt_timeout=10)
         settings += ("env.max_failed_share=0",)  # one failed score ends it: none is left out
         grpo(grpo_settings(straight, model, *settings))

@@ -2,12 +2,10 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from laurel.models.checkpoint.store import verify
@@ -91,18 +89,6 @@ def test_metrics_have_the_names_of_nemo_rl(two_sets):
     assert all(k in ("step", "time") or k.startswith(known) for line in lines for k in line)
 
 
-def test_tensorboard_has_the_same_names_and_numbers(two_sets):
-    run_dir = two_sets / "logs" / "exp_001"
-    events = EventAccumulator(str(run_dir / "tensorboard"))
-    events.Reload()
-    lines = read_metrics(run_dir / "metrics.jsonl")
-    names = {name for line in lines for name in line} - {"step", "time"}
-    assert set(events.Tags()["scalars"]) == names
-    for name in ("train/loss", "validation-Lists/loss", "timing/train/checkpointing"):
-        found = {event.step: event.value for event in events.Scalars(name)}
-        assert found == pytest.approx({int(ln["step"]): ln[name] for ln in lines if name in ln})
-
-
 def test_the_data_report_is_kept_with_the_run(two_sets):
     path = two_sets / "logs" / "exp_001" / "data_report.json"
     reports = json.loads(path.read_text(encoding="utf-8"))
@@ -128,18 +114,16 @@ def test_what_a_checkpoint_says_of_itself(two_sets):
     assert golden["messages"][0]["content"].startswith("question 1-")
 
 
-@pytest.mark.slow_parameters("train_loss", "checkpointing.metric_name=null")
+@pytest.mark.slow_parameters("checkpointing.metric_name=null")
 @pytest.mark.parametrize(
     ("change", "key", "best"),
     [
         # The loss of a run that learns falls, so the highest is that of the first save.
         ("checkpointing.metric_name=auto", "validation-Easy_loss", 5),
-        ("checkpointing.metric_name=validation-Easy_accuracy", "validation-Easy_accuracy", None),
-        ("checkpointing.metric_name='train:loss'", "train_loss", None),
         ("checkpointing.metric_name=null", None, None),
     ],
 )
-def test_every_form_of_metric_name(tmp_path, two_sets, change, key, best):
+def test_what_checkpoints_are_ranked_by(tmp_path, two_sets, change, key, best):
     named = (
         f"{{Easy: {two_sets}/easy.jsonl, "
         f"Lists: {{dataset_name: PreferenceDataset, data_path: {two_sets}/lists.jsonl}}}}"
@@ -162,22 +146,6 @@ def test_every_form_of_metric_name(tmp_path, two_sets, change, key, best):
     if best is not None:
         assert done.outcome.best == tmp_path / "saves" / f"step_{best}"
     assert (done.outcome.best is None) == (key is None)
-
-
-def test_the_best_and_the_latest_are_kept(tmp_path):
-    changes = [
-        "checkpointing.higher_is_better=true",
-        "checkpointing.keep_top_k=1",
-        "checkpointing.save_period=1",
-        "rm.max_num_epochs=2",
-    ]
-    done = train(settings(tmp_path, *changes))
-    losses = series(tmp_path, "validation-default/loss")
-    highest = max(losses, key=lambda step: losses[step])
-    assert highest == 1, "the loss falls"
-    assert sorted(p.name for p in (tmp_path / "saves").glob("step_*")) == ["step_1", "step_8"]
-    assert done.outcome.best == tmp_path / "saves" / "step_1"
-    assert (tmp_path / "saves" / "best").readlink() == Path("step_1")
 
 
 def test_without_checkpoints_nothing_is_saved(tmp_path):
@@ -232,8 +200,7 @@ def test_it_learns_a_rule_and_hugging_face_agrees_on_every_score(tmp_path):
         assert score == pytest.approx(golden["values_K"][0], abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["davidson", "rao_kupper"])
-def test_ties_are_learned_from(tmp_path, kind):
+def test_ties_are_learned_from(tmp_path):
     drawn = pairs(90)
     ties = [
         ranked(row["prompt"], {row["chosen"]: 0, f"{GOOD[0]} as well": 0}) for row in drawn[:30]
@@ -241,7 +208,11 @@ def test_ties_are_learned_from(tmp_path, kind):
     rows = [ranked(row["prompt"], {row["chosen"]: 0, row["rejected"]: 1}) for row in drawn[30:]]
     rows += ties
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    changes = ["data.dataset_name=PreferenceDataset", f"rm.loss.type={kind}", "rm.max_num_epochs=5"]
+    changes = [
+        "data.dataset_name=PreferenceDataset",
+        "rm.loss.type=davidson",
+        "rm.max_num_epochs=5",
+    ]
     done = train(settings(tmp_path, *changes, rows=path))
     assert last(tmp_path, "train/loss") < series(tmp_path, "train/loss")[1]
     assert last(tmp_path, "validation-default/accuracy") >= 0.9
@@ -249,25 +220,6 @@ def test_ties_are_learned_from(tmp_path, kind):
         seqs / 2 for seqs in series(tmp_path, "train/global_valid_seqs").values()
     ), "ties have no right side, and are trained on"
     assert "tied pairs" in done.text
-
-
-@pytest.mark.slow
-def test_lists_of_four_are_learned_from(tmp_path):
-    words = ("awful", "weak", "solid", "superb")
-    rows = [
-        ranked(f"question {i}?", {f"a {word} answer {i}": 3 - n for n, word in enumerate(words)})
-        for i in range(60)
-    ]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    changes = [
-        "data.dataset_name=PreferenceDataset",
-        "rm.loss.type=plackett_luce",
-        "rm.max_num_epochs=4",
-    ]
-    train(settings(tmp_path, *changes, rows=path))
-    assert last(tmp_path, "validation-default/accuracy") >= 0.9
-    assert last(tmp_path, "validation-default/top1") >= 0.9
-    assert last(tmp_path, "validation-default/num_valid_samples") == 12 * 6
 
 
 def test_a_regression_head_learns_ratings(tmp_path):
@@ -367,19 +319,3 @@ def test_the_form_of_the_seeds(tmp_path):
     resolved = (tmp_path / "logs" / "exp_001" / "config.yaml").read_text(encoding="utf-8")
     assert "seed: 7" in resolved
     assert (tmp_path / "results" / "step_5" / "config.yaml").read_text(encoding="utf-8") == resolved
-
-
-@pytest.mark.slow
-def test_a_printed_configuration_reads_back_as_itself(tmp_path):
-    def printed(*arguments):
-        result = run(arguments, program=["-m", "laurel.cli.main", "config"])
-        assert result.returncode == 0, result.stderr
-        return result.stdout
-
-    first = printed(*settings(tmp_path, "checkpointing.checkpoint_must_save_by=10:00:00:00"))
-    for number, text in enumerate((first, printed("--describe", *settings(tmp_path)))):
-        path = tmp_path / f"{number}.yaml"
-        path.write_text(text, encoding="utf-8")
-    assert printed("--config", str(tmp_path / "0.yaml")) == first
-    plain = printed(*settings(tmp_path))
-    assert printed("--config", str(tmp_path / "1.yaml")) == plain

@@ -18,21 +18,8 @@ from laurel.cli import serve as command
 from laurel.cli.main import main
 from laurel.errors import MissingDependencyError, install_command
 from laurel.generation.vllm import settings as vllm_settings
-from reward_models import small_model, write_model
 from sandbox_processes import wait_until
 from serve_processes import Load, Serving, ask_many, model_values, request_of, values_of
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Two models in directories of the same name."""
-    found = []
-    for seed in (0, 1):
-        directory = tmp_path_factory.mktemp(f"model-{seed}") / "rm"
-        write_model(small_model(seed=seed, max_length=512), directory)
-        found.append(directory)
-    return found
-
 
 NEEDS = {
     "no model": ([], "give either a reward model (--model"),
@@ -205,32 +192,18 @@ def test_a_model_its_scores_and_another_one(models, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_give_its_golden_scores_never_becomes_ready(tmp_path):
-    directory = tmp_path / "rm"
-    write_model(small_model(), directory)
-    contract = json.loads((directory / "scoring.json").read_text())
-    for golden in contract["golden"]:
-        golden["values_K"] = [value + 1 for value in golden["values_K"]]
-    (directory / "scoring.json").write_text(json.dumps(contract))
-    with Serving(tmp_path, "--model", str(directory)) as server:
-        assert server.process.wait(120) == 2
-        assert "golden" in server.said()
-        assert "ready " not in server.said()
-
-
-@pytest.mark.slow
-def test_a_burst_of_20_000_requests_into_a_queue_of_2_000(models, tmp_path):
+def test_a_burst_of_6_000_requests_into_a_queue_of_600(models, tmp_path):
     bodies = [
         json.dumps(request_of(f"q{i}", [f"answer {j} to {i}" for j in range(8)])).encode()
-        for i in range(20_000)
+        for i in range(6_000)
     ]
-    arguments = ("--model", str(models[0]), "--max-waiting", "2000", "--access-log", "none")
+    arguments = ("--model", str(models[0]), "--max-waiting", "600", "--access-log", "none")
     arguments += ("--batch-tokens", "1024", "--cpu-threads", "1")  # so it is slow on any machine
     with Serving(tmp_path, *arguments).ready() as server:
-        found = asyncio.run(ask_many(server.url, "/v1/score", bodies, connections=400))
+        found = asyncio.run(ask_many(server.url, "/v1/score", bodies, connections=200))
         statuses = collections.Counter(status for status, _ in found)
         assert set(statuses) == {200, 429}, statuses
-        assert statuses.total() == 20_000
+        assert statuses.total() == 6_000
         scored = [(i, reply) for i, (status, reply) in enumerate(found) if status == 200]
         for i, reply in scored[:: max(1, len(scored) // 3)]:
             wanted = model_values(models[0], f"q{i}", *(f"answer {j} to {i}" for j in range(8)))

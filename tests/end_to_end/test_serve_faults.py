@@ -1,9 +1,6 @@
 """`laurel serve` that is killed, ended and stopped under load, with a client that streams."""
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 from contextlib import ExitStack
 
@@ -11,68 +8,23 @@ import pytest
 
 from laurel.rewards.server.service import NullScorer
 from reward_streams import GROUPS, Streamed
+from serve_processes import KEY, SamePort
 
-KEY = "test-key-" + "k" * 32
 MANY = GROUPS * 8
 
 
-class ServedProcess:
-    """`laurel serve --null`, always on the same port."""
-
-    def __init__(self, *arguments):
-        self.arguments = arguments
-        self.port = 0
-        self.start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self):
-        command = [sys.executable, "-m", "laurel", "serve", "--null", "--access-log", "none"]
-        self.process = subprocess.Popen(
-            [*command, *self.arguments, "--port", str(self.port)],
-            env={**os.environ, "LAUREL_API_KEY": KEY},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stderr is not None
-        said = []
-        for line in self.process.stderr:
-            said.append(line)
-            if line.startswith("ready"):
-                self.port = int(line.rpartition(":")[2])
-                return
-        raise AssertionError(f"it did not start: {said}")
-
-    def end(self, signal_number=signal.SIGKILL):
-        """Its exit code."""
-        self.process.send_signal(signal_number)
-        code = self.process.wait(timeout=60)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
-        return code
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.end()
-
-
 @pytest.fixture(scope="module")
-def served_processes():
+def served_processes(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("served")
     with ExitStack() as stack:
-        yield [stack.enter_context(ServedProcess()) for _ in range(3)]
+        yield [stack.enter_context(SamePort(directory, "--null")) for _ in range(3)]
 
 
 @pytest.fixture
 def three_served(served_processes):
     """All of them up and running."""
     for server in served_processes:
-        if server.process.poll() is not None:
+        if server.serving.process.poll() is not None:
             server.start()
     return served_processes
 
@@ -86,13 +38,13 @@ def null_scores(groups):
 def test_laurel_serve_is_killed_and_comes_back(three_served):  # [1]
     one, other, last = three_served
     streamed = Streamed(three_served, version="", api_key=KEY)
-    streamed.after(100, one.end)
-    streamed.after(200, other.end)
+    streamed.after(100, one.kill)
+    streamed.after(200, other.kill)
 
     def start_one_and_end_the_last():  # for a moment there may be none
         starting = threading.Thread(target=one.start)
         starting.start()
-        last.end()
+        last.kill()
         starting.join()
 
     streamed.after(300, start_one_and_end_the_last)
@@ -106,7 +58,7 @@ def test_laurel_serve_is_asked_to_end_under_load(three_served):  # [21]
     codes = []
 
     def end_and_start():
-        codes.append(three_served[0].end(signal.SIGTERM))
+        codes.append(three_served[0].serving.end())
         three_served[0].start()
 
     streamed = Streamed(three_served, version="", api_key=KEY)
@@ -116,13 +68,13 @@ def test_laurel_serve_is_asked_to_end_under_load(three_served):  # [21]
 
 
 @pytest.mark.slow
-def test_the_front_of_replicas_is_killed_and_started_again():
+def test_the_front_of_replicas_is_killed_and_started_again(tmp_path):
     """It holds the router. Whoever asks asks again until there is another one at its address."""
-    with ServedProcess("--replicas", "2") as front:
+    with SamePort(tmp_path, "--null", "--replicas", "2") as front:
         streamed = Streamed([front], version="", api_key=KEY)
 
         def kill_and_start():
-            front.end()
+            front.kill()
             front.start()
 
         streamed.after(100, kill_and_start)
@@ -136,6 +88,6 @@ def test_the_front_of_replicas_is_killed_and_started_again():
 def test_laurel_serve_hangs(three_served):  # [2]
     limits = {"timeout": 900.0, "attempt_timeout": 600.0}
     streamed = Streamed(three_served, version="", api_key=KEY, hedge=True, **limits)
-    streamed.after(100, lambda: three_served[0].process.send_signal(signal.SIGSTOP))
+    streamed.after(100, lambda: three_served[0].serving.process.send_signal(signal.SIGSTOP))
     assert streamed.run(MANY) == null_scores(MANY)
     assert streamed.counts["hedges"] > 0

@@ -5,7 +5,6 @@ fault matrix."""
 import asyncio
 import json
 import signal
-import time
 from urllib.parse import urlsplit
 
 import psutil
@@ -13,8 +12,8 @@ import pytest
 
 from laurel.rewards.open import open_local
 from laurel.types import Message, group_of
-from reward_models import small_model, write_model
 from reward_streams import GROUPS, Streamed
+from sandbox_processes import wait_until
 from scripted_backend import null_scores
 from serve_processes import (
     KEY,
@@ -30,17 +29,6 @@ QUIET = ("--access-log", "none")
 ADMIN_KEY = "the-other-key-of-the-tests-of-laurel-serve"
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Two models in directories of the same name."""
-    found = []
-    for seed in (0, 1):
-        directory = tmp_path_factory.mktemp(f"model-{seed}") / "rm"
-        write_model(small_model(seed=seed, max_length=512), directory)
-        found.append(directory)
-    return found
-
-
 def figures(server):
     """Those of `/metrics`, by their name and labels."""
     status, text = server.ask("/metrics")
@@ -51,13 +39,6 @@ def figures(server):
 
 def answered(server, status, path="/v1/score"):
     return figures(server).get(f'laurel_requests_total{{path="{path}",status="{status}"}}', 0.0)
-
-
-def until(true, *, seconds=60):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.02)
 
 
 @pytest.mark.slow
@@ -114,7 +95,7 @@ def test_clients_that_leave_take_their_requests_along(models, tmp_path):
     arguments = ("--model", str(models[0]), "--cpu-threads", "1", "--batch-tokens", "512")
     with Serving(tmp_path, *arguments, "--max-waiting", "9999", *QUIET).ready() as server:
         asyncio.run(ask_and_leave(server))
-        until(lambda: figures(server)["laurel_completions_waiting"] == 0)
+        wait_until(lambda: figures(server)["laurel_completions_waiting"] == 0)
         found = figures(server)
         cancelled = found["laurel_scorer_cancelled_total"]
         # Who leaves in the moment in which the answer is ready is gone too, with nothing to cancel.
@@ -130,14 +111,13 @@ def test_clients_that_leave_take_their_requests_along(models, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", ["1", "2"])
-def test_sleep_in_the_middle_of_requests_loses_none(tmp_path, replicas):
-    with Serving(tmp_path, "--null", "--replicas", replicas, *QUIET).ready() as server:
+def test_sleep_in_the_middle_of_requests_loses_none(tmp_path):
+    with Serving(tmp_path, "--null", "--replicas", "2", *QUIET).ready() as server:
 
         def nap():
             status, state = server.ask("/admin/sleep", {})
             assert (status, state["state"]) == (200, "asleep")
-            until(lambda: answered(server, 503) > 0)
+            wait_until(lambda: answered(server, 503) > 0)
             status, state = server.ask("/admin/wake", {})
             assert (status, state["state"]) == (200, "ready")
 

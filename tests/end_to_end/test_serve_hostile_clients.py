@@ -69,21 +69,6 @@ def test_clients_that_never_finish_cost_only_themselves(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_client_that_sends_a_letter_at_a_time_is_not_waited_for_for_ever(tmp_path):
-    with Serving(tmp_path, *QUIET).ready() as server, opened(server, b"") as slow:
-        text = b"GET /health HTTP/1.1\r\nHost: here\r\n" + b"X-Long: " + b"x" * 4000
-        started, sent = time.monotonic(), 0
-        with contextlib.suppress(OSError):
-            while time.monotonic() - started < 120:
-                slow.sendall(text[sent : sent + 1])
-                sent += 1
-                time.sleep(0.05)
-        assert sent < len(text), "a head that took two minutes was accepted"
-        assert server.score("No.")[0] == 200
-        assert server.end() == 0
-
-
-@pytest.mark.slow
 def test_keys_that_are_guessed_by_many_never_fit_and_delay_nobody_else(tmp_path):
     async def guess(server, first, count):
         seen: Counter[int] = Counter()
@@ -109,15 +94,14 @@ def test_keys_that_are_guessed_by_many_never_fit_and_delay_nobody_else(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", ["1", "2"])
-def test_memory_stays_flat_over_many_requests(tmp_path, replicas):
+def test_memory_stays_flat_over_many_requests(tmp_path):
     """benchmarks/server_memory.py does this with 100,000 requests."""
 
     def held():
         family = [psutil.Process(server.process.pid), *server.family()]
         return sum(process.memory_info().rss for process in family)
 
-    with Serving(tmp_path, *QUIET, "--replicas", replicas).ready() as server:
+    with Serving(tmp_path, *QUIET, "--replicas", "2").ready() as server:
         Load(server, 2000).answers()
         before = held()
         for _ in range(3):

@@ -30,9 +30,7 @@ def answer(directory, question):
     return str(said)
 
 
-@pytest.mark.slow_parameters("adapters")
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
-def test_it_learns_to_answer_and_to_stop(tmp_path, lora):
+def test_it_learns_to_answer_and_to_stop(tmp_path):
     write_rows(tmp_path / "demonstrations.jsonl", ROWS * 4)
     first = sft(
         sft_settings(
@@ -53,12 +51,11 @@ def test_it_learns_to_answer_and_to_stop(tmp_path, lora):
     # From that model on, to another answer.
     others = [row | {"output": "blue"} for row in ROWS]
     write_rows(tmp_path / "others.jsonl", others * 4)
-    changes = ["policy.dtensor_cfg.lora_cfg.enabled=true"] if lora else []
     second = sft(
         sft_settings(
             tmp_path / "second",
             f"data.train_data_path={tmp_path}/others.jsonl",
-            *changes,
+            "policy.dtensor_cfg.lora_cfg.enabled=true",
             "sft.max_num_epochs=60",
             "data.split_validation_size=0",
             model=saved,

@@ -135,12 +135,9 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_background", ["false", "true"])
-def test_a_full_disk_costs_no_checkpoint_and_does_not_end_the_run(
-    tmp_path, small_disk, in_background
-):
+def test_a_full_disk_costs_no_checkpoint_and_does_not_end_the_run(tmp_path, small_disk):
     changes = [
-        f"checkpointing.in_background={in_background}",
+        "checkpointing.in_background=true",
         "rm.max_num_epochs=3",
         "checkpointing.save_period=2",
         "checkpointing.keep_top_k=null",

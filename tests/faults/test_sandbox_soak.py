@@ -1,6 +1,6 @@
 """Many programs of every kind, one after another and side by side: nothing is left of them.
 
-LAUREL_SOAK_JOBS says how many; 600 by default, 10,000 before a release.
+LAUREL_SOAK_JOBS says how many; 300 by default, 10,000 before a release.
 """
 
 import os
@@ -17,9 +17,9 @@ from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, Status
 from laurel.sandbox.pool import SandboxPool
 from sandbox_processes import below, is_gone, is_idle, wait_until
 
-JOBS = int(os.environ.get("LAUREL_SOAK_JOBS", "600"))
-LIMITS = Limits(cpu_s=2, wall_s=120, disk_mb=8, inodes=256)
-SHORT = Limits(cpu_s=2, wall_s=0.3, disk_mb=8, inodes=256)
+JOBS = int(os.environ.get("LAUREL_SOAK_JOBS", "300"))
+LIMITS = Limits(cpu_s=1, wall_s=120, disk_mb=8, inodes=256)
+SHORT = Limits(cpu_s=1, wall_s=0.3, disk_mb=8, inodes=256)
 HOSTILE = {
     "forks": "import os\nwhile True: os.fork()",
     "threads": "from threading import Thread\nfrom time import sleep\n"

@@ -85,6 +85,17 @@ def test_what_the_assistant_says_counts_in_the_loss(tmp_path, model):
     assert "brief" not in learned
 
 
+def test_without_colours_the_layout_says_the_same(tmp_path, model):
+    path = write(tmp_path / "rows.jsonl", PAIR)
+    _, said, _ = check(path, "--for", "rm", "--model", model)
+    assert "\x1b" not in said
+    assert re.search(r"B.y. .t.h.e", said)
+    assert re.search(r" score \\n", said)
+    assert "score: the score is read from this one" in said
+    chats = write(tmp_path / "chats.jsonl", CHAT)
+    assert re.search(r" loss Y.e.s", check(chats, "--for", "sft", "--model", model)[1])
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
@@ -175,6 +186,11 @@ def test_keys_that_map_columns_are_taken_and_unknown_ones_refused(tmp_path):
     assert code == 0
     assert "rm yes: 1 of 1 row" in said
     assert f"eval laurel eval pairs --model DIR -d {path} {' '.join(keys)} " in said
+    code, said, _ = check(write(tmp_path / "pairs.jsonl", PAIR), "data.chosen_key=choosen")
+    assert code == 2
+    assert "format pairs: " in said
+    assert "rm no: pairs.jsonl:1: the row has no 'choosen'; its keys are: prompt, chosen, r" in said
+    assert "Set data.chosen_key to the key that holds it ('chosen'?). 1 malformed" in said
     _, _, error = check(path, "data.prompt_ky=question")
     assert "did you mean 'prompt_key'?" in str(error)
 
@@ -204,6 +220,8 @@ def test_an_evaluation_that_would_stop_at_a_bad_row_is_not_proposed(tmp_path):
     assert code == 0
     assert "leaves out 1 malformed row, the first at rows.jsonl:2" in said
     assert "set data.on_bad_row=skip" not in said
+    _, named, _ = check(path, "--for", "rm", "policy.model_name=mine")
+    assert f"laurel rm data.train_data_path={path} policy.model_name=mine data.on_bad_row" in named
     assert "eval no: laurel eval pairs reads a file whole, and stops at rows.jsonl:2: fix" in said
     assert "laurel eval pairs --model" not in said
 

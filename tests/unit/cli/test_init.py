@@ -223,6 +223,15 @@ def test_preferences_are_not_answers_to_check_by(here, model, capsys):
     assert "laurel init --task grpo-rm" in said
 
 
+def test_columns_of_other_names_are_mapped_in_the_file(here, model):
+    rows = [{"question": r["prompt"], "better": r["chosen"], "worse": r["rejected"]} for r in PAIRS]
+    write(here / "own.jsonl", rows)
+    init("rm", model, data="own.jsonl")
+    config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
+    keys = config.data.prompt_key, config.data.chosen_key, config.data.rejected_key
+    assert keys == ("question", "better", "worse")
+
+
 def test_columns_that_tell_nothing_are_asked_for_in_the_file_or_named_as_words(here, model):
     names = {"prompt": "Frage", "chosen": "gute Antwort", "rejected": "schlechte"}
     write(here / "own.jsonl", [{names[key]: row[key] for key in names} for row in PAIRS])

@@ -74,6 +74,20 @@ def test_the_page_of_the_seeds_colocated_run_and_the_facts_of_one_on_two_nodes(c
 LENGTHS = {"prompt_tokens": 512, "completion_tokens": 1024}
 
 
+def test_the_seconds_of_a_step_are_one_table(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run_plan(EXAMPLES / "grpo_rm_1B.yaml", SEED, options(device="H100", **LENGTHS))
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("seconds of a step on H100"))
+    table = [line.split() for line in lines[start:-2]]
+    names = [row[0] for row in table]
+    assert names[names.index("phase") + 1 :] == (
+        ["generation", "scoring", "log-probs", "training", "weight", "step"]
+    )
+    assert float(table[-1][-1]) > 1  # padded rows take longer
+    assert max(map(len, lines[start:-2])) <= 60
+
+
 def test_a_device_has_its_own_memory_and_its_seconds_are_facts(capsys):
     given = options(device="h200", efficiency=0.5, as_json=True, **LENGTHS)
     assert run_plan(EXAMPLES / "grpo_rm_1B.yaml", SEED, given)

@@ -246,6 +246,19 @@ def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("run"), {1: 0.6, 2: 0.9, 3: 0.7})
 
 
+def test_a_run_without_a_best_means_its_newest_whole_checkpoint(score, tmp_path):
+    run = write_run(tmp_path / "run", {1: None, 2: None})
+    (run / "step_2" / "scoring.json").unlink()
+    result = score(run)
+    assert "the newest is step_1" in result.err
+    assert "warning: skipped a checkpoint" in result.err
+    assert "scoring.json is missing" in result.err
+    assert result.lines[0]["scores"] == score(run / "step_1").lines[0]["scores"]
+    (run / "step_1" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* is whole: .*is miss"):
+        score(run)
+
+
 def test_a_torn_checkpoint_is_named_with_its_bad_file_and_the_one_before(score, tmp_path):
     run = write_run(tmp_path / "run", {1: 0.5, 2: 0.6})
     weights = run / "step_2" / "model.safetensors"

@@ -58,6 +58,15 @@ def test_the_commands_of_a_format_read_its_example(known, tmp_path):
             ("data.chosen_key=choosen",),
         ),
         ({"dialog": [user("Where?"), assistant("Here.")]}, "sft", ("data.chat_key=dialog",)),
+        (
+            {"id": "7", "Frage": "Wo ist er?", "good_answer": "Hier.", "bad_answer": "Nein."},
+            "rm",
+            (
+                "data.prompt_key=Frage",
+                "data.chosen_key=good_answer",
+                "data.rejected_key=bad_answer",
+            ),
+        ),
         ({"q": "Where?", "a": "Here."}, "sft", ("data.input_key=q", "data.output_key=a")),
         ({"user": "Where?"}, "grpo", ("data.input_key=user", "data.env_name=reward_model")),
     ],

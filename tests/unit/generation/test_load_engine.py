@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 
-import tiny
 import tiny_tokenizers
 import vllm_engines
 from generators import collect, draw, policy_and_tokenizer, request, run
@@ -18,7 +17,7 @@ from laurel.generation.replicas import GeneratorReplicas
 from laurel.generation.requests import GeneratorSpec
 from laurel.generation.transformers.engine import HeldWeights
 from laurel.models.checkpoint.export import save_policy
-from laurel.models.loading.adapters import adapted_layers, add_adapters
+from laurel.models.loading.adapters import adapted_layers
 from laurel.models.loading.policy import load_policy
 from laurel.models.spec import ModelSpec
 from laurel.workers.calls import LocalGroup
@@ -75,16 +74,6 @@ def test_a_model_that_nobody_else_has_is_not_copied():
     policy, _ = policy_and_tokenizer()
     assert HeldWeights(policy, owns_model=True).model is policy
     assert HeldWeights(policy).model is not policy
-    pytest.importorskip("peft")
-    policy, _ = policy_and_tokenizer()
-    lora = LoraConfig(enabled=True, dim=4)
-    policy.causal_lm = add_adapters(policy.causal_lm, lora, trains_head=False)
-    tiny.draw_adapters(policy, 0.1)
-    held = HeldWeights(policy, owns_model=True).model
-    assert held is not policy
-    found = dict(held.named_weights())
-    for name, tensor in policy.named_weights():
-        assert torch.equal(found[name], tensor), name
 
 
 def test_vllm_behind_replicas(tmp_path):

@@ -9,7 +9,6 @@ import signal
 import time
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -113,18 +112,6 @@ def near_the_draw(policy, prompt_ids, ids, seed):
     return set(range(first, last + 1))
 
 
-@pytest.mark.slow
-def test_what_lies_on_an_edge_is_seldom_and_found(setup):
-    """Nearly every draw leaves no choice, and it is the engine's."""
-    policy, _, _ = setup
-    (wanted, *_), (expected, *_) = ASKED, reference(setup)
-    for generated, seed in zip(expected, wanted.seeds_G, strict=True):
-        ids = generated.ids_L.tolist()
-        for count in range(0, len(ids), 7):
-            near = near_the_draw(policy, wanted.prompt_ids, ids[:count], seed)
-            assert near == {ids[count]}
-
-
 def draw_and_kill(generator, pid):
     """All completions as they came; the process is killed when the fifth has come."""
 
@@ -199,22 +186,3 @@ def test_the_only_replica_comes_back_with_the_weights_of_the_day(cluster, setup)
         same(found, reference(setup), policy)
         assert {g.weight_version for group in found for g in group} == {3}
         assert said[-1] == "generation replica 0 is back and has the weights of step 3"
-        idle(pids[-1][1])
-
-
-def idle(pid):
-    """A replica that has nothing to do costs next to nothing, here and there.
-
-    Who waits in a loop is never at rest; what else runs in the two processes now and then is.
-    """
-    process = psutil.Process(pid)
-    assert any(max(processor_shares(process, 2.0)) < 0.1 for _ in range(5))
-
-
-def processor_shares(process, of):
-    before, here, started = process.cpu_times(), time.process_time(), time.monotonic()
-    time.sleep(of)
-    seconds = time.monotonic() - started
-    after = process.cpu_times()
-    there = after.user + after.system - before.user - before.system
-    return there / seconds, (time.process_time() - here) / seconds

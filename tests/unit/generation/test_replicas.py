@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from generators import collect, draw, policy_and_tokenizer, request, run
-from laurel.errors import ConfigError, DataError, EngineError, WorkerError
+from laurel.errors import DataError, EngineError, WorkerError
 from laurel.generation.engine_worker import EngineWorker
 from laurel.generation.replicas import GeneratorReplica, GeneratorReplicas, Order
 from laurel.generation.transformers.engine import TransformersEngine
@@ -91,28 +91,15 @@ def test_a_conversation_stays_with_its_replica_and_its_end_is_passed_on():
         # What has ended belongs to nobody: it begins where there is least work.
         await collect(generator, turn("y", 3))
         await collect(generator, turn("x", 3))
+        generator.end_conversations(["x", "y"])
+        await collect(generator, request(seeds=(1,), request_id="next"))
 
     with replicas_of(company) as generator:
         run(ask(generator))
-    assert [name for name, _ in company.asked(0)] == ["x0", "x1", "x2", "y3", "x3"]
-    assert [name for name, _ in company.asked(1)] == ["y0", "y1", "y2"]
-    assert generator._holders.keys() == {"x", "y"}
-    assert company.engines[0].ended == []
-
-
-def test_the_end_of_a_conversation_goes_out_with_the_next_call():
-    company = Company()
-
-    async def ask(generator):
-        for name in ("a", "b"):
-            await collect(generator, request(seeds=(1,), request_id=name, conversations=(name,)))
-        generator.end_conversations(["a", "b"])
-        await collect(generator, request(seeds=(1,), request_id="next"))
-
-    with replicas_of(company, 1) as generator:
-        run(ask(generator))
-        assert company.engines[0].ended == ["a", "b"]
         assert not generator._holders
+    assert [name for name, _ in company.asked(0)] == ["x0", "x1", "x2", "y3", "x3", "next"]
+    assert [name for name, _ in company.asked(1)] == ["y0", "y1", "y2"]
+    assert company.engines[0].ended == ["x", "y"], "with the next call"
 
 
 def test_missing_completions_keep_the_names_of_their_conversations():
@@ -228,15 +215,6 @@ def test_what_a_lost_replica_owes_is_drawn_by_another_and_nothing_twice():
         "generation replica 0 is back and has the weights of step 0",
     ]
     assert all(engine.is_closed for engine in company.engines)
-
-
-def test_the_only_replica_goes_on_where_it_was_lost():
-    company = Company()
-    with replicas_of(company, 1) as generator:
-        found = lose(generator, company, after=4)
-    assert [one.index for one in found] == list(range(10))
-    assert seeds_of(found) == list(range(10, 20))
-    assert company.asked(1) == [("r", tuple(range(14, 20)))]
 
 
 def test_a_completion_that_was_lost_on_its_way_comes_once():
@@ -371,39 +349,6 @@ def test_what_an_engine_refuses_concerns_its_request_alone():
     assert company.said == []
 
 
-def test_completions_nobody_asked_for_are_a_failure_of_the_engine():
-    class Twice(ScriptedEngine):
-        async def generate(self, request):
-            async for one in super().generate(request):
-                yield one
-                yield one
-
-    def group(index):
-        return LocalGroup("generation", EngineWorker, Twice)
-
-    with (
-        contextlib.closing(GeneratorReplicas(group, 1, max_restarts=0)) as generator,
-        pytest.raises(EngineError, match="completion 0 of 'r' unasked"),
-    ):
-        draw(generator, request(seeds=(1, 2)))
-
-
-def test_an_engine_that_stops_short_is_a_failure():
-    class Short(ScriptedEngine):
-        async def generate(self, request):
-            async with contextlib.aclosing(super().generate(request)) as completions:
-                yield await anext(completions)
-
-    def group(index):
-        return LocalGroup("generation", EngineWorker, Short)
-
-    with (
-        contextlib.closing(GeneratorReplicas(group, 1, max_restarts=0)) as generator,
-        pytest.raises(EngineError, match="ended 'r' without 2 of its completions"),
-    ):
-        draw(generator, request(seeds=(1, 2, 3)))
-
-
 def test_a_replica_that_comes_back_draws_with_the_weights_of_the_others():
     company = Company()
     asked = []
@@ -486,59 +431,6 @@ def test_two_that_are_lost_together_do_not_read_the_learner_together():
     assert sum("waits for weights" in line for line in company.said) == 1
 
 
-def test_a_replica_without_weights_joins_at_the_next_update():
-    company = Company()
-    with replicas_of(company) as generator:
-        run(generator.update_weights(weights(5)))
-        company.groups[0].is_dead = True
-        found = draw(generator, *(request(seeds=(i, i + 1)) for i in range(4)))
-        assert [seeds_of(one) for one in found] == [[0, 1], [1, 2], [2, 3], [3, 4]]
-        run(until(lambda: len(company.said) == 2))
-        assert company.said[-1] == "generation replica 0 is back and waits for weights"
-        draw(generator, request(), request())
-        assert company.asked(2) == []
-        run(generator.update_weights(weights(6)))
-        draw(generator, request(), request())
-        assert len(company.asked(2)) == 1
-        assert company.engines[2].weights["a"].tolist() == [6.0, 7.0, 8.0, 9.0]
-
-
-def untouchable():
-    raise AssertionError("weights that have not changed are not read")
-
-
-def test_weights_that_have_not_changed_are_not_sent_and_the_version_goes_on():
-    company = Company()
-    with replicas_of(company) as generator:
-        run(generator.update_weights(Weights(version=1, tensors=untouchable, same_as=0)))
-        run(generator.update_weights(weights(2)))
-        run(generator.update_weights(Weights(version=3, tensors=untouchable, same_as=2)))
-        found = draw(generator, request(), request())
-    assert generator.weight_version == 3
-    assert {one.weight_version for group in found for one in group} == {3}
-    for engine in company.engines:
-        assert engine.weights["a"].tolist() == [2.0, 3.0, 4.0, 5.0]
-    for group in company.groups:
-        assert [call.method for call in group.calls].count("begin_weights") == 1
-
-
-def test_a_replica_that_has_not_the_unchanged_weights_gets_all_of_them():
-    company = Company()
-    with replicas_of(company) as generator:
-        run(generator.update_weights(weights(5)))
-        company.groups[0].is_dead = True
-        draw(generator, *(request(seeds=(i, i + 1)) for i in range(4)))
-        run(until(lambda: len(company.said) == 2))
-        assert company.said[-1] == "generation replica 0 is back and waits for weights"
-        same = dataclasses.replace(weights(5), version=6, same_as=5)
-        run(generator.update_weights(same))
-        assert company.engines[2].weights["a"].tolist() == [5.0, 6.0, 7.0, 8.0]
-        company.groups[1].dies_in = "keep_weights"
-        run(generator.update_weights(dataclasses.replace(same, version=7, same_as=6)))
-        assert company.engines[3].weights["a"].tolist() == [5.0, 6.0, 7.0, 8.0]
-        assert [company.engines[i].weight_version for i in (2, 3)] == [7, 7]
-
-
 @pytest.mark.parametrize("method", ["begin_weights", "take_weights", "end_weights", "answer_probe"])
 def test_a_loss_during_an_update_costs_the_others_nothing(method):
     company = Company()
@@ -563,31 +455,12 @@ def test_a_loss_while_it_rests(method):
     company = Company()
     with replicas_of(company) as generator:
         company.groups[1].dies_in = method
-        run(generator.sleep())
-        awake = [engine for engine in company.engines if not engine.is_closed]
-        assert [engine.is_asleep for engine in awake] == [True, True]
-        run(generator.wake())
-        awake = [engine for engine in company.engines if not engine.is_closed]
-        assert [engine.is_asleep for engine in awake] == [False, False]
+        for rests, use in ((True, generator.sleep), (False, generator.wake)):
+            run(use())
+            living = [engine for engine in company.engines if not engine.is_closed]
+            assert [engine.is_asleep for engine in living] == [rests, rests]
         draw(generator, request(), request())
     assert company.made == [0, 1, 1]
-
-
-def test_weights_travel_in_buckets_to_all():
-    company = Company()
-    sent = {f"t{i}": torch.full((10,), float(i)) for i in range(7)}  # 40 bytes each
-    with replicas_of(company, bucket_bytes=80) as generator:
-        run(generator.update_weights(weights(1, **sent)))
-    for group, engine in zip(company.groups, company.engines, strict=True):
-        buckets = [call.args[0].value for call in group.calls if call.method == "take_weights"]
-        assert [[packed.name for packed in bucket] for bucket in buckets] == [
-            ["t0", "t1"],
-            ["t2", "t3"],
-            ["t4", "t5"],
-            ["t6"],
-        ]
-        assert engine.weights.keys() == sent.keys()
-        assert all(torch.equal(engine.weights[name], sent[name]) for name in sent)
 
 
 class Box:
@@ -622,6 +495,7 @@ def test_a_bucket_travels_once_for_all_and_is_let_go():
     def make_group(index):
         return CarryingGroup(engines[index])
 
+    before = set(threading.enumerate())
     with contextlib.closing(GeneratorReplicas(make_group, 3, bucket_bytes=80)) as generator:
         run(generator.update_weights(weights(1, **sent)))
     for engine in engines:
@@ -629,6 +503,8 @@ def test_a_bucket_travels_once_for_all_and_is_let_go():
         assert all(torch.equal(engine.weights[name], sent[name]) for name in sent)
     assert len(CarryingGroup.carried) == 4, "buckets, not buckets times replicas"
     assert CarryingGroup.most_alive <= 2
+    assert all(engine.is_closed for engine in engines)
+    run(until(lambda: set(threading.enumerate()) <= before))
 
 
 def test_the_next_bucket_is_made_while_the_engines_take_one():
@@ -674,21 +550,18 @@ def test_the_next_bucket_is_made_while_the_engines_take_one():
 
 
 def test_who_has_had_all_weights_is_sent_those_that_change():
-    sent = []
+    engines, sent = [], []
 
     class Holding(ScriptedEngine):
-        def __init__(self):
-            super().__init__()
-            self.held = HeldNames()
+        has_all = False
 
         async def update_weights(self, weights):
-            tensors = self.held.needed(weights)
+            tensors = (weights.changing if self.has_all else None) or weights.tensors
+            self.has_all = True
             found = await asyncio.to_thread(lambda: dict(tensors()))
             sent[-1].add(tuple(found))
             self.weights |= {name: tensor.clone() for name, tensor in found.items()}
             self.weight_version = weights.version
-
-    engines = []
 
     def make_group(index):
         engines.append(Holding())
@@ -700,51 +573,23 @@ def test_who_has_had_all_weights_is_sent_those_that_change():
         changing = {"adapted": every["adapted"]}
         return Weights(version=version, tensors=every.items, changing=changing.items)
 
-    latest = []
-
-    def said(line):
-        latest.append(line)
-
-    generator = GeneratorReplicas(
-        make_group, 2, current_weights=lambda: new(generator.weight_version), say=said
-    )
-    with contextlib.closing(generator):
-        groups = [replica.value for replica in generator._replicas]
+    with contextlib.closing(GeneratorReplicas(make_group, 2)) as generator:
         run(generator.update_weights(new(1)))
         run(generator.update_weights(new(2)))
         assert sent == [{("frozen", "adapted")}, {("adapted",)}]
-        # One is lost while weights travel, and all while none do. What takes their place has none.
-        groups[0].is_dead = True
+        # One is lost while weights travel. What takes its place has none.
+        generator._replicas[0].value.is_dead = True
         run(generator.update_weights(new(3)))
         assert sent[2] == {("adapted",), ("frozen", "adapted")}
-        for replica in generator._replicas:
-            replica.value.dies_in = "exchange"
-        draw(generator, request(seeds=(1,)), request(seeds=(2,)))
-        run(until(lambda: len(latest) == 6))
-        assert sent[3] == {("frozen", "adapted")}
         run(generator.update_weights(new(4)))
-        assert sent[4] == {("frozen", "adapted")}, "one has waited for them"
-        run(generator.update_weights(new(5)))
-        assert sent[5] == {("adapted",)}
-        for engine in engines[3:]:
+        assert sent[3] == {("adapted",)}
+        for engine in engines[1:]:
             assert {n: t.tolist() for n, t in engine.weights.items()} == {
                 "frozen": [1.0, 1.0],
-                "adapted": [5.0, 5.0],
+                "adapted": [4.0, 4.0],
             }
-        run(generator.update_weights(weights(6)))
-        assert engines[-1].weights["b"].tolist() == [6.0, 6.0], "all of them where any can change"
-
-
-class HeldNames:
-    """Which weights an engine must read: see `HeldWeights.take`."""
-
-    def __init__(self):
-        self.has_all = False
-
-    def needed(self, weights):
-        changing = weights.changing if self.has_all else None
-        self.has_all = True
-        return changing or weights.tensors
+        run(generator.update_weights(weights(5)))
+        assert engines[-1].weights["b"].tolist() == [5.0, 5.0], "all of them where any can change"
 
 
 def test_refused_weights_end_the_generator():
@@ -904,19 +749,6 @@ def test_a_request_may_be_given_up_before_it_was_sent(asleep):
         assert seeds_of(run(given_up(generator))) == [4]
 
 
-def test_a_replica_that_cannot_be_made_is_told_and_the_others_end():
-    company = Company()
-
-    def make_group(index):
-        if index == 1:
-            raise ConfigError("policy.model_name: no such model")
-        return company.make_group(index)
-
-    with pytest.raises(ConfigError, match="no such model"):
-        GeneratorReplicas(make_group, 2)
-    assert [engine.is_closed for engine in company.engines] == [True]
-
-
 def test_replicas_begin_with_the_same_weights():
     company = Company(lambda engine, number: setattr(engine, "weight_version", number))
     with pytest.raises(EngineError, match=r"weights of the steps \[0, 1\]"):
@@ -924,37 +756,48 @@ def test_replicas_begin_with_the_same_weights():
     assert all(engine.is_closed for engine in company.engines)
 
 
-def test_nothing_is_left_behind():
-    before = set(threading.enumerate())
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda found: found[:1] + found, "completion 0 of 'r' unasked"),
+        (lambda found: found[:1], "ended 'r' without 1 of its completions"),
+    ],
+    ids=["twice", "short"],
+)
+def test_completions_that_are_not_those_that_were_asked_for_are_a_failure_of_the_engine(
+    change, said
+):
+    class Other(ScriptedEngine):
+        async def generate(self, request):
+            for one in change([one async for one in super().generate(request)]):
+                yield one
+
+    def group(index):
+        return LocalGroup("generation", EngineWorker, Other)
+
+    with (
+        contextlib.closing(GeneratorReplicas(group, 1, max_restarts=0)) as generator,
+        pytest.raises(EngineError, match=said),
+    ):
+        draw(generator, request(seeds=(1, 2)))
+
+
+def test_a_replica_without_weights_joins_at_the_next_update_though_they_are_unchanged():
     company = Company()
     with replicas_of(company) as generator:
-        draw(generator, request(), request())
-    deadline = time.monotonic() + 60
-    while set(threading.enumerate()) - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert set(threading.enumerate()) <= before
-    assert all(engine.is_closed for engine in company.engines)
-
-
-def test_a_replica_that_is_made_while_all_ends_is_ended_too():
-    company = Company()
-    making, may_go_on = threading.Event(), threading.Event()
-
-    def make_group(index):
-        if company.made:
-            making.set()
-            may_go_on.wait(60)
-        return company.make_group(index)
-
-    async def closed_meanwhile(generator):
+        run(generator.update_weights(weights(5)))
         company.groups[0].is_dead = True
-        task = asyncio.create_task(collect(generator, request()))
-        await until(making.is_set)
-        await asyncio.to_thread(generator.close)
-        with pytest.raises(EngineError, match="closed"):
-            await task
-
-    with contextlib.closing(GeneratorReplicas(make_group, 1, say=company.said.append)) as generator:
-        run(closed_meanwhile(generator))
-    may_go_on.set()
-    run(until(lambda: len(company.engines) == 2 and company.engines[1].is_closed))
+        draw(generator, *(request(seeds=(i, i + 1)) for i in range(4)))
+        run(until(lambda: len(company.said) == 2))
+        assert company.said[-1] == "generation replica 0 is back and waits for weights"
+        draw(generator, request(), request())
+        assert company.asked(2) == []
+        same = dataclasses.replace(weights(5), version=6, same_as=5)
+        run(generator.update_weights(same))
+        assert company.engines[2].weights["a"].tolist() == [5.0, 6.0, 7.0, 8.0]
+        draw(generator, request(), request())
+        assert len(company.asked(2)) == 1
+        company.groups[1].dies_in = "keep_weights"
+        run(generator.update_weights(dataclasses.replace(same, version=7, same_as=6)))
+        assert company.engines[3].weights["a"].tolist() == [5.0, 6.0, 7.0, 8.0]
+        assert [company.engines[i].weight_version for i in (2, 3)] == [7, 7]

@@ -1,6 +1,7 @@
 """Tokens drawn by hand."""
 
-import numpy as np
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,12 +30,36 @@ def drawn(weights, uniforms, **how):
     return sample_tokens(logits_NV, rows(len(uniforms), **how), numbers_N)
 
 
-def test_the_token_is_where_the_cumulative_distribution_passes_the_number():
-    # Cumulative: 0.5, 0.75, 0.875, 1.
-    found = drawn(HALF, [0.0, 0.499, 0.501, 0.749, 0.751, 0.874, 0.876, 1 - 2**-53])
-    assert found.tokens_N.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    expected = HALF.log()[found.tokens_N]
-    assert found.logprobs_N.tolist() == pytest.approx(expected.tolist(), abs=1e-7)
+@pytest.mark.parametrize(
+    ("how", "uniforms", "tokens", "shares"),
+    [
+        # Cumulative: 0.5, 0.75, 0.875, 1.
+        (
+            {},
+            [0.0, 0.499, 0.501, 0.749, 0.751, 0.874, 0.876, 1 - 2**-53],
+            [0, 0, 1, 1, 2, 2, 3, 3],
+            [0.5, 0.25, 0.125, 0.125],
+        ),
+        # Squares of 4 : 2 : 1 : 1 at half the temperature are 16 : 4 : 1 : 1, of 22.
+        (
+            {"temperature": 0.5},
+            [15.9 / 22, 16.1 / 22, 20.1 / 22, 21.1 / 22],
+            [0, 1, 2, 3],
+            [16 / 22, 4 / 22, 1 / 22, 1 / 22],
+        ),
+        ({"temperature": 0.0}, [0.01, 0.99], [0, 0], [0.5, 0, 0, 0]),
+        # Of the first two, 0.5 : 0.25, the first takes 2/3; what is reported is not cut.
+        ({"top_k": 2}, [0.66, 0.67, 0.999], [0, 1, 1], [0.5, 0.25, 0, 0]),
+    ],
+    ids=["plain", "temperature", "greedy", "tail"],
+)
+def test_the_token_is_where_the_cumulative_distribution_passes_the_number(
+    how, uniforms, tokens, shares
+):
+    found = drawn(HALF, uniforms, **how)
+    assert found.tokens_N.tolist() == tokens
+    expected = [math.log(shares[token]) for token in tokens]
+    assert found.logprobs_N.tolist() == pytest.approx(expected, abs=1e-6)
     assert found.logprobs_N.dtype == torch.float32
 
 
@@ -44,53 +69,25 @@ def test_a_token_without_probability_is_never_drawn():
     assert found.tokens_N.tolist() == [1, 3, 3]
 
 
-def test_temperature_divides_the_logits():
-    # Squares of 4 : 2 : 1 : 1 at half the temperature are 16 : 4 : 1 : 1, of 22.
-    found = drawn(HALF, [15.9 / 22, 16.1 / 22, 20.1 / 22, 21.1 / 22], temperature=0.5)
-    assert found.tokens_N.tolist() == [0, 1, 2, 3]
-    expected = np.log(np.array([16, 4, 1, 1]) / 22)
-    assert found.logprobs_N.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
-
-
-def test_temperature_0_takes_the_likeliest_and_counts_as_1():
-    found = drawn(torch.tensor([0.2, 0.5, 0.3]), [0.01, 0.99], temperature=0.0)
-    assert found.tokens_N.tolist() == [1, 1]
-    assert found.logprobs_N.tolist() == pytest.approx([np.log(0.5)] * 2, abs=1e-7)
-
-
-def test_a_cut_off_tail_is_not_drawn_and_leaves_log_probabilities_alone():
-    # Of the first two, 0.5 : 0.25, the first takes 2/3.
-    found = drawn(HALF, [0.66, 0.67, 0.999], top_k=2)
-    assert found.tokens_N.tolist() == [0, 1, 1]
-    assert found.logprobs_N.tolist() == pytest.approx(np.log([0.5, 0.25, 0.25]).tolist(), abs=1e-7)
-
-
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "kept"),
+    ("weights", "top_k", "top_p", "kept"),
     [
-        (0, 1.0, [4, 3, 2, 1]),
-        (2, 1.0, [4, 3, 0, 0]),
-        (9, 1.0, [4, 3, 2, 1]),
-        (0, 0.3, [4, 0, 0, 0]),
-        (0, 0.41, [4, 3, 0, 0]),
-        (0, 0.71, [4, 3, 2, 0]),
-        (0, 0.95, [4, 3, 2, 1]),
-        (3, 0.76, [4, 3, 0, 0]),  # of 9: 4/9 is too little, 7/9 is enough
-        (3, 0.79, [4, 3, 2, 0]),
-        (0, 1e-9, [4, 0, 0, 0]),
+        ([4, 3, 2, 1], 2, 1.0, [4, 3, 0, 0]),
+        ([4, 3, 2, 1], 9, 1.0, [4, 3, 2, 1]),
+        ([4, 3, 2, 1], 0, 0.3, [4, 0, 0, 0]),
+        ([4, 3, 2, 1], 0, 0.41, [4, 3, 0, 0]),
+        ([4, 3, 2, 1], 0, 0.95, [4, 3, 2, 1]),
+        ([4, 3, 2, 1], 3, 0.76, [4, 3, 0, 0]),  # of 9: 4/9 is too little, 7/9 is enough
+        ([4, 3, 2, 1], 3, 0.79, [4, 3, 2, 0]),
+        ([4, 3, 2, 1], 0, 1e-9, [4, 0, 0, 0]),
+        ([2, 2, 2, 1], 1, 1.0, [2, 2, 2, 0]),  # as likely as the last one kept
     ],
 )
-def test_the_likeliest_are_kept(top_k, top_p, kept):
+def test_the_likeliest_are_kept(weights, top_k, top_p, kept):
     order = [2, 0, 3, 1]
-    weights = torch.tensor([[4.0, 3.0, 2.0, 1.0]])[:, order]
-    found = keep_likeliest(weights, torch.tensor([top_k]), torch.tensor([top_p]))
+    rows_NV = torch.tensor([weights], dtype=torch.float32)[:, order]
+    found = keep_likeliest(rows_NV, torch.tensor([top_k]), torch.tensor([top_p]))
     assert found[0].tolist() == [float(kept[i]) for i in order]
-
-
-def test_tokens_as_likely_as_the_last_one_kept_stay():
-    weights = torch.tensor([[2.0, 1.0, 2.0, 2.0]])
-    found = keep_likeliest(weights, torch.tensor([1]), torch.tensor([1.0]))
-    assert found[0].tolist() == [2.0, 0.0, 2.0, 2.0]
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,5 +1,7 @@
 """Stop strings, token by token."""
 
+import pytest
+
 import tiny_tokenizers
 from laurel.generation.transformers.batch import StopStringWatch
 
@@ -17,29 +19,23 @@ def watch(text, *stop_strings):
     return None, len(ids)
 
 
-def test_a_stop_string_spans_tokens():
-    assert watch("The answer: 42\n\nNext", "\n\n") == ("", len("The answer: 42\n\n"))
-    assert watch("aab aab", "b a") == ("", 5)
-    assert watch("nothing", "no such") == (None, 7)
-
-
-def test_it_is_found_after_a_false_start():
-    assert watch("aaab", "aab") == ("", 4)
-    assert watch("xyxyxz", "xyxz") == ("", 6)
-
-
-def test_characters_of_several_bytes():
-    assert watch("für Öl", "Ö") == ("", 7)
-    assert watch("für Öl", "ü") == ("", 3)
-
-
-def test_the_first_of_several_ends_it():
-    assert watch("abc", "c", "b") == ("", 2)
-
-
-def test_special_tokens_are_not_part_of_the_text():
-    assert watch("a<|im_start|>b", "ab") == ("", 3)
-    assert watch("a<|im_end|>", "<|im_end|>")[0] is None
+@pytest.mark.parametrize(
+    ("text", "stops", "found"),
+    [
+        ("The answer: 42\n\nNext", ["\n\n"], ("", len("The answer: 42\n\n"))),
+        ("aab aab", ["b a"], ("", 5)),
+        ("nothing", ["no such"], (None, 7)),
+        ("aaab", ["aab"], ("", 4)),  # after a false start
+        ("xyxyxz", ["xyxz"], ("", 6)),
+        ("für Öl", ["Ö"], ("", 7)),  # characters of several bytes
+        ("für Öl", ["ü"], ("", 3)),
+        ("abc", ["c", "b"], ("", 2)),
+        ("a<|im_start|>b", ["ab"], ("", 3)),  # special tokens are not part of the text
+        ("a<|im_end|>", ["<|im_end|>"], (None, 2)),
+    ],
+)
+def test_a_stop_string_ends_it_where_the_text_has_it(text, stops, found):
+    assert watch(text, *stops) == found
 
 
 def test_a_token_may_say_more_than_the_stop_string():

@@ -63,63 +63,6 @@ def test_a_prompt_is_computed_once_for_all_its_completions():
         assert seen == [50, 8, 8, 3, 3]
 
 
-def test_requests_of_one_turn_share_their_passes():
-    policy, _ = policy_and_tokenizer()
-    seen = watch_tokens(policy)
-    with engine_of(policy, end_ids=[]) as engine:
-        asked = [request("p" * n, seeds=range(2), max_new_tokens=3) for n in (5, 9, 13)]
-        draw(engine, *asked)
-        assert seen == [27, 6, 6]
-
-
-def test_places_are_filled_again_at_once():
-    policy, _ = policy_and_tokenizer()
-    seen = watch_tokens(policy)
-    with engine_of(policy, end_ids=[], max_concurrent=4) as engine:
-        draw(
-            engine,
-            request("ab", seeds=range(3), max_new_tokens=2),
-            request("abc", seeds=(1,), max_new_tokens=4),
-            request("abcd", seeds=(1, 2), max_new_tokens=2),
-        )
-    assert seen == [5, 4, 4, 3, 1]
-
-
-@pytest.mark.slow
-def test_the_same_requests_give_the_same_bits():
-    policy, _ = policy_and_tokenizer()
-    results = []
-    for _ in range(3):
-        with engine_of(policy) as engine:
-            asked = [request(f"number {i}", seeds=range(i, i + 4)) for i in range(5)]
-            results.append([one for found in draw(engine, *asked) for one in found])
-    for again in results[1:]:
-        for one, other in zip(results[0], again, strict=True):
-            assert one.ids_L.tolist() == other.ids_L.tolist()
-            assert one.logprobs_L.tobytes() == other.logprobs_L.tobytes()
-
-
-@pytest.mark.parametrize("name", sorted(tiny.LANGUAGE_MODELS))
-def test_log_probabilities_are_the_models_own_for_every_architecture(name):
-    policy = tiny.tiny_policy(name, std=0.1)
-    with engine_of(policy, end_ids=[]) as engine:
-        asked = [
-            request([5, 6, 7] * 9, seeds=range(3), max_new_tokens=70),
-            request([9, 8], seeds=range(2), max_new_tokens=30),
-        ]
-        for wanted, found in zip(asked, draw(engine, *asked), strict=True):
-            for one in found:
-                expected = full_logprobs(policy, wanted, one)
-                assert one.logprobs_L == pytest.approx(expected, abs=1e-5)
-
-
-def test_memory_of_keys_and_values_is_given_back():
-    policy, _ = policy_and_tokenizer()
-    with engine_of(policy) as engine:
-        draw(engine, request(seeds=range(5)))
-        assert engine._batch.num_bytes == 0
-
-
 # ---------------------------------------------------------------------------------- conversations
 
 
@@ -212,27 +155,29 @@ def test_what_ended_is_freed_at_once():
         while cache.num_bytes:
             assert time.monotonic() < deadline
             time.sleep(0.005)
+        # A turn that was cut off is not gone on from.
+        draw(engine, request(PROMPT, seeds=(1,), conversations=("d",), max_new_tokens=3))
+        assert cache.num_bytes == 0
 
 
-def test_a_turn_that_was_cut_off_and_a_cache_without_room_keep_nothing():
+@pytest.mark.parametrize("room", [0, 768])
+def test_a_cache_without_room_keeps_nothing(room):
     policy, _ = policy_and_tokenizer()
-    cut = request(PROMPT, seeds=(1,), conversations=("c",), max_new_tokens=3)
-    for room, asked in ((2**22, cut), (0, None), (768, None)):
-        with engine_of(policy, end_ids=[], conversation_bytes=room) as engine:
-            if asked is None:
-                found = talk(engine, PROMPT, name="c", num_turns=2)
-                assert [one.num_cached for _, one in found] == [0, 0]
-            else:
-                draw(engine, asked)
-            assert engine._batch.conversations.num_bytes == 0
+    with engine_of(policy, end_ids=[], conversation_bytes=room) as engine:
+        found = talk(engine, PROMPT, name="c", num_turns=2)
+        assert [one.num_cached for _, one in found] == [0, 0]
+        assert engine._batch.conversations.num_bytes == 0
 
 
-@pytest.mark.parametrize("change", ["update", "same weights", "in place", "sleep"])
-def test_nothing_is_kept_beyond_the_weights_or_a_rest(change):
+@pytest.mark.parametrize("change", ["update", "same weights", "in place", "sleep", "other prompt"])
+def test_nothing_is_used_beyond_the_weights_a_rest_or_another_prompt(change):
     policy, _ = policy_and_tokenizer()
     with engine_of(policy, end_ids=[], conversation_bytes=2**22) as engine:
         ((wanted, said),) = talk(engine, PROMPT, name="c", num_turns=1)
-        if change == "in place":  # by an optimizer, before the engine hears of it
+        ids = [*wanted.prompt_ids.tolist(), *said.ids_L.tolist(), *HEARD]
+        if change == "other prompt":
+            ids[10] += 1
+        elif change == "in place":  # by an optimizer, before the engine hears of it
             with torch.no_grad():
                 policy.causal_lm.base_model.layers[0].mlp.down_proj.weight.mul_(-3)
         elif change == "sleep":
@@ -241,20 +186,7 @@ def test_nothing_is_kept_beyond_the_weights_or_a_rest(change):
         else:
             same_as = 0 if change == "same weights" else None
             run(engine.update_weights(Weights(version=1, tensors=dict, same_as=same_as)))
-        ids = [*wanted.prompt_ids, *said.ids_L, *HEARD]
         further = request(ids, seeds=(4,), conversations=("c",))
-        ((one,),) = draw(engine, further)
-        assert one.num_cached == 0
-        assert one.logprobs_L == pytest.approx(full_logprobs(policy, further, one), abs=1e-5)
-
-
-def test_a_prompt_that_departs_from_what_was_kept_is_computed_whole():
-    policy, _ = policy_and_tokenizer()
-    with engine_of(policy, end_ids=[], conversation_bytes=2**22) as engine:
-        ((wanted, said),) = talk(engine, PROMPT, name="c", num_turns=1)
-        whole = [*wanted.prompt_ids.tolist(), *said.ids_L.tolist(), *HEARD]
-        whole[10] += 1
-        further = request(whole, seeds=(4,), conversations=("c",))
         ((one,),) = draw(engine, further)
         assert one.num_cached == 0
         assert one.logprobs_L == pytest.approx(full_logprobs(policy, further, one), abs=1e-5)
@@ -296,16 +228,6 @@ def test_after_an_abort_the_model_is_free_at_once():
 
     with engine_of(policy, end_ids=[]) as engine:
         run(aborted(engine))
-
-
-def test_training_goes_on_after_generation():
-    policy, _ = policy_and_tokenizer()
-    with engine_of(policy) as engine:
-        draw(engine, request(max_new_tokens=3))
-        policy.train()
-        policy.causal_lm.set_attn_implementation("sdpa")
-        policy.causal_lm(input_ids=torch.tensor([[3, 4, 5]])).logits.sum().backward()
-        assert all(p.grad is not None for p in policy.parameters())
 
 
 @pytest.mark.slow
@@ -476,21 +398,14 @@ def test_weights_that_are_not_numbers_are_an_error():
         draw(engine, request())
 
 
-def test_no_thread_is_left_behind():
-    policy, _ = policy_and_tokenizer()
-    with engine_of(policy) as engine:
-        assert not threads(), "nothing runs before the first request"
-        draw(engine, request(max_new_tokens=2))
-        assert len(threads()) == 1
-    assert not threads()
-
-
-def test_an_engine_that_is_dropped_ends_its_thread():
+def test_no_thread_and_no_keys_are_left_behind():
     policy, tokenizer = policy_and_tokenizer()
     engine = TransformersEngine(policy, tokenizer, end_ids=[])
+    assert not threads(), "nothing runs before the first request"
     draw(engine, request(max_new_tokens=2))
     (thread,) = threads()
-    del engine
+    assert engine._batch.num_bytes == 0
+    del engine  # or closed, see the others
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
@@ -519,3 +434,16 @@ def test_the_tokenizer_is_the_engines_own():
         (found,) = draw(engine, request(seeds=(1,), max_new_tokens=30))
         assert engine._batch._tokenizer is not tokenizer
         assert found[0].text == tokenizer.decode(np.array(found[0].ids_L), skip_special_tokens=True)
+
+
+def test_places_are_shared_and_filled_again_at_once():
+    policy, _ = policy_and_tokenizer()
+    seen = watch_tokens(policy)
+    with engine_of(policy, end_ids=[], max_concurrent=4) as engine:
+        draw(
+            engine,
+            request("ab", seeds=range(3), max_new_tokens=2),
+            request("abc", seeds=(1,), max_new_tokens=4),
+            request("abcd", seeds=(1, 2), max_new_tokens=2),
+        )
+    assert seen == [5, 4, 4, 3, 1]

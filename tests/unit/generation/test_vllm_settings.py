@@ -66,16 +66,16 @@ def test_processes_on_a_cpu_have_cores_of_their_own(monkeypatch):
 
 
 def test_on_a_cpu_prompts_are_computed_in_one_piece():
-    found = arguments()
+    found = arguments(vllm_kwargs={"kv_cache_memory_bytes": 5})
+    assert found["kv_cache_memory_bytes"] == 5
     assert found["enforce_eager"]
     assert found["enable_chunked_prefill"] is False
     assert found["max_num_batched_tokens"] >= found["max_model_len"]
     assert not found["enable_sleep_mode"]
-
-
-def test_further_arguments_are_passed_on():
-    found = arguments(vllm_kwargs={"kv_cache_memory_bytes": 5, "enforce_eager": False})
-    assert (found["kv_cache_memory_bytes"], found["enforce_eager"]) == (5, False)
+    assert not arguments(vllm_kwargs={"enforce_eager": False})["enforce_eager"]
+    assert engine_dtype(GenerationConfig(), "float32") == "float32"
+    named = GenerationConfig(vllm_cfg={"precision": "bfloat16"})
+    assert engine_dtype(named, "float32") == "bfloat16", "the policy's unless it is named"
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,6 @@ def test_further_arguments_are_passed_on():
 def test_arguments_that_cannot_be_given(kwargs, says):
     with pytest.raises(ConfigError, match=says):
         arguments(vllm_kwargs=kwargs)
-
-
-def test_precision_is_the_policys_unless_it_is_named():
-    assert engine_dtype(GenerationConfig(), "float32") == "float32"
-    named = GenerationConfig(vllm_cfg={"precision": "bfloat16"})
-    assert engine_dtype(named, "float32") == "bfloat16"
 
 
 def test_variables_of_the_user_are_kept(monkeypatch):
@@ -129,8 +123,5 @@ def test_a_request_in_vllms_words():
 def test_what_vllm_would_draw_differently_is_refused(asked, reports, error, says):
     with pytest.raises(error, match=says):
         check_limits(asked, max_length=40, reports_untruncated=reports)
-
-
-def test_what_it_draws_as_asked_is_not():
     check_limits(request([5] * 39, temperature=0.0), max_length=40, reports_untruncated=False)
     check_limits(request(top_p=0.5), max_length=40, reports_untruncated=True)

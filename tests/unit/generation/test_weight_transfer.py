@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from laurel.errors import EngineError
 from laurel.generation.vllm.worker import repack, report_untruncated
 from laurel.generation.weights import buckets
-from laurel.generation.weights.probe import default_tolerance, probe_ids, require_agreement
+from laurel.generation.weights.probe import default_tolerance, require_agreement
 from laurel.types import Weights
 
 
@@ -58,17 +58,17 @@ def test_who_has_all_gets_what_changes(tmp_path):
             found = {name for path in paths for name in load_file(path)}
         assert found == set(names)
     changing["a"] = torch.ones(3)
-    with (
-        pytest.raises(EngineError, match=r"step 3: a has shape \[3\], but \[2\]"),
-        buckets.written(both, has_all=True, **options),
-    ):
-        pass
     del sent["b"]
-    with (
-        pytest.raises(EngineError, match="lack 1 of the model's 2 tensors: b"),
-        buckets.written(both, **options),
+    for has_all, said in (
+        (True, r"step 3: a has shape \[3\], but \[2\]"),
+        (False, "step 3 lack 1 of the model's 2 tensors: b"),
     ):
-        pass
+        with (
+            pytest.raises(EngineError, match=said),
+            buckets.written(both, has_all=has_all, **options),
+        ):
+            pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_large_weights_come_in_several_files(tmp_path):
@@ -84,30 +84,6 @@ def test_files_go_to_disk_where_memory_is_too_small(tmp_path):
     assert not p[0].exists()
 
 
-def test_missing_and_misshapen_tensors_are_named(tmp_path):
-    with (
-        pytest.raises(EngineError, match="step 3 lack 1 of the model's 2 tensors: b"),
-        buckets.written(weights(a=torch.ones(2)), expected={"a": (2,), "b": ()}),
-    ):
-        pass
-    with (
-        pytest.raises(EngineError, match=r"a has shape \[2\], but \[2, 1\]"),
-        buckets.written(weights(a=torch.ones(2)), expected={"a": (2, 1)}, memory=tmp_path),
-    ):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_probe_is_the_same_tokens_every_time():
-    assert probe_ids(50, length=9) == probe_ids(50, length=9)
-    assert set(probe_ids(3, length=200)) == {0, 1, 2}
-
-
-def test_agreement_is_the_largest_difference():
-    engine, learner = np.float32([-1.0, -2.0, -3.0]), np.float32([-1.0, -2.25, -3.125])
-    assert require_agreement(engine, learner, tolerance=0.25, version=1) == 0.25
-
-
 @pytest.mark.parametrize(
     ("engine", "learner", "says"),
     [
@@ -120,6 +96,9 @@ def test_agreement_is_the_largest_difference():
 def test_disagreement_is_told_with_both_numbers(engine, learner, says):
     with pytest.raises(EngineError, match=says):
         require_agreement(np.array(engine), np.array(learner), tolerance=0.25, version=7)
+    near = np.float32(learner) + 0.125 * np.arange(1, 3)
+    if np.isfinite(near).all():
+        assert require_agreement(near, np.array(learner), tolerance=0.25, version=1) == 0.25
 
 
 class PackingMethod:
@@ -156,38 +135,32 @@ def cut_to_one(logits):
     return logits.masked_fill_(logits < logits.max(-1, keepdim=True).values, -math.inf)
 
 
-def test_log_probabilities_come_from_before_the_cut():
-    def forward(logits, generators, k, p):
-        kept = logits if k is None and p is None else cut_to_one(logits)
-        return kept.argmax(-1), kept.log_softmax(-1)
-
-    sampler = SimpleNamespace(topk_topp_sampler=SimpleNamespace(forward=forward))
-    assert report_untruncated(sampler)
-    logits = torch.tensor([[0.0, 1.0, 2.0]])
-    whole = logits.log_softmax(-1)
-    for k in (None, torch.tensor([1])):
-        drawn, logprobs = sampler.topk_topp_sampler.forward(logits.clone(), {}, k, None)
-        assert drawn.tolist() == [2]
-        assert torch.equal(logprobs, whole)
-
-
-def test_logits_come_from_before_the_cut_in_the_other_sampler():
-    def draw(logits, mapping, mapping_np, pos, top_k, top_p, fused):
-        return cut_to_one(logits).argmax(-1), logits
-
-    sampler = SimpleNamespace(_sample_random=draw)
-    assert report_untruncated(sampler)
-    logits = torch.tensor([[0.0, 1.0, 2.0]])
-    drawn, reported = sampler._sample_random(logits.clone(), 0, 0, 0, 1, 1, False)
-    assert drawn.tolist() == [2]
-    assert torch.equal(reported, logits)
-
-
-def test_an_unknown_sampler_is_left_alone():
-    assert not report_untruncated(SimpleNamespace())
-
-
 def test_the_coarser_precision_says_how_far_a_probe_may_be_off():
     assert default_tolerance("float32", "float32") == 1e-3
     assert default_tolerance("bfloat16", "float32") == default_tolerance("float32", "bfloat16")
     assert default_tolerance("float32", "bfloat16") == 0.2
+
+
+def test_what_is_reported_comes_from_before_the_cut():
+    """Of both samplers that versions of vLLM have."""
+
+    def forward(logits, generators, k, p):
+        kept = logits if k is None and p is None else cut_to_one(logits)
+        return kept.argmax(-1), kept.log_softmax(-1)
+
+    def draw(logits, mapping, mapping_np, pos, top_k, top_p, fused):
+        return cut_to_one(logits).argmax(-1), logits
+
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    sampler = SimpleNamespace(topk_topp_sampler=SimpleNamespace(forward=forward))
+    other = SimpleNamespace(_sample_random=draw)
+    assert report_untruncated(sampler)
+    assert report_untruncated(other)
+    assert not report_untruncated(SimpleNamespace())
+    for k in (None, torch.tensor([1])):
+        drawn, logprobs = sampler.topk_topp_sampler.forward(logits.clone(), {}, k, None)
+        assert drawn.tolist() == [2]
+        assert torch.equal(logprobs, logits.log_softmax(-1))
+    drawn, reported = other._sample_random(logits.clone(), 0, 0, 0, 1, 1, False)
+    assert drawn.tolist() == [2]
+    assert torch.equal(reported, logits)

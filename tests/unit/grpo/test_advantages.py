@@ -111,6 +111,9 @@ def test_a_group_by_hand() -> None:
     # Against the others' mean: times 4/3.
     against_others = one_group(rewards, config(normalize=False))
     assert against_others == pytest.approx([-8 / 3, -4 / 3, 0, 4], rel=1e-15)
+    # Cut last, and only where there is a reward.
+    cut = GRPOConfig(normalize_rewards=False, advantage_clip_low=-0.5, advantage_clip_high=2.0)
+    assert one_group([0.0, 9.0, None], cut) == [-0.5, 2.0, 0.0]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -206,60 +209,19 @@ def test_fewer_than_two_rewards_say_nothing() -> None:
     assert nothing.metrics == {"groups_without_signal": 1.0, "groups_at_noise_floor": 0.0}
 
 
-def test_differences_that_are_noise_stay_small() -> None:
-    chosen = config(leave_one_out=False, std_eps=0.0)
-    close, apart = [1.0, 1.0 + 3e-4, 1.0 - 3e-4], [1.0, 0.0, 2.0]
-    found = compute_advantages([close, apart], chosen, noise=1e-3)
-    # Divided by ten times the noise instead of by 3e-4.
-    assert found.values_BG[0].tolist() == pytest.approx([0, 0.03, -0.03], rel=1e-9)
-    assert found.values_BG[1].tolist() == [0.0, -1.0, 1.0]
-    assert found.metrics["groups_at_noise_floor"] == 1.0
-    unguarded = config(leave_one_out=False, std_eps=0.0, noise_floor_factor=0.0)
-    found = compute_advantages([close, apart], unguarded, noise=1e-3)
-    assert found.values_BG[0].tolist() == pytest.approx([0, 1, -1], rel=1e-9)
-    assert found.metrics["groups_at_noise_floor"] == 0.0
-
-
-@pytest.mark.parametrize("name", ["gdpo", "reinforce_plus_plus"])
-def test_batch_normalisation_does_not_bring_the_noise_back(name: str) -> None:
-    rows = [[1.0, 1.0 + 3e-4, 1.0 - 3e-4]] * 3
-    components = [[{"a": r} for r in row] for row in rows]
-    found = compute_advantages(
-        rows, config(name=name, leave_one_out=False), noise=1e-3, components_BG=components
-    )
-    assert found.metrics["advantages/max"] == pytest.approx(0.03, rel=1e-3)
-    assert found.metrics["groups_at_noise_floor"] == 3.0
-    healthy = compute_advantages(
-        rows, config(name=name, leave_one_out=False), noise=1e-6, components_BG=components
-    )
-    assert healthy.metrics["advantages/max"] > 0.9
-
-
 def test_one_deviation_for_the_batch() -> None:
     # Rewards 0 2 | 4 10: mean 4, squares 16 + 4 + 0 + 36 = 56, variance 14 over 4.
     chosen = config(leave_one_out=False, scale="batch", std_ddof=0, std_eps=0.0)
-    found = compute_advantages([[0.0, 2.0], [4.0, 10.0]], chosen)
-    s = math.sqrt(14)
-    assert np.concatenate(found.values_BG).tolist() == pytest.approx(
-        [-1 / s, 1 / s, -3 / s, 3 / s], rel=1e-12
-    )
+    assert all_of(EVEN, chosen) == pytest.approx(by_root(14, -1, 1, -3, 3), rel=1e-12)
 
 
 def test_reinforce_plus_plus_by_hand() -> None:
-    rows: list[list[float]] = [[0.0, 2.0], [4.0, 10.0]]
     options: dict[str, Any] = {"name": "reinforce_plus_plus", "std_ddof": 0, "std_eps": 0.0}
-    found = compute_advantages(rows, config(**options))
     # Against the mean of the group: -1 1 -3 3, variance 20 / 4.
-    s = math.sqrt(5)
-    assert np.concatenate(found.values_BG).tolist() == pytest.approx(
-        [-1 / s, 1 / s, -3 / s, 3 / s], rel=1e-12
-    )
-    found = compute_advantages(rows, config(minus_baseline=False, **options))
+    assert all_of(EVEN, config(**options)) == pytest.approx(by_root(5, -1, 1, -3, 3), rel=1e-12)
     # The rewards themselves: mean 4, variance 14.
-    s = math.sqrt(14)
-    assert np.concatenate(found.values_BG).tolist() == pytest.approx(
-        [-4 / s, -2 / s, 0, 6 / s], rel=1e-12
-    )
+    found = all_of(EVEN, config(minus_baseline=False, **options))
+    assert found == pytest.approx(by_root(14, -4, -2, 0, 6), rel=1e-12)
 
 
 def test_gdpo_by_hand() -> None:
@@ -270,12 +232,9 @@ def test_gdpo_by_hand() -> None:
     chosen = config(
         name="gdpo", leave_one_out=False, std_ddof=0, std_eps=0.0, reward_weights=[1.0, 3.0]
     )
-    found = compute_advantages([[0.0, 0.0], [0.0, 0.0]], chosen, components_BG=parts)
     # brief (weight 1): -1 1 | -1 1. right (weight 3): 1 -1 | 0 0. Sums: 2 -2 | -1 1; variance 2.5.
-    s = math.sqrt(2.5)
-    assert np.concatenate(found.values_BG).tolist() == pytest.approx(
-        [2 / s, -2 / s, -1 / s, 1 / s], rel=1e-12
-    )
+    found = all_of([[0.0, 0.0], [0.0, 0.0]], chosen, components_BG=parts)
+    assert found == pytest.approx(by_root(2.5, 2, -2, -1, 1), rel=1e-12)
 
 
 def test_gdpo_says_what_it_lacks() -> None:
@@ -295,11 +254,6 @@ def test_gdpo_says_what_it_lacks() -> None:
     )
     with pytest.raises(ConfigError, match="only their total"):
         resolve(shaped)
-
-
-def test_advantages_are_cut_last_and_only_where_there_is_a_reward() -> None:
-    chosen = GRPOConfig(normalize_rewards=False, advantage_clip_low=-0.5, advantage_clip_high=2.0)
-    assert one_group([0.0, 9.0, None], chosen) == [-0.5, 2.0, 0.0]
 
 
 def test_nulls_are_filled_in_from_the_grpo_section() -> None:
@@ -364,3 +318,37 @@ def test_a_noisy_scorer_does_not_damp_the_groups_of_an_exact_one(name: str) -> N
         assert found.metrics["groups_at_noise_floor"] == 1.0
     both = compute_advantages(rows, chosen, noise=0.2, components_BG=components)
     assert np.abs(found.values_BG[1]).max() > np.abs(both.values_BG[1]).max()
+
+
+@pytest.mark.parametrize("name", ["grpo", "gdpo", "reinforce_plus_plus"])
+def test_differences_that_are_noise_stay_small(name: str) -> None:
+    """Also where a whole batch is normalised once more."""
+    rows = [[1.0, 1.0 + 3e-4, 1.0 - 3e-4]] * 3
+    components = [[{"a": r} for r in row] for row in rows]
+
+    def found(noise: float, **chosen: Any) -> Advantages:
+        rule = config(name=name, leave_one_out=False, std_eps=0.0, **chosen)
+        return compute_advantages(rows, rule, noise=noise, components_BG=components)
+
+    # Divided by ten times the noise instead of by 3e-4.
+    noisy = found(1e-3)
+    assert noisy.values_BG[0].tolist() == pytest.approx([0, 0.03, -0.03], rel=1e-3)
+    assert noisy.metrics["groups_at_noise_floor"] == 3.0
+    for healthy in (found(1e-6), found(1e-3, noise_floor_factor=0.0)):
+        assert healthy.metrics["advantages/max"] > 0.9
+        assert healthy.metrics["groups_at_noise_floor"] == 0.0
+
+
+EVEN: list[list[float]] = [[0.0, 2.0], [4.0, 10.0]]
+
+
+def all_of(rows: list[list[float]], chosen: GRPOConfig, **rest: Any) -> list[float]:
+    """The advantages of a batch, one after another."""
+    values: list[float] = np.concatenate(
+        compute_advantages(rows, chosen, **rest).values_BG
+    ).tolist()
+    return values
+
+
+def by_root(variance: float, *values: float) -> list[float]:
+    return [value / math.sqrt(variance) for value in values]

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from laurel.grpo.judging import GivenUpError, PatientThreads
+from laurel.grpo.judging import PatientThreads
 
 NAME = "patient-test"
 
@@ -38,20 +38,3 @@ def test_a_thread_holds_nothing_of_what_it_called_and_ends_with_close() -> None:
     assert alive() == []
     gc.collect()
     assert [result() for result in results] == [None, None]
-
-
-def test_a_call_that_is_given_up_keeps_its_thread_and_nobody_waits_for_it() -> None:
-    threads = PatientThreads(1, name=NAME)
-    comes_back = threading.Event()
-
-    async def give_up() -> None:
-        slots = asyncio.Semaphore(1)
-        with pytest.raises(GivenUpError, match="nothing within"):
-            await threads.call(slots, comes_back.wait, timeout=0.01)
-        assert await threads.call(slots, str, 1, timeout=60) == "1"
-
-    asyncio.run(give_up())
-    threads.close()
-    (stuck,) = alive()
-    comes_back.set()
-    stuck.join()

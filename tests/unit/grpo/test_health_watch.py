@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from laurel.config.grpo import HealthConfig
 from laurel.grpo.metrics import (
@@ -22,25 +20,11 @@ from laurel.grpo.metrics import (
 )
 from laurel.observe.health import Alarms
 from laurel.types import Message, Rollout, RolloutGroup
-from policy_fakes import ids_of, task
-
-
-def rollout(text: str, reward: float | None, **changes: Any) -> Rollout:
-    values: dict[str, Any] = {
-        "messages": (Message("assistant", text),),
-        "ids_L": ids_of(text),
-        "mask_L": np.ones(len(text), dtype=bool),
-        "logprobs_L": np.zeros(len(text), dtype=np.float32),
-        "reward": reward,
-        "failure": "broken" if reward is None else None,
-    }
-    return Rollout(**(values | changes))
+from policy_fakes import ids_of, rollout, rollout_group
 
 
 def group(prompt: str, *rollouts: Rollout) -> RolloutGroup:
-    return RolloutGroup(
-        id=f"g-{prompt}", task=task(prompt), prompt_ids=ids_of(prompt), rollouts_G=rollouts
-    )
+    return rollout_group(*rollouts, prompt=prompt)
 
 
 # ------------------------------------------------------------------------------------------ figures
@@ -52,14 +36,6 @@ def test_repeated_grams_by_hand() -> None:
     assert repeated_share(ids_of("aaaaaaaa")) == 1 - 1 / 5
     assert repeated_share(ids_of("abababab")) == 1 - 2 / 5
     assert repeated_share(ids_of("abcdabcd")) == 1 - 4 / 5
-
-
-@given(ids=st.lists(st.integers(0, 3), min_size=4, max_size=40))
-@settings(max_examples=60, deadline=None)
-def test_repeated_grams_are_those_that_a_set_counts(ids: list[int]) -> None:
-    grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
-    found = repeated_share(np.array(ids, dtype=np.int32))
-    assert found == pytest.approx(1 - len(set(grams)) / len(grams))
 
 
 def test_the_correlation_is_within_groups() -> None:

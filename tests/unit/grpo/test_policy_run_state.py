@@ -20,7 +20,7 @@ from laurel.grpo.state import (
 from laurel.models.checkpoint.state import decode, encode
 from laurel.training.state import fingerprint_of_tokens
 from laurel.types import Message, Rollout, RolloutGroup, TokenGroup
-from policy_fakes import ids_of, task
+from policy_fakes import ids_of, rollout, task
 
 TEXTS = st.text(max_size=5)
 ROLLOUTS = st.builds(
@@ -45,7 +45,7 @@ ROLLOUTS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(ROLLOUTS, min_size=1, max_size=3), st.integers(0, 9))
 def test_a_batch_comes_back_from_a_checkpoint_as_it_was(rollouts, number):
     asked = task("q", task_id="train:rows.jsonl:7", ground_truth="4")
@@ -111,17 +111,11 @@ def test_a_fingerprint_of_tokens_sees_every_token_and_border():
 
 @pytest.mark.parametrize("text", ["plain", "\ud800 lone", "line\nbreak"])
 def test_the_rollouts_of_a_bad_step_are_kept(tmp_path, text):
-    rollout = Rollout(
-        messages=(Message("assistant", text),),
-        ids_L=ids_of("abc"),
-        mask_L=np.ones(3, dtype=bool),
-        logprobs_L=np.zeros(3, dtype=np.float32),
-        reward=0.5,
-    )
-    failed = replace(rollout, reward=None, failure="broken")
+    said = rollout("abc", 0.5, messages=(Message("assistant", text),))
+    failed = replace(said, reward=None, failure="broken")
     asked = replace(task("q"), source="rows.jsonl:3")
     group = RolloutGroup(
-        id="0-0-0-0", task=asked, prompt_ids=ids_of("q"), rollouts_G=(rollout, failed)
+        id="0-0-0-0", task=asked, prompt_ids=ids_of("q"), rollouts_G=(said, failed)
     )
     path = write_bad_rollouts(tmp_path, 7, [group], "the loss is nan")
     assert path == tmp_path / "bad_steps" / "step_7.jsonl"

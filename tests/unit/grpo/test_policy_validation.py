@@ -22,12 +22,7 @@ class Played:
     """A validation of seven tasks, played once."""
 
     def __init__(
-        self,
-        *,
-        times: int = 1,
-        tasks: Sequence[Task] = TASKS,
-        judge: Judge | None = None,
-        **changes: Any,
+        self, *, tasks: Sequence[Task] = TASKS, judge: Judge | None = None, **changes: Any
     ) -> None:
         config = GRPOConfig(num_prompts_per_step=1, **changes)
         judge = judge or Judge()
@@ -45,10 +40,9 @@ class Played:
         )
         self.heard: list[int] = []
         try:
-            for _ in range(times):
-                self.groups: list[RolloutGroup] = validation.play(
-                    source, while_waiting=self.heard.append
-                )
+            self.groups: list[RolloutGroup] = validation.play(
+                source, while_waiting=self.heard.append
+            )
         finally:
             source.close()
 
@@ -79,12 +73,6 @@ def test_completions_are_drawn_as_validation_asks() -> None:
     assert [len(r.seeds_G) for r in played.generator.requests] == [3] * 7
     seeds = [seed for r in played.generator.requests for seed in r.seeds_G]
     assert len(set(seeds)) == 21
-
-
-def test_every_validation_of_a_run_draws_with_the_same_seeds() -> None:
-    played = Played(times=2, val_batch_size=3)
-    seeds = [r.seeds_G for r in played.generator.requests]
-    assert seeds[:7] == seeds[7:]
 
 
 def test_too_many_failures_are_told_of_the_whole_validation_and_not_of_its_last_batch() -> None:

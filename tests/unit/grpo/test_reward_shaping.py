@@ -58,29 +58,23 @@ def shaping(**chosen: Any) -> GRPOConfig:
     return GRPOConfig.model_validate({"reward_shaping": {"enabled": True, **chosen}})
 
 
-def test_without_options_rewards_stay_as_they_are() -> None:
-    found = shape_rewards(
-        [group(rollout(2.5), rollout(None)), group(rollout(-30.0, truncated=True))],
-        GRPOConfig(),
-        longest=4,
-    )
-    assert found.rewards_BG == [[2.5, None], [-30.0]]
-    assert found.metrics == {}
-
-
 def test_rewards_are_cut_and_mapped() -> None:
     options = RewardScalingConfig(
         enabled=True, source_min=-2.0, source_max=6.0, target_min=0.0, target_max=100.0
     )
     given_rewards = (-3.0, -2.0, 0.0, 6.0, 7.0)
     assert [scaled(r, options) for r in given_rewards] == [0.0, 0.0, 25.0, 100.0, 100.0]
-    found = shape_rewards(
-        [group(*map(rollout, given_rewards), rollout(None))],
-        GRPOConfig(reward_scaling=options),
-        longest=4,
-    )
+    turned = options.model_copy(update={"target_min": 100.0, "target_max": 0.0})
+    assert slope(options) == slope(turned) == 12.5
+    groups = [group(*map(rollout, given_rewards), rollout(None))]
+    found = shape_rewards(groups, GRPOConfig(reward_scaling=options), longest=4)
     assert found.rewards_BG == [[0.0, 0.0, 25.0, 100.0, 100.0, None]]
     assert found.metrics == {"reward_scaling/clamped_fraction": 0.4}
+    off = GRPOConfig(reward_scaling=options.model_copy(update={"enabled": False}))
+    assert slope(off.reward_scaling) == 1.0
+    found = shape_rewards(groups, off, longest=4)
+    assert found.rewards_BG == [[*given_rewards, None]]
+    assert found.metrics == {}
 
 
 def test_the_penalty_for_length_is_a_straight_line() -> None:
@@ -123,21 +117,8 @@ def test_what_was_cut_off_keeps_a_share_of_a_good_reward_and_more_of_a_bad_one()
     assert stopped_improperly(3.0, coefficient=0.0) == 0.0
 
 
-FINITE = st.floats(-1e6, 1e6)
-
-
-@given(reward=FINITE, other=FINITE, coefficient=st.floats(0, 1))
-def test_stopping_badly_never_helps(reward: float, other: float, coefficient: float) -> None:
-    after = stopped_improperly(reward, coefficient=coefficient)
-    assert after <= reward
-    low, high = sorted((reward, other))
-    assert stopped_improperly(low, coefficient=coefficient) <= stopped_improperly(
-        high, coefficient=coefficient
-    )
-
-
 @given(
-    reward=FINITE,
+    reward=st.floats(-1e6, 1e6),
     own=st.integers(0, 40),
     truncated=st.booleans(),
     buffer=st.integers(1, 30),
@@ -229,47 +210,20 @@ def test_a_divergence_from_what_is_not_finite_is_no_number(
 
 def test_completions_without_a_divergence_have_failed() -> None:
     others = replace(rollout(None), failure="no verdict")
-    group = RolloutGroup(
-        id="0-0-0-0",
-        task=Task(id="q", prompt=(), environment="e"),
-        prompt_ids=np.zeros(1, np.int32),
-        rollouts_G=(rollout(1.0), rollout(2.0), others),
-    )
-    (found,) = fail_without_divergence([group], [[0.5, math.nan, math.inf]])
+    three = group(rollout(1.0), rollout(2.0), others)
+    (found,) = fail_without_divergence([three], [[0.5, math.nan, math.inf]])
     assert [r.reward for r in found.rollouts_G] == [1.0, None, None]
     assert [r.failure for r in found.rollouts_G] == [None, NO_DIVERGENCE, "no verdict"]
-    assert found.rollouts_G[0] is group.rollouts_G[0]
-    assert not lacks_divergences([group])
+    assert found.rollouts_G[0] is three.rollouts_G[0]
+    assert not lacks_divergences([three])
     assert not lacks_divergences([found]), "one is left"
-    assert lacks_divergences(fail_without_divergence([group], [[math.nan] * 3]))
-    lost = replace(group, rollouts_G=(others,))
-    assert not lacks_divergences([lost]), "that is another reason"
+    assert lacks_divergences(fail_without_divergence([three], [[math.nan] * 3]))
+    assert not lacks_divergences([group(others)]), "that is another reason"
 
 
 def test_the_divergence_is_taken_from_the_reward() -> None:
     found = subtract_divergences([[1.0, None], [-2.0]], [[4.0, 9.0], [2.0]], weight=0.25)
     assert found == [[0.0, None], [-2.5]]
-
-
-def test_the_mean_divergence_is_that_of_the_samples_with_a_reward() -> None:
-    found = mean_divergence([[1.0, None], [0.0, 2.0]], [[0.5, 99.0], [1.0, 1.5]])
-    assert found == {"kl_in_reward": 1.0}
+    figures = mean_divergence([[1.0, None], [0.0, 2.0]], [[0.5, 99.0], [1.0, 1.5]])
+    assert figures == {"kl_in_reward": 1.0}, "that of the samples with a reward"
     assert mean_divergence([[None]], [[3.0]]) == {}
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, 1.0),
-        ({"source_min": -10, "source_max": 10}, 1.0),  # not enabled
-        ({"enabled": True, "source_min": -10, "source_max": 10}, 0.05),
-        ({"enabled": True, "target_min": 1, "target_max": -1}, 2.0),
-    ],
-)
-def test_how_much_scaling_stretches_differences(settings: dict[str, Any], expected: float) -> None:
-    config = RewardScalingConfig(**settings)
-    assert slope(config) == expected
-    if config.enabled:
-        step = (config.source_max - config.source_min) / 4
-        low, high = (scaled(config.source_min + i * step, config) for i in (1, 2))
-        assert abs(high - low) == pytest.approx(slope(config) * step)

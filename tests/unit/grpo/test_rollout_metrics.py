@@ -26,35 +26,12 @@ from laurel.grpo.metrics import (
 )
 from laurel.grpo.validation import validation_metrics
 from laurel.observe.console import completion_rows
-from laurel.types import Message, Rollout, RolloutGroup, SamplingParams
-from policy_fakes import Judge, ScriptedGenerator, ids_of, rollouts_of, saying, task
-
-
-def rollout(mask: str, reward: float | None, **changes: Any) -> Rollout:
-    """`mask`: `x` for each token of the policy's, `.` for each of the environment's."""
-    values: dict[str, Any] = {
-        "messages": (Message("assistant", mask),),
-        "ids_L": ids_of(mask),
-        "mask_L": np.array([c == "x" for c in mask]),
-        "logprobs_L": np.zeros(len(mask), dtype=np.float32),
-        "reward": reward,
-        "failure": "broken" if reward is None else None,
-    }
-    return Rollout(**(values | changes))
-
-
-def group(
-    *rollouts: Rollout, prompt: str = "abc", name: str = "judge", **meta: Any
-) -> RolloutGroup:
-    asked = task(prompt, name=name, **meta)
-    return RolloutGroup(
-        id=f"g-{prompt}", task=asked, prompt_ids=ids_of(prompt), rollouts_G=rollouts
-    )
-
+from laurel.types import SamplingParams
+from policy_fakes import Judge, ScriptedGenerator, rollout, rollout_group, rollouts_of, saying, task
 
 GROUPS = [
-    group(rollout("xx", 1.0), rollout("xxx..x", 3.0, num_turns=2, truncated=True)),
-    group(rollout("x", None), rollout("xxxxx", 2.0), prompt="defgh"),
+    rollout_group(rollout("xx", 1.0), rollout("xxx..x", 3.0, num_turns=2, truncated=True)),
+    rollout_group(rollout("x", None), rollout("xxxxx", 2.0), prompt="defgh"),
 ]
 
 
@@ -100,7 +77,7 @@ def test_failures_are_counted_by_the_word_for_why() -> None:
         "nothing",
     )
     failed = [rollout("x", None, failure=reason) for reason in reasons]
-    found = rollout_metrics([group(*failed, rollout("x", 1.0))])
+    found = rollout_metrics([rollout_group(*failed, rollout("x", 1.0))])
     words = {n.removeprefix("reward/failed_"): v for n, v in found.items() if "/failed_" in n}
     assert words == {"timeout": 2, "nan": 1, "4xx": 1, "other": 2}
     assert sum(words.values()) == found["num_failures"]
@@ -120,6 +97,7 @@ def test_the_time_of_judging_and_how_much_of_it_was_hidden() -> None:
         "performance/reward_hidden_share": 0.75,
     }
     assert "performance/reward_hidden_share" not in judging_metrics(RolloutStats())
+    assert RolloutStats(judging=4.0, exposed=4.5).hidden_share == 0.0
 
 
 def test_conversations_that_nobody_meant_to_end_are_counted_and_told() -> None:
@@ -136,7 +114,7 @@ def test_conversations_that_nobody_meant_to_end_are_counted_and_told() -> None:
 
 
 def test_where_all_failed_there_is_no_reward_and_where_all_were_cut_no_terminated_length() -> None:
-    found = rollout_metrics([group(rollout("x", None, truncated=True))])
+    found = rollout_metrics([rollout_group(rollout("x", None, truncated=True))])
     assert "reward" not in found
     assert not any("terminated_length" in name for name in found)
     assert (found["num_failures"], found["truncation_rate"]) == (1, 1)
@@ -146,27 +124,25 @@ def test_where_all_failed_there_is_no_reward_and_where_all_were_cut_no_terminate
 def test_components_are_those_of_samples_that_have_a_reward() -> None:
     found = rollout_metrics(
         [
-            group(
+            rollout_group(
                 rollout("x", 3.0, components={"a": 1.0, "b": 2.0}),
-                rollout("x", None, components={"a": 100.0}),
+                rollout("x", None, components={"a": 100.0, "c": 1.0}),
                 rollout("x", 5.0, components={"a": 5.0}),
             )
         ]
     )
-    assert found["rewards/a/mean"] == 3.0
-    assert found["rewards/a/std"] == 2.0
-    assert found["rewards/b/mean"] == 2.0
-
-
-def test_a_component_of_samples_that_all_failed_has_no_mean() -> None:
-    found = rollout_metrics([group(rollout("x", None, components={"a": 100.0}), rollout("x", 1.0))])
-    assert not any(name.startswith("rewards/") for name in found)
+    assert {name: value for name, value in found.items() if name.startswith("rewards/")} == {
+        "rewards/a/mean": 3.0,
+        "rewards/a/std": 2.0,
+        "rewards/b/mean": 2.0,
+        "rewards/b/std": 0.0,
+    }
 
 
 def test_each_environment_is_given_its_own_samples_that_have_a_reward() -> None:
     one, other, idle = Judge(), Judge(), Judge()
     groups = [
-        group(
+        rollout_group(
             rollout(
                 "xx.x",
                 1.0,
@@ -179,7 +155,7 @@ def test_each_environment_is_given_its_own_samples_that_have_a_reward() -> None:
             prompt="p",
             name="one",
         ),
-        group(rollout("xxx", 2.0), prompt="qq", name="other"),
+        rollout_group(rollout("xxx", 2.0), prompt="qq", name="other"),
     ]
     found = environment_metrics(groups, {"one": one, "other": other, "idle": idle})
     assert found == {"env/one/seen": 1.0, "env/other/seen": 1.0}
@@ -204,7 +180,7 @@ def test_each_environment_is_given_its_own_samples_that_have_a_reward() -> None:
 
 
 def test_a_batch_in_which_everything_failed_is_empty_and_still_handed_over() -> None:
-    batch = environment_batch([group(rollout("x", None), rollout("xx", None))])
+    batch = environment_batch([rollout_group(rollout("x", None), rollout("xx", None))])
     assert batch["num_failures"] == 2
     assert batch["message_log"] == []
     assert batch["rewards"].shape == (0,)
@@ -219,7 +195,7 @@ def test_names_are_not_prefixed_twice() -> None:
         def global_post_process_and_metrics(self, batch: Any) -> Any:
             return batch, {"judge_env/mean_reward": 1.0, "plain": 2.0}
 
-    found = environment_metrics([group(rollout("x", 1.0))], {"judge": Prefixed()})
+    found = environment_metrics([rollout_group(rollout("x", 1.0))], {"judge": Prefixed()})
     assert found == {"env/judge/mean_reward": 1.0, "env/judge/plain": 2.0}
 
 
@@ -232,7 +208,7 @@ def test_an_environment_that_cannot_measure_is_named(measured: Any) -> None:
             return batch, measured
 
     with pytest.raises(EnvironmentFailedError, match="'judge' could not measure its batch"):
-        environment_metrics([group(rollout("x", 1.0))], {"judge": Broken()})
+        environment_metrics([rollout_group(rollout("x", 1.0))], {"judge": Broken()})
 
 
 class Learns(Judge):
@@ -251,11 +227,14 @@ class Learns(Judge):
 
 def test_the_end_of_a_batch_is_for_who_has_a_state_and_samples_in_it() -> None:
     one, idle, plain = Learns(), Learns(), Judge()
-    groups = [group(rollout("x", 1.0), rollout("x", None), name="one"), group(name="plain")]
+    groups = [
+        rollout_group(rollout("x", 1.0), rollout("x", None), name="one"),
+        rollout_group(name="plain"),
+    ]
     end_batch(groups, {"one": one, "idle": idle, "plain": plain})
     assert (one.learned, idle.learned) == ([1.0], [])
     with pytest.raises(EnvironmentFailedError, match=r"'one' could not end its batch .*odd.*py:\d"):
-        end_batch([group(rollout("x", -1.0), name="one")], {"one": one})
+        end_batch([rollout_group(rollout("x", -1.0), name="one")], {"one": one})
 
 
 # -------------------------------------------------------------------------------------- validation
@@ -263,15 +242,15 @@ def test_the_end_of_a_batch_is_for_who_has_a_state_and_samples_in_it() -> None:
 
 def test_d26_accuracy_is_said_of_zeros_and_ones_only() -> None:
     binary = [
-        group(rollout("x", 1.0), rollout("xx", 0.0)),
-        group(rollout("x", 0.0), rollout("x", 0.0)),
+        rollout_group(rollout("x", 1.0), rollout("xx", 0.0)),
+        rollout_group(rollout("x", 0.0), rollout("x", 0.0)),
     ]
     found = validation_metrics(binary, {"judge": Judge()})
     assert found["reward_mean"] == found["accuracy"] == 0.25
     assert found["pass@2"] == 0.5
     assert found["avg_length"] == 1.25
     assert found["env/judge/seen"] == 4
-    graded = [*binary, group(rollout("x", 0.5), rollout("x", 1.0))]
+    graded = [*binary, rollout_group(rollout("x", 0.5), rollout("x", 1.0))]
     found = validation_metrics(graded, {"judge": Judge()})
     assert found["reward_mean"] == pytest.approx(2.5 / 6)
     assert "accuracy" not in found
@@ -280,10 +259,11 @@ def test_d26_accuracy_is_said_of_zeros_and_ones_only() -> None:
 
 def test_failures_are_in_no_figure_of_a_validation_and_counted() -> None:
     found = validation_metrics(
-        [group(rollout("x", 1.0), rollout("x", None)), group(rollout("x", None))], {}
+        [rollout_group(rollout("x", 1.0), rollout("x", None)), rollout_group(rollout("x", None))],
+        {},
     )
     assert (found["num_failures"], found["reward_mean"], found["accuracy"]) == (2, 1.0, 1.0)
-    nothing = validation_metrics([group(rollout("x", None))], {})
+    nothing = validation_metrics([rollout_group(rollout("x", None))], {})
     assert nothing["num_failures"] == 1
     assert "reward_mean" not in nothing
     assert "accuracy" not in nothing
@@ -292,7 +272,10 @@ def test_failures_are_in_no_figure_of_a_validation_and_counted() -> None:
 def test_pass_at_k_counts_tasks_that_were_all_judged() -> None:
     """A task of which only one of two completions was judged says nothing about two."""
     found = validation_metrics(
-        [group(rollout("x", 1.0), rollout("x", 0.0)), group(rollout("x", 0.0), rollout("x", None))],
+        [
+            rollout_group(rollout("x", 1.0), rollout("x", 0.0)),
+            rollout_group(rollout("x", 0.0), rollout("x", None)),
+        ],
         {},
     )
     assert found["pass@2"] == 1.0
@@ -301,12 +284,12 @@ def test_pass_at_k_counts_tasks_that_were_all_judged() -> None:
 
 def test_rows_tell_everything_of_a_rollout() -> None:
     groups = [
-        group(
+        rollout_group(
             rollout("x.x", 1.0, answer="4", num_turns=2, weight_version=3),
             prompt="p",
             ground_truth=4,
         ),
-        group(rollout("x", None), prompt="q"),
+        rollout_group(rollout("x", None), prompt="q"),
     ]
     one, other = completion_rows(groups, step=9, advantages_BG=[np.array([0.5]), [0.0]])
     assert (one.step, one.task, one.group, one.environment) == (9, "p", "g-p", "judge")

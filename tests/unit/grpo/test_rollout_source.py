@@ -131,12 +131,6 @@ def test_every_task_comes_once_in_an_epoch_and_epochs_differ() -> None:
     assert len(set(groups)) == 20
 
 
-def test_without_shuffling_tasks_come_in_order() -> None:
-    with source_of(ScriptedGenerator(saying("a")), shuffle=False) as source:
-        assert ids(source.take(0)) == ["task 0", "task 1", "task 2"]
-        assert ids(source.take(1)) == ["task 3", "task 4", "task 5"]
-
-
 # ------------------------------------------------------------------------------- going on
 
 
@@ -196,30 +190,17 @@ def test_whoever_waits_can_stop_it_and_it_is_as_if_nothing_had_been_asked() -> N
         assert source.settle() == []
         is_stuck[0] = False
         again = source.take(1)
-    with source_of(ScriptedGenerator(saying("a", "b"))) as other:
+    generator = ScriptedGenerator(lambda r: [None])
+    with source_of(generator, max_staleness=2) as other:
+        with pytest.raises(Stop):  # with others behind it
+            other.take(0, while_waiting=stop)
+        assert (other.consumed, other.settle()) == (0, [])
+        generator.script = saying("a", "b")
         other.take(0)
         assert ids(other.take(1)) == ids(again)
 
 
-def test_the_first_batch_can_be_stopped_with_others_behind_it() -> None:
-    def stop(num_groups: int) -> None:
-        raise Stop
-
-    generator = ScriptedGenerator(lambda r: [None])
-    with source_of(generator, max_staleness=2) as source:
-        with pytest.raises(Stop):
-            source.take(0, while_waiting=stop)
-        assert source.consumed == 0
-        assert source.settle() == []
-        generator.script = saying("a")
-        batches = learn(source, generator, range(3))
-        assert [b.step for b in batches] == [0, 1, 2]
-
-
 def test_validation_can_be_stopped_and_leaves_what_is_ahead_alone() -> None:
-    def stop(num_groups: int) -> None:
-        raise Stop
-
     generator = ScriptedGenerator(saying("a"))
     with source_of(generator, max_staleness=1) as source:
         source.take(0)
@@ -328,6 +309,7 @@ def test_dynamic_sampling_keeps_groups_with_a_signal_until_the_step_is_full() ->
         first = source.take(0)  # 0 1 2 | 3 4 5
         assert ids(first) == ["task 1", "task 2", "task 5"]
         assert (first.num_batches, first.num_discarded, first.num_without_signal) == (2, 0, 3)
+        assert first.stats.num_tokens == 2 * 3 * 2 * len("task 0 1"), "also of those left out"
         assert source.consumed == 6
         second = source.take(1)  # 6 7 8 | 9 0 1
         assert ids(second) == ["task 7", "task 8", "task 9"]
@@ -345,35 +327,6 @@ def test_more_tasks_can_be_drawn_at_once() -> None:
         batch = source.take(0)
     assert ids(batch) == ["task 1", "task 2", "task 5"]
     assert (batch.num_batches, batch.num_without_signal) == (1, 3)
-
-
-def test_what_the_clamp_of_scaled_rewards_makes_equal_is_no_signal() -> None:
-    # 2 and 3 are both 1 after the clamp to [0, 1]: the step would learn nothing from them.
-    generator, judge = by_task(SIGNAL | {"task 1": (2.0, 3.0)})
-    with source_of(
-        generator,
-        judge=judge,
-        shuffle=False,
-        use_dynamic_sampling=True,
-        max_num_epochs=2,
-        reward_scaling={"enabled": True},
-    ) as source:
-        assert ids(source.take(0)) == ["task 2", "task 5", "task 7"]
-
-
-def test_noise_is_measured_in_scaled_rewards() -> None:
-    # Their deviation 0.0105 and 10 times the noise, 0.01, are both halved.
-    generator, judge = by_task({"task 0": (0.0, 0.021)})
-    with source_of(
-        generator,
-        judge=judge,
-        shuffle=False,
-        use_dynamic_sampling=True,
-        noise=lambda name: 0.001,
-        num_prompts_per_step=1,
-        reward_scaling={"enabled": True, "target_max": 0.5},
-    ) as source:
-        assert ids(source.take(0)) == ["task 0"]
 
 
 def test_without_dynamic_sampling_everything_is_kept_and_nothing_more_is_drawn() -> None:
@@ -403,74 +356,29 @@ def test_dynamic_sampling_gives_up_and_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "noise", "keeps"),
+    ("rewards", "noise", "scaling", "keeps"),
     [
-        ((0.0, 1.0), 0.0, True),
-        ((1.0, 1.0), 0.0, False),
-        ((0.30001, 0.3), 0.0, True),
-        ((0.0, None), 0.0, False),
-        ((0.0, 0.021), 0.001, True),  # standard deviation 0.0105, more than 10 times the noise
-        ((0.0, 0.019), 0.001, False),
+        ((0.0, 1.0), 0.0, {}, True),
+        ((1.0, 1.0), 0.0, {}, False),
+        ((0.30001, 0.3), 0.0, {}, True),
+        ((0.0, None), 0.0, {}, False),
+        ((0.0, 0.021), 0.001, {}, True),  # standard deviation 0.0105, more than 10 times the noise
+        ((0.0, 0.019), 0.001, {}, False),
+        # The deviation and 10 times the noise, 0.01, are both halved.
+        ((0.0, 0.021), 0.001, {"enabled": True, "target_max": 0.5}, True),
+        # 2 and 3 are both 1 after the clamp to [0, 1]: the step would learn nothing from them.
+        ((2.0, 3.0), 0.0, {"enabled": True}, False),
     ],
 )
 def test_what_counts_as_a_signal(
-    rewards: tuple[float | None, float | None], noise: float, keeps: bool
+    rewards: tuple[float | None, float | None],
+    noise: float,
+    scaling: dict[str, Any],
+    keeps: bool,
 ) -> None:
     generator, judge = by_task({"task 0": rewards})
-    with source_of(
-        generator,
-        judge=judge,
-        shuffle=False,
-        use_dynamic_sampling=True,
-        noise=lambda name: noise,
-        num_prompts_per_step=1,
-        dynamic_sampling_max_gen_batches=1,
-    ) as source:
-        if keeps:
-            assert ids(source.take(0)) == ["task 0"]
-        else:
-            with pytest.raises(TrainingError, match="0 of 1 groups"):
-                source.take(0)
-
-
-def test_completions_that_the_loss_leaves_out_are_no_signal() -> None:
-    generator = ScriptedGenerator(lambda r: [(0, Say("a", "length")), (1, Say("b"))])
-    judge = Judge(lambda text, m: {"reward": float(text == "b")})
-    options: dict[str, Any] = {
-        "judge": judge,
-        "use_dynamic_sampling": True,
-        "dynamic_sampling_max_gen_batches": 1,
-    }
-    with source_of(generator, **options) as source:
-        assert len(source.take(0).groups) == 3
-    with (
-        source_of(generator, overlong_filtering=True, **options) as source,
-        pytest.raises(TrainingError, match="dynamic sampling"),
-    ):
-        source.take(0)
-
-
-def test_dynamic_sampling_for_gdpo_looks_at_the_components() -> None:
-    """Completions that are good at different things have the same total, and much to teach."""
-    named = {"a": {"right": 1.0, "short": 0.0}, "b": {"right": 0.0, "short": 1.0}}
-    options: dict[str, Any] = {
-        "judge": Judge(lambda text, m: {"rewards": named[text]}),
-        "use_dynamic_sampling": True,
-        "dynamic_sampling_max_gen_batches": 1,
-    }
-    generator = ScriptedGenerator(saying("a", "b"))
-    with source_of(generator, adv_estimator={"name": "gdpo"}, **options) as source:
-        assert len(source.take(0).groups) == 3
-    with source_of(generator, **options) as source, pytest.raises(TrainingError, match="0 of 3"):
-        source.take(0)
-
-
-def test_tokens_of_groups_that_are_left_out_were_drawn_too() -> None:
-    generator, judge = by_task(SIGNAL)
-    with source_of(generator, judge=judge, shuffle=False, use_dynamic_sampling=True) as source:
-        batch = source.take(0)  # two batches of three groups, each of two answers like "task 0 1"
-    assert batch.num_without_signal == 3
-    assert batch.stats.num_tokens == 2 * 3 * 2 * len("task 0 1")
+    options: dict[str, Any] = {"noise": lambda name: noise, "reward_scaling": scaling}
+    assert has_signal(generator, judge, shuffle=False, **options) is keeps
 
 
 # -------------------------------------------------------------------------- tasks that are used up
@@ -600,3 +508,32 @@ def test_it_ends_where_a_loop_runs_already() -> None:
             return source.take(0)
 
     assert asyncio.run(cell()).groups
+
+
+def has_signal(generator: ScriptedGenerator, judge: Judge, **options: Any) -> bool:
+    """Whether a step of one group can be filled at the first try."""
+    options |= {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 1}
+    with source_of(generator, judge=judge, num_prompts_per_step=1, **options) as source:
+        try:
+            return len(source.take(0).groups) == 1
+        except TrainingError:
+            return False
+
+
+def test_completions_that_the_loss_leaves_out_are_no_signal() -> None:
+    generator = ScriptedGenerator(lambda r: [(0, Say("a", "length")), (1, Say("b"))])
+    judge = Judge(lambda text, m: {"reward": float(text == "b")})
+    assert has_signal(generator, judge)
+    assert not has_signal(generator, judge, overlong_filtering=True)
+
+
+def test_dynamic_sampling_for_gdpo_looks_at_the_components() -> None:
+    """Completions that are good at different things have the same total, and much to teach."""
+    named = {"a": {"right": 1.0, "short": 0.0}, "b": {"right": 0.0, "short": 1.0}}
+    generator, judge = saying("a", "b"), Judge(lambda text, m: {"rewards": named[text]})
+    assert has_signal(ScriptedGenerator(generator), judge, adv_estimator={"name": "gdpo"})
+    assert not has_signal(ScriptedGenerator(generator), judge)
+
+
+def stop(num_groups: int) -> None:
+    raise Stop

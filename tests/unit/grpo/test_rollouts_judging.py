@@ -24,32 +24,18 @@ from policy_fakes import SAMPLING, Judge, Say, ScriptedGenerator, rollouts_of, s
 
 
 def play(
-    judge: Judge,
-    script: Any,
-    tasks: Sequence[Task],
-    *,
-    num_generations: int,
-    stats: RolloutStats | None = None,
-    **options: Any,
-) -> tuple[list[RolloutGroup], ScriptedGenerator]:
-    generator = ScriptedGenerator(script)
+    judge: Judge, script: Any, tasks: Sequence[Task], *, num_generations: int, **options: Any
+) -> list[RolloutGroup]:
+    """What a generator, or one that says what a script says, is rewarded with."""
+    generator = script if isinstance(script, ScriptedGenerator) else ScriptedGenerator(script)
     rollouts = rollouts_of(generator, judge=judge, **options)
+    playing = rollouts.play(
+        tasks, num_generations=num_generations, sampling=SAMPLING, batch=(0, 0, 0)
+    )
     try:
-        groups = asyncio.run(
-            asyncio.wait_for(
-                rollouts.play(
-                    tasks,
-                    num_generations=num_generations,
-                    sampling=SAMPLING,
-                    batch=(0, 0, 0),
-                    stats=stats,
-                ),
-                20,
-            )
-        )
+        return asyncio.run(asyncio.wait_for(playing, 20))
     finally:
         rollouts.close()
-    return groups, generator
 
 
 def by_length(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -61,24 +47,13 @@ def by_length(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
 
 def test_nothing_is_judged_before_the_last_completion_of_the_batch() -> None:
     drawn: list[int] = []
-    generators: list[ScriptedGenerator] = []
-
-    def script(request: Any) -> list[Any]:
-        return [(i, Say("a" * (i + 1))) for i in range(len(request.seeds_G))]
-
-    judge = Judge(by_length, judges="batch")
-    generator = ScriptedGenerator(script)
-    generators.append(generator)
-    judge.before = lambda texts: drawn.append(len(generator.events))
-    rollouts = rollouts_of(generator, judge=judge)
-    try:
-        groups = asyncio.run(
-            rollouts.play(
-                [task(str(i)) for i in range(5)], num_generations=3, sampling=SAMPLING, batch=(0,)
-            )
-        )
-    finally:
-        rollouts.close()
+    generator = ScriptedGenerator(
+        lambda request: [(i, Say("a" * (i + 1))) for i in range(len(request.seeds_G))]
+    )
+    judge = Judge(
+        by_length, judges="batch", before=lambda texts: drawn.append(len(generator.events))
+    )
+    groups = play(judge, generator, [task(str(i)) for i in range(5)], num_generations=3)
     assert [len(call) for call in judge.calls] == [15], "one call for the whole batch"
     assert drawn == [15]
     assert [[r.reward for r in g.rollouts_G] for g in groups] == [[1.0, 2.0, 3.0]] * 5
@@ -105,7 +80,7 @@ def test_later_turns_of_such_an_environment_go_on_one_by_one() -> None:
         return {"reward": 1.0, "over": turn == 2, "metadata": {"turn": turn + 1}}
 
     judge = Judge(twice, judges="batch")
-    groups, _ = play(judge, saying("ab"), [task("a"), task("b")], num_generations=2, max_turns=3)
+    groups = play(judge, saying("ab"), [task("a"), task("b")], num_generations=2, max_turns=3)
     assert [len(call) for call in judge.calls] == [4, 1, 1, 1, 1]
     assert {r.reward for g in groups for r in g.rollouts_G} == {2.0}
 
@@ -115,7 +90,7 @@ def test_one_call_that_fails_fails_all_of_the_batch_and_a_lost_worker_ends_it() 
         raise ValueError("broken")
 
     judge = Judge(breaks, judges="batch")
-    groups, _ = play(judge, saying("ab"), [task("a"), task("b")], num_generations=2)
+    groups = play(judge, saying("ab"), [task("a"), task("b")], num_generations=2)
     failures = {r.failure for g in groups for r in g.rollouts_G}
     assert len(failures) == 1
     assert "ValueError: broken" in str(failures.pop())
@@ -132,7 +107,7 @@ def test_a_whole_batch_may_take_as_long_as_its_groups() -> None:
 
     never = Event()
     judge = Judge(by_length, judges="batch", before=lambda texts: bool(never.wait(30)))
-    groups, _ = play(
+    groups = play(
         judge,
         saying("ab"),
         [task(str(i)) for i in range(3)],
@@ -176,7 +151,7 @@ def test_a_part_is_judged_while_another_is_still_being_drawn() -> None:
             (1, Say("abcd", after=waits)),
         ]
 
-    groups, _ = play(judge, script, [task()], num_generations=8)
+    groups = play(judge, script, [task()], num_generations=8)
     assert sorted(judge.calls[:3]) == [["ab", "abc"], ["w" * 4, "w" * 5], ["w" * 6, "w" * 7]]
     assert judge.calls[3:] == [["a", "abcd"]]
     assert [r.reward for r in groups[0].rollouts_G] == [1.0, 4.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
@@ -192,7 +167,7 @@ def test_parts_that_are_short_beside_their_prompt_go_together() -> None:
         def script(request: Any, order: Any = tuple(order)) -> list[Any]:
             return [(i, Say(texts[i])) for i in order]
 
-        groups, _ = play(judge, script, [task()], num_generations=8)
+        groups = play(judge, script, [task()], num_generations=8)
         assert sorted(judge.calls) == expected, "whoever ends first"
         assert [r.reward for r in groups[0].rollouts_G] == [float(len(t)) for t in texts]
 
@@ -209,28 +184,6 @@ class Noisy(Judge):
             return {"reward": float(self.given), "note": {"given": self.given}, **failed}
 
         super().__init__(verdict, **options)
-
-
-def test_what_says_the_same_gets_the_same_reward_though_it_was_judged_apart() -> None:
-    texts = saying("x", "y", "x", "bad", "y", "bad")
-    for judges in ("completion", "part"):
-        groups, _ = play(Noisy(judges=judges), texts, [task("a"), task("b")], num_generations=6)
-        for group in groups:
-            rewards = [r.reward for r in group.rollouts_G]
-            assert rewards[0] == rewards[2]
-            assert rewards[1] == rewards[4]
-            assert rewards[0] != rewards[1]
-            assert rewards[3] is rewards[5] is None
-            judged = [r for r in group.rollouts_G if r.reward is not None]
-            assert [r.note["given"] for r in judged] == [r.reward for r in judged]
-        apart = {g.rollouts_G[0].reward for g in groups}
-        assert len(apart) == 2, "groups have nothing to do with each other"
-
-
-@pytest.mark.parametrize("judges", ["group", "batch"])
-def test_who_judges_a_whole_group_may_tell_apart_what_says_the_same(judges: JudgingUnit) -> None:
-    (group,), _ = play(Noisy(judges=judges), saying("x", "x"), [task()], num_generations=2)
-    assert [r.reward for r in group.rollouts_G] == [1.0, 2.0]
 
 
 def test_another_word_for_what_is_judged_is_refused() -> None:
@@ -270,7 +223,20 @@ def test_the_time_of_calls_side_by_side_counts_once(monkeypatch: pytest.MonkeyPa
     assert (stats.environment, stats.judging) == (4.0 + 2.0 + 1.0, 5.0)
 
 
-def test_the_share_that_was_hidden() -> None:
-    assert RolloutStats().hidden_share is None
-    assert RolloutStats(judging=4.0, exposed=1.0).hidden_share == 0.75
-    assert RolloutStats(judging=4.0, exposed=4.5).hidden_share == 0.0
+def test_what_says_the_same_gets_the_same_reward_where_it_was_judged_apart() -> None:
+    texts = saying("x", "y", "x", "bad", "y", "bad")
+    for judges in ("completion", "part"):
+        groups = play(Noisy(judges=judges), texts, [task("a"), task("b")], num_generations=6)
+        for group in groups:
+            rewards = [r.reward for r in group.rollouts_G]
+            assert rewards[0] == rewards[2]
+            assert rewards[1] == rewards[4]
+            assert rewards[0] != rewards[1]
+            assert rewards[3] is rewards[5] is None
+            judged = [r for r in group.rollouts_G if r.reward is not None]
+            assert [r.note["given"] for r in judged] == [r.reward for r in judged]
+        apart = {g.rollouts_G[0].reward for g in groups}
+        assert len(apart) == 2, "groups have nothing to do with each other"
+    for judges in ("group", "batch"):  # who judges a whole group may tell them apart
+        (group,) = play(Noisy(judges=judges), saying("x", "x"), [task()], num_generations=2)
+        assert [r.reward for r in group.rollouts_G] == [1.0, 2.0]

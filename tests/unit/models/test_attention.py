@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tiny
-from dense_oracle import ORACLE, dense_attention, oracle_of
+from dense_oracle import dense_attention, oracle_of
 from laurel.data.forest import to_forest
 from laurel.errors import ModelError
 from laurel.models.forest.attention import ForestPlan, forest_attention
@@ -67,10 +67,8 @@ def test_in_float32_the_difference_to_eager_attention_is_rounding(name):
     assert relative_difference(gradients(model, scores_NK), gradients(model, expected_NK)) <= 1e-5
 
 
-@pytest.mark.slow_parameters("qwen3-sliding", "gpt-oss")
-@pytest.mark.parametrize("name", ["qwen3-sliding", "phi", "gpt-oss"])
-def test_groups_of_one_to_sixteen_completions(name):
-    model = tiny.tiny_reward_model(name, dtype=torch.float64)
+def test_groups_of_one_to_sixteen_completions():
+    model = tiny.tiny_reward_model("qwen3-sliding", dtype=torch.float64)
     shapes = [(3 * g % 17, [1 + (5 * g + i) % 11 for i in range(g)]) for g in range(1, 17)]
     groups = tiny.random_groups(3, shapes)
     scores_NK = model(to_forest(groups))
@@ -101,15 +99,6 @@ def test_any_shapes(shapes, name, seed):
         torch.testing.assert_close(scores_NK, expected_NK, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["qwen2-sliding", "gemma2", "gpt-oss"])
-def test_without_shared_prompts_scores_and_gradients_are_the_same(name):
-    model = tiny.tiny_reward_model(name, dtype=torch.float64)
-    groups = tiny.random_groups(4, SHAPES)
-    shared_NK, whole_NK = model(to_forest(groups)), model(to_forest(groups, share_prompts=False))
-    torch.testing.assert_close(shared_NK, whole_NK, rtol=0, atol=1e-11)
-    assert relative_difference(gradients(model, shared_NK), gradients(model, whole_NK)) <= 1e-6
-
-
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 def test_a_regression_head_gives_every_attribute(name):
     model = tiny.tiny_reward_model(name, num_labels=3, dtype=torch.float64)
@@ -119,23 +108,6 @@ def test_a_regression_head_gives_every_attribute(name):
     assert model.num_outputs == 3
     expected_NK = tiny.one_by_one(model, groups, tiny.own_attention(model.classifier))
     torch.testing.assert_close(scores_NK, expected_NK, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_every_token_is_that_of_a_dense_mask(name):
-    """All hidden states, not only the last ones, and in float64 for all architectures."""
-    model = tiny.tiny_reward_model(name, dtype=torch.float64).classifier.base_model
-    groups = tiny.random_groups(6, SHAPES)
-    forest = to_forest(groups)
-    inputs = {
-        "input_ids": forest.ids_T[None],
-        "position_ids": forest.positions_T[None],
-        "use_cache": False,
-    }
-    found = model(**inputs, forest_plan=ForestPlan(forest.trees)).last_hidden_state
-    model.set_attn_implementation(ORACLE)
-    expected = model(**inputs, oracle=oracle_of(groups)).last_hidden_state
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
 @settings(max_examples=60, deadline=None)
@@ -186,24 +158,6 @@ def test_the_function_by_itself(shapes, repeats, window, softcap, has_sinks, sca
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     for one, other in zip(found_gradients, expected_gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-
-
-def test_masks_by_hand():
-    plan = ForestPlan([])
-    like = torch.zeros(1)
-    no, yes = -torch.inf, 0.0
-    # Two queries at positions 3 and 4 of five keys, which see the latest three positions.
-    expected = torch.tensor([[no, yes, yes, yes, no], [no, no, yes, yes, yes]])
-    assert torch.equal(plan.mask(2, 5, 3, like), expected)
-    assert plan.mask(2, 5, 3, like) is plan.mask(2, 5, 3, like)
-    # Without a window, or with one that reaches back to the first key.
-    expected = torch.tensor([[yes, yes, yes, yes, no], [yes, yes, yes, yes, yes]])
-    assert torch.equal(plan.mask(2, 5, None, like), expected)
-    assert torch.equal(plan.mask(2, 5, 5, like), expected)
-    # A kernel's own causal mask does for a square, and one query sees everything.
-    assert plan.mask(5, 5, None, like) is None
-    assert plan.mask(1, 5, None, like) is None
-    assert torch.equal(plan.mask(1, 3, 2, like), torch.tensor([[no, yes, yes]]))
 
 
 @pytest.mark.parametrize("name", ["qwen3-sliding", "gemma2", "gpt-oss", "phi"])
@@ -298,17 +252,3 @@ def test_without_a_plan_there_is_an_error_that_says_so():
     model = tiny.tiny_reward_model("llama")
     with pytest.raises(ModelError, match=r"without a plan.*set_attn_implementation\('sdpa'\)"):
         model.classifier(input_ids=torch.tensor([[5, 6, 7]]))
-
-
-def test_the_largest_window_hides_nothing():
-    """A window as long as the longest sequence is the same as none."""
-    groups = tiny.random_groups(12, [(20, [10, 3])])
-    wide = tiny.tiny_reward_model("mistral-sliding", sliding_window=30)
-    none = tiny.tiny_reward_model("mistral-sliding", sliding_window=None)
-    narrow = tiny.tiny_reward_model("mistral-sliding", sliding_window=29)
-    forest = to_forest(groups)
-    with torch.inference_mode():
-        torch.testing.assert_close(wide(forest), none(forest), rtol=0, atol=1e-6)
-        difference = (narrow(forest) - none(forest)).abs()[:, 0]
-    assert difference[0] > 1e-4  # 30 tokens: the first is out of sight of the last
-    assert difference[1] < 1e-6  # 23 tokens

@@ -16,14 +16,9 @@ from laurel.data.forest import to_forest
 from laurel.models.forest.attention import AttentionOptions, ForestPlan, attend_by_blocks
 from laurel.models.forest.cascade import (
     Cascade,
-    in_pieces,
-    keys_in_window,
-    own_keys,
     packed_calls,
-    trunk_keys,
 )
 from laurel.models.loading.pretrained import recompute_activations
-from laurel.types import Span, Tree
 
 CPU = torch.device("cpu")
 PLAIN = {"scaling": None, "dropout": 0.0, "sliding_window": None, "softcap": None, "s_aux": None}
@@ -31,11 +26,6 @@ RAGGED = st.lists(
     st.tuples(st.integers(0, 45), st.lists(st.integers(1, 30), min_size=1, max_size=4)),
     min_size=1,
     max_size=4,
-)
-TREES = (
-    Tree(Span(0, 5), (Span(5, 7), Span(7, 8))),
-    Tree(Span(8, 8), (Span(8, 10),)),
-    Tree(Span(10, 11), ()),
 )
 
 
@@ -59,32 +49,6 @@ def with_gradients(out, leaves):
 def expected_of(groups, leaves, **options):
     out, _ = dense_attention(nn.Identity(), *leaves, None, oracle=oracle_of(groups), **options)
     return with_gradients(out.transpose(1, 2), leaves)
-
-
-def test_who_sees_whom_by_hand():
-    assert own_keys(TREES) == [
-        (Span(*span), (Span(*span),)) for span in ((0, 5), (5, 7), (7, 8), (8, 10), (10, 11))
-    ]
-    assert trunk_keys(TREES) == [(Span(5, 8), (Span(0, 5),))]
-    assert keys_in_window(TREES, 3) == [
-        (Span(0, 5), (Span(0, 5),)),
-        (Span(5, 7), (Span(3, 5), Span(5, 7))),
-        (Span(7, 8), (Span(3, 5), Span(7, 8))),
-        (Span(8, 10), (Span(8, 10),)),
-        (Span(10, 11), (Span(10, 11),)),
-    ]
-    # A window of one token: nobody sees another.
-    assert keys_in_window(TREES, 1)[1] == (Span(5, 7), (Span(5, 7),))
-    own, before = in_pieces(TREES, size=2)
-    assert [tuple(queries) for queries, _ in own] == [
-        *((0, 2), (2, 4), (4, 5), (5, 7)),
-        *((7, 8), (8, 10), (10, 11)),
-    ]
-    assert before == [
-        (Span(5, 8), (Span(0, 5),)),
-        (Span(2, 4), (Span(0, 2),)),
-        (Span(4, 5), (Span(0, 4),)),
-    ]
 
 
 class Emulated:
@@ -117,23 +81,8 @@ class Emulated:
             logits = torch.einsum("qhd,khd->hqk", q[rows], k[seen][:, heads]) * scale
             yield rows, seen, heads, logits.masked_fill(~visible, -torch.inf), scale
 
-    def forward(
-        self,
-        q,
-        k,
-        v,
-        cum_q,
-        cum_k,
-        max_q,
-        max_k,
-        dropout,
-        is_causal,
-        debug,
-        *,
-        scale=None,
-        window_size_left=None,
-        window_size_right=None,
-    ):
+    def forward(self, *arguments, scale=None, window_size_left=None, window_size_right=None):
+        q, k, v, cum_q, cum_k, max_q, max_k, dropout, is_causal, debug = arguments
         assert not debug
         assert dropout == 0.0
         assert (max_q, max_k) == (int(cum_q.diff().max()), int(cum_k.diff().max()))
@@ -146,27 +95,9 @@ class Emulated:
             out[rows] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v[seen][:, heads])
         return out, lse, None, None, None
 
-    def backward(
-        self,
-        grad,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        cum_q,
-        cum_k,
-        max_q,
-        max_k,
-        dropout,
-        is_causal,
-        rng_state,
-        unused,
-        *,
-        scale=None,
-        window_size_left=None,
-        window_size_right=None,
-    ):
+    def backward(self, *arguments, scale=None, window_size_left=None, window_size_right=None):
+        grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, *rest = arguments
+        dropout, is_causal, rng_state, unused = rest
         assert rng_state.dtype == torch.uint64
         assert unused.numel() == dropout == 0
         assert (max_q, max_k) == (int(cum_q.diff().max()), int(cum_k.diff().max()))
@@ -218,15 +149,11 @@ class Counter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.counts = {}
-        self.largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         self.counts[name] = self.counts.get(name, 0) + 1
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.largest = max(self.largest, result.numel())
-        return result
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -309,23 +236,6 @@ def test_nothing_is_kept_but_tensors_of_the_distinct_tokens(dtype):
     assert out.transpose(1, 2).is_contiguous()
     sizes = [tensor.untyped_storage().nbytes() for tensor in kept.values()]
     assert sum(sizes) == num_tokens * ((4 + 2 + 2 + 4) * 8 * dtype.itemsize + 4 * 4)
-
-
-@pytest.mark.slow
-def test_a_branch_of_32k_tokens_trains_without_a_square():
-    model = tiny.tiny_reward_model(
-        "llama",
-        num_hidden_layers=1,
-        hidden_size=8,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        intermediate_size=8,
-    ).train()
-    forest = to_forest(tiny.random_groups(4, [(2048, [32768])]))
-    with Counter() as counter:
-        model(forest).sum().backward()
-    assert counter.largest <= len(forest.ids_T) * 32
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -89,13 +89,6 @@ def test_a_prompt_has_its_bos_exactly_once(tokenizer, expected):
     assert text_of(chat, ids).startswith(expected)
 
 
-def test_a_prompt_ends_where_the_assistant_begins():
-    chat = ChatFormat(made.chatml())
-    assert text_of(chat, chat.prompt_ids(ASK)) == (
-        "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_no_clock_reaches_a_prompt():
     """D28: a template that prints the date gives the same prompt every day."""
     first = ChatFormat(made.llama_31(), today=date(2026, 1, 2))

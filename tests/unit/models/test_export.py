@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import tiny
 import tiny_tokenizers as made
@@ -17,7 +17,7 @@ from laurel.errors import CheckpointError
 from laurel.models.checkpoint.card import CARD, CardFacts, reward_model_card
 from laurel.models.checkpoint.export import save_reward_model
 from laurel.models.forest.attention import FOREST
-from laurel.models.loading.adapters import ADAPTERS, load_adapters, merged_weights, trained_weights
+from laurel.models.loading.adapters import ADAPTERS, load_adapters
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ModelSpec
@@ -150,24 +150,6 @@ def test_an_encoder_by_its_card(tmp_path):
     torch.testing.assert_close(scores_N, torch.tensor(ours), rtol=0, atol=1e-6)
 
 
-def test_what_the_card_tells():
-    contract = contract_of(made.chatml()).with_rules(mean=0.5, std=2.0, num_reference=64)
-    card = card_of(contract)
-    for part in (
-        "Made with Laurel from a tiny model.",
-        "- **train**: errands.jsonl: 10 of 12 rows",
-        "| validation-default_accuracy | 0.9753 |",
-        "- loss: bradley_terry",
-        "read from the last token, which the template makes",
-        "by a head in float32",
-        "512 tokens, cut on the left",
-        "mean 0.5, standard deviation 2 over 64 completions",
-    ):
-        assert part in card, part
-    front = card.split("---")[1]
-    assert "pipeline_tag: text-classification" in front
-
-
 @pytest.fixture
 def adapted(tmp_path):
     """A language model with adapters that have learned something, as a run would load it."""
@@ -223,17 +205,6 @@ def test_merged_weights_score_as_the_adapted_model(adapted, tmp_path):
     assert (scores_of(model, contract) - ours).abs().max() > 1e-3
 
 
-def test_merged_names_are_those_of_the_plain_model(adapted):
-    network = adapted[0].model.classifier
-    merged, trained = dict(merged_weights(network)), trained_weights(network)
-    plain = AutoModelForSequenceClassification.from_pretrained(
-        adapted[0].base_model, num_labels=1
-    ).state_dict()
-    assert merged.keys() == plain.keys()
-    assert "score.weight" in trained
-    assert all(name == "score.weight" or ".lora_" in name for name in trained)
-
-
 def test_adapters_come_back_exactly(adapted, tmp_path):
     loaded, load, _, _ = adapted
     directory = save(tmp_path / "saved", loaded.model, loaded.contract)
@@ -261,14 +232,3 @@ def test_adapters_of_another_run_are_refused(adapted, tmp_path):
     save_file(state, directory / ADAPTERS)
     with pytest.raises(CheckpointError, match=r"holds other parameters.*score\.weight"):
         load_adapters(directory, loaded.model.classifier)
-
-
-def test_a_plain_model_has_no_adapters_to_save(tmp_path):
-    model, contract = tiny.tiny_reward_model("qwen3"), contract_of(made.chatml())
-    save(tmp_path, model, contract)
-    assert not (tmp_path / ADAPTERS).exists()
-    assert {"scoring.json", "README.md", "chat_template.jinja", "tokenizer.json"} <= {
-        path.name for path in tmp_path.iterdir()
-    }
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert ScoringContract.load(tmp_path, tokenizer).rules == contract.rules

@@ -45,25 +45,6 @@ def logits_of(network):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3-tied", "gemma2-capped", "phi", "granite", "cohere", "gpt-oss"]
-)
-def test_transformers_gives_the_same_logits_bit_for_bit(name, tmp_path):
-    model = tiny.tiny_policy(name, path="padded")
-    expected = logits_of(model.causal_lm)
-    model.causal_lm.set_attn_implementation(FOREST)  # as it is trained
-    model.train()
-    save(tmp_path, model)
-    assert model.training
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert torch.equal(logits_of(again), expected)
-    for path in tmp_path.rglob("*.json"):
-        assert "laurel_forest" not in path.read_text(encoding="utf-8")
-    tied = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["tie_word_embeddings"]
-    weights = (tmp_path / "model.safetensors").read_bytes()
-    assert (b"lm_head.weight" in weights) == (not tied)
-
-
-@pytest.mark.parametrize(
     "name",
     ["qwen3", "qwen3-tied", "gemma2-capped", "phi", "granite", "cohere", "gpt-oss", "mixtral"],
 )
@@ -72,8 +53,12 @@ def test_the_files_are_those_that_transformers_writes(name, tmp_path):
         model = PolicyModel(tiny.mixtral(), path="padded", precision=torch.float32)
     else:
         model = tiny.tiny_policy(name, path="padded")
-    save(tmp_path / "ours", model)
     model.causal_lm.save_pretrained(tmp_path / "theirs")
+    if name != "mixtral":
+        model.causal_lm.set_attn_implementation(FOREST)  # as it is trained
+    model.train()
+    save(tmp_path / "ours", model)
+    assert model.training
     theirs = {path.name for path in (tmp_path / "theirs").iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors"} == theirs
     for file in theirs:

@@ -120,6 +120,9 @@ def test_it_names_the_token_that_the_score_is_read_from(make, token):
     card = reward_model_card(CardFacts(), contract_of(tokenizer))
     assert f"read from the last token, which the template makes {token}" in card
     assert f"End of sequence: `{tokenizer.eos_token}` (id {tokenizer.eos_token_id})" in card
+    scaled = contract_of(tokenizer).with_rules(mean=0.5, std=2.0, num_reference=64)
+    card = reward_model_card(CardFacts(), scaled)
+    assert "mean 0.5, standard deviation 2 over 64 completions" in card
 
 
 def test_a_template_that_ends_with_the_answer_is_not_said_to_end_with_a_token():
@@ -149,11 +152,6 @@ def test_its_program_cuts_what_is_too_long_as_laurel_does(make, side, tmp_path):
     assert [len(names["token_ids"](one)) for one in asked] == [one.num_tokens for one in ours]
     expected = torch.tensor([one.value for one in ours])
     torch.testing.assert_close(names["scores"](asked), expected, rtol=0, atol=1e-5)
-
-
-def test_the_same_facts_give_the_same_bytes():
-    facts = CardFacts(metrics=METRICS, data={"b": "1", "a": "2"})
-    assert reward_model_card(facts, contract_of()) == reward_model_card(facts, contract_of())
 
 
 def test_facts_come_back_and_damaged_ones_are_told(tmp_path):

@@ -83,29 +83,6 @@ def test_values_and_gradients_are_those_of_the_plain_formula(kind, has_bias):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", sorted(HEADS))
-def test_gradients_are_those_of_finite_differences(kind):
-    hidden, weight, bias, targets = drawn(tokens=4, width=3, vocabulary=6)
-
-    def logprobs(hidden, weight, bias):
-        out = token_logprobs(hidden, targets, weight, bias_V=bias, chunk_size=3, **HEADS[kind])
-        return out.logprobs_M
-
-    assert torch.autograd.gradcheck(logprobs, (hidden, weight, bias))
-
-
-@pytest.mark.parametrize("chunk_size", [*range(1, 9), None])
-def test_how_it_is_cut_into_chunks_changes_nothing(chunk_size):
-    hidden, weight, bias, targets = drawn()
-    results = []
-    for size in (100, chunk_size):
-        out = token_logprobs(hidden, targets, weight, bias_V=bias, chunk_size=size)
-        gradients = torch.autograd.grad(out.logprobs_M.square().sum(), (hidden, weight, bias))
-        results.append((out.logprobs_M, *gradients))
-    for whole, cut in zip(*results, strict=True):
-        torch.testing.assert_close(cut, whole, rtol=0, atol=1e-12)
-
-
 def test_a_token_without_a_gradient_gives_none():
     """And the others get what they would get without it."""
     hidden, weight, _, targets = drawn()
@@ -157,16 +134,6 @@ def test_inputs_in_bfloat16_are_summed_in_float32():
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
-def test_the_logits_are_those_that_the_log_probabilities_are_read_from():
-    hidden, weight, bias, targets = drawn()
-    rules = {"softcap": 2.0, "logit_scale": 0.3}
-    logits = all_logits(hidden, weight, bias_V=bias, **rules)
-    assert not logits.requires_grad
-    expected = token_logprobs(hidden, targets, weight, bias_V=bias, **rules, temperature=0.7)
-    found = (logits / 0.7).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    torch.testing.assert_close(found, expected.logprobs_M.detach(), rtol=0, atol=1e-12)
-
-
 class Largest(TorchDispatchMode):
     """Remembers how large the largest tensor was that any operation made."""
 
@@ -209,19 +176,6 @@ def test_a_chunk_is_about_16_million_logits_where_nobody_says():
     with Largest() as largest, torch.no_grad():
         token_logprobs(torch.zeros(9, 1), targets, weight)
     assert largest.numel == 4 * vocabulary == 2**24
-
-
-def test_predictors_by_hand():
-    #  trunk a: 0 1 2 | 3 4 | 5 ; trunk b: 6 | 7 8 9
-    groups = tiny.random_groups(0, [(3, [2, 1]), (1, [3])])
-    forest, rows = to_forest(groups), to_padded(groups, pad_id=0)
-    index, targets = predictors(forest)
-    assert index.tolist() == [2, 3, 2, 6, 7, 8]
-    assert targets.tolist() == forest.ids_T[[3, 4, 5, 7, 8, 9]].tolist()
-    assert index.dtype == targets.dtype == torch.int64
-    flat, same = predictors(rows)  # rows of 5, 4 and 4 tokens, all 5 wide
-    assert flat.tolist() == [2, 3, 7, 10, 11, 12]
-    assert same.tolist() == targets.tolist()
 
 
 SHAPES = st.lists(

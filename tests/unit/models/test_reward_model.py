@@ -8,7 +8,6 @@ import torch
 import tiny
 from laurel.data.forest import to_forest, to_padded
 from laurel.models.forest.decoder import RewardModel
-from laurel.models.loading.pretrained import recompute_activations
 from laurel.types import PaddedRows
 
 SHAPES = [(40, [5, 1, 30]), (0, [7]), (3, [2, 2]), (0, [1])]
@@ -88,19 +87,6 @@ def test_state_space_layers_see_no_padding(kind):
     torch.testing.assert_close(scores_NK, expected_NK, rtol=0, atol=1e-5)
 
 
-def test_activation_checkpointing_changes_no_gradient_of_the_padded_path():
-    rows = to_padded(tiny.random_groups(5, SHAPES), pad_id=0)
-    results = []
-    for is_on in (False, True):
-        model = padded_model(tiny.tiny_classifier("qwen2-sliding")).train()
-        if is_on:
-            recompute_activations(model.classifier)
-        model(rows).square().sum().backward()
-        results.append({name: p.grad for name, p in model.named_parameters()})
-    for name, gradient in results[0].items():
-        assert torch.equal(gradient, results[1][name]), name
-
-
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("path", ["forest", "padded"])
 def test_the_head_is_float32_whatever_the_decoder_is(path, weights):
@@ -127,19 +113,6 @@ def test_autocast_stays_inside_the_decoder():
     expected_NK = model.judge(hidden_ND)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(model.judge(hidden_ND), expected_NK)
-
-
-def test_full_precision_lasts_as_long_as_it_is_asked_for():
-    model = tiny.tiny_reward_model("qwen3", precision=torch.bfloat16)
-    forest = to_forest(tiny.random_groups(7, SHAPES))
-    exact = tiny.tiny_reward_model("qwen3")
-    with torch.inference_mode():
-        low_NK = model(forest)
-        with model.in_full_precision():
-            assert torch.equal(model(forest), exact(forest))
-        assert model.precision == torch.bfloat16
-        assert torch.equal(model(forest), low_NK)
-        assert not torch.equal(low_NK, exact(forest))
 
 
 def test_a_head_with_a_bias_adds_it():

@@ -1,6 +1,5 @@
 """How a conversation becomes tokens, what is saved of it, and what is refused at load."""
 
-import json
 from datetime import date
 
 import numpy as np
@@ -122,14 +121,6 @@ def test_what_cannot_be_told_is_refused_unless_it_is_said(name):
         assert sent(contract, text, "No.", True)
 
 
-def test_the_last_token_is_the_end_of_the_sequence():
-    for make, last in ((made.gemma, "<eos>"), (made.llama_31, "<|eot|>"), (made.chatml, "Ċ")):
-        contract = contract_of(make())
-        (tokens,) = contract.encode([group_of(QUESTION, ["Here."], group_id="g")])
-        assert contract.tokenizer.convert_ids_to_tokens(whole(tokens)[0][-1]) == last
-    assert whole(tokens)[0][-2] == contract.rules.eos_id  # ChatML: EOS, then its line break
-
-
 def test_the_text_is_the_same_on_every_day(tmp_path):
     """Also for a program that only has the saved tokenizer."""
     contract = contract_of(made.llama_31(), today=date(2024, 3, 1))
@@ -222,20 +213,12 @@ def test_the_trunk_is_the_longest_prefix_that_all_share():
     assert len({tuple(ids[:shared]) for ids in ids_G}) == 1
     assert len({ids[shared] for ids in ids_G}) > 1
     assert tokens.num_tokens == shared + sum(len(ids) - shared for ids in ids_G)
-
-
-def test_identical_completions_keep_a_token_each():
-    (tokens,) = contract_of().encode([group_of(QUESTION, ["Same.", "Same."], group_id="g")])
-    assert [len(ids) for ids in tokens.branches_ids_G] == [1, 1]
-    assert whole(tokens)[0] == whole(tokens)[1]
-
-
-def test_one_completion_has_no_trunk():
-    contract = contract_of()
-    (tokens,) = contract.encode([group_of(QUESTION, ["Here."], group_id="g")])
-    assert len(tokens.trunk_ids) == 0
-    (pair,) = contract.encode([group_of(QUESTION, ["Here.", "There."], group_id="g")])
-    assert whole(pair)[0] == whole(tokens)[0]
+    same, single = contract.encode(
+        [group_of(QUESTION, answers, group_id="g") for answers in (["By"] * 2, ["By"])]
+    )
+    assert [len(ids) for ids in same.branches_ids_G] == [1, 1], "each keeps a token"
+    assert len(single.trunk_ids) == 0
+    assert whole(single) == whole(same)[:1] == ids_G[2:]
 
 
 def test_order_and_company_change_no_token():
@@ -296,14 +279,6 @@ def test_truncation_keeps_bos_and_the_token_that_is_scored(name, side, max_lengt
     assert all(len(ids) >= 1 for ids in tokens.branches_ids_G)
 
 
-def test_only_the_long_completion_is_marked():
-    contract = contract_of(max_length=70)
-    (tokens,) = contract.encode([group_of(QUESTION, ["No.", "Long " * 9], group_id="g")])
-    assert tokens.lengths_G[0] < 70
-    assert tokens.lengths_G[1] == 70
-    assert tokens.truncated_G == (False, True)
-
-
 def saved(tmp_path, **rules):
     contract = contract_of(made.llama_31(), max_length=64, truncation_side="right")
     contract = contract.with_rules(**rules)
@@ -332,27 +307,6 @@ def test_the_rules_come_back_as_they_were_saved(tmp_path):
     assert whole(loaded.encode([group])[0]) == whole(contract.encode([group])[0])
 
 
-def test_an_altered_template_is_refused(tmp_path):
-    saved(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    tokenizer.chat_template = CHATML
-    with pytest.raises(CheckpointError, match=r"template is not the one.*chat_template.jinja"):
-        ScoringContract.load(tmp_path, tokenizer)
-    tokenizer.chat_template = None
-    with pytest.raises(CheckpointError, match="template is not the one"):
-        ScoringContract.load(tmp_path, tokenizer)
-
-
-def test_another_padding_token_is_refused(tmp_path):
-    contract = saved(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    tokenizer.pad_token = "<|start|>"
-    with pytest.raises(CheckpointError) as caught:
-        ScoringContract.load(tmp_path, tokenizer)
-    now, then = tokenizer.pad_token_id, contract.rules.pad_id
-    assert f"pad is token {now}, the model was trained with {then}" in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -370,19 +324,24 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path, change, message):
         ScoringContract.load(tmp_path, AutoTokenizer.from_pretrained(tmp_path))
 
 
-def test_the_file_is_readable_by_people_and_in_utf8(tmp_path):
-    golden = GoldenScore(messages=tuple(TALKS[1]), values_K=(1.0,), num_tokens=3)
-    saved(tmp_path, golden=(golden,))
-    text = (tmp_path / FILE_NAME).read_bytes().decode("utf-8")
-    assert "日本語" in text
-    content = json.loads(text)
-    assert content["truncation_side"] == "right"
-    assert content["head_dtype"] == "float32"
-    assert content["pooled"] == "last"
-
-
 def test_the_reward_of_several_attributes():
     contract = contract_of(attributes=("a", "b", "c"), attribute_weights=(0.5, 2.0, -1.0))
     assert contract.scalar([1.0, 2.0, 3.0]) == 1.5  # 0.5 + 4 - 3
     assert contract_of(attributes=("a", "b", "c")).scalar([1.0, 2.0, 6.0]) == 3.0  # their mean
     assert contract_of().scalar([-0.7]) == -0.7
+
+
+def test_an_altered_tokenizer_is_refused(tmp_path):
+    contract = saved(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for template in (CHATML, None):
+        tokenizer.chat_template = template
+        with pytest.raises(CheckpointError, match=r"template is not the one.*chat_template.jinja"):
+            ScoringContract.load(tmp_path, tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.pad_token = "<|start|>"
+    now, then = tokenizer.pad_token_id, contract.rules.pad_id
+    with pytest.raises(
+        CheckpointError, match=f"pad is token {now}, the model was trained with {then}"
+    ):
+        ScoringContract.load(tmp_path, tokenizer)

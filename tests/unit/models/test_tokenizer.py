@@ -62,13 +62,6 @@ def test_a_template_that_is_none_is_an_error(choice, message):
         settle_template(made.make_tokenizer(), choice)
 
 
-def test_no_template_at_all_lists_the_remedies():
-    with pytest.raises(ModelError) as caught:
-        settle_template(made.make_tokenizer(template=None), "default")
-    for remedy in ("policy.tokenizer.chat_template", "chatml", "plain", "null", ".jinja"):
-        assert remedy in str(caught.value)
-
-
 def test_several_named_templates():
     tokenizer = made.make_tokenizer(template=None)
     tokenizer.chat_template = {"default": "one", "tool_use": "two"}
@@ -123,25 +116,6 @@ def test_a_padding_token_that_is_there_is_kept_and_a_named_one_is_used():
         settle_padding(tokenizer, "<nothing>")
 
 
-def test_the_date_is_pinned():
-    tokenizer = made.llama_31()
-    today = datetime.now().strftime("%d %b %Y")  # the clock of transformers is a local one
-    assert f"Today Date: {today}" in text_of(tokenizer)
-    tokenizer.chat_template, pinned = pin_date(tokenizer.chat_template, date(2023, 2, 3))
-    assert pinned == "03 Feb 2023"
-    pinned_text = text_of(tokenizer)
-    assert pinned_text == text_of(made.llama_31(), date_string="03 Feb 2023")
-    assert pinned_text.startswith("<|begin|><|start|>system\n\nToday Date: 03 Feb 2023\n\n<|eot|>")
-    assert text_of(tokenizer, date_string="1 May 1900") == pinned_text.replace(
-        "03 Feb 2023", "1 May 1900"
-    )
-
-
-def test_pinning_twice_keeps_the_first_date():
-    once, _ = pin_date(made.LLAMA_31, date(2023, 2, 3))
-    assert pin_date(once, date(2025, 5, 5)) == (once, None)
-
-
 def test_several_formats_and_single_quotes():
     template = "{{ strftime_now('%Y-%m-%d') }} {{ strftime_now( \"%e of %B\" ) }}|\n"
     pinned, shown = pin_date(template, date(2023, 2, 3))
@@ -191,64 +165,51 @@ def test_variables_are_written_into_the_template():
     assert text_of(tokenizer, thinks=True).startswith("/think a-2")
 
 
-def test_variables_that_transformers_always_passes_are_bound_too():
-    tokenizer = made.make_tokenizer(template=bind_variables("{{ tools | length }}", {"tools": [1]}))
-    assert text_of(tokenizer) == "1"
-
-
 @pytest.mark.parametrize("name", ["add_generation_prompt", "tokenize", "not a name"])
 def test_a_name_that_is_no_variable_is_refused(name):
     with pytest.raises(ConfigError, match=f"chat_template_kwargs.{name} is not a variable"):
         bind_variables(CHATML, {name: True})
 
 
-def ends(tokenizer, *, append_eos):
-    close_ends(tokenizer, append_eos=append_eos)
-    return text_of(tokenizer)
+TALK_OF_BARE = "[user] a [assistant] b "
 
 
-def test_bos_comes_once_whoever_adds_it():
-    by_tokenizer = made.make_tokenizer(template=made.BARE, adds_bos=True)
-    by_template = made.make_tokenizer(template="{{ bos_token }}" + made.BARE)
-    by_both = made.make_tokenizer(template="{{ bos_token }}" + made.BARE, adds_bos=True)
-    for tokenizer in (by_tokenizer, by_template, by_both):
-        assert ends(tokenizer, append_eos=False) == "<s>[user] a [assistant] b "
-        assert ends(tokenizer, append_eos=False) == "<s>[user] a [assistant] b "  # no second one
+WITH_BOS = "{{ bos_token }}" + made.BARE
 
 
-def test_a_model_from_elsewhere_that_has_no_bos_gets_none():
-    tokenizer = made.make_tokenizer(template=made.BARE, adds_bos=False)
-    assert ends(tokenizer, append_eos=False) == "[user] a [assistant] b "
-    assert ends(tokenizer, append_eos=True) == "<s>[user] a [assistant] b </s>"
-
-
-def test_eos_comes_once():
-    tokenizer = made.make_tokenizer(template=made.BARE + "{{ eos_token }}")
-    assert ends(tokenizer, append_eos=True) == "<s>[user] a [assistant] b </s>"
-    assert ends(made.gemma(), append_eos=True) == (
-        "<bos><start_of_turn>user\na<end_of_turn>\n<start_of_turn>assistant\nb<end_of_turn>\n<eos>"
-    )
-
-
-def test_the_line_break_behind_the_last_turn_of_chatml_stays():
-    assert ends(made.chatml(), append_eos=True).endswith("b<|im_end|>\n")
-
-
-def test_a_tokenizer_without_eos_gets_none():
-    tokenizer = made.make_tokenizer(bos=None, eos=None, template=made.BARE)
-    assert ends(tokenizer, append_eos=True) == "[user] a [assistant] b "
-
-
-def test_a_line_break_at_the_end_of_a_template_file_does_not_come_before_eos():
-    tokenizer = made.make_tokenizer(template="{{ messages[1]['content'] }}\n")
-    assert text_of(tokenizer) == "b"
-    assert ends(tokenizer, append_eos=True) == "<s>b</s>"
-
-
-def test_eos_is_not_written_where_an_answer_is_still_to_come():
-    tokenizer = made.gemma()
-    close_ends(tokenizer, append_eos=True)
-    assert text_of(tokenizer, add_generation_prompt=True).endswith("<start_of_turn>model\n")
+@pytest.mark.parametrize(
+    ("tokenizer", "append_eos", "expected"),
+    [
+        # BOS comes once, whoever adds it; a model from elsewhere that has none gets none.
+        (made.make_tokenizer(template=made.BARE, adds_bos=True), False, "<s>" + TALK_OF_BARE),
+        (made.make_tokenizer(template=WITH_BOS), False, "<s>" + TALK_OF_BARE),
+        (made.make_tokenizer(template=WITH_BOS, adds_bos=True), False, "<s>" + TALK_OF_BARE),
+        (made.make_tokenizer(template=made.BARE, adds_bos=False), False, TALK_OF_BARE),
+        # So does EOS, where there is one.
+        (made.make_tokenizer(template=made.BARE), True, f"<s>{TALK_OF_BARE}</s>"),
+        (
+            made.make_tokenizer(template=made.BARE + "{{ eos_token }}"),
+            True,
+            f"<s>{TALK_OF_BARE}</s>",
+        ),
+        (made.make_tokenizer(bos=None, eos=None, template=made.BARE), True, TALK_OF_BARE),
+        # A line break at the end of a template's file does not come before it.
+        (made.make_tokenizer(template="{{ messages[1]['content'] }}\n"), True, "<s>b</s>"),
+        (
+            made.gemma(),
+            True,
+            "<bos><start_of_turn>user\na<end_of_turn>\n"
+            "<start_of_turn>assistant\nb<end_of_turn>\n<eos>",
+        ),
+    ],
+)
+def test_bos_and_eos_come_once(tokenizer, append_eos, expected):
+    for _ in range(2):
+        close_ends(tokenizer, append_eos=append_eos)
+        assert text_of(tokenizer) == expected
+    if append_eos and "start_of_turn" in expected:  # an answer is still to come
+        asked = text_of(tokenizer, add_generation_prompt=True)
+        assert asked.endswith("<start_of_turn>model\n")
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no') }}", "{{ a.b.c }}"])

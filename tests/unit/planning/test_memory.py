@@ -1,5 +1,6 @@
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from laurel.models.forest.attention import FOREST, ForestPlan, register
 from laurel.models.loading.pretrained import recompute_activations
 from laurel.planning.memory import (
     RUNTIME_BYTES,
-    ModelShape,
     Shapes,
     activation_bytes,
     decoder_shape,
@@ -103,47 +103,20 @@ def test_the_parameters_of_llama_70b():
 def test_computed_parameters_are_those_of_the_network(kind):
     config = AutoConfig.for_model(
         kind,
-        hidden_size=64,
+        hidden_size=256,
         num_hidden_layers=3,
-        intermediate_size=96,
-        num_attention_heads=4,
+        intermediate_size=768,
+        num_attention_heads=8,
         num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=500,
+        head_dim=32,
+        vocab_size=64,
         tie_word_embeddings=False,
     )
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config)
-    shape = decoder_shape(
-        hidden_size=64,
-        num_layers=3,
-        intermediate_size=96,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        vocab_size=500,
-    )
-    head_norms = 3 * 2 * 16 if kind == "qwen3" else 0
+    head_norms = 3 * 2 * 32 if kind == "qwen3" else 0
     counted = sum(p.numel() for p in network.parameters())
-    assert counted == shape.num_parameters + head_norms
-
-
-@pytest.mark.parametrize(
-    "text", ["hidden=3", "hidden_size=8192", "hidden_size=x,num_layers=1", "hidden_size=-1"]
-)
-def test_bad_shapes_are_told(text):
-    with pytest.raises(ConfigError):
-        parse_shape(text, has_language_head=True)
-
-
-def test_amounts():
-    assert parse_bytes("80GiB") == 80 * GIB
-    assert parse_bytes("141GB") == 141 * 10**9
-    assert parse_bytes("1.5 gib") == 3 * GIB // 2
-    assert parse_bytes("4096") == 4096
-    for bad in ("", "GiB", "-3GiB", "nanGiB", "infGB", "8 giraffes"):
-        with pytest.raises(ConfigError):
-            parse_bytes(bad)
+    assert counted == small_shape(3).num_parameters + head_norms
 
 
 def saved_bytes(kind, mode, *, layers, recomputes, heads=(8, 2), group=(96, 40, 4)):
@@ -202,15 +175,8 @@ def saved_bytes(kind, mode, *, layers, recomputes, heads=(8, 2), group=(96, 40, 
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "autocast"])
 def test_activations_are_those_that_a_real_network_keeps(kind, mode):
     width = 4 if mode == "float32" else 2
-    shape = ModelShape(
-        hidden_size=256,
-        num_layers=2,
-        intermediate_size=768,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=32,
-        vocab_size=64,
-        num_parameters=1,
+    shape = replace(
+        small_shape(2),
         normalises_heads=kind == "qwen3",
         layer_parameters=256 * 32 * 2 * 10 + 3 * 256 * 768,
     )
@@ -240,14 +206,6 @@ def test_activations_of_a_forest(heads, group, recomputes):
         for n in (6, 2)
     )
     assert estimated(6) - estimated(2) == pytest.approx(more - fewer, rel=0.1)
-
-
-def test_recomputed_layers_keep_their_inputs():
-    more, fewer = (saved_bytes("llama", "bfloat16", layers=n, recomputes=True) for n in (6, 2))
-    sizes = [kept_bytes(small_shape(n), 256, 2, recomputes=True) for n in (6, 2)]
-    # A layer's input, 256 x 256 x 2 bytes, and tokens' positions, which all layers share.
-    assert sizes[0] - sizes[1] == pytest.approx(more - fewer, rel=0.1)
-    assert sizes[0] - sizes[1] == 4 * 256 * 256 * 2
 
 
 def test_tensor_parallel_ranks_divide_all_but_the_norms():
@@ -299,15 +257,7 @@ def test_a_rank_holds_of_a_large_vocabulary_what_the_plan_says(sizes):
     """151,936 entries: embedding and head are nearly all of the model, 39 MB each."""
     changes = {"vocab_size": 151936, "hidden_size": 64, "head_dim": 16}
     ranks = together(spread_work.peak_of_step, math.prod(sizes.values()), sizes, changes)
-    shape = decoder_shape(
-        hidden_size=64,
-        num_layers=2,
-        intermediate_size=64,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        vocab_size=151936,
-    )
+    shape = small_shape(2, (4, 2), intermediate_size=64, **changes)
     training = TrainingRequest(precision="float32", chunk_tokens=4)
     mesh = Mesh(dp=sizes.get("dp_shard", 1), tp=sizes.get("tp", 1))
     parts = training_memory(training, shape, mesh, tokens=64)
@@ -361,6 +311,10 @@ def test_what_does_not_fit_names_the_nearest_setting_that_does():
     )
     config = reward_training("policy.dtensor_cfg.tensor_parallel_size=8", *conflict.fix.split())
     assert fit(config, Shapes(policy=REWARD_70B), device_memory=80 * GIB).fits
+    hopeless = fit(reward_training(), Shapes(policy=REWARD_70B), device_memory=2 * GIB)
+    assert hopeless.conflicts[-1].fix == (
+        "more devices or larger ones, a smaller model, or shorter sequences"
+    )
 
 
 VLLM = "policy.generation.vllm_cfg"
@@ -403,29 +357,24 @@ def test_with_the_setting_that_is_named_the_phase_fits(phase_name, overrides, me
     assert not crowded(*named.split())
 
 
-def test_nothing_helps_a_model_that_is_far_too_large():
-    fitted = fit(reward_training(), Shapes(policy=REWARD_70B), device_memory=2 * GIB)
-    assert fitted.conflicts[-1].fix == (
-        "more devices or larger ones, a smaller model, or shorter sequences"
-    )
-
-
 def grpo(*overrides):
     judged = ["env.reward_model.enabled=true", "env.reward_model.model_name=judge"]
     return load_config(GRPORun, None, [*judged, *overrides]).config
 
 
 def test_a_70b_reward_model_judges_on_one_of_4_nodes():
-    config = grpo(
+    shapes = Shapes(policy=SMALL, reward_models=(REWARD_70B,))
+    overrides = (
         *FOUR_NODES,
         "env.reward_model.resources.gpus_per_node=8",
-        "env.reward_model.dtensor_cfg.tensor_parallel_size=4",
-        "policy.dtensor_cfg.tensor_parallel_size=2",
         "grpo.num_prompts_per_step=48",
         "policy.train_global_batch_size=768",
     )
-    shapes = Shapes(policy=SMALL, reward_models=(REWARD_70B,))
-    fitted = fit(config, shapes, device_memory=80 * GIB)
+    (conflict,) = fit(grpo(*overrides), shapes, device_memory=80 * GIB).conflicts
+    assert "judging takes" in conflict.problem
+    assert conflict.fix == "env.reward_model.dtensor_cfg.tensor_parallel_size=2"
+    divided = ("env.reward_model.dtensor_cfg.tensor_parallel_size=4",)
+    fitted = fit(grpo(*overrides, *divided), shapes, device_memory=80 * GIB)
     assert fitted.conflicts == ()
     judging = phase(fitted, "judging")
     assert judging.slots_of == "reward_model"
@@ -453,19 +402,6 @@ def test_each_of_several_reward_models_takes_its_own_of_every_device():
     assert "judging" not in {p.name for p in fit(config, Shapes(policy=SMALL)).phases}
 
 
-def test_a_70b_reward_model_does_not_judge_from_one_device():
-    config = grpo(
-        *FOUR_NODES,
-        "env.reward_model.resources.gpus_per_node=8",
-        "grpo.num_prompts_per_step=48",
-        "policy.train_global_batch_size=768",
-    )
-    shapes = Shapes(policy=SMALL, reward_models=(REWARD_70B,))
-    (conflict,) = fit(config, shapes, device_memory=80 * GIB).conflicts
-    assert "judging takes" in conflict.problem
-    assert conflict.fix == "env.reward_model.dtensor_cfg.tensor_parallel_size=2"
-
-
 def test_colocated_roles_take_turns():
     fitted = fit(
         grpo("cluster.gpus_per_node=2"),
@@ -485,29 +421,18 @@ def test_colocated_roles_take_turns():
 
 
 def test_in_process_generation_needs_no_second_copy():
-    config = grpo("policy.generation.backend=transformers", "cluster.device=cpu")
-    generation = phase(fit(config, Shapes(policy=SMALL)), "generation")
-    assert set(generation.parts) == {
-        "weights",
-        "optimizer",
-        "reference",
-        "keys and values",
-    }
-    # 256 side by side x 512 tokens x 16 layers x 8 heads x 64 x 2 bytes, twice
-    assert generation.parts["keys and values"] == 256 * 512 * 2 * 16 * 8 * 64 * 2
-
-
-def test_conversations_between_their_turns_take_memory_too():
-    turns = ("grpo.max_rollout_turns=8", "policy.generation.conversation_cache_gib=0.5")
     kept = "keys and values between turns"
-    in_process = ("policy.generation.backend=transformers", "cluster.device=cpu")
+    turns = ("grpo.max_rollout_turns=8", "policy.generation.conversation_cache_gib=0.5")
     ahead = ("grpo.max_staleness=1", "loss_fn.use_importance_sampling_correction=true")
-    for settings in (in_process, (*in_process, *ahead)):
-        generation = phase(fit(grpo(*settings, *turns), Shapes(policy=SMALL)), "generation")
-        assert generation.parts[kept] == GIB // 2
-    for settings in ((*in_process, turns[1]), turns):  # one turn; vLLM
-        generation = phase(fit(grpo(*settings), Shapes(policy=SMALL)), "generation")
-        assert kept not in generation.parts
+    parts = generated(*IN_PROCESS)
+    assert set(parts) == {"weights", "optimizer", "reference", "keys and values"}
+    # 256 side by side x 512 tokens x 16 layers x 8 heads x 64 x 2 bytes, twice
+    assert parts["keys and values"] == 256 * 512 * 2 * 16 * 8 * 64 * 2
+    # Conversations between their turns take memory too.
+    for settings in (IN_PROCESS, (*IN_PROCESS, *ahead)):
+        assert generated(*settings, *turns)[kept] == GIB // 2
+    for settings in ((*IN_PROCESS, turns[1]), turns):  # one turn; vLLM
+        assert kept not in generated(*settings)
 
 
 def test_heads_that_tensor_parallel_ranks_cannot_share():
@@ -554,3 +479,21 @@ def test_adapters_need_no_gradients_of_what_is_frozen():
     # rank 8: 80 layers x 8 x ((8192 + 8192) + (8192 + 1024)) = 16,384,000
     assert parts["gradients"] == 4 * 16_384_000 // 32
     assert parts["optimizer"] == 8 * 16_384_000 // 32
+
+
+def generated(*overrides):
+    """The parts of memory in generation."""
+    return phase(fit(grpo(*overrides), Shapes(policy=SMALL)), "generation").parts
+
+
+def test_amounts_and_shapes_are_read():
+    assert parse_bytes("80GiB") == 80 * GIB
+    assert parse_bytes("141GB") == 141 * 10**9
+    assert parse_bytes("1.5 gib") == 3 * GIB // 2
+    assert parse_bytes("4096") == 4096
+    for bad in ("", "GiB", "-3GiB", "nanGiB", "infGB", "8 giraffes"):
+        with pytest.raises(ConfigError):
+            parse_bytes(bad)
+    for bad in ("hidden=3", "hidden_size=8192", "hidden_size=x,num_layers=1", "hidden_size=-1"):
+        with pytest.raises(ConfigError):
+            parse_shape(bad, has_language_head=True)

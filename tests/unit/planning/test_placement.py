@@ -17,7 +17,7 @@ from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
 from laurel.planning.memory import Shapes, decoder_shape
 from laurel.planning.placement import placed_requirements
-from laurel.planning.roles import Conflict, Slot, as_ranges, grid, where
+from laurel.planning.roles import Conflict, Slot, grid
 from laurel.run.request import request_of
 from planned import as_changes, fitted, planned, with_changes
 
@@ -322,13 +322,6 @@ def test_a_part_of_a_slot_is_that_part_of_its_memory():
     crowded = [m.problem for m in found.conflicts if m.problem.startswith("generation takes")]
     assert len(crowded) == 1
     assert " for it (" in crowded[0]
-
-
-def test_slots_in_words():
-    slots = (*grid([0, 2, 3], range(4)), *grid([1], [0, 1, 3]))
-    assert where(slots) == "nodes 0,2-3, slots 0-3 of each; node 1, slots 0-1,3"
-    assert where(grid([5], [7])) == "node 5, slot 7"
-    assert as_ranges([]) == ""
 
 
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 4))

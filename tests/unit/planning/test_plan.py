@@ -82,27 +82,6 @@ def test_the_non_colocated_run_of_the_seed():
     assert judge.groups == (slots(range(1, 2), range(4)), slots(range(1, 2), range(4, 8)))
 
 
-def test_on_one_node_it_says_which_roles_are_too_many():
-    (conflict,) = planned(grpo(*SEED, *APART)).conflicts
-    assert "reward model 8 + generation 4 + policy at least 2 = 14 slots" in conflict.problem
-    assert "cluster.gpus_per_node=8" in conflict.problem
-    assert conflict.fix == f"{REWARD}.gpus_per_node=null"
-
-
-def test_the_example_of_the_guide():
-    """8 slots: 2 for the policy, 2 for generation, 4 for the reward model."""
-    plan = planned(
-        grpo(
-            *JUDGED,
-            "cluster.gpus_per_node=8",
-            f"{REWARD}.gpus_per_node=4",
-            f"{GENERATION}.enabled=false",
-            f"{GENERATION}.resources.gpus_per_node=2",
-        )
-    )
-    assert [len(role.slots) for role in plan.roles] == [2, 2, 4]
-
-
 def validation(config):
     return [
         (b.role, b.size, b.num_shares, b.per_share, b.tokens, b.num_micro_batches)
@@ -186,6 +165,10 @@ def test_a_reward_model_is_used_where_a_data_set_or_a_combination_names_it():
     parts = "+env.composite={both: {parts: [{env: math}, {env: reward_model}]}}"
     assert uses_reward_model(grpo(parts, "data.env_name=both"))
     assert not uses_reward_model(grpo(parts))
+    assert uses_reward_model(several_models())
+    servers = [f"{{name: {n}, urls: ['http://{n}:1'], normalize: none}}" for n in "ab"]
+    models = f"env.reward_model.models=[{', '.join(servers)}]"
+    assert not uses_reward_model(grpo(models, "env.reward_model.enabled=true"))
 
 
 def several_models(*overrides):
@@ -204,15 +187,6 @@ def test_several_models_have_the_slots_of_one():
     assert judge.slots == slots(range(1), range(2, 4))
     assert judge.mesh == Mesh(dp=1, tp=2)
     assert plan.fits
-
-
-def test_models_of_servers_alone_have_none():
-    servers = (f"{{name: {n}, urls: ['http://{n}:1'], normalize: none}}" for n in "ab")
-    config = grpo(
-        f"env.reward_model.models=[{', '.join(servers)}]", "env.reward_model.enabled=true"
-    )
-    assert not uses_reward_model(config)
-    assert uses_reward_model(several_models())
 
 
 def test_several_nodes():
@@ -240,55 +214,86 @@ def test_several_nodes():
     assert generation.mesh == Mesh(dp=5, tp=4, pp=2)
 
 
-def test_a_partly_used_node_is_told_and_runs_all_the_same():
-    plan = planned(
-        grpo(*JUDGED, "cluster.gpus_per_node=8", "cluster.num_nodes=3", f"{REWARD}.gpus_per_node=6")
-    )
-    assert plan.fits
-    (conflict,) = plan.conflicts
-    assert "2 slots are left idle" in conflict.problem
-    assert conflict.fix == f"{REWARD}.gpus_per_node=8"
-    assert plan.num_idle == 2
-
-
-def test_groups_that_reach_over_nodes_are_told():
-    plan = planned(
-        grpo(
-            "cluster.gpus_per_node=6",
-            "cluster.num_nodes=2",
-            "policy.dtensor_cfg.tensor_parallel_size=4",
-            "grpo.num_prompts_per_step=48",
-            "policy.train_global_batch_size=768",
-        )
-    )
-    assert plan.fits
-    (conflict,) = plan.conflicts
-    assert "reach over nodes" in conflict.problem
-    assert conflict.fix == "policy.dtensor_cfg.tensor_parallel_size=3"
-
-
-def test_a_replica_of_vllm_is_on_one_node():
-    shared = (
-        "cluster.gpus_per_node=6",
-        "cluster.num_nodes=2",
-        "grpo.num_prompts_per_step=48",
-        "policy.train_global_batch_size=768",
-    )
-    drawing = "policy.generation.vllm_cfg"
-    plan = planned(grpo(*shared, f"{drawing}.tensor_parallel_size=4"))
-    (problem,) = fatal(plan)
-    assert "groups of 4 slots reach over nodes, of which each has 6 for generation" in problem
-    assert plan.conflicts[0].fix == f"{drawing}.tensor_parallel_size=3"
-    both = (f"{drawing}.tensor_parallel_size=2", f"{drawing}.pipeline_parallel_size=2")
-    (conflict,) = planned(grpo(*shared, *both)).conflicts
-    assert conflict.fix == f"{drawing}.tensor_parallel_size=1"
-    # What draws in process has one slot, whatever is said of vLLM.
+def test_what_draws_in_process_has_one_slot_whatever_is_said_of_vllm():
     for one in ("policy.generation.backend=transformers", "cluster.device=cpu"):
-        plan = planned(grpo(*shared, *both, one))
+        plan = planned(grpo(*TWO_BY_SIX, f"{VLLM}.pipeline_parallel_size=2", one))
         assert plan.fits
-        generation = plan.role("generation")
-        assert generation is not None
-        assert generation.mesh == Mesh(dp=12)
+        assert plan.role("generation").mesh == Mesh(dp=12)
+
+
+VLLM = "policy.generation.vllm_cfg"
+
+
+TWO_BY_SIX = (
+    "cluster.gpus_per_node=6",
+    "cluster.num_nodes=2",
+    "grpo.num_prompts_per_step=48",
+    "policy.train_global_batch_size=768",
+)
+
+
+THREE_BY_EIGHT = ("cluster.gpus_per_node=8", "cluster.num_nodes=3")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem", "fix", "is_fatal"),
+    [
+        (
+            (*SEED, *APART),
+            "reward model 8 + generation 4 + policy at least 2 = 14 slots",
+            f"{REWARD}.gpus_per_node=null",
+            True,
+        ),
+        (
+            (*JUDGED, *THREE_BY_EIGHT, f"{REWARD}.gpus_per_node=6"),
+            "2 slots are left idle",
+            f"{REWARD}.gpus_per_node=8",
+            False,
+        ),
+        (
+            (*TWO_BY_SIX, "policy.dtensor_cfg.tensor_parallel_size=4"),
+            "reach over nodes",
+            "policy.dtensor_cfg.tensor_parallel_size=3",
+            False,
+        ),
+        (  # a replica of vLLM is on one node
+            (*TWO_BY_SIX, f"{VLLM}.tensor_parallel_size=4"),
+            "groups of 4 slots reach over nodes, of which each has 6 for generation",
+            f"{VLLM}.tensor_parallel_size=3",
+            True,
+        ),
+        (
+            (*TWO_BY_SIX, f"{VLLM}.tensor_parallel_size=2", f"{VLLM}.pipeline_parallel_size=2"),
+            "groups of 4 slots reach over nodes",
+            f"{VLLM}.tensor_parallel_size=1",
+            True,
+        ),
+        (  # 96 x 16 = 1536 = 2^9 x 3: of its divisors the one by 6 nearest to 512 is 384
+            (
+                "cluster.gpus_per_node=6",
+                "grpo.num_prompts_per_step=96",
+                "policy.train_global_batch_size=512",
+            ),
+            "cannot be split evenly among 6",
+            "policy.train_global_batch_size=384",
+            True,
+        ),
+        (  # 512 = 2^9 is no multiple of 24; of 16 completions each, prompts must be one of 3
+            THREE_BY_EIGHT,
+            "cannot be split evenly among 24",
+            "grpo.num_prompts_per_step=33 policy.train_global_batch_size=528",
+            True,
+        ),
+    ],
+    ids=["too many", "idle", "over nodes", "replica", "pipeline", "batch", "step"],
+)
+def test_a_conflict_is_told_with_a_setting_without_it(overrides, problem, fix, is_fatal):
+    plan = planned(grpo(*overrides))
+    (conflict,) = plan.conflicts
+    assert problem in conflict.problem
+    assert conflict.fix == fix
+    assert plan.fits == (not is_fatal)
+    assert not planned(grpo(*overrides, *fix.split())).conflicts
 
 
 def test_every_conflict_is_told_at_once():
@@ -315,28 +320,6 @@ def test_every_conflict_is_told_at_once():
     ):
         assert part in said
     assert len(fatal(plan)) == 5
-
-
-def test_the_nearest_batch_of_grpo_divides_a_step():
-    plan = planned(
-        grpo(
-            "cluster.gpus_per_node=6",
-            "grpo.num_prompts_per_step=96",
-            "policy.train_global_batch_size=512",
-        )
-    )
-    (conflict,) = plan.conflicts
-    # 96 x 16 = 1536 = 2^9 x 3: of its divisors the one by 6 nearest to 512 is 384
-    assert conflict.fix == "policy.train_global_batch_size=384"
-
-
-def test_where_no_size_divides_a_step_the_step_changes_too():
-    plan = planned(grpo("cluster.gpus_per_node=8", "cluster.num_nodes=3"))
-    (conflict,) = plan.conflicts
-    # 512 = 2^9 is no multiple of 24; with 16 completions each, prompts must be a multiple of 3
-    changes = "grpo.num_prompts_per_step=33 policy.train_global_batch_size=528"
-    assert conflict.fix == changes
-    assert planned(grpo("cluster.gpus_per_node=8", "cluster.num_nodes=3", *changes.split())).fits
 
 
 @pytest.mark.parametrize(

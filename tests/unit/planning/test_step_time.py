@@ -25,14 +25,16 @@ from laurel.planning.step_time import (
 from laurel.run.request import request_of, workload_of
 
 # A layer has 16 + 8 + 8 + 16 weights of attention and 3 x 32 of the feed-forward: 144.
-SHAPE = decoder_shape(
-    hidden_size=4,
-    num_layers=2,
-    intermediate_size=8,
-    num_heads=2,
-    num_kv_heads=1,
-    vocab_size=10,
-)
+SIZES = {
+    "hidden_size": 4,
+    "num_layers": 2,
+    "intermediate_size": 8,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "vocab_size": 10,
+}
+SHAPE = decoder_shape(**SIZES)
+HEAD = decoder_shape(**SIZES, has_language_head=False)
 WORK = Workload(num_prompts=3, per_prompt=2, prompt_tokens=5, completion_tokens=4)
 ROUND = Device(
     name="round",
@@ -69,28 +71,6 @@ def phases(time):
     return {phase.name: phase for phase in time.phases}
 
 
-def test_a_shared_prompt_counts_once():
-    assert WORK.tokens == 3 * (5 + 2 * 4)
-    assert WORK.padded().tokens == 3 * 2 * 9
-    # Each conversation has 9 x 10 / 2 pairs, and the 15 of the prompt are shared by two.
-    assert WORK.pairs == 3 * (2 * 45 - 15)
-    assert WORK.padded().pairs == 3 * 2 * 45
-
-
-def test_a_group_that_passes_divide_computes_its_prompt_again():
-    work = Workload(num_prompts=1, per_prompt=16, prompt_tokens=1024, completion_tokens=2048)
-    assert work.divided(16384).copies == 3  # seven completions fit beside the prompt
-    assert work.divided(1024 + 16 * 2048).copies == 1
-    assert work.divided(2048).copies == 16
-    assert work.divided(2048).tokens == work.padded().tokens
-
-
-def test_operations_of_a_forward_pass():
-    assert forward_operations(SHAPE, WORK, has_logits=True) == FORWARD
-    assert forward_operations(SHAPE, WORK, has_logits=False).head == 0
-    assert FORWARD.total == 22464 + 7200 + 1920
-
-
 @pytest.mark.parametrize(
     ("training", "expected"),
     [
@@ -104,6 +84,8 @@ def test_operations_of_a_forward_pass():
     ids=["plain", "recomputed", "adapters"],
 )
 def test_operations_of_training(training, expected):
+    assert forward_operations(SHAPE, WORK, has_logits=True) == FORWARD
+    assert FORWARD.total == 22464 + 7200 + 1920
     assert training_operations(FORWARD, training) == expected
 
 
@@ -168,17 +150,7 @@ def test_scoring_reads_all_conversations_once_for_each_model():
         "env.reward_model.model_name=judge",
         "env.reward_model.precision=float32",
     )
-    head = decoder_shape(
-        hidden_size=4,
-        num_layers=2,
-        intermediate_size=8,
-        num_heads=2,
-        num_kv_heads=1,
-        vocab_size=10,
-        has_language_head=False,
-    )
-    time = timed(*changes, shapes=Shapes(policy=SHAPE, reward_models=(head,)))
-    scoring = phases(time)["scoring"]
+    scoring = phases(timed(*changes, shapes=Shapes(policy=SHAPE, reward_models=(HEAD,))))["scoring"]
     assert scoring.shared.seconds == pytest.approx((22464 + 7200) / 500)
     assert scoring.padded.seconds == pytest.approx((2 * 2 * 144 * 54 + 32 * 270) / 500)
     assert scoring.slots_of == "policy"
@@ -233,3 +205,27 @@ def test_the_table_of_devices():
     assert device_named("h100").memory == 80_000_000_000
     with pytest.raises(ConfigError, match="--device abacus: the peaks of A100, H100, H200"):
         device_named("abacus")
+
+
+def test_a_shared_prompt_counts_once_unless_passes_divide_its_group():
+    assert WORK.tokens == 3 * (5 + 2 * 4)
+    assert WORK.padded().tokens == 3 * 2 * 9
+    # Each conversation has 9 x 10 / 2 pairs, and the 15 of the prompt are shared by two.
+    assert WORK.pairs == 3 * (2 * 45 - 15)
+    assert WORK.padded().pairs == 3 * 2 * 45
+    work = Workload(num_prompts=1, per_prompt=16, prompt_tokens=1024, completion_tokens=2048)
+    assert work.divided(16384).copies == 3  # seven completions fit beside the prompt
+    assert work.divided(1024 + 16 * 2048).copies == 1
+    assert work.divided(2048).copies == 16
+    assert work.divided(2048).tokens == work.padded().tokens
+
+
+HEAD = decoder_shape(
+    hidden_size=4,
+    num_layers=2,
+    intermediate_size=8,
+    num_heads=2,
+    num_kv_heads=1,
+    vocab_size=10,
+    has_language_head=False,
+)

@@ -13,7 +13,7 @@ from laurel.rewards.remote.replica import (
     ReplicaHealth,
     patience,
 )
-from scripted_replicas import ScriptedReplica, broken, busy, no_entry, unreachable
+from scripted_replicas import ScriptedReplica, broken, busy, unreachable
 
 
 class HandClock:
@@ -44,16 +44,6 @@ def trip(health, clock):
 def rest(health, clock):
     """Seconds until it wants a probe."""
     return health.rests_until - clock.now
-
-
-def test_a_new_replica_is_probed_before_it_gets_anything(clock):
-    health = ReplicaHealth(ScriptedReplica(), window=8, clock=clock)
-    assert health.wants_probe
-    assert not health.is_usable
-    health.proved()
-    assert health.is_usable
-    assert not health.wants_probe
-    assert not health.is_on_trial
 
 
 def test_faults_in_a_row_end_the_trust(health, clock):
@@ -189,14 +179,6 @@ def test_a_busy_probe_of_a_trusted_replica_changes_no_trust(health, clock):
     assert health.is_usable
     health.failed_probe(ReplicaFault("canary", "other scores"), began=clock.now)
     assert not health.is_usable
-
-
-def test_who_refuses_us_is_known_until_it_is_trusted_again(health, clock):
-    health.failed(no_entry(), began=clock.now)
-    assert health.refuses_us
-    clock.now = health.rests_until
-    health.proved()
-    assert not health.refuses_us
 
 
 def test_a_late_success_does_not_end_a_rest(health, clock):

@@ -148,6 +148,16 @@ def test_the_end_says_what_the_report_says_first_in_ten_lines(tmp_path, width):
     assert len(told.splitlines()) <= 10
 
 
+def test_the_accuracy_of_a_benchmark_stands_beside_its_baselines_too(tmp_path):
+    figures = {"accuracy": 0.75, "longer_wins_baseline": 0.5, "bag_of_words_baseline": 0.25}
+    named = {f"validation-Bench/{name}": value for name, value in figures.items()}
+    told = ended(
+        tmp_path, [{"step": 20, "time": 1.0, "validation-Bench/num_rows": 8.0, **named}], width=100
+    )
+    said = " ".join(told.split())
+    assert "accuracy 0.7500 of 8 rows (longer answer 0.5000, bag of words 0.2500)" in said
+
+
 def test_the_end_of_a_run_whose_log_is_broken_says_so_and_goes_on(tmp_path):
     told = ended(tmp_path, [], width=100)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")

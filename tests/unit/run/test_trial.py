@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from laurel.cli.doctor import run_doctor_trial
+from laurel.cli.doctor import run_doctor_trial, trial_row
 from laurel.cli.main import app
 from laurel.planning.request import Workload
 from laurel.run.trial import checks
@@ -109,8 +109,29 @@ def test_what_has_no_time_is_skipped(tmp_path, capsys):
     assert [check["name"] for check in printed["checks"]] == list(ALL_CHECKS)
 
 
+@pytest.mark.parametrize("width", [40, 100])
+def test_rows_keep_to_the_width(width):
+    lines = trial_row("forest in bfloat16", "pass", "41%", "one word after the other " * 6, width)
+    assert max(map(len, lines)) <= max(width, 45)
+    assert " ".join(" ".join(lines).split()).count("one word after the other") == 6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["weight transfer", "FSDP2", "FSDP2, tensor parallel"])
 def test_other_processes_agree_with_this_one(name):
     outcome = tried(name)[name]
     assert outcome.status == "pass", outcome.detail
+
+
+@pytest.mark.slow
+def test_a_step_that_ranks_take_wrongly_fails(monkeypatch):
+    right = checks._local_learner
+
+    def other(load, device):
+        learner = right(load, device)
+        with torch.no_grad():
+            next(iter(learner.model.parameters())).mul_(1.5)
+        return learner
+
+    monkeypatch.setattr(checks, "_local_learner", other)
+    assert tried("FSDP2")["FSDP2"].status == "fail"

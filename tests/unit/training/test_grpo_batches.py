@@ -11,7 +11,6 @@ from laurel.config.policy import NamedCall
 from laurel.training.batches import Batcher, global_batches
 from laurel.training.learner import LocalLearner
 from laurel.training.policy_loss import PolicyLabels
-from laurel.types import TokenGroup
 from policy_batches import labels, loss_of
 from tiny import PAD, random_groups, tiny_policy
 
@@ -65,16 +64,6 @@ def assert_same(found, expected):
         assert (found[name] - value).norm() < 1e-6 * value.norm(), name
 
 
-def test_batches_by_hand():
-    groups = random_groups(0, SHAPES)
-    batches = global_batches(groups, some_labels(groups), PolicyLabels.subset, size=5)
-    assert [[(g.id, len(g.branches_ids_G)) for g in part] for part, _ in batches] == [
-        [("0", 4), ("1", 1)],
-        [("1", 3), ("2", 2)],
-        [("2", 2)],
-    ]
-
-
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 25))
 def test_every_completion_comes_once_in_order_with_its_own_label(sizes, size):
     groups = random_groups(1, [(2, [1 + i % 3 for i in range(n)]) for n in sizes])
@@ -97,7 +86,7 @@ def test_every_completion_comes_once_in_order_with_its_own_label(sizes, size):
 
 
 @pytest.mark.parametrize("used", [True, False])
-@pytest.mark.parametrize("size", [1, 3, 5, 12])
+@pytest.mark.parametrize("size", [1, 5])
 def test_the_gradients_of_the_parts_add_up_to_that_of_the_whole(size, used):
     """Each is a mean over its own tokens, so each counts as much as it has."""
     groups = random_groups(2, SHAPES)
@@ -133,23 +122,4 @@ def test_how_a_step_is_computed_does_not_change_it(changes):
     of_groups = some_labels(groups, used=False)
     expected, _ = gradients(groups, of_groups)
     found, _ = gradients(groups, of_groups, **changes)
-    assert_same(found, expected)
-
-
-def test_completions_that_are_not_used_might_as_well_not_be_there():
-    groups = random_groups(2, SHAPES)
-    of_groups = some_labels(groups, used=False)
-    kept = [[i for i, used in enumerate(label.used_G) if used] for label in of_groups]
-    smaller = [
-        TokenGroup(
-            id=g.id,
-            trunk_ids=g.trunk_ids,
-            branches_ids_G=tuple(g.branches_ids_G[i] for i in indices),
-        )
-        for g, indices in zip(groups, kept, strict=True)
-    ]
-    subset = [label.subset(i) for label, i in zip(of_groups, kept, strict=True)]
-    expected, count = gradients(smaller, subset)
-    found, same = gradients(groups, of_groups)
-    assert same == count
     assert_same(found, expected)

@@ -16,7 +16,7 @@ from laurel.config.policy import Milestones, NamedCall
 from laurel.config.reward_model import LossConfig
 from laurel.errors import ConfigError
 from laurel.models.forest.outputs import TokenOutputs
-from laurel.training.learner import LocalLearner, MicroBatch, evaluating
+from laurel.training.learner import LocalLearner, MicroBatch
 from laurel.training.losses import LossOutput, RewardLoss
 from laurel.types import Preference, group_of
 from policy_batches import labels, loss_of
@@ -135,14 +135,6 @@ def test_a_step_of_two_micro_batches_by_hand():
     assert weights(learner) == [0.0, 1.0]
 
 
-def test_the_denominator_is_that_of_the_whole_step():
-    """The second micro-batch counts for nothing and the first for three; 3 divides both."""
-    learner = LocalLearner(weights_only(0.0), optimizer=sgd())
-    batch = [batch_of((3.0,), (6.0,), labels=[1.0, 2.0]), batch_of((9.0,), labels=[0.0])]
-    learner.update(batch, Mean())
-    assert weights(learner) == [-(3.0 + 2 * 6.0) / 3]
-
-
 def test_gradients_of_the_step_before_do_not_count():
     learner = LocalLearner(weights_only(0.0), optimizer=sgd())
     for _ in range(2):
@@ -242,7 +234,7 @@ def spoilt(by, *, at):
 @pytest.mark.parametrize(
     ("by", "said"), [(math.nan, "the loss is nan"), (math.inf, "the loss is inf")]
 )
-@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("at", [1, 3])
 def test_a_loss_that_is_not_finite_changes_nothing(by, said, at):
     learner = warmed_up()
     before = state_of(learner)
@@ -274,17 +266,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(max_grad_norm):
     assert all(parameter.grad is None for _, parameter in learner.named_parameters)
 
 
-def test_a_batch_that_teaches_nothing_moves_nothing():
-    """AdamW would move on: momentum and weight decay need no gradient."""
-    learner = warmed_up()
-    before = state_of(learner)
-    loss = Mean()
-    update = learner.update([batch_of((1.0, 1.0), labels=[0.0])], loss)
-    assert update.failure == "no row of the batch teaches this loss anything"
-    assert loss.calls == 0
-    assert_same(state_of(learner), before)
-
-
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
@@ -300,16 +281,6 @@ def test_gradients_are_scaled_down_to_the_limit(limit, expected):
     assert weights(learner) == expected
 
 
-def test_frozen_weights_are_left_out():
-    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-    model[0].weight.requires_grad_(False)
-    before = float(model[0].weight)
-    learner = LocalLearner(model, optimizer=ADAMW)
-    assert [name for name, _ in learner.named_parameters] == ["1.weight"]
-    learner.update([batch_of((1.0,))], Mean())
-    assert float(model[0].weight) == before
-
-
 @pytest.mark.parametrize(
     ("name", "kwargs"),
     [
@@ -317,14 +288,6 @@ def test_frozen_weights_are_left_out():
         ("Adam", {"lr": 0.1, "foreach": False, "fused": False}),
         ("AdamW", {"lr": 0.1, "betas": [0.9, 0.98], "eps": 1e-5, "weight_decay": 0.1}),
         ("Adafactor", {}),
-        ("Adagrad", {"lr": 0.1}),
-        ("Adadelta", {}),
-        ("Adamax", {}),
-        ("ASGD", {}),
-        ("NAdam", {}),
-        ("RAdam", {}),
-        ("RMSprop", {"lr": 0.1}),
-        ("Rprop", {}),
         ("Muon", {}),
     ],
 )
@@ -353,13 +316,10 @@ def test_the_fused_kernel_unless_the_configuration_chooses(chosen, fused):
     ("name", "kwargs", "message"),
     [
         ("torch.optim.AdmW", {}, r"no such class\. Did you mean torch\.optim\.AdamW\?.*SGD"),
-        ("AdamW", {}, "AdamW: no such class"),
-        ("torch.optim.lr_scheduler", {}, "is not a Optimizer|no such class|is not a"),
         ("torch.nn.Linear", {}, "torch.nn.Linear is not a"),
         ("no.such.module.Adam", {}, "no such class"),
         ("torch.optim.AdamW", {"lrr": 1}, r"refuses these kwargs .*lrr.*It takes: lr, betas, eps"),
         ("torch.optim.AdamW", {"lr": -1.0}, "refuses these kwargs .*Invalid learning rate"),
-        ("torch.optim.AdamW", {"lr": "fast"}, "refuses these kwargs"),
         ("torch.optim.LBFGS", {}, "compute the loss several times"),
         ("torch.optim.SparseAdam", {}, "sparse gradients"),
         ("torch.optim.Optimizer", {}, "policy.optimizer"),
@@ -375,31 +335,32 @@ def scheduler(name, **kwargs):
     return NamedCall(name=f"torch.optim.lr_scheduler.{name}", kwargs=kwargs)
 
 
-def rates(schedule, steps):
+HALVING = scheduler("ExponentialLR", gamma=0.5)
+
+
+WARMED_UP = [
+    scheduler("LinearLR", start_factor=0.25, end_factor=1.0, total_iters=3),
+    scheduler("ConstantLR", factor=1.0, total_iters=1),
+    HALVING,
+    Milestones(milestones=[3, 5]),
+]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        (None, [1.0, 1.0, 1.0]),
+        (scheduler("StepLR", step_size=2, gamma=0.1), [1.0, 1.0, 0.1, 0.1, 0.01]),
+        ([HALVING], [1.0, 0.5, 0.25]),
+        ([HALVING, Milestones(milestones=[])], [1.0, 0.5, 0.25]),
+        (WARMED_UP, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 0.5, 0.25]),
+    ],
+    ids=["none", "one", "list", "list with milestones", "hands over"],
+)
+def test_rates_of_schedules(schedule, rates):
     learner = LocalLearner(weights_only(1.0), optimizer=sgd(), scheduler=schedule)
-    found = [learner.update([batch_of((1.0,))], Mean()).metrics["lr"] for _ in range(steps)]
-    return [round(rate, 6) for rate in found]
-
-
-def test_no_schedule_is_constant():
-    assert rates(None, 3) == [1.0, 1.0, 1.0]
-
-
-def test_one_schedule():
-    assert rates(scheduler("StepLR", step_size=2, gamma=0.1), 5) == [1.0, 1.0, 0.1, 0.1, 0.01]
-
-
-@pytest.mark.parametrize("rest", [[], [Milestones(milestones=[])]])
-def test_a_list_of_one(rest):
-    assert rates([scheduler("ExponentialLR", gamma=0.5), *rest], 3) == [1.0, 0.5, 0.25]
-
-
-def test_a_list_hands_over_at_its_milestones():
-    warm_up = scheduler("LinearLR", start_factor=0.25, end_factor=1.0, total_iters=3)
-    constant = scheduler("ConstantLR", factor=1.0, total_iters=1)
-    decay = scheduler("ExponentialLR", gamma=0.5)
-    schedule = [warm_up, constant, decay, Milestones(milestones=[3, 5])]
-    assert rates(schedule, 8) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 0.5, 0.25]
+    found = [learner.update([batch_of((1.0,))], Mean()).metrics["lr"] for _ in rates]
+    assert found == pytest.approx(rates)
 
 
 @pytest.mark.parametrize(
@@ -408,11 +369,8 @@ def test_a_list_hands_over_at_its_milestones():
         (scheduler("CosinAnnealingLR"), r"Did you mean torch\.optim\.lr_scheduler\.CosineAnn"),
         (scheduler("CosineAnnealingLR"), "refuses these kwargs .*T_max.*It takes: T_max, eta_min"),
         (scheduler("StepLR", step_size=2, gama=1), "refuses these kwargs .*gama"),
-        (scheduler("LambdaLR", lr_lambda="x"), "refuses these kwargs"),
-        (scheduler("ChainedScheduler"), "refuses these kwargs"),
         (scheduler("ReduceLROnPlateau"), "needs a metric at every step"),
         (NamedCall(name="torch.optim.AdamW"), "is not a"),
-        ([scheduler("ConstantLR")] * 2, "needs one entry `milestones` with 1 step"),
         (
             [*[scheduler("ConstantLR")] * 2, Milestones(milestones=[1, 2])],
             "a list of 2 schedulers needs one entry `milestones` with 1 step",
@@ -443,14 +401,10 @@ def test_outputs_have_no_dropout_and_no_gradients_and_leave_the_model_as_it_was(
     assert torch.is_grad_enabled()
     assert torch.equal(first, next(asked))
     assert not first.requires_grad
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        list(learner.outputs([torch.ones(1, 3)]))
+    assert model.training
+    assert torch.is_grad_enabled()
     model.eval()
     list(learner.outputs([inputs]))
     assert not model.training
-
-
-def test_evaluating_ends_well():
-    model = nn.Dropout(0.9).train()
-    with pytest.raises(KeyError), evaluating(model):
-        raise KeyError
-    assert model.training
-    assert torch.is_grad_enabled()

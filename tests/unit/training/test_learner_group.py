@@ -14,12 +14,11 @@ from laurel.config.policy import NamedCall
 from laurel.errors import WorkerError
 from laurel.training.learner_group import divide_micro_batches, imbalance
 from laurel.workers.calls import LocalGroup
-from laurel.workers.reservations import Resources
 from process_group import ProcessGroup
 
-pytestmark = pytest.mark.slow_parameters("dp_shard=2 tp=2", "cp=2", "tp=2", "dp_replicate=2")
+pytestmark = pytest.mark.slow_parameters("dp_shard=2 tp=2", "cp=2", "dp_replicate=2")
 
-SIZES = [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2}, {"cp": 2}]
+SIZES = [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2}, {"cp": 2}]
 
 
 def test_a_division_by_hand():
@@ -30,34 +29,18 @@ def test_a_division_by_hand():
     assert divide_micro_batches([3, 1, 2], 1) == [[0, 1, 2]]
 
 
-sizes_of_batches = st.lists(st.integers(1, 10_000), min_size=1, max_size=40)
-
-
-@given(sizes_of_batches, st.integers(1, 9))
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=40), st.integers(1, 9))
 @settings(deadline=None)
-def test_every_micro_batch_comes_once_and_places_have_as_many(sizes, places):
+def test_any_division_is_complete_and_even(sizes, places):
     shares = divide_micro_batches(sizes, places)
     assert len(shares) == places
     assert {len(share) for share in shares} == {math.ceil(len(sizes) / places)}
     assert sorted(i for share in shares for i in share if i is not None) == list(range(len(sizes)))
     assert shares == divide_micro_batches(list(sizes), places), "it depends on the sizes alone"
-
-
-@given(sizes_of_batches, st.integers(2, 9))
-@settings(deadline=None)
-def test_no_place_has_more_than_another_by_more_than_the_largest_micro_batch(sizes, places):
-    totals = [
-        sum(sizes[i] for i in share if i is not None)
-        for share in divide_micro_batches(sizes, places)
-    ]
-    assert max(totals) - min(totals) <= max(sizes)
-
-
-@given(sizes_of_batches, st.integers(1, 9))
-@settings(deadline=None)
-def test_what_is_computed_side_by_side_is_of_neighbouring_sizes(sizes, places):
-    """Places wait for each other, so a step takes as long as the largest of each row together."""
-    rows = list(zip(*divide_micro_batches(sizes, places), strict=True))
+    totals = [sum(sizes[i] for i in share if i is not None) for share in shares]
+    assert max(totals) - min(totals) <= max(sizes) or places == 1
+    # Places wait for each other, so a step takes as long as the largest of each row together.
+    rows = list(zip(*shares, strict=True))
     waited = sum(max(sizes[i] for i in row if i is not None) for row in rows)
     assert waited == sum(sorted(sizes, reverse=True)[::places])
 
@@ -221,27 +204,8 @@ def rewards(tmp_path_factory):
     return work.write("reward", tmp_path_factory.mktemp("rewards"))
 
 
-@pytest.mark.slow
-def test_ranks_that_are_actors_of_ray_compute_the_same(small_cluster, rewards):
-    wanted = work.played("reward", work.local("reward", rewards))
-    ray_group = pytest.importorskip("laurel.workers.ray_group", exc_type=ImportError)
-    slots = small_cluster.reserve("policy", 2, Resources(cpus=0.5))
-    make = partial(ray_group.RayGroup, slots, limit=120.0)
-    try:
-        learner = work.grouped("reward", rewards, make, {"dp_shard": 2})
-        with learner.group:
-            found = work.played("reward", learner)
-    finally:
-        slots.release()
-    for some, expected in zip(found["outputs"], wanted["outputs"], strict=True):
-        close(some, expected)
-    close(found["after"], wanted["after"])
-    for update, expected in zip(found["updates"], wanted["updates"], strict=True):
-        assert update.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-5)
-
-
 @pytest.mark.slow_parameters("tp")
-@pytest.mark.parametrize("sizes", SIZES[:2], ids=["dp", "tp"])
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}], ids=["dp", "tp"])
 def test_adapters_learn_and_the_reference_leaves_them_out(sizes, tmp_path):
     pytest.importorskip("peft")
     changes = {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 4}}}
@@ -313,16 +277,6 @@ def test_a_rank_that_fails_is_named_and_the_group_ended(pair):
     assert not any(learner.group.alive())
     with pytest.raises(WorkerError, match="this one is too much"):
         work.asked(learner, 1)
-
-
-@pytest.mark.slow
-def test_a_deadline_of_the_group_holds_for_the_learner(rewards):
-    group = partial(ProcessGroup, "policy", 2, limit=30.0)
-    learner = work.grouped("reward", rewards, group, {"dp_shard": 2})
-    learner.group.limit = 0.0
-    with pytest.raises(WorkerError, match="no answer from ranks 0, 1 of 2 in outputs within 0 s"):
-        work.asked(learner, 1)
-    assert not any(learner.group.alive())
 
 
 def test_the_fused_optimizer_is_the_same_over_ranks(pair, rewards):

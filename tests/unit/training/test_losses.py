@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from laurel.training.losses import (
     bradley_terry,
-    centering,
     davidson,
     plackett_luce,
     ranked_pairs,
@@ -42,58 +41,10 @@ def l(x):  # noqa: E743 - the notation of losses.py
     return max(-x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 
-def test_bradley_terry():
-    better, worse = exact(1.0, 0.0, math.log(3.0)), exact(0.0, 2.0, 0.0)
-
-    # d = 1: log(1 + e^-1).  d = -2: log(1 + e^2).
-    # d = ln 3: the better side wins with probability 3 / (3 + 1), and -log(3/4) = log(4/3).
-    expected = (math.log1p(math.exp(-1.0)), math.log1p(math.exp(2.0)), math.log(4.0 / 3.0))
-    assert_near(bradley_terry(better, worse), *expected)
-
-
-def test_a_margin_is_taken_from_the_lead():
-    # d = 2 with margin 0.5: log(1 + e^-1.5).  A lead equal to the margin costs ln 2.
-    loss = bradley_terry(exact(2.0, 3.0), exact(0.0, 0.0), margin_P=exact(0.5, 3.0))
-    assert_near(loss, math.log1p(math.exp(-1.5)), math.log(2.0))
-
-
-def test_a_soft_label_is_the_expected_loss():
-    # Scores say 3/4, people say 0.7: -0.7 log(3/4) - 0.3 log(1/4).
-    loss = bradley_terry(exact(math.log(3.0)), exact(0.0), target_P=exact(0.7))
-    assert_near(loss, -0.7 * math.log(0.75) - 0.3 * math.log(0.25))
-
-
-def test_label_smoothing():
-    better, worse = exact(math.log(3.0)), exact(0.0)
-
-    # A tenth of the labels is wrong: -0.9 log(3/4) - 0.1 log(1/4).
-    hard = bradley_terry(better, worse, label_smoothing=0.1)
-    assert_near(hard, -0.9 * math.log(0.75) - 0.1 * math.log(0.25))
-    # A soft label of 0.7: q = 0.7 * 0.9 + 0.3 * 0.1 = 0.66.
-    soft = bradley_terry(better, worse, target_P=exact(0.7), label_smoothing=0.1)
-    assert_near(soft, -0.66 * math.log(0.75) - 0.34 * math.log(0.25))
-
-
-def test_margin_and_soft_label_go_together():
-    # d - m = 2 ln 3 - ln 3 = ln 3, then as above.
-    loss = bradley_terry(
-        exact(2 * math.log(3.0)), exact(0.0), margin_P=exact(math.log(3.0)), target_P=exact(0.7)
-    )
-    assert_near(loss, -0.7 * math.log(0.75) - 0.3 * math.log(0.25))
-
-
 def test_a_certain_soft_label_changes_not_one_bit():
     better, worse = single(0.3, -7.1, 1e4, -1e4), single(1.7, 2.2, -1e4, 1e4)
     plain = bradley_terry(better, worse)
     assert torch.equal(plain, bradley_terry(better, worse, target_P=torch.ones(4)))
-
-
-def test_the_best_score_under_a_soft_label_is_its_log_odds():
-    # The loss of target p is least where sigmoid(d) = p, that is d = log(p / (1 - p)).
-    better = exact(math.log(0.7 / 0.3)).requires_grad_()
-    loss = bradley_terry(better, exact(0.0), target_P=exact(0.7))
-    (gradient,) = torch.autograd.grad(loss.sum(), better)
-    assert abs(float(gradient)) < 1e-15
 
 
 def test_small_losses_keep_their_digits():
@@ -114,46 +65,7 @@ def test_bradley_terry_against_plain_python(better, worse):
     assert_near(bradley_terry(exact(better), exact(worse)), l(better - worse), rel=1e-13)
 
 
-def test_centering():
-    # (1 + 2)^2 = 9; opposite scores are already centred; (-3 - 0.5)^2 = 12.25.
-    assert_near(centering(exact(1.0, 4.0, -3.0), exact(2.0, -4.0, -0.5)), 9.0, 0.0, 12.25)
-
-
 DAVIDSON, RAO_KUPPER = partial(davidson, nu=1.5), partial(rao_kupper, theta=2.0)
-
-
-@pytest.mark.parametrize(
-    ("loss", "win", "lose", "tie"),
-    [
-        # Strengths 4 and 1; a tie weighs 1.5 * sqrt(4 * 1) = 3. Total 4 + 1 + 3 = 8.
-        (DAVIDSON, 4 / 8, 1 / 8, 3 / 8),
-        # The stronger wins: 4 / (4 + 2 * 1) = 2/3. The weaker: 1 / (1 + 2 * 4) = 1/9. A tie:
-        # (2^2 - 1) * 4 * 1 / (6 * 9) = 12/54 = 2/9. Together 6/9 + 1/9 + 2/9 = 1.
-        (RAO_KUPPER, 2 / 3, 1 / 9, 2 / 9),
-    ],
-)
-def test_losses_that_know_ties(loss, win, lose, tie):
-    better, worse = exact(math.log(4.0), 0.0, math.log(4.0)), exact(0.0, math.log(4.0), 0.0)
-    found = loss(better, worse, flags(False, False, True))
-    assert_near(found, -math.log(win), -math.log(lose), -math.log(tie))
-    # d - m = ln 4, as above; q = 0.9 * 0.8 + 0.1 * 0.2 = 0.74.
-    found = loss(
-        exact(math.log(8.0)),
-        exact(0.0),
-        flags(False),
-        margin_P=exact(math.log(2.0)),
-        target_P=exact(0.9),
-        label_smoothing=0.2,
-    )
-    assert_near(found, -0.74 * math.log(win) - 0.26 * math.log(lose))
-
-
-# 1 : 1 : nu. With nu = 2 a tie has half of it, a win a quarter. With theta = 3: a win
-# 1 / (1 + 3) = 1/4 each, a tie (9 - 1) / (4 * 4) = 1/2.
-@pytest.mark.parametrize("loss", [partial(davidson, nu=2.0), partial(rao_kupper, theta=3.0)])
-def test_ties_between_equals(loss):
-    found = loss(exact(5.0, 5.0), exact(5.0, 5.0), flags(True, False))
-    assert_near(found, math.log(2.0), math.log(4.0))
 
 
 def test_without_ties_they_are_bradley_terry():
@@ -161,18 +73,6 @@ def test_without_ties_they_are_bradley_terry():
     decided, plain = flags(False, False, False), bradley_terry(better, worse)
     assert torch.equal(davidson(better, worse, decided, nu=1e-300), plain)
     assert_near(rao_kupper(better, worse, decided, theta=1.0 + 2**-50), *plain.tolist(), rel=2e-15)
-
-
-@pytest.mark.parametrize("nu", [0.0, -1.0, math.nan])
-def test_davidson_needs_a_positive_nu(nu):
-    with pytest.raises(ValueError, match="nu must be above 0"):
-        davidson(exact(0.0), exact(0.0), flags(True), nu=nu)
-
-
-@pytest.mark.parametrize("theta", [1.0, 0.5, math.nan])
-def test_rao_kupper_needs_a_theta_above_one(theta):
-    with pytest.raises(ValueError, match="theta must be above 1"):
-        rao_kupper(exact(0.0), exact(0.0), flags(True), theta=theta)
 
 
 @given(i=scores, j=scores, parameter=st.floats(1e-3, 1e3))
@@ -195,13 +95,6 @@ def list_loss(scores_N, *ranks_per_group):
     return plackett_luce(scores_N, ranked_pairs(ranks_per_group, with_ties=False).to(scores_N))
 
 
-def test_plackett_luce_of_a_strict_ranking():
-    # Strengths 6, 3, 1. First pick: 6 / (6 + 3 + 1) = 3/5. Second: 3 / (3 + 1) = 3/4. The last
-    # has nobody to beat. Mean of two: (log(5/3) + log(4/3)) / 2 = log(20/9) / 2.
-    loss = list_loss(exact(math.log(6.0), math.log(3.0), 0.0), (0, 1, 2))
-    assert_near(loss, math.log(20.0 / 9.0) / 2)
-
-
 def test_plackett_luce_with_shared_ranks():
     # Strengths 6 and 3 share the first rank, 1 and 2 the second. Neither of the first two
     # competes with the other: 6 / (6 + 1 + 2) = 2/3 and 3 / (3 + 1 + 2) = 1/2.
@@ -222,11 +115,10 @@ def test_plackett_luce_of_many_lists_at_once():
 
     loss = list_loss(flat, *lists)
 
-    # The first as above; all of one rank: 0; empty: 0; a pair at 3 to 1: log(4/3); one item: 0.
+    # Strengths 6, 3, 1. First pick: 6 / (6 + 3 + 1) = 3/5. Second: 3 / (3 + 1) = 3/4. The last
+    # has nobody to beat. Mean of two: (log(5/3) + log(4/3)) / 2 = log(20/9) / 2. All of one
+    # rank: 0; empty: 0; a pair at 3 to 1: log(4/3); one item: 0.
     assert_near(loss, math.log(20.0 / 9.0) / 2, 0.0, 0.0, math.log(4.0 / 3.0), 0.0)
-
-
-def test_plackett_luce_of_nothing():
     assert list_loss(exact()).tolist() == []
 
 
@@ -261,18 +153,53 @@ def test_plackett_luce_from_its_definition_in_any_order(items, random):
     assert loss.tolist() == pytest.approx([expected], rel=1e-12, abs=1e-14)
 
 
-def test_regression_averages_over_what_was_rated():
-    predictions = exact(1.0, 2.0, 3.0, 0.0, 5.0, 0.0, 7.0, 8.0, 9.0).view(3, 3)
-    nan = math.nan
-    targets = exact(0.0, 4.0, 3.0, nan, 2.0, nan, nan, nan, nan).view(3, 3)
-
-    # (1 + 4 + 0) / 3; only the second was rated: (5 - 2)^2 = 9; nothing was rated: 0.
-    assert_near(regression(predictions, targets), 5.0 / 3.0, 9.0, 0.0)
-
-
 def test_unrated_attributes_get_no_gradient():
     predictions = exact(1.0, 5.0, 2.0, 4.0).view(2, 2).requires_grad_()
     targets = exact(0.0, math.nan, math.nan, math.nan).view(2, 2)
     (gradient,) = torch.autograd.grad(regression(predictions, targets).sum(), predictions)
     # The only rating: d(1 - 0)^2 = 2.
     assert gradient.tolist() == [[2.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("loss", "win", "lose", "tie"),
+    [
+        # Strengths 4 and 1; a tie weighs 1.5 * sqrt(4 * 1) = 3. Total 4 + 1 + 3 = 8.
+        (DAVIDSON, 4 / 8, 1 / 8, 3 / 8),
+        # The stronger wins: 4 / (4 + 2 * 1) = 2/3. The weaker: 1 / (1 + 2 * 4) = 1/9. A tie:
+        # (2^2 - 1) * 4 * 1 / (6 * 9) = 12/54 = 2/9. Together 6/9 + 1/9 + 2/9 = 1.
+        (RAO_KUPPER, 2 / 3, 1 / 9, 2 / 9),
+        # Without ties: 4 / (4 + 1).
+        (lambda better, worse, is_tie, **rest: bradley_terry(better, worse, **rest), 0.8, 0.2, 0.8),
+    ],
+    ids=["davidson", "rao_kupper", "bradley_terry"],
+)
+def test_wins_losses_ties_margins_and_soft_labels(loss, win, lose, tie):
+    better, worse = exact(math.log(4.0), 0.0, math.log(4.0)), exact(0.0, math.log(4.0), 0.0)
+    found = loss(better, worse, flags(False, False, True))
+    assert_near(found, -math.log(win), -math.log(lose), -math.log(tie))
+    # A fifth of the labels is wrong.
+    found = loss(better[:1], worse[:1], flags(False), label_smoothing=0.2)
+    assert_near(found, -0.8 * math.log(win) - 0.2 * math.log(lose))
+    # d - m = ln 4, as above; q = 0.9 * 0.8 + 0.1 * 0.2 = 0.74.
+    found = loss(
+        exact(math.log(8.0)),
+        exact(0.0),
+        flags(False),
+        margin_P=exact(math.log(2.0)),
+        target_P=exact(0.9),
+        label_smoothing=0.2,
+    )
+    assert_near(found, -0.74 * math.log(win) - 0.26 * math.log(lose))
+
+
+@pytest.mark.parametrize(
+    ("loss", "needs"),
+    [
+        *((partial(davidson, nu=nu), "nu must be above 0") for nu in (0.0, -1.0, math.nan)),
+        *((partial(rao_kupper, theta=x), "theta must be above 1") for x in (1.0, 0.5, math.nan)),
+    ],
+)
+def test_a_parameter_of_ties_out_of_range_is_refused(loss, needs):
+    with pytest.raises(ValueError, match=needs):
+        loss(exact(0.0), exact(0.0), flags(True))

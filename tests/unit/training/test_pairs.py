@@ -7,19 +7,6 @@ from hypothesis import strategies as st
 from laurel.training.losses import ranked_pairs
 
 
-def test_a_pair_is_its_lower_rank_against_its_higher():
-    pairs = ranked_pairs([(0, 1), (1, 0)], with_ties=False)
-
-    # Completions in a row: 0, 1 | 2, 3. In the second group the later one won.
-    assert pairs.better_P.tolist() == [0, 3]
-    assert pairs.worse_P.tolist() == [1, 2]
-    assert pairs.is_tie_P.tolist() == [False, False]
-    assert pairs.group_P.tolist() == [0, 1]
-    assert pairs.weight_P.tolist() == [1.0, 1.0]
-    assert pairs.gap_P.tolist() == [1.0, 1.0]
-    assert pairs.num_groups == 2
-
-
 def test_ties_are_pairs_only_where_asked_for():
     ranks = [(0, 0), (2, 0, 2)]
 
@@ -62,14 +49,6 @@ def test_groups_without_a_pair_are_counted_and_take_no_part():
     assert empty.num_groups == 0
     assert len(empty.better_P) == 0
     assert empty.better_P.dtype == torch.int64
-
-
-def test_moving_to_scores_takes_their_type_and_keeps_the_indices():
-    pairs = ranked_pairs([(0, 1, 2)], with_ties=True).to(torch.zeros(3, dtype=torch.float32))
-
-    assert pairs.weight_P.dtype == pairs.gap_P.dtype == torch.float32
-    assert pairs.better_P.dtype == torch.int64
-    assert pairs.with_ties
 
 
 @given(

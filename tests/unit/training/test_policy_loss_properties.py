@@ -19,7 +19,6 @@ from laurel.training.policy_loss import (
     DemonstrationLabels,
     DemonstrationLoss,
     PolicyLabels,
-    PolicyLoss,
 )
 from policy_batches import gradient, labels, loss_of, outputs
 
@@ -223,20 +222,6 @@ def test_autocast_and_lower_precision_change_nothing(chosen):
     assert float(found.sums["entropy"]) == -4.0
 
 
-def test_extremes_are_kept_and_sums_added():
-    totals = dict[str, Tensor]()
-    for low, high in ((1.0, 2.0), (0.5, 1.5)):
-        add_up(
-            totals,
-            {"r_min": torch.tensor(low), "r_max": torch.tensor(high), "r": torch.tensor(low)},
-        )
-    assert {name: float(value) for name, value in totals.items()} == {
-        "r_min": 0.5,
-        "r_max": 2.0,
-        "r": 1.5,
-    }
-
-
 def test_a_subset_of_labels():
     row = labels(
         [1.0, 2.0, 3.0],
@@ -272,13 +257,6 @@ def test_demonstrations_may_be_split_too(cut, masks):
     whole = loss(outputs(values), batch, num_groups=denominator)
     assert sum(parts) == pytest.approx(float(whole.loss.detach()), rel=1e-12)
     assert loss.metrics(sums) == pytest.approx(loss.metrics(whole.sums), rel=1e-12)
-
-
-def test_the_longest_completion_is_that_of_the_run():
-    batch = [labels([1.0], [[-1.0]])]
-    short, long = (loss_of(normalizer="max_length", max_length=n) for n in (10, 100))
-    assert isinstance(short, PolicyLoss)
-    assert (short.count(batch), long.count(batch)) == (10.0, 100.0)
 
 
 def slowly(loss, c, drawn):

@@ -86,14 +86,6 @@ def test_other_spellings_mean_the_same():
     )
 
 
-def test_without_old_values_this_is_the_first_update():
-    loss, values = loss_of(), [-0.5, -1.25, -2.0]
-    now = labels([2.0, -3.0], [[-9.0, -9.0], [-9.0]])
-    before = labels([2.0, -3.0], [[-9.0, -9.0], [-9.0]], old=[[-0.5, -1.25], [-2.0]])
-    assert gradient(loss, outputs(values), [now]) == [-2.0, -2.0, 3.0]
-    assert gradient(loss, outputs(values), [before]) == [-2.0, -2.0, 3.0]
-
-
 def test_gspo_has_one_ratio_per_completion():
     # Log-ratios 0.3 and -0.1: mean 0.1, ratio e^0.1. The second completion: 0.5, cut to 1.2.
     old = [[-1.0, -2.0], [-1.0]]

@@ -73,14 +73,9 @@ def test_attributes_of_a_regression_head():
     [
         "loss",
         "validation-other_loss",
-        "validation-default/loss",
-        "validation-default_Loss",
-        "train/loss",
         "train:validation-default_loss",
         "val:train_loss",
-        "val:loss",
         "test:loss",
-        "train:loss:loss",
         "",
     ],
 )
