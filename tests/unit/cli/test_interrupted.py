@@ -8,6 +8,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
+import laurel.__main__
 import laurel.cli.score
 import laurel.demo.demo
 import laurel.run.evaluation.policy
@@ -53,6 +54,18 @@ def test_one_line_says_what_is_kept(words, where, said, tmp_path, monkeypatch):
     done = CliRunner().invoke(app, [word.format(model="x", rows=rows) for word in words])
     assert done.exit_code == 130
     assert done.stderr.splitlines()[-1] == said
+
+
+def test_a_signal_while_the_command_line_is_imported(capsys, monkeypatch):
+    class Interrupting:
+        find_spec = staticmethod(interrupted)
+
+    monkeypatch.delitem(sys.modules, "laurel.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting])
+    with pytest.raises(SystemExit) as end:
+        laurel.__main__.main()
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "interrupted before anything began\n"
 
 
 @pytest.mark.slow

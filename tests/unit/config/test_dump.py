@@ -159,3 +159,11 @@ def test_described_every_key_has_its_docstring_above_it() -> None:
     # Only what is inside a value of its own has no docstring: the optimizer's arguments.
     assert undescribed == ["lr: 2.0e-06", "weight_decay: 0.1", "betas: [0.9, 0.98]", "eps: 1.0e-05"]
     assert max(map(len, lines)) <= 100
+
+
+def test_a_reason_for_the_default_names_it_where_another_value_is_written() -> None:
+    config = load_config(RewardTrainingRun, None, ["policy.precision=float32"]).config
+    of_another = to_yaml(config, describe=True, keys=["policy.precision"])
+    assert "(bfloat16): half the memory" in of_another
+    of_itself = to_yaml(RewardTrainingRun(), describe=True, keys=["policy.precision"])
+    assert "(bfloat16)" not in of_itself

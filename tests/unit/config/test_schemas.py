@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from laurel.config.data import TaskDataConfig
-from laurel.config.grpo import Alarm, GRPORun
+from laurel.config.grpo import UNLIMITED_STEPS, Alarm, GRPORun
 from laurel.config.load import load_config
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.sft import DemonstrationDataConfig, SFTRun
@@ -245,6 +245,28 @@ def test_two_spellings_and_their_neighbours_are_problems(
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
         load_config(GRPORun, path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_epochs"),
+    [
+        ([], 1),
+        (["grpo.max_num_steps=25"], UNLIMITED_STEPS),
+        (["grpo.max_num_steps=25", "grpo.max_num_epochs=2"], 2),
+    ],
+)
+def test_a_limit_of_steps_takes_the_passes_that_it_needs(overrides, num_epochs):
+    assert load_config(GRPORun, None, overrides).config.grpo.num_epochs == num_epochs
+
+
+def test_an_error_in_a_part_of_a_setting_has_the_place_of_that_part(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("policy:\n  optimizer:\n    kwargs:\n      lr: 1.0e-5\n      eps: -1\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml:5: policy\.optimizer: kwargs\.eps is -1"):
+        load_config(SFTRun, file)
+    override = "policy.optimizer.kwargs.lr=fast"
+    with pytest.raises(ConfigError, match=rf"override '{override}': .*kwargs\.lr is 'fast'"):
+        load_config(SFTRun, file, [override, "policy.optimizer.kwargs.eps=1e-8"])
 
 
 # ----------------------------------------------------------------------------- what is not imported
