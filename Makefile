@@ -44,8 +44,9 @@ demo: $(STAMP)
 # Three at a time, on two cores too: much of the time a test waits for processes that it started. The
 # tests of a file stay together, because they share clusters, servers and models. Where a process
 # dies, the run fails at once and names the test; with another in its place, xdist would wait for
-# ever. Files come in their own order: xdist would begin with those of many tests, which are quick,
-# and end with those of a few long ones, for which one process then waits.
+# ever. Files come in their own order, but for a few (LONG in tests/conftest.py): xdist would begin
+# with those of many tests, which are quick, and end with those of a few long ones, for which one
+# process then waits.
 TEST_PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 

@@ -26,6 +26,54 @@ def served(backend: ScriptedBackend, version: str = "1", **limits: Any) -> Serve
     return ServedModel(name=f"model {version}", version=version, scorer=scorer)
 
 
+def error(response: httpx2.Response) -> tuple[int, str]:
+    """The status of an answer that is an error, and the error's code."""
+    return response.status_code, response.json()["error"]["code"]
+
+
+def raw_head(path: str, *more: str, host: str = "127.0.0.1", key: str = KEY) -> bytes:
+    """The head of a request as it travels, for tests that write to a socket."""
+    lines = [
+        f"POST {path} HTTP/1.1",
+        f"Host: {host}",
+        "Content-Type: application/json",
+        f"Authorization: Bearer {key}",
+        *more,
+    ]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def raw_request(path: str, body: bytes) -> bytes:
+    """A whole request as it travels."""
+    return raw_head(path, f"Content-Length: {len(body)}") + body
+
+
+async def asked_without_network(
+    app: Any, method: str, path: str, *, client: str = "127.0.0.1", key: str = KEY
+) -> tuple[int, bytes]:
+    """Status and body of the answer to a request that comes from an address."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "client": (client, 1),
+        "root_path": "",
+        "headers": [(b"host", b"127.0.0.1"), (b"authorization", b"Bearer " + key.encode())],
+    }
+    await app(scope, receive, send)
+    return sent[0]["status"], sent[1]["body"]
+
+
 def described(*, needs_key: bool = True) -> dict[str, Any]:
     """What a server says of itself as OpenAPI."""
     return make_api(RewardService(), needs_key=needs_key).openapi()

@@ -18,6 +18,8 @@ import psutil
 import pytest
 import torch
 
+import environment_batches
+from environment_batches import total
 from laurel.config.environments import EnvironmentsConfig
 from laurel.environments.code_environment import CodeEnvironment
 from laurel.environments.composite import CompositeEnvironment
@@ -366,12 +368,6 @@ def judge(case, pairs):
     return case.environment.step([one for one, _ in pairs], [given for _, given in pairs])
 
 
-def total(returned):
-    if isinstance(returned.rewards, torch.Tensor):
-        return returned.rewards.tolist()
-    return torch.stack(list(returned.rewards.values())).sum(dim=0).tolist()
-
-
 def near(values, case):
     return pytest.approx(values, rel=0, abs=case.tolerance)
 
@@ -405,12 +401,11 @@ def test_one_by_one_is_as_all_at_once(case):
     assert alone == near(together, case)
 
 
-@pytest.mark.parametrize("size", range(1, 18))
-def test_any_number_of_conversations(case, size):
+def test_any_number_of_conversations(case):
     rewards = total(judge(case, case.good))
-    pairs = [case.good[i % len(case.good)] for i in range(size)]
-    expected = [rewards[i % len(case.good)] for i in range(size)]
-    assert total(judge(case, pairs)) == near(expected, case)
+    pairs, expected = case.good * 17, rewards * 17
+    for size in range(1, 18):
+        assert total(judge(case, pairs[:size])) == near(expected[:size], case), size
 
 
 def test_the_order_changes_nothing(case):
@@ -460,21 +455,13 @@ def test_several_threads_may_ask(case):
 
 def batch_of(case, pairs):
     returned = judge(case, pairs)
-    parts = returned.rewards if isinstance(returned.rewards, dict) else {}
-    return {
-        "message_log": [one for one, _ in pairs],
-        "prompt": [one[0]["content"] for one, _ in pairs],
-        "completion": [one[-1]["content"] for one, _ in pairs],
-        "group_ids": [f"group {i // 2}" for i in range(len(pairs))],
-        "rewards": torch.tensor(total(returned), dtype=torch.float32),
-        "components": parts,
-        "is_end": torch.tensor([i != 1 for i in range(len(pairs))], dtype=torch.bool),
-        "prompt_lengths": torch.full((len(pairs),), 4),
-        "generation_lengths": torch.arange(len(pairs)) + 1,
-        "answers": returned.answers or [None] * len(pairs),
-        "notes": returned.notes or [None] * len(pairs),
-        "num_failures": 2,
-    }
+    return environment_batches.batch_of(
+        [one for one, _ in pairs],
+        returned,
+        [f"group {i // 2}" for i in range(len(pairs))],
+        is_end=torch.tensor([i != 1 for i in range(len(pairs))], dtype=torch.bool),
+        num_failures=2,
+    )
 
 
 def test_d25_figures_of_a_batch(case):
@@ -524,6 +511,7 @@ def test_only_the_end_of_a_batch_changes_its_state(case, request):
     assert total(judge(own, case.good)) == near(rewards, case)
     assert (rewards != near(batch["rewards"].tolist(), case)) == ("with a state" in name)
     environment.shutdown()
+    environment.shutdown()
 
 
 def test_what_it_says_of_itself(case):
@@ -549,13 +537,6 @@ def test_tasks_that_could_not_be_judged_are_listed(case):
     rejected = case.environment.validate([*good_tasks, *case.bad_tasks])
     assert {one.task.id for one in rejected} == {task.id for task in case.bad_tasks}
     assert all(one.reason for one in rejected)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_shutdown_twice(name, request):
-    environment = made(name, request).environment
-    environment.shutdown()
-    environment.shutdown()
 
 
 @pytest.mark.slow

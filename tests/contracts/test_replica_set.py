@@ -18,7 +18,7 @@ from laurel.protocols import WorkerGroup
 from laurel.workers.replica_set import ReplicaSet, TakesDownError
 from laurel.workers.reservations import Resources
 from laurel.workers.spawned import SpawnedGroup
-from laurel.workers.supervisor import EndlessRestarts, Restarts
+from laurel.workers.supervisor import Restarts
 from process_group import ProcessGroup
 from sandbox_processes import END, is_gone, wait_until
 
@@ -221,14 +221,3 @@ def test_where_one_cannot_be_made_the_others_are_ended() -> None:
     with pytest.raises(WorkerError, match="no room"):
         ReplicaSet(make, 3, name=ROLE, end=ended.append, restarts=Restarts(0))
     assert sorted(ended) == [0, 2]
-
-
-def test_what_runs_for_months_is_started_again_however_often_it_worked_in_between(
-    make: Callable[..., Made],
-) -> None:
-    said: list[str] = []
-    made = make(1, restarts=EndlessRestarts(1, said.append))
-    for _ in range(3):
-        os.kill(made.pids()[0], signal.SIGKILL)
-        assert made.ask("compute", 1) == 1
-    assert sum("it is started again" in line for line in said) == 3

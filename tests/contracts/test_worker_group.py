@@ -102,11 +102,6 @@ def test_work_is_done_in_the_order_in_which_it_was_asked_for(make):
     assert first.wait() == [["a"]] * group.size, "the outcome stays"
 
 
-def test_arrays_travel(make):
-    group = make(Worker)
-    assert group.call("first_of", np.array([2.5, 1.0])) == [2.5] * group.size
-
-
 def test_a_shared_value_is_made_ready_once_for_several_calls(make):
     group = make(Worker)
     value = CountingPickles(np.array([2.5, 1.0]))
@@ -148,11 +143,6 @@ def test_what_the_user_did_wrong_stays_the_users(make):
 def test_a_worker_that_exits_has_failed(make):
     with pytest.raises(WorkerError, match="failed in leave_the_process: SystemExit: 3"):
         make(Worker).call("leave_the_process")
-
-
-def test_a_method_that_does_not_exist(make):
-    with pytest.raises(WorkerError, match=r"rank \d of \d failed in compite: AttributeError"):
-        make(Worker).call("compite")
 
 
 def test_workers_that_cannot_be_made(make):

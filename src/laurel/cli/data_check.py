@@ -145,6 +145,9 @@ def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = 
     has_environment = any(one.lstrip("+").startswith("data.env_name=") for one in overrides)
     is_clear = known is not None and (known.name != "prompts" or has_environment)
     near = [] if is_clear else suggestions(first)
+    # An evaluation reads the named columns, too, and pairs as `laurel rm` does.
+    has_columns = readings[0].report is not None or not _names_columns(overrides)
+    is_asked = trainer is None and has_columns
     return Findings(
         path=path,
         num_rows=num_rows + unreadable.count,
@@ -152,7 +155,7 @@ def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = 
         first=first,
         known=known,
         readings=readings,
-        evaluation=known.evaluation if known is not None and trainer is None else None,
+        evaluation=known.evaluation if known is not None and is_asked else None,
         near=[one for one in near if trainer is None or one.trainer in (None, trainer)],
     )
 
@@ -170,8 +173,9 @@ def _configured(
         for key, field_of_key in type(data).model_fields.items()
         if key.endswith("_key") and isinstance(field_of_key.default, str)
     }
+    columns = {name: column for name, column in columns.items() if column in first}
     renamed = {name: value for name, value in first.items() if columns.get(name, name) == name}
-    renamed |= {name: first[column] for name, column in columns.items() if column in first}
+    renamed |= {name: first[column] for name, column in columns.items()}
     known = recognise(renamed)
     settings = tuple(known.trainers.get(trainer, ())) if known is not None else ()
     if trainer == "grpo" and not any(one.startswith("data.env_name=") for one in settings):
@@ -378,8 +382,10 @@ def _show_fits(console: Console, findings: Findings, overrides: Sequence[str], m
     has_model = any(f"{key}.".startswith(_NAMES_MODEL) for key in keys)
     for reading in findings.readings:
         if reading.report is None:
-            # The problem begins with the name of the set.
-            why = reading.problem.partition("Left out: ")[2] or reading.problem
+            # The problem begins with the name of the set, its rows, and what the first row lacks.
+            before, _, why = reading.problem.partition("Left out: ")
+            lacks = before.partition(": nothing is left of ")[2].partition(". ")[2]
+            why = (lacks if _names_columns(overrides) else "") + (why or reading.problem)
             _line(console, reading.trainer, f"no: {shorten_middle(why, 300)}", "bold")
             continue
         said = _counts(reading, reading.report, findings.known, overrides)
@@ -395,6 +401,11 @@ def _show_fits(console: Console, findings: Findings, overrides: Sequence[str], m
         print_command(console, " " * 9, shlex.join(words))
         if NOT_WHAT_IS_RIGHT in reading.report.notes:
             _line(console, "warning", NOT_WHAT_IS_RIGHT, "bold")
+
+
+def _names_columns(overrides: Sequence[str]) -> bool:
+    keys = (one.lstrip("+").partition("=")[0] for one in overrides)
+    return any(key.startswith("data.") and key.endswith("_key") for key in keys)
 
 
 def _counts(

@@ -274,7 +274,7 @@ class _Loading:
         if self.on_bad_row == "error":
             said = self.remedy(problem) if self.remedy is not None else ""
             raise DataError(complaint(problem, self.source.path, source, said=said)) from problem
-        self.source.report.drop("malformed", source, kind=problem.kind)
+        self.source.report.drop_malformed(source, problem)
 
     def _preference(self, source: str, row: Any) -> Preference:
         row = as_row(row)
@@ -582,6 +582,10 @@ def class_of(row: Row, config: DatasetConfig) -> tuple[str, str]:
     """
     found = infer_class(row, config)
     if found is None:
+        for setting in ("prompt_key", "chosen_key", "rejected_key"):
+            named = getattr(config, setting)
+            if named != getattr(_UNNAMED, setting):
+                required(row, named, setting=setting)
         raise UnusableRow(
             "columns of no known class",
             f"nothing names the class of the rows, and their columns ({', '.join(map(str, row))}) "

@@ -167,7 +167,7 @@ class OpenedSet(Generic[C]):
         def complain(source: str, problem: UnusableRow) -> None:
             if on_bad_row == "error":
                 raise DataError(complaint(problem, self.path, source)) from problem
-            report.drop("malformed", source, kind=problem.kind)
+            report.drop_malformed(source, problem)
 
         def complain_unread(source: str, problem: UnusableRow) -> None:
             report.num_read += 1

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
+    from laurel.data.sources import UnusableRow
+
 
 Reason = Literal[
     "malformed",
@@ -41,6 +43,8 @@ Reason = Literal[
 MAX_EXAMPLES = 3
 MAX_SOURCES = 1000
 """The largest number of rows that a report lists for one kind of one reason."""
+MIN_HELD_OUT = 10
+"""The number of rows below which a report says that they measure little."""
 
 
 def conversation_fingerprint(conversation: Conversation) -> bytes:
@@ -166,6 +170,8 @@ class RowReport:
     num_truncated: int = 0
     """The number of conversations that were truncated to the maximum length."""
     notes: list[str] = field(default_factory=list)
+    first_lack: str = ""
+    """What the first row without the expected columns lacks, with its place and the remedy."""
 
     @property
     def num_kept(self) -> int:
@@ -180,6 +186,12 @@ class RowReport:
     def drop(self, reason: Reason, source: str, *, kind: str = "") -> None:
         """Count a row that was read and is left out; `kind` states the reason more precisely."""
         self.dropped.setdefault(reason, LeftOut()).add_row(source, kind)
+
+    def drop_malformed(self, source: str, problem: UnusableRow) -> None:
+        """Count a row that was read and cannot be used."""
+        self.drop("malformed", source, kind=problem.kind)
+        if problem.lacks_columns and not self.first_lack:
+            self.first_lack = f"{source}: {problem.message}. {problem.remedy}"
 
     def warning_of_cuts(self, total: int, max_length: int) -> str | None:
         """Return a warning if more than half of `total` conversations were truncated, else None."""
@@ -215,12 +227,18 @@ class RowReport:
         """Count the rows of `sources` as held out, and return a new report with their counts."""
         for source in sources:
             self.drop("held out", source)
+        note = f"held out from {self.name}"
+        if len(sources) < MIN_HELD_OUT:
+            note += (
+                ": so few rows measure little. Set data.split_validation_size=0 for no validation, "
+                "or name a file in data.val_data_path"
+            )
         return type(self)(
             name=name,
             dataset_class=self.dataset_class,
             origin=self.origin,
             num_read=len(sources),
-            notes=[f"held out from {self.name}"],
+            notes=[note],
         )
 
     def rows_to_dict(self) -> dict[str, Any]:
@@ -251,9 +269,13 @@ def no_rows_left(report: RowReport) -> str:
         for reason, left_out in report.dropped.items()
     )
     notes = "".join(f". {note}" for note in report.notes)
+    # A column that no row has is one mistake, and the message about a row says how to fix it.
+    bad = report.dropped.get("malformed")
+    is_of_all = bad is not None and bad.count == report.num_read
+    first = f"{report.first_lack}. " if is_of_all and report.first_lack else ""
     return (
         f"data set '{report.name}' ({report.origin or report.dataset_class}): nothing is left of "
-        f"{counted(report.num_read, 'row')}. Left out: {reasons or 'none'}{notes}"
+        f"{counted(report.num_read, 'row')}. {first}Left out: {reasons or 'none'}{notes}"
     )
 
 

@@ -622,7 +622,8 @@ def _absent(path: str) -> str:
     near = difflib.get_close_matches(wanted, present, n=3, cutoff=0.5)
     if not near:
         near = [name for name in present if _suffix(name) in READERS][:5]
-    hint = f"; there is {', '.join(near)}" if near else ", and nothing there looks like data"
+    verb = "is" if len(near) == 1 else "are"
+    hint = f"; there {verb} {', '.join(near)}" if near else ", and nothing there looks like data"
     return f"{path} does not exist in {folder or 'the working directory'}{hint}"
 
 

@@ -23,6 +23,7 @@ from laurel.models.loading.policy import SHAPES, check_policy_paths, load_policy
 from laurel.models.loading.pretrained import DTYPES
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ModelSpec, hub_name
+from laurel.observe.console import format_parameters
 from laurel.rewards.open import load_scorer
 from laurel.rewards.scorer import (
     GOLDEN_TOLERANCE,
@@ -64,10 +65,11 @@ def write_policy(directory: Path, spec: ModelSpec, options: ExportOptions, say: 
     )
     model, name = loaded.model, str(spec.name)
     found = check_policy_paths(model)
+    num_parameters = sum(p.numel() for p in model.parameters())
     say(
         f"model   {type(model.network).__name__} from {name}: "
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {options.dtype} on "
-        f"{device.type} (self-check: {found:.1e})"
+        f"{format_parameters(num_parameters)} parameters, {options.dtype} on {device.type} "
+        f"(self-check: {found:.1e})"
     )
     for note in loaded.notes:
         say(f"note    {note}")

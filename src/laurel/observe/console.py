@@ -330,6 +330,11 @@ def format_number(value: float) -> str:
     return f"{number:#.4g}"
 
 
+def format_parameters(count: int) -> str:
+    """Format a number of parameters: `33.6M`, or `41 thousand` for a small model."""
+    return f"{count / 1e6:.1f}M" if count >= 100_000 else f"{count / 1e3:.3g} thousand"
+
+
 def shorten_middle(text: str, length: int) -> str:
     """Shorten a text to `length` visible characters: its start, ` ... ` and its end."""
     # The question stands at the end of a long prompt, its subject at the start.

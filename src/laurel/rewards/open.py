@@ -45,7 +45,7 @@ from laurel.models.loading.reward_model import (
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.models.scoring import FILE_NAME, ScoringContract, ScoringRules
 from laurel.models.spec import ModelSpec
-from laurel.observe.console import quiet_libraries
+from laurel.observe.console import format_parameters, quiet_libraries
 from laurel.observe.hub import check_not_missing
 from laurel.protocols import Scorer, WorkerGroup
 from laurel.rewards.blocking import BlockingScorer
@@ -567,8 +567,8 @@ def _check(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     path = f"token forest (self-check: {difference:.1e})" if model.path == "forest" else "padded"
     say(
-        f"model   {type(model.classifier).__name__} from {place.shown}: {parameters / 1e6:.1f}M "
-        f"parameters, {precision} on {model.device.type}, {path}"
+        f"model   {type(model.classifier).__name__} from {place.shown}: "
+        f"{format_parameters(parameters)} parameters, {precision} on {model.device.type}, {path}"
     )
     for note in loaded.notes:
         say(f"note    {note}")

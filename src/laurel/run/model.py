@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
-from laurel.observe.console import quiet_libraries, say_on
+from laurel.observe.console import format_parameters, quiet_libraries, say_on
 from laurel.observe.hub import check_fetchable
 from laurel.run.context import R, RunContext
 
@@ -108,10 +108,10 @@ def _spread(context: RunContext[R], load: Load, settings: Mapping[str, Any]) -> 
 def describe_model(kind: str, facts: ModelFacts, context: RunContext[R]) -> None:
     """Print which model was loaded, its facts, and where it is."""
     console = context.console
-    trained = f", {facts.num_trained / 1e6:.2f}M trained"
+    trained = f", {format_parameters(facts.num_trained)} trained"
     console.print(
         f"{kind:<7} {facts.class_name} from {facts.base_model}: "
-        f"{facts.num_parameters / 1e6:.1f}M parameters"
+        f"{format_parameters(facts.num_parameters)} parameters"
         + (trained if facts.num_trained != facts.num_parameters else "")
         + f", {context.config.policy.precision} on {facts.device}"
     )

@@ -192,6 +192,15 @@ def test_nothing_left_is_an_error_with_the_counts(load):
     )
 
 
+def test_a_named_column_that_no_row_has_is_said_first(load):
+    with pytest.raises(DataError) as caught:
+        load([pair(), pair()], on_bad_row="skip", chosen_key="choosen")
+    assert (
+        "nothing is left of 2 rows. rows.jsonl:1: the row has no 'choosen'; its keys are: prompt, "
+        "chosen, rejected. Set data.chosen_key to the key that holds it ('chosen'?). Left out: 2 "
+    ) in str(caught.value)
+
+
 def test_unknown_names_list_the_known_ones_and_the_nearest(load):
     with pytest.raises(DataError) as caught:
         load([pair()], dataset_name="BinaryPreferencesDataset")

@@ -79,6 +79,8 @@ def test_held_out_rows_leave_one_report_for_another():
     validation = train.move_out(kept=rows[:1], held_out=rows[1:], name="validation")
     assert (train.num_read, train.num_kept) == (2, 1)
     assert train.dropped["held out"].examples == ["r.jsonl:2"]
+    assert "so few rows measure little. Set data.split_validation_size=0" in validation.notes[0]
+    assert train.split_off(["r.jsonl:3"] * 10, name="enough").notes == ["held out from train"]
     assert (validation.name, validation.num_read, validation.num_kept) == ("validation", 1, 1)
     assert validation.longer_wins_share == 1.0
     assert train.longer_wins_share == 0.5

@@ -189,7 +189,8 @@ def test_an_absent_file_names_its_neighbours(tmp_path):
     message = failure(tmp_path / "trian.jsonl.gz")
     assert "trian.jsonl.gz does not exist" in message
     assert "there is train.jsonl.gz" in message
-    assert "train.jsonl.gz" in failure(tmp_path / "zzz")
+    (tmp_path / "test.jsonl").write_bytes(b"")
+    assert "there are test.jsonl, train.jsonl.gz" in failure(tmp_path / "zzz")
     assert "neither does the directory" in failure(tmp_path / "nowhere" / "train.jsonl")
     (tmp_path / "empty").mkdir()
     assert "nothing there looks like data" in failure(tmp_path / "empty" / "train.jsonl")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from environment_batches import batch_of, log_of
 from laurel.config.data import TaskSetConfig
 from laurel.config.environments import CodeEnvironmentConfig, EnvironmentsConfig
 from laurel.data.sources import read_rows
@@ -14,7 +15,7 @@ from laurel.environments.code.answers import Session, cut_middle, fenced, progra
 from laurel.environments.code_environment import CodeEnvironment
 from laurel.environments.registry import create_environment
 from laurel.errors import ConfigError, EnvironmentFailedError
-from laurel.sandbox.detection import Detection, detect
+from laurel.sandbox.detection import Detection
 from laurel.sandbox.jobs import Limits
 from laurel.sandbox.tiers import Tier
 from laurel.types import Message, Task
@@ -48,14 +49,6 @@ SUM = "a, b = map(int, input().split())\nprint(a + b)"
 
 
 @pytest.fixture(scope="module")
-def found():
-    found = detect()
-    if found.tier in (None, Tier.LIMITS_ONLY):
-        pytest.skip(found.sentence())
-    return found
-
-
-@pytest.fixture(scope="module")
 def make(found):
     """Makes environments that end with the tests."""
     made = []
@@ -75,11 +68,6 @@ def environment(make):
     return make()
 
 
-def log_of(*answers):
-    said = [{"role": "assistant", "content": answer} for answer in answers]
-    return [{"role": "user", "content": "Write it."}, *said]
-
-
 def block(code):
     return f"Here:\n```python\n{code}\n```\nDone."
 
@@ -87,24 +75,6 @@ def block(code):
 def judge(environment, text, metadata):
     returned = environment.step([log_of(text)], [metadata])
     return returned.rewards[0].item(), returned.metadata[0].get("verdict"), returned.failures[0]
-
-
-def batch_of(logs, returned, group_ids, is_end=None):
-    size = len(logs)
-    return {
-        "message_log": logs,
-        "prompt": ["?"] * size,
-        "completion": ["!"] * size,
-        "group_ids": group_ids,
-        "rewards": returned.rewards,
-        "components": {},
-        "is_end": torch.tensor(is_end or [True] * size),
-        "prompt_lengths": torch.full((size,), 10),
-        "generation_lengths": torch.arange(1, size + 1),
-        "answers": returned.answers,
-        "notes": returned.notes,
-        "num_failures": 1,
-    }
 
 
 # ------------------------------------------------------------------------------------------ rewards
@@ -150,12 +120,6 @@ def test_asserts_may_be_about_objects_of_the_program(make):
     assert judge(make(reward="fraction"), code, metadata) == (1.0, "ok", None)
     wrong = code.replace("1 + height(node.left)", "2")
     assert judge(make(reward="fraction"), wrong, metadata) == (0.5, "wrong_answer", None)
-
-
-def test_an_end_with_success_is_no_success(environment):
-    reward, verdict, failure = judge(environment, block("raise SystemExit(0)"), CALLS)
-    assert (reward, failure) == (0.0, None)
-    assert verdict in ("no_result", "runtime_error")
 
 
 def test_true_is_not_one_unless_the_task_says_that_types_do_not_count(environment):
@@ -462,7 +426,7 @@ def test_a_machine_that_does_not_lock_programs_in_is_refused_at_once():
         CodeEnvironment({}, detection=bare)
     with CodeEnvironment({"sandbox": {"allow_unsafe": True}}, detection=bare) as environment:
         _, figures = environment.global_post_process_and_metrics(
-            batch_of([], environment.step([], []), [])
+            batch_of([], environment.step([], []))
         )
         assert figures["tier_is_full"] == 0.0
 
@@ -494,7 +458,7 @@ def test_figures(environment):
     logs = [log_of(answer) for answer in answers]
     returned = environment.step(logs, [CALLS] * 4)
     _, figures = environment.global_post_process_and_metrics(
-        batch_of(logs, returned, ["a", "a", "b", "b"])
+        batch_of(logs, returned, ["a", "a", "b", "b"], num_failures=1)
     )
     assert figures["accuracy"] == 0.25
     assert figures["pass@1"] == 0.25
@@ -507,7 +471,9 @@ def test_figures(environment):
     }
     assert figures["tests_passed_share"] == pytest.approx((1 + 1 / 4 + 0 + 0) / 4)
     assert figures["sandbox_failures"] == 1.0
-    cut_off = batch_of(logs, returned, ["a", "a", "b", "b"], is_end=[False, True, True, True])
+    cut_off = batch_of(
+        logs, returned, ["a", "a", "b", "b"], is_end=torch.tensor([False, True, True, True])
+    )
     assert environment.global_post_process_and_metrics(cut_off)[1]["accuracy"] == 0.0
 
 

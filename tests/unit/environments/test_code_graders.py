@@ -22,20 +22,10 @@ from laurel.environments.code.tests import COMPARISONS, read_tests
 from laurel.environments.code_environment import CodeEnvironment
 from laurel.errors import ConfigError
 from laurel.sandbox.comparison import same_output_as, same_value_as
-from laurel.sandbox.detection import detect
-from laurel.sandbox.tiers import Tier
 from laurel.types import Task
 
 SANDBOX = {"min_tier": "D", "wall_seconds": 60.0}
 BENCHMARKS = [name for name in COMPARISONS if name != "laurel"]
-
-
-@pytest.fixture(scope="module")
-def found():
-    found = detect()
-    if found.tier in (None, Tier.LIMITS_ONLY):
-        pytest.skip(found.sentence())
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,6 @@ from hypothesis import strategies as st
 
 from laurel.config.environments import MathEnvironmentConfig
 from laurel.environments.interface import (
-    EnvironmentInterface,
-    EnvironmentReturn,
-    EnvironmentSpec,
     accuracy_figures,
     batch_figures,
     mean_of,
@@ -24,41 +21,6 @@ from laurel.errors import ConfigError
 
 def said(*texts, role="assistant"):
     return [{"role": "user", "content": "?"}, *({"role": role, "content": t} for t in texts)]
-
-
-class Silent(EnvironmentInterface):
-    def __init__(self):
-        self.shutdowns = 0
-
-    def step(self, message_log_batch, metadata):
-        size = len(message_log_batch)
-        ended = torch.ones(size, dtype=torch.bool)
-        observations = [{"role": "environment", "content": ""} for _ in range(size)]
-        return EnvironmentReturn(
-            observations, list(metadata), [None] * size, torch.zeros(size), ended
-        )
-
-    def global_post_process_and_metrics(self, batch):
-        return batch, {}
-
-    def shutdown(self):
-        self.shutdowns += 1
-
-
-def test_leaving_an_environment_shuts_it_down():
-    with Silent() as environment:
-        assert environment.shutdowns == 0
-    assert environment.shutdowns == 1
-
-
-def test_what_an_environment_need_not_write():
-    environment = Silent()
-    assert environment.validate([]) == []
-    assert environment.spec == EnvironmentSpec(judges="group", stop_strings=(), has_state=False)
-    assert environment.noise_floor() == 0.0
-    assert environment.state_dict() == {}
-    with environment.resting():
-        pass
 
 
 def test_settings_from_a_dictionary():

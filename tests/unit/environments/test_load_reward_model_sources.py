@@ -16,7 +16,6 @@ from fakes import WordScorer
 from judges import ONLY_RESPONSE, by_length, judge_server
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, ScoringContractError, UserError
-from laurel.models.scoring import ScoringContract
 from laurel.rewards.open import load_scorer, read_contract
 from laurel.rewards.remote.foreign import sigmoid
 from laurel.rewards.scorer import LocalScorer
@@ -110,53 +109,6 @@ def test_a_server_of_ours_answers_every_question_of_every_run(models, monkeypatc
                 assert "golden scores agree" in said.pop()
         with opened(said, url_protocol="vllm", **{**settings, "model_name": None}):
             assert not said
-
-
-def rows_of(contract: ScoringContract, scorer: LocalScorer, rows: Any) -> list[float]:
-    tokens = [contract.encode_rendered(row) for row in rows]
-    return [scores[0].value for scores in scorer.score_tokens(tokens)]
-
-
-@pytest.mark.parametrize(
-    ("protocol", "answer"),
-    [
-        ("openrlhf", lambda value, score: {"rewards": score(value["query"])}),
-        (
-            "vllm",
-            lambda value, score: {
-                "data": [
-                    {"index": i, "probs": [one]} for i, one in enumerate(score(value["input"]))
-                ]
-            },
-        ),
-        (
-            "sglang",
-            lambda value, score: [{"embedding": [one]} for one in score(value["input_ids"])],
-        ),
-        (
-            "sglang_embeddings",
-            lambda value, score: {
-                "data": [
-                    {"index": i, "embedding": [one]} for i, one in enumerate(score(value["input"]))
-                ]
-            },
-        ),
-    ],
-)
-def test_servers_that_take_rendered_text_get_that_of_the_model(models, scorers, protocol, answer):
-    scorer = scorers["first"]
-    said: list[str] = []
-
-    def answered(asked: Any) -> Any:
-        return answer(asked.value, lambda rows: rows_of(scorer.contract, scorer, rows))
-
-    with RewardServer(answer=answered) as server:
-        settings = {"urls": [server.url], "url_protocol": protocol, "url_model": "rm"}
-        found = judged(model_name=str(models / "first"), **settings)
-        with opened(said, model_name=str(models / "first"), **settings):
-            pass
-    assert found == pytest.approx(judged(model_name=str(models / "first")), abs=1e-6)
-    assert any("golden scores agree with http://127.0.0.1" in line for line in said)
 
 
 @pytest.mark.slow
@@ -260,40 +212,6 @@ def test_a_server_that_does_not_answer_is_told_at_once_and_by_name():
     with pytest.raises(ConfigError, match="does not answer: connection:") as caught:
         opened(urls=[url])
     assert url in str(caught.value)
-
-
-def test_who_waits_is_told_without_asking(caplog):
-    with RewardServer() as server:
-        url = server.url
-    with pytest.raises(ConfigError), caplog.at_level("INFO"):
-        RewardModelEnvironment({"urls": [url], "connect_patience": 0.3})
-    (told,) = [record for record in caplog.records if "waiting for" in record.getMessage()]
-    assert told.levelname == "WARNING"
-    assert url in told.getMessage()
-
-
-def test_a_server_that_starts_late_is_waited_for(scorers):
-    with RewardServer() as server:
-        url, port = server.url, server.port
-    started: list[RewardServer] = []
-
-    def say(line: str) -> None:
-        if line.startswith("waiting for"):
-            assert url in line
-            started.append(RewardServer(port=port))
-
-    settings = {"urls": [url], "connect_patience": 60.0}
-    try:
-        with closing_environment(settings, say) as environment:
-            assert len(started) == 1
-            assert environment.step(LOGS, INFOS).failures == [None] * 3
-    finally:
-        for one in started:
-            one.stop()
-
-
-def closing_environment(settings: dict[str, Any], say: Any) -> RewardModelEnvironment:
-    return RewardModelEnvironment(settings, device="cpu", say=say)
 
 
 @pytest.mark.parametrize(

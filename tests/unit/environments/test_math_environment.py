@@ -4,24 +4,19 @@ import gzip
 import itertools
 import json
 import os
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from environment_batches import batch_of, log_of
 from laurel.config.environments import MathEnvironmentConfig
 from laurel.environments.interface import EnvironmentReturn
 from laurel.environments.math_environment import MathEnvironment
-from laurel.errors import ConfigError, EnvironmentFailedError
+from laurel.errors import EnvironmentFailedError
 from laurel.types import Message, Task
 
 HANG = r"\boxed{\binom{1000000000}{500000000}}"
-
-
-def log_of(*answers):
-    said = [{"role": "assistant", "content": answer} for answer in answers]
-    return [{"role": "user", "content": "What is it?"}, *said]
 
 
 def known(*golds):
@@ -33,24 +28,6 @@ def task_of(gold, number=0):
     return Task(
         id=str(number), prompt=(Message("user", "?"),), environment="math", metadata=metadata
     )
-
-
-def batch_of(logs, returned, group_ids, is_end=None):
-    size = len(logs)
-    return {
-        "message_log": logs,
-        "prompt": ["?"] * size,
-        "completion": ["!"] * size,
-        "group_ids": group_ids,
-        "rewards": returned.rewards,
-        "components": {},
-        "is_end": torch.tensor(is_end or [True] * size),
-        "prompt_lengths": torch.full((size,), 10),
-        "generation_lengths": torch.arange(1, size + 1) * 100,
-        "answers": returned.answers,
-        "notes": returned.notes,
-        "num_failures": 0,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -134,55 +111,9 @@ def test_known_answers_may_be_numbers(environment):
     assert returned.rewards.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 17])
-def test_any_number_at_once(environment, size):
-    logs = [log_of(rf"\boxed{{\sqrt{{{i * i}}}}}") for i in range(size)]
-    golds = [str(i + i % 2) for i in range(size)]
-    expected = [float(i % 2 == 0) for i in range(size)]
-    assert environment.step(logs, known(*golds)).rewards.tolist() == expected
-
-
-@pytest.mark.slow_parameters("99999999!", "\\\\binom{1000000000}{500000000}", "3^{20^6}")
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "9**9**9**9",
-        "(10^{10^{10}})!",
-        "9^{9^{9}}",
-        "99999999!",
-        r"\binom{1000000000}{500000000}",
-        "3^{20^6}",
-        r"\sum_{i=1}^{1000000000} i",
-    ],
-)
-def test_d16_what_cannot_be_computed_is_worth_0_and_neighbours_are_intact(environment, answer):
-    texts = [rf"\boxed{{{answer}}}", f"The answer is ${answer}$", r"\boxed{\sqrt{16}}"]
-    returned = environment.step([log_of(one) for one in texts], known("4", "4", "4"))
-    assert returned.rewards.tolist() == [0.0, 0.0, 1.0]
-    assert returned.failures == [None, None, None]
-
-
 def test_metadata_must_fit_the_conversations(environment):
     with pytest.raises(EnvironmentFailedError, match="2 conversations came with metadata for 1"):
         environment.step([log_of("4")] * 2, known("4"))
-
-
-def test_calls_from_several_threads(environment):
-    found = {}
-
-    def play(number):
-        logs = [log_of(rf"\boxed{{\sqrt{{{i * i}}}}}") for i in range(number, number + 20)]
-        golds = [str(i if i % 3 else -1) for i in range(number, number + 20)]
-        found[number] = environment.step(logs, known(*golds)).rewards.tolist()
-
-    threads = [threading.Thread(target=play, args=(20 * number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number, rewards in found.items():
-        assert rewards == [float(i % 3 != 0) for i in range(number, number + 20)]
-    assert len(found) == 6
 
 
 @pytest.mark.slow
@@ -191,8 +122,8 @@ def test_d25_d26_figures_of_a_batch_by_hand(environment):
     logs = [log_of(one) for one in answers]
     returned = environment.step(logs, known(*["4"] * 6))
     # The third is right but was cut off: it does not count.
-    is_end = [True, True, False, True, True, True]
-    batch = batch_of(logs, returned, ["a", "a", "a", "b", "b", "b"], is_end)
+    is_end = torch.tensor([True, True, False, True, True, True])
+    batch = batch_of(logs, returned, ["a", "a", "a", "b", "b", "b"], is_end=is_end)
     same, figures = environment.global_post_process_and_metrics(batch)
     assert same is batch
     expected = {
@@ -213,14 +144,6 @@ def test_d25_d26_figures_of_a_batch_by_hand(environment):
     assert figures == pytest.approx(expected)
 
 
-def test_no_figure_over_nothing(environment):
-    nothing = environment.step([], [])
-    _, figures = environment.global_post_process_and_metrics(batch_of([], nothing, []))
-    assert "accuracy" not in figures
-    assert "correct_solution_generation_lengths" not in figures
-    assert figures["num_samples"] == 0.0
-
-
 @pytest.mark.slow
 def test_known_answers_that_would_not_earn_the_reward_are_listed(environment):
     golds = ["42", None, "", r"\frac{1}{2}", "x" * 10_001, 7, r"\binom{1000000000}{500000000}"]
@@ -230,13 +153,6 @@ def test_known_answers_that_would_not_earn_the_reward_are_listed(environment):
     assert "is missing" in reasons[0]
     assert "empty" in reasons[1]
     assert "takes more than 3 s" in reasons[3]
-
-
-def test_known_letters_are_validated_too():
-    with MathEnvironment({"verifier_type": "english_multichoice"}) as environment:
-        rejected = environment.validate([task_of("B"), task_of("Berlin", 1)])
-        assert [one.task.id for one in rejected] == ["1"]
-        assert "not a letter" in rejected[0].reason
 
 
 def test_d17_multiple_choice_takes_the_last_letter():
@@ -257,17 +173,6 @@ def test_stop_strings_go_to_every_turn():
         assert environment.spec.stop_strings == ("</answer>",)
         returned = environment.step([log_of("4")] * 2, known("4", "4"))
         assert returned.next_stop_strings == [["</answer>"], ["</answer>"]]
-
-
-def test_the_documented_configuration_is_enough():
-    with MathEnvironment({"num_workers": 2}) as environment:
-        assert environment.config == MathEnvironmentConfig(num_workers=2)
-        assert environment.spec.judges == "completion"
-
-
-def test_an_unknown_setting_is_told():
-    with pytest.raises(ConfigError, match="did you mean 'num_workers'"):
-        MathEnvironment({"num_worker": 2})
 
 
 def test_after_shutdown_nothing_can_be_checked():

@@ -57,22 +57,6 @@ class Constant(EnvironmentInterface):
         self.is_shut_down = True
 
 
-class InActor:
-    """What `@ray.remote` makes of a class, as far as it matters here."""
-
-    def __init__(self, original):
-        class Derived(original):
-            __ray_actor_class__ = original
-
-        self.__ray_metadata__ = type("Metadata", (), {"modified_class": Derived})
-
-    def __call__(self, *args, **kwargs):
-        raise TypeError("Actors cannot be instantiated directly. Use 'X.remote()'")
-
-
-Decorated = InActor(Constant)
-
-
 class Broken(Constant):
     def __init__(self):
         raise ConfigError("this one never works")
@@ -101,11 +85,6 @@ def test_math(name):
     with create_environment(name, config_of(math={"num_workers": 2})) as environment:
         assert isinstance(environment, MathEnvironment)
         assert environment.config.num_workers == 2
-
-
-def test_your_own_with_arguments():
-    environment = create_environment("mine", config_of(custom={"mine": own(reward=0.25)}))
-    assert environment.reward == 0.25
 
 
 def test_a_composite_and_its_parts():
@@ -256,15 +235,6 @@ def test_a_class_of_ones_own_that_cannot_be_made_is_told_with_its_line(tmp_path,
         create_environment("mine", config)
 
 
-def test_a_class_behind_ray_remote_is_made_as_the_class():
-    config = EnvironmentsConfig(
-        custom={"mine": {"name": f"{__name__}.Decorated", "kwargs": {"reward": 3.0}}}
-    )
-    environment = create_environment("mine", config)
-    assert type(environment) is Constant
-    assert environment.reward == 3.0
-
-
 def test_rays_own_decorator_is_seen_through(monkeypatch):
     ray = pytest.importorskip("ray")
     for found in (ray.remote(Constant), ray.remote(num_cpus=2)(Constant), Constant):
@@ -366,14 +336,10 @@ def test_what_would_be_ignored_or_lost_without_a_word_is_told(kind, said):
         create_environment("mine", config_of(custom={"mine": own(kind.__name__)}))
 
 
-def test_an_environment_with_a_state():
-    environment = create_environment("mine", config_of(custom={"mine": own("Counting")}))
-    assert environment.spec.has_state
-
-
 def test_a_class_of_two_methods_has_the_defaults():
     environment = create_environment("mine", config_of(custom={"mine": own("TwoMethods")}))
     assert environment.spec == EnvironmentSpec()
+    assert (environment.spec.judges, environment.spec.has_state) == ("group", False)
     assert environment.step([[{"role": "assistant", "content": "a"}]], [{}]).rewards.tolist() == [1]
     assert environment.global_post_process_and_metrics({}) == ({}, {"own": 1.0})
     assert method_name(environment.step).startswith(f"{__name__}.TwoMethods.step (")

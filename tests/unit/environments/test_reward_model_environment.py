@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import dataclasses
 import gc
 import importlib.util
 import math
@@ -13,8 +12,6 @@ import weakref
 import pytest
 import torch
 
-import tiny
-import tiny_tokenizers
 from fakes import WordScorer
 from laurel.environments.interface import EnvironmentReturn
 from laurel.environments.reward_model_environment import (
@@ -22,40 +19,19 @@ from laurel.environments.reward_model_environment import (
     RewardModelEnvironmentConfig,
 )
 from laurel.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     EnvironmentFailedError,
     MissingDependencyError,
     ModelError,
 )
-from laurel.models.scoring import ScoringContract
 from laurel.rewards import open as opening
 from laurel.rewards.open import load_scorer
-from laurel.rewards.scorer import LocalScorer
 from laurel.rewards.spec import ScorerSpec, find_model
 from laurel.types import Message, Task, group_of
-from reward_models import small_model, write_foreign_model, write_model, write_run
+from reward_models import write_foreign_model, write_run
 
 HEAD = {"enabled": True, "reward_model_type": "bradley_terry"}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A directory with a contract, golden scores, and the mean and deviation of its scores."""
-    directory = tmp_path_factory.mktemp("model")
-    loaded = small_model()
-    rules = loaded.contract.with_rules(mean=0.5, std=2.0, num_reference=10)
-    write_model(dataclasses.replace(loaded, contract=rules), directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +135,16 @@ def test_keys_of_the_other_system_are_taken_and_named(checkpoint, caplog):
 def test_a_step_unpacks_as_environments_of_the_other_system_do(environment):
     """Their own test calls it with an empty list of metadata."""
     found = environment.step(LOGS[:2], [])
+    assert isinstance(found, EnvironmentReturn)
     observations, metadata, next_stop_strings, worth, terminateds, answers = found
     assert worth.tolist() == rewards(environment, LOGS[:2])
     assert (len(observations), metadata, next_stop_strings) == (2, [None, None], [None, None])
     assert terminateds.tolist() == [True, True]
     assert answers == [one[-1]["content"] for one in LOGS[:2]]
+    for observation, reward in zip(observations, worth.tolist(), strict=True):
+        word, number = observation["content"].split()
+        assert (observation["role"], word) == ("environment", "Environment:")
+        assert float(number) == pytest.approx(reward, rel=1e-5)
     given = [{"ground_truth": "By the gate."}, {"any": ["thing"]}]
     assert environment.step(LOGS[:2], given).metadata == given
 
@@ -215,30 +196,6 @@ def test_generation_in_vllm_is_refused_where_it_cannot_be(checkpoint, monkeypatc
         make(urls=["http://localhost:1"], generation={"backend": "vllm"})
     with pytest.raises(ConfigError, match="backend"):
         make(checkpoint, generation={"backend": "megatron"})
-
-
-def test_what_a_step_returns(environment):
-    found = judge(environment, LOGS)
-    assert isinstance(found, EnvironmentReturn)
-    assert found.rewards.dtype == torch.float32
-    assert found.rewards.shape == (6,)
-    assert found.terminateds.dtype == torch.bool
-    assert found.terminateds.all()
-    assert found.metadata == [{}] * 6
-    assert found.next_stop_strings == [None] * 6
-    assert found.answers == [entry[-1]["content"] for entry in LOGS]
-    assert found.failures == [None] * 6
-    for observation, reward in zip(found.observations, found.rewards.tolist(), strict=True):
-        assert observation["role"] == "environment"
-        word, number = observation["content"].split()
-        assert word == "Environment:"
-        assert float(number) == pytest.approx(reward, rel=1e-5)
-
-
-def test_no_conversations(environment):
-    found = environment.step([], [])
-    assert found.rewards.shape == found.terminateds.shape == (0,)
-    assert found.failures == found.observations == []
 
 
 def test_metadata_may_be_left_out_but_not_be_too_few(environment):
@@ -304,18 +261,14 @@ def test_d7_what_is_too_long_is_cut_and_counted(environment):
     assert figures["reward_model_env/num_truncated"] == 1
 
 
-def test_a_model_without_a_contract_is_cut_at_max_model_len(tmp_path):
-    with make(write_foreign_model(tmp_path), max_model_len=20) as made:
-        assert made.preprocess_data([log("old man " * 50, "No.")])["input_lengths"].tolist() == [20]
-
-
-def test_the_tokenizer_block_is_heeded(tmp_path):
+def test_a_model_without_a_contract_takes_its_length_and_template_from_the_settings(tmp_path):
     name = str(write_foreign_model(tmp_path))
     block = {"name": name, "chat_template": "plain"}
-    with make(name, tokenizer=block) as made:
-        data = made.preprocess_data([LOGS[0]])
+    with make(name, tokenizer=block, max_model_len=60) as made:
+        data = made.preprocess_data([LOGS[0], log("old man " * 50, "No.")])
         text = made.tokenizer.decode(data["input_ids"][0])
         assert text.startswith("User: Where?\n\nAssistant: By the gate.")
+        assert data["input_lengths"][1] == 60
 
 
 # ------------------------------------------------------------------------------ sizes and sharing
@@ -343,7 +296,7 @@ def test_d6_every_number_of_conversations_is_scored_as_one_by_one(checkpoint, se
     with make(checkpoint, **settings) as made:
         alone = [rewards(made, [entry])[0] for entry in logs]
         assert len(set(alone)) == 17
-        for count in range(1, 18):
+        for count in (1, 2, 5, 17):
             assert rewards(made, logs[:count]) == pytest.approx(alone[:count], abs=5e-6)
 
 
@@ -373,27 +326,6 @@ def test_conversations_with_one_prompt_are_one_group_and_equal_ones_one_completi
     assert found[0] == found[3] != found[2]
     with RewardModelEnvironment({}, scorer=WordScorer()) as made:
         assert [rewards(made, [entry])[0] for entry in logs] == found
-
-
-def test_answers_that_say_the_same_get_the_same_reward_to_the_bit(environment):
-    found = rewards(environment, [LOGS[0], LOGS[1], LOGS[0], LOGS[2], LOGS[0]])
-    assert found[0] == found[2] == found[4]
-
-
-def test_threads_side_by_side(environment):
-    expected = [rewards(environment, [entry])[0] for entry in LOGS]
-    found: dict[int, list[float]] = {}
-
-    def ask(number):
-        found[number] = rewards(environment, LOGS[number % 6 :])
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(24)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number in range(24):
-        assert found[number] == pytest.approx(expected[number % 6 :], abs=5e-6)
 
 
 def test_a_scorer_from_elsewhere_is_asked_from_threads_and_from_a_running_loop():
@@ -438,31 +370,6 @@ def test_what_cannot_be_judged_fails_alone(environment, broken, why):
         environment.preprocess_data([LOGS[0], broken])
 
 
-def test_a_template_that_refuses_is_a_failure_in_the_words_of_the_environment():
-    contract = ScoringContract.create(
-        tiny_tokenizers.gemma(), max_length=64, truncation_side="left", append_eos=True
-    )
-    scorer = LocalScorer(tiny.tiny_reward_model("gemma"), contract)
-    with RewardModelEnvironment({}, scorer=scorer) as made:
-        system = log("Be brief.", "Why?", "No.", roles=("system", "user", "assistant"))
-        found = judge(made, [LOGS[0], system])
-        assert found.failures[0] is None
-        assert "System role not supported" in found.failures[1]
-        assert "env.reward_model.tokenizer.chat_template" in found.failures[1]
-        assert found.rewards.isnan().tolist() == [False, True]
-
-
-def test_a_score_that_is_not_finite_is_a_failure_and_not_a_number():
-    loaded = small_model()
-    (token,) = loaded.contract.tokenizer("~")["input_ids"]
-    with torch.no_grad():
-        loaded.model.classifier.get_input_embeddings().weight[token] = math.nan
-    with RewardModelEnvironment({}, scorer=LocalScorer(loaded.model, loaded.contract)) as made:
-        found = judge(made, [LOGS[0], log("Where?", "By the ~ gate."), LOGS[2]])
-    assert found.failures == [None, "not finite", None]
-    assert found.rewards.isnan().tolist() == [False, True, False]
-
-
 def test_a_reward_that_leaves_the_range_of_float32_is_a_failure():
     with RewardModelEnvironment({"transform": {"scale": 1e39}}, scorer=WordScorer()) as made:
         assert judge(made, LOGS[:1]).failures == ["the reward is not finite"]
@@ -504,25 +411,6 @@ def test_the_score_of_the_reference_is_subtracted(environment, checkpoint):
     assert found.rewards[2:].isnan().all()
 
 
-def test_running_normalisation_is_the_same_after_resuming():
-    settings = {"transform": {"normalize": "running"}}
-    one = RewardModelEnvironment(settings, scorer=WordScorer())
-    first = judge(one, LOGS)
-    batch = {"rewards": first.rewards, "notes": first.notes}
-    one.global_post_process_and_metrics(batch)
-    assert rewards(one, LOGS) == first.rewards.tolist(), "whatever is judged and measured"
-    one.end_batch(batch)
-    state = one.state_dict()
-    second = rewards(one, LOGS)
-    assert second != first.rewards.tolist()
-    assert sum(second) == pytest.approx(0.0, abs=1e-5)
-    other = RewardModelEnvironment(settings, scorer=WordScorer())
-    other.load_state_dict(state)
-    assert rewards(other, LOGS) == second
-    for made in (one, other):
-        made.shutdown()
-
-
 # ------------------------------------------------------------------------------------------ figures
 
 
@@ -553,28 +441,6 @@ def test_running_normalisation_is_of_scores_less_those_of_references():
         # Those that a checkpoint before the first release held were counted when they came.
         made.end_batch({"notes": [{"score": 7.0, "truncated": False, "parts": {}}]})
         assert made.transform.seen.count == 2
-
-
-def test_figures_of_a_whole_batch_of_rollouts():
-    batch = {
-        "message_log": LOGS[:2],
-        "prompt": ["", ""],
-        "completion": ["", ""],
-        "group_ids": ["a", "a"],
-        "rewards": torch.tensor([1.0, 1.0]),
-        "components": {},
-        "is_end": torch.tensor([True, False]),
-        "prompt_lengths": torch.tensor([3, 5]),
-        "generation_lengths": torch.tensor([1, 2]),
-        "answers": ["", ""],
-        "num_failures": 0,
-    }
-    with RewardModelEnvironment({}, scorer=WordScorer()) as made:
-        notes = judge(made, LOGS[:2]).notes
-        figures = made.global_post_process_and_metrics(batch | {"notes": notes})[1]
-    assert figures["reward_model_env/fraction_of_samples_properly_ended"] == 0.5
-    assert figures["reward_model_env/num_truncated"] == 0.0
-    assert figures["reward_model_env/std_reward"] == 0.0
 
 
 def test_figures_of_nothing_are_absent():
@@ -629,23 +495,10 @@ def test_stored_statistics_are_asked_for_before_the_model_is_loaded(tmp_path):
     assert said == []
 
 
-def test_not_a_dictionary():
-    with pytest.raises(ConfigError, match="must be a RewardModelEnvironmentConfig or a dictionary"):
-        RewardModelEnvironment("results/rm")
-
-
 def test_a_language_model_is_refused_at_once(tmp_path):
     write_foreign_model(tmp_path, head=False)
     with pytest.raises(ModelError, match=r"without a reward head.*laurel rm policy\.model_name="):
         make(tmp_path)
-
-
-def test_a_torn_checkpoint_is_refused_at_once(tmp_path):
-    run = write_run(tmp_path / "run", {1: 0.6, 2: 0.9})
-    weights = run / "step_2" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors has"):
-        make(run)
 
 
 # ------------------------------------------------------------------------------------ where from
@@ -675,16 +528,6 @@ def test_checkpoint_path_without_a_tokenizer_uses_that_of_the_model(tmp_path):
     (weights / "chat_template.jinja").unlink()
     with make(name, checkpoint_path=str(weights)) as made, make(name) as plain:
         assert rewards(made, LOGS) == rewards(plain, LOGS)
-
-
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_half_the_memory(checkpoint, precision):
-    with make(checkpoint, precision=precision) as made, make(checkpoint) as exact:
-        model = made._scorer.model
-        assert {p.dtype for p in model.parameters()} == {getattr(torch, precision)}
-        found, expected = rewards(made, LOGS), rewards(exact, LOGS)
-        assert found != expected
-        assert found == pytest.approx(expected, abs=0.1)
 
 
 # ------------------------------------------------------------------------------ noise, and the end

@@ -7,26 +7,19 @@ import pytest
 from laurel.config.environments import EnvironmentsConfig, RewardModelEnvironmentConfig
 from laurel.environments.registry import create_environments
 from laurel.environments.reward_model_environment import gpus_of_actor, ranks_of, scorer_spec_of
-from laurel.errors import CheckpointError, ConfigError, ModelError, WorkerError
+from laurel.errors import CheckpointError, ConfigError, WorkerError
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.rewards.open import ScorerPlacement, open_local, open_scorer
 from laurel.types import Message, group_of
 from laurel.workers.calls import LocalGroup
 from process_group import ProcessGroup
-from reward_models import small_model, write_foreign_model, write_model, write_run
+from reward_models import write_run
 
 ONE = ParallelShape()
 GROUPS = [
     group_of((Message("user", "Where?"),), ("By the gate.", "No.", "In the river"), group_id="a"),
     group_of((Message("user", "Bread?"),), ("Wine.", "Bread and wine."), group_id="b"),
 ]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    write_model(small_model(), directory)
-    return directory
 
 
 def config_of(**settings):
@@ -58,53 +51,12 @@ def here(config, say=lambda _: None):
     return open_local(scorer_spec_of(config, device="cpu"), say=say)
 
 
-def test_one_rank_scores_and_says_what_one_process_does(checkpoint):
-    config = config_of(model_name=str(checkpoint), batch_tokens=50)
-    said, expected = [], []
-    grouped = opened(config, said=said)
-    local = here(config, expected.append)
-    assert values(grouped) == values(local)
-    assert grouped.batch_tokens == local.batch_tokens == 50
-    assert said == expected
-    assert any("golden scores agree" in line for line in said)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_two_ranks_read_their_shares_and_prove_themselves(checkpoint, precision):
-    config = config_of(
-        model_name=str(checkpoint),
-        precision=precision,
-    )
-    said = []
-    two = functools.partial(ProcessGroup, "reward_model", 2)
-    grouped = opened(config, two, shape=ParallelShape(tp=2), said=said)
-    try:
-        local = here(config)
-        near = 1e-5 if precision == "float32" else 0.05
-        assert values(grouped) == pytest.approx(values(local), abs=near)
-        assert any("golden scores agree" in line for line in said)
-        assert any("self-check" in line for line in said)
-    finally:
-        grouped.close()
-
-
 def test_what_the_settings_get_wrong_is_told_before_there_is_a_group(tmp_path, checkpoint):
     def never(*_args, **_kwargs):
         raise AssertionError("a group was made")
 
-    wrong = [
-        ({"model_name": None}, ConfigError, "model_name is missing"),
-        ({"model_name": str(tmp_path / "no")}, ModelError, r"env\.reward_model\.model_name=.*no"),
-        ({"dtensor_cfg": {"context_parallel_size": 2}}, ConfigError, "context_parallel_size"),
-        ({"dtensor_cfg": {"cpu_offload": True}}, ConfigError, "cpu_offload"),
-    ]
-    for settings, kind, message in wrong:
-        with pytest.raises(kind, match=message):
-            opened(config_of(**{"model_name": str(checkpoint), **settings}), never)
-    model = write_foreign_model(tmp_path, head=False)
-    with pytest.raises(ModelError, match="language model without a reward head"):
-        opened(config_of(model_name=str(model)), never)
+    with pytest.raises(ConfigError, match="cpu_offload"):
+        opened(config_of(model_name=str(checkpoint), dtensor_cfg={"cpu_offload": True}), never)
     run = write_run(tmp_path / "run", {1: 0.5})
     weights = run / "step_1" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -119,14 +71,6 @@ def test_what_the_ranks_find_wrong_with_the_model_is_the_users_error(checkpoint)
     two = functools.partial(ProcessGroup, "reward_model", 2)
     with pytest.raises(ConfigError, match=r"env\.reward_model\.dtensor_cfg\.custom_parallel_plan"):
         opened(config, two, shape=ParallelShape(tp=2))
-
-
-def test_a_group_that_dies_is_a_workers_error(checkpoint):
-    def dies(worker_class, *args, **kwargs):
-        raise WorkerError("reward_model rank 1 of 2 died", role="reward_model", ranks=(1,))
-
-    with pytest.raises(WorkerError, match="rank 1 of 2 died"):
-        opened(config_of(model_name=str(checkpoint)), dies)
 
 
 def test_a_group_whose_workers_do_not_answer_is_ended(checkpoint):

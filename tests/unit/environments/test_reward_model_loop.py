@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from fakes import WordScorer
 from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.reward_model_environment import RewardModelEnvironment, scorer_spec_of
-from laurel.errors import ConfigError, EnvironmentFailedError
+from laurel.errors import ConfigError
 from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.open import open_local
 from laurel.types import JudgingUnit
 from policy_fakes import Judge
-from reward_models import small_model, write_model
 
 LOGS = [
     [{"role": "user", "content": f"Where is {i}?"}, {"role": "assistant", "content": f"At {j}."}]
@@ -24,10 +24,8 @@ LOGS = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(small_model(), directory)
-    return str(directory)
+def model(checkpoint: Path) -> str:
+    return str(checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +63,6 @@ def test_one_by_one_in_parts_and_all_together_give_the_same_rewards(
     assert [value for part in parts for value in part] == pytest.approx(expected, abs=1e-5)
     assert looped.noise_floor() == pytest.approx(noise), "measured past what is remembered"
     assert looped.preprocess_data(LOGS[:1])["input_ids"].shape[0] == 1
-
-
-def test_what_is_closed_says_so(model: str) -> None:
-    config = {"model_name": model, "precision": "float32"}
-    environment = RewardModelEnvironment(config, device="cpu")
-    inner = open_local(scorer_spec_of(environment.config, device="cpu"), say=lambda _: None)
-    scorer = LoopScorer(inner)
-    environment.shutdown()
-    with RewardModelEnvironment(config, scorer=scorer):
-        pass
-    with pytest.raises(EnvironmentFailedError, match="was closed"):
-        scorer.score_now([])
 
 
 def test_replicas_without_the_loop_are_refused(model: str) -> None:

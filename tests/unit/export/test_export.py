@@ -245,6 +245,8 @@ def test_a_file_in_the_way(checkpoint, export, tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(ConfigError, match=r"is a file; name a directory"):
         export(checkpoint)
+    with pytest.raises(ConfigError, match="no model is named; add --model"):
+        export("")
     with pytest.raises(DataError, match=r"cannot be made: .*out is a file"):
         export(checkpoint, tmp_path / "out" / "below")
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from laurel.observe.console import (
     PairRow,
     format_number,
+    format_parameters,
     make_console,
     message_console,
     print_metrics,
@@ -147,6 +148,11 @@ def test_scores_show_number_or_reason():
 )
 def test_numbers_have_four_significant_digits(value, expected):
     assert format_number(value) == expected
+
+
+def test_small_models_have_more_than_no_parameters():
+    said = [format_parameters(count) for count in (41_232, 99_999, 100_000, 33_640_000)]
+    assert said == ["41.2 thousand", "100 thousand", "0.1M", "33.6M"]
 
 
 @settings(max_examples=30)

@@ -14,7 +14,6 @@ from scripted_replicas import question
 
 RAW = {"use_activation": False, "activation": False, "softmax": False}
 GROUP = question("Where?", "By the gate.", "No.")
-TOOL = Completion(messages=(Message("tool", "42"), Message("assistant", "Yes.")))
 
 
 @functools.cache
@@ -157,24 +156,6 @@ def test_slime_judges_answers_of_the_assistant_only():
     question = dialect_of("slime").ask([asked_by_user], request_id="r", version="")
     assert question.value is None
     assert "with an answer of the assistant" in question.read(None).scores[0][0].failure
-
-
-@pytest.mark.parametrize("protocol", ["vllm", "sglang", "sglang_embeddings", "openrlhf"])
-def test_what_cannot_be_rendered_is_not_sent_and_fails_alone(protocol):
-    mixed = Group(id="mixed", prompt=GROUP.prompt, completions_G=(*GROUP.completions_G[:1], TOOL))
-    question = asked(protocol, [mixed, GROUP])
-    good = {
-        "vllm": {"data": [{"index": i, "probs": [float(i)]} for i in range(3)]},
-        "sglang": [{"embedding": [float(i)]} for i in range(3)],
-        "sglang_embeddings": {"data": [{"index": i, "embedding": [float(i)]} for i in range(3)]},
-        "openrlhf": {"rewards": [0.0, 1.0, 2.0]},
-    }[protocol]
-    reply = question.read(good)
-    assert values(reply) == [[0.0, None], [1.0, 2.0]]
-    assert "no tools" in reply.scores[0][1].failure
-    nothing = asked(protocol, [Group(id="t", prompt=GROUP.prompt, completions_G=(TOOL,))])
-    assert nothing.value is None, "nothing is left to be asked"
-    assert nothing.read(None).scores[0][0].failure
 
 
 def test_what_is_too_long_is_cut_as_the_contract_says():

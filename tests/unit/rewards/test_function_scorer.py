@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import http.server
-import json
 import os
-import subprocess
-import sys
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +16,7 @@ import pytest
 import torch
 
 import tiny_tokenizers
+from judges import judge_server, question
 from laurel.config.environments import FunctionConfig
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.rewards import function as function_scorer
@@ -87,12 +85,7 @@ def test_the_data_source_of_a_task_goes_before_that_of_the_settings():
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         return float(data_source == "gsm8k" and ground_truth is None)
 
-    group = Group(
-        id="g",
-        prompt=GROUP.prompt,
-        completions_G=GROUP.completions_G[:1],
-        metadata={"data_source": "gsm8k"},
-    )
+    group = replace(GROUP, metadata={"data_source": "gsm8k"})
     assert score(scorer_of(compute_score, data_source="sums"), group)[0].value == 1.0
 
 
@@ -109,16 +102,6 @@ def test_an_async_function_is_waited_for_beside_the_others():
 
     assert [one.value for one in score(scorer_of(compute_score))] == [1.0, 4.0, 1.0]
     assert most == 3
-
-
-def test_threads_run_side_by_side():
-    barrier = threading.Barrier(3)
-
-    def compute_score(data_source, solution_str, ground_truth, extra_info):
-        barrier.wait(timeout=30)
-        return 1
-
-    assert [one.value for one in score(scorer_of(compute_score))] == [1.0] * 3
 
 
 def test_a_group_function_sees_all_completions_of_a_prompt_at_once():
@@ -386,36 +369,6 @@ def test_closing_kills_the_processes_in_mid_call(in_processes, tmp_path):
     scorer.close()
 
 
-def test_processes_end_soon_after_whoever_started_them(tmp_path):
-    """It is killed while a call of the function never ends."""
-    path = written(tmp_path, TEXT)
-    program = (
-        "import asyncio, threading\n"
-        "from laurel.config.environments import FunctionConfig\n"
-        "from laurel.rewards.function import FunctionScorer\n"
-        "from laurel.types import Message, group_of\n"
-        f"config = FunctionConfig(path={path + ':compute_score'!r})\n"
-        "scorer = FunctionScorer(config, num_workers=1)\n"
-        "print(scorer._processes.process_ids()[1], flush=True)\n"
-        "group = group_of((Message('user', 'a'),), ('hang',), group_id='g')\n"
-        "asyncio.run(scorer.score([group]))\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as p:
-        pid = int(p.stdout.readline())
-        os.kill(pid, 0)
-        p.kill()
-    wait_until(lambda: not _lives(pid), seconds=30)
-
-
-def _lives(pid):
-    try:
-        os.kill(pid, 0)
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
-
-
 # ------------------------------------------------------------------------------- wrong settings
 
 
@@ -521,48 +474,20 @@ async def compute_score(
 '''
 
 
-class _Judge(http.server.BaseHTTPRequestHandler):
-    """Says how long what it was asked about is."""
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        text = asked["messages"][-1]["content"]
-        said = {"choices": [{"message": {"role": "assistant", "content": str(len(text))}}]}
-        body = json.dumps(said).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture(scope="module")
-def judge():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Judge)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_function_of_verl_gets_the_address_and_the_tokenizer_that_it_asks_for(
-    judge, tmp_path, num_workers
+    tmp_path, num_workers
 ):
     name = tmp_path / "model"
     tokenizer = tiny_tokenizers.chatml()
     tokenizer.save_pretrained(name)
     path = written(tmp_path, GENRM)
-    config = FunctionConfig(
-        path=f"{path}:compute_score", router=f"http://{judge}/", tokenizer=str(name)
-    )
-    scorer = FunctionScorer(config, num_workers=num_workers)
-    try:
-        scores = score(scorer)
-    finally:
-        scorer.close()
+    with judge_server(lambda asked: str(len(question(asked)))) as judge:
+        config = FunctionConfig(
+            path=f"{path}:compute_score", router=f"{judge.url}/", tokenizer=str(name)
+        )
+        with closing(FunctionScorer(config, num_workers=num_workers)) as scorer:
+            scores = score(scorer)
     wanted = []
     for completion in GROUP.completions_G:
         conversation = [*GROUP.prompt, *completion.messages]

@@ -141,15 +141,6 @@ def test_retry_after_in_seconds_is_understood(header, seconds):
     assert caught.value.retry_after == seconds
 
 
-def test_nobody_there_is_no_death_in_mid_request():
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = door.getsockname()[1]
-    with pytest.raises(ReplicaFault) as caught:
-        asked(f"http://127.0.0.1:{port}")
-    assert caught.value.kind == "connection"
-    assert not caught.value.in_mid_request
-
-
 @pytest.mark.parametrize("said", [b"", b"SSH-2.0-x\r\n", b"HTTP/1.1 200 OK\r\nContent-Le"])
 def test_what_does_not_speak_http_is_a_lost_connection(said):
     with raw_server(lambda connection: connection.sendall(said)) as url:  # noqa: SIM117
@@ -265,12 +256,6 @@ def test_only_addresses_of_http_are_taken(url):
 # ------------------------------------------------------------------------------------------ secrets
 
 
-def test_the_key_is_sent_as_a_bearer_token():
-    with RewardServer(answer=lambda _: {}) as server:
-        asked(server.url, api_key=KEY)
-        assert server.asked[0].headers["authorization"] == f"Bearer {KEY}"
-
-
 @pytest.mark.parametrize(
     "url",
     [f"http://me:{KEY}@h/", f"ftp://me:{KEY}@h/", f"me:{KEY}@h:80", f"gopher://h/?key={KEY}"],
@@ -351,11 +336,3 @@ def test_connections_are_kept_and_a_new_loop_gets_its_own():
         assert len(set(ports)) == 1, "one connection, and so one thread of the server"
         asyncio.run(several())
         assert len(set(ports)) == 2
-
-
-def test_clocks_that_jump_change_nothing(monkeypatch):
-    jumps = iter(range(10**9))
-    monkeypatch.setattr("time.time", lambda: 3600.0 * (-1) ** next(jumps))
-    with RewardServer(answer=lambda _: {"fine": 1}) as server:
-        for _ in range(3):
-            assert asked(server.url).value == {"fine": 1}

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from dataclasses import replace
 
 import pytest
 
 import scoring_groups
-from foreign_servers import foreign_server
-from laurel.errors import ConfigError
 from laurel.rewards.remote.http import HttpScorer, endpoint
 from laurel.rewards.remote.replica import failure_reason
-from laurel.rewards.remote.router import CanaryGroup, RouterOptions
-from reward_servers import FAULTS, Answer, RewardServer, misbehaving
+from laurel.rewards.remote.router import RouterOptions
+from reward_servers import RewardServer, misbehaving
 from scripted_replicas import question, right_scores
 
 GROUPS = [question(str(i), *("w" * (1 + i + j) for j in range(4))) for i in range(12)]
@@ -60,20 +57,7 @@ def test_the_work_is_spread_over_the_servers():
     assert len(set(ids)) == len(GROUPS)
 
 
-@pytest.mark.slow_parameters(
-    "html",
-    "nothing",
-    "infinite",
-    "null",
-    "text",
-    "bool",
-    "too few",
-    "too many",
-    "another group",
-    "another request",
-    "another version",
-)
-@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in ("slow", "hang")])
+@pytest.mark.parametrize("fault", ["500", "half a body", "NaN", "another group"])
 def test_a_server_that_answers_wrongly_costs_nothing_beside_a_good_one(fault):
     bad = RewardServer(misbehaving(fault, share=1.0, seconds=0.0))
     slowly = misbehaving(fault, share=0.0, seconds=0.05)
@@ -85,28 +69,10 @@ def test_a_server_that_answers_wrongly_costs_nothing_beside_a_good_one(fault):
     assert any(name.startswith("fault_") for name in scorer.counts)
 
 
-@pytest.mark.slow_parameters("429", "html", "too few")
-@pytest.mark.parametrize("fault", ["500", "429", "html", "half a body", "NaN", "too few", "null"])
-def test_a_server_that_answers_wrongly_now_and_then_loses_nothing(fault):
-    with RewardServer(misbehaving(fault, share=0.3, seconds=0.0)) as server:
-        scores, _ = scored(server.url)
-    assert scores == right_scores(GROUPS)
-
-
-@pytest.mark.slow_parameters(
-    "500-5xx", "html-reply", "NaN-nan", "too few-count", "another version-version"
-)
+@pytest.mark.slow_parameters("html-reply", "another version-version")
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [
-        ("500", "5xx"),
-        ("html", "reply"),
-        ("NaN", "nan"),
-        ("too few", "count"),
-        ("another version", "version"),
-        ("429", "busy"),
-        ("hang", "timeout"),
-    ],
+    [("html", "reply"), ("another version", "version"), ("429", "busy"), ("hang", "timeout")],
 )
 def test_alone_with_it_there_are_failures_and_never_numbers(fault, reason):
     attempt_timeout = 0.7 if fault == "hang" else 30.0
@@ -117,24 +83,6 @@ def test_alone_with_it_there_are_failures_and_never_numbers(fault, reason):
     # On a busy machine the last try may be cut off by the deadline.
     assert {failure_reason(one.failure) for one in scores[0]} <= {reason, "timeout"}
     assert scorer.counts[f"fault_{reason}"] > 0
-
-
-def test_what_is_too_long_for_a_server_fails_alone():
-    def behave(number, asked):
-        words = [m["content"] for g in asked.value["groups"] for c in g["completions"] for m in c]
-        return Answer(status=413, body=b'{"detail": "too long"}') if "wwww" in words else None
-
-    with RewardServer(behave) as server:
-        scores, scorer = scored(server.url)
-    right = right_scores(GROUPS)
-    for row, right_row, group in zip(scores, right, GROUPS, strict=True):
-        for one, expected, completion in zip(row, right_row, group.completions_G, strict=True):
-            if completion.messages[0].content == "wwww":
-                assert failure_reason(one.failure) == "4xx"
-                assert "too long" in one.failure
-            else:
-                assert one == expected
-    assert scorer.counts["splits"] > 0
 
 
 def test_odd_texts_are_scored_and_half_characters_fail_alone():
@@ -154,66 +102,9 @@ def test_odd_texts_are_scored_and_half_characters_fail_alone():
     assert failure_reason(one.failure) == "text"
 
 
-def test_the_version_that_is_wanted_is_said():
-    with RewardServer(version="1") as server:
-        scores, scorer = scored(server.url, GROUPS[:1], options=RouterOptions(version="1"))
-        assert scores == right_scores(GROUPS[:1])
-        assert [asked.value["model_version"] for asked in server.asked] == ["1"]
-    assert scorer.version == "1"
-
-
-def test_a_server_with_other_scores_for_the_canary_gets_nothing():
-    """Protocols of others say no version; the canary tells all the same."""
-    canary = CanaryGroup()
-    with (
-        foreign_server("vllm", contract()) as good,
-        foreign_server("vllm", contract(), weight=-1.0) as other,
-    ):
-        ((*_, values),), _ = scored(good.url, [canary.group], protocol="vllm", contract=contract())
-        ((first, second),), _ = scored(
-            good.url, [canary.group], protocol="vllm", contract=contract()
-        )
-        good.asked.clear()
-        known = CanaryGroup(values_G=(first.value, second.value), tolerance=1e-6)
-        scores, scorer = scored(
-            [other.url, good.url],
-            protocol="vllm",
-            contract=contract(),
-            options=RouterOptions(canary=known),
-        )
-        expected, _ = scored(good.url, protocol="vllm", contract=contract())
-        assert values == second
-        assert scores == expected
-        assert scorer.counts["fault_canary"] == len(other.asked) > 0
-
-
-def test_where_there_is_nothing_to_score_nobody_is_asked():
-    nothing = replace(GROUPS[0], completions_G=())
-    with RewardServer() as server:
-        assert scored(server.url, [])[0] == []
-        assert scored(server.url, [nothing, nothing])[0] == [(), ()]
-        assert server.asked == []
-
-
 def test_one_key_for_all_and_none_where_none_is_given():
     with RewardServer() as server:
         scored(server.url, GROUPS[:1], api_key="abc")
         scored(server.url, GROUPS[:1])
         found = [asked.headers.get("authorization") for asked in server.asked]
     assert found == ["Bearer abc", None]
-
-
-def test_a_wrong_key_is_said_at_once_and_never_repeated():
-    answer = Answer(status=401, body=b'{"error": {"message": "who are you?"}}')
-    with RewardServer(lambda number, asked: answer) as server:
-        scores, _ = scored(server.url, GROUPS[:1], api_key="hush-hush")
-        assert len(server.asked) == 1
-    for one in scores[0]:
-        assert failure_reason(one.failure) == "4xx"
-        assert "who are you" in one.failure
-        assert "hush" not in one.failure
-
-
-def test_addresses_that_cannot_be_used_are_known_before_anything_is_asked():
-    with pytest.raises(ConfigError, match="http://"):
-        HttpScorer(["http://127.0.0.1:1", "localhost:2"])

@@ -13,13 +13,12 @@ from judges import (
     chat_answer,
     judge_config,
     judge_server,
-    question,
     response_in,
 )
 from laurel.config.environments import JudgeConfig
 from laurel.errors import ConfigError
 from laurel.rewards.judge import JudgePrompt, JudgeScorer, NoScoreError, read_verdict
-from laurel.types import Completion, Group, Message, group_of
+from laurel.types import Completion, Group, Message
 from reward_servers import Answer, RewardServer
 
 HERE = "env.reward_model.judge"
@@ -293,8 +292,6 @@ def first(answer):
     ("answer", "kind"),
     [
         (Answer(status=500), "5xx"),
-        (Answer(status=429), "busy"),
-        (Answer(body=b"<html>"), "reply"),
         (Answer(change=lambda value: {"choices": []}), "reply"),
         (Answer(change=lambda value: {"choices": [{"message": None}]}), "reply"),
     ],
@@ -305,43 +302,3 @@ def test_a_server_that_fails_is_asked_again(answer, kind):
     assert [one.value for one in scores_G] == [1.0, 2.0, 3.0]
     assert scorer.counts[f"fault_{kind}"] == 1
     assert len(server.asked) == 4
-
-
-def test_where_one_server_fails_the_other_one_judges():
-    broken = judge_server(by_length, lambda number, asked: Answer(status=500))
-    with broken, judge_server(by_length) as sound:
-        (scores_G,), _ = judged(judge_config(broken, sound), group(*"abcdefgh"))
-    assert [one.value for one in scores_G] == [1.0] * 8
-
-
-def test_what_a_server_refuses_fails_and_is_not_asked_again():
-    def refuse(number, asked):
-        return Answer(status=400) if response_in(asked) == "b" else None
-
-    with judge_server(by_length, refuse) as server:
-        (scores_G,), _ = judged(judge_config(server), group("a", "b"))
-    assert [one.value for one in scores_G] == [1.0, None]
-    assert scores_G[1].failure.startswith("4xx:")
-    assert len(server.asked) == 2
-
-
-def test_a_judge_that_answers_too_late_is_a_failure():
-    with judge_server(by_length, lambda number, asked: Answer(seconds=30)) as server:
-        config = judge_config(server, attempt_timeout=0.1, request_timeout=0.5)
-        ((score,),), _ = judged(config, group("a"))
-    assert score.failure.startswith("timeout:")
-
-
-def test_the_metadata_of_a_task_reaches_the_template():
-    with judge_server(lambda asked: f"Score: {question(asked)}") as server:
-        config = judge_config(server, template="{{ ground_truth }}{{ response }}")
-        scores, _ = judged(config, group("", metadata={"ground_truth": "7"}))
-    assert scores[0][0].value == 7.0
-    assert JudgeScorer.reads_metadata
-
-
-def test_nothing_to_judge_is_nothing():
-    with judge_server(by_length) as server:
-        scores, _ = judged(judge_config(server), group_of(group("a").prompt, (), group_id="g"))
-    assert scores == [()]
-    assert server.asked == []

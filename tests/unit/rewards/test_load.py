@@ -141,7 +141,7 @@ def test_the_head_computes_in_float32(checkpoint):
     assert model.judge(hidden).dtype == torch.float32
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 100])
+@pytest.mark.parametrize("size", [1, 2, 100])
 def test_padded_rows_by_number(checkpoint, size):
     scorer = load(checkpoint, model=ModelSpec(reads_forests=False), batch_size=size)
     assert scorer.model.path == "padded"

@@ -27,7 +27,7 @@ from laurel.rewards.scorer import (
     model_batch,
     score_tokens,
 )
-from laurel.types import Completion, Group, Message, Score, group_of
+from laurel.types import Message, group_of
 
 
 def contract_of(tokenizer=None, **changes):
@@ -117,58 +117,7 @@ def test_a_cpu_computes_what_stays_in_its_cache_at_a_time(monkeypatch):
     assert_same(scored, whole)
 
 
-def test_order_changes_no_score():
-    scorer, groups = scorer_of(batch_tokens=200), groups_of(9)
-    expected = values(scorer.score_now(groups))
-    assert_same(values(scorer.score_now(groups[::-1])), expected[::-1])
-    turned = [replace(group, completions_G=group.completions_G[::-1]) for group in groups]
-    assert_same(values(scorer.score_now(turned)), [scores[::-1] for scores in expected])
-
-
-def test_both_paths_give_the_same():
-    groups = groups_of(9)
-    expected = values(scorer_of(path="padded").score_now(groups))
-    assert_same(values(scorer_of().score_now(groups)), expected)
-
-
-def test_groups_with_the_same_prompt_stay_apart():
-    scorer = scorer_of()
-    first = group_of([Message("user", "Why?")], ["Because.", "Hm."], group_id="1")
-    second = group_of([Message("user", "Why?")], ["No."], group_id="2")
-    together = scorer.score_now([first, second])
-    assert [len(scores) for scores in together] == [2, 1]
-    assert_same(values(together), values(scorer.score_now([first]) + scorer.score_now([second])))
-
-
-@pytest.mark.parametrize("count", [2, 5])
-def test_equal_completions_get_exactly_equal_scores(count):
-    """Computed twice they would differ in the last digit, and a learner take that for a reward."""
-    model = tiny.tiny_reward_model("qwen3")
-    scorer = LocalScorer(model, contract_of())
-    (scores,) = scorer.score_now(
-        [
-            group_of(
-                [Message("user", "Why?")], ["Because.", "x", *["Because."] * count], group_id="g"
-            )
-        ]
-    )
-    assert len(scores) == count + 2
-    assert {score.value for score in scores[2:]} == {scores[0].value}
-    assert scores[1].value != scores[0].value
-
-
 # -------------------------------------------------------------------------------- what a score says
-
-
-def test_a_score_tells_length_and_truncation():
-    scorer = scorer_of(rules={"max_length": 80})
-    group = group_of([Message("user", "Why?")], ["Because.", "Long " * 20], group_id="g")
-    (tokens,) = scorer.contract.encode([group])
-    short, long = scorer.score_now([group])[0]
-    assert (short.num_tokens, short.truncated) == (tokens.lengths_G[0], False)
-    assert (long.num_tokens, long.truncated) == (80, True)
-    assert short.failure is None
-    assert short.values_K == (short.value,)
 
 
 def test_several_attributes_become_one_number():
@@ -190,56 +139,7 @@ def test_progress_is_told_of_all_groups_and_tokens():
     assert sum(tokens for _, tokens in seen) == sum(tokens.num_tokens for tokens in encoded)
 
 
-def test_nothing_to_score():
-    scorer = scorer_of()
-    assert scorer.score_now([]) == []
-    empty = Group(id="e", prompt=(Message("user", "Why?"),), completions_G=())
-    scored = scorer.score_now([empty, *groups_of(1), empty])
-    assert [len(scores) for scores in scored] == [0, 1, 0]
-
-
 # ----------------------------------------------------------------------------------------- failures
-
-
-def test_a_conversation_that_cannot_be_rendered_fails_alone():
-    scorer = scorer_of("gemma", tokenizer=made.gemma())
-    good = groups_of(3)
-    system = Message("system", "Be brief.")
-    bad = group_of([system, Message("user", "Why?")], ["Because.", "No."], group_id="bad")
-    scored = scorer.score_now([good[0], bad, *good[1:]])
-    for score in scored[1]:
-        assert score.value is None
-        assert score.values_K == ()
-        assert "System role not supported" in score.failure
-    assert_same(values([scored[0], *scored[2:]]), values(scorer.score_now(good)))
-
-
-def test_one_completion_that_cannot_be_rendered_does_not_take_the_others_with_it():
-    template = (
-        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
-        "{% endif %}{{ m['content'] }}{% endfor %}"
-    )
-    scorer = scorer_of("qwen3", tokenizer=made.make_tokenizer(template=template))
-    group = groups_of(4)[3]
-    completions = list(group.completions_G)
-    completions.insert(1, Completion(messages=(Message("tool", "4"),)))
-    (scores,) = scorer.score_now([replace(group, completions_G=tuple(completions))])
-    assert "no tools" in scores[1].failure
-    (expected,) = scorer.score_now([group])
-    assert_same([[s.value for s in (scores[0], *scores[2:])]], [[s.value for s in expected]])
-
-
-def test_a_score_that_is_not_finite_is_a_failure_and_does_not_spread():
-    scorer = scorer_of()
-    bad_id = scorer.contract.tokenizer("@")["input_ids"][0]
-    with torch.no_grad():
-        scorer.model.classifier.get_input_embeddings().weight[bad_id] = torch.nan
-    group = group_of([Message("user", "Why?")], ["Because.", "@", "No."], group_id="g")
-    clean = replace(group, completions_G=(group.completions_G[0], group.completions_G[2]))
-    first, bad, last = scorer.score_now([group, *groups_of(2)])[0]
-    assert bad == Score(value=None, num_tokens=bad.num_tokens, failure="not finite")
-    (expected,) = scorer.score_now([clean])
-    assert_same([[first.value, last.value]], [[score.value for score in expected]])
 
 
 # ------------------------------------------------------------------------------ the model after
@@ -370,15 +270,13 @@ def test_golden_scores_agree_roughly_where_the_weights_are_rounded(checkpoint):
     assert 1e-4 < check_golden(loaded.model, loaded.contract) < 5e-2
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("name", "change"),
+    ("name", "change", "precision"),
     [
-        ("score.weight", lambda w: w * 1.01),
-        ("score.weight", lambda w: -w),
-        ("model.layers.1.mlp.up_proj.weight", lambda w: w + 0.01),
-        ("model.norm.weight", lambda w: w.roll(1)),
-        ("score.weight", lambda w: w * torch.nan),
+        ("score.weight", lambda w: w * 1.01, "float32"),
+        ("score.weight", lambda w: w * 1.01, "bfloat16"),
+        ("model.layers.1.mlp.up_proj.weight", lambda w: w + 0.01, "float32"),
+        ("score.weight", lambda w: w * torch.nan, "bfloat16"),
     ],
 )
 def test_a_changed_weight_or_head_is_refused(checkpoint, name, change, precision):

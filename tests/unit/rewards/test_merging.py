@@ -1,13 +1,9 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from laurel.rewards.batching import (
     ScoreCache,
     Unit,
-    halve_trees,
-    join_single_branches,
     keys_of,
     planned,
     units_of,
@@ -15,8 +11,6 @@ from laurel.rewards.batching import (
 from laurel.rewards.preparing import rendered_group, rendered_rows
 from laurel.rewards.server.service import NullScorer
 from laurel.types import Completion, Group, Message, Score, SentTurn, TokenGroup, group_of
-
-IDS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
 def tree(trunk, *branches, truncated=None):
@@ -28,19 +22,6 @@ def tree(trunk, *branches, truncated=None):
     )
 
 
-def unit(tokens, **kind):
-    return Unit.of((tokens, (None,) * len(tokens.branches_ids_G)), **kind)
-
-
-def sequences(trees):
-    """What each key of some trees stands for."""
-    return {
-        key: (*one.tokens.trunk_ids.tolist(), *branch.tolist())
-        for one in trees
-        for key, branch in zip(one.keys, one.tokens.branches_ids_G, strict=True)
-    }
-
-
 def test_a_sequence_has_one_key_however_it_is_divided():
     (whole,) = keys_of(tree([], [1, 2, 3, 4]))
     assert keys_of(tree([1, 2], [3, 4], [3, 5]))[0] == whole
@@ -48,17 +29,8 @@ def test_a_sequence_has_one_key_however_it_is_divided():
     assert keys_of(tree([], [1, 2, 3, 4], truncated=(True,))) != (whole,)
 
 
-def test_a_group_stays_one_tree_and_nothing_is_planned_twice():
-    known = {}
-    group = unit(tree([1, 2], [3], [4], [3]))
-    (planned_tree,) = planned([group, group], known)
-    assert sequences([planned_tree]) == {group.keys[0]: (1, 2, 3), group.keys[1]: (1, 2, 4)}
-    known[group.keys[0]] = Score(value=1.0)
-    (planned_tree,) = planned([group], known)
-    assert planned_tree.keys == (group.keys[1],)
-    known[group.keys[1]] = Score(value=2.0)
-    assert planned([group], known) == []
-    assert [score.value for score in group.verdicts(known)] == [1.0, 2.0, 1.0]
+def unit(tokens, **kind):
+    return Unit.of((tokens, (None,) * len(tokens.branches_ids_G)), **kind)
 
 
 def test_answers_to_one_prompt_that_come_alone_find_each_other():
@@ -67,31 +39,7 @@ def test_answers_to_one_prompt_that_come_alone_find_each_other():
     alone = [unit(tree(prompt, [1, j])) for j in range(4) for prompt in prompts]
     trees = planned(alone, ())
     assert sorted(len(one.keys) for one in trees) == [4, 4, 4]
-    assert sequences(trees).keys() == {key for one in alone for key in one.keys}
-
-
-@settings(max_examples=60, deadline=None)
-@given(rows=st.lists(IDS, min_size=1, max_size=12))
-def test_joining_changes_no_sequence(rows):
-    units = [unit(tree([], row)) for row in rows]
-    trees = planned(units, ())
-    expected = {one.keys[0]: tuple(row) for one, row in zip(units, rows, strict=True)}
-    assert sequences(trees) == expected
-    assert all(len(branch) > 0 for one in trees for branch in one.tokens.branches_ids_G)
-    assert join_single_branches([]) == []
-
-
-def test_halves_come_down_to_single_branches():
-    trees = planned([unit(tree([1], [2], [3], [4])), unit(tree([5], [6], [7]))], ())
-    wanted = sequences(trees).keys()
-    found, left = set(), [trees]
-    while left:
-        parts = halve_trees(left[-1])
-        if parts is None:
-            found |= set(left.pop()[0].keys)
-        else:
-            left[-1:] = parts
-    assert found == wanted
+    assert {key for one in trees for key in one.keys} == {one.keys[0] for one in alone}
 
 
 def test_the_cache_forgets_what_was_wanted_longest_ago_and_every_failure():

@@ -111,6 +111,7 @@ def test_where_the_processes_are_decides_who_scores(model: str) -> None:
         looped = replace(spec, in_loop=in_loop)
         with open_scorer(looped, say=lambda _: None, placement=placed) as scorer:
             assert isinstance(scorer, kind)
+            assert scorer.path == "forest"
             assert scorer.score_now(GROUPS) == expected
     assert asked == [("", range(1)), ("", None), ("", None)]
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -68,63 +67,6 @@ def test_they_prepare_what_one_process_does_and_a_scorer_uses_them(
         assert there.score_now(groups) == here.score_now(groups)
 
 
-@pytest.mark.parametrize("protocol", ["vllm", "sglang", "openrlhf"])
-def test_they_prepare_for_servers_of_others(
-    workers: tuple[Preparers, list[str]], protocol: UrlProtocol
-) -> None:
-    asked = [NO_TOOLS, *GROUPS]
-    contract = scoring_groups.local(True).contract
-    with foreign_server(protocol, contract) as server:
-        scores = [
-            asyncio.run(scored_by_servers(server.url, protocol, asked, preparers))
-            for preparers in (None, workers[0])
-        ]
-    assert scores[1] == scores[0]
-    assert [score.failure is None for score in scores[0][0]] == [False, True]
-
-
-def test_one_that_is_killed_is_replaced_and_its_work_done(
-    workers: tuple[Preparers, list[str]],
-) -> None:
-    preparers, said = workers
-    expected = plain(scoring_groups.local(True).prepare(GROUPS))
-    kill_all(preparers)
-    assert plain(preparers.prepare(GROUPS)) == expected
-    assert 1 <= sum("is started again" in line for line in said) <= 2
-    kill_all(preparers)
-    assert plain(preparers.prepare(GROUPS)) == expected
-    wait_until(lambda: all_have_worked(preparers), seconds=60)
-    preparers.workers.restarts.most = 0
-    kill_all(preparers)
-    for _ in range(2):  # from now on
-        with pytest.raises(
-            WorkerError, match=r"was lost .*its process is gone.* num_workers"
-        ) as end:
-            preparers.prepare(GROUPS)
-        assert end.value.is_lost
-
-
-@pytest.mark.slow
-def test_one_that_cannot_be_replaced_is_an_error_from_then_on():
-    made: list[SpawnedGroup] = []
-
-    def make(*arguments: Any) -> SpawnedGroup:
-        if made:
-            raise OSError("no room")
-        made.append(SpawnedGroup(WORKER, *arguments))
-        return made[0]
-
-    preparers = Preparers(scoring_groups.local(True).contract, 1, make, say=lambda _: None)
-    try:
-        kill_all(preparers)
-        for _ in range(2):
-            with pytest.raises(WorkerError, match="no room") as end:
-                preparers.prepare(GROUPS)
-            assert end.value.is_lost
-    finally:
-        preparers.close()
-
-
 @pytest.fixture
 def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[Preparers]:
     """Real ones that are dead and may not be replaced."""
@@ -139,8 +81,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[Preparers]:
 def test_when_they_are_lost_too_often_it_is_no_failure_of_a_completion(lost: Preparers) -> None:
     scorer = scoring_groups.local(True)
     scorer.preparers = lost
-    loop = LoopScorer(scorer)
-    try:
+    with closing(LoopScorer(scorer)) as loop:
         for _ in range(2):
             with pytest.raises(WorkerError, match="reward_worker 0 was lost") as end:
                 loop.score_now(GROUPS)
@@ -149,8 +90,6 @@ def test_when_they_are_lost_too_often_it_is_no_failure_of_a_completion(lost: Pre
         assert all(
             score.failure is None for scores_G in loop.score_now(GROUPS) for score in scores_G
         )
-    finally:
-        loop.close()
 
 
 @pytest.mark.parametrize("has_canary", [False, True])
@@ -203,29 +142,3 @@ def kill_all(preparers: Preparers) -> None:
         assert isinstance(group, SpawnedGroup)
         group._process.kill()
         group._process.wait()
-
-
-def test_where_one_cannot_be_made_the_others_are_ended():
-    class Made:
-        is_shut_down = False
-
-        def shutdown(self):
-            self.is_shut_down = True
-
-    made: list[Made] = []
-    second_is_there = threading.Event()
-
-    def make(*_: Any) -> Any:
-        with lock:
-            number = next(numbers)
-        if number == 0:
-            assert second_is_there.wait(20)
-            raise WorkerError("no room", role=WORKER)
-        made.append(Made())
-        second_is_there.set()
-        return made[-1]
-
-    lock, numbers = threading.Lock(), itertools.count()
-    with pytest.raises(WorkerError, match="no room"):
-        Preparers(scoring_groups.local(True).contract, 2, make)
-    assert [one.is_shut_down for one in made] == [True]

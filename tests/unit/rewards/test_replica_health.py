@@ -13,7 +13,7 @@ from laurel.rewards.remote.replica import (
     ReplicaHealth,
     patience,
 )
-from scripted_replicas import ScriptedReplica, broken, busy, no_entry, unreachable
+from scripted_replicas import ScriptedReplica, broken, busy, unreachable
 
 
 class HandClock:
@@ -189,14 +189,6 @@ def test_a_busy_probe_of_a_trusted_replica_changes_no_trust(health, clock):
     assert health.is_usable
     health.failed_probe(ReplicaFault("canary", "other scores"), began=clock.now)
     assert not health.is_usable
-
-
-def test_who_refuses_us_is_known_until_it_is_trusted_again(health, clock):
-    health.failed(no_entry(), began=clock.now)
-    assert health.refuses_us
-    clock.now = health.rests_until
-    health.proved()
-    assert not health.refuses_us
 
 
 def test_a_late_success_does_not_end_a_rest(health, clock):

@@ -87,37 +87,6 @@ def test_equal_completions_are_asked_once():
 
 # ---------------------------------------------------------------------------------------- faults
 
-FAULTS = {
-    "connection": unreachable(),
-    "5xx": broken(),
-    "busy": busy(),
-    "nan": with_value(math.nan),
-    "infinite": with_value(math.inf),
-    "no value": with_value(None),
-    "too few": one_too_few,
-    "too many": one_too_many,
-    "hangs": "hang",
-    "dead": dead(),
-    "401": no_entry(),
-    "a bug": KeyError("a bug of the replica"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_one_replica_cannot_do_another_does(fault):
-    replicas = [ScriptedReplica("a", lambda *_: FAULTS[fault]), ScriptedReplica("b", version="1")]
-    groups = [question(str(i), "a", "b") for i in range(10)]
-    scores, router = routed(replicas, groups, version="1")
-    assert scores == right_scores(groups)
-    assert router.counts["attempts"] > 10
-    assert sum(replicas[1].answers.values()) == 20, "each was scored once"
-
-
-@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "401"])
-def test_one_replica_that_is_bad_for_a_while_loses_nothing(fault):
-    scores, _ = routed([ScriptedReplica("a", [FAULTS[fault]] * 3)])
-    assert scores == right_scores(FOUR)
-
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
@@ -195,45 +164,6 @@ def said(groups):
     return [one.messages[-1].content for group in groups for one in group.completions_G]
 
 
-@pytest.mark.parametrize(
-    ("harm", "reason"),
-    [
-        (dead(), "poison"),
-        ("hang", "poison"),
-        (broken(), "5xx"),
-        (with_value(math.nan), "nan"),
-    ],
-)
-def test_what_takes_down_whoever_scores_it_is_found(harm, reason):
-    def script(_, groups):
-        return harm if "poison" in said(groups) else None
-
-    replicas = [ScriptedReplica(name, script) for name in "abc"]
-    groups = [question("Q", "a", "b", "poison", "c"), *(question(str(i), "x") for i in range(20))]
-
-    async def main():
-        router = Router(replicas, RouterOptions(attempt_timeout=5), clock=now)
-
-        async def others():
-            for _ in range(60):
-                await router.score(groups[1:])
-                await asyncio.sleep(1)
-
-        going_on = asyncio.create_task(others())
-        scores = await router.score(groups)
-        going_on.cancel()
-        await router.aclose()
-        return scores
-
-    scores = in_virtual_time(main())
-    found = reasons(scores)
-    assert found.pop(2) == reason
-    assert not any(found)
-    right = right_scores(groups)
-    assert scores[1:] == right[1:]
-    assert [scores[0][i] for i in (0, 1, 3)] == [right[0][i] for i in (0, 1, 3)]
-
-
 def test_a_replica_that_stays_bad_is_left_alone():
     bad = ScriptedReplica("a", lambda *_: broken())
     groups = [question(str(i), "x") for i in range(200)]
@@ -253,14 +183,6 @@ def test_an_outage_is_waited_out():
     scores, _ = routed(replicas, groups)
     assert scores == right_scores(groups)
     assert sum(len(one.asked) for one in replicas) < 50 + 200, "it is no storm"
-
-
-def test_who_cannot_be_reached_at_first_is_used_later():
-    replica = ScriptedReplica("a", probes=[unreachable()] * 4)
-    scores, router = routed([replica])
-    assert scores == right_scores(FOUR)
-    assert replica.num_probes == 5
-    assert router.counts["fault_connection"] == 4
 
 
 def test_retry_after_is_respected():
@@ -304,14 +226,3 @@ def test_the_deadline_is_for_everything():
     assert reasons(scores).count("") == 6
     assert set(reasons(scores)) == {"", "timeout"}
     assert max(replica.limits) <= 10
-
-
-def test_a_hung_replica_costs_one_attempt_and_not_the_deadline():
-    async def main():
-        replicas = [ScriptedReplica("a", lambda *_: "hang"), ScriptedReplica("b")]
-        router = Router(replicas, RouterOptions(attempt_timeout=5), clock=now)
-        began = now()
-        assert await router.score(FOUR) == right_scores(FOUR)
-        return now() - began
-
-    assert 5 <= in_virtual_time(main()) < 5.2

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 import pytest
 
 import scoring_groups
-from laurel.errors import EnvironmentFailedError, WorkerError
+from laurel.errors import WorkerError
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.rewards import preparing
 from laurel.rewards.loop_scorer import LoopScorer
@@ -96,15 +95,6 @@ def replica_set() -> Iterator[Callable[..., Made]]:
         one.close()
 
 
-def test_two_replicas_score_as_one_model_and_both_work(replica_set: Callable[..., Made]) -> None:
-    made, asked = replica_set(2), groups(12)
-    expected = values(scoring_groups.local(True), asked)
-    with ThreadPoolExecutor(12) as threads:
-        found = list(threads.map(lambda g: values(made.scorer, [g]), asked))
-    assert [v for one in found for v in one] == pytest.approx(expected, abs=NEAR)
-    assert all(one.num_done > 0 for one in made.replicas.replicas), "one had nothing to do"
-
-
 def test_a_killed_replica_is_started_again_and_nothing_is_lost_or_doubled(
     replica_set: Callable[..., Made],
 ) -> None:
@@ -143,33 +133,6 @@ def test_a_killed_replica_is_started_again_and_nothing_is_lost_or_doubled(
     assert "restart 1 of 3 at most" in made.said[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_replica_that_hangs_is_started_again_in_its_time(
-    replica_set: Callable[..., Made], num_replicas: int
-) -> None:
-    made, asked = replica_set(num_replicas, batch_timeout=10.0), groups(20)
-    expected = values(scoring_groups.local(True), asked)
-    (stopped,) = made.of[0]._processes
-    assert stopped.pid is not None
-    os.kill(stopped.pid, signal.SIGSTOP)
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda g: values(made.scorer, [g]), asked))
-    assert [v for one in found for v in one] == pytest.approx(expected, abs=NEAR)
-    assert made.replicas.restarts.number == 1
-    assert "no answer from rank 0 of 1 in score within 10 s" in made.said[0]
-    assert not stopped.is_alive()
-
-
-@pytest.mark.slow
-def test_the_only_replica_is_waited_for(replica_set: Callable[..., Made]) -> None:
-    made, asked = replica_set(1), groups(2)
-    made.kill(0)
-    expected = values(scoring_groups.local(True), asked)
-    assert values(made.scorer, asked) == pytest.approx(expected, abs=NEAR)
-    assert made.replicas.restarts.number == 1
-
-
 def test_when_none_is_left_it_is_an_error_that_says_so(replica_set: Callable[..., Made]) -> None:
     made = replica_set(2, max_restarts=0)
     made.kill(0)
@@ -183,21 +146,6 @@ def test_when_none_is_left_it_is_an_error_that_says_so(replica_set: Callable[...
         made.scorer.directly(lambda scorer: scorer.score_exactly(groups(1)))
 
 
-def test_a_replica_that_fails_in_the_same_way_at_once_is_given_up(
-    replica_set: Callable[..., Made],
-) -> None:
-    made = replica_set(1)
-
-    def fail() -> None:
-        raise WorkerError("no memory", exit_code=75)
-
-    made.before_making = fail
-    made.kill(0)
-    with pytest.raises(WorkerError, match="failed in the same way"):
-        made.scorer.score_now(groups(1))
-    assert made.replicas.restarts.number == 2
-
-
 @pytest.mark.slow
 def test_what_is_asked_directly_outlives_a_replica_too(replica_set: Callable[..., Made]) -> None:
     made = replica_set(2)
@@ -208,17 +156,6 @@ def test_what_is_asked_directly_outlives_a_replica_too(replica_set: Callable[...
         [s.value for row in expected for s in row], abs=NEAR
     )
     made.until_all_are_ready()
-
-
-@pytest.mark.slow
-def test_replicas_rest_and_one_that_was_lost_meanwhile_is_there_afterwards(
-    replica_set: Callable[..., Made],
-) -> None:
-    made = replica_set(2)
-    with made.scorer.resting():
-        made.kill(1)
-    assert None not in values(made.scorer, groups(6))
-    assert made.replicas.restarts.number == 1
 
 
 class Sleeper(LocalScorer):
@@ -255,16 +192,13 @@ def test_one_that_is_started_again_while_they_rest_rests_too() -> None:
         return made[-1]
 
     replicas = scoring_replicas(make, 1, say=lambda _: None)
-    scorer = LoopScorer(replicas)
-    try:
+    with closing(LoopScorer(replicas)) as scorer:
         with scorer.resting():
             assert made[1].said == ["sleep"]
             assert scorer.batcher.is_asleep
         assert None not in values(scorer, groups(1))
         assert made[1].said == ["sleep", "wake", "score"]
         assert replicas.restarts.number == 1
-    finally:
-        scorer.close()
 
 
 def test_nothing_is_under_way_while_they_rest_and_nothing_is_lost() -> None:
@@ -300,8 +234,7 @@ def test_who_renders_for_all_is_lost_and_no_replica_is_to_blame(
     monkeypatch.setattr(preparing, "MAX_RESTARTS", 0)
     made = replica_set(2)
     contract = scoring_groups.local(True).contract
-    preparers = Preparers(contract, 1, partial(SpawnedGroup, WORKER))
-    try:
+    with closing(Preparers(contract, 1, partial(SpawnedGroup, WORKER))) as preparers:
         for replica in made.replicas.replicas:
             replica.value.preparers = preparers
         group = preparers.workers.replicas[0].value
@@ -314,52 +247,3 @@ def test_who_renders_for_all_is_lost_and_no_replica_is_to_blame(
                 ask()
             assert end.value.is_lost
         assert made.replicas.restarts.number == 0
-    finally:
-        preparers.close()
-
-
-@pytest.mark.slow
-def test_one_that_is_back_as_all_ends_ends_too(replica_set: Callable[..., Made]) -> None:
-    made = replica_set(1)
-    closing = threading.Thread(target=made.scorer.close)
-
-    def close_meanwhile() -> None:
-        closing.start()
-        while not made.replicas.is_closed:
-            time.sleep(0.001)
-
-    made.before_making = close_meanwhile
-    made.kill(0)
-    with pytest.raises(EnvironmentFailedError, match="closed"):
-        made.scorer.score_now(groups(1))
-    closing.join(60)
-    assert not closing.is_alive()
-    assert not any(thread.name == "laurel-restart" for thread in threading.enumerate())
-    assert len(made.groups) == 2
-    assert not any(process.is_alive() for group in made.groups for process in group._processes)
-    assert not [thread for thread in threading.enumerate() if thread.name == "laurel-batcher"]
-
-
-@pytest.mark.parametrize("packing", [True, False], ids=["forest", "padded"])
-def test_one_model_in_this_process_merges_what_many_threads_ask(packing: bool) -> None:
-    asked = groups(16)
-    expected = values(scoring_groups.local(packing), asked)
-    scorer = LoopScorer(scoring_groups.local(packing))
-    try:
-        apart = [
-            Group(id=g.id, prompt=g.prompt, completions_G=(c,))
-            for g in asked
-            for c in g.completions_G
-        ]
-        with ThreadPoolExecutor(16) as threads:
-            found = list(threads.map(lambda g: values(scorer, [g]), apart))
-        assert [v for one in found for v in one] == pytest.approx(expected, abs=NEAR)
-        assert scorer.path == ("forest" if packing else "padded")
-        with scorer.resting():
-            pass
-        assert scorer.directly(lambda model: model.score_now(asked[:1]))[0][0].value == (
-            pytest.approx(expected[0], abs=NEAR)
-        )
-    finally:
-        scorer.close()
-        scorer.close()

@@ -18,10 +18,9 @@ from laurel.rewards.server.service import RewardService, ServingSpec
 from laurel.rewards.spec import ScorerSpec
 from laurel.types import Message, group_of
 from laurel.workers.rendezvous import RankPlace
-from reward_models import small_model, write_model
-from reward_servers import wait_until
 from sandbox_processes import is_gone
 from scripted_backend import ScriptedBackend, null_scores
+from served_scores import asked_without_network
 
 NULL = ServingSpec()
 
@@ -56,34 +55,12 @@ async def until(true):
             await asyncio.sleep(0.01)
 
 
-def metrics(model):
+async def metrics(model):
     """What `/metrics` of a server of them says."""
-
-    async def ask():
-        sent = []
-
-        async def receive():
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        async def send(message):
-            sent.append(message)
-
-        service = RewardService()
-        service.begin(model)
-        scope = {
-            "type": "http",
-            "method": "GET",
-            "path": "/metrics",
-            "raw_path": b"/metrics",
-            "query_string": b"",
-            "client": ("127.0.0.1", 1),
-            "root_path": "",
-            "headers": [],
-        }
-        await make_app(service, GateOptions(api_key=None, hosts=None))(scope, receive, send)
-        return sent[1]["body"].decode()
-
-    return ask()
+    service = RewardService()
+    service.begin(model)
+    app = make_app(service, GateOptions(api_key=None, hosts=None))
+    return (await asked_without_network(app, "GET", "/metrics"))[1].decode()
 
 
 def test_they_score_sleep_wake_and_end():
@@ -102,23 +79,6 @@ def test_they_score_sleep_wake_and_end():
     assert said == []
     assert all(is_gone(one.pid) for one in processes)
     model.scorer.close()
-
-
-@pytest.mark.slow
-def test_one_that_dies_is_replaced_and_sleeps_if_the_others_do():
-    with opened(1) as (model, said):
-        for _ in range(2):
-            (old,) = pids(model)
-            os.kill(old, signal.SIGKILL)
-            assert model.scorer.score_now([group("q")]) == [null_scores(group("q"))]
-            assert pids(model) != [old]
-        lost = [line for line in said if "is back" not in line]
-        assert lost == ["warning: replica 0 died (signal 9); it is started again"] * 2
-        model.scorer.sleep_now()
-        os.kill(*pids(model), signal.SIGKILL)  # nobody asks it, and it is missed all the same
-        wait_until(lambda: sum("is back" in line for line in said) == 3, seconds=60)
-        model.scorer.wake_now()
-        assert model.scorer.score_now([group("q")]) == [null_scores(group("q"))]
 
 
 @pytest.mark.slow
@@ -201,31 +161,3 @@ def test_the_queue_has_an_end_and_the_figures_say_how_long_it_is():
 
     with opened(2, ServingSpec(limits=BatcherLimits(max_waiting=6))) as (model, _):
         asyncio.run(main(model))
-
-
-@pytest.mark.slow
-def test_what_nobody_waits_for_any_more_leaves_the_queue(tmp_path):
-    directory = tmp_path / "rm"
-    write_model(small_model(max_length=512), directory)
-    settings = serving(directory, max_waiting=10_000)
-
-    async def main(served, pid):
-        long = " ".join(f"word {i}" for i in range(120))
-        asked = [group(f"{i} {long}", *(f"{j} {long}" for j in range(8))) for i in range(200)]
-        asking = [asyncio.ensure_future(served.score([one])) for one in asked]
-        await until(lambda: served.stats().batches)
-        os.kill(pid, signal.SIGSTOP)  # else it might have computed what waits before that is known
-        try:
-            for one in asking:
-                one.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        assert served.stats().cancelled > 100
-        assert served.stats().waiting == 0
-        ((score, _),) = await served.score([group("afterwards")])
-        assert score.failure is None
-        assert served.stats().computed < 1600
-
-    with opened(1, settings) as (model, _):
-        asyncio.run(main(model.scorer, *pids(model)))

@@ -9,7 +9,7 @@ import pytest
 
 from reward_servers import wait_until
 from scripted_backend import ScriptedBackend
-from served_scores import KEY, Running, served
+from served_scores import Running, raw_request, served
 
 
 @pytest.mark.slow
@@ -22,12 +22,8 @@ def test_a_change_goes_on_where_whoever_asked_for_it_has_left():
 
     def ask_and_leave(path, body=b""):
         """When the change has begun."""
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            f"Authorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
         with socket.create_connection(("127.0.0.1", it.port)) as connection:
-            connection.sendall(head.encode() + body)
+            connection.sendall(raw_request(path, body))
             assert begun.wait(20)
 
     begun, may_end, old, new = threading.Event(), threading.Event(), Scripted(), ScriptedBackend()

@@ -31,10 +31,3 @@ def test_what_a_score_came_about_from_travels():
         assert told["parts"] == {"kind": 0.5, "brief": -1.0}
         ((one, other),) = asyncio.run(scored(it.url))
         assert one.parts == other.parts == {"kind": 0.5, "brief": -1.0}
-
-
-def test_a_score_that_came_about_from_nothing_else_says_nothing_of_it():
-    with Running() as it:
-        assert "parts" not in it.score("a").json()["groups"][0]["scores"][0]
-        ((score, _),) = asyncio.run(scored(it.url))
-        assert score.parts == {}

@@ -30,9 +30,8 @@ from laurel.errors import (
     install_command,
 )
 from laurel.generation.vllm import pooling
-from laurel.rewards.batching import BatcherLimits, BatchingScorer
+from laurel.rewards.batching import BatchingScorer
 from laurel.rewards.open import load_scorer, load_vllm_scorer
-from laurel.rewards.scorer import conversation_group
 from laurel.rewards.spec import ModelPlace, ScorerSpec, find_model
 from laurel.rewards.vllm import VllmScorer
 from laurel.types import Message, group_of
@@ -115,15 +114,6 @@ def test_scores_are_those_of_hugging_face_one_by_one(pair):
     assert 0 <= scorer.golden_difference < EXACT
 
 
-def test_a_group_is_scored_as_its_completions_are_alone(pair):
-    scorer, *_ = pair
-    together = values(scorer.score_now(GROUPS))
-    alone = [
-        scorer.score_now([conversation_group(g.conversation(i))]) for g in GROUPS for i in range(8)
-    ]
-    assert values([one for (one,) in alone]) == pytest.approx(together, rel=EXACT, abs=EXACT)
-
-
 def test_a_group_shares_the_computed_prompt(pair, monkeypatch):
     scorer, *_ = pair
     vllm, cached = scorer._model._llm, []
@@ -195,48 +185,6 @@ def test_progress_is_told_and_there_is_no_higher_precision(several):
 
 
 # ----------------------------------------------------------------------------------- in a batcher
-
-
-def test_many_callers_through_a_batcher_get_what_they_would_alone(several, monkeypatch):
-    scorer, here = several
-    monkeypatch.setattr(scorer, "close", lambda: None)  # a batcher ends what it has
-    groups = [asked(number, answers=4, words=5) for number in range(12)]
-    batcher = BatchingScorer(scorer, model_version="1", limits=BatcherLimits(batch_tokens=600))
-
-    async def all_at_once():
-        scores = await asyncio.gather(*(batcher.score([group]) for group in groups))
-        return [scores_G for (scores_G,) in scores]
-
-    try:
-        found = asyncio.run(all_at_once())
-    finally:
-        batcher.close()
-    assert values(found) == pytest.approx(values(here.score_now(groups)), rel=EXACT, abs=EXACT)
-    assert batcher.stats().computed == 48
-
-
-def test_requests_to_a_sleeping_model_wait(several, monkeypatch):
-    scorer, here = several
-    monkeypatch.setattr(scorer, "close", lambda: None)  # a batcher ends what it has
-    batcher = BatchingScorer(scorer, model_version="1")
-
-    async def asleep_meanwhile():
-        await batcher.sleep()
-        waiting = asyncio.create_task(batcher.score([asked(7, words=5)]))
-        done, _ = await asyncio.wait([waiting], timeout=0.2)
-        await batcher.wake()
-        return bool(done), await waiting
-
-    try:
-        was_done, found = asyncio.run(asleep_meanwhile())
-    finally:
-        batcher.close()
-    assert not was_done
-    assert values(found) == pytest.approx(
-        values(here.score_now([asked(7, words=5)])), rel=EXACT, abs=EXACT
-    )
-    with scorer.resting():
-        pass
 
 
 # --------------------------------------------------------------------------------- golden scores

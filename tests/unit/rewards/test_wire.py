@@ -76,27 +76,26 @@ GROUP = {"id": "g", "prompt": "p", "completions": ["a"]}
         ([], "the request should be an object, and is a list"),
         ({}, "'groups' of the request is missing"),
         ({"groups": None}, "'groups' of the request should be a valid list, and is null"),
-        ({"groups": {}}, "'groups' of the request should be a valid list, and is an object"),
-        ({"groups": [], "group": 1}, "'group' of the request"),
+        (
+            {"group": []},
+            "the request has an unknown key 'group'; did you mean 'groups'? Its keys are: groups,",
+        ),
         ({"groups": [], "request_id": 3}, "'request_id' of the request should be a valid string"),
         ({"groups": [1]}, "'groups[0]' of the request should be an object, and is a number"),
         ({"groups": [{**GROUP, "id": None}]}, "'groups[0].id' of the request should be a valid"),
-        ({"groups": [{"prompt": "p", "completions": []}]}, "'groups[0].id' of the request is miss"),
-        ({"groups": [{"id": "g", "completions": []}]}, "'groups[0].prompt' of the request is miss"),
         ({"groups": [{"id": "g", "prompt": "p"}]}, "'groups[0].completions' of the request is mis"),
-        ({"groups": [{**GROUP, "completion": "a"}]}, "'groups[0].completion' of the request"),
         (
-            {"groups": [{**GROUP, "completions": "a"}]},
-            "'groups[0].completions' of the request should be a valid list, and is a string",
+            {"groups": [GROUP, {"id": "g", "promt": "p", "completions": []}]},
+            "'groups[1]' of the request has an unknown key 'promt'; did you mean 'prompt'? Its",
+        ),
+        (
+            {"groups": [{**GROUP, "prompt": [{"role": "user", "content": "", "name": "a"}]}]},
+            "prompt[0]' of the request has an unknown key 'name'; its keys are: role, content",
         ),
         (
             {"groups": [{**GROUP, "completions": [3]}]},
-            "'groups[0].completions[0]' of the request should be a valid string or should be a "
-            "valid list, and is a number",
-        ),
-        (
-            {"groups": [{**GROUP, "prompt": {"role": "user", "content": "p"}}]},
-            "'groups[0].prompt' of the request should be a valid string or should be a valid list",
+            "'groups[0].completions[0]' of the request should be a valid string or a valid list, "
+            "and is a number",
         ),
         ({"groups": [{**GROUP, "completions": [[]]}]}, "at least 1 item"),
         (

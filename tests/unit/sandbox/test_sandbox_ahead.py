@@ -2,24 +2,8 @@
 
 import pytest
 
-from laurel.sandbox.detection import detect
 from laurel.sandbox.jobs import Limits, SandboxJob, Status
-from laurel.sandbox.pool import SandboxPool
 from sandbox_processes import below, is_gone, is_idle, wait_until
-
-
-@pytest.fixture(scope="module")
-def tier():
-    found = detect()
-    if found.tier is None:
-        pytest.skip(found.sentence())
-    return found.tier
-
-
-@pytest.fixture
-def own_pool(tier):
-    with SandboxPool(tier=tier, num_workers=1) as pool:
-        yield pool
 
 
 def run(pool, code, **fields):

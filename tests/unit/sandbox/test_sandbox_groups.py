@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -184,8 +185,7 @@ def test_the_kill_of_version_2_is_the_kernels():
 
 
 def test_all_of_a_sandbox_is_in_its_group_and_the_group_ends_with_it(place):
-    zygote = ZygoteProcess(frozenset(), place=place)
-    try:
+    with closing(ZygoteProcess(frozenset(), place=place)) as zygote:
         job = SandboxJob(code="print(1)")
         assert grade(job, zygote, tier="0", attempt=1).status is Status.OK
         made = folders(place)
@@ -201,8 +201,6 @@ def test_all_of_a_sandbox_is_in_its_group_and_the_group_ends_with_it(place):
         assert not folders(place)
         assert grade(job, zygote, tier="0", attempt=1).status is Status.OK
         assert len(folders(place)) == len(place.hierarchies), "the next one has another"
-    finally:
-        zygote.close()
     assert not folders(place)
 
 

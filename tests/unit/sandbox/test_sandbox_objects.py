@@ -2,7 +2,6 @@
 
 import pytest
 
-from laurel.sandbox.detection import detect
 from laurel.sandbox.inside import plain_data
 from laurel.sandbox.jobs import SandboxJob, Status
 from laurel.sandbox.pool import SandboxPool
@@ -32,11 +31,8 @@ def make():
 
 
 @pytest.fixture(scope="module")
-def pool():
-    found = detect()
-    if found.tier is None:
-        pytest.skip(found.sentence())
-    with SandboxPool(tier=found.tier, num_workers=1) as pool:
+def pool(tier):
+    with SandboxPool(tier=tier, num_workers=1) as pool:
         yield pool
 
 

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -275,35 +274,3 @@ def test_a_machine_too_busy_for_ray_is_asked_once_more(monkeypatch, message, att
     assert len(left) == attempts
     for one in left:
         one.wait(END)  # or TimeoutExpired: by itself it never ends
-
-
-class CountingRay:
-    """In the place of Ray's object store and of the actors of a group."""
-
-    def __init__(self):
-        self.num_puts = 0
-        self.given = []
-
-    def put(self, value):
-        self.num_puts += 1
-        return value
-
-
-def test_what_the_ranks_of_one_place_share_is_sent_once(monkeypatch):
-    store = CountingRay()
-    monkeypatch.setattr(ray_group.ray, "put", store.put)
-    group = object.__new__(ray_group.RayGroup)
-    run = SimpleNamespace(remote=lambda *sent: store.given.append(sent))
-    group.role, group.size, group._failure, group._is_open = "policy", 4, None, True
-    group._actors = [SimpleNamespace(run=run)] * 4
-    monkeypatch.setattr(ray_group, "_RayPending", lambda *_: None)
-    of_places = [(["first"],), (["second"],)]  # two places of two tensor-parallel ranks each
-    group.start_each("learn", [arguments for arguments in of_places for _ in range(2)])
-    assert store.num_puts == 2
-    assert store.given[0] is not store.given[2]
-    assert [sent[0].value()[1].args for sent in store.given] == [
-        *[(["first"],)] * 2,
-        *[(["second"],)] * 2,
-    ]
-    group.start("learn", "everybody")
-    assert store.num_puts == 3

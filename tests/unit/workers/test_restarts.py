@@ -46,10 +46,6 @@ def test_what_fails_as_before_is_no_accident_unless_it_worked_in_between() -> No
     assert restarts.number == 3
 
 
-def test_none_at_all_may_be_allowed() -> None:
-    assert Restarts(0, lambda _: None).after(RuntimeError("x"), Replica()).refused is not None
-
-
 def test_one_that_works_in_between_is_started_again_however_often() -> None:
     told: list[str] = []
     restarts = EndlessRestarts(2, told.append)

@@ -107,15 +107,14 @@ def groups_without_spread(record: RunRecord) -> Iterator[RunFinding]:
         which = ""
         if solved:
             which = f", and {fmean(ending(solved)):.0f}% of all groups were all right"
+        said = f"in {last:.0%} of the groups of the last steps all completions got the same reward"
         yield RunFinding(
             weight="good" if is_solved else "look",
-            text=f"In {last:.0%} of the groups of the last steps all completions got the same "
-            f"reward{which}: nothing is learned from such a group. "
-            + (
-                "The reward is at the top of what was seen: harder tasks, or the end of the run."
-                if is_solved
-                else "Harder or easier tasks, a higher temperature, or grpo.use_dynamic_sampling."
-            ),
+            text=f"The reward is at the top of what was seen: {said}{which}. These tasks are "
+            "solved, and only harder ones would teach more."
+            if is_solved
+            else f"I{said[1:]}{which}: nothing is learned from such a group. "
+            "Harder or easier tasks, a higher temperature, or grpo.use_dynamic_sampling.",
         )
 
 

@@ -29,7 +29,9 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import cached_property
+from itertools import islice
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import (
@@ -198,28 +200,41 @@ def _as_protocol_error(error: ValidationError, value: Any, what: str) -> Protoco
     depth = max(len(one["loc"]) for one in errors)
     inner = [one for one in errors if one["type"] == "too_long"]
     inner = inner or [one for one in errors if len(one["loc"]) == depth]
+    # Of a misspelled key and the right one, which is missing, the misspelled one is named.
+    inner = [one for one in inner if one["type"] == "extra_forbidden"] or inner
     kind, steps = inner[0]["type"], inner[0]["loc"]
+    is_of_key = kind in ("missing", "extra_forbidden")
+    key = str(steps[-1])[:_KEY_SHOWN] if is_of_key else ""
     path, at = "", value
-    for number, step in enumerate(steps, start=1):
+    for step in steps[:-1] if is_of_key else steps:
         if isinstance(at, list) and isinstance(step, int) and step < len(at):
             path, at = f"{path}[{step}]", at[step]
         elif isinstance(at, dict) and step in at:
             path, at = f"{path}.{step}".removeprefix("."), at[step]
-        elif kind == "missing" and number == len(steps):
-            path = f"{path}.{step}".removeprefix(".")
         # Otherwise the step is the name of one of several forms, and not in the value.
     where = f"{path!r} of {what}" if path else what
+    if kind == "extra_forbidden":
+        place = re.sub(r"\[\d+\]", "[]", path)
+        known = list(_KEYS_AT.get(place, MessageBody.__annotations__))
+        near = get_close_matches(key, known, n=1)
+        hint = f"did you mean {near[0]!r}? Its" if near else "its"
+        keys = ", ".join(known)
+        return ProtocolError(f"{where} has an unknown key {key!r}; {hint} keys are: {keys}")
     if kind == "missing":
-        return ProtocolError(f"{where} is missing")
+        full = f"{path}.{key}".removeprefix(".")
+        there = [str(one)[:_KEY_SHOWN] for one in islice(at, 100)] if isinstance(at, dict) else []
+        near = get_close_matches(key, there, n=1)
+        hint = f"; did you mean {key!r} by {near[0]!r}?" if near else ""
+        return ProtocolError(f"{full!r} of {what} is missing{hint}")
     if kind == "finite_number" or (kind == "float_type" and type(at) is int):  # 10**400
         return ProtocolError(f"{where} is not finite", kind="nan")
     problem = " or ".join(dict.fromkeys(_WORDS.get(one["type"], one["msg"]) for one in inner))
-    problem = problem.replace("Input should", "should")
+    problem = problem.replace("Input should", "should").replace(" or should be", " or")
     if kind == "too_long":
         return TooLargeError(f"{where} {problem}")
     if kind == "count":
         return ProtocolError(f"{where} has {problem}", kind="count")
-    if kind in ("extra_forbidden", "values"):
+    if kind == "values":
         return ProtocolError(f"{where} {problem}")
     return ProtocolError(f"{where} {problem}, and is {json_kind(at)}")
 
@@ -229,6 +244,8 @@ _WORDS = {
     "model_type": "should be an object",
     "model_attributes_type": "should be an object",
 }
+_KEY_SHOWN = 64
+"""Limit of characters of a client's key in a message."""
 
 
 # ------------------------------------------------------------------------------------- /v1/score
@@ -319,6 +336,10 @@ class ScoreRequest(ScoringRequest, extra="forbid"):
             )
             for group in self.groups
         ]
+
+
+# The keys of the bodies that refuse others, by their places; those of messages are elsewhere.
+_KEYS_AT = {"": ScoreRequest.model_fields, "groups[]": GroupBody.model_fields}
 
 
 class ScoreBody(Body):

@@ -741,9 +741,10 @@ class LoadRequest(Body):
     model: str = Field(description="A directory on this machine")
 
 
+# pydantic puts the tags into the places of errors, where they must not look like keys of the body.
 EitherScoreRequest = Annotated[
-    Annotated[ScoreRequest, Tag("groups")] | Annotated[foreign.PairsRequest, Tag("pairs")],
-    Discriminator(lambda value: "pairs" if foreign.names_pairs(value) else "groups"),
+    Annotated[ScoreRequest, Tag("its groups")] | Annotated[foreign.PairsRequest, Tag("its pairs")],
+    Discriminator(lambda value: "its pairs" if foreign.names_pairs(value) else "its groups"),
 ]
 
 

@@ -1,0 +1,38 @@
+"""What tests of environments share."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from laurel.sandbox.detection import detect
+from laurel.sandbox.tiers import Tier
+from reward_models import small_model, write_model
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tiny models are quickest, and give the same bits everywhere, so."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A reward model with a contract, golden scores, and the mean and deviation of its scores."""
+    directory = tmp_path_factory.mktemp("model")
+    loaded = small_model()
+    contract = loaded.contract.with_rules(mean=0.5, std=2.0, num_reference=10)
+    write_model(dataclasses.replace(loaded, contract=contract), directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def found():
+    """The isolation of programs on this machine, where there is some."""
+    found = detect()
+    if found.tier in (None, Tier.LIMITS_ONLY):
+        pytest.skip(found.sentence())
+    return found

@@ -1,0 +1,22 @@
+"""What tests of the sandbox share: the isolation of this machine, and a pool of one worker."""
+
+import pytest
+
+from laurel.sandbox.detection import detect
+from laurel.sandbox.pool import SandboxPool
+
+
+@pytest.fixture(scope="session")
+def tier():
+    """What programs get here; without anything the tests have nothing to look at."""
+    found = detect()
+    if found.tier is None:
+        pytest.skip(found.sentence())
+    return found.tier
+
+
+@pytest.fixture
+def own_pool(tier):
+    """A pool of one worker for one test, which may do it harm."""
+    with SandboxPool(tier=tier, num_workers=1) as pool:
+        yield pool
