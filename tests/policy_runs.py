@@ -39,6 +39,7 @@ TINY_GRPO = (
     "grpo.num_prompts_per_step=3",
     "grpo.num_generations_per_prompt=4",
     "grpo.max_num_steps=4",
+    "grpo.max_num_epochs=1",
     "grpo.val_period=2",
     "grpo.max_val_samples=4",
     "checkpointing.save_period=2",

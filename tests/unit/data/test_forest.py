@@ -145,3 +145,17 @@ def test_padded_packing(lengths, budget):
     assert pack_padded(list(lengths), budget) == bins
     widths = [max(length for i in items for length in lengths[i]) for items in bins]
     assert widths == sorted(widths, reverse=True)  # rows of similar lengths share a batch
+
+
+def test_packing_by_hand():
+    # Decreasing: 6, 5, 4, 3, 2 into 10: 6+4, 5+3+2.
+    assert bin_pack([5, 4, 2, 6, 3], 10) == [[1, 3], [0, 2, 4]]
+    assert bin_pack([12, 3, 12], 10) == [[0], [2], [1]]  # too long for any: alone
+    assert bin_pack([], 10) == []
+
+
+def test_padded_packing_by_hand():
+    # Widest first: rows of 9 and 8 make 2 * 9 = 18 tokens; a third row would make 27.
+    assert pack_padded([(3,), (9,), (8,), (2, 2)], 20) == [[1, 2], [0, 3]]
+    assert pack_padded([(30, 1), (4,)], 20) == [[0], [1]]  # too long for any: alone
+    assert pack_padded([], 20) == []

@@ -447,3 +447,17 @@ def test_places_are_shared_and_filled_again_at_once():
             request("abcd", seeds=(1, 2), max_new_tokens=2),
         )
     assert seen == [5, 4, 4, 3, 1]
+
+
+@pytest.mark.parametrize("name", sorted(tiny.LANGUAGE_MODELS))
+def test_log_probabilities_are_the_models_own_for_every_architecture(name):
+    policy = tiny.tiny_policy(name, std=0.1)
+    with engine_of(policy, end_ids=[]) as engine:
+        asked = [
+            request([5, 6, 7] * 9, seeds=range(3), max_new_tokens=70),
+            request([9, 8], seeds=range(2), max_new_tokens=30),
+        ]
+        for wanted, found in zip(asked, draw(engine, *asked), strict=True):
+            for one in found:
+                expected = full_logprobs(policy, wanted, one)
+                assert one.logprobs_L == pytest.approx(expected, abs=1e-5)

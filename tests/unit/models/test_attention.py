@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tiny
-from dense_oracle import dense_attention, oracle_of
+from dense_oracle import ORACLE, dense_attention, oracle_of
 from laurel.data.forest import to_forest
 from laurel.errors import ModelError
 from laurel.models.forest.attention import ForestPlan, forest_attention
@@ -252,3 +252,38 @@ def test_without_a_plan_there_is_an_error_that_says_so():
     model = tiny.tiny_reward_model("llama")
     with pytest.raises(ModelError, match=r"without a plan.*set_attn_implementation\('sdpa'\)"):
         model.classifier(input_ids=torch.tensor([[5, 6, 7]]))
+
+
+def test_masks_by_hand():
+    plan = ForestPlan([])
+    like = torch.zeros(1)
+    no, yes = -torch.inf, 0.0
+    # Two queries at positions 3 and 4 of five keys, which see the latest three positions.
+    expected = torch.tensor([[no, yes, yes, yes, no], [no, no, yes, yes, yes]])
+    assert torch.equal(plan.mask(2, 5, 3, like), expected)
+    assert plan.mask(2, 5, 3, like) is plan.mask(2, 5, 3, like)
+    # Without a window, or with one that reaches back to the first key.
+    expected = torch.tensor([[yes, yes, yes, yes, no], [yes, yes, yes, yes, yes]])
+    assert torch.equal(plan.mask(2, 5, None, like), expected)
+    assert torch.equal(plan.mask(2, 5, 5, like), expected)
+    # A kernel's own causal mask does for a square, and one query sees everything.
+    assert plan.mask(5, 5, None, like) is None
+    assert plan.mask(1, 5, None, like) is None
+    assert torch.equal(plan.mask(1, 3, 2, like), torch.tensor([[no, yes, yes]]))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_token_is_that_of_a_dense_mask(name):
+    """All hidden states, not only the last ones, and in float64 for all architectures."""
+    model = tiny.tiny_reward_model(name, dtype=torch.float64).classifier.base_model
+    groups = tiny.random_groups(6, SHAPES)
+    forest = to_forest(groups)
+    inputs = {
+        "input_ids": forest.ids_T[None],
+        "position_ids": forest.positions_T[None],
+        "use_cache": False,
+    }
+    found = model(**inputs, forest_plan=ForestPlan(forest.trees)).last_hidden_state
+    model.set_attn_implementation(ORACLE)
+    expected = model(**inputs, oracle=oracle_of(groups)).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)

@@ -16,9 +16,14 @@ from laurel.data.forest import to_forest
 from laurel.models.forest.attention import AttentionOptions, ForestPlan, attend_by_blocks
 from laurel.models.forest.cascade import (
     Cascade,
+    in_pieces,
+    keys_in_window,
+    own_keys,
     packed_calls,
+    trunk_keys,
 )
 from laurel.models.loading.pretrained import recompute_activations
+from laurel.types import Span, Tree
 
 CPU = torch.device("cpu")
 PLAIN = {"scaling": None, "dropout": 0.0, "sliding_window": None, "softcap": None, "s_aux": None}
@@ -149,11 +154,15 @@ class Counter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.counts = {}
+        self.largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         self.counts[name] = self.counts.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.largest = max(self.largest, result.numel())
+        return result
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -251,3 +260,53 @@ def test_in_half_precision_it_is_no_noisier_than_segment_by_segment(dtype):
     for one, other, truth in zip(cascade, segments, expected, strict=True):
         noise, usual = (float((t.double() - truth).norm()) for t in (one, other))
         assert noise <= 1.25 * usual
+
+
+TREES = (
+    Tree(Span(0, 5), (Span(5, 7), Span(7, 8))),
+    Tree(Span(8, 8), (Span(8, 10),)),
+    Tree(Span(10, 11), ()),
+)
+
+
+def test_who_sees_whom_by_hand():
+    assert own_keys(TREES) == [
+        (Span(*span), (Span(*span),)) for span in ((0, 5), (5, 7), (7, 8), (8, 10), (10, 11))
+    ]
+    assert trunk_keys(TREES) == [(Span(5, 8), (Span(0, 5),))]
+    assert keys_in_window(TREES, 3) == [
+        (Span(0, 5), (Span(0, 5),)),
+        (Span(5, 7), (Span(3, 5), Span(5, 7))),
+        (Span(7, 8), (Span(3, 5), Span(7, 8))),
+        (Span(8, 10), (Span(8, 10),)),
+        (Span(10, 11), (Span(10, 11),)),
+    ]
+    # A window of one token: nobody sees another.
+    assert keys_in_window(TREES, 1)[1] == (Span(5, 7), (Span(5, 7),))
+    own, before = in_pieces(TREES, size=2)
+    assert [tuple(queries) for queries, _ in own] == [
+        *((0, 2), (2, 4), (4, 5), (5, 7)),
+        *((7, 8), (8, 10), (10, 11)),
+    ]
+    assert before == [
+        (Span(5, 8), (Span(0, 5),)),
+        (Span(2, 4), (Span(0, 2),)),
+        (Span(4, 5), (Span(0, 4),)),
+    ]
+
+
+@pytest.mark.slow
+def test_a_branch_of_32k_tokens_trains_without_a_square():
+    model = tiny.tiny_reward_model(
+        "llama",
+        num_hidden_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        intermediate_size=8,
+    ).train()
+    forest = to_forest(tiny.random_groups(4, [(2048, [32768])]))
+    with Counter() as counter:
+        model(forest).sum().backward()
+    assert counter.largest <= len(forest.ids_T) * 32
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -209,3 +209,27 @@ def test_a_completion_without_a_prompt_is_an_error():
     for batch in (to_forest(groups), to_padded(groups, pad_id=0)):
         with pytest.raises(DataError, match=r"has no prompt.*at least one token"):
             predictors(batch)
+
+
+@pytest.mark.parametrize("kind", sorted(HEADS))
+def test_gradients_are_those_of_finite_differences(kind):
+    hidden, weight, bias, targets = drawn(tokens=4, width=3, vocabulary=6)
+
+    def logprobs(hidden, weight, bias):
+        out = token_logprobs(hidden, targets, weight, bias_V=bias, chunk_size=3, **HEADS[kind])
+        return out.logprobs_M
+
+    assert torch.autograd.gradcheck(logprobs, (hidden, weight, bias))
+
+
+def test_predictors_by_hand():
+    #  trunk a: 0 1 2 | 3 4 | 5 ; trunk b: 6 | 7 8 9
+    groups = tiny.random_groups(0, [(3, [2, 1]), (1, [3])])
+    forest, rows = to_forest(groups), to_padded(groups, pad_id=0)
+    index, targets = predictors(forest)
+    assert index.tolist() == [2, 3, 2, 6, 7, 8]
+    assert targets.tolist() == forest.ids_T[[3, 4, 5, 7, 8, 9]].tolist()
+    assert index.dtype == targets.dtype == torch.int64
+    flat, same = predictors(rows)  # rows of 5, 4 and 4 tokens, all 5 wide
+    assert flat.tolist() == [2, 3, 7, 10, 11, 12]
+    assert same.tolist() == targets.tolist()

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -346,3 +348,33 @@ def test_a_rank_that_cannot_save_leaves_no_torn_checkpoint(models, tmp_path):
     assert first["full"].startswith("IsADirectoryError")
     assert "could not be saved" in first["full/store"]
     assert "rank 0 failed" in second["full"]
+
+
+@pytest.mark.slow
+def test_nothing_that_ranks_write_can_run_code(runs):
+    root, _, _, _ = runs
+    suffixes = {path.suffix for path in root.rglob("*") if path.is_file()}
+    assert suffixes == {".json", ".jinja", ".md", ".safetensors"}
+    done = subprocess.run(
+        [sys.executable, "-c", UNPICKLING_IS_COUNTED, str(root / "0" / "0" / spread_work.TRAINING)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["0", "1"], done.stdout + done.stderr
+
+
+UNPICKLING_IS_COUNTED = """
+import collections, pickle, sys
+from pathlib import Path
+from laurel.models.checkpoint.state import read_shares
+from laurel.models.checkpoint.state import load_training_state
+import torch.distributed.checkpoint.hf_storage
+found = []
+sys.addaudithook(lambda event, data: found.append(data) if event == "pickle.find_class" else None)
+load_training_state(Path(sys.argv[1]), optimizer=None, scheduler=None)
+assert read_shares(Path(sys.argv[1], "optimizer"), lambda name: None)
+print(len(found))
+pickle.loads(pickle.dumps(collections.OrderedDict()))
+print(len(found))
+"""
