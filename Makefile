@@ -41,12 +41,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/laurel demo
 
-# Three at a time, on two cores too: much of the time a test waits for processes that it started. The
+# Two at a time: much of the time a test waits for processes that it started. The
 # tests of a file stay together, because they share clusters, servers and models. Where a process
 # dies, the run fails at once and names the test; with another in its place, xdist would wait for
-# ever. Files come in their own order: xdist would begin with those of many tests, which are quick,
-# and end with those of a few long ones, for which one process then waits.
-TEST_PROCESSES ?= 3
+# ever. Files come in their own order, but for a few (LONG in tests/conftest.py): xdist would begin
+# with those of many tests, which are quick, and end with those of a few long ones, for which one
+# process then waits.
+TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # What is not marked slow; by which rule, see CONTRIBUTING.md.

@@ -2,12 +2,7 @@
 
 import pytest
 
-LONG = (
-    "unit/training/test_learner_group.py",
-    "unit/workers/test_launch.py",
-    "unit/workers/test_ray_actor.py",
-    "unit/workers/test_ray_cluster.py",
-)
+LONG = ("unit/training/test_learner_group.py", "unit/workers/test_ray_cluster.py")
 """Files that take long and would come last, when other processes have nothing left to do."""
 
 

@@ -71,6 +71,23 @@ def test_the_references_format_and_where_it_differs(laurel, tmp_path):
 
 
 @pytest.mark.slow
+def test_both_figures_where_the_model_reads_other_tokens(laurel, model, tmp_path):
+    rows = [{**row, "prompt": f"{row['prompt']} {'So it goes. ' * 12}"} for row in pair_rows()]
+    data = write(tmp_path / "rows.jsonl", rows)
+    asked = ["eval", "reward-bench", "-m", str(model), "-d", str(data), "--json"]
+    own, other = laurel(asked), laurel([*asked, "--compatibility", "rewardbench"])
+    assert other.returncode == 0, other.stderr
+    report, plain = json.loads(other.stdout), json.loads(own.stdout)
+    assert plain["num_truncated"] == 48, "to the 64 tokens of the model's contract"
+    assert report["num_truncated"] == 0
+    assert report["compatibility"]["num_rows_read_differently"] == 24
+    assert report["compatibility"]["reasons"]["cut differently"]["num_rows"] == 24
+    by_contract = {one["name"]: one["by_contract"] for one in report["subsets"]}
+    assert by_contract == accuracies(plain)
+    assert accuracies(report) != accuracies(plain)
+
+
+@pytest.mark.slow
 def test_all_benchmarks_whose_rows_are_at_hand(laurel, model, tmp_path):
     pairs = [{"prompt": "q?", "chosen": WORDS[i], "rejected": WORDS[i + 1]} for i in range(3)]
     files = {"reward-bench": pair_rows(), "reward-bench-2": list_rows(), "pairs": pairs}

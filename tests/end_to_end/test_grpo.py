@@ -19,6 +19,7 @@ from policy_runs import (
     completions_of,
     grpo,
     grpo_settings,
+    metrics_of,
     sums,
 )
 
@@ -459,6 +460,25 @@ def test_completions_that_cannot_be_written_do_not_end_the_run(tmp_path, model):
     assert done.outcome.ended == "finished"
     assert "step 1: its completions could not be written: " in done.text
     assert (tmp_path / "saves" / "step_2" / "MANIFEST.json").is_file()
+
+
+def test_validation_may_be_greedy_and_does_not_depend_on_the_step(tmp_path, model):
+    grpo(
+        grpo_settings(
+            tmp_path,
+            model,
+            "data.env_name=matches",
+            "grpo.max_num_steps=2",
+            "grpo.val_period=1",
+            "+env.custom.matches={name: policy_fakes.Matches, kwargs: {reward: 0.0}}",
+            "grpo.val_at_start=true",
+        )
+    )
+    validated = [
+        {k: v for k, v in metrics_of(tmp_path)[s].items() if k.startswith("validation/")}
+        for s in (0, 1, 2)
+    ]
+    assert validated[0] == validated[1] == validated[2], "nothing was learned, so nothing changed"
 
 
 @pytest.mark.slow

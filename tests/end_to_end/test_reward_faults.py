@@ -258,3 +258,14 @@ def restarting(servers):
     finally:
         is_over.set()
         watching.join()
+
+
+@pytest.mark.slow
+def test_wall_clocks_jump(servers, monkeypatch):  # [28]
+    jumps = iter(range(10**9))
+    monkeypatch.setattr("time.time", lambda: 2e9 + 3600.0 * (-1) ** next(jumps))
+    three = servers({}, {}, {})
+    streamed = Streamed(three, hedge=True)
+    streamed.after(30, three[0].kill)
+    streamed.after(60, three[0].start)
+    assert streamed.run() == RIGHT

@@ -182,7 +182,8 @@ class _PlainCommand(TyperCommand):
         except Exception as error:  # typer does not export the class of this error
             name = getattr(error, "option_name", None)
             takes_overrides = any(one.name == "overrides" for one in self.params)
-            if isinstance(name, str) and "." in name and takes_overrides:
+            alike = set(getattr(error, "possibilities", None) or ()) - {"--help"}
+            if isinstance(name, str) and takes_overrides and ("." in name or not alike):
                 error.message = _not_an_option(name, given)  # type: ignore[attr-defined]
                 error.possibilities = None  # type: ignore[attr-defined]
             raise
@@ -214,6 +215,11 @@ class _PlainGroup(TyperGroup):
 
 def _not_an_option(name: str, given: Sequence[str]) -> str:
     """Explain how to write a configuration key that was given as an option."""
+    if "." not in name:
+        return (
+            f"No such option: {name}. Settings are keys of the configuration, without dashes: "
+            "policy.optimizer.kwargs.lr=1e-5, for example; `laurel config` prints them all"
+        )
     at, said = next((at, one) for at, one in enumerate(given) if one.partition("=")[0] == name)
     _, equals, value = said.partition("=")
     if not equals:

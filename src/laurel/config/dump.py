@@ -83,6 +83,8 @@ def to_yaml(
             value = getattr(section, name)
             if describe:
                 about = meaning(type(section), name, field.description or "", named)
+                if isinstance(field.default, str | int | float) and field.default != value:
+                    about = about.replace("Default:", f"Default ({field.default}):")
                 if isinstance(value, Section) and not about:
                     about = type(value).__doc__ or ""
                 for text in (about, (more or {}).get(here, "")):

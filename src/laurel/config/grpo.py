@@ -491,6 +491,10 @@ class GRPOPolicyConfig(PolicyConfig):
 # -------------------------------------------------------------------------------------------- grpo
 
 
+UNLIMITED_STEPS = 1_000_000
+"""The value of `max_num_steps` that stands for no limit."""
+
+
 class GRPOConfig(Section):
     """The size of a step, how rewards are compared, when the run validates."""
 
@@ -507,11 +511,12 @@ class GRPOConfig(Section):
     compared with."""
     max_rollout_turns: int = Field(default=1, ge=1)
     """Turns of the policy in one conversation, at most. Default: a question and its answer."""
-    max_num_epochs: int = Field(default=1, ge=1)
-    """Passes over the tasks. They settle the number of steps; dynamic sampling, which leaves groups
-    out, takes fewer, and ends when the tasks of all passes are used up. Default: the data says when
-    it is over."""
-    max_num_steps: int = Field(default=1_000_000, ge=0)
+    max_num_epochs: int | None = Field(default=None, ge=1)
+    """Passes over the tasks; null: one, or what `max_num_steps` takes. They settle the number
+    of steps; dynamic sampling, which leaves groups out, takes fewer, and ends when the tasks of all
+    passes are used up. Default: a limit of steps is meant; without one the data says when it is
+    over."""
+    max_num_steps: int = Field(default=UNLIMITED_STEPS, ge=0)
     """Steps at most. Default: in effect no limit."""
     num_iterations: int = Field(default=1, ge=1)
     """Times that each batch of rollouts is learned from. Default: on-policy: the ratio is 1, and no
@@ -610,6 +615,13 @@ class GRPOConfig(Section):
                 "leave it out"
             )
         return self
+
+    @property
+    def num_epochs(self) -> int:
+        """`max_num_epochs`, with what its null stands for."""
+        if self.max_num_epochs is not None:
+            return self.max_num_epochs
+        return 1 if self.max_num_steps >= UNLIMITED_STEPS else UNLIMITED_STEPS
 
     @property
     def compares_within_groups(self) -> bool:

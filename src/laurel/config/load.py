@@ -291,13 +291,17 @@ class Checker:
         # A reference may stand for the rest of the path; then the last node on it has the line.
         ways = (find_node(node, where[:length]) for length in range(len(where), -1, -1))
         written = next(found for found in ways if found is not None)
-        self._report((*path, *where), written.place, message)
+        is_block = isinstance(written.value, dict)
+        place = self._place_of_rule(problem, written) if is_block else written.place
+        self._report((*path, *where), place, message)
 
     def _place_of_rule(self, problem: ErrorDetails, node: YamlNode) -> str:
         """Find the line of the first written key that a rule's message names, or the section's."""
         reason = _reason(problem)
         named = [
-            find_node(self.tree, key.split(".")) for key in re.findall(r"\w+(?:\.\w+)+", reason)
+            find_node(root, key.split("."))
+            for key in re.findall(r"\w+(?:\.\w+)+", reason)
+            for root in (self.tree, node)
         ]
         named += [find_node(node, [word]) for word in re.findall(r"\w+", reason)]
         written = (found.place for found in named if found is not None and found.place != DEFAULT)

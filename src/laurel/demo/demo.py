@@ -234,7 +234,7 @@ def _write_data(files: Files, seed: int) -> None:
 def _finished(outcome: RunOutcome, console: Console) -> Path:
     """Return the model of a finished run; exit if the run was stopped."""
     if outcome.ended != "finished" or outcome.latest is None:
-        console.print("stopped before the end; run `laurel demo` again to start over")
+        console.print("stopped before the end; `laurel demo` does not resume, it starts over")
         raise SystemExit(130)
     return outcome.latest
 

@@ -174,12 +174,12 @@ class BatchCollector:
         # With dynamic sampling a step may need several batches of generation.
         config = self._config
         count = config.num_prompts_per_step
-        num_tasks = max(config.max_num_epochs * len(self.tasks), count)
+        num_tasks = max(config.num_epochs * len(self.tasks), count)
         count = min(round(count * config.batch_multiplier), num_tasks - self.consumed)
         if count <= 0:
             raise NothingLeft(
                 f"no step {batch.step + 1}: all {num_tasks} tasks have been used "
-                f"(grpo.max_num_epochs={config.max_num_epochs}), and "
+                f"(grpo.max_num_epochs={config.num_epochs}), and "
                 f"{self._what_it_has(batch)}"
             )
         rows = self._stream.rows(self.consumed, count)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from laurel.config.grpo import GRPORun
 from laurel.config.reward_model import RewardTrainingConfig
 from laurel.data.report import DataReport, RowReport, TextReport
 from laurel.errors import DataError, counted
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from laurel.models.checkpoint.card import CardFacts
     from laurel.run.context import R, RunContext
     from laurel.training.learner_group import ModelFacts
+
+Setting = str | int | float | bool | None
 
 
 def facts_of_reward_model(
@@ -58,27 +61,58 @@ def facts_of_reward_model(
 
 
 def facts_of_policy(
-    context: RunContext[R], model: ModelFacts, reports: Mapping[str, TextReport], *, method: str
+    context: RunContext[R],
+    model: ModelFacts,
+    reports: Mapping[str, TextReport],
+    *,
+    method: str,
+    settings: Mapping[str, Setting],
 ) -> CardFacts:
-    """Return the facts for the model card of a run that trains a policy by `method`."""
+    """Return the facts for the model card of a run that trains a policy by `method`.
+
+    `settings` are those of the method itself.
+    """
     from laurel.models.checkpoint.card import CardFacts
 
     return CardFacts(
         **_base(context, model),
         method=method,
         data={name: _rows(report) for name, report in reports.items()},
-        settings={"method": method, **_settings(context, unit="sequences")},
+        settings={"method": method, **settings, **_settings(context, unit="sequences")},
         max_length=context.config.policy.max_total_sequence_length,
     )
 
 
+def settings_of_grpo(config: GRPORun, environments: Iterable[str]) -> dict[str, Setting]:
+    """Return the settings of GRPO that the model card shows; `environments` judge its tasks."""
+    grpo, custom = config.grpo, config.env.custom
+    prompts = counted(grpo.num_prompts_per_step, "prompt")
+    return {
+        "rewards": ", ".join(
+            f"{name} ({custom[name].name})" if name in custom else name for name in environments
+        ),
+        "step": f"{prompts}, {counted(grpo.num_generations_per_prompt, 'completion')} to each",
+        "turns": grpo.max_rollout_turns,
+        "temperature": config.policy.generation.temperature,
+        "KL penalty": config.loss_fn.reference_policy_kl_penalty,
+        "seed": grpo.seed,
+    }
+
+
 def _base(context: RunContext[R], model: ModelFacts) -> dict[str, str | None]:
-    # Cards are published, so a local directory is reduced to its name.
+    from laurel.models.checkpoint.card import CardFacts
+
     policy = context.config.policy
     name = policy.model_name if policy.scratch is None else None
-    is_here = name is not None and os.path.isdir(os.path.expanduser(name))
-    described = f"the local directory {os.path.basename(os.path.realpath(name or ''))}"
-    return {"base_model": described if is_here else model.base_model, "hub_base": hub_name(name)}
+    if name is None or not os.path.isdir(os.path.expanduser(name)):
+        return {"base_model": model.base_model, "hub_base": hub_name(name)}
+    # Cards are published, so a local directory is reduced to its name.
+    path = Path(os.path.realpath(os.path.expanduser(name)))
+    described = f"the local directory {path.name}"
+    facts = CardFacts.load(path)
+    if facts is not None and facts.method and facts.base_model:
+        described += f", made by {facts.method} from {facts.base_model}"
+    return {"base_model": described, "hub_base": hub_name(name)}
 
 
 def _settings(context: RunContext[R], *, unit: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from laurel.errors import ConfigError, DataError
 from laurel.generation.vllm.settings import check_has_vllm
 from laurel.observe.loggers import check_available
 from laurel.run.allocation import plan_allocation
-from laurel.run.cards import facts_of_policy
+from laurel.run.cards import facts_of_policy, settings_of_grpo
 from laurel.run.context import (
     RunContext,
     choose_run_dir,
@@ -208,7 +208,13 @@ def _with_policy(
         ),
         data_fingerprint=fingerprint_of_tasks(data.train),
         config_yaml=to_yaml(config),
-        card=facts_of_policy(context, model.facts, data.reports, method="GRPO"),
+        card=facts_of_policy(
+            context,
+            model.facts,
+            data.reports,
+            method="GRPO",
+            settings=settings_of_grpo(config, environments),
+        ),
         run_dir=run_dir,
         save_optimizer=config.checkpointing.save_optimizer,
         saves_in_background=config.checkpointing.saves_in_background(model.facts.device),
@@ -287,9 +293,7 @@ def task_texts(data: TaskData) -> list[str]:
 def grpo_total_steps(config: GRPORun, num_tasks: int) -> int:
     """Return the number of steps of the run: those of all epochs, or the limit if it is lower."""
     grpo = config.grpo
-    return min(
-        grpo.max_num_steps, max(1, grpo.max_num_epochs * num_tasks // grpo.num_prompts_per_step)
-    )
+    return min(grpo.max_num_steps, max(1, grpo.num_epochs * num_tasks // grpo.num_prompts_per_step))
 
 
 _CODE_REWARD_KEYS: dict[str, Any] = dict.fromkeys(

@@ -299,7 +299,9 @@ class RewardRunState(RunState):
     def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
         """Write the reward model with its scoring contract and card."""
         contract = self._signed_contract(position.step)
-        facts = self._card.measured(position.metrics, before=position.before)
+        facts = self._card.measured(
+            position.metrics, before=position.before, num_steps=position.step
+        )
         card = reward_model_card(facts, contract)
         self.learner.export(directory, card, contract=contract, in_background=in_background)
         facts.save(directory)
@@ -458,7 +460,9 @@ class PolicyRunState(RunState):
 
     def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
         """Write the policy with its card."""
-        facts = self._card.measured(position.metrics, before=position.before)
+        facts = self._card.measured(
+            position.metrics, before=position.before, num_steps=position.step
+        )
         self.learner.export(directory, policy_card(facts), in_background=in_background)
         facts.save(directory)
 

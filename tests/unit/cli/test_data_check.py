@@ -126,6 +126,12 @@ def test_a_file_that_fits_nothing_lists_what_does(tmp_path):
     assert "Name your columns: data.prompt_key, data.chosen_key, data.rejected_key (rm)" in said
     said = check(write(tmp_path / "odd.jsonl", {"Frage (user)": "Wo?", "gute Antwort": "Da."}))[1]
     assert "'data.input_key=Frage (user)'" in said
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text('{"foo": 1}\n{oops\n[1]\n{"foo": 1}\n', encoding="utf-8")
+    assert (
+        "rm no: 4 malformed (2 x columns of no known class, e.g. mixed.jsonl:1; 1 x not JSON, e.g. "
+        "mixed.jsonl:2; 1 x not an object, e.g. mixed.jsonl:3)"
+    ) in check(str(mixed))[1]
 
 
 def test_a_file_for_another_command_is_told_so(tmp_path):

@@ -111,6 +111,7 @@ def test_verbose_shows_where_an_error_is_from(
         (["plan", "--nodes", "0"], "0 is less than 1"),
         (["rm", "-c", "a.yaml", "--data.path", "my rows"], "dashes before them: write data.path='"),
         (["rm", "--data.path=a.jsonl", "x=y"], "no dashes before them: write data.path=a.jsonl"),
+        (["rm", "--lr", "1e-3"], "without dashes: policy.optimizer.kwargs.lr=1e-5"),
         (["config", "show", "--grpo.seed"], "no dashes before them: write grpo.seed=VALUE"),
         (["plan", "--grpo.seed", "--json"], "no dashes before them: write grpo.seed=VALUE"),
     ],

@@ -49,6 +49,22 @@ def options(**given):
     return PlanOptions(policy_shape=POLICY, reward_shape=JUDGE, **given)  # type: ignore[arg-type]
 
 
+def saved_config(directory, model_type, **own):
+    """A configuration in a directory without weights, which are not read."""
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 500,
+        "pad_token_id": 0,
+    }
+    config = AutoConfig.for_model(model_type, **sizes | own)
+    config.save_pretrained(directory)
+    return config
+
+
 def test_the_page_of_the_seeds_colocated_run_and_the_facts_of_one_on_two_nodes(capsys):
     assert run_plan(EXAMPLES / "grpo_rm_1B.yaml", SEED, options(device_memory="80GiB"))
     page = capsys.readouterr().out
@@ -112,18 +128,7 @@ def test_what_does_not_fit_is_a_page_too(capsys):
 
 
 def test_a_model_in_a_directory_tells_its_own_shape(tmp_path, capsys):
-    config = AutoConfig.for_model(
-        "qwen3",
-        hidden_size=64,
-        num_hidden_layers=3,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=500,
-        pad_token_id=0,
-    )
-    config.save_pretrained(tmp_path)  # no weights: they are not read
+    config = saved_config(tmp_path, "qwen3", num_hidden_layers=3, head_dim=16)
     config.num_labels = 1
     network = AutoModelForSequenceClassification.from_config(config)
     parameters = sum(p.numel() for p in network.parameters())
@@ -212,18 +217,7 @@ def test_the_exit_code_is_2_where_it_does_not_fit_and_torch_is_not_loaded():
 def test_what_loading_would_not_split_is_a_conflict_and_never_proposed(
     tmp_path, capsys, model_type, own
 ):
-    config = AutoConfig.for_model(
-        model_type,
-        hidden_size=64,
-        num_hidden_layers=2,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=500,
-        pad_token_id=0,
-        **own,
-    )
-    config.save_pretrained(tmp_path)
+    config = saved_config(tmp_path, model_type, **own)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError) as refused:
@@ -255,17 +249,7 @@ def test_what_loading_would_not_split_is_a_conflict_and_never_proposed(
 
 
 def test_several_judges_in_directories_tell_their_own_shapes(tmp_path):
-    AutoConfig.for_model(
-        "mixtral",
-        hidden_size=64,
-        num_hidden_layers=2,
-        intermediate_size=96,
-        vocab_size=500,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        pad_token_id=0,
-    ).save_pretrained(tmp_path)
+    saved_config(tmp_path, "mixtral", num_local_experts=4)
     judges = f"[{{name: a, model_name: {tmp_path}}}, {{name: b, model_name: {tmp_path}}}]"
     settings = [f"env.reward_model.models={judges}", "env.reward_model.enabled=true"]
     found = read_shapes(load_config(GRPORun, None, settings).config, PlanOptions(kind="grpo"))

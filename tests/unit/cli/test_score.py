@@ -185,6 +185,17 @@ def test_words_that_name_columns_are_no_file(score, checkpoint, tmp_path):
         score(checkpoint, [row])
 
 
+def test_scores_do_not_depend_on_the_chunk_or_the_batch(score, checkpoint, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines([*ROWS, *ROWS[1:] * CHUNK, LONG, *ROWS]))
+    many = score(checkpoint, file=path, batch_tokens=300).lines
+    few = score(checkpoint, ROWS).lines
+    assert len(many) == CHUNK + 5
+    for ends in (many[:2], many[-2:]):
+        for one, other in zip(ends, few, strict=True):
+            assert one["scores"] == pytest.approx(other["scores"], abs=5e-6)
+
+
 def test_a_score_that_is_not_finite_is_null_and_counted(score, tmp_path):
     loaded = small_model()
     (token,) = loaded.contract.tokenizer("~")["input_ids"]

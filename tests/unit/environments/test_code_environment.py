@@ -13,6 +13,7 @@ from laurel.data.sources import read_rows
 from laurel.data.task_formats import TASK_SETS
 from laurel.environments.code.answers import Session, cut_middle, fenced, program_of, tagged
 from laurel.environments.code_environment import CodeEnvironment
+from laurel.environments.registry import create_environment
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.sandbox.detection import Detection
 from laurel.sandbox.jobs import Limits
@@ -440,6 +441,13 @@ def test_settings():
     with pytest.raises(ValueError, match="leave it out"):
         CodeEnvironmentConfig(sandbox={"num_workers": 3})
     assert CodeEnvironmentConfig(num_workers=3).placed_sandbox.num_workers == 3
+
+
+def test_by_its_name(found):
+    config = EnvironmentsConfig(code={"num_workers": 1, "sandbox": QUICK})
+    environment = create_environment("code", config)
+    assert isinstance(environment, CodeEnvironment)
+    environment.shutdown()
 
 
 # ------------------------------------------------------------------------------------------ figures

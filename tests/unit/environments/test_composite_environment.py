@@ -168,12 +168,13 @@ def test_an_environment_named_twice_is_asked_once():
     assert len(part.metadata) == 1
 
 
-def test_a_part_that_fails_fails_the_sample_never_0():
+@pytest.mark.parametrize(("gate", "expected"), [(None, 5.0), (0.5, 4.0)])
+def test_a_part_or_a_gate_that_fails_fails_the_sample_never_0(gate, expected):
     picky = Says(lambda t: "cannot read it" if t == "bad" else 1.0)
-    parts = [{"env": "length"}, {"env": "picky"}]
+    parts = [{"env": "length"}, {"env": "picky", "gate": gate}]
     returned = judged(composite(parts, {"length": Says(length), "picky": picky}), "bad", "good")
     assert returned.failures == ["picky: cannot read it", None]
-    assert total(returned)[1] == 5.0
+    assert total(returned)[1] == expected
 
 
 def test_a_reward_that_is_not_finite_is_a_failure():

@@ -30,7 +30,7 @@ CONVERSATIONS = [
 def checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     write_model(small_model(), directory)
-    CardFacts(base_model="a small model", metrics={"train_loss": 0.5}).save(directory)
+    CardFacts(base_model="a small model", metrics={"validation_loss": 0.5}).save(directory)
     return directory
 
 
@@ -85,7 +85,7 @@ def test_plain_transformers_gives_the_scores_of_the_checkpoint(checkpoint, expor
     assert "The licence of a small model applies to these weights" in card
     for heading in ("Intended use", "Limits", "Licence"):
         assert card.count(f"## {heading}\n") == 1
-    assert "| train_loss | 0.5 |" in card
+    assert "| validation_loss | 0.5 |" in card
     assert leftovers(out.parent) == []
 
 
@@ -245,6 +245,8 @@ def test_a_file_in_the_way(checkpoint, export, tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(ConfigError, match=r"is a file; name a directory"):
         export(checkpoint)
+    with pytest.raises(ConfigError, match="no model is named; add --model"):
+        export("")
     with pytest.raises(DataError, match=r"cannot be made: .*out is a file"):
         export(checkpoint, tmp_path / "out" / "below")
 

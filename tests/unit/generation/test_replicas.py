@@ -92,14 +92,15 @@ def test_a_conversation_stays_with_its_replica_and_its_end_is_passed_on():
         await collect(generator, turn("y", 3))
         await collect(generator, turn("x", 3))
         generator.end_conversations(["x", "y"])
-        await collect(generator, request(seeds=(1,), request_id="next"))
+        for name in ("next", "last"):
+            await collect(generator, request(seeds=(1,), request_id=name))
 
     with replicas_of(company) as generator:
         run(ask(generator))
         assert not generator._holders
-    assert [name for name, _ in company.asked(0)] == ["x0", "x1", "x2", "y3", "x3", "next"]
+    assert [name for name, _ in company.asked(0)] == ["x0", "x1", "x2", "y3", "x3", "next", "last"]
     assert [name for name, _ in company.asked(1)] == ["y0", "y1", "y2"]
-    assert company.engines[0].ended == ["x", "y"], "with the next call"
+    assert company.engines[0].ended == ["x", "y"], "once, with the next call"
 
 
 def test_missing_completions_keep_the_names_of_their_conversations():

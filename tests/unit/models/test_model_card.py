@@ -72,7 +72,8 @@ def test_an_accuracy_stands_beside_the_baseline_of_its_set():
     assert "| easy | 0.75 | 0.5 |  | 8 |" in card
     assert "| hard |" not in card  # it has no baseline
     for name, value in METRICS.items():
-        assert f"| {name} | {value:.4g} |" in card
+        # One batch of training says little about the model.
+        assert (f"| {name} | {value:.4g} |" in card) == (not name.startswith("train_"))
 
 
 def test_figures_that_are_not_finite_are_no_figures():

@@ -234,6 +234,19 @@ async def test_a_model_that_never_scored_anything_is_broken_once_each_has_been_t
 
 
 @in_loop
+async def test_an_error_of_the_engine_is_the_fault_of_no_input():
+    def died(tokens):
+        raise EngineError("the engine died")
+
+    backend = ScriptedBackend()
+    backend.score_tokens = died
+    with batcher(backend) as scorer:
+        with pytest.raises(EngineError, match="the engine died"):
+            await scorer.score([asked("q", "a", "b"), asked("r", "a")])
+        assert scorer.is_broken
+
+
+@in_loop
 async def test_a_backend_that_gives_too_few_scores_fails_and_nobody_waits_for_ever():
     backend = ScriptedBackend()
     backend.score_tokens = lambda tokens: []

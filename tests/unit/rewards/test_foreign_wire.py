@@ -119,6 +119,8 @@ def test_slime():
     for told in (None, True, False):  # the model's contract tells what was not said
         request = validated(RemoteRmRequest.model_validate, as_text, rendered=told)
         assert rows_of(request) == [SentTurn("2 + 2?", "4", told)]
+    with pytest.raises(ProtocolError, match="'r' of the reply is missing"):
+        foreign.read_remote_rm_reply({}, key="r")
     for odd in ({"prompt": "a"}, {"response": "a"}, {"prompt": 1, "response": "a"}, "a"):
         with pytest.raises(ProtocolError):
             RemoteRmRequest.read(odd)

@@ -135,6 +135,13 @@ def test_every_replica_gets_its_share_of_the_tokens(two):
             assert len(batch) == 1 or sum(g.num_tokens for g in batch) <= two.batch_tokens
 
 
+def test_progress_is_told_of_all_groups_and_tokens(two):
+    groups, told = groups_of([2, 1, 3]), []
+    two.score_now(groups, lambda *done: told.append(done))
+    assert sum(done for done, _ in told) == 3
+    assert sum(tokens for _, tokens in told) == sum(g.num_tokens for g in two.encode(groups))
+
+
 @given(sizes=st.lists(st.integers(0, 1000), max_size=40), shares=st.integers(1, 7))
 def test_shares_are_near_each_other(sizes, shares):
     taken = divide_evenly(sizes, shares)

@@ -3,7 +3,9 @@ import pytest
 
 from laurel.rewards.batching import (
     ScoreCache,
+    Unit,
     keys_of,
+    planned,
     units_of,
 )
 from laurel.rewards.preparing import rendered_group, rendered_rows
@@ -25,6 +27,19 @@ def test_a_sequence_has_one_key_however_it_is_divided():
     assert keys_of(tree([1, 2], [3, 4], [3, 5]))[0] == whole
     assert keys_of(tree([1, 2], [3, 4], [3, 5]))[1] != whole
     assert keys_of(tree([], [1, 2, 3, 4], truncated=(True,))) != (whole,)
+
+
+def unit(tokens, **kind):
+    return Unit.of((tokens, (None,) * len(tokens.branches_ids_G)), **kind)
+
+
+def test_answers_to_one_prompt_that_come_alone_find_each_other():
+    system = list(range(100, 120))
+    prompts = [[*system, *range(200 + 50 * i, 240 + 50 * i)] for i in range(3)]
+    alone = [unit(tree(prompt, [1, j])) for j in range(4) for prompt in prompts]
+    trees = planned(alone, ())
+    assert sorted(len(one.keys) for one in trees) == [4, 4, 4]
+    assert {key for one in trees for key in one.keys} == {one.keys[0] for one in alone}
 
 
 def test_the_cache_forgets_what_was_wanted_longest_ago_and_every_failure():

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from judges import ONLY_RESPONSE, by_length, judge_server
@@ -110,8 +111,21 @@ def test_where_the_processes_are_decides_who_scores(model: str) -> None:
         looped = replace(spec, in_loop=in_loop)
         with open_scorer(looped, say=lambda _: None, placement=placed) as scorer:
             assert isinstance(scorer, kind)
+            assert scorer.path == "forest"
             assert scorer.score_now(GROUPS) == expected
     assert asked == [("", range(1)), ("", None), ("", None)]
+
+
+@pytest.mark.slow
+def test_workers_end_with_the_context_of_a_model(model: str) -> None:
+    def children() -> set[int]:
+        return {child.pid for child in psutil.Process().children()}
+
+    before = children()
+    with open_scorer(of_model(model, num_workers=1), say=lambda _: None) as scorer:
+        assert len(children() - before) == 1
+        assert scorer.score_now(GROUPS)[0][0].value is not None
+    assert children() <= before
 
 
 def test_errors_name_keys_as_whoever_wrote_them_does(tmp_path: Path) -> None:

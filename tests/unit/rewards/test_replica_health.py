@@ -46,6 +46,16 @@ def rest(health, clock):
     return health.rests_until - clock.now
 
 
+def test_a_new_replica_is_probed_before_it_gets_anything(clock):
+    health = ReplicaHealth(ScriptedReplica(), window=8, clock=clock)
+    assert health.wants_probe
+    assert not health.is_usable
+    health.proved()
+    assert health.is_usable
+    assert not health.wants_probe
+    assert not health.is_on_trial
+
+
 def test_faults_in_a_row_end_the_trust(health, clock):
     for _ in range(FAULTS_TO_TRIP - 1):
         health.failed(broken(), began=clock.now)

@@ -96,12 +96,12 @@ def test_ctrl_c_outside_of_the_steps_says_what_it_ends(first, said):
     ("settings", "is_early", "expected"),
     [
         (
-            ["grpo.max_num_steps=60"],
+            ["grpo.max_num_steps=60", "grpo.max_num_epochs=1"],
             False,
             "grpo.max_num_epochs=1 ended it before grpo.max_num_steps=60",
         ),
         (["grpo.max_num_steps=22"], False, None),
-        (["grpo.max_num_steps=60"], True, None),
+        (["grpo.max_num_steps=60", "grpo.max_num_epochs=1"], True, None),
         ([], False, None),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from laurel.config.importing.commands import LAUNCHER_FILE
-from laurel.config.importing.rules import KeyOutcome, MappingTable, Work
+from laurel.config.importing.rules import KeyOutcome, Work
 from laurel.config.load import check_tree
 from laurel.config.schema_info import with_defaults
 from laurel.config.schemas import SCHEMAS, Kind
@@ -42,22 +42,28 @@ class Imported:
         return [entry for entry in self.entries if entry.status == status]
 
 
-def import_said(table: MappingTable, work: Work, run: Kind) -> Imported:
-    """Apply a mapping table to the keys of the source, and check the resulting configuration.
+def import_said(work: Work) -> Imported:
+    """Apply a system's rules to the keys of the source, and check the resulting configuration.
 
     Raises:
         ConfigError: A value, or the combination of values, is invalid; the message names the key of
             the source.
     """
-    for rule in table.rules:
-        rule.convert(work)
+    try:
+        work.translate()
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        if isinstance(error, ConfigError) or not work.last_read:
+            raise
+        raise work.problem(work.last_read, "it is not of the kind that belongs there") from None
+    work.settle()
     for key in work.said:
         if key not in work.entries:
-            _without_rule(table, work, key)
+            _without_rule(work, key)
+    run = work.run
     _drop_our_defaults(work, SCHEMAS[run])
     tree = _nested(work.values, f"what {work.system} says")
     config, _ = check_tree(SCHEMAS[run], with_defaults(SCHEMAS[run], tree))
-    order = {key: i for i, key in enumerate(table.known())}
+    order = {key: i for i, key in enumerate(work.table.known)}
     entries = sorted(work.entries.values(), key=lambda e: order.get(e.key, len(order)))
     return Imported(
         system=work.system,
@@ -69,41 +75,31 @@ def import_said(table: MappingTable, work: Work, run: Kind) -> Imported:
     )
 
 
-def _without_rule(table: MappingTable, work: Work, key: str) -> None:
-    if table.rule_of(key) is not None:
-        work.unneeded(key, "it has no effect beside the other keys of this file")
-        return
-    if key == LAUNCHER_FILE:
+def _without_rule(work: Work, key: str) -> None:
+    if work.table.knows(key):
+        work.skip("it has no effect beside the other keys of this file", key)
+    elif key == LAUNCHER_FILE:
         work.refuse(
             key,
             "the launcher's own file is not read; how many machines and devices there are is "
             "in the section cluster, how weights are spread over them in policy.dtensor_cfg",
         )
-        return
-    near = nearest(key, [k for k in table.known() if not k.endswith(".*")])
-    hint = f"; did you mean {near}?" if near else ""
-    work.refuse(key, f"not known to this version of Laurel's table of {work.system}{hint}")
+    else:
+        near = nearest(key, [k for k in work.table.known if not k.endswith(".*")])
+        hint = f"; did you mean {near}?" if near else ""
+        work.refuse(key, f"not known to this version of Laurel's table of {work.system}{hint}")
 
 
 def _drop_our_defaults(work: Work, schema: type[Section]) -> None:
     """Leave out values that the source does not set and that equal Laurel's defaults."""
     ours = schema().model_dump(mode="json")
+    new = {to for to, node in work.values.items() if default_at(ours, to) != plain_values(node)}
     units = {to: next((w for w in WHOLE if to.startswith(w)), to) for to in work.values}
-    needed: set[str] = set()
-    for to, unit in units.items():
-        is_ours = default_at(ours, to) == plain_values(work.values[to])
-        if work.came_from[to] or not is_ours:
-            needed.add(unit)
-    for to, unit in units.items():
-        if unit not in needed:
-            del work.values[to]
+    needed = {units[to] for to in work.values if to in work.decided or to in new}
+    work.values = {to: node for to, node in work.values.items() if units[to] in needed}
     for key, entry in list(work.entries.items()):
         if entry.status == "default":
-            entry.to = {
-                to: value
-                for to, value in entry.to.items()
-                if to in work.values and default_at(ours, to) != plain_values(work.values[to])
-            }
+            entry.to = {to: value for to, value in entry.to.items() if to in new}
             if not entry.to:
                 del work.entries[key]
 

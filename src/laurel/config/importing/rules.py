@@ -1,22 +1,17 @@
-"""Defines mapping tables: rules for where each key of another system goes, or why nowhere.
-
-Every key has one rule. The documentation's tables are generated from the same rules, so they
-cannot differ.
-"""
+"""Defines an import while it is made: what the source says, and what has become of its keys."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from laurel.config.importing.tables import MappingTable
+from laurel.config.schemas import Kind
 from laurel.config.yaml_tree import YamlNode, graft
 from laurel.errors import ConfigError
-
-# --------------------------------------------------------------------------------------------------
-# An import while it is made: what the source says, and what has become of each of its keys.
 
 Status = Literal["carried", "default", "not needed", "not carried"]
 
@@ -44,13 +39,15 @@ class KeyOutcome:
 
 
 class Work:
-    """The state of one import, which converters read values from and write results to.
+    """The state of one import, which rules read values from and write results to.
+
+    Rules name the source's keys as the table does, with its abbreviations.
 
     Args:
         system: The name of the other system, for messages.
         run: The kind of run: `rm`, `sft` or `grpo`.
+        table: The keys of the other system's program.
         said: The values in the source, by its keys.
-        defaults: The other system's defaults, by its keys.
         devices: The number of processes the source starts; None if it is unknown.
         total_steps: The optimizer steps of the whole run; None if they are unknown.
     """
@@ -59,80 +56,69 @@ class Work:
         self,
         *,
         system: str,
-        run: str,
+        run: Kind,
+        table: MappingTable,
         said: Mapping[str, Any],
-        defaults: Mapping[str, Any],
         devices: int | None = None,
         total_steps: int | None = None,
     ) -> None:
         self.system = system
         self.run = run
+        self.table = table
         self.said = said
-        self.defaults = defaults
         self.devices = devices
         self.total_steps = total_steps
         self.entries: dict[str, KeyOutcome] = {}
         self.values: dict[str, YamlNode] = {}
         """The values set so far, by Laurel's keys."""
-        self.came_from: dict[str, tuple[str, ...]] = {}
         self.origins: dict[str, str] = {}
         """The origin of each value as text for people, by Laurel's keys."""
-        self.reached: dict[str, list[str]] = {}
-        """The keys of Laurel that each source key decides, even if it is left out."""
-        self.named: dict[str, Any] = {}
-        """The values that the table's `let` steps have named."""
+        self.decided: set[str] = set()
+        """The keys of Laurel that the source or an option of the import decides, not a default."""
+        self.last_read = ""
+        """The key that was read last, of those that the source sets."""
+
+    def translate(self) -> None:
+        """Translate every key that has a meaning here; each system's class says how."""
 
     # ----------------------------------------------------------------------------------- the source
 
     def __getitem__(self, key: str) -> Any:
         """Return the value that the other system would use: the source's, or the default."""
+        key = self.table.full(key)
         if key in self.said:
+            self.last_read = key
             return self.said[key]
-        return self.defaults.get(key)
+        return self.table.defaults.get(key)
 
-    def is_said(self, *keys: str) -> bool:
+    def has(self, *keys: str) -> bool:
         """Report whether the source sets any of the keys."""
-        return any(key in self.said for key in keys)
+        return any(self.table.full(key) in self.said for key in keys)
 
-    def said_of(self, keys: Iterable[str]) -> list[str]:
-        """Return those of the keys that the source sets; `a.*` stands for all keys below `a`."""
-        found: list[str] = []
-        for key in keys:
-            if key.endswith(".*"):
-                below = [k for k in self.said if k.startswith(key[:-1])]
-                found += [k for k in below if k not in self.entries and k not in found]
-            elif key in self.said:
-                found.append(key)
-        return found
+    def said_of(self, *keys: str) -> list[str]:
+        """Return those of the keys that the source sets, or all if it sets none of them."""
+        return [key for key in keys if self.has(key)] or list(keys)
 
     def number(self, key: str) -> float:
-        """Return the value of a source key as a number.
-
-        Raises:
-            ConfigError: The value is no number.
-        """
+        """Return the value of a source key as a number, or raise a ConfigError."""
         value = self[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             raise self.problem(key, "it must be a number")
         return value
 
-    def whole(self, key: str) -> int:
-        """Return the value of a source key as a whole number.
+    def real(self, key: str) -> float:
+        """Return the value of a source key as a number with a decimal point."""
+        return float(self.number(key))
 
-        Raises:
-            ConfigError: The value is no whole number.
-        """
+    def whole(self, key: str) -> int:
+        """Return the value of a source key as a whole number, or raise a ConfigError."""
         value = self.number(key)
         if value != int(value):
             raise self.problem(key, "it must be a whole number")
         return int(value)
 
     def flag(self, key: str) -> bool:
-        """Return the value of a source key as a boolean; null is False.
-
-        Raises:
-            ConfigError: The value is no boolean.
-        """
+        """Return the value of a source key as a boolean; null is False, or raise a ConfigError."""
         value = self[key]
         if value in (None, "None"):
             return False
@@ -145,44 +131,45 @@ class Work:
         value = self[key]
         return None if value in (None, "", "None") else str(value)
 
-    def pair(self, key: str) -> tuple[float, float]:
-        """Return the value of a source key as two numbers.
+    def word(self, key: str) -> str:
+        """Return the value of a source key as a word in lower case."""
+        return str(self[key]).lower()
 
-        Raises:
-            ConfigError: The value is no pair of numbers.
-        """
+    def names(self, key: str) -> list[Any]:
+        """Return the value of a source key, one name or several, as a list."""
+        value = self[key]
+        return [value] if isinstance(value, str) else list(value or [])
+
+    def pair(self, key: str) -> list[float]:
+        """Return the value of a source key as two numbers, or raise a ConfigError."""
         value = self[key]
         is_pair = isinstance(value, list | tuple) and len(value) == 2
         if not is_pair or not all(isinstance(one, int | float) for one in value):
             raise self.problem(key, "it must be two numbers")
-        return float(value[0]), float(value[1])
+        return [float(one) for one in value]
 
     def problem(self, key: str, what: str) -> ConfigError:
         """Return the error for a source key whose value cannot be used; `what` says why."""
-        stands = "" if key in self.said else f" (the default of {self.system})"
-        return ConfigError(f"{self.system}'s {key}={shown(key, self[key])}{stands}: {what}")
+        stands = "" if self.has(key) else f" (the default of {self.system})"
+        value = shown(self.table.full(key), self[key])
+        return ConfigError(f"{self.system}'s {self.table.full(key)}={value}{stands}: {what}")
 
     # --------------------------------------------------------------------------------- what becomes
 
-    def put(
-        self, to: str, value: Any, *, by: Iterable[str], how: str = "", origin: str = ""
-    ) -> None:
+    def put(self, to: str, value: Any, *by: str, how: str = "", origin: str = "") -> None:
         """Set a key of Laurel.
 
         Args:
-            to: The dotted key of Laurel.
+            to: The dotted key of Laurel; `{run}` stands for the section of the run.
             value: Its value.
             by: The source's keys that decide the value.
             how: An explanation of the conversion.
             origin: The origin of a value that no source key decides, such as an option of the
                 import.
         """
-        target = to.format(run=self.run)
-        keys = tuple(by)
+        target = to.replace("{run}", self.run)
+        keys = [self.table.full(key) for key in by]
         said = [key for key in keys if key in self.said]
-        for key in keys:
-            found = self.reached.setdefault(key, [])
-            found += [target] if target not in found else []
         # A default is shown, too: it is not in the file, and may differ from Laurel's.
         for key in said or keys:
             entry = self._entry(key, "carried" if said else "default")
@@ -190,28 +177,43 @@ class Work:
             entry.why = entry.why or how
         of = ", ".join(said or keys)
         self.values[target] = graft(value, f"{self.system}'s {of}" if of else self.system)
-        self.came_from[target] = tuple(said) or ((origin,) if origin else ())
-        default = (
-            f"default of {', '.join(keys)} in {self.system}" if keys else f"as in {self.system}"
-        )
-        self.origins[target] = origin or ", ".join(said) or default
+        (self.decided.add if said or origin else self.decided.discard)(target)
+        default = f"default of {of} in {self.system}" if keys else f"as in {self.system}"
+        self.origins[target] = origin or (of if said else default)
 
-    def unneeded(self, key: str, why: str) -> None:
-        """Record that Laurel does not need a source key; the report shows `why`."""
-        entry = self._entry(key, "not needed")
-        entry.why = entry.why or why
+    def carry(self, key: str, to: str, read: Read | None = None, how: str = "") -> None:
+        """Set a key of Laurel to the value of one source key, if that is set or has a default.
 
-    def refuse(self, key: str, why: str) -> None:
+        `read` is the method that reads and checks the value; without it, it is taken as it is.
+        """
+        if self.has(key) or self.table.full(key) in self.table.defaults:
+            self.put(to, self[key] if read is None else read(self, key), key, how=how)
+
+    def refuse(self, key: str, why: str = "", **facts: object) -> None:
         """Record that a source key cannot be carried over; values it has already set remain.
 
-        `why` is the reason that the report shows.
+        `why` is the reason that the report shows, the table's if it is left out, where `facts` fill
+        the names in braces.
         """
-        entry = self._entry(key, "not carried")
+        why = why or self.table.refused[self.table.full(key)].format(run=self.run, **facts)
+        entry = self._entry(self.table.full(key), "not carried")
         entry.status, entry.why = "not carried", why
+
+    def is_refused(self, key: str) -> bool:
+        """Report whether a source key was refused."""
+        entry = self.entries.get(self.table.full(key))
+        return entry is not None and entry.status == "not carried"
+
+    def skip(self, why: str, *keys: str) -> None:
+        """Record that those of the source's keys that it sets are not needed; `why` says why."""
+        for key in map(self.table.full, keys):
+            if key in self.said:
+                entry = self._entry(key, "not needed")
+                entry.why = entry.why or why
 
     def note(self, key: str, text: str) -> None:
         """Attach a note to a source key that is carried over."""
-        entry = self.entries.get(key)
+        entry = self.entries.get(self.table.full(key))
         if entry is not None:
             entry.why = f"{entry.why}; {text}" if entry.why else text
 
@@ -224,6 +226,38 @@ class Work:
         if status == "carried" and entry.status == "not needed":
             entry.status = status
         return entry
+
+    def settle(self) -> None:
+        """Decide the source's keys that no rule has: features that Laurel lacks, and no others."""
+        for keys, why, fine in self.table.absent:
+            for key in self._undecided(keys):
+                value = self[key]
+                is_fine = any(
+                    value == one and isinstance(value, bool) == isinstance(one, bool)
+                    for one in fine
+                )
+                if is_fine or value in ([], {}):
+                    self.skip("at this value nothing is missing here", key)
+                else:
+                    self.refuse(key, why)
+        for is_wild in (False, True):
+            for why, keys in self.table.unneeded.items():
+                some = [key for key in keys if key.endswith(".*") is is_wild]
+                self.skip(why, *self._undecided(some))
+
+    def _undecided(self, keys: Iterable[str]) -> list[str]:
+        found: list[str] = []
+        for key in keys:
+            below = (
+                [k for k in self.said if k.startswith(key[:-1])] if key.endswith(".*") else [key]
+            )
+            found += [k for k in below if k in self.said and k not in self.entries]
+        return found
+
+
+Read = Callable[[Any, str], Any]
+flag, number, real, text, whole = Work.flag, Work.number, Work.real, Work.text, Work.whole
+"""The readings of a value that `carry` takes."""
 
 
 def shown(key: str, value: Any) -> str:
@@ -245,88 +279,3 @@ def shown(key: str, value: Any) -> str:
     else:
         text = str(value)
     return text if len(text) <= 72 else text[:69] + "..."
-
-
-Convert = Callable[[Work], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyRule:
-    """The rule for one source key, or for several that are converted together."""
-
-    keys: tuple[str, ...]
-    """The source's keys that the rule covers; `a.*` stands for all keys below `a`."""
-    to: tuple[str, ...] = ()
-    """All keys of Laurel that the rule may set; `{run}` stands for `rm`, `sft` or `grpo`."""
-    how: str
-    """Describes the conversion for people, or explains why there is none."""
-    status: Literal["carried", "not needed", "not carried"] = "carried"
-    """The usual status of the keys; the converter may give another for certain values."""
-    convert: Convert
-    """Converts the keys: reads their values from the `Work` and records an outcome for each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MappingTable:
-    """All rules that translate another system's configuration of one kind of run into Laurel's."""
-
-    rules: tuple[KeyRule, ...]
-    defaults: Mapping[str, Any]
-    """The other system's defaults, by its keys."""
-    own_keys: frozenset[str] = frozenset()
-    """The keys that only this kind of run has in the other system, which identify it."""
-    other_names: Mapping[str, str] | None = None
-    """Maps keys of older versions of the other system to their names in this table."""
-
-    def rule_of(self, key: str) -> KeyRule | None:
-        """Return the rule of a key: its own, or that of its longest known prefix."""
-        exact = {k: rule for rule in self.rules for k in rule.keys}
-        if key in exact:
-            return exact[key]
-        parts = key.split(".")
-        for length in range(len(parts) - 1, 0, -1):
-            rule = exact.get(".".join(parts[:length]) + ".*")
-            if rule is not None:
-                return rule
-        return None
-
-    def known(self) -> Iterator[str]:
-        """Yield every source key that the table has a rule for, in the order of the rules."""
-        for rule in self.rules:
-            yield from rule.keys
-
-
-def same(key: str, to: str, how: str = "as it is") -> KeyRule:
-    """Return a rule for a key that Laurel has under another name with the same meaning."""
-
-    def convert(work: Work) -> None:
-        if work.is_said(key) or key in work.defaults:
-            work.put(to, work[key], by=(key,))
-
-    return KeyRule(keys=(key,), to=(to,), how=how, convert=convert)
-
-
-def unneeded(how: str, *keys: str) -> KeyRule:
-    """Return a rule for keys that do not affect what is learned, or that Laurel decides itself."""
-
-    def convert(work: Work) -> None:
-        for key in work.said_of(keys):
-            work.unneeded(key, how)
-
-    return KeyRule(keys=keys, how=how, convert=convert, status="not needed")
-
-
-def absent(how: str, *keys: str, off: Sequence[Any] = (None, False, 0, "")) -> KeyRule:
-    """Return a rule for keys of features that Laurel lacks; a value in `off` loses nothing."""
-
-    def convert(work: Work) -> None:
-        for key in work.said_of(keys):
-            value = work[key]
-            if any(
-                value == one and isinstance(value, bool) == isinstance(one, bool) for one in off
-            ) or value in ([], {}):
-                work.unneeded(key, "at this value nothing is missing here")
-            else:
-                work.refuse(key, how)
-
-    return KeyRule(keys=keys, how=how, convert=convert, status="not carried")

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from laurel.config.importing import nemo_rl
+from laurel.config.importing import nemo_rl, openrlhf, trl, verl
 from laurel.config.importing.commands import PROGRAMS, Command, find_command
 from laurel.config.importing.engine import Imported, import_said
-from laurel.config.importing.rules import MappingTable, Work
-from laurel.config.importing.tables import read_tables
+from laurel.config.importing.tables import MappingTable, read_tables
 from laurel.config.schemas import Kind
 from laurel.config.yaml_tree import MISSING, plain_values, read_document, read_file
 from laurel.errors import ConfigError
@@ -27,11 +26,8 @@ TITLES: Mapping[System, str] = {
     "verl": "verl",
     "nemo-rl": nemo_rl.SYSTEM,
 }
-TABLES: Mapping[System, Mapping[Kind, MappingTable]] = {
-    "trl": read_tables("trl"),
-    "openrlhf": read_tables("openrlhf"),
-    "verl": read_tables("verl"),
-}
+_RULES = {"trl": trl.PROGRAMS, "openrlhf": openrlhf.PROGRAMS, "verl": verl.PROGRAMS}
+TABLES: Mapping[str, Mapping[Kind, MappingTable]] = {name: read_tables(name) for name in _RULES}
 """The mapping tables by system and kind of run; NeMo RL needs none, as Laurel shares its keys."""
 
 STDIN = "-"
@@ -97,17 +93,17 @@ def import_configuration(request: ImportRequest) -> ImportReport:
     table = TABLES[system][run]
     said, lost = _said(table, read)
     command = read.command
-    work = Work(
+    work = _RULES[system][run](
         system=TITLES[system],
         run=run,
+        table=table,
         said=said,
-        defaults=table.defaults,
         devices=request.devices or (command.devices if command else None),
         total_steps=request.total_steps,
     )
     for key, why in lost.items():
         work.refuse(key, why)
-    imported = import_said(table, work, run)
+    imported = import_said(work)
     return ImportReport(
         imported=imported, system=system, by="; ".join(part for part in (by, run_by) if part)
     )
@@ -216,8 +212,7 @@ def _known(system: System, values: Mapping[str, Any]) -> list[str]:
         return sections if "policy" in sections else []
     found: list[str] = []
     for table in TABLES[system].values():
-        exact = {key for key in table.known() if not key.endswith(".*")}
-        exact |= set(table.other_names or ())
+        exact = {key for key in table.known if not key.endswith(".*")} | {*table.other_names}
         found += [key for key in _flat(values, table) if key in exact and key not in found]
     return found
 
@@ -246,17 +241,13 @@ def _run(request: ImportRequest, read: _Read, system: System, name: str) -> tupl
         return next(iter(tables)), ""
     keys_of: dict[Kind, list[str]] = {}
     for kind, table in tables.items():
-        names = table.other_names or {}
+        new = table.other_names
         keys = _flat(read.values, table)
-        keys_of[kind] = [key for key in keys if names.get(key, key) in table.own_keys]
+        keys_of[kind] = [key for key in keys if new.get(key, key) in table.own_keys]
     found = [kind for kind, keys in keys_of.items() if keys]
     if len(found) != 1:
-        why = (
-            "nothing in it tells"
-            if not found
-            else "it has keys of several: "
-            + ", ".join(f"{kind} ({keys_of[kind][0]})" for kind in found)
-        )
+        several = ", ".join(f"{kind} ({keys_of[kind][0]})" for kind in found)
+        why = f"it has keys of several: {several}" if found else "nothing in it tells"
         raise ConfigError(f"{name}: which run is it for? {why}; --for {'|'.join(tables)}")
     return found[0], f"read as a file for laurel {found[0]}: {keys_of[found[0]][0]}"
 
@@ -266,7 +257,7 @@ def _run(request: ImportRequest, read: _Read, system: System, name: str) -> tupl
 
 def _said(table: MappingTable, read: _Read) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values by the table's keys, and the keys whose values cannot be determined."""
-    names = table.other_names or {}
+    names = table.other_names
     said: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     lost: dict[str, str] = {}
@@ -298,8 +289,7 @@ def _resolve(said: dict[str, Any], table: MappingTable, key: str, lost: dict[str
         return None if isinstance(value, str) and "${" in value else value
 
     text = said[key]
-    whole = _REFERENCE.fullmatch(text)
-    if whole:
+    if whole := _REFERENCE.fullmatch(text):
         value = value_of(whole)
     else:
         parts = {found[0]: value_of(found) for found in _REFERENCE.finditer(text)}
@@ -317,13 +307,12 @@ def _flat(
     values: Mapping[str, Any], table: MappingTable, prefix: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Flatten nested keys to dotted ones, except for mappings that the table takes as a whole."""
-    exact = set(table.known())
     found: dict[str, Any] = {}
     for name, value in values.items():
         key = ".".join((*prefix, str(name)))
         if value is MISSING:
             continue
-        if isinstance(value, dict) and value and key not in exact:
+        if isinstance(value, dict) and value and key not in table.known:
             found |= _flat(value, table, (*prefix, str(name)))
         else:
             found[key] = value

@@ -53,17 +53,22 @@ class CardFacts(BaseModel):
     """Further paragraphs."""
 
     def measured(
-        self, metrics: Mapping[str, float], *, before: Mapping[str, float] | None = None
+        self,
+        metrics: Mapping[str, float],
+        *,
+        before: Mapping[str, float] | None = None,
+        num_steps: int | None = None,
     ) -> CardFacts:
         """Return a copy of the facts with these metrics; those that are not finite are omitted.
 
         Args:
             metrics: The metrics of the model.
             before: The metrics of the model that training started from.
+            num_steps: The number of training steps that the model has taken.
         """
-        return self.model_copy(
-            update={"metrics": _finite(metrics), "before": _finite(before or {})}
-        )
+        steps = {} if num_steps is None else {"steps": num_steps}
+        changed = {"metrics": _finite(metrics), "before": _finite(before or {})}
+        return self.model_copy(update={**changed, "settings": {**self.settings, **steps}})
 
     def save(self, directory: Path) -> None:
         """Write the facts for the model card into a checkpoint."""
@@ -143,7 +148,7 @@ def reward_model_card(
         place=place,
         front=_front(facts, kind="reward model", task="text-classification"),
         beside=_beside_baseline(facts.metrics),
-        figures=sorted(facts.metrics.items()),
+        figures=_figures(facts),
         eos=tokenizer.eos_token,
         pad=tokenizer.pad_token,
         pooled=_pooled_token(contract),
@@ -166,7 +171,7 @@ def policy_card(facts: CardFacts, *, place: str = HERE) -> str:
         facts=facts,
         place=place,
         front=_front(facts, kind="policy", task="text-generation"),
-        figures=sorted(facts.metrics.items()),
+        figures=_figures(facts),
     )
 
 
@@ -223,6 +228,11 @@ def _beside_baseline(metrics: Mapping[str, float]) -> list[dict[str, object]]:
                 }
             )
     return rows
+
+
+def _figures(facts: CardFacts) -> list[tuple[str, float]]:
+    # Metrics of a single batch of training say little about the model.
+    return sorted(item for item in facts.metrics.items() if not item[0].startswith("train_"))
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
