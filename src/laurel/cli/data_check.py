@@ -33,6 +33,8 @@ from laurel.data.task_formats import OWN_TESTS
 from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, load_task_data
 from laurel.errors import ConfigError, DataError, Terms, UserError, counted, speaking
 from laurel.observe.console import (
+    UNBROKEN,
+    is_unbroken,
     make_console,
     message_console,
     print_command,
@@ -365,9 +367,10 @@ def _show(
 
 
 def _line(console: Console, label: str, text: str | Text, style: str = "") -> None:
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
+    width = UNBROKEN if is_unbroken(console) else None
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False, width=width)
     table.add_column(no_wrap=True, min_width=8)
-    table.add_column(overflow="fold")
+    table.add_column(overflow="fold", ratio=None if width is None else 1)
     table.add_row(Text(visible(label), style=style), Text(text) if isinstance(text, str) else text)
     console.print(table)
 

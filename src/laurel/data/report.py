@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from laurel.errors import counted
+from laurel.observe.console import UNBROKEN, is_unbroken
 from laurel.observe.metrics import answer_length, longer_credit
 from laurel.types import Conversation, Preference, Task
 
@@ -430,11 +431,12 @@ class _Lines:
         self._figures = figures
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        report, width = self._report, min(_WIDTH, options.max_width)
+        report, is_one_line = self._report, is_unbroken(console)
+        width = UNBROKEN if is_one_line else min(_WIDTH, options.max_width)
         yield Text(f"Data '{report.name}'", style="bold")
         about = ", ".join(part for part in (report.dataset_class, report.origin) if part)
         if about:
-            yield Text(about, style="dim", overflow="fold")
+            yield Text(about, style="dim", overflow="fold", no_wrap=is_one_line)
         is_narrow = width < _NARROW
         table = _table(width, width // 2 - 2 if is_narrow else _LABEL)
         for label, value in (*_rows(report), *self._figures):

@@ -124,14 +124,38 @@ class _Screen(Console):
             return
         # A file's lines stay whole, to be searched. A terminal would break them within words, and
         # so would a notebook, which has no end of a line to wrap at.
-        if options.get("soft_wrap") and (self._is_notebook or self.file.isatty()):
+        if self.is_for_file:
+            with self.capture() as captured:
+                super().print(*objects, **{"crop": not is_unbroken(self), **options})
+            try:
+                # The cells of tables end in blanks.
+                self.file.write(re.sub(r" +(?=\n)", "", captured.get()))
+                self.file.flush()
+            except BrokenPipeError:
+                self.on_broken_pipe()
+            return
+        if options.get("soft_wrap"):
             objects = tuple(_fitted(one, self.width) for one in objects)
         super().print(*objects, **options)
+
+    @property
+    def is_for_file(self) -> bool:
+        """Whether the lines go into a file or a pipe."""
+        return not self._is_notebook and not self.file.isatty()
 
     def status(self, status: Any, **options: Any) -> Status:
         if self.is_interactive:
             return super().status(status, **options)
         return Status(status, console=silent_console())
+
+
+UNBROKEN = 10_000
+"""The width of tables whose lines are not broken."""
+
+
+def is_unbroken(console: Console) -> bool:
+    """Whether lines may have any length: they go into a file, and the user has set no width."""
+    return isinstance(console, _Screen) and console.is_for_file and "COLUMNS" not in os.environ
 
 
 def _fitted(shown: Any, width: int) -> Any:

@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from laurel.data.report import TextReport
 from laurel.observe.console import (
     PairRow,
     format_number,
@@ -192,6 +193,20 @@ def test_in_a_notebook_lines_end_between_words(monkeypatch):
     assert len(lines) == 3
     assert max(map(len, lines)) <= 92
     assert " ".join(lines).split() == words
+
+
+@pytest.mark.parametrize("columns", [None, "60"])
+def test_in_a_file_a_report_has_whole_lines_without_blanks_at_their_ends(
+    columns, capsys, monkeypatch
+):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    report = TextReport(name="train", num_read=300, notes=["of some data.jsonl:1 " * 9])
+    make_console().print(report.render())
+    said = capsys.readouterr().out
+    assert not [line for line in said.splitlines() if line.endswith(" ")]
+    assert (report.notes[0].strip() in said) == (columns is None)
 
 
 @pytest.fixture
