@@ -23,7 +23,7 @@ from imported_sources import (
 )
 from laurel.config import nemo_rl
 from laurel.config.importing.commands import _filled
-from laurel.config.importing.engine import Imported
+from laurel.config.importing.rules import Imported
 from laurel.config.importing.sources import TABLES, TITLES, ImportRequest, import_configuration
 from laurel.config.importing.text import to_text
 from laurel.config.load import load_config

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from laurel.config.importing.engine import Imported
-from laurel.config.importing.rules import KeyOutcome
+from laurel.config.importing.rules import Imported, KeyOutcome
 from laurel.config.load import load_config
 from laurel.config.nemo_rl import unread_keys
 from laurel.config.schemas import SCHEMAS, Kind

@@ -20,7 +20,7 @@ _DECAYS = ("cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_
 _ESTIMATORS = ("group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce", "gae")
 
 
-class Program(Translation):
+class OpenRLHFProgram(Translation):
     """The keys that OpenRLHF's three programs share."""
 
     def _model(self) -> None:
@@ -119,7 +119,7 @@ class Program(Translation):
         self.put("logger.tensorboard_enabled", is_on, "logger.tensorboard_dir", how=how)
 
 
-class Trainer(Program):
+class OpenRLHFTrainer(OpenRLHFProgram):
     """The keys that the training of reward models and fine-tuning share."""
 
     def translate(self) -> None:
@@ -138,7 +138,7 @@ class Trainer(Program):
         """Translate the keys that only one of the two programs has."""
 
 
-class RewardModel(Trainer):
+class OpenRLHFRewardModel(OpenRLHFTrainer):
     """The program `train_rm`."""
 
     def _own(self) -> None:
@@ -157,7 +157,7 @@ class RewardModel(Trainer):
             self.put("data.margin_key", "margin", "model.margin_loss_enable")
 
 
-class SFT(Trainer):
+class OpenRLHFSFT(OpenRLHFTrainer):
     """The program `train_sft`."""
 
     def _own(self) -> None:
@@ -168,7 +168,7 @@ class SFT(Trainer):
         self.put("data.split_validation_size", 0.0)
 
 
-class PPO(Program):
+class OpenRLHFPPO(OpenRLHFProgram):
     """The program `train_ppo_ray`."""
 
     @cached_property
@@ -381,4 +381,8 @@ class PPO(Program):
                 self.refuse(between)
 
 
-PROGRAMS: Mapping[Kind, type[Translation]] = {"rm": RewardModel, "grpo": PPO, "sft": SFT}
+PROGRAMS: Mapping[Kind, type[Translation]] = {
+    "rm": OpenRLHFRewardModel,
+    "grpo": OpenRLHFPPO,
+    "sft": OpenRLHFSFT,
+}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from laurel.config.importing import nemo_rl, openrlhf, trl, verl
 from laurel.config.importing.commands import PROGRAMS, Command, find_command
-from laurel.config.importing.engine import Imported, import_said
+from laurel.config.importing.rules import Imported, import_said
 from laurel.config.importing.tables import MappingTable, read_tables
 from laurel.config.schemas import Kind
 from laurel.config.yaml_tree import MISSING, plain_values, read_document, read_file

@@ -8,8 +8,7 @@ from typing import Any
 
 from laurel.config.dump import entry, literal
 from laurel.config.importing import nemo_rl
-from laurel.config.importing.engine import Imported
-from laurel.config.importing.rules import KeyOutcome, shown
+from laurel.config.importing.rules import Imported, KeyOutcome, shown
 
 _WIDTH = 100
 

@@ -23,7 +23,7 @@ _DECAYS = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_
 _KEPT_SMALL = ("bit", "paged", "anyprecision", "stable", "bnb")
 
 
-class Trainer(Translation):
+class TRLTrainer(Translation):
     """The keys that TRL's three programs share."""
 
     per_step = 1
@@ -261,7 +261,7 @@ class Trainer(Translation):
         self.carry("pad_token", "policy.tokenizer.pad_token")
 
 
-class Reward(Trainer):
+class TRLReward(TRLTrainer):
     """The program `trl reward`."""
 
     def translate(self) -> None:
@@ -277,7 +277,7 @@ class Reward(Trainer):
         self.put(to, 0.0 if center is None else center, "center_rewards_coefficient")
 
 
-class SFT(Trainer):
+class TRLSFT(TRLTrainer):
     """The program `trl sft`."""
 
     def translate(self) -> None:
@@ -293,7 +293,7 @@ class SFT(Trainer):
             self.refuse("packing")
 
 
-class GRPO(Trainer):
+class TRLGRPO(TRLTrainer):
     """The program `trl grpo`: samples completions, and learns from them in several steps."""
 
     @cached_property
@@ -507,8 +507,8 @@ class GRPO(Trainer):
             self.put("data.env_name", parts[0]["env"], *by)
         elif parts:
             alike = [{**part, "weight": 1.0} for part in parts]
-            told = alike if is_apart and len(parts) > 1 else parts
-            composite = {"parts": told, "as_components": is_apart}
+            weighed = alike if is_apart and len(parts) > 1 else parts
+            composite = {"parts": weighed, "as_components": is_apart}
             self.put("env.composite", {"imported": composite}, *by)
             self.put("data.env_name", "imported", *by)
         if is_apart and len(parts) < 2:
@@ -522,4 +522,4 @@ class GRPO(Trainer):
                 self.put(to, weights, "reward_weights", how=how)
 
 
-PROGRAMS: Mapping[Kind, type[Translation]] = {"rm": Reward, "grpo": GRPO, "sft": SFT}
+PROGRAMS: Mapping[Kind, type[Translation]] = {"rm": TRLReward, "grpo": TRLGRPO, "sft": TRLSFT}

@@ -30,7 +30,7 @@ _PRECISIONS |= {"half": "float16", "float": "float32"}
 _LOGGERS = ("wandb", "tensorboard", "mlflow")
 
 
-class Trainer(Translation):
+class VerlTrainer(Translation):
     """The keys that verl's two programs share."""
 
     kept = ""
@@ -160,7 +160,7 @@ class Trainer(Translation):
         return self.flag(switch)
 
 
-class SFT(Trainer):
+class VerlSFT(VerlTrainer):
     """The program `sft_trainer`."""
 
     kept = "trainer.max_ckpt_to_keep"
@@ -209,7 +209,7 @@ class SFT(Trainer):
         self._trainer()
 
 
-class PPO(Trainer):
+class VerlPPO(VerlTrainer):
     """The program `main_ppo`."""
 
     kept = "trainer.max_actor_ckpt_to_keep"
@@ -503,4 +503,4 @@ class PPO(Trainer):
             self.skip(why, "ALGO.filter_groups.metric")
 
 
-PROGRAMS: Mapping[Kind, type[Translation]] = {"grpo": PPO, "sft": SFT}
+PROGRAMS: Mapping[Kind, type[Translation]] = {"grpo": VerlPPO, "sft": VerlSFT}
