@@ -147,20 +147,21 @@ def with_defaults(
     default: Section | None = None,
     everything: bool = False,
 ) -> YamlNode:
-    """Return a section's node with missing subsections filled in from `default`.
+    """Return a section's node with what is missing filled in from `default`.
 
-    A file that sets one key of `policy` thereby keeps the sections that the run's schema sets there
-    explicitly (`reward_model_cfg: {enabled: true}`). With `everything`, all keys are filled in.
+    A file that sets one key of a section thereby keeps what the run's schema sets there explicitly
+    (`checkpointing.checkpoint_dir: results/grpo`, where the section's own default is another).
+    With `everything`, all keys are filled in.
     """
     children = dict(node.value)
     for name, field in schema.model_fields.items():
         child, section = children.get(name), sole_section(kinds_of(field.annotation))
         value = getattr(default, name, None)
-        is_section = isinstance(value, Section)
-        fills_in = is_section and default is not None and name in default.model_fields_set
-        if not is_section and not field.is_required():
+        fills_in = default is not None and name in default.model_fields_set
+        if not fills_in and not isinstance(value, Section) and not field.is_required():
             value = field.get_default(call_default_factory=True)
-            is_section, fills_in = isinstance(value, Section), everything
+            fills_in = everything
+        is_section = isinstance(value, Section)
         if child is None and (fills_in or (everything and is_section)):
             children[name] = _as_node(value, everything=everything)
         elif child is not None and section is not None:

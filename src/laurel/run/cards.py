@@ -47,7 +47,6 @@ def facts_of_reward_model(
     settings = {
         "loss": loss.type + "".join(f", {name} {value}" for name, value in more.items()),
         **_settings(context, unit="groups"),
-        "epochs": section.max_num_epochs,
         "ties": "used by the loss" if loss.uses_ties else ties,
         "seed": section.seed,
     }
@@ -108,7 +107,9 @@ def _base(context: RunContext[R], model: ModelFacts) -> dict[str, str | None]:
         return {"base_model": model.base_model, "hub_base": hub_name(name)}
     # Cards are published, so a local directory is reduced to its name.
     path = Path(os.path.realpath(os.path.expanduser(name)))
-    described = f"the local directory {path.name}"
+    # A checkpoint's own name says little without that of its run's directory.
+    shown = f"{path.parent.name}/{path.name}" if path.name.startswith("step_") else path.name
+    described = f"the local directory {shown}"
     facts = CardFacts.load(path)
     if facts is not None and facts.method and facts.base_model:
         described += f", made by {facts.method} from {facts.base_model}"

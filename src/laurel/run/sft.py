@@ -75,7 +75,7 @@ def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ())
                 facts,
                 data.reports,
                 method="fine-tuning",
-                settings={"epochs": config.sft.max_num_epochs, "seed": config.sft.seed},
+                settings={"seed": config.sft.seed},
             ),
             run_dir=run_dir,
             save_optimizer=config.checkpointing.save_optimizer,

@@ -150,12 +150,13 @@ def test_siblings_that_the_schema_sets_stay(tmp_path: Path) -> None:
     assert run.inner.call == Call(name="sgd", kwargs={"lr": 5, "momentum": 2})
 
 
-def test_a_file_keeps_the_sections_that_it_leaves_out(tmp_path: Path) -> None:
-    # `size` is said by the section itself where a file writes the section.
-    expected = Inner(label="x", nested=Block(split="run"))
+def test_a_file_keeps_what_the_schema_sets_in_a_section_of_which_it_writes_a_part(
+    tmp_path: Path,
+) -> None:
+    expected = Inner(size=7, label="x", nested=Block(split="run"))
     assert load(text="inner: {label: x}\n", folder=tmp_path).inner == expected
     nested = load(text="inner: {nested: {path: p}}\n", folder=tmp_path).inner.nested
-    assert nested == Block(path="p")
+    assert nested == Block(path="p", split="run")
     assert load(text="other: {}\n", folder=tmp_path) == Run()
 
 
