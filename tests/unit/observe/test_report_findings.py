@@ -7,6 +7,8 @@ from report_runs import record
 
 UP = [i / 100 for i in range(100)]
 FLAT = [0.5 + 0.01 * (i % 2) for i in range(100)]
+# The first two and the last two are alike by chance, so they alone would tell nothing of the noise.
+FEW = [0.30, 0.31, *(0.29, 0.46, 0.33, 0.41) * 4, 0.33, 0.33]
 
 
 def said(curves, *, kind="grpo", **others):
@@ -30,6 +32,17 @@ def test_one_curve_under_several_names_is_told_once():
 
 
 VALIDATED = {"validation/accuracy": [0.5, 0.9, 0.6], "validation/num_valid_samples": [100.0] * 3}
+
+
+def rewarded(count):
+    """A mean reward that falls by 0.1125 over `count` completions of deviation 0.4."""
+    return {
+        "validation/reward_mean": [0.325, 0.2125],
+        "validation/reward_std": [0.4, 0.4],
+        "validation/num_valid_samples": [count, count],
+    }
+
+
 FAILED = {
     "train/num_failures": [2.0] * 10,
     "train/total_turns": [16.0] * 10,
@@ -57,6 +70,7 @@ LONGER = {"train/mean_gen_tokens_per_sample": [100.0 + 3 * i for i in range(100)
         (held(0.90, 0.60), "rm", "longer answer gives 60.0%: 30.0 points better than length."),
         (VALIDATED, "grpo", "validation/accuracy was 0.9000 at step 2 and is 0.6000 at step 3"),
         ({"validation-a/loss": [0.5, 0.4, 0.6]}, "rm", "validation-a/loss was 0.4000 at step 2"),
+        (rewarded(80), "grpo", "validation/reward_mean was 0.3250 at step 1 and is 0.2125 at"),
         (JUMP, "rm", "look: The norm of the gradient jumped: 48 at step 51, 48 times its median"),
         ({"train/loss": [0.7] * 40}, "rm", "bad: The loss did not fall: 0.7000 over the first"),
         ({"train/loss": [0.7, float("nan")]}, "rm", "NaN or infinite at 1 step, first at step 2."),
@@ -70,6 +84,7 @@ LONGER = {"train/mean_gen_tokens_per_sample": [100.0 + 3 * i for i in range(100)
         ({"train/reward": UP, "validation/accuracy": [0.6, 0.4]}, "grpo", "learned to please the"),
         ({"train/reward": UP}, "grpo", "good: The reward rose from 0.04500 to 0.9450"),
         ({"train/reward": FLAT}, "grpo", "bad: The reward did not rise beyond its noise"),
+        ({"train/reward": FEW}, "grpo", "bad: The reward did not rise beyond its noise"),
         (LONGER, "grpo", "look: Completions went from 114 to 384 tokens"),
         ({"train/gen_kl_error": [0.05] * 10}, "grpo", "look: The generator and the learner differ"),
         ({"validation-a/score_length_correlation": [0.9]}, "rm", "(Spearman's correlation 0.90)"),
@@ -97,6 +112,7 @@ CALIBRATED = {
     [
         (SLIGHTLY_WORSE | {"validation/num_valid_samples": [100.0] * 3}, "grpo"),
         ({"validation-a/loss": [0.5, 0.4, 0.405]}, "rm"),
+        (rewarded(8), "grpo"),
         ({"train/grad_norm": [1.0 + (i % 3) for i in range(100)]}, "rm"),
         ({"train/grad_norm": [1.0, 48.0]}, "rm"),
         ({"train/loss": [0.7 - 0.005 * i for i in range(40)]}, "rm"),

@@ -158,6 +158,15 @@ def test_the_accuracy_of_a_benchmark_stands_beside_its_baselines_too(tmp_path):
     assert "accuracy 0.7500 of 8 rows (longer answer 0.5000, bag of words 0.2500)" in said
 
 
+def test_a_mean_reward_stands_where_some_validations_have_no_accuracy(tmp_path):
+    records = [
+        {"step": 0, "time": 1.0, "validation/reward_mean": 0.25},
+        {"step": 20, "time": 2.0, "validation/reward_mean": 0.0, "validation/accuracy": 0.0},
+    ]
+    told = ended(tmp_path, records, width=100)
+    assert "validation: reward_mean 0 (0.2500 at step 0)" in " ".join(told.split())
+
+
 def test_the_end_of_a_run_whose_log_is_broken_says_so_and_goes_on(tmp_path):
     told = ended(tmp_path, [], width=100)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")

@@ -41,10 +41,13 @@ def ending(series: Series) -> Sequence[float]:
     return series.values[-max(1, len(series.values) // 10) :]
 
 
-def variance(values: Sequence[float]) -> float:
-    """Return the population variance of values (divided by n)."""
-    mean = fmean(values)
-    return fmean((value - mean) ** 2 for value in values)
+def deviation(series: Series) -> float:
+    """Return the standard deviation of a curve's noise, from at least two values.
+
+    Differences between neighbours, which a slow drift hardly widens, tell it.
+    """
+    steps = [abs(after - before) for before, after in pairwise(series.values)]
+    return 1.4826 * median(steps) / math.sqrt(2)
 
 
 def steps(count: int) -> str:
@@ -196,7 +199,7 @@ def reward_without_success(record: RunRecord) -> Iterator[RunFinding]:
         return
     first, last = beginning(reward), ending(reward)
     # Two standard errors of the difference of the two means.
-    noise = 2 * math.sqrt(variance(first) / len(first) + variance(last) / len(last))
+    noise = 2 * deviation(reward) * math.sqrt(1 / len(first) + 1 / len(last))
     change = fmean(last) - fmean(first)
     said = f"from {format_number(fmean(first))} to {format_number(fmean(last))}"
     # Two points of accuracy may be chance; a rise of the reward beyond its noise is not.
@@ -467,8 +470,8 @@ def validation_got_worse(record: RunRecord) -> Iterator[RunFinding]:
 def _chance(record: RunRecord, name: str, value: float) -> float:
     """Return the fall of a metric that chance explains, two standard errors if they are known."""
     section, _, figure = name.rpartition("/")
+    counts = record.series(f"{section}/num_valid_samples").values
     if figure in ("accuracy", "top1"):
-        counts = record.series(f"{section}/num_valid_samples").values
         if not counts:
             return 0.05
         # Two measurements of the same rows differ by less than those of different rows would.
@@ -476,7 +479,9 @@ def _chance(record: RunRecord, name: str, value: float) -> float:
     if figure == "loss":
         return 0.03 * abs(value)
     spread = record.series(f"{section}/reward_std").values
-    return 0.1 * spread[-1] if spread else 0.1 * abs(value)
+    if not spread:
+        return 0.1 * abs(value)
+    return 2 * spread[-1] / math.sqrt(counts[-1]) if counts and counts[-1] else 0.1 * spread[-1]
 
 
 def overfitting(record: RunRecord) -> Iterator[RunFinding]:
@@ -746,9 +751,7 @@ def _gold_by_chance(
     """Return the difference between two means over a window that chance explains."""
     # It is three standard errors, because the peak is the best of many windows.
     if len(series.values) >= MIN_STEPS:
-        # Differences between neighbours, which a slow drift hardly widens, give the noise.
-        steps = [abs(after - before) for before, after in pairwise(series.values)]
-        return 3 * math.sqrt(2 / window) * 1.4826 * median(steps) / math.sqrt(2)
+        return 3 * math.sqrt(2 / window) * deviation(series)
     counts = record.series(f"{name.rpartition('/')[0]}/num_samples").values
     if name.endswith("/accuracy") and counts and counts[-1] > 0:
         return 3 * math.sqrt(2 * max(peak * (1 - peak), 0.01) / counts[-1])

@@ -67,11 +67,14 @@ def _results(record: RunRecord) -> Iterator[str]:
             if name.rpartition("/")[0] == section and (value := record.latest(name)) is not None
         }
         said = accuracy_words(latest)
-        if said is not None:
+        accuracy, reward = (
+            record.series(f"{section}/{key}") for key in ("accuracy", "reward_mean")
+        )
+        # With rewards between 0 and 1 some validations have no accuracy, and all a mean reward.
+        if said is not None and len(accuracy.values) >= len(reward.values):
             found = True
-            first = record.series(f"{section}/accuracy")
-            since = f", {first.values[0]:.4f} at step {first.steps[0]:,.0f}"
-            yield f"{section}: {said}" + (since if len(first.values) > 1 else "")
+            since = f", {accuracy.values[0]:.4f} at step {accuracy.steps[0]:,.0f}"
+            yield f"{section}: {said}" + (since if len(accuracy.values) > 1 else "")
         else:
             for figure in ("final_score", "reward_mean", "loss"):
                 if figure in latest:
