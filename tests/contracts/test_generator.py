@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import threads
 from generators import MAKERS, collect, draw, full_logits, full_logprobs, request, run, talk
 from laurel.errors import ConfigError, DataError, EngineError
 from laurel.types import Weights
@@ -14,12 +15,7 @@ from laurel.types import Weights
 pytestmark = pytest.mark.slow_parameters("replicas-ray")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+one_thread_of_module = threads.one_thread_of_module
 
 
 @pytest.fixture(params=MAKERS, scope="module")

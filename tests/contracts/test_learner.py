@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import learner_work as work
+import threads
 from laurel.data.forest import to_forest, to_padded
 from laurel.models.scoring import FILE_NAME
 from laurel.training.learner import NOTHING_TO_LEARN
@@ -24,12 +25,7 @@ pytestmark = pytest.mark.slow_parameters("two ranks")
 CUT = [[0], [1, 2], [3]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+one_thread_of_module = threads.one_thread_of_module
 
 
 @pytest.fixture(scope="module")

@@ -3,20 +3,13 @@
 import dataclasses
 
 import pytest
-import torch
 
+import threads
 from laurel.sandbox.detection import detect
 from laurel.sandbox.tiers import Tier
 from reward_models import small_model, write_model
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tiny models are quickest, and give the same bits everywhere, so."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+one_thread = threads.one_thread
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,5 @@
 """Tiny models are quickest, and give the same bits everywhere, on one thread."""
 
-import pytest
-import torch
+import threads
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+one_thread = threads.one_thread

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import threads
 import tiny
 from laurel.config.policy import NamedCall
 from laurel.data.forest import to_forest
@@ -18,12 +19,7 @@ SGD = NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0})
 SHAPES = [(12, [3, 1]), (40, [7, 9, 2]), (1, [5]), (12, [3]), (20, [4, 4, 4, 4])]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+one_thread = threads.one_thread
 
 
 def asked(model):

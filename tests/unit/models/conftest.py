@@ -1,17 +1,11 @@
 """Tiny models are quickest, and give the same bits everywhere, on one thread."""
 
 import pytest
-import torch
 
+import threads
 from model_directories import save_model
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+one_thread = threads.one_thread
 
 
 @pytest.fixture

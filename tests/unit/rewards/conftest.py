@@ -1,7 +1,8 @@
 """What tests of rewards share."""
 
 import pytest
-import torch
+
+import threads
 
 
 @pytest.fixture(scope="module")
@@ -13,10 +14,4 @@ def plain():
         yield running
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tiny models are quickest, and give the same bits everywhere, so."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+one_thread = threads.one_thread
