@@ -13,7 +13,7 @@ DOCS_STAMP := $(VENV)/.laurel-docs-installed
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the quick tests (minutes): all arithmetic, every command, every environment"
-	@echo "make test-all   all tests (about 35 minutes on 2 cores), as CI runs them"
+	@echo "make test-all   all tests (about 40 minutes on 2 cores), as CI runs them"
 	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
 	@echo "make test-gpu   the tests that need a GPU; without one each is skipped and says so (docs/gpu.md)"
 	@echo "make check   format, lint, words that only this project would use, and types"

@@ -585,6 +585,9 @@ WRONG = {
         "ppo_mini_batch_size=256", "ppo_mini_batch_size=2000"
     ),
     r"verl's data.train_files=5: it is not of the kind": BASES["verl"].replace("=b {}", "=5"),
+    r"TRL's per_device_train_batch_size=0: it must be at least 1": TRL_GRPO.replace(
+        "per_device_train_batch_size: 8", "per_device_train_batch_size: 0"
+    ),
     r"source\.yaml:1:\d+: not YAML": "a: [1",
     r"neither a mapping of keys \(YAML, JSON\) nor a": "just words",
     r"neither a mapping": "",

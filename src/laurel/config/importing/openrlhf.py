@@ -174,7 +174,7 @@ class OpenRLHFPPO(OpenRLHFProgram):
     @cached_property
     def size(self) -> int:
         """The completions of a prompt."""
-        return self.whole("rollout.n_samples_per_prompt")
+        return self.count("rollout.n_samples_per_prompt")
 
     @cached_property
     def _is_async(self) -> bool:
@@ -226,7 +226,7 @@ class OpenRLHFPPO(OpenRLHFProgram):
         self._rest()
 
     def _batches(self) -> None:
-        prompts, update = self.whole("rollout.batch_size"), self.whole("train.batch_size")
+        prompts, update = self.count("rollout.batch_size"), self.count("train.batch_size")
         samples, to = prompts * self.size, "policy.train_global_batch_size"
         self.put("grpo.num_prompts_per_step", prompts, "rollout.batch_size")
         per_prompt = "rollout.n_samples_per_prompt"

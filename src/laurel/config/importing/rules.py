@@ -120,6 +120,13 @@ class Work:
             raise self.problem(key, "it must be a whole number")
         return int(value)
 
+    def count(self, key: str) -> int:
+        """Return the value of a source key as a number of things, at least one."""
+        value = self.whole(key)
+        if value < 1:
+            raise self.problem(key, "it must be at least 1")
+        return value
+
     def flag(self, key: str) -> bool:
         """Return the value of a source key as a boolean; null is False, or raise a ConfigError."""
         value = self[key]

@@ -32,12 +32,12 @@ class TRLTrainer(Translation):
     @cached_property
     def each(self) -> int:
         """The rows of a forward pass on all processes."""
-        return self.whole("per_device_train_batch_size") * (self.devices or 1)
+        return self.count("per_device_train_batch_size") * (self.devices or 1)
 
     @cached_property
     def batch(self) -> int:
         """The rows of an optimizer step over all processes."""
-        return self.each * self.whole("gradient_accumulation_steps")
+        return self.each * self.count("gradient_accumulation_steps")
 
     @cached_property
     def limit(self) -> int | None:
@@ -301,13 +301,13 @@ class TRLGRPO(TRLTrainer):
         """The completions that are sampled at a time."""
         size, steps = "generation_batch_size", "steps_per_generation"
         if self[size] is None:
-            return self.batch if self[steps] is None else self.each * self.whole(steps)
+            return self.batch if self[steps] is None else self.each * self.count(steps)
         if self[steps] is not None:
             raise self.problem(size, f"{steps} is set, too; keep one")
-        if self.whole(size) % self.each:
+        if self.count(size) % self.each:
             what = f"{self.each}, the completions of a forward pass on all processes"
             raise self.problem(size, f"it must be a multiple of {what}; are --devices right?")
-        return self.whole(size)
+        return self.count(size)
 
     @cached_property
     def _is_cispo(self) -> bool:
@@ -320,7 +320,7 @@ class TRLGRPO(TRLTrainer):
     def translate(self) -> None:
         """Translate the keys of `trl grpo`."""
         updates = max(self.sampled, self.batch) // self.batch
-        self.per_step = self.whole("num_iterations") * updates
+        self.per_step = self.count("num_iterations") * updates
         super().translate()
         self._groups()
         self._generation()
@@ -344,7 +344,7 @@ class TRLGRPO(TRLTrainer):
         self.carry("shuffle_dataset", "data.shuffle")
 
     def _groups(self) -> None:
-        size = self.whole("num_generations")
+        size = self.count("num_generations")
         # Fewer than make a step are sampled in parts there, all with the same weights.
         is_part = self.sampled < self.batch and self.batch % self.sampled == 0
         step = self.batch if is_part else self.sampled

@@ -217,8 +217,8 @@ class VerlPPO(VerlTrainer):
     @cached_property
     def mini_batches(self) -> int:
         """The mini-batches of a step."""
-        prompts, key = self.whole("data.train_batch_size"), "A.ppo_mini_batch_size"
-        mini = self.whole(key)
+        prompts, key = self.count("data.train_batch_size"), "A.ppo_mini_batch_size"
+        mini = self.count(key)
         if mini > prompts:
             raise self.problem(key, f"it is more than data.train_batch_size={prompts}")
         if prompts % mini:
@@ -297,7 +297,7 @@ class VerlPPO(VerlTrainer):
         self.put("grpo.val_at_start", at_start, "trainer.val_before_train")
 
     def _batches(self) -> None:
-        prompts, size = self.whole("data.train_batch_size"), self.whole("R.n")
+        prompts, size = self.count("data.train_batch_size"), self.count("R.n")
         self.put("grpo.num_prompts_per_step", prompts, "data.train_batch_size")
         self.put("grpo.num_generations_per_prompt", size, "R.n")
         mini, to = prompts // self.mini_batches, "policy.train_global_batch_size"
