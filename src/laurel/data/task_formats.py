@@ -15,9 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laurel.config.data import DatasetConfig, TaskSetConfig
-from laurel.data.preferences import best_answer, infer_class
+from laurel.data.preferences import DATASET_CLASSES, best_answer, infer_class
 from laurel.data.reading import NO_HUB, HubSet, LeftOutRow
-from laurel.data.sources import Row, UnusableRow, json_kind, messages, required, text
+from laurel.data.sources import (
+    Row,
+    UnusableRow,
+    is_list,
+    json_kind,
+    messages,
+    required,
+    text,
+    unlike,
+)
 from laurel.types import Conversation, Message
 
 # --------------------------------------------------------------------------------------------------
@@ -57,22 +66,8 @@ _NAMES_OF_APPS = {
 }
 _MODULES_OF_APPS = "collections, fractions, heapq, itertools, math, random, sys, time"
 _MODULES_OF_LIVECODEBENCH = (
-    "string",
-    "re",
-    "datetime",
-    "collections",
-    "heapq",
-    "bisect",
-    "copy",
-    "math",
-    "random",
-    "statistics",
-    "itertools",
-    "functools",
-    "operator",
-    "io",
-    "sys",
-    "json",
+    "string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, "
+    "functools, operator, io, sys, json"
 )
 _OF_APPS = "\n".join(
     [f"import {_MODULES_OF_APPS}", *(f"from {m} import {n}" for m, n in _NAMES_OF_APPS.items())]
@@ -80,9 +75,10 @@ _OF_APPS = "\n".join(
 # All names first, Python's own over those (`pow`), and the modules last (`datetime`).
 _OF_LIVECODEBENCH = "\n".join(
     [
-        *(f"from {module} import *" for module in (*_MODULES_OF_LIVECODEBENCH, "builtins")),
+        *(f"from {module} import *" for module in _MODULES_OF_LIVECODEBENCH.split(", ")),
+        "from builtins import *",
         "from typing import *",
-        f"import {', '.join(_MODULES_OF_LIVECODEBENCH)}",
+        f"import {_MODULES_OF_LIVECODEBENCH}",
     ]
 )
 PRELUDES: Mapping[str, str] = {
@@ -366,8 +362,8 @@ def _parsed(value: Any, what: str, *, may_be_packed: bool = False) -> Any:
 
 
 def _texts(value: Any, what: str) -> list[str]:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise UnusableRow(f"{what} is no list", f"{what} is {json_kind(value)}, not a list")
+    if not is_list(value):
+        raise unlike(value, "a list", what=what)
     return [text(one, what=f"an item of {what}") for one in value]
 
 
@@ -534,11 +530,8 @@ def dapo(row: Row, config: TaskSetConfig) -> TaskParts:
     """Read a row of DAPO-Math: `prompt` holds messages, `reward_model.ground_truth` the answer."""
     judge_of_row = required(row, "reward_model")
     if not isinstance(judge_of_row, Mapping):
-        raise UnusableRow(
-            "'reward_model' is not an object",
-            f"'reward_model' is {json_kind(judge_of_row)} where {{'ground_truth': ...}} is "
-            "expected",
-        )
+        form = "{'ground_truth': ...}"
+        raise unlike(judge_of_row, "an object", what="'reward_model'", form=form)
     key = "reward_model.ground_truth"
     return TaskParts(
         prompt=messages(required(row, "prompt"), role="user", what="'prompt'"),
@@ -667,16 +660,11 @@ TASK_SETS: dict[str, TaskSet] = {
     "OpenR1-Math-220k": TaskSet(
         read=columns("problem", "answer"), hub=_hub("open-r1/OpenR1-Math-220k")
     ),
-    "HelpSteer3": TaskSet(read=preference, hub=_hub("nvidia/HelpSteer3", ("preference", None))),
-    "Tulu3Preference": TaskSet(
-        read=preference, hub=_hub("allenai/llama-3.1-tulu-3-8b-preference-mixture")
-    ),
     **{
         name: TaskSet(read=code(read), hub=_hub(hub) if hub else NO_HUB)
         for name, (read, hub) in FORMS.items()
     },
-    "PreferenceDataset": TaskSet(read=preference),
-    "BinaryPreferenceDataset": TaskSet(read=preference),
+    **{name: TaskSet(read=preference, hub=known.hub) for name, known in DATASET_CLASSES.items()},
     "ResponseDataset": TaskSet(read=response),
 }
 

@@ -17,6 +17,7 @@ from laurel.data.reading import (
     UnusualRoles,
     held_out_prompts,
     open_set,
+    read_sets,
     split,
 )
 from laurel.data.report import TaskReport, conversation_fingerprint, no_rows_left
@@ -26,6 +27,7 @@ from laurel.data.sources import (
     has_own_split,
     import_object,
     is_import_path,
+    is_list,
     json_kind,
     required,
     text,
@@ -242,7 +244,7 @@ def _options(row: Row) -> dict[str, str]:
         }
     if isinstance(given, Mapping) and {"label", "text"} <= given.keys():
         given = dict(zip(given["label"], given["text"], strict=False))
-    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
+    if is_list(given):
         given = dict(zip(string.ascii_uppercase, given, strict=False))
     if not isinstance(given, Mapping):
         raise UnusableRow(
@@ -418,22 +420,14 @@ def load_tasks(
     # A wrong name is reported before the first file is read, which may take minutes.
     for config in sets:
         check_environment(config.env_name or default_environment, environments)
-    tasks: list[Task] = []
-    reports: list[TaskReport] = []
-    num_rows = 0
-    for index, config in enumerate(sets):
-        if limit is not None and num_rows >= limit:
-            break
-        label = name if len(sets) == 1 else f"{name}-{index + 1}"
+
+    def load(config: TaskSetConfig, label: str, most: int | None) -> tuple[list[Task], TaskReport]:
         environment = config.env_name or default_environment
         fit = NeedsCheck(needs=needs, environment=environment, is_named=config.env_name is not None)
         reading = _Reading.open(config, label=label, environment=environment, fit=fit)
-        tasks += reading.run(on_bad_row, None if limit is None else limit - num_rows)
-        num_rows += reading.report.num_kept
-        reports.append(reading.report)
-    if not reports:
-        raise DataError(f"data set '{name}': there is none; name one in data.train")
-    return tasks, reports[0] if len(reports) == 1 else TaskReport.merge(reports, name=name)
+        return reading.run(on_bad_row, most), reading.report
+
+    return read_sets(sets, load, name=name, limit=limit)
 
 
 def _names_by_task(tasks: Sequence[Task], names: Sequence[str]) -> dict[str, str]:
@@ -485,12 +479,8 @@ def _hold_out(
     by_split: dict[tuple[float, int], list[int]] = {}
     for index, config in enumerate(sets):
         said = config.model_fields_set
-        share = (
-            config.split_validation_size
-            if "split_validation_size" in said
-            else (data.split_validation_size)
-        )
-        seed = config.seed if "seed" in said else data.seed
+        share = (config if "split_validation_size" in said else data).split_validation_size
+        seed = (config if "seed" in said else data).seed
         if share:
             by_split.setdefault((share, seed), []).append(index)
     if not by_split:
@@ -558,10 +548,7 @@ class _Reading:
     def run(self, on_bad_row: Literal["error", "skip"], limit: int | None) -> list[Task]:
         if self.processor is own_form:
             self.fit.check_set(self.config.dataset_name, self.report)
-        limits = [most for most in (self.config.max_samples, limit) if most is not None]
-        rows = self.opened.read(
-            self._task, report=self.report, on_bad_row=on_bad_row, limit=min(limits, default=None)
-        )
+        rows = self.opened.read(self._task, report=self.report, on_bad_row=on_bad_row, limit=limit)
         if self.num_double_systems:
             self.report.notes.append(
                 f"{counted_that(self.num_double_systems, 'row', 'begin')} with a system message, "
