@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -71,26 +70,6 @@ def check_has_vllm(key: str) -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         raise MissingDependencyError.of("vllm", extra="vllm", purpose=key)
-
-
-@contextmanager
-def importing_vllm(purpose: str) -> Iterator[None]:
-    """Return a context to import vLLM in: it hides import warnings and explains a missing vLLM.
-
-    Args:
-        purpose: What needs vLLM, for the error message.
-
-    Raises:
-        MissingDependencyError: vLLM is not installed.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise MissingDependencyError.of("vllm", extra="vllm", purpose=purpose) from error
 
 
 def engine_dtype(generation: GenerationConfig, policy_precision: str) -> str:
