@@ -79,16 +79,6 @@ class ScoreCache:
 _SHORTEST_TRUNK = 16
 
 
-class Encoder(Protocol):
-    """Turns what clients send into tokens."""
-
-    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """Render and tokenise groups; one that cannot be rendered carries a failure."""
-
-    def prepare_rendered(self, row: Rendered) -> TokenGroup:
-        """Tokenise one conversation that its client has rendered."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
     """Holds one group of one client, tokenised."""
@@ -226,7 +216,7 @@ def halve_trees(trees: Sequence[KeyedTree]) -> tuple[list[KeyedTree], list[Keyed
 # ------------------------------------------------------------------------------------- to tokens
 
 
-def units_of(encoder: Encoder, groups: Sequence[Group]) -> list[Unit]:
+def units_of(encoder: Backend, groups: Sequence[Group]) -> list[Unit]:
     """Tokenise groups; a completion that cannot be read fails alone.
 
     Raises:
@@ -243,7 +233,7 @@ def units_of(encoder: Encoder, groups: Sequence[Group]) -> list[Unit]:
     ]
 
 
-def _prepared(encoder: Encoder, groups: Sequence[Group]) -> list[Prepared]:
+def _prepared(encoder: Backend, groups: Sequence[Group]) -> list[Prepared]:
     if all(_is_text(message.content) for group in groups for message in _messages(group)):
         try:
             return encoder.prepare(groups)
@@ -253,7 +243,7 @@ def _prepared(encoder: Encoder, groups: Sequence[Group]) -> list[Prepared]:
     return [_prepare_carefully(encoder, group) for group in groups]
 
 
-def _prepare_rows(encoder: Encoder, rows: Sequence[Rendered | None]) -> Prepared:
+def _prepare_rows(encoder: Backend, rows: Sequence[Rendered | None]) -> Prepared:
     found: list[TokenGroup] = []
     failures: list[str | None] = []
     for row in rows:
@@ -291,7 +281,7 @@ def _unreadable(error: Exception) -> str:
     return f"it cannot be read: {type(error).__name__}: {error}"
 
 
-def _prepare_carefully(encoder: Encoder, group: Group) -> Prepared:
+def _prepare_carefully(encoder: Backend, group: Group) -> Prepared:
     sound, failures = filter_readable(group, partial(_why_not, encoder))
     if not sound.completions_G:
         return None, failures
@@ -303,7 +293,7 @@ def _prepare_carefully(encoder: Encoder, group: Group) -> Prepared:
     return tokens, failures
 
 
-def _why_not(encoder: Encoder, alone: Group) -> str | None:
+def _why_not(encoder: Backend, alone: Group) -> str | None:
     if not all(_is_text(message.content) for message in _messages(alone)):
         return _UNPAIRED_SURROGATE
     try:
@@ -336,8 +326,14 @@ def _is_text(text: str) -> bool:
 B = TypeVar("B", bound="Backend")
 
 
-class Backend(Encoder, Protocol):
+class Backend(Protocol):
     """Computes scores in blocking calls; a batcher calls it from up to `num_threads` threads."""
+
+    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
+        """Render and tokenise groups; one that cannot be rendered carries a failure."""
+
+    def prepare_rendered(self, row: Rendered) -> TokenGroup:
+        """Tokenise one conversation that its client has rendered."""
 
     def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
         """Return a score for each branch, in order."""

@@ -431,12 +431,10 @@ def divide_into_micro_batches(
 
 
 def model_batch(
-    model: RewardModel, groups: Sequence[TokenGroup], *, pad_id: int, share_prompts: bool = True
+    model: RewardModel, groups: Sequence[TokenGroup], *, pad_id: int
 ) -> TokenForest | PaddedRows:
     """Build one micro-batch in the form that the model's path reads."""
-    if model.path == "forest":
-        return to_forest(groups, share_prompts=share_prompts)
-    return to_padded(groups, pad_id=pad_id)
+    return to_forest(groups) if model.path == "forest" else to_padded(groups, pad_id=pad_id)
 
 
 # ---------------------------------------------------------------------------------- before use
@@ -557,7 +555,7 @@ SHAPES = ((11, (5, 1, 8)), (0, (7,)))
 """Trunk and branch lengths of the probe that `make_probe` makes."""
 
 
-def check_paths(model: RewardModel, *, seed: int = 0) -> float:
+def check_paths(model: RewardModel) -> float:
     """Compare a small batch on the model's path with the model's own forward pass, one by one.
 
     Returns:
@@ -568,7 +566,7 @@ def check_paths(model: RewardModel, *, seed: int = 0) -> float:
     """
     # Hidden states are compared because a new head makes every score small; scores are then
     # compared with those that Hugging Face's class returns by itself.
-    probe = make_probe(model, SHAPES, seed=seed)
+    probe = make_probe(model, SHAPES, seed=0)
     return check_batches(
         model, lambda: _largest_difference(model, probe), what="score", role="reward model"
     )

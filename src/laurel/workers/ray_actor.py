@@ -18,11 +18,10 @@ from laurel.workers.reservations import SETTLING, Resources, refusal, room
 try:
     import ray
     from ray import cloudpickle
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
     raise MissingDependencyError.of("ray", extra="ray", purpose="a Ray actor") from error
 
-from laurel.workers.ray_cluster import RayCluster, Reservation
+from laurel.workers.ray_cluster import ANY_NODE, RayCluster, Reservation
 from laurel.workers.ray_group import RayGroup
 
 ADDRESS = "RAY_ADDRESS"
@@ -186,12 +185,8 @@ class GroupBeside(RayGroup):
             WorkerError: A worker could not be made.
         """
         node_ids = _nodes_with_room(RayCluster(), role, each, groups=groups, size=size)
-        numbers = list(range(len(node_ids)))
-        slots = Reservation(role=role, each=each, group=None, node_ids=node_ids, bundles=numbers)
+        slots = Reservation(role=role, each=each, node_ids=node_ids)
         super().__init__(slots, worker_class, *args, **kwargs)
-
-    def _strategy(self, reservation: Reservation, rank: int) -> Any:
-        return NodeAffinitySchedulingStrategy(reservation.node_ids[rank], soft=False)
 
 
 class SpreadGroup(RayGroup):
@@ -222,11 +217,8 @@ class SpreadGroup(RayGroup):
             WorkerError: The worker could not be made.
         """
         _nodes_with_room(RayCluster(), role, each, groups=1, size=1)
-        slot = Reservation(role=role, each=each, group=None, node_ids=["not yet"], bundles=[0])
+        slot = Reservation(role=role, each=each, node_ids=[ANY_NODE])
         super().__init__(slot, worker_class, *args, **kwargs)
-
-    def _strategy(self, reservation: Reservation, rank: int) -> Any:
-        return "SPREAD"
 
 
 class Holder:

@@ -17,9 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from laurel.errors import ConfigError, MissingDependencyError
@@ -43,7 +42,10 @@ try:
         placement_group_table,
         remove_placement_group,
     )
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from ray.util.scheduling_strategies import (
+        NodeAffinitySchedulingStrategy,
+        PlacementGroupSchedulingStrategy,
+    )
 except ImportError as error:
     raise MissingDependencyError.of("ray", extra="ray", purpose="more than one worker") from error
 
@@ -55,6 +57,8 @@ ANSWERING = 3.0
 """Seconds for a node to accept a connection."""
 START_ATTEMPTS = 2
 """Attempts to start a cluster on this machine, which may be too busy for Ray."""
+ANY_NODE = "unknown"
+"""The node of a slot that is spread evenly over the nodes with others of its role."""
 
 
 _log = logging.getLogger(__name__)
@@ -297,26 +301,24 @@ class RayCluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
 
 @dataclass(kw_only=True)
 class Reservation:
-    """The reserved slots of a cluster, one per rank. They outlive the groups that run in them."""
+    """The slots of a group, one per rank, reserved or not.
+
+    Those that are reserved outlive the groups that run in them.
+    """
 
     role: str
     each: Resources
-    group: Any
-    """Ray's placement group."""
     node_ids: list[str]
-    """The node of each rank."""
-    bundles: list[int]
+    """The node of each rank; ANY_NODE leaves it to Ray, where the slots are not reserved."""
+    group: Any = None
+    """Ray's placement group; None: the slots are not reserved."""
+    bundles: list[int] = field(default_factory=list)
     """Bundle of the placement group, of each rank."""
     share: float = 1.0
     """Part of each slot; groups of other roles have the rest."""
@@ -329,6 +331,16 @@ class Reservation:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.node_ids)
+
+    def strategy(self, rank: int) -> Any:
+        """Return Ray's scheduling strategy of a rank's process."""
+        if self.group is not None:
+            return PlacementGroupSchedulingStrategy(
+                placement_group=self.group, placement_group_bundle_index=self.bundles[rank]
+            )
+        if self.node_ids[rank] == ANY_NODE:
+            return "SPREAD"
+        return NodeAffinitySchedulingStrategy(self.node_ids[rank], soft=False)
 
     def part(self, role: str, ranks: Sequence[int], *, share: float | None = None) -> Reservation:
         """Take some of this reservation's slots, or a share of each, for a role.

@@ -18,9 +18,8 @@ import torch
 from ray import cloudpickle
 from ray._private.state import state as ray_state
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from laurel.errors import ConfigError, MissingDependencyError, WorkerError
+from laurel.errors import ConfigError, WorkerError
 from laurel.workers.calls import (
     Failure,
     GroupCalls,
@@ -28,7 +27,6 @@ from laurel.workers.calls import (
     Success,
     WorkerCall,
     again,
-    error_of,
     without_shared,
 )
 from laurel.workers.ray_cluster import RayCluster, Reservation
@@ -60,6 +58,7 @@ class RayGroup(GroupCalls):
         *args: Any,
         limit: float = 1800.0,
         blaming: float = BLAMING,
+        at_a_time: int = 1,
         **kwargs: Any,
     ) -> None:
         """Make a worker `worker_class(place, *args, **kwargs)` in every slot.
@@ -70,18 +69,17 @@ class RayGroup(GroupCalls):
             args: For the class.
             limit: Seconds until a call is late, where the call does not say.
             blaming: Seconds that the other ranks have to end after one has raised.
+            at_a_time: Calls of a worker that may run concurrently; more wait.
             kwargs: For the class.
 
         Raises:
             ConfigError: The nodes have different versions of Laurel, torch or transformers.
             WorkerError: A worker could not be made.
         """
-        self.role = reservation.role
-        self.size = reservation.size
+        self.role, self.size = reservation.role, reservation.size
         self._limit = limit
         self._blaming = blaming
-        self._failure: WorkerError | None = None
-        self._is_open = True
+        self._at_a_time = at_a_time
         self._pids: list[int] = []
         self._node_ids = reservation.node_ids
         self._actors = [self._actor(reservation, rank) for rank in range(self.size)]
@@ -101,17 +99,12 @@ class RayGroup(GroupCalls):
             num_gpus=each.gpus * share,
             memory=others.pop("memory", None),
             resources=others,
-            scheduling_strategy=self._strategy(reservation, rank),
-            max_restarts=0,
+            scheduling_strategy=reservation.strategy(rank),
+            max_restarts=0,  # an actor that Ray restarts has neither its worker nor its ranks
             max_task_retries=0,
+            max_concurrency=self._at_a_time,
         )
         return options.remote(rank, sys.path)
-
-    def _strategy(self, reservation: Reservation, rank: int) -> Any:
-        return PlacementGroupSchedulingStrategy(
-            placement_group=reservation.group,
-            placement_group_bundle_index=reservation.bundles[rank],
-        )
 
     def _build(self, reservation: Reservation, payload: bytes) -> None:
         about = self._collect(dict(enumerate(s.about.remote() for s in self._actors)), "", None)
@@ -159,12 +152,6 @@ class RayGroup(GroupCalls):
         refs = {rank: self._actors[rank].run.remote(*sent[rank]) for rank in calls}
         return _RayPending(self, refs, next(iter(calls.values())).method)
 
-    def _check_open(self) -> None:
-        if self._failure is not None:
-            raise again(self._failure) from self._failure.__cause__
-        if not self._is_open:
-            raise WorkerError(f"{self.role}: the group has been shut down", role=self.role)
-
     def _collect(self, refs: Mapping[int, Any], method: str, timeout: float | None) -> list[Any]:
         # The results in the order of the ranks, or one error for all failures.
         limit = self._limit if timeout is None else timeout
@@ -187,11 +174,7 @@ class RayGroup(GroupCalls):
         failures += [Failure(kind="late", rank=rank) for rank in waiting.values()]
         if not failures:
             return [results[rank] for rank in refs]
-        error = error_of(self.role, self.size, method, failures, limit=limit)
-        if any(failure.kind != "raised" for failure in failures):
-            self._failure = error
-            self._kill()
-        raise error from error.__cause__
+        self._raise(method, failures, limit=limit)
 
     def _fetch(self, ref: Any, rank: int) -> Outcome:
         try:
@@ -213,11 +196,8 @@ class RayGroup(GroupCalls):
         """Report for each rank whether its process lives."""
         return [self._is_open and _state(actor) not in ("DEAD", "") for actor in self._actors]
 
-    def shutdown(self) -> None:
-        """Shut every worker down. The slots stay reserved."""
-        if not self._is_open:
-            return
-        self._is_open = False
+    def _close(self) -> None:
+        # The slots stay reserved.
         if not ray.is_initialized():
             return
         if self._failure is None:
@@ -355,12 +335,6 @@ def _runs(pid: int) -> bool:
 # --------------------------------------------------------------------------------------------------
 # One worker on a node that was chosen, asked by several threads at a time.
 
-try:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-except ImportError as error:
-    raise MissingDependencyError.of("ray", extra="ray", purpose="workers on every node") from error
-
 
 class NodeGroup(RayGroup):
     """A group of one worker without a slot, bound to one node.
@@ -394,30 +368,8 @@ class NodeGroup(RayGroup):
             ConfigError: The node has another version of Laurel, torch or transformers.
             WorkerError: The worker could not be made, or the node is gone.
         """
-        self._at_a_time = at_a_time
-        place = Reservation(
-            role=role, each=Resources(cpus=0), group=None, node_ids=[node_id], bundles=[0]
-        )
-        super().__init__(place, worker_class, *args, limit=limit, **kwargs)
-
-    def _actor(self, reservation: Reservation, rank: int) -> Any:
-        options = ray.remote(WorkerActor).options(
-            num_cpus=0,
-            num_gpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(
-                reservation.node_ids[rank], soft=False
-            ),
-            max_restarts=0,
-            max_task_retries=0,
-            max_concurrency=self._at_a_time,
-        )
-        return options.remote(rank, sys.path)
-
-    def _strategy(self, reservation: Reservation, rank: int) -> Any:
-        return PlacementGroupSchedulingStrategy(
-            placement_group=reservation.group,
-            placement_group_bundle_index=reservation.bundles[rank],
-        )
+        place = Reservation(role=role, each=Resources(cpus=0), node_ids=[node_id])
+        super().__init__(place, worker_class, *args, at_a_time=at_a_time, limit=limit, **kwargs)
 
 
 def is_on_the_only_node() -> bool:

@@ -30,6 +30,7 @@ from laurel.errors import (
     install_command,
 )
 from laurel.generation.vllm import processes
+from laurel.models.spec import ModelSpec
 from laurel.rewards.batching import BatchingScorer
 from laurel.rewards.open import load_scorer, load_vllm_scorer
 from laurel.rewards.spec import ModelPlace, ScorerSpec, find_model
@@ -222,7 +223,7 @@ def test_scores_of_another_position_keep_a_scorer_from_starting(tmp_path, monkey
 
 def test_without_golden_scores_nothing_is_started(tmp_path):
     with pytest.raises(ScoringContractError, match="no golden scores"):
-        VllmScorer(tmp_path, small_model().contract)
+        VllmScorer(ModelSpec(name=str(tmp_path)), small_model().contract)
 
 
 # ------------------------------------------------------------------------------------ start and end

@@ -18,7 +18,7 @@ still change a token where two are equally likely to about 1e-6 (float32) or 1e-
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ import numpy as np
 from laurel.errors import ConfigError, DataError, EngineError, LaurelError
 from laurel.generation.requests import GeneratorSpec, check_generation_request
 from laurel.generation.transformers.batch import StopStringWatch
-from laurel.generation.vllm.processes import WORKER, VllmProcesses
+from laurel.generation.vllm.processes import VllmProcesses
 from laurel.generation.vllm.settings import engine_arguments, engine_dtype
 from laurel.generation.waiting import PauseGate
 from laurel.generation.weights.buckets import shapes_in, written
@@ -87,11 +87,9 @@ class VllmEngine(VllmProcesses):
             max_length=self._max_length,
             precision=precision,
             seed=spec.seed,
-            worker=WORKER,
             on_cpu=self._on_cpu,
             known=frozenset(self._vllm.AsyncEngineArgs.__dataclass_fields__),
         )
-        self._has_sleep_mode = bool(arguments["enable_sleep_mode"])
         self._has_stages = generation.vllm_cfg.pipeline_parallel_size > 1
         self._start("laurel-vllm", f"from {model_dir}", lambda: arguments)
 
@@ -204,7 +202,7 @@ class VllmEngine(VllmProcesses):
 
         After an error the engine refuses requests until an update has succeeded.
         """
-        await self._elsewhere(self._update(weights))
+        await self._background.run_to_end(self._update(weights))
 
     async def _update(self, weights: Weights) -> None:
         async with self._paused():
@@ -268,28 +266,18 @@ class VllmEngine(VllmProcesses):
 
     async def sleep(self) -> None:
         """Hold requests back and release device memory; on a CPU the memory is kept."""
-        await self._elsewhere(self._set_asleep(True))
+        await self._background.run_to_end(self._set_asleep(True))
 
     async def wake(self) -> None:
         """Allocate device memory again and resume requests."""
-        await self._elsewhere(self._set_asleep(False))
+        await self._background.run_to_end(self._set_asleep(False))
 
     async def _set_asleep(self, is_asleep: bool) -> None:
         async with self._paused():
             await self._set_memory(is_given_back=is_asleep)
             self._is_asleep = is_asleep
 
-    async def _set_memory(self, *, is_given_back: bool) -> None:
-        if self._has_sleep_mode and is_given_back != await self._llm.is_sleeping():
-            change = self._llm.sleep(level=1) if is_given_back else self._llm.wake_up()
-            await self._life.hold(change)
-
     # ------------------------------------------------------------------------------ in the engine
-
-    async def _elsewhere(self, work: Coroutine[Any, Any, None]) -> None:
-        # What has been begun is ended, even where the caller is cancelled: a half-made transfer
-        # would leave weights that nobody knows.
-        await asyncio.shield(asyncio.wrap_future(self._background.submit(work)))
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:

@@ -10,40 +10,29 @@ On a CPU the model runs eagerly, and `sleep` does nothing: vLLM releases memory 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from laurel.errors import DataError, LaurelError
-from laurel.generation.vllm.processes import WORKER, VllmProcesses
-from laurel.generation.vllm.settings import CPU_CACHE_BYTES
+from laurel.generation.vllm.processes import VllmProcesses
+from laurel.generation.vllm.settings import WORKER, cpu_arguments
+from laurel.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingOptions:
-    """The options with which vLLM loads and runs a reward model."""
+    """The devices on which vLLM runs a reward model."""
 
-    precision: str = "float32"
-    """Dtype of the weights and of the decoder's arithmetic; the head computes in float32."""
     tensor_parallel_size: int = 1
     """Number of GPUs that one copy of the model is split over."""
     gpu_memory_utilization: float = 0.9
     """Fraction of a GPU's memory that vLLM takes."""
     may_sleep: bool = False
     """Whether `sleep` releases GPU memory; enabling it takes some time at the start."""
-    revision: str | None = None
-    """Commit or tag of a model on the Hugging Face hub; None: the default branch."""
-    trust_remote_code: bool = False
-    """Whether Python code that comes with the model may run."""
-    safetensors_only: bool = True
-    """Whether to load weights from safetensors files only, and never from pickles."""
-    config_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the model's own configuration to override, with their values."""
 
 
 class VllmPooling(VllmProcesses):
@@ -54,7 +43,7 @@ class VllmPooling(VllmProcesses):
 
     def __init__(
         self,
-        model: str | Path,
+        model: ModelSpec,
         *,
         options: PoolingOptions,
         max_length: int,
@@ -64,8 +53,9 @@ class VllmPooling(VllmProcesses):
         """Start vLLM with a reward model.
 
         Args:
-            model: A Hugging Face directory of a classifier, or its name on the hub.
-            options: How vLLM loads and runs the model.
+            model: A classifier; `precision` is the dtype of its weights and of the decoder's
+                arithmetic, and the head computes in float32.
+            options: The devices of vLLM.
             max_length: Most tokens of a conversation.
             batch_tokens: Most tokens of one forward pass; raised to `max_length` if that is larger.
             reads_last: True: the score is read from the last token. False: the model pools by
@@ -77,24 +67,36 @@ class VllmPooling(VllmProcesses):
         """
         super().__init__("A reward model in vLLM")
         self._max_length = max_length
-        self._gives_memory_back = options.may_sleep and not self._on_cpu
         pooler = {"seq_pooling_type": "LAST"} if reads_last else {}
 
         def arguments() -> dict[str, Any]:
             self._asked = self._vllm.PoolingParams(task="classify", use_activation=False)
             return {
-                **_arguments(str(model), options),
+                "model": model.name,
+                "runner": "pooling",
+                "convert": "classify",
+                "skip_tokenizer_init": True,
+                "dtype": model.precision,
+                "tensor_parallel_size": options.tensor_parallel_size,
+                "gpu_memory_utilization": options.gpu_memory_utilization,
+                "revision": model.revision,
+                "trust_remote_code": model.trust_remote_code,
+                "load_format": "safetensors" if model.safetensors_only else "auto",
+                "hf_overrides": dict(model.config_overrides),
+                "worker_extension_cls": WORKER,
+                "disable_log_stats": True,
+                "use_tqdm_on_load": False,
                 "max_model_len": max_length,
                 "max_num_batched_tokens": max(max_length, batch_tokens),
-                "enable_sleep_mode": self._gives_memory_back,
+                "enable_sleep_mode": options.may_sleep and not self._on_cpu,
                 "enforce_eager": self._on_cpu,
                 "pooler_config": self._vllm.PoolerConfig(**pooler, use_activation=False),
                 # A model that reads in both directions computes a prompt anew for each answer.
                 **({"enable_prefix_caching": True} if reads_last else {}),
-                **(_cpu_arguments() if self._on_cpu else {}),
+                **(cpu_arguments() if self._on_cpu else {}),
             }
 
-        self._start("laurel-vllm-pooling", f"the reward model {model}", arguments)
+        self._start("laurel-vllm-pooling", f"the reward model {model.name}", arguments)
 
     async def _prepare(self) -> None:
         self.vocab_size = int(self._llm.model_config.get_vocab_size())
@@ -155,40 +157,8 @@ class VllmPooling(VllmProcesses):
 
         Nothing may be submitted until `wake`.
         """
-        if self._gives_memory_back:
-            self._wait_for(self._llm.sleep(level=1))
+        self._background.wait_for(self._set_memory(is_given_back=True))
 
     def wake(self) -> None:
         """Bring the weights back to the GPUs after `sleep`."""
-        if self._gives_memory_back:
-            self._wait_for(self._llm.wake_up())
-
-    def _wait_for(self, change: Coroutine[Any, Any, Any]) -> None:
-        self._background.wait_for(self._life.hold(change))
-
-
-def _arguments(model: str, options: PoolingOptions) -> dict[str, Any]:
-    return {
-        "model": model,
-        "runner": "pooling",
-        "convert": "classify",
-        "skip_tokenizer_init": True,
-        "dtype": options.precision,
-        "tensor_parallel_size": options.tensor_parallel_size,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "revision": options.revision,
-        "trust_remote_code": options.trust_remote_code,
-        "load_format": "safetensors" if options.safetensors_only else "auto",
-        "hf_overrides": dict(options.config_overrides),
-        "worker_extension_cls": WORKER,
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-    }
-
-
-def _cpu_arguments() -> dict[str, Any]:
-    # Whole blocks are what prompts share; vLLM's 128 tokens are longer than many a prompt.
-    own = {"block_size": 32}
-    if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        return own
-    return {**own, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+        self._background.wait_for(self._set_memory(is_given_back=False))

@@ -22,7 +22,6 @@ from laurel.errors import EngineError, LaurelError, MissingDependencyError
 from laurel.generation.vllm.settings import ENVIRONMENT, cpu_environment, environment
 from laurel.generation.waiting import BackgroundLoop, Lifeline
 
-WORKER = "laurel.generation.vllm.worker.LaurelWorker"
 WATCH_SECONDS = 0.2
 """Seconds between two checks of whether vLLM is alive."""
 SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
@@ -81,6 +80,7 @@ class VllmProcesses:
     async def _begin(self, arguments: dict[str, Any]) -> None:
         stages = arguments.get("pipeline_parallel_size", 1)
         num_workers = arguments["tensor_parallel_size"] * stages
+        self._has_sleep_mode = bool(arguments["enable_sleep_mode"])
         added = cpu_environment(num_workers, is_eager=arguments["enforce_eager"])
         with environment(ENVIRONMENT | (added if self._on_cpu else {})):
             settings = self._vllm.AsyncEngineArgs(**arguments)
@@ -144,6 +144,12 @@ class VllmProcesses:
             return [output async for output in ask(prompt, parameters, name)][-1]
 
         return await self._life.hold(last())
+
+    async def _set_memory(self, *, is_given_back: bool) -> None:
+        """Release device memory and keep the weights on the host, or allocate it again."""
+        if self._has_sleep_mode and is_given_back != await self._llm.is_sleeping():
+            change = self._llm.sleep(level=1) if is_given_back else self._llm.wake_up()
+            await self._life.hold(change)
 
     def _as_error(self, error: BaseException) -> LaurelError:
         if isinstance(error, LaurelError):

@@ -11,7 +11,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -78,11 +78,6 @@ def route_of(
     )
 
 
-def replica_name(group: WorkerGroup, index: int) -> str:
-    """Return a replica's name for messages, such as `generation replica 2`."""
-    return f"{group.role} replica {index}"
-
-
 class Fanout:
     """Calls the same method on several groups concurrently.
 
@@ -101,7 +96,7 @@ class Fanout:
 
     def name(self, index: int) -> str:
         """Return a replica's name for messages, such as `generation replica 2`."""
-        return replica_name(self._groups[index], index)
+        return f"{self._groups[index].role} replica {index}"
 
     def start(self, method: str, *args: Any) -> dict[int, Pending]:
         """Call a method with the same arguments on every group that is not lost; do not wait."""
@@ -240,7 +235,7 @@ class BroadcastTransfer(WeightRoute):
         self._numbers = itertools.count()
         self._met: tuple[WorkerGroup, ...] = ()
         """The learner and the engines of the current broadcast group."""
-        self._meeting: tuple[int, str, int] = (0, "", 0)
+        self._meeting: Meeting | None = None
 
     def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
         """Broadcast the weights to all engines; after a failure, use Ray's object store.
@@ -276,13 +271,11 @@ class BroadcastTransfer(WeightRoute):
         reason = self._meet(learner, to)
         if reason is not None:
             return reason
+        assert self._meeting is not None
         indices = list(to.left)
-        receiving = to.start_each(
-            "receive_weights", {i: (self._invitation(rank),) for rank, i in enumerate(indices, 1)}
-        )
-        sending = learner.start(
-            "send_weights", self._invitation(0), changing_only, self.bucket_bytes
-        )
+        invited = {i: (replace(self._meeting, rank=rank),) for rank, i in enumerate(indices, 1)}
+        receiving = to.start_each("receive_weights", invited)
+        sending = learner.start("send_weights", self._meeting, changing_only, self.bucket_bytes)
         sent: str | None = sending.wait()[0]
         # A living rank has given up by itself before that.
         received = to.wait(receiving, timeout=1.5 * self.patience)
@@ -306,21 +299,17 @@ class BroadcastTransfer(WeightRoute):
             if not all(learner.alive()):
                 raise
             return str(error).partition("\n")[0]
-        self._meeting = (next(self._numbers), address, port)
-        self._met = members
-        return None
-
-    def _invitation(self, rank: int) -> Meeting:
-        number, address, port = self._meeting
-        return Meeting(
-            number=number,
-            rank=rank,
-            size=len(self._met),
+        self._meeting = Meeting(
+            number=next(self._numbers),
+            rank=0,
+            size=len(members),
             address=address,
             port=port,
             device=self._device,
             patience=self.patience,
         )
+        self._met = members
+        return None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -370,7 +359,7 @@ def send_weights(
     for index, version in versions.items():
         if version != weights.version:
             raise EngineError(
-                f"{replica_name(groups[index], index)} has the weights of step {version}, "
+                f"{round_of.name(index)} has the weights of step {version}, "
                 f"not those of step {weights.version} that it was given"
             )
     if probe is not None and not has_same:
@@ -406,7 +395,7 @@ def require_proof(
         try:
             answer.require_agreement(probe, version=version)
         except EngineError as error:
-            raise EngineError(f"{replica_name(groups[index], index)}: {error}") from error
+            raise EngineError(f"{round_of.name(index)}: {error}") from error
     return round_of.lost
 
 
