@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from laurel.errors import BusyError, DataError, EngineError, is_lost_worker
-from laurel.rewards.preparing import Prepared, Rendered, filter_readable, rendered_rows
+from laurel.rewards.preparing import (
+    Prepared,
+    Rendered,
+    fill_in,
+    filter_readable,
+    is_text,
+    rendered_rows,
+)
 from laurel.types import Group, Message, Score, SentTurn, TokenGroup
 from laurel.workers.replica_set import ReplicaSet, TakesDownError
 
@@ -108,11 +115,7 @@ class Unit:
 
     def verdicts(self, score_of: Mapping[Key, Score]) -> tuple[Score, ...]:
         """Return the score of every completion, given the scores of all that could be rendered."""
-        keys = iter(self.keys)
-        return tuple(
-            score_of[next(keys)] if failure is None else Score(value=None, failure=failure)
-            for failure in self.failures
-        )
+        return fill_in(self.failures, (score_of[key] for key in self.keys))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,7 +237,7 @@ def units_of(encoder: Backend, groups: Sequence[Group]) -> list[Unit]:
 
 
 def _prepared(encoder: Backend, groups: Sequence[Group]) -> list[Prepared]:
-    if all(_is_text(message.content) for group in groups for message in _messages(group)):
+    if all(is_text(message.content) for group in groups for message in _messages(group)):
         try:
             return encoder.prepare(groups)
         except Exception as error:  # the completion at fault is found below
@@ -252,7 +255,7 @@ def _prepare_rows(encoder: Backend, rows: Sequence[Rendered | None]) -> Prepared
             if row is None:
                 raise DataError("it is neither a list of token ids nor a prompt with its response")
             texts = [row] if isinstance(row, str) else row[:2] if isinstance(row, SentTurn) else []
-            if not all(map(_is_text, texts)):
+            if not all(map(is_text, texts)):
                 raise DataError(_UNPAIRED_SURROGATE)
             found.append(encoder.prepare_rendered(row))
         except DataError as error:
@@ -294,7 +297,7 @@ def _prepare_carefully(encoder: Backend, group: Group) -> Prepared:
 
 
 def _why_not(encoder: Backend, alone: Group) -> str | None:
-    if not all(_is_text(message.content) for message in _messages(alone)):
+    if not all(is_text(message.content) for message in _messages(alone)):
         return _UNPAIRED_SURROGATE
     try:
         ((_, (failure,)),) = encoder.prepare([alone])
@@ -307,16 +310,6 @@ def _messages(group: Group) -> Iterator[Message]:
     yield from group.prompt
     for one in group.completions_G:
         yield from one.messages
-
-
-def _is_text(text: str) -> bool:
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # --------------------------------------------------------------------------------------------------

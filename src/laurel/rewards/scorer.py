@@ -27,7 +27,7 @@ from laurel.models.loading.policy import (
     own_attention,
 )
 from laurel.models.scoring import GoldenScore, ScoringContract
-from laurel.rewards.preparing import Prepared, Preparing, Rendered, prepared_by
+from laurel.rewards.preparing import Prepared, Preparing, Rendered, fill_in, prepared_by
 from laurel.types import Completion, Conversation, Group, PaddedRows, Score, TokenForest, TokenGroup
 
 OnBatch = Callable[[int, int], None]
@@ -182,11 +182,8 @@ class ContractScorer(ModelScorer):
         rows = iter(values_NK.tolist())
         scores: list[tuple[Score, ...]] = []
         for group, completions, (tokens, failures) in zip(groups, distinct, prepared, strict=True):
-            scored = iter(self._verdicts(tokens, rows))
-            score_of = {
-                completion: next(scored) if failure is None else Score(value=None, failure=failure)
-                for completion, failure in zip(completions, failures, strict=True)
-            }
+            scores_G = fill_in(failures, self._verdicts(tokens, rows))
+            score_of = dict(zip(completions, scores_G, strict=True))
             scores.append(tuple(score_of[completion] for completion in group.completions_G))
         return scores
 

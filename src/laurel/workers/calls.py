@@ -7,6 +7,7 @@ import pickle
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, Self
 
@@ -169,15 +170,9 @@ def error_of(
 
 def again(error: WorkerError) -> WorkerError:
     """Copy an error, to be raised once more without its first traceback."""
-    copy = WorkerError(
-        str(error),
-        role=error.role,
-        ranks=error.ranks,
-        worker_traceback=error.worker_traceback,
-        exit_code=error.exit_code,
-    )
-    copy.__cause__ = error.__cause__
-    return copy
+    found = copy(error)
+    found.__cause__ = error.__cause__
+    return found
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -210,7 +205,7 @@ class GroupCalls(ABC):
 
     def _check_open(self) -> None:
         if self._failure is not None:
-            raise again(self._failure) from self._failure.__cause__
+            raise again(self._failure)
         if not self._is_open:
             raise WorkerError(f"{self.role}: the group has been shut down", role=self.role)
 

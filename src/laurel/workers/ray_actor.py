@@ -169,16 +169,7 @@ class GroupBeside(RayGroup):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Start the workers, as `RayGroup` does.
-
-        Args:
-            role: Role of the workers.
-            each: Resources of each worker.
-            groups: Groups whose workers are to share a node.
-            size: Workers of each.
-            worker_class: A class that every node can import.
-            args: For the class.
-            kwargs: Likewise.
+        """Start the workers as `RayGroup` does, for groups of `size` that share a node each.
 
         Raises:
             ConfigError: There is no room for them.
@@ -203,14 +194,7 @@ class SpreadGroup(RayGroup):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Start the worker, as `RayGroup` does.
-
-        Args:
-            role: Role of the worker.
-            each: Resources of the worker; never none, as Ray would place it anywhere.
-            worker_class: A class that every node can import.
-            args: For the class.
-            kwargs: Likewise.
+        """Start the worker as `RayGroup` does; it has resources, or Ray would place it anywhere.
 
         Raises:
             ConfigError: There is no room for it.

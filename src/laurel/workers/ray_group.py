@@ -297,7 +297,7 @@ class _RayPending:
         if self._results is not None:
             return self._results
         if self._error is not None:
-            raise again(self._error) from self._error.__cause__
+            raise again(self._error)
         self._group._check_open()
         try:
             self._results = self._group._collect(self._refs, self._method, timeout)
@@ -353,21 +353,7 @@ class NodeGroup(RayGroup):
         limit: float,
         **kwargs: Any,
     ) -> None:
-        """Start the worker, as `RayGroup` does.
-
-        Args:
-            role: Role of the worker.
-            node_id: Id of the node.
-            worker_class: A class that the node can import.
-            args: For the class.
-            at_a_time: Calls that may run at a time; more wait.
-            limit: Seconds until a call is late, where the call does not say.
-            kwargs: For the class.
-
-        Raises:
-            ConfigError: The node has another version of Laurel, torch or transformers.
-            WorkerError: The worker could not be made, or the node is gone.
-        """
+        """Start the worker as `RayGroup` does; `at_a_time` of its calls run concurrently."""
         place = Reservation(role=role, each=Resources(cpus=0), node_ids=[node_id])
         super().__init__(place, worker_class, *args, at_a_time=at_a_time, limit=limit, **kwargs)
 

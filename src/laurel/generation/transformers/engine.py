@@ -320,16 +320,13 @@ class GenerationWorker:
                 self._do_jobs()
                 self._generate()
         except BaseException as error:  # every waiting request must get an answer
-            self._die(error)
+            ended = error
+            if not isinstance(ended, EngineError):
+                ended = EngineError(f"the generator died of {type(error).__name__}: {error}")
+                ended.__cause__ = error
+            with self._changed:
+                self._end = ended
         self._finish()
-
-    def _die(self, error: BaseException) -> None:
-        ended = error
-        if not isinstance(ended, EngineError):
-            ended = EngineError(f"the generator died of {type(error).__name__}: {error}")
-            ended.__cause__ = error
-        with self._changed:
-            self._end = ended
 
     def _wait(self) -> bool:
         """Wait for work; return False when the thread must end."""

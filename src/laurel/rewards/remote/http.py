@@ -16,9 +16,9 @@ import httpx2
 from laurel.config.environments import UrlProtocol
 from laurel.errors import ConfigError, ProtocolError, key_of
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.preparing import Preparing
+from laurel.rewards.preparing import Preparing, fill_in, filter_readable, is_text
 from laurel.rewards.remote.dialects import Dialect, ServerQuery, dialect_of
-from laurel.rewards.remote.replica import Clock, RefusedError, ReplicaFault, ReplicaReply, failed
+from laurel.rewards.remote.replica import Clock, RefusedError, ReplicaFault, ReplicaReply
 from laurel.rewards.remote.router import Router, RouterOptions
 from laurel.rewards.remote.wire import VERSION_HEADER, dump, parse, read_error
 from laurel.types import Conversation, Group
@@ -272,8 +272,8 @@ class HttpReplica(HttpExchange):
         self, groups: Sequence[Group], *, request_id: str, timeout: float
     ) -> ReplicaReply:
         """Score groups once; completions that are not valid text fail without being sent."""
-        sendable = [_sendable(group) for group in groups]
-        left = [one for one in sendable if one.completions_G]
+        readable = [_sendable(group) for group in groups]
+        left = [one for one, _ in readable if one.completions_G]
         question: ServerQuery | None = None
         if left:
             ask = partial(self._dialect.ask, left, request_id=request_id, version=self.version)
@@ -287,16 +287,9 @@ class HttpReplica(HttpExchange):
         except ProtocolError as error:
             raise self.fault(error) from error
         rows = iter(reply.scores)
-        scores = []
-        for group, one in zip(groups, sendable, strict=True):
-            sent = {id(completion) for completion in one.completions_G}
-            found = iter(next(rows) if one.completions_G else ())
-            scores.append(
-                tuple(
-                    next(found) if id(completion) in sent else failed(NOT_TEXT)
-                    for completion in group.completions_G
-                )
-            )
+        scores = [
+            fill_in(failures, next(rows) if one.completions_G else ()) for one, failures in readable
+        ]
         return ReplicaReply(scores=scores, version=reply.version or version)
 
 
@@ -368,21 +361,14 @@ def endpoint(url: str, path: str) -> str:
     return str(found.copy_with(path=own + path))
 
 
-def _is_text(conversation: Conversation) -> bool:
-    try:
-        for message in conversation:
-            message.content.encode()
-            message.role.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _sendable(group: Group) -> tuple[Group, tuple[str | None, ...]]:
+    """Return the group of the completions that are valid text, and the failure of each."""
 
+    def are_text(conversation: Conversation) -> bool:
+        return all(is_text(one.content) and is_text(one.role) for one in conversation)
 
-def _sendable(group: Group) -> Group:
-    """Return the group without the completions that are not valid text."""
-    if not _is_text(group.prompt):
-        return Group(id=group.id, prompt=(), completions_G=())
-    kept = tuple(one for one in group.completions_G if _is_text(one.messages))
-    if len(kept) == len(group.completions_G):
-        return group
-    return Group(id=group.id, prompt=group.prompt, completions_G=kept)
+    is_whole = are_text(group.prompt)
+    return filter_readable(
+        group,
+        lambda alone: None if is_whole and are_text(alone.completions_G[0].messages) else NOT_TEXT,
+    )
