@@ -15,6 +15,8 @@ from laurel.errors import LaurelError, WorkerError
 from laurel.protocols import Pending
 from laurel.workers.rendezvous import RankPlace
 
+ENDING = 10.0
+"""Seconds for a worker to shut down by itself, after which it is killed."""
 GOING_ON = (
     "A training run that is started again goes on from its newest checkpoint "
     "(checkpointing.resume=auto, the default)."

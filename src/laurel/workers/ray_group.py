@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 
 from laurel.errors import ConfigError, WorkerError
 from laurel.workers.calls import (
+    ENDING,
     Failure,
     GroupCalls,
     Outcome,
@@ -38,8 +39,6 @@ _log = logging.getLogger(__name__)
 
 BLAMING = 10.0
 """Seconds for the other workers to end after one of them raised."""
-ENDING = 10.0
-"""Seconds for a process to end by itself."""
 SEPARATE_BYTES = 4096
 """Arrays of at least this size travel beside the pickle of their call."""
 _ARRAY_DTYPES = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64)

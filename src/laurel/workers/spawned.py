@@ -17,6 +17,7 @@ from typing import Any
 
 from laurel.errors import WorkerError
 from laurel.workers.calls import (
+    ENDING,
     Failure,
     GroupCalls,
     Outcome,
@@ -25,9 +26,6 @@ from laurel.workers.calls import (
     without_shared,
 )
 from laurel.workers.rendezvous import RankPlace
-
-ENDING = 10.0
-"""Seconds for a process to end by itself."""
 
 
 class SpawnedGroup(GroupCalls):

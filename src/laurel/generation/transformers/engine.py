@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -181,7 +180,7 @@ class TransformersEngine:
     async def _do(self, work: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        self._worker.submit(IdleTask(work, lambda error: _tell(loop, _settle, done, error)))
+        self._worker.submit(work, lambda error: _tell(loop, _settle, done, error))
         await done
 
     def close(self) -> None:
@@ -211,15 +210,6 @@ def _settle(future: asyncio.Future[None], error: BaseException | None = None) ->
 # The thread that samples, which receives requests and delivers completions.
 
 
-@dataclass(slots=True, eq=False)
-class IdleTask:
-    """A function that the worker runs when no request is running."""
-
-    work: Callable[[], None]
-    done: Callable[[BaseException | None], None]
-    """Receives the error of the work, or None; called in the worker's thread."""
-
-
 class GenerationWorker:
     """Runs a batch in its own thread, which starts with the first request.
 
@@ -233,7 +223,9 @@ class GenerationWorker:
         # All below is guarded by `_changed`.
         self._arriving: list[Ticket] = []
         self._waiting: deque[Ticket] = deque()
-        self._jobs: deque[IdleTask] = deque()
+        self._jobs: deque[tuple[Callable[[], None], Callable[[BaseException | None], None]]] = (
+            deque()
+        )
         self._aborts: deque[tuple[Ticket, Callable[[], None]]] = deque()
         self._ended: list[str] = []
         self._open: set[Ticket] = set()
@@ -276,11 +268,13 @@ class GenerationWorker:
             if self._thread is not None:
                 self._changed.notify_all()
 
-    def submit(self, job: IdleTask) -> None:
-        """Queue a job, which runs when no request is running."""
+    def submit(
+        self, work: Callable[[], None], done: Callable[[BaseException | None], None]
+    ) -> None:
+        """Queue a job, which runs when no request is running; `done` receives its error, if any."""
         with self._changed:
             self._check_alive()
-            self._jobs.append(job)
+            self._jobs.append((work, done))
             self._wake_up()
 
     def set_asleep(self, is_asleep: bool) -> None:
@@ -344,13 +338,13 @@ class GenerationWorker:
             with self._changed:
                 if not self._jobs or self._end is not None:
                     return
-                job = self._jobs.popleft()
+                work, done = self._jobs.popleft()
             try:
-                job.work()
+                work()
             except BaseException as error:
-                job.done(error)
+                done(error)
                 raise
-            job.done(None)
+            done(None)
 
     def _generate(self) -> None:
         """Sample until no request is running.
@@ -431,8 +425,8 @@ class GenerationWorker:
         self._tell([])
         for ticket in left:
             ticket.deliver(error())
-        for job in jobs:
-            job.done(error())
+        for _, done in jobs:
+            done(error())
         self._batch.clear()
 
 

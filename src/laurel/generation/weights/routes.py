@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -61,15 +60,8 @@ def route_of(
     bucket_bytes: int | None,
     patience: float,
     say: Callable[[str], None],
-) -> WeightRoute:
-    """Make the chosen route.
-
-    Args:
-        transfer: The choice.
-        bucket_bytes: Size of a bucket; None: the route's default (`BUCKET_BYTES`).
-        patience: Seconds after which an engine that has not taken a bucket counts as lost.
-        say: Logs one line of text; called for every broadcast that fails.
-    """
+) -> ObjectStore:
+    """Make the chosen route; without `bucket_bytes` it has the route's default."""
     bucket_bytes = bucket_bytes or BUCKET_BYTES[transfer.name]
     if transfer.name == "object_store":
         return ObjectStore(bucket_bytes=bucket_bytes, patience=patience)
@@ -157,11 +149,14 @@ class Fanout:
             return None
 
 
-class WeightRoute(ABC):
-    """A route on which weights travel from the learner to engines. Its calls block."""
+class ObjectStore:
+    """The route through Ray's object store. Its calls block.
+
+    It makes the next bucket while the engines take one, so this process holds two at a time.
+    """
 
     num_fallbacks = 0
-    """Number of transfers that failed on this route and were completed by `ObjectStore`."""
+    """Number of transfers on another route that failed and were completed by this one."""
 
     def __init__(self, *, bucket_bytes: int, patience: float) -> None:
         """Store the settings of the route.
@@ -173,7 +168,6 @@ class WeightRoute(ABC):
         self.bucket_bytes = bucket_bytes
         self.patience = patience
 
-    @abstractmethod
     def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
         """Send all buckets of a version to engines that have prepared for it (`begin_weights`).
 
@@ -186,16 +180,6 @@ class WeightRoute(ABC):
             EngineError: An engine refuses the weights.
             WorkerError: The learner is lost.
         """
-
-
-class ObjectStore(WeightRoute):
-    """The route through Ray's object store.
-
-    It makes the next bucket while the engines take one, so this process holds two at a time.
-    """
-
-    def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
-        """Send the weights to all engines through Ray's object store, bucket by bucket."""
         tensors = weights.changing if changing_only else None
         under_way: dict[int, Pending] = {}
         for bucket in buckets_of((tensors or weights.tensors)(), max_bytes=self.bucket_bytes):
@@ -204,7 +188,7 @@ class ObjectStore(WeightRoute):
         to.wait(under_way, timeout=self.patience)
 
 
-class BroadcastTransfer(WeightRoute):
+class BroadcastTransfer(ObjectStore):
     """The route of broadcasts in a process group of learner and engines, kept until members change.
 
     Between GPUs, each member must have a GPU of its own. When a broadcast fails, Ray's object store
@@ -222,7 +206,7 @@ class BroadcastTransfer(WeightRoute):
         """Store the settings; the first transfer makes the broadcast group.
 
         Args:
-            bucket_bytes: Size of a bucket (see `WeightRoute`). The learner's first rank holds two.
+            bucket_bytes: Size of a bucket. The learner's first rank holds two.
             patience: Timeout in seconds, for the members to join and for each bucket.
             say: Logs one line of text; called for every broadcast that fails.
             device: Device on which weights arrive; with `cuda` they go from GPU to GPU.
@@ -231,7 +215,6 @@ class BroadcastTransfer(WeightRoute):
         self._say = say
         self._device = device
         self._is_given_up = False
-        self._other = ObjectStore(bucket_bytes=bucket_bytes, patience=patience)
         self._numbers = itertools.count()
         self._met: tuple[WorkerGroup, ...] = ()
         """The learner and the engines of the current broadcast group."""
@@ -252,7 +235,7 @@ class BroadcastTransfer(WeightRoute):
                 return
             self._tell(weights.version, reason, [i for i in to.lost if i not in lost_before], to)
             to.call("repeat_weights")
-        self._other.carry(weights, to, changing_only=changing_only)
+        super().carry(weights, to, changing_only=changing_only)
 
     def _tell(self, version: int, reason: str, lost: Iterable[int], to: Fanout) -> None:
         self.num_fallbacks += 1
@@ -320,7 +303,7 @@ def send_weights(
     weights: Weights,
     groups: Mapping[int, WorkerGroup],
     *,
-    route: WeightRoute,
+    route: ObjectStore,
     probe: Probe | None,
     has_all: bool = False,
     has_same: bool = False,
