@@ -210,6 +210,10 @@ def _settle(future: asyncio.Future[None], error: BaseException | None = None) ->
 # The thread that samples, which receives requests and delivers completions.
 
 
+Done = Callable[[BaseException | None], None]
+"""Receives the error of a job, or None; called in the worker's thread."""
+
+
 class GenerationWorker:
     """Runs a batch in its own thread, which starts with the first request.
 
@@ -223,9 +227,7 @@ class GenerationWorker:
         # All below is guarded by `_changed`.
         self._arriving: list[Ticket] = []
         self._waiting: deque[Ticket] = deque()
-        self._jobs: deque[tuple[Callable[[], None], Callable[[BaseException | None], None]]] = (
-            deque()
-        )
+        self._jobs: deque[tuple[Callable[[], None], Done]] = deque()
         self._aborts: deque[tuple[Ticket, Callable[[], None]]] = deque()
         self._ended: list[str] = []
         self._open: set[Ticket] = set()
@@ -268,9 +270,7 @@ class GenerationWorker:
             if self._thread is not None:
                 self._changed.notify_all()
 
-    def submit(
-        self, work: Callable[[], None], done: Callable[[BaseException | None], None]
-    ) -> None:
+    def submit(self, work: Callable[[], None], done: Done) -> None:
         """Queue a job, which runs when no request is running; `done` receives its error, if any."""
         with self._changed:
             self._check_alive()
