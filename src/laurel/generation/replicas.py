@@ -560,7 +560,6 @@ class GeneratorReplica(Replica[WorkerGroup]):
     """
 
     def __init__(self, index: int, name: str) -> None:
-        """Make a replica without work; see `Replica`."""
         super().__init__(index, name)
         self.settled = asyncio.Event()
         """Set while the replica is not starting."""

@@ -61,7 +61,6 @@ class ScoreCache:
     """Caches the most recently used scores of one version of one model."""
 
     def __init__(self, max_entries: int) -> None:
-        """Hold at most `max_entries` scores."""
         self._max_entries = max_entries
         self._scores: OrderedDict[Key, Score] = OrderedDict()
 

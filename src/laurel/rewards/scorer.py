@@ -38,7 +38,6 @@ class ModelScorer(ABC):
     """Scores by the contract of a model, for callers with and without an event loop."""
 
     def __init__(self, contract: ScoringContract) -> None:
-        """Hold a contract."""
         self.contract = contract
         self.preparers: Preparing | None = None
         """Workers that render and tokenise instead; they end with the scorer's context."""

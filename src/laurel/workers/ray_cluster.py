@@ -175,7 +175,12 @@ class RayCluster:
                 total=node["Resources"],
                 free=free.get(node["NodeID"], {}),
                 held=held.get(node["NodeID"], {}),
-                labels=_labels(node),
+                # Ray gives each node a label with its own number, which identifies no property.
+                labels=frozenset(
+                    f"{key}={value}"
+                    for key, value in node.get("Labels", {}).items()
+                    if key != "ray.io/node-id"
+                ),
             )
             for node in alive
         ]
@@ -415,18 +420,14 @@ def _held_by_role() -> dict[str, dict[str, dict[str, float]]]:
     for entry in placement_group_table().values():
         if entry["state"] != "CREATED":
             continue
-        role = _role_of(entry["name"])
+        name = entry["name"]
+        ours = name.removeprefix(_NAME).rpartition(":")[0]
+        role = ours if name.startswith(_NAME) else f"the placement group {name!r}"
         for index, node in entry["bundles_to_node_id"].items():
             mine = held.setdefault(node, {}).setdefault(role, {})
-            for name, amount in entry["bundles"][index].items():
-                mine[name] = mine.get(name, 0.0) + amount
+            for resource, amount in entry["bundles"][index].items():
+                mine[resource] = mine.get(resource, 0.0) + amount
     return held
-
-
-def _labels(node: Mapping[str, Any]) -> frozenset[str]:
-    # Ray gives each node a label with its own number, which identifies no property.
-    labels = node.get("Labels", {}).items()
-    return frozenset(f"{key}={value}" for key, value in labels if key != "ray.io/node-id")
 
 
 def _in_device_order(
@@ -458,12 +459,6 @@ def _in_device_order(
 def _gpus() -> list[tuple[int, str]]:
     # As numbers, so that they sort.
     return sorted((len(str(number)), str(number)) for number in ray.get_gpu_ids())
-
-
-def _role_of(name: str) -> str:
-    if name.startswith(_NAME):
-        return name.removeprefix(_NAME).rpartition(":")[0]
-    return f"the placement group {name!r}"
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import pickle
 import re
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
 import torch
 from ray import cloudpickle
@@ -221,7 +221,9 @@ class RayGroup(GroupCalls):
         pids = [p for p, node in zip(self._pids, self._node_ids, strict=False) if node in near]
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
-            if all(_state(s) in ("DEAD", "") for s in self._actors) and not any(map(_runs, pids)):
+            if all(_state(s) in ("DEAD", "") for s in self._actors) and not any(
+                map(psutil.pid_exists, pids)
+            ):
                 return True
             time.sleep(0.02)
         return False
@@ -319,16 +321,6 @@ def _devices(reservation: Reservation, rank: int) -> dict[str, str]:
 def _state(actor: Any) -> str:
     # '' where the cluster has forgotten the actor.
     return str(ray_state.actor_table(actor._actor_id.hex()).get("State", ""))
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 # --------------------------------------------------------------------------------------------------

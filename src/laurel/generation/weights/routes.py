@@ -77,7 +77,6 @@ class Fanout:
     """
 
     def __init__(self, groups: Mapping[int, WorkerGroup]) -> None:
-        """Store the groups of one worker each, by the replica's number."""
         self._groups = groups
         self.lost: Lost = {}
 
