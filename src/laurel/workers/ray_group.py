@@ -212,21 +212,16 @@ class RayGroup(GroupCalls):
     def _kill(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
-        self._wait_gone(ENDING)
-
-    def _wait_gone(self, limit: float) -> bool:
-        # Processes are checked where they are on this machine.
+        # Until they are gone; processes are looked for where they are on this machine.
         here = ray.util.get_node_ip_address()
         near = {n["NodeID"] for n in ray.nodes() if n["NodeManagerAddress"] == here}
         pids = [p for p, node in zip(self._pids, self._node_ids, strict=False) if node in near]
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + ENDING
         while time.monotonic() < deadline:
-            if all(_state(s) in ("DEAD", "") for s in self._actors) and not any(
-                map(psutil.pid_exists, pids)
-            ):
-                return True
+            are_dead = all(_state(actor) in ("DEAD", "") for actor in self._actors)
+            if are_dead and not any(map(psutil.pid_exists, pids)):
+                return
             time.sleep(0.02)
-        return False
 
 
 def sent_once(calls: Mapping[int, WorkerCall], send: Callable[[Any], Any]) -> dict[int, list[Any]]:
