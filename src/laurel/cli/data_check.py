@@ -27,7 +27,7 @@ from laurel.data.formats import (
     recognise,
     suggestions,
 )
-from laurel.data.report import MAX_EXAMPLES, MAX_SOURCES, DataReport, LeftOut, TextReport
+from laurel.data.report import MAX_EXAMPLES, MAX_SOURCES, LeftOut, RowReport
 from laurel.data.sources import Row, UnusableRow, locate, read_rows
 from laurel.data.task_formats import OWN_TESTS
 from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, load_task_data
@@ -68,7 +68,7 @@ class Reading:
     """The run configuration that the file is read with, including `settings`."""
     settings: tuple[str, ...] = ()
     """The settings that the command needs, besides the path, to read the file."""
-    report: DataReport | TextReport | None = None
+    report: RowReport | None = None
     """The data report of the rows; None if no row is left, and then `problem` says why."""
     problem: str = ""
     rows: Sequence[Preference | Dialogue | Task] = ()
@@ -413,7 +413,7 @@ def _names_columns(overrides: Sequence[str]) -> bool:
 
 def _counts(
     reading: Reading,
-    report: DataReport | TextReport,
+    report: RowReport,
     known: KnownFormat | None,
     overrides: Sequence[str],
 ) -> str:

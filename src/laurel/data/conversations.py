@@ -345,18 +345,9 @@ class Dialogue:
 class DialogueReport(TextReport):
     """Reports the rows of demonstration data sets; its lengths are those of whole conversations."""
 
-    def describe(self, dialogues: Iterable[Dialogue]) -> None:
-        """Count and measure the kept conversations; call it again after leaving out more."""
-        self.describe_items((d.name, d.prompt, d.messages) for d in dialogues)
-
-    def move_out(
-        self, *, kept: Sequence[Dialogue], held_out: Sequence[Dialogue], name: str
-    ) -> DialogueReport:
-        """Count conversations as held out of this set, and return the report of their new set."""
-        other = self.split_off([dialogue.source for dialogue in held_out], name=name)
-        self.describe(kept)
-        other.describe(held_out)
-        return other
+    def describe(self, items: Iterable[Dialogue]) -> None:
+        """Count and measure the kept conversations."""
+        self.describe_items((one.name, one.prompt, one.messages) for one in items)
 
 
 class DemonstrationData(NamedTuple):
@@ -675,8 +666,5 @@ _HUBS = {
     **{name: named.hub for name, named in _NAMED.items()},
     "openai_format": NO_HUB,
     "ResponseDataset": NO_HUB,
-    **{
-        name: HubSet(name=known.hub_name, parts=((known.subset, None),))
-        for name, known in DATASET_CLASSES.items()
-    },
+    **{name: known.hub for name, known in DATASET_CLASSES.items()},
 }

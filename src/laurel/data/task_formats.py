@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laurel.config.data import DatasetConfig, TaskSetConfig
-from laurel.data.preferences import best_answer, infer_class
+from laurel.data.preferences import DATASET_CLASSES, best_answer, infer_class
 from laurel.data.reading import NO_HUB, HubSet, LeftOutRow
 from laurel.data.sources import Row, UnusableRow, json_kind, messages, required, text
 from laurel.types import Conversation, Message
@@ -667,16 +667,11 @@ TASK_SETS: dict[str, TaskSet] = {
     "OpenR1-Math-220k": TaskSet(
         read=columns("problem", "answer"), hub=_hub("open-r1/OpenR1-Math-220k")
     ),
-    "HelpSteer3": TaskSet(read=preference, hub=_hub("nvidia/HelpSteer3", ("preference", None))),
-    "Tulu3Preference": TaskSet(
-        read=preference, hub=_hub("allenai/llama-3.1-tulu-3-8b-preference-mixture")
-    ),
     **{
         name: TaskSet(read=code(read), hub=_hub(hub) if hub else NO_HUB)
         for name, (read, hub) in FORMS.items()
     },
-    "PreferenceDataset": TaskSet(read=preference),
-    "BinaryPreferenceDataset": TaskSet(read=preference),
+    **{name: TaskSet(read=preference, hub=known.hub) for name, known in DATASET_CLASSES.items()},
     "ResponseDataset": TaskSet(read=response),
 }
 

@@ -22,6 +22,7 @@ from laurel.evaluation.benchmarks import (
     reduce_scores,
     training_pairs,
 )
+from laurel.evaluation.diagnostics import diagnostics_report
 from laurel.evaluation.reward_bench import ZeroSpread
 from laurel.evaluation.statistics import Measured
 from laurel.observe.console import (
@@ -38,7 +39,6 @@ from laurel.observe.progress import RowProgress
 from laurel.rewards.spec import ScorerSpec
 from laurel.run.evaluation.results import Evaluation, check_output_directory, write_results
 from laurel.run.evaluation.tables import (
-    diagnostics_report,
     print_compatibility,
     print_diagnostics,
     print_evaluation,
