@@ -185,16 +185,13 @@ class RayCluster:
             for node in alive
         ]
 
-    def wait_until_settled(self, limit: float = NOTICING) -> None:
-        """Wait until every node that Ray lists answers.
+    def wait_until_settled(self) -> None:
+        """Wait until every node that Ray lists answers, or for a minute.
 
         Ray lists a dead node as alive until its health checks fail, which takes some twenty
         seconds. Workers placed there meanwhile never start.
-
-        Args:
-            limit: Seconds at most; after that it goes on with the nodes that Ray lists.
         """
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + NOTICING
         is_logged = False
         while silent := [node for node in ray.nodes() if node["Alive"] and not _answers(node)]:
             names = ", ".join(
@@ -208,7 +205,7 @@ class RayCluster:
                     "%s does not answer; waiting %.0f s at most for Ray to notice, or for it to "
                     "come back",
                     names,
-                    limit,
+                    NOTICING,
                 )
                 is_logged = True
             time.sleep(0.5)

@@ -18,8 +18,13 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from laurel.errors import EngineError, LaurelError, MissingDependencyError
-from laurel.generation.vllm.settings import ENVIRONMENT, cpu_environment, environment
+from laurel.errors import EngineError, LaurelError
+from laurel.generation.vllm.settings import (
+    ENVIRONMENT,
+    check_has_vllm,
+    cpu_environment,
+    environment,
+)
 from laurel.generation.waiting import BackgroundLoop, Lifeline
 
 WATCH_SECONDS = 0.2
@@ -171,21 +176,17 @@ def import_vllm(purpose: str) -> SimpleNamespace:
     Raises:
         MissingDependencyError: vLLM is not installed.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from vllm.config import PoolerConfig
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.exceptions import VLLMClientError
-            from vllm.inputs import tokens_input
-            from vllm.platforms import current_platform
-            from vllm.pooling_params import PoolingParams
-            from vllm.sampling_params import RequestOutputKind, SamplingParams
-            from vllm.v1.engine.async_llm import AsyncLLM
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise MissingDependencyError.of("vllm", extra="vllm", purpose=purpose) from error
+    check_has_vllm(purpose)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.config import PoolerConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs import tokens_input
+        from vllm.platforms import current_platform
+        from vllm.pooling_params import PoolingParams
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.v1.engine.async_llm import AsyncLLM
     return SimpleNamespace(
         AsyncEngineArgs=AsyncEngineArgs,
         AsyncLLM=AsyncLLM,
