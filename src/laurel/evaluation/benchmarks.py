@@ -103,7 +103,8 @@ def reduce_scores(
         asked: The options of the benchmark.
 
     Raises:
-        DataError: Nothing can be compared, or the rows are not those of the benchmark.
+        DataError: Nothing can be compared, two rows share an id, or the rows are not those of the
+            benchmark.
     """
     scored = [
         one
@@ -112,6 +113,8 @@ def reduce_scores(
     ]
     if not scored:
         raise DataError(f"none of {len(rows)} rows can be compared: no two answers differ in rank")
+    if len({one.id for one in scored}) < len(scored):
+        raise DataError("two rows share an id")
     # The baseline is measured by the same function on the same rows, so that the two compare.
     try:
         return Reduced(

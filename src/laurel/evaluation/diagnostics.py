@@ -218,17 +218,7 @@ class Agreement:
 
 
 def agreements(columns: Mapping[str, Column]) -> list[Agreement]:
-    """Return the agreement of every two scorers; two without a common pair are left out.
-
-    Raises:
-        DataError: The columns differ in length.
-    """
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise DataError(
-            "every column of scores needs a row for each pair, but they differ in length: "
-            + ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        )
+    """Return the agreement of every two scorers; two without a common pair are left out."""
     found = []
     for (first, one), (second, other) in combinations(columns.items(), 2):
         both_N4 = np.array([[*a, *b] for a, b in zip(one, other, strict=True)], np.float64)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rich.text import Text
 
-from laurel.config.data import BenchmarkSetConfig
 from laurel.config.load import to_yaml
 from laurel.config.policy import CheckpointingConfig
 from laurel.config.schemas import Run
@@ -280,19 +279,6 @@ def describe_benchmark(name: str, benchmark: BenchmarkSet, console: Console) -> 
     _say(f"bench   {name}: {benchmark.described()}", console)
     for note in benchmark.notes():
         _say(f"note    {name}: {note}", console)
-
-
-def judge_benchmarks(configs: Mapping[str, BenchmarkSetConfig]) -> list[BenchmarkSet]:
-    """Load the benchmarks of `env.reward_model.benchmarks`, which test a GRPO run's reward model.
-
-    Raises:
-        DataError: Rows cannot be used.
-    """
-    if not configs:
-        return []
-    from laurel.evaluation.benchmarks import BenchmarkSet
-
-    return [BenchmarkSet.load(name, config) for name, config in configs.items()]
 
 
 def judge_figures(

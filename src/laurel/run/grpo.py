@@ -18,6 +18,7 @@ from laurel.config.load import to_yaml
 from laurel.data.tasks import TaskData, load_task_data
 from laurel.environments.registry import environment_names
 from laurel.errors import ConfigError, DataError
+from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.generation.vllm.settings import check_has_vllm
 from laurel.observe.loggers import check_available
 from laurel.run.allocation import plan_allocation
@@ -25,7 +26,6 @@ from laurel.run.cards import facts_of_policy, settings_of_grpo
 from laurel.run.context import (
     RunContext,
     choose_run_dir,
-    judge_benchmarks,
     judge_figures,
     make_services,
 )
@@ -75,7 +75,9 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     check_vllm(config, on_cluster=planned.are_remote)
     context = RunContext(config=config, console=console, stack=stack).with_store(selection)
     data = _load_data(config)
-    benchmarks = judge_benchmarks(config.env.reward_model.benchmarks)
+    benchmarks = [
+        BenchmarkSet.load(name, one) for name, one in config.env.reward_model.benchmarks.items()
+    ]
     context = context.with_slots(planned)
     environments = environments_of(data, context)
     check_answers(data, environments, console)

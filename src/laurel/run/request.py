@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 from laurel.config.environments import ResourcesConfig
 from laurel.config.grpo import GRPOConfig, GRPORun
@@ -238,11 +239,8 @@ def _validates(config: Run) -> bool:
 
 
 def _placements(placement: PlacementConfig) -> dict[RoleName, RolePlacement]:
-    said: dict[RoleName, RolePlacement | None] = {
-        "policy": placement.policy,
-        "generation": placement.generation,
-        "reward_model": placement.reward_model,
-    }
+    roles: tuple[RoleName, ...] = get_args(RoleName)
+    said = {name: getattr(placement, name) for name in roles}
     return {name: wish for name, wish in said.items() if wish is not None}
 
 
