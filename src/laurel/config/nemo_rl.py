@@ -162,10 +162,7 @@ class Adapted:
 def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted:
     """Translate the settings of a file from NeMo RL's keys to Laurel's.
 
-    Args:
-        schema: The schema of the run.
-        tree: The values of the file, with overrides applied.
-        problems: The list to which problems of the translation are added.
+    Problems of the translation are added to `problems`.
 
     Raises:
         ConfigError: The file asks for features that Laurel does not have; all of them are named.

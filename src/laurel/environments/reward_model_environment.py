@@ -636,10 +636,6 @@ class ScoreTransform:
     ) -> None:
         """Check that the required statistics are available.
 
-        Args:
-            config: The settings of the transform.
-            stored: The mean and the standard deviation that the model was saved with, or None.
-
         Raises:
             ConfigError: The transform requires these statistics, and they are missing.
         """
@@ -867,10 +863,6 @@ IN_THE_SECTION = Terms(
 
 def scorer_spec_of(config: RewardModelEnvironmentConfig, *, device: Device) -> ScorerSpec:
     """Convert the section into a scorer's spec.
-
-    Args:
-        config: The section.
-        device: The device of models.
 
     Raises:
         ConfigError: A setting cannot be used for a model that scores.

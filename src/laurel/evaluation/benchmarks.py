@@ -96,12 +96,6 @@ def reduce_scores(
 ) -> Reduced:
     """Compute the figures of a benchmark from the scores of its rows.
 
-    Args:
-        benchmark: One of `BENCHMARKS`.
-        rows: The rows as the benchmark reads them.
-        scores: The scores of the completions of each row.
-        asked: The options of the benchmark.
-
     Raises:
         DataError: Nothing can be compared, two rows share an id, or the rows are not those of the
             benchmark.

@@ -651,12 +651,8 @@ def sensitivity(
     """Score all answers afresh, as they are and rewritten, and compare.
 
     The verdict is whether the chosen answer scores strictly higher. Each prompt and all forms of
-    both answers make one group, so that a scorer reads the prompt once.
-
-    Args:
-        pairs: The pairs; their own scores, which may come from another model, are not used.
-        score: Scores groups.
-        variants: The variants to try, by name.
+    both answers make one group, so that a scorer reads the prompt once. The pairs' own scores,
+    which may come from another model, are not used.
     """
     # All forms of both answers go into one group: the prompt is encoded once for all of them.
     forms: list[Variant] = [str, *variants.values()]
@@ -686,11 +682,6 @@ def in_other_words(
     name: str, pairs: Sequence[ScoredPair], others: Sequence[ScoredPair]
 ) -> Sensitivity:
     """Compare scores with those of the same pairs rewritten, prompts included.
-
-    Args:
-        name: The name of the other form, such as `other language`.
-        pairs: The scored pairs.
-        others: The other form of each, scored, in the same order.
 
     Raises:
         DataError: The numbers of pairs differ.

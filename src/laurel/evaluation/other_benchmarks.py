@@ -172,8 +172,7 @@ def category_of(source: str) -> str:
 def measure_judge_bench(pairs: Sequence[ScoredPair]) -> Measured:
     """Measure the accuracy of each category and over all pairs.
 
-    Args:
-        pairs: The pairs; their subset is the source of the question.
+    The subset of a pair is the source of the question.
     """
     credits = pair_credits(pairs)
     found = shares_by_subset(

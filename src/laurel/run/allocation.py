@@ -105,15 +105,9 @@ class Allocation:
     ) -> WorkerGroup:
         """Start a group of workers in the slots of a role; the group ends with the run.
 
-        Args:
-            role: The role that has the slots.
-            worker_class: The class of a worker, as `RayGroup` takes it.
-            args: Arguments of the class.
-            ranks: The slots to use; None uses all.
-            slots_each: The number of slots per worker, which are neighbours on one node.
-            share: The fraction of the role's share of each slot that the workers get.
-            name: The name of the workers in messages; None is the role's.
-            kwargs: Keyword arguments of the class.
+        `ranks` are the slots to use (None uses all), and `slots_each` neighbours of one node are
+        for each worker. `share` is the fraction of the role's share of each slot that the workers
+        get, and `name` stands for the role in messages.
         """
         from laurel.workers.ray_group import RayGroup
 
@@ -131,12 +125,6 @@ class Allocation:
         """Start one worker without a slot, spread over the cluster's nodes with others of its role.
 
         The worker ends with the run.
-
-        Args:
-            role: The name of the worker's role.
-            worker_class: The class of the worker, as `SpreadGroup` takes it.
-            args: Arguments of the class.
-            kwargs: Keyword arguments of the class.
         """
         from laurel.workers.ray_actor import SpreadGroup
 

@@ -149,13 +149,7 @@ def choose_run_dir(context: RunContext[R]) -> Path:
 
 
 def describe_data(reports: Mapping[str, Any], run_dir: Path, console: Console) -> None:
-    """Print the data reports; unchanged reports of a resumed run are summarized in one line.
-
-    Args:
-        reports: The data reports by name.
-        run_dir: The log directory of the run, with its `DATA_REPORT` if it resumes.
-        console: The console to print to.
-    """
+    """Print the data reports; unchanged reports of a resumed run are summarized in one line."""
     try:
         before = json.loads((run_dir / DATA_REPORT).read_bytes())
     except (OSError, ValueError):
@@ -211,16 +205,7 @@ def make_services(
 ) -> RunServices:
     """Open the loggers, write the configuration and data reports, and install signal handlers.
 
-    Args:
-        context: The context of the run.
-        schedule: The steps of the run, and when it validates and saves.
-        state: The state that checkpoints hold.
-        position: The position at which the run begins.
-        facts: The facts of the run's model.
-        selection: The rule by which the best checkpoint is selected.
-        deadline: The time by which the run must have saved.
-        reports: The data reports by name; each has `to_dict`.
-        unit: The unit in which a step's throughput is counted.
+    `unit` is what a step's throughput is counted in.
 
     Raises:
         CheckpointError: The disk has no room for the checkpoints of the run.

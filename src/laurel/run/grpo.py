@@ -62,11 +62,6 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
 
     Errors are reported in the order of their cost: first those that need nothing loaded, then those
     that need the data, the environments, and the policy.
-
-    Args:
-        config: The whole configuration.
-        stack: The exit stack that closes everything that is started.
-        console: The console that shows what is read, loaded and decided.
     """
     config = resolve_model(config, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
