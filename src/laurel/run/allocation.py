@@ -50,18 +50,13 @@ class PlannedAllocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Allocation:
-    """The resources that each role of a run has, in this process or on a Ray cluster."""
+    """The resources that each role of a run has: by default in this process, or on Ray."""
 
     plan: Plan | None = None
     reservations: Mapping[RoleName, Reservation] = field(default_factory=dict)
     """The reserved Ray slots of each role; empty if everything runs in this process."""
     stack: ExitStack | None = None
     """The exit stack that ends all worker groups; None if everything runs in this process."""
-
-    @classmethod
-    def of_this_process(cls) -> Allocation:
-        """Return an allocation that runs every role in this process."""
-        return cls()
 
     @property
     def are_remote(self) -> bool:
@@ -181,7 +176,7 @@ def open_allocation(planned: PlannedAllocation, stack: ExitStack, console: Conso
         MissingDependencyError: Ray is not installed.
     """
     if not planned.are_remote:
-        return Allocation.of_this_process()
+        return Allocation()
     plan, settings = planned.plan, planned.config.cluster
     with console.status("reserving slots"):
         cluster = stack.enter_context(open_cluster(plan, settings))

@@ -51,7 +51,7 @@ class RunContext(Generic[R]):
     """The console that shows what is read, loaded and decided."""
     stack: ExitStack
     """The exit stack that closes everything that the run starts."""
-    allocation: Allocation = field(default_factory=Allocation.of_this_process)
+    allocation: Allocation = field(default_factory=Allocation)
     """The resources that each role of the run has."""
     store: CheckpointStore | None = None
     """The store of checkpoints; None if no checkpoints are saved."""
@@ -67,8 +67,36 @@ class RunContext(Generic[R]):
         saving = self.config.checkpointing
         if not saving.enabled:
             return self
-        resume_from, store = open_store(saving, selection, self.stack, self.console)
-        return replace(self, store=store, resume_from=resume_from)
+        store = CheckpointStore(
+            saving.checkpoint_dir,
+            keep_top_k=saving.keep_top_k,
+            metric_name=selection.key,
+            higher_is_better=selection.higher_is_better,
+        )
+        root = store.root
+        # Asked before the store is entered, which makes the directories for its lock.
+        made = [path for path in (root, *root.parents) if not path.exists()]
+        self.stack.enter_context(store)
+        # Called while the lock is still held, so that no other run uses the directory by then.
+        self.stack.callback(_remove_unused, made)
+        if saving.resume == "never":
+            if store.steps():
+                raise CheckpointError(
+                    f"checkpointing.resume=never and {saving.checkpoint_dir} holds checkpoints of "
+                    f"{counted(len(store.steps()), 'step')}; choose another checkpoint_dir or "
+                    "resume=auto"
+                )
+            return replace(self, store=store)
+        newest = store.newest_whole()
+        for skipped in newest.skipped:
+            self.console.print(f"warning: skipped a checkpoint: {skipped}")
+        if newest.path is None and (saving.resume == "required" or newest.skipped):
+            raise CheckpointError(
+                f"{saving.checkpoint_dir} holds no whole checkpoint to go on from"
+                + (" (see the warnings above)" if newest.skipped else "")
+                + "; start with checkpointing.resume=auto in an empty directory"
+            )
+        return replace(self, store=store, resume_from=newest.path)
 
     def with_slots(self, planned: PlannedAllocation) -> RunContext[R]:
         """Return this context with all planned slots reserved.
@@ -78,42 +106,6 @@ class RunContext(Generic[R]):
             MissingDependencyError: Ray is not installed.
         """
         return replace(self, allocation=open_allocation(planned, self.stack, self.console))
-
-
-def open_store(
-    saving: CheckpointingConfig, selection: Selection, stack: ExitStack, console: Console
-) -> tuple[Path | None, CheckpointStore]:
-    """Lock the checkpoint store; return the checkpoint to resume from, if any, and the store."""
-    store = CheckpointStore(
-        saving.checkpoint_dir,
-        keep_top_k=saving.keep_top_k,
-        metric_name=selection.key,
-        higher_is_better=selection.higher_is_better,
-    )
-    root = store.root
-    # Asked before the store is entered, which makes the directories for its lock.
-    made = [path for path in (root, *root.parents) if not path.exists()]
-    stack.enter_context(store)
-    # Called while the lock is still held, so that no other run uses the directory by then.
-    stack.callback(_remove_unused, made)
-    if saving.resume == "never":
-        if store.steps():
-            raise CheckpointError(
-                f"checkpointing.resume=never and {saving.checkpoint_dir} holds checkpoints of "
-                f"{counted(len(store.steps()), 'step')}; choose another checkpoint_dir or "
-                "resume=auto"
-            )
-        return None, store
-    newest = store.newest_whole()
-    for skipped in newest.skipped:
-        console.print(f"warning: skipped a checkpoint: {skipped}")
-    if newest.path is None and (saving.resume == "required" or newest.skipped):
-        raise CheckpointError(
-            f"{saving.checkpoint_dir} holds no whole checkpoint to go on from"
-            + (" (see the warnings above)" if newest.skipped else "")
-            + "; start with checkpointing.resume=auto in an empty directory"
-        )
-    return newest.path, store
 
 
 def _remove_unused(made: Sequence[Path]) -> None:
