@@ -997,7 +997,7 @@ def gpus_of_actor(
         ConfigError: The settings are invalid.
     """
     settings = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
-    is_elsewhere = scorer is not None or not settings.computes or _has_ranks(settings)
+    is_elsewhere = scorer is not None or not settings.loaded or _has_ranks(settings)
     return float(device != "cpu" and not is_elsewhere)
 
 

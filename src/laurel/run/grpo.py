@@ -48,10 +48,8 @@ if TYPE_CHECKING:
     from laurel.types import RolloutGroup, SamplingParams
 
 
-def train_policy(config: GRPORun, *, console: Console, warnings: Sequence[str] = ()) -> RunOutcome:
+def train_policy(config: GRPORun, *, console: Console) -> RunOutcome:
     """Train a policy by GRPO (`laurel grpo`) from beginning to end, and return the outcome."""
-    for warning in warnings:
-        console.print(f"warning: {warning}")
     with ExitStack() as stack:
         training, position = assemble(config, stack, console=console)
         return training.run(position)

@@ -112,7 +112,7 @@ def uses_reward_model(config: GRPORun) -> bool:
     The environment must be enabled, or a data set must name it; and no servers, judge or function
     may replace the model. One of several models is enough; all loaded models share the slots.
     """
-    if not config.env.reward_model.computes:
+    if not config.env.reward_model.loaded:
         return False
     blocks = [*config.data.train_sets(), *config.data.validation_sets()]
     waiting = [config.default_environment, *(block.env_name or "" for block in blocks)]

@@ -43,16 +43,12 @@ if TYPE_CHECKING:
     from laurel.types import PreferenceSample
 
 
-def train_reward_model(
-    config: RewardTrainingRun, *, console: Console, warnings: Sequence[str] = ()
-) -> RunOutcome:
+def train_reward_model(config: RewardTrainingRun, *, console: Console) -> RunOutcome:
     """Train a reward model (`laurel rm`) from beginning to end, and return the outcome.
 
     Errors are reported in the order of their cost: first those that need nothing loaded, then those
     that need the data, then those that need the model. torch is imported after the data is read.
     """
-    for warning in warnings:
-        console.print(f"warning: {warning}")
     config = resolve_model(config, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     selection = check_reward_run(config)
