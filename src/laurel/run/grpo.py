@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from laurel.config.environments import (
     AskingConfig,
+    CodeEnvironmentConfig,
     FunctionConfig,
     JudgeConfig,
     RewardModelEnvironmentConfig,
+    SandboxConfig,
 )
 from laurel.config.grpo import GRPORun
 from laurel.config.load import to_yaml
+from laurel.config.yaml_tree import Section
 from laurel.data.tasks import TaskData, load_task_data
 from laurel.environments.registry import environment_names
 from laurel.errors import ConfigError, DataError
@@ -289,31 +292,8 @@ def grpo_total_steps(config: GRPORun, num_tasks: int) -> int:
     return min(grpo.max_num_steps, max(1, grpo.num_epochs * num_tasks // grpo.num_prompts_per_step))
 
 
-_CODE_REWARD_KEYS: dict[str, Any] = dict.fromkeys(
-    (
-        "terminate_on_evaluation",
-        "terminate_without_code",
-        "stop_strings",
-        "reward",
-        "max_attempts",
-        "strict_types",
-        "float_tolerance",
-        "comparison",
-        "max_observation_chars",
-    ),
-    True,
-) | {
-    "sandbox": {
-        "cpu_seconds",
-        "wall_seconds",
-        "total_wall_seconds",
-        "memory_mb",
-        "disk_mb",
-        "stdout_kb",
-        "stderr_kb",
-        "result_kb",
-    }
-}
+def _all_but(section: type[Section], *left_out: str) -> dict[str, bool]:
+    return {name: True for name in section.model_fields if name not in left_out}
 
 
 def grpo_identity(config: GRPORun) -> dict[str, object]:
@@ -336,7 +316,12 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
     sampled = {"temperature", "top_p", "top_k", "max_new_tokens", "stop_strings", "stop_token_ids"}
     rewarding: dict[str, Any] = {
         "math": {"verifier_type", "stop_strings", "forbid_unevaluated"},
-        "code": _CODE_REWARD_KEYS,
+        "code": _all_but(CodeEnvironmentConfig, "num_workers", "deadline_seconds")
+        | {
+            "sandbox": _all_but(
+                SandboxConfig, "num_workers", "min_tier", "allow_unsafe", "cgroup", "backlog"
+            )
+        },
         "reward_model": _scoring_keys(config.env.reward_model),
         "composite": True,
         "custom": True,
@@ -353,12 +338,11 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
 
 def _scoring_keys(config: RewardModelEnvironmentConfig) -> dict[str, Any]:
     """Return the settings that affect scores, without addresses and time limits of servers."""
-    asking = dict.fromkeys(("urls", *AskingConfig.model_fields), False)
-    asked = {name: True for name in JudgeConfig.model_fields if name not in asking}
-    called = {name: True for name in FunctionConfig.model_fields if name != "timeout"}
-    one: dict[str, Any] = dict.fromkeys(
-        ("model_name", "checkpoint_path", "max_model_len", "tokenizer"), True
-    ) | {"judge": asked, "function": called}
+    one: dict[str, Any] = {
+        **dict.fromkeys(("model_name", "checkpoint_path", "max_model_len", "tokenizer"), True),
+        "judge": _all_but(JudgeConfig, "urls", *AskingConfig.model_fields),
+        "function": _all_but(FunctionConfig, "timeout"),
+    }
     if config.urls is not None:
         one |= dict.fromkeys(("url_protocol", "url_model", "reward_key"), True)
     if config.models is None:
