@@ -21,7 +21,7 @@ from laurel.config.data import BenchmarkName, DatasetConfig, TaskSetConfig
 from laurel.config.overrides import parse_override
 from laurel.data.benchmarks import benchmark_of
 from laurel.data.preferences import infer_class, ranked_row
-from laurel.data.sources import Row, UnusableRow, answer, messages
+from laurel.data.sources import Row, UnusableRow, answer, is_list, messages
 from laurel.data.task_formats import response
 from laurel.errors import ConfigError
 
@@ -281,7 +281,7 @@ def _as_chat(row: Row) -> Suggestion | None:
 
 
 def _ends_with_answer(value: Any) -> bool:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
+    if not is_list(value) or not value:
         return False
     return _can(lambda: answer(messages(value, role="user", what=""), what=""))
 

@@ -30,6 +30,7 @@ from laurel.data.sources import (
     has_own_split,
     integer,
     is_import_path,
+    is_list,
     json_kind,
     locate,
     messages,
@@ -37,6 +38,7 @@ from laurel.data.sources import (
     number_at,
     required,
     text,
+    unlike,
 )
 from laurel.errors import DataError, counted_that
 from laurel.types import Completion, Conversation, Group, Message, Preference
@@ -81,12 +83,11 @@ def load_preferences(
         duplicates=duplicates,
         attributes=tuple(attributes),
     )
-    limits = [limit for limit in (config.max_samples, max_samples) if limit is not None]
     preferences = opened.read(
         reading.preference,
         report=report,
         on_bad_row=on_bad_row,
-        limit=min(limits, default=None),
+        limit=max_samples,
         remedy=remedy,
     )
     report.describe(preferences)
@@ -355,11 +356,8 @@ def ranked(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> R
     """
     context = required(row, "context")
     completions = required(row, "completions")
-    if not isinstance(completions, Sequence) or isinstance(completions, str):
-        raise UnusableRow(
-            "'completions' is not a list",
-            f"'completions' is {json_kind(completions)} where a list is expected",
-        )
+    if not is_list(completions):
+        raise unlike(completions, "a list", what="'completions'")
     least = 1 if attributes else 2
     if len(completions) < least:
         raise UnusableRow(
@@ -510,7 +508,7 @@ def _pair(prompt: Conversation, chosen: Conversation, rejected: Conversation) ->
 
 def _is_conversation(value: Any) -> bool:
     # A list that begins with the assistant is an answer alone.
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) < 2:
+    if not is_list(value) or len(value) < 2:
         return False
     return isinstance(value[0], Mapping) and value[0].get("role") != "assistant"
 
@@ -587,10 +585,7 @@ def _ratings(items: Sequence[Row], attributes: Sequence[str]) -> tuple[tuple[flo
         if rated is None:
             rated = {}
         if not isinstance(rated, Mapping):
-            raise UnusableRow(
-                "'attributes' is not an object",
-                f"'attributes' is {json_kind(rated)} where {{name: number}} is expected",
-            )
+            raise unlike(rated, "an object", what="'attributes'", form="{name: number}")
         row = []
         for name in attributes:
             value = rated.get(name)

@@ -155,7 +155,9 @@ class OpenedSet(Generic[SetConfig]):
         limit: int | None,
         remedy: Remedy | None = None,
     ) -> list[Read]:
-        """Convert rows with `convert(source, row)` until `limit` of them are kept.
+        """Convert rows with `convert(source, row)` until as many as may be are kept.
+
+        That is `limit`, or the `max_samples` of the configuration where it is less.
 
         With `remedy`, an error about a row ends with its advice instead of the usual one.
 
@@ -173,6 +175,8 @@ class OpenedSet(Generic[SetConfig]):
             report.num_read += 1
             complain(source, problem)
 
+        limits = [most for most in (self.config.max_samples, limit) if most is not None]
+        most = min(limits, default=None)
         kept: list[Read] = []
         with contextlib.closing(self._rows(complain_unread)) as rows:
             for source, row in rows:
@@ -183,7 +187,7 @@ class OpenedSet(Generic[SetConfig]):
                     complain(source, problem)
                 except LeftOutRow as left_out:
                     report.drop(left_out.reason, source, kind=left_out.kind)
-                if limit is not None and len(kept) == limit:
+                if most is not None and len(kept) == most:
                     break
         return kept
 

@@ -17,7 +17,16 @@ from typing import Any
 from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.data.preferences import DATASET_CLASSES, best_answer, infer_class
 from laurel.data.reading import NO_HUB, HubSet, LeftOutRow
-from laurel.data.sources import Row, UnusableRow, json_kind, messages, required, text
+from laurel.data.sources import (
+    Row,
+    UnusableRow,
+    is_list,
+    json_kind,
+    messages,
+    required,
+    text,
+    unlike,
+)
 from laurel.types import Conversation, Message
 
 # --------------------------------------------------------------------------------------------------
@@ -366,8 +375,8 @@ def _parsed(value: Any, what: str, *, may_be_packed: bool = False) -> Any:
 
 
 def _texts(value: Any, what: str) -> list[str]:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise UnusableRow(f"{what} is no list", f"{what} is {json_kind(value)}, not a list")
+    if not is_list(value):
+        raise unlike(value, "a list", what=what)
     return [text(one, what=f"an item of {what}") for one in value]
 
 
@@ -534,11 +543,8 @@ def dapo(row: Row, config: TaskSetConfig) -> TaskParts:
     """Read a row of DAPO-Math: `prompt` holds messages, `reward_model.ground_truth` the answer."""
     judge_of_row = required(row, "reward_model")
     if not isinstance(judge_of_row, Mapping):
-        raise UnusableRow(
-            "'reward_model' is not an object",
-            f"'reward_model' is {json_kind(judge_of_row)} where {{'ground_truth': ...}} is "
-            "expected",
-        )
+        form = "{'ground_truth': ...}"
+        raise unlike(judge_of_row, "an object", what="'reward_model'", form=form)
     key = "reward_model.ground_truth"
     return TaskParts(
         prompt=messages(required(row, "prompt"), role="user", what="'prompt'"),
