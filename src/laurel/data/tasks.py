@@ -17,6 +17,7 @@ from laurel.data.reading import (
     UnusualRoles,
     held_out_prompts,
     open_set,
+    read_sets,
     split,
 )
 from laurel.data.report import TaskReport, conversation_fingerprint, no_rows_left
@@ -419,22 +420,14 @@ def load_tasks(
     # A wrong name is reported before the first file is read, which may take minutes.
     for config in sets:
         check_environment(config.env_name or default_environment, environments)
-    tasks: list[Task] = []
-    reports: list[TaskReport] = []
-    num_rows = 0
-    for index, config in enumerate(sets):
-        if limit is not None and num_rows >= limit:
-            break
-        label = name if len(sets) == 1 else f"{name}-{index + 1}"
+
+    def load(config: TaskSetConfig, label: str, most: int | None) -> tuple[list[Task], TaskReport]:
         environment = config.env_name or default_environment
         fit = NeedsCheck(needs=needs, environment=environment, is_named=config.env_name is not None)
         reading = _Reading.open(config, label=label, environment=environment, fit=fit)
-        tasks += reading.run(on_bad_row, None if limit is None else limit - num_rows)
-        num_rows += reading.report.num_kept
-        reports.append(reading.report)
-    if not reports:
-        raise DataError(f"data set '{name}': there is none; name one in data.train")
-    return tasks, reports[0] if len(reports) == 1 else TaskReport.merge(reports, name=name)
+        return reading.run(on_bad_row, most), reading.report
+
+    return read_sets(sets, load, name=name, limit=limit)
 
 
 def _names_by_task(tasks: Sequence[Task], names: Sequence[str]) -> dict[str, str]:
