@@ -334,12 +334,15 @@ def json_lines(stream: IO[bytes], path: str, complain: Complain) -> Rows:
         line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
         if line.isspace() or not line:
             continue
-        source = f"{label}:{number}"
-        try:
-            row = _json_line(line)
-        except UnusableRow as problem:
-            complain(source, problem)
-            continue
+        yield from _one_row(f"{label}:{number}", _json_line, line, complain)
+
+
+def _one_row(source: str, read: Callable[[Any], Row], value: Any, complain: Complain) -> Rows:
+    try:
+        row = read(value)
+    except UnusableRow as problem:
+        complain(source, problem)
+    else:
         yield source, row
 
 
@@ -364,13 +367,7 @@ def json_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
             "can be left out"
         ) from None
     for index, value in enumerate(values):
-        source = f"{os.path.basename(path)}[{index}]"
-        try:
-            row = as_row(value)
-        except UnusableRow as problem:
-            complain(source, problem)
-            continue
-        yield source, row
+        yield from _one_row(f"{os.path.basename(path)}[{index}]", as_row, value, complain)
 
 
 def csv_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:

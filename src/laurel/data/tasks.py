@@ -7,6 +7,7 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from laurel.config.data import TaskDataConfig, TaskSetConfig
@@ -348,21 +349,15 @@ def load_task_data(
         DataError: A file or a row cannot be used, or no task is left.
     """
 
-    def load(
-        sets: Sequence[TaskSetConfig], name: str, limit: int | None
-    ) -> tuple[list[Task], TaskReport]:
-        return load_tasks(
-            sets,
-            name=name,
-            default_environment=default_environment,
-            environments=environments,
-            needs=needs,
-            on_bad_row=data.on_bad_row,
-            limit=limit,
-        )
-
+    load = partial(
+        load_tasks,
+        default_environment=default_environment,
+        environments=environments,
+        needs=needs,
+        on_bad_row=data.on_bad_row,
+    )
     train_sets = data.train_sets()
-    train, report = load(train_sets, "train", data.max_samples)
+    train, report = load(train_sets, name="train", limit=data.max_samples)
     reports = {"train": report}
     validation_sets = data.validation_sets()
     asks_share = any(config.split_validation_size for config in train_sets) or (
@@ -373,7 +368,7 @@ def load_task_data(
         validation_sets = [found for found in brought if found is not None]
     if validation_sets:
         names = data.validation_names()
-        validation, reports["validation"] = load(validation_sets, "validation", None)
+        validation, reports["validation"] = load(validation_sets, name="validation")
         return TaskData(
             train=train,
             validation=validation,

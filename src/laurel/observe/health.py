@@ -422,55 +422,41 @@ def kl_jump(history: History) -> AlarmFinding | None:
 
 
 def length(history: History) -> AlarmFinding | None:
-    """Check whether completions are much longer, or much shorter, than before."""
-    return _first_bad(_length_leaps(history), _length_drifts(history))
+    """Check whether completions are much longer, or much shorter, than before.
 
+    Length is the most common way to a higher score without better answers (Singhal et al., arXiv
+    2310.03716). It is no problem if the policy learns to reason longer.
+    """
+    config, factor = history.config, history.config.length_factor
+    found: list[AlarmFinding] = []
 
-def _length_leaps(history: History) -> AlarmFinding | None:
-    step, factor = history.step(LENGTH), history.config.length_factor
-    if step is None:
-        return None
-    is_longer = step.value >= step.before
-    least = step.before * (factor - 1 if is_longer else 1 - 1 / factor)
-    if step.spread is None and not is_longer:  # twice the fall may exceed the whole length
-        far = step.before * (1 - 1 / factor**2)
-    else:
-        far = _beyond(history, step, least)
-    threshold = step.before + (far if is_longer else -far)
-    return AlarmFinding(
-        is_bad=step.value != step.before
-        and (step.value >= threshold if is_longer else step.value <= threshold),
-        metric=LENGTH,
-        value=step.value,
-        threshold=threshold,
-        baseline=step.before,
-        text=f"completions had {_of(step.before)} tokens in the steps before and have "
-        f"{_of(step.value)} now",
-        evidence="longest" if is_longer else "shortest",
-    )
+    def compare(value: float, before: float, above: float, below: float, when: str) -> None:
+        is_longer = value >= before
+        found.append(
+            AlarmFinding(
+                is_bad=value != before and (value >= above if is_longer else value <= below),
+                metric=LENGTH,
+                value=value,
+                threshold=above if is_longer else below,
+                baseline=before,
+                text=f"completions had {_of(before)} tokens in the {when} and have {_of(value)} "
+                "now",
+                evidence="longest" if is_longer else "shortest",
+            )
+        )
 
-
-def _length_drifts(history: History) -> AlarmFinding | None:
-    # Length is the most common way to a higher score without better answers (Singhal et al., arXiv
-    # 2310.03716). It is no problem if the policy learns to reason longer.
-    config, baseline, now = history.config, history.baseline(LENGTH), history.now(LENGTH)
-    if baseline is None or now is None or not history.is_fresh(LENGTH):
-        return None
-    usual, margin = baseline.median, config.num_spreads * baseline.spread
-    is_longer = now >= usual
-    factor = config.length_factor
-    threshold = (
-        max(usual * factor, usual + margin) if is_longer else min(usual / factor, usual - margin)
-    )
-    return AlarmFinding(
-        is_bad=now != usual and (now >= threshold if is_longer else now <= threshold),
-        metric=LENGTH,
-        value=now,
-        threshold=threshold,
-        baseline=usual,
-        text=f"completions had {_of(usual)} tokens in the first steps and have {_of(now)} now",
-        evidence="longest" if is_longer else "shortest",
-    )
+    if (step := history.step(LENGTH)) is not None:
+        above = step.before + _beyond(history, step, step.before * (factor - 1))
+        fall = step.before * (1 - 1 / factor**2)  # twice the fall may exceed the whole length
+        if step.spread is not None:
+            fall = _beyond(history, step, step.before * (1 - 1 / factor))
+        compare(step.value, step.before, above, step.before - fall, "steps before")
+    baseline, now = history.baseline(LENGTH), history.now(LENGTH)
+    if baseline is not None and now is not None and history.is_fresh(LENGTH):
+        usual, margin = baseline.median, config.num_spreads * baseline.spread
+        above, below = max(usual * factor, usual + margin), min(usual / factor, usual - margin)
+        compare(now, usual, above, below, "first steps")
+    return _first_bad(*found)
 
 
 def length_bias(history: History) -> AlarmFinding | None:
@@ -502,7 +488,7 @@ def _risen(
     """Check whether a share rose, in one step or since the first steps."""
     found: list[AlarmFinding] = []
 
-    def compare(value: float, before: float, least: float, text: str) -> None:
+    def compare(value: float, before: float, least: float, when: str) -> None:
         found.append(
             AlarmFinding(
                 is_bad=value >= before + least,
@@ -510,7 +496,7 @@ def _risen(
                 value=value,
                 threshold=before + least,
                 baseline=before,
-                text=f"{what}: {_of(before)} in the {text}, {_of(value)} now",
+                text=f"{what}: {_of(before)} in the {when}, {_of(value)} now",
                 evidence=evidence,
             )
         )

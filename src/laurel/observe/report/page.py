@@ -143,23 +143,8 @@ class PageTable:
     rows: Sequence[Sequence[str]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationShown:
-    """The tables of one evaluation that the page shows."""
-
-    title: str
-    line: str
-    notes: Sequence[str]
-    tables: Sequence[PageTable]
-
-
-def evaluation_of(name: str, report: Mapping[str, Any]) -> EvaluationShown:
-    """Convert a report of `laurel eval` to tables of the page.
-
-    Args:
-        name: The name of the file.
-        report: The content of the file.
-    """
+def evaluation_of(name: str, report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the template shows of a report of `laurel eval`, read from the file `name`."""
     final = report.get("final") or {}
     parts = [
         counted(report.get("num_rows", 0), "row"),
@@ -193,12 +178,12 @@ def evaluation_of(name: str, report: Mapping[str, Any]) -> EvaluationShown:
     }
     others = list(lines_of({key: value for key, value in report.items() if key not in known}))
     tables.append(PageTable(title="More", columns=("", ""), rows=others))
-    return EvaluationShown(
-        title=f"{report.get('benchmark', name)}{said}",
-        line=", ".join(map(str, parts)),
-        notes=[str(note) for note in report.get("notes") or ()],
-        tables=[table for table in tables if table.rows],
-    )
+    return {
+        "title": f"{report.get('benchmark', name)}{said}",
+        "line": ", ".join(map(str, parts)),
+        "notes": [str(note) for note in report.get("notes") or ()],
+        "tables": [table for table in tables if table.rows],
+    }
 
 
 def _figures(report: Mapping[str, Any], final: Mapping[str, Any]) -> PageTable:
