@@ -13,10 +13,7 @@ _NO_LIMIT = 2**60  # so many bytes or more mean no limit in version 1 of control
 
 def available_cores() -> int:
     """Return how many cores this process may use, by its affinity and its container's quota."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
+    cores = _affine_cores()
     # Threads beyond the quota would not compute more: the kernel stops all of them in turns.
     quota = cpu_quota()
     return cores if quota is None else max(1, min(cores, int(quota)))
@@ -117,6 +114,12 @@ def _numbers(path: Path) -> dict[str, int]:
     """Return the numbers by name of a file with lines such as `name 12` or `name: 12 kB`."""
     lines = (line.split() for line in path.read_text(encoding="ascii").splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}
+
+
+def _affine_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
