@@ -250,11 +250,12 @@ class UnreadTokens:
         layers = getattr(network.base_model, "layers", None)
         if not isinstance(layers, nn.ModuleList) or not layers:
             return
-        skipping, layer = cls(), layers[-1]
+        layer: Any = layers[-1]
         if hasattr(layer, "unread_tokens"):  # wrapped before, or a copy of such a model
             return
-        layer.unread_tokens = skipping
+        layer.unread_tokens = skipping = cls()
         layer.register_forward_pre_hook(skipping._begin, with_kwargs=True)
+        layer.register_forward_hook(skipping._end, always_call=True)
         attention = getattr(layer, "self_attn", None)
         alone = (getattr(attention, name, None) for name in ("q_proj", "o_proj"))
         for module in (*alone, getattr(layer, "mlp", None)):
@@ -265,10 +266,12 @@ class UnreadTokens:
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Runs before each pass through the layer, also where the backward pass recomputes it.
         plan = kwargs.get(PLAN_ARGUMENT)
-        self._read_X = None
         if isinstance(plan, ForestPlan) and plan.read_X is not None:
             hidden = args[0] if args else kwargs["hidden_states"]
             self._read_X = plan.read_X.to(hidden.device, non_blocking=True)
+
+    def _end(self, *_: Any) -> None:
+        self._read_X = None
 
     def _take(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._read_X is None:

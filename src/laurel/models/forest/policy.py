@@ -92,7 +92,7 @@ class PolicyModel(Decoder):
             DataError: A completion has no prompt.
         """
         index_M, targets_M = predictors(batch)
-        hidden_XD = self.hidden(batch, read_X=index_M.unique()).flatten(0, -2)
+        hidden_XD = self.hidden(batch, read_X=torch.unique(index_M)).flatten(0, -2)
         hidden_MD = hidden_XD.index_select(0, index_M.to(self.device, non_blocking=True))
         hidden_MD, weight_VD = self._factors(hidden_MD)
         return token_logprobs(
