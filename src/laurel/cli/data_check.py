@@ -27,7 +27,7 @@ from laurel.data.formats import (
     recognise,
     suggestions,
 )
-from laurel.data.report import MAX_EXAMPLES, MAX_SOURCES, DataReport, LeftOut, TextReport
+from laurel.data.report import MAX_EXAMPLES, MAX_SOURCES, LeftOut, RowReport
 from laurel.data.sources import Row, UnusableRow, locate, read_rows
 from laurel.data.task_formats import OWN_TESTS
 from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, load_task_data
@@ -68,7 +68,7 @@ class Reading:
     """The run configuration that the file is read with, including `settings`."""
     settings: tuple[str, ...] = ()
     """The settings that the command needs, besides the path, to read the file."""
-    report: DataReport | TextReport | None = None
+    report: RowReport | None = None
     """The data report of the rows; None if no row is left, and then `problem` says why."""
     problem: str = ""
     rows: Sequence[Preference | Dialogue | Task] = ()
@@ -97,6 +97,17 @@ class Findings:
     evaluation: str | None
     """The `laurel eval` command that reads the file; None if the user asked about a trainer."""
     near: list[Suggestion]
+    overrides: Sequence[str]
+
+    @property
+    def said(self) -> dict[str, str]:
+        """Return the last value that the overrides give each key."""
+        return _said(self.overrides)
+
+    @property
+    def names_columns(self) -> bool:
+        """Report whether an override names a column."""
+        return any(key.startswith("data.") and key.endswith("_key") for key in self.said)
 
     @property
     def is_usable(self) -> bool:
@@ -107,6 +118,10 @@ class Findings:
     def shown(self) -> Reading | None:
         """Return the first reading that keeps a row, whose first row is printed, or None."""
         return next((one for one in self.readings if one.report is not None), None)
+
+
+def _said(overrides: Sequence[str]) -> dict[str, str]:
+    return dict(one.lstrip("+").partition("=")[::2] for one in overrides)
 
 
 def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = ()) -> Findings:
@@ -144,22 +159,23 @@ def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = 
     known = configured[0][1]
     readings = [_read_as(reading, known) for reading, _ in configured]
     # Rows that only a prompt is read from may hold more, unless the environment is named.
-    has_environment = any(one.lstrip("+").startswith("data.env_name=") for one in overrides)
+    has_environment = "data.env_name" in _said(overrides)
     is_clear = known is not None and (known.name != "prompts" or has_environment)
     near = [] if is_clear else suggestions(first)
-    # An evaluation reads the named columns, too, and pairs as `laurel rm` does.
-    has_columns = readings[0].report is not None or not _names_columns(overrides)
-    is_asked = trainer is None and has_columns
-    return Findings(
+    findings = Findings(
         path=path,
         num_rows=num_rows + unreadable.count,
         unreadable=unreadable,
         first=first,
         known=known,
         readings=readings,
-        evaluation=known.evaluation if known is not None and is_asked else None,
+        evaluation=known.evaluation if known is not None and trainer is None else None,
         near=[one for one in near if trainer is None or one.trainer in (None, trainer)],
+        overrides=overrides,
     )
+    # An evaluation reads the named columns, too, and pairs as `laurel rm` does.
+    is_lost = findings.names_columns and readings[0].report is None
+    return replace(findings, evaluation=None) if is_lost else findings
 
 
 def _configured(
@@ -183,11 +199,11 @@ def _configured(
     if trainer == "grpo" and not any(one.startswith("data.env_name=") for one in settings):
         # The reward model environment needs nothing but prompts.
         settings = (*settings, "data.env_name=reward_model")
-    keys = {setting.partition("=")[0] for setting in overrides}
-    settings = tuple(one for one in settings if one.partition("=")[0] not in keys)
+    said = _said(overrides)
+    settings = tuple(one for one in settings if one.partition("=")[0] not in said)
     # Every row is read: a run would stop at a malformed one, and hold some out for validation.
     options = ["data.on_bad_row=skip", "data.split_validation_size=0"]
-    options = [one for one in options if one.partition("=")[0] not in keys]
+    options = [one for one in options if one.partition("=")[0] not in said]
     config = load_config(SCHEMAS[trainer], None, [*base, *options, *settings, *overrides]).config
     return Reading(trainer=trainer, config=config, settings=settings), known
 
@@ -263,7 +279,7 @@ def run_data_check(
     if as_json:
         write_json(_as_facts(findings, row, references))
     else:
-        _show(make_console(), findings, row, overrides, references, model=model)
+        _show(make_console(), findings, row, references, model=model)
     if problem is not None:
         raise problem
     return findings.is_usable
@@ -315,12 +331,11 @@ def _show(
     console: Console,
     findings: Findings,
     row: FirstRow | None,
-    overrides: Sequence[str],
     references: References | None,
     *,
     model: str,
 ) -> None:
-    _say(console, findings.path, "bold")
+    console.print(Text(visible(findings.path), style="bold"), soft_wrap=True)
     rows = f"{findings.num_rows:,}"
     if findings.unreadable.count:
         places = ", ".join(findings.unreadable.examples)
@@ -330,11 +345,11 @@ def _show(
     known = findings.known
     form = "none of the known ones" if known is None else f"{known.name}: {known.says}"
     _line(console, "format", form)
-    _show_fits(console, findings, overrides, model)
+    _show_fits(console, findings, model)
     if references is not None:
         _show_references(console, references)
     if findings.evaluation is not None:
-        _show_evaluation(console, findings, overrides)
+        _show_evaluation(console, findings)
     other_names = "other names? " if known is None else ""
     for near in findings.near:
         _line(console, "hint", f"{other_names}it looks like {near.says}", "bold")
@@ -375,29 +390,24 @@ def _line(console: Console, label: str, text: str | Text, style: str = "") -> No
     console.print(table)
 
 
-def _say(console: Console, text: str, style: str = "") -> None:
-    # Soft wrapping keeps a command on one line, so that it can be copied.
-    console.print(Text(visible(text), style=style), soft_wrap=True)
-
-
-def _show_fits(console: Console, findings: Findings, overrides: Sequence[str], model: str) -> None:
-    keys = {one.lstrip("+").partition("=")[0] for one in overrides}
-    has_model = any(f"{key}.".startswith(_NAMES_MODEL) for key in keys)
+def _show_fits(console: Console, findings: Findings, model: str) -> None:
+    said = findings.said
+    has_model = any(f"{key}.".startswith(_NAMES_MODEL) for key in said)
     for reading in findings.readings:
         if reading.report is None:
             # The problem begins with the name of the set, its rows, and what the first row lacks.
             before, _, why = reading.problem.partition("Left out: ")
             lacks = before.partition(": nothing is left of ")[2].partition(". ")[2]
-            why = (lacks if _names_columns(overrides) else "") + (why or reading.problem)
+            why = (lacks if findings.names_columns else "") + (why or reading.problem)
             _line(console, reading.trainer, f"no: {shorten_middle(why, 300)}", "bold")
             continue
-        said = _counts(reading, reading.report, findings.known, overrides)
-        _line(console, reading.trainer, f"yes: {said}", "bold")
+        counts = _counts(reading, reading.report, findings)
+        _line(console, reading.trainer, f"yes: {counts}", "bold")
         words = ["laurel", reading.trainer, f"data.train_data_path={findings.path}"]
-        words += [*reading.settings, *overrides]
+        words += [*reading.settings, *findings.overrides]
         if not has_model:
             words.append(f"policy.model_name={model or 'DIR'}")
-        if reading.num_malformed and "data.on_bad_row" not in keys:
+        if reading.num_malformed and "data.on_bad_row" not in said:
             words.append("data.on_bad_row=skip")
         if "data.env_name=reward_model" in words:
             words += ["env.reward_model.enabled=true", "env.reward_model.model_name=DIR"]
@@ -406,21 +416,10 @@ def _show_fits(console: Console, findings: Findings, overrides: Sequence[str], m
             _line(console, "warning", NOT_WHAT_IS_RIGHT, "bold")
 
 
-def _names_columns(overrides: Sequence[str]) -> bool:
-    keys = (one.lstrip("+").partition("=")[0] for one in overrides)
-    return any(key.startswith("data.") and key.endswith("_key") for key in keys)
-
-
-def _counts(
-    reading: Reading,
-    report: DataReport | TextReport,
-    known: KnownFormat | None,
-    overrides: Sequence[str],
-) -> str:
+def _counts(reading: Reading, report: RowReport, findings: Findings) -> str:
     """Describe how many rows there are, what the command uses of them, and what stops a run."""
     said = f"{report.num_kept:,} of {counted(report.num_read, 'row')}"
-    use = known.uses.get(reading.trainer) if known is not None else None
-    if use:
+    if use := findings.known and findings.known.uses.get(reading.trainer):
         said += f"; {use}"
     if reading.environments:
         names = ", ".join(f"{name} ({n:,})" for name, n in reading.environments.items())
@@ -428,14 +427,13 @@ def _counts(
     if not reading.num_malformed:
         return said
     first = report.dropped["malformed"].examples[0]
-    on_bad_row = [one for one in overrides if one.lstrip("+").startswith("data.on_bad_row=")]
-    if on_bad_row and on_bad_row[-1].endswith("=skip"):  # the last of several counts
+    if findings.said.get("data.on_bad_row") == "skip":
         rows = counted(reading.num_malformed, "malformed row")
         return f"{said}. The run leaves out {rows}, the first at {first}"
     return f"{said}. The run stops at {first} unless you fix the rows or set data.on_bad_row=skip"
 
 
-def _show_evaluation(console: Console, findings: Findings, overrides: Sequence[str]) -> None:
+def _show_evaluation(console: Console, findings: Findings) -> None:
     rm = next((one for one in findings.readings if one.trainer == "rm"), None)
     malformed = rm.report.dropped.get("malformed") if rm is not None and rm.report else None
     bad = malformed or findings.unreadable
@@ -445,7 +443,7 @@ def _show_evaluation(console: Console, findings: Findings, overrides: Sequence[s
         return
     words = ["laurel", "eval", str(findings.evaluation), "--model", "DIR", "-d", findings.path]
     if findings.evaluation == "pairs":
-        words += [one for one in overrides if one.lstrip("+").partition("=")[0] in COLUMN_KEYS]
+        words += [one for one in findings.overrides if _said([one]).keys() <= {*COLUMN_KEYS}]
     print_command(console, f"{'eval':<9}", shlex.join(words))
 
 
@@ -528,26 +526,27 @@ def first_row(reading: Reading, model: str) -> FirstRow:
         DataError: The template cannot render the row.
     """
     row, config = reading.rows[0], reading.config
+    policy = config.policy
+    longest = config.data.max_input_seq_length or policy.max_total_sequence_length
+    notes: list[str] = []
     if isinstance(row, Preference):
         parts = [RowPart(title="prompt", messages=row.group.prompt)]
         for index, completion in enumerate(row.group.completions_G):
             parts.append(RowPart(title=_answer_title(row, index), messages=completion.messages))
-    elif isinstance(row, Task):
-        parts = [RowPart(title="prompt", messages=row.prompt)]
+        if model:
+            parts, notes = _scored(row, parts, config, model, longest)
+        return FirstRow(source=row.source, parts=parts, notes=notes)
+    if isinstance(row, Task):
+        part = RowPart(title="prompt", messages=row.prompt)
+        notes = _about_task(row)
     else:
-        parts = [RowPart(title="conversation", messages=row.messages)]
-    notes = _about_task(row) if isinstance(row, Task) else []
+        part = RowPart(title="conversation", messages=row.messages)
     if not model:
-        return FirstRow(source=row.source, parts=parts, notes=notes)
-    quiet_libraries()
-    policy = config.policy
-    longest = config.data.max_input_seq_length or policy.max_total_sequence_length
-    if isinstance(row, Preference):
-        parts, notes = _scored(row, parts, config, model, longest)
-        return FirstRow(source=row.source, parts=parts, notes=notes)
+        return FirstRow(source=row.source, parts=[part], notes=notes)
     from laurel.models.chat import ChatFormat
     from laurel.models.tokenizer import load_tokenizer
 
+    quiet_libraries()
     tokenizer = load_tokenizer(
         policy.tokenizer,
         model_name=model,
@@ -563,8 +562,8 @@ def first_row(reading: Reading, model: str) -> FirstRow:
             f"the policy's completion counts in the loss: up to {max(most - len(ids_L), 0):,} "
             f"tokens of policy.max_total_sequence_length={most}"
         )
-        parts, notes = [replace(parts[0], tokens=tokens)], [note, *notes]
-        return FirstRow(source=row.source, parts=parts, notes=notes)
+        parts = [replace(part, tokens=tokens)]
+        return FirstRow(source=row.source, parts=parts, notes=[note, *notes])
     learned = chat.demonstration(
         row.messages,
         demonstration_id=row.source,
@@ -580,8 +579,8 @@ def first_row(reading: Reading, model: str) -> FirstRow:
     learned_L = np.concatenate((np.zeros(len(trunk), dtype=bool), learned.mask_L))
     ids_L = np.concatenate((trunk, branch))
     tokens = pieces_of(tokenizer, ids_L, learned_L=learned_L)
-    parts = [replace(parts[0], tokens=tokens, was_cut=learned.truncated)]
-    return FirstRow(source=row.source, parts=parts)
+    part = replace(part, tokens=tokens, was_cut=learned.truncated)
+    return FirstRow(source=row.source, parts=[part])
 
 
 def _scored(
@@ -589,6 +588,7 @@ def _scored(
 ) -> tuple[list[RowPart], list[str]]:
     from laurel.models.loading.reward_model import load_contract
 
+    quiet_libraries()
     contract, notes = load_contract(
         replace(model_spec(run.policy), name=model),
         max_length=longest,
@@ -639,14 +639,7 @@ def _about_task(row: Task) -> list[str]:
 def pieces_of(
     tokenizer: Any, ids_L: TokenIds, *, learned_L: Mask | None = None, pools_last: bool = False
 ) -> list[Piece]:
-    """Split tokens into pieces with texts; mark those in the loss and the one that is pooled.
-
-    Args:
-        tokenizer: The tokenizer that made the tokens.
-        ids_L: The ids of the tokens.
-        learned_L: Whether each token is part of the loss.
-        pools_last: Whether the last token is the one that the score is read from.
-    """
+    """Split tokens into pieces with texts; mark those in the loss, and the last if it is pooled."""
 
     def decoded(tokens: list[int]) -> str:
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}

@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,10 +17,8 @@ from rich.text import Text
 from laurel import __version__
 from laurel.cli.app import App, QuietOption, VerboseOption, begin
 from laurel.cli.config import config_app
-from laurel.cli.data import data_app
 from laurel.cli.doctor import sandbox_app
 from laurel.cli.evaluate import eval_app
-from laurel.cli.export import export_command
 from laurel.cli.options import (
     BatchTokensOption,
     ColumnKeys,
@@ -34,10 +33,9 @@ from laurel.cli.options import (
     SettingsOption,
     ThreadsOption,
 )
-from laurel.cli.report import report
 from laurel.errors import ConfigError, LaurelError, if_interrupted
 from laurel.observe.console import make_console, verbosity
-from laurel.observe.json_output import JsonOption
+from laurel.observe.json_output import JsonOption, write_json
 
 app = App(
     name="laurel",
@@ -182,7 +180,77 @@ def score_command(
         raise typer.Exit(exit_code)
 
 
-app.command("export")(export_command)
+@app.command("export")
+def export_command(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The directory to write to.", metavar="DIR")
+    ],
+    model: ModelOption = "",
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="The checkpoint of a run to export. Default: the best one."),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="The data type of the written weights.")
+    ] = "float32",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model in the output directory.")
+    ] = False,
+    evaluations: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--eval",
+            metavar="DIR",
+            help="Results of laurel eval ... -o DIR for the model card; repeatable.",
+        ),
+    ] = None,
+    without_conversations: Annotated[
+        bool,
+        typer.Option(
+            "--without-conversations",
+            help="Remove the conversations of the training data from scoring.json.",
+        ),
+    ] = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Upload the model to the hub as NAME, a USER/MODEL."),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a new repository on the hub private.")
+    ] = False,
+    max_length: MaxLengthOption = None,
+    device: DeviceOption = "auto",
+    cpu_threads: ThreadsOption = None,
+    settings: SettingsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a model as a plain Hugging Face directory, and test it.
+
+    The directory loads without Laurel. Reward models of OpenRLHF and LLaMA-Factory can be exported
+    as well.
+
+    Example: laurel export --model results/rm --output exported --eval results/last
+    """
+    from laurel.export.export import run_export
+    from laurel.export.options import ExportOptions
+
+    options = ExportOptions(
+        model=model,
+        output=output,
+        step=step,
+        dtype=dtype,
+        overwrite=overwrite,
+        evaluations=evaluations or (),
+        without_conversations=without_conversations,
+        push_to_hub=push_to_hub,
+        private=private,
+        max_length=max_length,
+        device=device,
+        cpu_threads=cpu_threads,
+        settings=settings or (),
+        as_json=as_json,
+    )
+    run_export(options)
 
 
 @app.command("init")
@@ -354,7 +422,100 @@ def demo(
         run_demo(directory, seed=seed, as_json=as_json)
 
 
-app.command("report")(report)
+@app.command("report")
+def report_command(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="The log directories of runs.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The page to write.", metavar="FILE")
+    ] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="The heading of the page.")] = "Laurel report",
+    is_followed: Annotated[
+        bool,
+        typer.Option(
+            "--follow", help="Serve the page while the run continues, instead of writing a file."
+        ),
+    ] = False,
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0, max=65535, help="The loopback port of --follow; 0 chooses one that is free."
+        ),
+    ] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one HTML page about runs.
+
+    The page begins with the findings to look at first, and goes on with curves, samples and the
+    configuration.
+
+    Example: laurel report logs/exp_001 logs/exp_002 --output report.html
+    """
+    if is_followed and as_json:
+        raise typer.BadParameter("--follow serves a page and writes no JSON")
+    if is_followed:
+        from laurel.observe.report.live import follow
+
+        try:
+            follow(runs, title=title, port=port, say=partial(print, flush=True))
+        except KeyboardInterrupt:  # ends the server, which has printed a message
+            raise typer.Exit(130) from None
+        return
+    from laurel.observe.report.page import findings_of, write_report
+
+    write_report(output, runs, title=title)
+    if as_json:
+        write_json({"page": output, "runs": findings_of(runs)})
+    else:
+        print(output)
+
+
+# ------------------------------------------------------------------------------------ laurel data
+
+data_app = App(help="Examine data files before a run.", no_args_is_help=True)
+
+
+@data_app.callback()
+def data() -> None:
+    """Examine data files before a run."""
+
+
+@data_app.command("check")
+def data_check(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="A file of JSON lines, JSON, CSV, Parquet or Arrow, also with .gz; a saved "
+            "directory; or a hub name.",
+        ),
+    ],
+    overrides: Overrides = None,
+    trainer: Annotated[
+        Literal["rm", "sft", "grpo"] | None,
+        typer.Option("--for", help="The command that the file is for. Default: try all of them."),
+    ] = None,
+    model: ModelOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a data file holds, and which command can train on it.
+
+    It also shows how many rows are left out and why, and the first row. With a model, the row is
+    shown as tokens, with those that count in the loss and the one that the score is read from. The
+    exit code is 2 if no row can be used.
+
+    Example: laurel data check pairs.jsonl --model Qwen/Qwen3-0.6B data.prompt_key=question
+    """
+    from laurel.cli.data_check import run_data_check
+
+    is_usable = run_data_check(
+        file, trainer=trainer, model=model, overrides=overrides or [], as_json=as_json
+    )
+    if not is_usable:
+        raise typer.Exit(2)
+
+
 app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(config_app, name="config")
 app.add_typer(eval_app, name="eval")

@@ -274,7 +274,7 @@ def _rows(said: str, *, task: Mapping[str, Any], said_columns: Mapping[str, str]
     is_set = not (said.startswith((".", "/", "~")) or Path(said).exists())
     if not is_set or said.lower().removesuffix(".gz").endswith(tuple(READERS)):
         return _rows_in(said, task, said_columns)
-    sets = [name for name, one in DATASET_CLASSES.items() if one.hub_name]
+    sets = [name for name, one in DATASET_CLASSES.items() if one.hub.name]
     if task["trainer"] == "grpo":
         sets = [name for name, one in TASK_SETS.items() if one.hub.name]
     if said in sets:

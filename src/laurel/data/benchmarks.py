@@ -15,12 +15,13 @@ from laurel.data.sources import (
     Row,
     UnusableRow,
     integer,
-    json_kind,
+    is_list,
     locate,
     messages,
     read_rows,
     required,
     text,
+    unlike,
 )
 from laurel.errors import DataError
 from laurel.types import Completion, Conversation, Group, Preference
@@ -184,7 +185,9 @@ def benchmark_of(row: Row) -> BenchmarkName | None:
     """Recognize the benchmark whose form a row has; None if the row is no preference at all."""
     if {"question", "response_A", "response_B", "label"} <= row.keys():
         return "judge-bench"
-    if _has_list(row, ANSWER_LISTS) and _has_list(row, VERDICTS):
+    if any(is_list(row.get(k)) for k in ANSWER_LISTS) and any(
+        is_list(row.get(k)) for k in VERDICTS
+    ):
         return "best-of-n"
     if {"prompt", "chosen", "rejected"} <= row.keys():
         if _are_answers(row["chosen"]) and _are_answers(row["rejected"]):
@@ -196,18 +199,9 @@ def benchmark_of(row: Row) -> BenchmarkName | None:
     return "pairs" if infer_class(row, DatasetConfig()) is not None else None
 
 
-def _has_list(row: Row, keys: Sequence[str]) -> bool:
-    return any(
-        isinstance(value := row.get(key), Sequence) and not isinstance(value, str | bytes)
-        for key in keys
-    )
-
-
 def _are_answers(value: Any) -> bool:
     # One answer may be a list, too: of messages.
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        return False
-    return not value or not isinstance(value[0], Mapping)
+    return is_list(value) and (not value or not isinstance(value[0], Mapping))
 
 
 def _is_of_rm_bench(row: Row) -> bool:
@@ -373,10 +367,8 @@ def _optional_text(row: Row, key: str) -> str | None:
 
 def _listed(row: Row, key: str) -> Sequence[Any]:
     values = required(row, key)
-    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        raise UnusableRow(
-            f"'{key}' is not a list", f"'{key}' is {json_kind(values)} where a list is expected"
-        )
+    if not is_list(values):
+        raise unlike(values, "a list", what=f"'{key}'")
     if not values:
         raise UnusableRow(f"'{key}' is empty", f"'{key}' is an empty list")
     return values

@@ -27,13 +27,14 @@ from laurel.data.sources import (
     Row,
     UnusableRow,
     answer,
-    json_kind,
+    is_list,
     json_lines,
     locate,
     messages,
     read_rows,
     required,
     text,
+    unlike,
 )
 from laurel.data.task_formats import gsm8k_demonstration
 from laurel.errors import DataError
@@ -189,11 +190,8 @@ def _parts(row: Row, *, written: Row) -> _Parts:
 def _list_of_completions(row: Row) -> _Parts:
     key = _first_of(row, ANSWER_LISTS)
     values = required(row, key)
-    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        raise UnusableRow(
-            f"'{key}' is not a list",
-            f"'{key}' is {json_kind(values)} where a list is expected",
-        )
+    if not is_list(values):
+        raise unlike(values, "a list", what=f"'{key}'")
     if not values:
         raise UnusableRow("no completions", f"'{key}' is empty, so there is nothing to score")
     prompt = _prompt(row)
@@ -218,10 +216,7 @@ def _chosen_and_rejected(row: Row) -> _Parts:
 def _whole_conversation(row: Row) -> _Parts:
     value = required(row, "messages")
     if isinstance(value, str):
-        raise UnusableRow(
-            "'messages' is not a list",
-            "'messages' is a string where a list of messages is expected",
-        )
+        raise unlike(value, "a list", what="'messages'", form="a list of messages")
     conversation = messages(value, role="assistant", what="'messages'")
     conversation = answer(conversation, what="'messages'")
     return _Parts(conversation[:-1], (Completion(messages=conversation[-1:]),))
@@ -345,18 +340,9 @@ class Dialogue:
 class DialogueReport(TextReport):
     """Reports the rows of demonstration data sets; its lengths are those of whole conversations."""
 
-    def describe(self, dialogues: Iterable[Dialogue]) -> None:
-        """Count and measure the kept conversations; call it again after leaving out more."""
-        self.describe_items((d.name, d.prompt, d.messages) for d in dialogues)
-
-    def move_out(
-        self, *, kept: Sequence[Dialogue], held_out: Sequence[Dialogue], name: str
-    ) -> DialogueReport:
-        """Count conversations as held out of this set, and return the report of their new set."""
-        other = self.split_off([dialogue.source for dialogue in held_out], name=name)
-        self.describe(kept)
-        other.describe(held_out)
-        return other
+    def describe(self, items: Iterable[Dialogue]) -> None:
+        """Count and measure the kept conversations."""
+        self.describe_items((one.name, one.prompt, one.messages) for one in items)
 
 
 class DemonstrationData(NamedTuple):
@@ -471,10 +457,7 @@ def _load(
             source=source,
         )
 
-    limits = [most for most in (config.max_samples, limit) if most is not None]
-    dialogues = opened.read(
-        convert, report=report, on_bad_row=on_bad_row, limit=min(limits, default=None)
-    )
+    dialogues = opened.read(convert, report=report, on_bad_row=on_bad_row, limit=limit)
     report.notes += roles.notes()
     if not dialogues:
         raise DataError(no_rows_left(report))
@@ -503,7 +486,7 @@ def _conversation(row: Row, opened: OpenedSet[DemonstrationSetConfig]) -> tuple[
         return _NAMED[name].read(row), name
     if name in DATASET_CLASSES:
         return _best(row, name), f"{name}: the best answer of each row"
-    several = next((key for key in ANSWER_LISTS if _is_list_of_several(row.get(key))), None)
+    several = next((k for k in ANSWER_LISTS if is_list(row.get(k)) and len(row[k]) > 1), None)
     for shape in _DEMONSTRATION_SHAPES:
         # A known answer beside several sampled ones ("420") is for checking those.
         if shape is _GUESSED and several is not None:
@@ -538,10 +521,6 @@ class _DemonstrationShape(NamedTuple):
     written: Callable[[Row, DemonstrationSetConfig], str]
 
 
-def _is_list_of_several(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > 1
-
-
 def _is_there(row: Row, key: str) -> bool:
     return row.get(key) is not None
 
@@ -554,20 +533,14 @@ def _names_columns(row: Row, config: DemonstrationSetConfig) -> bool:
 def _whole(row: Row, config: DemonstrationSetConfig) -> Conversation:
     value = required(row, config.chat_key, setting="chat_key")
     if isinstance(value, str):
-        raise UnusableRow(
-            f"'{config.chat_key}' is not a list",
-            f"'{config.chat_key}' is a string where a list of messages is expected",
-        )
+        raise unlike(value, "a list", what=f"'{config.chat_key}'", form="a list of messages")
     return messages(value, role="user", what=f"'{config.chat_key}'")
 
 
 def _share_gpt(row: Row, config: DemonstrationSetConfig) -> Conversation:
     turns = row["conversations"]
-    if not isinstance(turns, Sequence) or isinstance(turns, str | bytes):
-        raise UnusableRow(
-            "'conversations' is not a list",
-            f"'conversations' is {json_kind(turns)} where a list of turns is expected",
-        )
+    if not is_list(turns):
+        raise unlike(turns, "a list", what="'conversations'", form="a list of turns")
     return tuple(map(_share_gpt_turn, turns))
 
 
@@ -675,8 +648,5 @@ _HUBS = {
     **{name: named.hub for name, named in _NAMED.items()},
     "openai_format": NO_HUB,
     "ResponseDataset": NO_HUB,
-    **{
-        name: HubSet(name=known.hub_name, parts=((known.subset, None),))
-        for name, known in DATASET_CLASSES.items()
-    },
+    **{name: known.hub for name, known in DATASET_CLASSES.items()},
 }

@@ -1,7 +1,7 @@
 """Lists the known forms of rows, with the columns that identify them and the commands they fit.
 
-The readers are in `preferences`, `conversations`, `task_formats` and `benchmarks`; this module is
-their table of contents, for people and for `laurel data check`.
+The readers are in `preferences`, `conversations`, `task_formats` and `benchmarks`; this module and
+`formats.yaml` are their table of contents, for people and for `laurel data check`.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any, Literal
+
+import yaml
 
 from laurel.config.data import BenchmarkName, DatasetConfig, TaskSetConfig
 from laurel.config.overrides import parse_override
 from laurel.data.benchmarks import benchmark_of
 from laurel.data.preferences import infer_class, ranked_row
-from laurel.data.sources import Row, UnusableRow, answer, messages
+from laurel.data.sources import Row, UnusableRow, answer, is_list, messages
 from laurel.data.task_formats import response
 from laurel.errors import ConfigError
 
 Trainer = Literal["rm", "sft", "grpo"]
 """The name of a training command: reward model, supervised fine-tuning or GRPO."""
 TRAINERS: tuple[Trainer, ...] = ("rm", "sft", "grpo")
-
-_ASKED = {"role": "user", "content": "Where is the laurel?"}
-_SAID = {"role": "assistant", "content": "By the gate."}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,10 @@ def _has(*columns: str) -> Callable[[Row], bool]:
     return lambda row: all(row.get(column) is not None for column in columns)
 
 
+def _has_one_of(row: Row, columns: Sequence[str]) -> bool:
+    return any(row.get(column) is not None for column in columns)
+
+
 def _class_is(name: str, *, whole: bool | None = None) -> Callable[[Row], bool]:
     """Return a test for rows of a preference class; `whole`: the answers contain the prompt."""
 
@@ -85,7 +89,7 @@ def _is_transcripts(row: Row) -> bool:
 
 def _brings_tests(row: Row) -> bool:
     own = ("test_code", "test_list", "stdio_tests", "call_tests", "public_test_cases")
-    if any(row.get(column) is not None for column in own) or row.get("input_output"):
+    if _has_one_of(row, own) or row.get("input_output"):
         return True
     judge = row.get("reward_model")
     truth = judge.get("ground_truth") if isinstance(judge, Mapping) else None
@@ -109,291 +113,47 @@ _ANSWERS = (
 )
 
 
-_PROMPTS: Sequence[str] = ("data.env_name=reward_model",)
-_BEST = {"sft": "the best answer is imitated", "grpo": "the prompts are asked"}
-_PREFERENCE: Mapping[Trainer, Sequence[str]] = {"rm": (), "sft": (), "grpo": _PROMPTS}
-_PREFERENCE_USES: Mapping[Trainer, str] = {"sft": _BEST["sft"], "grpo": _BEST["grpo"]}
+# A form's test may rely on the earlier ones: a row has none of those.
+_FITS: Mapping[str, Callable[[Row], bool]] = {
+    "JudgeBench": _benchmark_is("judge-bench"),
+    "RM-Bench": _benchmark_is("rm-bench"),
+    "RewardBench 2": _benchmark_is("reward-bench-2"),
+    "best of n": _benchmark_is("best-of-n"),
+    "RewardBench": _benchmark_is("reward-bench"),
+    "HelpSteer3": _class_is("HelpSteer3"),
+    "ranked answers": _class_is("PreferenceDataset"),
+    "transcripts": _is_transcripts,
+    "pairs of conversations": _class_is("BinaryPreferenceDataset", whole=True),
+    "pairs": _class_is("BinaryPreferenceDataset", whole=False),
+    # HumanEval was translated into other languages, which the code environment does not run.
+    "HumanEval": lambda row: (
+        _has("prompt", "entry_point", "test")(row)
+        and isinstance(row["prompt"], str)
+        and "def " in row["prompt"]
+    ),
+    "MBPP": lambda row: _has_one_of(row, ("text", "prompt")) and _has("test_list", "code")(row),
+    "code tasks": _brings_tests,
+    "DAPO-Math": lambda row: (
+        _has("prompt", "reward_model")(row)
+        and isinstance(row["reward_model"], Mapping)
+        and "ground_truth" in row["reward_model"]
+    ),
+    "GSM8K": lambda row: _has("question", "answer")(row) and "\n#### " in str(row["answer"]),
+    "SQuAD": lambda row: (
+        _has("context", "question", "answers")(row)
+        and isinstance(row["answers"], Mapping)
+        and "text" in row["answers"]
+    ),
+    "conversations": _has("messages"),
+    "turns": lambda row: isinstance(row.get("conversations"), Sequence),
+    "questions and answers": lambda row: (
+        _has_one_of(row, _QUESTIONS) and _has_one_of(row, _ANSWERS)
+    ),
+    "prompts": lambda row: _has_one_of(row, _QUESTIONS),
+}
 
-FORMATS: tuple[KnownFormat, ...] = (
-    KnownFormat(
-        name="JudgeBench",
-        says="a question, two answers, and which of them is right",
-        columns="question, response_A, response_B, label, source",
-        example={
-            "pair_id": "1",
-            "source": "math",
-            "question": "What is 1 + 1?",
-            "response_A": "2",
-            "response_B": "3",
-            "label": "A>B",
-        },
-        fits=_benchmark_is("judge-bench"),
-        evaluation="judge-bench",
-    ),
-    KnownFormat(
-        name="RM-Bench",
-        says="three right and three wrong answers, in rising order of style",
-        columns="prompt, chosen (a list of three), rejected (a list of three), domain (or the "
-        "subset of its files of one domain)",
-        example={
-            "id": 1,
-            "domain": "chat",
-            "prompt": "What is 1 + 1?",
-            "chosen": ["2", "It is 2.", "It is **2**."],
-            "rejected": ["3", "It is 3.", "It is **3**."],
-        },
-        fits=_benchmark_is("rm-bench"),
-        evaluation="rm-bench",
-    ),
-    KnownFormat(
-        name="RewardBench 2",
-        says="lists of right and of wrong answers, with a subset",
-        columns="prompt, chosen (a list), rejected (a list), subset",
-        example={
-            "id": "1",
-            "subset": "Math",
-            "prompt": "What is 1 + 1?",
-            "chosen": ["2"],
-            "rejected": ["1", "3", "11"],
-        },
-        fits=_benchmark_is("reward-bench-2"),
-        evaluation="reward-bench-2",
-    ),
-    KnownFormat(
-        name="best of n",
-        says="completions of a prompt, and which of them are right",
-        columns="prompt (or question), completions (or responses), correct (or passed), a list; "
-        "or prompt, chosen (a list), rejected (a list)",
-        example={"prompt": "What is 1 + 1?", "completions": ["2", "3"], "correct": [True, False]},
-        fits=_benchmark_is("best-of-n"),
-        evaluation="best-of-n",
-    ),
-    KnownFormat(
-        name="RewardBench",
-        says="a prompt, a better and a worse answer, with a subset",
-        columns="prompt, chosen, rejected, subset",
-        example={
-            "id": 1,
-            "subset": "math-prm",
-            "prompt": "What is 1 + 1?",
-            "chosen": "2",
-            "rejected": "3",
-        },
-        fits=_benchmark_is("reward-bench"),
-        evaluation="reward-bench",
-        trainers=_PREFERENCE,
-        uses=_PREFERENCE_USES,
-    ),
-    KnownFormat(
-        name="HelpSteer3",
-        says="a conversation, two answers, and how much people prefer which",
-        columns="context, response1, response2, overall_preference",
-        example={
-            "context": [_ASKED],
-            "response1": "By the gate.",
-            "response2": "No.",
-            "overall_preference": -2,
-        },
-        fits=_class_is("HelpSteer3"),
-        evaluation="pairs",
-        trainers=_PREFERENCE,
-        uses=_PREFERENCE_USES,
-    ),
-    KnownFormat(
-        name="ranked answers",
-        says="a conversation and any number of answers, each with its rank (0 is the best) and "
-        "perhaps ratings",
-        columns="context, completions (of rank and completion)",
-        example={
-            "context": [_ASKED],
-            "completions": [
-                {"rank": 0, "completion": [_SAID]},
-                {"rank": 1, "completion": [{"role": "assistant", "content": "No."}]},
-            ],
-        },
-        fits=_class_is("PreferenceDataset"),
-        evaluation="pairs",
-        trainers=_PREFERENCE,
-        uses=_PREFERENCE_USES,
-    ),
-    KnownFormat(
-        name="transcripts",
-        says="two transcripts of Human and Assistant that differ in the last answer (HH-RLHF)",
-        columns="chosen, rejected (texts that begin with a blank line and 'Human:')",
-        example={
-            "chosen": "\n\nHuman: Where is the laurel?\n\nAssistant: By the gate.",
-            "rejected": "\n\nHuman: Where is the laurel?\n\nAssistant: No.",
-        },
-        fits=_is_transcripts,
-        evaluation="pairs",
-        trainers=_PREFERENCE,
-        uses=_PREFERENCE_USES,
-    ),
-    KnownFormat(
-        name="pairs of conversations",
-        says="two whole conversations that differ in the answer (Tulu 3)",
-        columns="chosen, rejected (lists of messages)",
-        example={
-            "chosen": [_ASKED, _SAID],
-            "rejected": [_ASKED, {"role": "assistant", "content": "No."}],
-        },
-        fits=_class_is("BinaryPreferenceDataset", whole=True),
-        evaluation="pairs",
-        trainers=_PREFERENCE,
-        uses=_PREFERENCE_USES,
-        keys={"chosen": "data.chosen_key", "rejected": "data.rejected_key"},
-    ),
-    KnownFormat(
-        name="pairs",
-        says="a prompt, a better and a worse answer",
-        columns="prompt, chosen, rejected",
-        example={"prompt": "Where is the laurel?", "chosen": "By the gate.", "rejected": "No."},
-        fits=_class_is("BinaryPreferenceDataset", whole=False),
-        evaluation="pairs",
-        trainers=_PREFERENCE,
-        uses=_PREFERENCE_USES,
-        keys={
-            "prompt": "data.prompt_key",
-            "chosen": "data.chosen_key",
-            "rejected": "data.rejected_key",
-        },
-    ),
-    KnownFormat(
-        name="HumanEval",
-        says="the head of a function, and a function that checks it",
-        columns="prompt, entry_point, test",
-        example={
-            "task_id": "HumanEval/0",
-            "prompt": 'def one():\n    """Return 1."""\n',
-            "entry_point": "one",
-            "canonical_solution": "    return 1\n",
-            "test": "def check(candidate):\n    assert candidate() == 1\n",
-        },
-        # HumanEval was translated into other languages, which the code environment does not run.
-        fits=lambda row: (
-            _has("prompt", "entry_point", "test")(row)
-            and isinstance(row["prompt"], str)
-            and "def " in row["prompt"]
-        ),
-        trainers={"grpo": ("data.dataset_name=HumanEval", "data.env_name=code")},
-    ),
-    KnownFormat(
-        name="MBPP",
-        says="what a function is to do, and asserts",
-        columns="text (or prompt), code, test_list",
-        example={
-            "task_id": 1,
-            "text": "Write a function that returns its argument.",
-            "code": "def same(x):\n    return x",
-            "test_list": ["assert same(1) == 1"],
-        },
-        fits=lambda row: (
-            any(row.get(column) is not None for column in ("text", "prompt"))
-            and _has("test_list", "code")(row)
-        ),
-        trainers={"grpo": ("data.dataset_name=MBPP", "data.env_name=code")},
-    ),
-    KnownFormat(
-        name="code tasks",
-        says="what a program is to do, and tests of it: our own, or those of APPS, TACO, "
-        "LiveCodeBench or verl",
-        columns="prompt, and one of test_list, test_code (with entry, the function's name), "
-        "call_tests (with entry), stdio_tests, input_output, public_test_cases",
-        example={
-            "prompt": "Print the sum of two numbers, one a line.",
-            "stdio_tests": [{"stdin": "1\n2\n", "stdout": "3\n"}],
-        },
-        fits=_brings_tests,
-        trainers={"grpo": ("data.dataset_name=CodeTasks", "data.env_name=code")},
-    ),
-    KnownFormat(
-        name="DAPO-Math",
-        says="a prompt of messages, and the known answer inside reward_model",
-        columns="prompt, reward_model (with ground_truth)",
-        example={
-            "prompt": [{"role": "user", "content": "What is 6 times 7?"}],
-            "reward_model": {"ground_truth": "42"},
-        },
-        fits=lambda row: (
-            _has("prompt", "reward_model")(row)
-            and isinstance(row["reward_model"], Mapping)
-            and "ground_truth" in row["reward_model"]
-        ),
-        trainers={"grpo": ("data.dataset_name=DAPOMath17K", "data.env_name=math")},
-    ),
-    KnownFormat(
-        name="GSM8K",
-        says="a question, and a solution that ends with the answer after ####",
-        columns="question, answer",
-        example={
-            "question": "Ann has 2 laurels and buys 3. How many has she?",
-            "answer": "2 + 3 = <<2+3=5>>5\n#### 5",
-        },
-        fits=lambda row: _has("question", "answer")(row) and "\n#### " in str(row["answer"]),
-        trainers={"sft": ("data.dataset_name=GSM8K",), "grpo": ("data.env_name=math",)},
-    ),
-    KnownFormat(
-        name="SQuAD",
-        says="a passage, a question, and answers from the passage",
-        columns="context, question, answers (with text)",
-        example={
-            "context": "The laurel stands by the gate.",
-            "question": "Where is the laurel?",
-            "answers": {"text": ["by the gate"], "answer_start": [18]},
-        },
-        fits=lambda row: (
-            _has("context", "question", "answers")(row)
-            and isinstance(row["answers"], Mapping)
-            and "text" in row["answers"]
-        ),
-        trainers={"sft": ("data.dataset_name=squad",)},
-    ),
-    KnownFormat(
-        name="conversations",
-        says="whole conversations; what the assistant says is to be learned",
-        columns="messages (of role and content)",
-        example={"messages": [_ASKED, _SAID]},
-        fits=_has("messages"),
-        trainers={"sft": (), "grpo": _PROMPTS},
-        uses={"grpo": "what stands before the last answer is asked"},
-        keys={"messages": "data.chat_key"},
-    ),
-    KnownFormat(
-        name="turns",
-        says="whole conversations as ShareGPT has them",
-        columns="conversations (of from and value)",
-        example={
-            "conversations": [
-                {"from": "human", "value": "Where is the laurel?"},
-                {"from": "gpt", "value": "By the gate."},
-            ]
-        },
-        fits=lambda row: isinstance(row.get("conversations"), Sequence),
-        trainers={"sft": ()},
-    ),
-    KnownFormat(
-        name="questions and answers",
-        says="a question and its answer: to be imitated (sft), or to check answers by (grpo)",
-        columns="input, output; also question, problem, prompt, query, instruction and answer, "
-        "expected_answer, ground_truth, solution, completion, response",
-        example={"input": "What is 6 times 7?", "output": "42"},
-        fits=lambda row: (
-            any(row.get(key) is not None for key in _QUESTIONS)
-            and any(row.get(key) is not None for key in _ANSWERS)
-        ),
-        trainers={"sft": (), "grpo": ("data.env_name=math",)},
-        keys={"input": "data.input_key", "output": "data.output_key"},
-    ),
-    KnownFormat(
-        name="prompts",
-        says="prompts without answers",
-        columns="prompt; also input, question, problem, query, instruction",
-        example={"prompt": "Write a line about laurels."},
-        fits=lambda row: any(row.get(key) is not None for key in _QUESTIONS),
-        trainers={"grpo": _PROMPTS},
-        keys={"prompt": "data.input_key"},
-    ),
-)
+_TABLE = yaml.safe_load(files(__package__).joinpath("formats.yaml").read_text(encoding="utf-8"))
+FORMATS = tuple(KnownFormat(fits=_FITS[one["name"]], **one) for one in _TABLE["formats"])
 """All known forms of rows; a more specific form comes before a more general one."""
 
 
@@ -402,78 +162,8 @@ FORMATS: tuple[KnownFormat, ...] = (
 #
 # A mapping is only suggested once the row at hand could be read with it.
 
-_PROMPT_LIKE = frozenset(
-    {
-        "prompt",
-        "question",
-        "query",
-        "instruction",
-        "input",
-        "context",
-        "problem",
-        "task",
-        "user",
-        "human",
-        "request",
-        "q",
-    }
-)
-_BETTER = frozenset(
-    {
-        "chosen",
-        "better",
-        "preferred",
-        "winner",
-        "win",
-        "won",
-        "accepted",
-        "good",
-        "positive",
-        "pos",
-        "best",
-        "liked",
-        "correct",
-        "right",
-    }
-)
-_WORSE = frozenset(
-    {
-        "rejected",
-        "worse",
-        "dispreferred",
-        "loser",
-        "lose",
-        "lost",
-        "refused",
-        "bad",
-        "negative",
-        "neg",
-        "worst",
-        "disliked",
-        "incorrect",
-        "wrong",
-    }
-)
-_ANSWER_LIKE = frozenset(
-    {
-        "answer",
-        "output",
-        "solution",
-        "completion",
-        "response",
-        "target",
-        "reply",
-        "assistant",
-        "expected",
-        "truth",
-        "result",
-        "reference",
-        "gold",
-        "label",
-        "final",
-        "a",
-    }
-)
+_WORDS: Mapping[str, Collection[str]] = _TABLE["words"]
+"""The words in the names of columns that tell a prompt, a better or a worse one, or an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -496,7 +186,7 @@ def suggestions(row: Row) -> list[Suggestion]:
             return [found]
     if answered := _as_answered(row):
         return answered
-    asked = _column(row, _PROMPT_LIKE)
+    asked = _column(row, _WORDS["prompt"])
     if asked is None or not _can(lambda: response(row, TaskSetConfig(input_key=asked))):
         return []
     settings = (f"data.input_key={_quoted(asked)}", "data.env_name=reward_model")
@@ -550,11 +240,11 @@ def _quoted(column: str) -> str:
 
 
 def _as_pair(row: Row) -> Suggestion | None:
-    worse = _column(row, _WORSE)
-    better = _column(row, _BETTER, but=() if worse is None else (worse,))
+    worse = _column(row, _WORDS["worse"])
+    better = _column(row, _WORDS["better"], but=() if worse is None else (worse,))
     if better is None or worse is None:
         return None
-    prompt = _column(row, _PROMPT_LIKE, but=(better, worse))
+    prompt = _column(row, _WORDS["prompt"], but=(better, worse))
 
     def can_be_read() -> bool:
         config = DatasetConfig(prompt_key=prompt or "prompt", chosen_key=better, rejected_key=worse)
@@ -591,14 +281,14 @@ def _as_chat(row: Row) -> Suggestion | None:
 
 
 def _ends_with_answer(value: Any) -> bool:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
+    if not is_list(value) or not value:
         return False
     return _can(lambda: answer(messages(value, role="user", what=""), what=""))
 
 
 def _as_answered(row: Row) -> list[Suggestion]:
-    asked = _column(row, _PROMPT_LIKE)
-    answered = _column(row, _ANSWER_LIKE, but=() if asked is None else (asked,))
+    asked = _column(row, _WORDS["prompt"])
+    answered = _column(row, _WORDS["answer"], but=() if asked is None else (asked,))
     if asked is None or answered is None or not isinstance(row[answered], str):
         return []
     config = TaskSetConfig(input_key=asked, output_key=answered)

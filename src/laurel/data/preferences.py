@@ -2,49 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Literal
 
 from laurel.config.data import DatasetConfig
 from laurel.data.reading import (
-    PromptFrame,
+    NO_HUB,
+    HubSet,
+    LeftOutRow,
+    OpenedSet,
+    Remedy,
     UnusualRoles,
     held_out_prompts,
-    read_prompt_frame,
+    open_set,
     split,
-    unknown_class,
 )
-from laurel.data.report import DataReport, Reason, conversation_fingerprint, no_rows_left, origin_of
+from laurel.data.report import DataReport, Reason, conversation_fingerprint, no_rows_left
 from laurel.data.sources import (
     Row,
     UnusableRow,
     answer,
-    as_row,
-    complaint,
     has_own_split,
     integer,
     is_import_path,
+    is_list,
     json_kind,
     locate,
     messages,
     number,
     number_at,
-    open_own,
-    read_rows,
     required,
     text,
+    unlike,
 )
 from laurel.errors import DataError, counted_that
 from laurel.types import Completion, Conversation, Group, Message, Preference
-
-Remedy = Callable[[UnusableRow], str]
-"""A function that returns the advice for a malformed row."""
 
 
 def load_preferences(
@@ -74,21 +71,27 @@ def load_preferences(
     Raises:
         DataError: A row or a file cannot be used, or no row is left.
     """
-    source = _open(config, name=name)
-    loading = _Loading(
-        source=source,
-        frame=read_prompt_frame(source.prompt_file, source.system_prompt_file),
+    report = DataReport(name=name)
+    opened = open_set(
+        config, known={name: known.hub for name, known in DATASET_CLASSES.items()}, report=report
+    )
+    reading = _Reading(
+        opened=opened,
+        report=report,
+        class_name=None if opened.is_own else config.dataset_name,
         ties=ties,
         duplicates=duplicates,
-        on_bad_row=on_bad_row,
         attributes=tuple(attributes),
+    )
+    preferences = opened.read(
+        reading.preference,
+        report=report,
+        on_bad_row=on_bad_row,
+        limit=max_samples,
         remedy=remedy,
     )
-    limits = [limit for limit in (config.max_samples, max_samples) if limit is not None]
-    preferences = loading.run(limit=min(limits, default=None))
-    report = source.report
     report.describe(preferences)
-    report.notes += loading.notes()
+    report.notes += reading.notes()
     if not preferences:
         raise DataError(no_rows_left(report))
     return preferences, report
@@ -126,73 +129,18 @@ def hold_out(
     return split(preferences, prompts, held_out_prompts(prompts, share=share, seed=seed))
 
 
-# --------------------------------------------------------------------------------------- opening
+# --------------------------------------------------------------------------------------- reading
 
 
 @dataclass(slots=True, kw_only=True)
-class _Source:
-    config: DatasetConfig
-    """The columns and settings that the rows are read with."""
+class _Reading:
+    opened: OpenedSet[DatasetConfig]
+    report: DataReport
     class_name: str | None
     """The data set class; None until the first row shows it."""
-    path: str | None
-    """The file or name to read; None if the user's own object gives the rows."""
-    subset: str | None
-    rows: Iterable[Any] | None
-    prompt_file: str | None
-    system_prompt_file: str | None
-    report: DataReport
-
-
-def _open(config: DatasetConfig, *, name: str) -> _Source:
-    class_name = config.dataset_name
-    report = DataReport(name=name, dataset_class=class_name or "")
-    path, subset = config.data_path, config.subset
-    source = _Source(
-        config=config,
-        class_name=class_name,
-        path=path,
-        subset=subset,
-        rows=None,
-        prompt_file=config.prompt_file,
-        system_prompt_file=config.system_prompt_file,
-        report=report,
-    )
-    if class_name is not None and class_name not in DATASET_CLASSES:
-        if not is_import_path(class_name):
-            raise DataError(unknown_class(class_name, DATASET_CLASSES))
-        own = open_own(config)
-        source.config, source.class_name, source.path = own.config, None, None
-        source.rows = own.rows
-        source.prompt_file = config.prompt_file or own.prompt_file
-        source.system_prompt_file = config.system_prompt_file or own.system_prompt_file
-        report.origin = own.task_name or ""
-        report.notes += own.notes
-        return source
-    if path is None and class_name is not None:
-        known = DATASET_CLASSES[class_name]
-        source.path, source.subset = known.hub_name, subset or known.subset
-    if source.path is None:
-        raise DataError(
-            f"data set '{name}': no path is given for {class_name or 'the rows'}. Set "
-            "data.train_data_path (or data.val_data_path) to a file or a hub name"
-        )
-    report.origin = origin_of(source.path)
-    return source
-
-
-# --------------------------------------------------------------------------------------- loading
-
-
-@dataclass(slots=True, kw_only=True)
-class _Loading:
-    source: _Source
-    frame: PromptFrame
     ties: Literal["keep", "drop", "error"]
     duplicates: Literal["drop", "keep"]
-    on_bad_row: Literal["error", "skip"]
     attributes: tuple[str, ...]
-    remedy: Remedy | None
     seen: set[bytes] = field(default_factory=set)
     verdicts: set[bytes] = field(default_factory=set)
     num_contradictions: int = 0
@@ -202,27 +150,31 @@ class _Loading:
     rated: set[str] = field(default_factory=set)
     roles: UnusualRoles = field(default_factory=UnusualRoles)
 
-    def run(self, *, limit: int | None) -> list[Preference]:
-        """Read until the end of the rows, or until `limit` rows are kept."""
-        kept: list[Preference] = []
-        # A limit leaves the rows half read, and their file open.
-        with contextlib.closing(self._rows()) as rows:
-            for source, row in rows:
-                self.source.report.num_read += 1
-                try:
-                    preference = self._preference(source, row)
-                except UnusableRow as problem:
-                    self._complain(source, problem)
-                    continue
-                reason = self._reason_against(preference)
-                if reason is not None:
-                    self.source.report.drop(reason, source)
-                    continue
-                self._note(preference)
-                kept.append(preference)
-                if limit is not None and len(kept) == limit:
-                    break
-        return kept
+    def preference(self, source: str, row: Row) -> Preference:
+        """Read a row, refuse it if it teaches nothing, and count what the notes are about."""
+        class_name = self._class_of(row)
+        ranked = ranked_row(row, class_name, self.opened.config, self.attributes)
+        frame = self.opened.frame
+        prompt = frame.around(ranked.prompt)
+        # The message of data.system_prompt_file comes first, so one of the row comes second.
+        if frame.system is not None and len(prompt) > 1 and prompt[1].role == "system":
+            self.num_double_systems += 1
+        preference = Preference(
+            group=Group(
+                id=f"{self.report.name}:{source}",
+                prompt=prompt,
+                completions_G=ranked.completions_G,
+            ),
+            ranks_G=ranked.ranks_G,
+            margin=ranked.margin,
+            target=ranked.target,
+            attributes_GK=ranked.attributes_GK,
+            source=source,
+        )
+        if (reason := self._reason_against(preference)) is not None:
+            raise LeftOutRow(reason)
+        self._note(preference)
+        return preference
 
     def notes(self) -> list[str]:
         """Return the report's remarks on rows that were kept."""
@@ -252,63 +204,15 @@ class _Loading:
             notes.append(f"no row rates {', '.join(missing)}")
         return notes + self.roles.notes()
 
-    def _rows(self) -> Generator[tuple[str, Any], None, None]:
-        source = self.source
-
-        def complain_unread(place: str, problem: UnusableRow) -> None:
-            source.report.num_read += 1
-            self._complain(place, problem)
-
-        if source.path is None:
-            for index, row in enumerate(source.rows or ()):
-                yield f"{source.config.dataset_name}[{index}]", row
-            return
-        yield from read_rows(
-            source.path,
-            subset=source.subset,
-            split=source.config.split,
-            on_bad_row=complain_unread,
-        )
-
-    def _complain(self, source: str, problem: UnusableRow) -> None:
-        if self.on_bad_row == "error":
-            said = self.remedy(problem) if self.remedy is not None else ""
-            raise DataError(complaint(problem, self.source.path, source, said=said)) from problem
-        self.source.report.drop_malformed(source, problem)
-
-    def _preference(self, source: str, row: Any) -> Preference:
-        row = as_row(row)
-        ranked = ranked_row(row, self._class_of(row), self.source.config, self.attributes)
-        prompt = self.frame.around(ranked.prompt)
-        # The message of data.system_prompt_file comes first, so one of the row comes second.
-        if self.frame.system is not None and len(prompt) > 1 and prompt[1].role == "system":
-            self.num_double_systems += 1
-        return Preference(
-            group=Group(
-                id=f"{self.source.report.name}:{source}",
-                prompt=prompt,
-                completions_G=ranked.completions_G,
-            ),
-            ranks_G=ranked.ranks_G,
-            margin=ranked.margin,
-            target=ranked.target,
-            attributes_GK=ranked.attributes_GK,
-            source=source,
-        )
-
-    def _class_of(self, row: Any) -> str:
-        known = self.source.class_name
-        if known is not None:
-            return known
-        known, clue = class_of(row, self.source.config)
-        self.source.class_name = known
-        report = self.source.report
-        if report.dataset_class:
-            report.dataset_class += f" (rows of {known})"
-        else:
-            report.dataset_class = known
-            report.notes.append(f"read as {known}, recognized by: {clue}")
-        return known
+    def _class_of(self, row: Row) -> str:
+        if self.class_name is None:
+            self.class_name, clue = class_of(row, self.opened.config)
+            if self.report.dataset_class:
+                self.report.dataset_class += f" (rows of {self.class_name})"
+            else:
+                self.report.dataset_class = self.class_name
+                self.report.notes.append(f"read as {self.class_name}, recognized by: {clue}")
+        return self.class_name
 
     def _reason_against(self, preference: Preference) -> Reason | None:
         """Return the reason why a well-formed row is left out, None if it is kept."""
@@ -326,7 +230,7 @@ class _Loading:
         is_tie = len(completions_G) > 1 and len(set(preference.ranks_G)) == 1
         if is_tie and self.ties != "keep":
             if self.ties == "error":
-                path, source, ranks_G = self.source.path, preference.source, preference.ranks_G
+                path, source, ranks_G = self.opened.path, preference.source, preference.ranks_G
                 raise DataError(
                     f"{source if path is None else locate(path, source)}: all {len(ranks_G)} "
                     f"completions share rank {ranks_G[0]} (a tie), which the loss cannot learn "
@@ -404,8 +308,7 @@ class DatasetClass:
 
     convert: Callable[[Row, DatasetConfig, Sequence[str]], RankedRow]
     """Reads a row, given the configuration and the names of the ratings to read."""
-    hub_name: str | None = None
-    subset: str | None = None
+    hub: HubSet = NO_HUB
     has_validation: bool = False
     """True if the hub data set has a `validation` split."""
 
@@ -453,11 +356,8 @@ def ranked(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> R
     """
     context = required(row, "context")
     completions = required(row, "completions")
-    if not isinstance(completions, Sequence) or isinstance(completions, str):
-        raise UnusableRow(
-            "'completions' is not a list",
-            f"'completions' is {json_kind(completions)} where a list is expected",
-        )
+    if not is_list(completions):
+        raise unlike(completions, "a list", what="'completions'")
     least = 1 if attributes else 2
     if len(completions) < least:
         raise UnusableRow(
@@ -502,12 +402,11 @@ def binary(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> R
 DATASET_CLASSES: dict[str, DatasetClass] = {
     "HelpSteer3": DatasetClass(
         convert=helpsteer3,
-        hub_name="nvidia/HelpSteer3",
-        subset="preference",
+        hub=HubSet(name="nvidia/HelpSteer3", parts=(("preference", None),)),
         has_validation=True,
     ),
     "Tulu3Preference": DatasetClass(
-        convert=tulu3, hub_name="allenai/llama-3.1-tulu-3-8b-preference-mixture"
+        convert=tulu3, hub=HubSet(name="allenai/llama-3.1-tulu-3-8b-preference-mixture")
     ),
     "PreferenceDataset": DatasetClass(convert=ranked),
     "BinaryPreferenceDataset": DatasetClass(convert=binary),
@@ -609,7 +508,7 @@ def _pair(prompt: Conversation, chosen: Conversation, rejected: Conversation) ->
 
 def _is_conversation(value: Any) -> bool:
     # A list that begins with the assistant is an answer alone.
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) < 2:
+    if not is_list(value) or len(value) < 2:
         return False
     return isinstance(value[0], Mapping) and value[0].get("role") != "assistant"
 
@@ -686,10 +585,7 @@ def _ratings(items: Sequence[Row], attributes: Sequence[str]) -> tuple[tuple[flo
         if rated is None:
             rated = {}
         if not isinstance(rated, Mapping):
-            raise UnusableRow(
-                "'attributes' is not an object",
-                f"'attributes' is {json_kind(rated)} where {{name: number}} is expected",
-            )
+            raise unlike(rated, "an object", what="'attributes'", form="{name: number}")
         row = []
         for name in attributes:
             value = rated.get(name)

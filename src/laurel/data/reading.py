@@ -1,8 +1,4 @@
-"""Reads one data set in one pass: opens it, converts its rows, and counts every row left out.
-
-Tasks and demonstrations use this module; preferences, which have more reasons to leave a row out,
-do not.
-"""
+"""Reads one data set in one pass: opens it, converts its rows, and counts every row left out."""
 
 from __future__ import annotations
 
@@ -16,11 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from laurel.config.data import TaskSetConfig
-from laurel.config.sft import DemonstrationSetConfig
 from laurel.data.report import Reason, RowReport, origin_of
 from laurel.data.sources import (
     Row,
+    SetConfig,
     UnusableRow,
     as_row,
     complaint,
@@ -108,8 +103,9 @@ def _read(path: str, *, key: str) -> str:
         raise DataError(f"{key}: {path} cannot be read as UTF-8 text: {problem}") from problem
 
 
-C = TypeVar("C", TaskSetConfig, DemonstrationSetConfig)
 Read = TypeVar("Read")
+Remedy = Callable[[UnusableRow], str]
+"""A function that returns the advice for a malformed row."""
 
 HubParts = tuple[tuple[str | None, str | None], ...]
 """The (subset, split) of each part of a hub data set that is read."""
@@ -137,10 +133,10 @@ NO_HUB = HubSet(name=None)
 
 
 @dataclass(slots=True, kw_only=True)
-class OpenedSet(Generic[C]):
+class OpenedSet(Generic[SetConfig]):
     """A data set whose configuration and files are resolved, but whose rows are not yet read."""
 
-    config: C
+    config: SetConfig
     """The columns and settings that the rows are read with."""
     is_own: bool
     """True if a class or function of the user supplies the rows."""
@@ -157,8 +153,13 @@ class OpenedSet(Generic[C]):
         report: RowReport,
         on_bad_row: Literal["error", "skip"],
         limit: int | None,
+        remedy: Remedy | None = None,
     ) -> list[Read]:
-        """Convert rows with `convert(source, row)` until `limit` of them are kept.
+        """Convert rows with `convert(source, row)` until as many as may be are kept.
+
+        That is `limit`, or the `max_samples` of the configuration where it is less.
+
+        With `remedy`, an error about a row ends with its advice instead of the usual one.
 
         Raises:
             DataError: A file cannot be read, or a malformed row is an error.
@@ -166,13 +167,16 @@ class OpenedSet(Generic[C]):
 
         def complain(source: str, problem: UnusableRow) -> None:
             if on_bad_row == "error":
-                raise DataError(complaint(problem, self.path, source)) from problem
+                said = "" if remedy is None else remedy(problem)
+                raise DataError(complaint(problem, self.path, source, said=said)) from problem
             report.drop_malformed(source, problem)
 
         def complain_unread(source: str, problem: UnusableRow) -> None:
             report.num_read += 1
             complain(source, problem)
 
+        limits = [most for most in (self.config.max_samples, limit) if most is not None]
+        most = min(limits, default=None)
         kept: list[Read] = []
         with contextlib.closing(self._rows(complain_unread)) as rows:
             for source, row in rows:
@@ -183,7 +187,7 @@ class OpenedSet(Generic[C]):
                     complain(source, problem)
                 except LeftOutRow as left_out:
                     report.drop(left_out.reason, source, kind=left_out.kind)
-                if limit is not None and len(kept) == limit:
+                if most is not None and len(kept) == most:
                     break
         return kept
 
@@ -203,7 +207,9 @@ class OpenedSet(Generic[C]):
                 yield (f"{subset}/{source}" if in_part else source), row
 
 
-def open_set(config: C, *, known: Mapping[str, HubSet], report: RowReport) -> OpenedSet[C]:
+def open_set(
+    config: SetConfig, *, known: Mapping[str, HubSet], report: RowReport
+) -> OpenedSet[SetConfig]:
     """Open the configured data set, and write its name and origin into the report.
 
     Raises:
@@ -254,7 +260,7 @@ def open_set(config: C, *, known: Mapping[str, HubSet], report: RowReport) -> Op
     )
 
 
-def _parts(hub: HubSet, config: TaskSetConfig | DemonstrationSetConfig) -> HubParts:
+def _parts(hub: HubSet, config: SetConfig) -> HubParts:
     if config.subset is not None:
         splits = dict(hub.parts)
         return ((config.subset, config.split or splits.get(config.subset)),)

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -109,11 +109,11 @@ class LeftOut:
 class LengthSummary:
     """Summarizes the lengths of conversations, each a prompt with one of its completions."""
 
-    minimum: int
+    min: int
     median: float
     mean: float
     p95: float
-    maximum: int
+    max: int
 
     @classmethod
     def of(cls, lengths: Sequence[int] | npt.NDArray[np.int64]) -> LengthSummary | None:
@@ -122,40 +122,12 @@ class LengthSummary:
             return None
         values = np.asarray(lengths, dtype=np.int64)
         return cls(
-            minimum=int(values.min()),
+            min=int(values.min()),
             median=float(np.median(values)),
             mean=float(values.mean()),
             p95=float(np.percentile(values, 95)),
-            maximum=int(values.max()),
+            max=int(values.max()),
         )
-
-
-def lengths_to_dict(
-    characters: LengthSummary | None, tokens: LengthSummary | None
-) -> dict[str, dict[str, float]]:
-    """Return the summaries that are not None as JSON-compatible values."""
-    return {
-        unit: {
-            "min": summary.minimum,
-            "median": summary.median,
-            "mean": summary.mean,
-            "p95": summary.p95,
-            "max": summary.maximum,
-        }
-        for unit, summary in {"characters": characters, "tokens": tokens}.items()
-        if summary is not None
-    }
-
-
-@dataclass(slots=True)
-class _Figures:
-    num_completions: Counter[int] = field(default_factory=Counter)
-    num_pairs: int = 0
-    num_tied_pairs: int = 0
-    longer_wins: float = 0.0
-    prompts: set[bytes] = field(default_factory=set)
-    characters: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -173,6 +145,12 @@ class RowReport:
     notes: list[str] = field(default_factory=list)
     first_lack: str = ""
     """What the first row without the expected columns lacks, with its place and the remedy."""
+    prompts: set[bytes] = field(default_factory=set, repr=False)
+    """The fingerprints of the kept rows' prompts."""
+    lengths: list[int] = field(default_factory=list, repr=False)
+    """The lengths of what is kept, in characters of the message contents."""
+    token_lengths: list[int] = field(default_factory=list, repr=False)
+    """The same lengths in tokens; empty before `set_lengths`."""
 
     @property
     def num_kept(self) -> int:
@@ -183,6 +161,24 @@ class RowReport:
     def num_dropped(self) -> int:
         """Return the number of rows that were left out for any reason."""
         return sum(left_out.count for left_out in self.dropped.values())
+
+    @property
+    def num_prompts(self) -> int:
+        """Return the number of different prompts among the kept rows."""
+        return len(self.prompts)
+
+    @property
+    def tokens(self) -> LengthSummary | None:
+        """Return the lengths in tokens; None before `set_lengths`."""
+        return LengthSummary.of(self.token_lengths)
+
+    def describe(self, items: Sequence[Any]) -> None:
+        """Compute the statistics of what is kept; call it again after leaving out more."""
+        raise NotImplementedError
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Set the length in tokens of everything that is kept."""
+        self.token_lengths = list(lengths)
 
     def drop(self, reason: Reason, source: str, *, kind: str = "") -> None:
         """Count a row that was read and is left out; `kind` states the reason more precisely."""
@@ -204,25 +200,35 @@ class RowReport:
             "data.max_input_seq_length or policy.max_total_sequence_length"
         )
 
-    def add_rows(self, other: RowReport) -> None:
-        """Add the row counts of another data set's report to this one."""
+    def add(self, other: Self) -> None:
+        """Add the rows of another data set's report to this one."""
         self.num_read += other.num_read
         self.num_truncated += other.num_truncated
         self.notes += [f"{other.origin or other.name}: {note}" for note in other.notes]
         for reason, left_out in other.dropped.items():
             self.dropped.setdefault(reason, LeftOut()).add(left_out)
+        self.prompts |= other.prompts
+        self.lengths += other.lengths
+        self.token_lengths += other.token_lengths
 
     @classmethod
-    def of_rows(cls, reports: Sequence[Self], *, name: str) -> Self:
-        """Combine the row counts of several reports into one; their statistics are not combined."""
+    def merge(cls, reports: Sequence[Self], *, name: str) -> Self:
+        """Combine the reports of several data sets that are concatenated into one, named `name`."""
         merged = cls(
             name=name,
             dataset_class=", ".join(dict.fromkeys(report.dataset_class for report in reports)),
             origin=", ".join(dict.fromkeys(report.origin for report in reports)),
         )
         for report in reports:
-            merged.add_rows(report)
+            merged.add(report)
         return merged
+
+    def move_out(self, *, kept: Sequence[Any], held_out: Sequence[Any], name: str) -> Self:
+        """Count what is held out of this set, and return the report of the set that it goes to."""
+        other = self.split_off([item.source for item in held_out], name=name)
+        self.describe(kept)
+        other.describe(held_out)
+        return other
 
     def split_off(self, sources: Sequence[str], *, name: str) -> Self:
         """Count the rows of `sources` as held out, and return a new report with their counts."""
@@ -242,8 +248,9 @@ class RowReport:
             notes=[note],
         )
 
-    def rows_to_dict(self) -> dict[str, Any]:
-        """Return the numbers of rows read, kept and left out as JSON-compatible values."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON-compatible values."""
+        lengths = {"characters": LengthSummary.of(self.lengths), "tokens": self.tokens}
         return {
             "name": self.name,
             "dataset_class": self.dataset_class,
@@ -254,7 +261,22 @@ class RowReport:
                 reason: left_out.to_dict() for reason, left_out in self.dropped.items()
             },
             "num_truncated": self.num_truncated,
+            **self.figures(),
+            "lengths": {unit: asdict(found) for unit, found in lengths.items() if found},
+            "notes": list(self.notes),
         }
+
+    def figures(self) -> dict[str, Any]:
+        """Return the statistics of one kind of rows as JSON-compatible values."""
+        raise NotImplementedError
+
+    def figure_lines(self) -> Iterator[tuple[str, str]]:
+        """Yield the statistics for the terminal, each with its label; none without rows."""
+        raise NotImplementedError
+
+    def render(self) -> RenderableType:
+        """Return the report as a table for the terminal, at most 80 columns wide."""
+        return _Lines(self)
 
 
 def origin_of(path_or_name: str) -> str:
@@ -292,16 +314,23 @@ def _kinds(left_out: LeftOut) -> str:
     return "; ".join([*said, "..."] if len(kinds) > len(said) else said)
 
 
+# --------------------------------------------------------------------------------------------------
+# The reports of preferences, of demonstrations and of tasks.
+
+
 @dataclass(slots=True, kw_only=True)
 class DataReport(RowReport):
-    """Reports the rows of a preference data set; tokenization adds its figures later."""
+    """Reports the rows of a preference data set; tokenization adds the lengths in tokens later.
 
-    figures: _Figures = field(default_factory=_Figures, repr=False)
+    Its lengths are those of a prompt with one of its completions.
+    """
 
-    @property
-    def num_prompts(self) -> int:
-        """Return the number of different prompts among the kept rows."""
-        return len(self.figures.prompts)
+    num_completions: Counter[int] = field(default_factory=Counter, repr=False)
+    """The number of rows by their number of completions."""
+    num_pairs: int = 0
+    num_tied_pairs: int = 0
+    longer_wins: float = 0.0
+    """The sum of `longer_credit` over the pairs that are not tied."""
 
     @property
     def longer_wins_share(self) -> float | None:
@@ -309,98 +338,150 @@ class DataReport(RowReport):
 
         Answers of equal length count half. None if there are no such pairs.
         """
-        num_decided = self.figures.num_pairs - self.figures.num_tied_pairs
-        return self.figures.longer_wins / num_decided if num_decided else None
+        num_decided = self.num_pairs - self.num_tied_pairs
+        return self.longer_wins / num_decided if num_decided else None
 
     @property
     def tied_pairs_share(self) -> float | None:
         """Return the share of pairs of completions with equal ranks; None if there are no pairs."""
-        return (
-            self.figures.num_tied_pairs / self.figures.num_pairs if self.figures.num_pairs else None
+        return self.num_tied_pairs / self.num_pairs if self.num_pairs else None
+
+    def describe(self, items: Iterable[Preference]) -> None:
+        """Compute the statistics of the kept preferences."""
+        self.num_completions, self.prompts, self.lengths = Counter(), set(), []
+        self.num_pairs, self.num_tied_pairs, self.longer_wins = 0, 0, 0.0
+        for preference in items:
+            group = preference.group
+            self.num_completions[len(group.completions_G)] += 1
+            self.prompts.add(conversation_fingerprint(group.prompt))
+            num_prompt = answer_length(group.prompt)
+            lengths_G = [answer_length(completion.messages) for completion in group.completions_G]
+            self.lengths += [num_prompt + length for length in lengths_G]
+            ranked = sorted(zip(preference.ranks_G, lengths_G, strict=True))
+            for (rank, length), (other_rank, other_length) in combinations(ranked, 2):
+                self.num_pairs += 1
+                if rank == other_rank:
+                    self.num_tied_pairs += 1
+                else:
+                    self.longer_wins += longer_credit(length, other_length)
+
+    def add(self, other: Self) -> None:
+        """Add the rows and pairs of another data set's report to this one."""
+        RowReport.add(self, other)  # `super` does not know the class that `slots` makes
+        self.num_completions.update(other.num_completions)
+        self.num_pairs += other.num_pairs
+        self.num_tied_pairs += other.num_tied_pairs
+        self.longer_wins += other.longer_wins
+
+    def figures(self) -> dict[str, Any]:
+        """Return the statistics of the pairs."""
+        return {
+            "num_prompts": self.num_prompts,
+            "completions_per_prompt": {
+                str(size): count for size, count in sorted(self.num_completions.items())
+            },
+            "num_pairs": self.num_pairs,
+            "tied_pairs_share": self.tied_pairs_share,
+            "longer_wins_share": self.longer_wins_share,
+        }
+
+    def figure_lines(self) -> Iterator[tuple[str, str]]:
+        """Yield the statistics of the pairs, each with its label."""
+        if not self.num_completions:
+            return
+        yield "different prompts", f"{self.num_prompts:,}"
+        sizes = sorted(self.num_completions.items())
+        shown = [f"{size} ({counted(count, 'row')})" for size, count in sizes[:6]]
+        said = ", ".join(shown) + (", ..." if len(sizes) > 6 else "")
+        yield "answers per row", said if len(sizes) > 1 else f"{sizes[0][0]}"
+        if self.longer_wins_share is not None:
+            decided = counted(self.num_pairs - self.num_tied_pairs, "pair")
+            yield "longer answer wins", f"{self.longer_wins_share:.1%} of {decided}"
+        if self.tied_pairs_share is not None:
+            pairs = counted(self.num_pairs, "pair")
+            yield "tied pairs", f"{self.tied_pairs_share:.1%} of {pairs}"
+        yield from _length_lines(self)
+        if self.num_truncated or self.token_lengths:
+            total = counted(len(self.lengths), "conversation")
+            yield "cut to fit", f"{self.num_truncated:,} of {total}"
+
+
+@dataclass(slots=True, kw_only=True)
+class TextReport(RowReport):
+    """Reports the rows of data sets of prompts, or of whole conversations."""
+
+    items: str = "conversations"
+    """The word for what is counted, such as `conversations` or `tasks`."""
+    num_items: int = 0
+    sets: Counter[str] = field(default_factory=Counter)
+    """The number of kept items of each data set, by the set's name."""
+
+    def describe_items(self, items: Iterable[tuple[str, Conversation, Conversation]]) -> None:
+        """Count and measure the kept items, each given as (set, prompt, whole conversation)."""
+        self.num_items, self.sets, self.lengths, self.prompts = 0, Counter(), [], set()
+        for name, prompt, whole in items:
+            self.num_items += 1
+            self.sets[name] += 1
+            self.lengths.append(answer_length(whole))
+            self.prompts.add(conversation_fingerprint(prompt))
+
+    def add(self, other: Self) -> None:
+        """Add the rows and items of another data set's report to this one."""
+        RowReport.add(self, other)
+        self.num_items += other.num_items
+        self.sets.update(other.sets)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the numbers of items and prompts."""
+        return {
+            f"num_{self.items}": self.num_items,
+            "num_prompts": self.num_prompts,
+            "sets": dict(self.sets),
+        }
+
+    def figure_lines(self) -> Iterator[tuple[str, str]]:
+        """Yield the numbers of items and prompts, and the lengths, each with its label."""
+        if not self.num_items:
+            return
+        yield self.items, f"{self.num_items:,}"
+        if len(self.sets) > 1:
+            for name, count in self.sets.items():
+                yield f"  {name}", f"{count:,}"
+        yield "different prompts", f"{self.num_prompts:,}"
+        yield from _length_lines(self)
+        if self.num_truncated:
+            yield "cut to fit", f"{self.num_truncated:,} of {self.num_items:,} {self.items}"
+
+
+@dataclass(slots=True, kw_only=True)
+class TaskReport(TextReport):
+    """Reports the rows of data sets of tasks; its lengths are those of the prompts."""
+
+    items: str = "tasks"
+
+    def describe(self, items: Iterable[Task]) -> None:
+        """Count and measure the kept tasks."""
+        self.describe_items(
+            (f"{task.name} ({task.environment})", task.prompt, task.prompt) for task in items
         )
 
-    @property
-    def characters(self) -> LengthSummary | None:
-        """Return the lengths of the kept conversations, in characters of the message contents."""
-        return LengthSummary.of(self.figures.characters)
-
-    @property
-    def tokens(self) -> LengthSummary | None:
-        """Return the lengths of the kept conversations in tokens; None before `set_lengths`."""
-        return LengthSummary.of(self.figures.tokens)
-
-    def describe(self, preferences: Iterable[Preference]) -> None:
-        """Compute the statistics of the kept rows; call it again after leaving out more of them."""
-        self.figures = _Figures(tokens=self.figures.tokens)
-        for preference in preferences:
-            _add(self.figures, preference)
-
-    def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Set the length in tokens of every kept conversation, one per prompt and completion."""
-        self.figures.tokens = list(lengths)
-
-    def move_out(
-        self, *, kept: Sequence[Preference], held_out: Sequence[Preference], name: str
-    ) -> DataReport:
-        """Count rows as held out, and return the report of the set that they go to."""
-        other = self.split_off([preference.source for preference in held_out], name=name)
+    def move_out(self, *, kept: Sequence[Task], held_out: Sequence[Task], name: str) -> Self:
+        """Count the rows that are held out, and return the report of the set that they go to."""
+        sources = list(dict.fromkeys(task.source for task in held_out))  # tasks may be repeated
+        other = self.split_off(sources, name=name)
         self.describe(kept)
         other.describe(held_out)
         return other
 
-    @classmethod
-    def merge(cls, reports: Sequence[DataReport], *, name: str) -> DataReport:
-        """Combine the reports of several data sets that are concatenated into one, named `name`."""
-        merged = cls.of_rows(reports, name=name)
-        total = merged.figures
-        for report in reports:
-            total.num_completions.update(report.figures.num_completions)
-            total.num_pairs += report.figures.num_pairs
-            total.num_tied_pairs += report.figures.num_tied_pairs
-            total.longer_wins += report.figures.longer_wins
-            total.prompts |= report.figures.prompts
-            total.characters += report.figures.characters
-            total.tokens += report.figures.tokens
-        return merged
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-compatible values."""
-        return {
-            **self.rows_to_dict(),
-            "num_prompts": self.num_prompts,
-            "completions_per_prompt": {
-                str(size): count for size, count in sorted(self.figures.num_completions.items())
-            },
-            "num_pairs": self.figures.num_pairs,
-            "tied_pairs_share": self.tied_pairs_share,
-            "longer_wins_share": self.longer_wins_share,
-            "lengths": lengths_to_dict(self.characters, self.tokens),
-            "notes": list(self.notes),
-        }
-
-    def render(self) -> RenderableType:
-        """Return the report as a table for the terminal, at most 80 columns wide."""
-
-        return report_table(self)
-
-
-def _add(figures: _Figures, preference: Preference) -> None:
-    group = preference.group
-    figures.num_completions[len(group.completions_G)] += 1
-    figures.prompts.add(conversation_fingerprint(group.prompt))
-    num_prompt = answer_length(group.prompt)
-    lengths_G = [answer_length(completion.messages) for completion in group.completions_G]
-    figures.characters += [num_prompt + length for length in lengths_G]
-    for (rank, length), (other_rank, other_length) in combinations(
-        zip(preference.ranks_G, lengths_G, strict=True), 2
-    ):
-        figures.num_pairs += 1
-        if rank == other_rank:
-            figures.num_tied_pairs += 1
-        elif rank < other_rank:
-            figures.longer_wins += longer_credit(length, other_length)
-        else:
-            figures.longer_wins += longer_credit(other_length, length)
+def _length_lines(report: RowReport) -> Iterator[tuple[str, str]]:
+    for unit, lengths in (("characters", report.lengths), ("tokens", report.token_lengths)):
+        if (found := LengthSummary.of(lengths)) is not None:
+            yield (
+                f"length in {unit}",
+                f"median {found.median:,.0f}, mean {found.mean:,.0f}, 95% under {found.p95:,.0f}, "
+                f"from {found.min:,} to {found.max:,}",
+            )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -413,22 +494,11 @@ _NARROW = 60
 _NOTE = "note"
 
 
-def report_table(report: DataReport) -> RenderableType:
-    """Return a preference report as a table: a title, then a label and a value per line."""
-    return report_lines(report, _figures(report))
-
-
-def report_lines(report: RowReport, figures: Iterable[tuple[str, str]]) -> RenderableType:
-    """Return a report for the terminal: its row counts, then the given (label, value) lines."""
-    return _Lines(report, tuple(figures))
-
-
 class _Lines:
     """Renders a report at the terminal's width without truncating any line."""
 
-    def __init__(self, report: RowReport, figures: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, report: RowReport) -> None:
         self._report = report
-        self._figures = figures
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         report, is_one_line = self._report, is_unbroken(console)
@@ -439,7 +509,7 @@ class _Lines:
             yield Text(about, style="dim", overflow="fold", no_wrap=is_one_line)
         is_narrow = width < _NARROW
         table = _table(width, width // 2 - 2 if is_narrow else _LABEL)
-        for label, value in (*_rows(report), *self._figures):
+        for label, value in (*_rows(report), *report.figure_lines()):
             # Text, not str: a source such as name[17] must not be taken for markup.
             table.add_row(Text(label), Text(value))
         # Sentences have little room beside long labels.
@@ -473,27 +543,6 @@ def _rows(report: RowReport) -> Iterator[tuple[str, str]]:
             yield "", f"  {count:,} x {kind}  ({places})"
 
 
-def _figures(report: DataReport) -> Iterator[tuple[str, str]]:
-    figures = report.figures
-    if not figures.num_completions:
-        return
-    yield "different prompts", f"{report.num_prompts:,}"
-    yield "answers per row", _distribution(dict(sorted(figures.num_completions.items())))
-    if report.longer_wins_share is not None:
-        decided = figures.num_pairs - figures.num_tied_pairs
-        yield "longer answer wins", f"{report.longer_wins_share:.1%} of {counted(decided, 'pair')}"
-    if report.tied_pairs_share is not None:
-        pairs = counted(figures.num_pairs, "pair")
-        yield "tied pairs", f"{report.tied_pairs_share:.1%} of {pairs}"
-    if report.characters is not None:
-        yield "length in characters", length_line(report.characters)
-    if report.tokens is not None:
-        yield "length in tokens", length_line(report.tokens)
-    if report.num_truncated or report.tokens is not None:
-        total = len(figures.characters)
-        yield "cut to fit", f"{report.num_truncated:,} of {counted(total, 'conversation')}"
-
-
 def _places(sources: Sequence[str], count: int, origin: str) -> str:
     """Return the first of `count` sources as text.
 
@@ -505,129 +554,3 @@ def _places(sources: Sequence[str], count: int, origin: str) -> str:
     if all(place.isdecimal() for place in places):
         return f"line{'s' if count > 1 else ''} {', '.join(places)}{more}"
     return ", ".join(sources) + more
-
-
-def _distribution(counts: dict[int, int]) -> str:
-    if len(counts) == 1:
-        return f"{next(iter(counts))}"
-    shown = [f"{size} ({counted(count, 'row')})" for size, count in list(counts.items())[:6]]
-    return ", ".join(shown) + (", ..." if len(counts) > 6 else "")
-
-
-def length_line(lengths: LengthSummary) -> str:
-    """Format a summary of lengths as one line of text."""
-    return (
-        f"median {lengths.median:,.0f}, mean {lengths.mean:,.0f}, 95% under {lengths.p95:,.0f}, "
-        f"from {lengths.minimum:,} to {lengths.maximum:,}"
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# The reports of tasks and of demonstrations: what was read, and what the rest looks like.
-
-
-@dataclass(slots=True, kw_only=True)
-class TextReport(RowReport):
-    """Reports the rows of data sets of prompts, or of whole conversations."""
-
-    items: str = "conversations"
-    """The word for what is counted, such as `conversations` or `tasks`."""
-    num_items: int = 0
-    sets: Counter[str] = field(default_factory=Counter)
-    """The number of kept items of each data set, by the set's name."""
-    lengths: list[int] = field(default_factory=list, repr=False)
-    tokens_of_items: list[int] = field(default_factory=list, repr=False)
-    prompts: set[bytes] = field(default_factory=set, repr=False)
-
-    @property
-    def num_prompts(self) -> int:
-        """Return the number of different prompts among the kept items."""
-        return len(self.prompts)
-
-    @property
-    def characters(self) -> LengthSummary | None:
-        """Return the lengths of the kept items, in characters of the message contents."""
-        return LengthSummary.of(self.lengths)
-
-    @property
-    def tokens(self) -> LengthSummary | None:
-        """Return the lengths of the kept items in tokens; None before `set_lengths`."""
-        return LengthSummary.of(self.tokens_of_items)
-
-    def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Set the length in tokens of every kept item."""
-        self.tokens_of_items = list(lengths)
-
-    def describe_items(self, items: Iterable[tuple[str, Conversation, Conversation]]) -> None:
-        """Count and measure the kept items, each given as (set, prompt, whole conversation)."""
-        self.num_items, self.sets, self.lengths, self.prompts = 0, Counter(), [], set()
-        for name, prompt, whole in items:
-            self.num_items += 1
-            self.sets[name] += 1
-            self.lengths.append(sum(len(message.content) for message in whole))
-            self.prompts.add(conversation_fingerprint(prompt))
-
-    @classmethod
-    def merge(cls, reports: Sequence[Self], *, name: str) -> Self:
-        """Combine the reports of several data sets that are concatenated into one, named `name`."""
-        merged = cls.of_rows(reports, name=name)
-        for report in reports:
-            merged.num_items += report.num_items
-            merged.sets.update(report.sets)
-            merged.lengths += report.lengths
-            merged.tokens_of_items += report.tokens_of_items
-            merged.prompts |= report.prompts
-        return merged
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-compatible values."""
-        return {
-            **self.rows_to_dict(),
-            f"num_{self.items}": self.num_items,
-            "num_prompts": self.num_prompts,
-            "sets": dict(self.sets),
-            "lengths": lengths_to_dict(self.characters, self.tokens),
-            "notes": list(self.notes),
-        }
-
-    def render(self) -> RenderableType:
-        """Return the report as a table for the terminal, at most 80 columns wide."""
-
-        return report_lines(self, self._figures())
-
-    def _figures(self) -> Iterator[tuple[str, str]]:
-
-        if not self.num_items:
-            return
-        yield self.items, f"{self.num_items:,}"
-        if len(self.sets) > 1:
-            for name, count in self.sets.items():
-                yield f"  {name}", f"{count:,}"
-        yield "different prompts", f"{self.num_prompts:,}"
-        if self.characters is not None:
-            yield "length in characters", length_line(self.characters)
-        if self.tokens is not None:
-            yield "length in tokens", length_line(self.tokens)
-        if self.num_truncated:
-            yield "cut to fit", f"{self.num_truncated:,} of {self.num_items:,} {self.items}"
-
-
-@dataclass(slots=True, kw_only=True)
-class TaskReport(TextReport):
-    """Reports the rows of data sets of tasks; its lengths are those of the prompts."""
-
-    items: str = "tasks"
-
-    def describe(self, tasks: Iterable[Task]) -> None:
-        """Count and measure the kept tasks; call it again after leaving out more of them."""
-        self.describe_items(
-            (f"{task.name} ({task.environment})", task.prompt, task.prompt) for task in tasks
-        )
-
-    def move_out(self, *, kept: Sequence[Task], held_out: Sequence[Task], name: str) -> TaskReport:
-        """Count tasks as held out, and return the report of the set that they go to."""
-        sources = list(dict.fromkeys(task.source for task in held_out))  # tasks may be repeated
-        other = self.split_off(sources, name=name)
-        self.describe(kept)
-        other.describe(held_out)
-        return other

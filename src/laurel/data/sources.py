@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Generic, Literal, NoReturn, TypeVar, cast
+from typing import IO, Any, Generic, Literal, NoReturn, TypeGuard, TypeVar, cast
 
 from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.config.sft import DemonstrationSetConfig
@@ -88,6 +88,22 @@ def required(row: Row, key: str, *, setting: str | None = None) -> Any:
     )
 
 
+def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Report whether a value is what JSON calls a list."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def unlike(value: Any, expected: str, *, what: str, form: str = "") -> UnusableRow:
+    """Return the problem of a value that is not `expected`, such as `a list`.
+
+    `what` names the value in messages, and `form` says what is expected in more detail.
+    """
+    return UnusableRow(
+        f"{what} is not {expected}",
+        f"{what} is {json_kind(value)} where {form or expected} is expected",
+    )
+
+
 def text(value: Any, *, what: str) -> str:
     """Return a value that must be text which UTF-8 can encode; `what` names it in messages.
 
@@ -95,9 +111,7 @@ def text(value: Any, *, what: str) -> str:
         UnusableRow: The value is no such text.
     """
     if not isinstance(value, str):
-        raise UnusableRow(
-            f"{what} is not text", f"{what} is {json_kind(value)} where text is expected"
-        )
+        raise unlike(value, "text", what=what)
     # ASCII holds no surrogates, and to see that is quicker than to encode.
     if not value.isascii():
         try:
@@ -169,11 +183,8 @@ def messages(value: Any, *, role: str, what: str) -> Conversation:
     """
     if isinstance(value, str):
         return (Message(role, text(value, what=what)),)
-    if not isinstance(value, Sequence) or isinstance(value, bytes):
-        raise UnusableRow(
-            f"{what} is not text or messages",
-            f"{what} is {json_kind(value)} where text or a list of messages is expected",
-        )
+    if not is_list(value):
+        raise unlike(value, "text or messages", what=what, form="text or a list of messages")
     return tuple(_message(item, what=what) for item in value)
 
 
@@ -185,7 +196,7 @@ def _message(value: Any, *, what: str) -> Message:
             f"{what} holds something that is no {{'role': ..., 'content': ...}}: {shown:.80}",
         )
     content = value["content"]
-    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+    if is_list(content):
         texts: list[str] = []
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or "text" not in part:

@@ -15,9 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laurel.config.data import DatasetConfig, TaskSetConfig
-from laurel.data.preferences import best_answer, infer_class
+from laurel.data.preferences import DATASET_CLASSES, best_answer, infer_class
 from laurel.data.reading import NO_HUB, HubSet, LeftOutRow
-from laurel.data.sources import Row, UnusableRow, json_kind, messages, required, text
+from laurel.data.sources import (
+    Row,
+    UnusableRow,
+    is_list,
+    json_kind,
+    messages,
+    required,
+    text,
+    unlike,
+)
 from laurel.types import Conversation, Message
 
 # --------------------------------------------------------------------------------------------------
@@ -366,8 +375,8 @@ def _parsed(value: Any, what: str, *, may_be_packed: bool = False) -> Any:
 
 
 def _texts(value: Any, what: str) -> list[str]:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise UnusableRow(f"{what} is no list", f"{what} is {json_kind(value)}, not a list")
+    if not is_list(value):
+        raise unlike(value, "a list", what=what)
     return [text(one, what=f"an item of {what}") for one in value]
 
 
@@ -534,11 +543,8 @@ def dapo(row: Row, config: TaskSetConfig) -> TaskParts:
     """Read a row of DAPO-Math: `prompt` holds messages, `reward_model.ground_truth` the answer."""
     judge_of_row = required(row, "reward_model")
     if not isinstance(judge_of_row, Mapping):
-        raise UnusableRow(
-            "'reward_model' is not an object",
-            f"'reward_model' is {json_kind(judge_of_row)} where {{'ground_truth': ...}} is "
-            "expected",
-        )
+        form = "{'ground_truth': ...}"
+        raise unlike(judge_of_row, "an object", what="'reward_model'", form=form)
     key = "reward_model.ground_truth"
     return TaskParts(
         prompt=messages(required(row, "prompt"), role="user", what="'prompt'"),
@@ -667,16 +673,11 @@ TASK_SETS: dict[str, TaskSet] = {
     "OpenR1-Math-220k": TaskSet(
         read=columns("problem", "answer"), hub=_hub("open-r1/OpenR1-Math-220k")
     ),
-    "HelpSteer3": TaskSet(read=preference, hub=_hub("nvidia/HelpSteer3", ("preference", None))),
-    "Tulu3Preference": TaskSet(
-        read=preference, hub=_hub("allenai/llama-3.1-tulu-3-8b-preference-mixture")
-    ),
     **{
         name: TaskSet(read=code(read), hub=_hub(hub) if hub else NO_HUB)
         for name, (read, hub) in FORMS.items()
     },
-    "PreferenceDataset": TaskSet(read=preference),
-    "BinaryPreferenceDataset": TaskSet(read=preference),
+    **{name: TaskSet(read=preference, hub=known.hub) for name, known in DATASET_CLASSES.items()},
     "ResponseDataset": TaskSet(read=response),
 }
 

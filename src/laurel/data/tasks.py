@@ -26,6 +26,7 @@ from laurel.data.sources import (
     has_own_split,
     import_object,
     is_import_path,
+    is_list,
     json_kind,
     required,
     text,
@@ -242,7 +243,7 @@ def _options(row: Row) -> dict[str, str]:
         }
     if isinstance(given, Mapping) and {"label", "text"} <= given.keys():
         given = dict(zip(given["label"], given["text"], strict=False))
-    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
+    if is_list(given):
         given = dict(zip(string.ascii_uppercase, given, strict=False))
     if not isinstance(given, Mapping):
         raise UnusableRow(
@@ -485,12 +486,8 @@ def _hold_out(
     by_split: dict[tuple[float, int], list[int]] = {}
     for index, config in enumerate(sets):
         said = config.model_fields_set
-        share = (
-            config.split_validation_size
-            if "split_validation_size" in said
-            else (data.split_validation_size)
-        )
-        seed = config.seed if "seed" in said else data.seed
+        share = (config if "split_validation_size" in said else data).split_validation_size
+        seed = (config if "seed" in said else data).seed
         if share:
             by_split.setdefault((share, seed), []).append(index)
     if not by_split:
@@ -558,10 +555,7 @@ class _Reading:
     def run(self, on_bad_row: Literal["error", "skip"], limit: int | None) -> list[Task]:
         if self.processor is own_form:
             self.fit.check_set(self.config.dataset_name, self.report)
-        limits = [most for most in (self.config.max_samples, limit) if most is not None]
-        rows = self.opened.read(
-            self._task, report=self.report, on_bad_row=on_bad_row, limit=min(limits, default=None)
-        )
+        rows = self.opened.read(self._task, report=self.report, on_bad_row=on_bad_row, limit=limit)
         if self.num_double_systems:
             self.report.notes.append(
                 f"{counted_that(self.num_double_systems, 'row', 'begin')} with a system message, "

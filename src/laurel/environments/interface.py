@@ -261,11 +261,6 @@ class Memory(Generic[T]):
             if len(self._kept) > self.capacity:
                 self._kept.popitem(last=False)
 
-    def forget(self, key: bytes) -> None:
-        """Remove the value of a key."""
-        with self._lock:
-            self._kept.pop(key, None)
-
     def get(self, key: bytes) -> T | None:
         """Return the stored value of a key, or None."""
         with self._lock:

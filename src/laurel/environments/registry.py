@@ -100,21 +100,8 @@ def create_environments(
     Raises:
         ConfigError: A name is unknown or ambiguous, or an environment cannot be created.
     """
-    _check_unambiguous(config)
-    # An environment that is named both by itself and as a part of a composite is made once. Each
-    # may be shut down, since `shutdown` is idempotent.
-    wanted = list(dict.fromkeys(names))
-    making = _Making(config, device, opening, nodes, say)
-    try:
-        return {name: making.made(name, ()) for name in wanted}
-    except BaseException:
-        making.undo()
-        raise
-
-
-def _check_unambiguous(config: EnvironmentsConfig) -> None:
-    for section, names in (("custom", config.custom), ("composite", config.composite)):
-        for name in names:
+    for section, own in (("custom", config.custom), ("composite", config.composite)):
+        for name in own:
             if name in BUILT_IN:
                 raise ConfigError(
                     f"env.{section}.{name}: '{name}' is an environment of Laurel's; call yours "
@@ -125,40 +112,27 @@ def _check_unambiguous(config: EnvironmentsConfig) -> None:
         raise ConfigError(
             f"env.custom and env.composite both have {', '.join(both)}; rename one of the two"
         )
+    placed: dict[str, dict[str, Any]] = {
+        "reward_model": {"device": device, "opening": opening, "say": say},
+        "code": {"nodes": nodes},
+    }
+    # An environment that is named both by itself and as a part of a composite is made once. Each
+    # may be shut down, since `shutdown` is idempotent.
+    made: dict[str, Environment] = {}
 
-
-class _Making:
-    """Creates environments, each only once."""
-
-    def __init__(
-        self,
-        config: EnvironmentsConfig,
-        device: str,
-        opening: ScorerPlacement | None,
-        nodes: ClusterNodes | None,
-        say: Callable[[str], None] | None,
-    ) -> None:
-        self._config = config
-        self._device = device
-        self._opening = opening
-        self._nodes = nodes
-        self._say = say
-        self._made: dict[str, Environment] = {}
-
-    def made(self, name: str, inside: tuple[str, ...]) -> Environment:
+    def environment_of(name: str, inside: tuple[str, ...] = ()) -> Environment:
         """Return the environment of a name; `inside` are the composites that contain it."""
         name = "math" if name == "math_default" else name
-        if name not in self._made:
-            self._made[name] = self._make(name, inside)
-        return self._made[name]
-
-    def _make(self, name: str, inside: tuple[str, ...]) -> Environment:
-        config = self._config
         if name in inside:
             raise ConfigError(
                 f"env.composite: '{name}' is part of itself ({' -> '.join([*inside, name])}); take "
                 "it out of one of these"
             )
+        if name not in made:
+            made[name] = make(name, inside)
+        return made[name]
+
+    def make(name: str, inside: tuple[str, ...]) -> Environment:
         # The configuration takes precedence over what a program registered.
         if name in config.custom:
             return _checked(name, _called(f"env.custom.{name}", config.custom[name]))
@@ -166,17 +140,12 @@ class _Making:
             from laurel.environments.composite import CompositeEnvironment
 
             settings = config.composite[name]
-            parts = {part.env: self.made(part.env, (*inside, name)) for part in settings.parts}
+            parts = {part.env: environment_of(part.env, (*inside, name)) for part in settings.parts}
             return CompositeEnvironment(settings, parts)
         if name in BUILT_IN:
             path, key = BUILT_IN[name]
-            make = imported(path, f"environment '{name}'")
-            placed: dict[str, Any] = {}
-            if name == "reward_model":
-                placed = {"device": self._device, "opening": self._opening, "say": self._say}
-            elif name == "code":
-                placed = {"nodes": self._nodes}
-            return _checked(name, make(getattr(config, key), **placed))
+            create = imported(path, f"environment '{name}'")
+            return _checked(name, create(getattr(config, key), **placed.get(name, {})))
         if name in _registered:
             return _checked(
                 name, _called(f"environment '{name}'", NamedCall(name=_registered[name]))
@@ -190,10 +159,12 @@ class _Making:
             "add your own under env.custom or with register_env()."
         )
 
-    def undo(self) -> None:
-        """Shut down the environments that were created so far."""
-        for environment in self._made.values():
+    try:
+        return {name: environment_of(name) for name in dict.fromkeys(names)}
+    except BaseException:
+        for environment in made.values():
             environment.shutdown()
+        raise
 
 
 def imported(path: str, where: str) -> Callable[..., Any]:

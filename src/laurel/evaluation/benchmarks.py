@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from laurel.config.data import BenchmarkName, BenchmarkSetConfig, DatasetConfig
 from laurel.config.overrides import COLUMNS_IN_WORDS
@@ -40,40 +40,29 @@ Say = Callable[[str], object]
 _UNSCORED = Score(value=None, failure="it is only read")
 
 
-class BenchmarkOptions(Protocol):
-    """The options of a benchmark."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkOptions:
+    """The options of a benchmark; some apply to one benchmark only."""
 
-    @property
-    def data(self) -> Sequence[str]:
-        """Files, directories or names on the hub; empty: the benchmark's own place."""
+    data: tuple[str, ...] = ()
+    """Files, directories or names on the hub; empty: the benchmark's own place."""
+    split: str | None = None
+    """The split of a directory or a hub data set."""
+    dataset: str | None = None
+    """The class that reads the preferences (`pairs` only)."""
+    column_keys: Mapping[str, str] = field(default_factory=dict)
+    """The names of columns, by the keys of the `data` section that set them (`pairs` only)."""
+    margin_key: str | None = None
+    """The column with the margin of the chosen answer (`pairs` only)."""
+    prior: bool = False
+    """Whether RewardBench's prior sets are read as well (`reward-bench` only)."""
+    zero_spread: ZeroSpread = "limit"
+    """How RewardBench 2's Ties rows count if all correct answers have the same score.
 
-    @property
-    def split(self) -> str | None:
-        """The split of a directory or a hub data set."""
-
-    @property
-    def dataset(self) -> str | None:
-        """The class that reads preferences (`pairs`)."""
-
-    @property
-    def column_keys(self) -> Mapping[str, str]:
-        """Keys of `DatasetConfig` that name columns, with the columns (`pairs`)."""
-
-    @property
-    def margin_key(self) -> str | None:
-        """The column with the margin of the chosen answer (`pairs`)."""
-
-    @property
-    def prior(self) -> bool:
-        """Whether the prior sets are read as well (`reward-bench`)."""
-
-    @property
-    def zero_spread(self) -> ZeroSpread:
-        """The rule for right answers with equal scores (`reward-bench-2`)."""
-
-    @property
-    def max_samples(self) -> int | None:
-        """The number of rows that are read of each file, at most."""
+    The choices are explained in `evaluation.reward_bench`.
+    """
+    max_samples: int | None = None
+    """The number of rows that are read of each file, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,27 +389,13 @@ def selectable(benchmark: BenchmarkName) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchmarkChoice:
-    """The options of a benchmark of a run; implements `BenchmarkOptions`."""
-
-    data: tuple[str, ...]
-    split: str | None
-    dataset: str | None
-    prior: bool
-    zero_spread: ZeroSpread
-    margin_key: str | None = None
-    column_keys: Mapping[str, str] = field(default_factory=dict)
-    max_samples: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkSet:
     """The rows of a benchmark that a run is measured on."""
 
     name: str
     """The name in the run's configuration."""
     benchmark: BenchmarkName
-    asked: BenchmarkChoice
+    asked: BenchmarkOptions
     rows: Sequence[BenchmarkRow]
     num_read: int
     """The number of rows before the selection."""
@@ -434,7 +409,7 @@ class BenchmarkSet:
         Raises:
             DataError: A file or a row that cannot be used, or nothing that could be compared.
         """
-        asked = BenchmarkChoice(
+        asked = BenchmarkOptions(
             data=config.paths,
             split=config.split,
             dataset=config.dataset_name,

@@ -6,37 +6,46 @@ Accuracies, their intervals and their baselines are in `statistics`.
 from __future__ import annotations
 
 import bisect
-import functools
-import hashlib
 import math
 import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import asdict, dataclass
+from itertools import chain, combinations
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from laurel.errors import ConfigError, DataError, ProtocolError
+from laurel.errors import DataError
 from laurel.evaluation.statistics import (
     CONFIDENCE,
-    NUM_RESAMPLES,
     Accuracy,
+    BagOfWords,
     Credits,
     ScoredPair,
     accuracy,
-    check_confidence,
+    accuracy_by_name,
+    accuracy_by_value,
     difference,
+    failure_reasons,
     length_difference,
+    longer_wins,
+    percentile_interval,
     resample_shares,
     scored,
 )
 from laurel.observe.metrics import spearman
 from laurel.types import Conversation, Group, Score, group_of
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+
+EXAMPLES = 5
+"""The number of leaks, of repeated pairs and of contradictions that a report names."""
 # The ends show outliers, the 1 % and 99 % marks where saturation begins.
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 _EDGE = 0.01
@@ -62,9 +71,6 @@ def length_controlled_accuracy(
     pairs: Iterable[ScoredPair],
     *,
     baselines: Mapping[str, Credits] | None = None,
-    seed: int = 0,
-    num_resamples: int = NUM_RESAMPLES,
-    confidence: float = CONFIDENCE,
 ) -> LengthControlled | None:
     """Return the mean of the accuracies where the longer and where the shorter answer is chosen.
 
@@ -76,37 +82,24 @@ def length_controlled_accuracy(
         None where one of the halves has no scored pair.
     """
     usable = scored(pairs)
-    halves = [
-        accuracy(
-            [pair for pair in usable if sign * length_difference(pair) > 0],
-            baselines=baselines,
-            seed=seed,
-            num_resamples=num_resamples,
-            confidence=confidence,
-        )
+    longer, shorter = (
+        accuracy([one for one in usable if sign * length_difference(one) > 0], baselines=baselines)
         for sign in (1, -1)
-    ]
-    longer, shorter = halves
+    )
     if longer is None or shorter is None:
         return None
     # The halves are resampled apart, as if each had been collected by itself: one bootstrap over
     # all pairs would also vary how many pairs each half has.
     # Other seeds for the halves: with one, both would be high in the same resamples.
     resamples = [
-        resample_shares(
-            round(half.value * half.num_pairs),
-            half.num_pairs,
-            seed=2 * seed + place,
-            num_resamples=num_resamples,
-        )
-        for place, half in enumerate((longer, shorter))
+        resample_shares(round(half.value * half.num_pairs), half.num_pairs, seed=seed)
+        for seed, half in enumerate((longer, shorter))
     ]
-    outside = (1 - check_confidence(confidence)) / 2
-    low, high = np.quantile((resamples[0] + resamples[1]) / 2, [outside, 1 - outside])
+    low, high = percentile_interval((resamples[0] + resamples[1]) / 2)
     return LengthControlled(
         value=(longer.value + shorter.value) / 2,
-        low=float(low),
-        high=float(high),
+        low=low,
+        high=high,
         longer_chosen=longer,
         shorter_chosen=shorter,
         baselines={
@@ -237,29 +230,18 @@ def agreements(columns: Mapping[str, Column]) -> list[Agreement]:
             + ", ".join(f"{name} has {length}" for name, length in lengths.items())
         )
     found = []
-    for (first, column), (second, other) in combinations(columns.items(), 2):
-        rows = [
-            (a, b, c, d)
-            for (a, b), (c, d) in zip(column, other, strict=True)
-            if a is not None
-            and b is not None
-            and c is not None
-            and d is not None
-            and all(math.isfinite(score) for score in (a, b, c, d))
-        ]
-        if rows:
+    for (first, one), (second, other) in combinations(columns.items(), 2):
+        both_N4 = np.array([[*a, *b] for a, b in zip(one, other, strict=True)], np.float64)
+        rows = both_N4[np.isfinite(both_N4).all(axis=-1)]
+        if len(rows):
+            a, b, c, d = rows.T
             found.append(
                 Agreement(
                     first=first,
                     second=second,
                     num_pairs=len(rows),
-                    same_verdict_share=fmean(
-                        (a > b) - (a < b) == (c > d) - (c < d) for a, b, c, d in rows
-                    ),
-                    kendall=kendall(
-                        [score for a, b, _, _ in rows for score in (a, b)],
-                        [score for _, _, c, d in rows for score in (c, d)],
-                    ),
+                    same_verdict_share=float(np.mean(np.sign(a - b) == np.sign(c - d))),
+                    kendall=kendall(rows[:, :2].ravel().tolist(), rows[:, 2:].ravel().tolist()),
                 )
             )
     return found
@@ -292,6 +274,7 @@ def kendall(values: Sequence[float], others: Sequence[float]) -> float | None:
 # --------------------------------------------------------------------------------------------------
 # Calibration: are differences of scores the log-odds that a Bradley-Terry model takes them for?
 
+NUM_ROWS = 10
 _RELATIVE_PRECISION = 1e-12
 
 
@@ -325,7 +308,7 @@ class Calibration:
     negative_log_likelihood_at_temperature: float | None
 
 
-def calibration(pairs: Iterable[ScoredPair], *, num_rows: int = 10) -> Calibration | None:
+def calibration(pairs: Iterable[ScoredPair]) -> Calibration | None:
     """Measure sigmoid(score difference) as the probability that an answer is better.
 
     The confidence of a pair is sigmoid(|score(chosen) - score(rejected)|), from 0.5 to 1. A pair is
@@ -334,21 +317,19 @@ def calibration(pairs: Iterable[ScoredPair], *, num_rows: int = 10) -> Calibrati
     Returns:
         None where no pair has both scores.
     """
-    if num_rows < 1:
-        raise ConfigError(f"num_rows={num_rows}: a reliability table needs at least 1 row")
-    differences = [gap for pair in pairs if (gap := difference(pair)) is not None]
-    if not differences:
+    gaps = np.array([gap for pair in pairs if (gap := difference(pair)) is not None])
+    if not gaps.size:
         return None
-    rows = _reliability(differences, num_rows)
-    temperature = best_temperature(differences)
-    scaled = None if temperature is None else [gap / temperature for gap in differences]
+    rows = _reliability(gaps)
+    temperature = best_temperature(gaps.tolist())
+    scaled = None if temperature is None else gaps / temperature
     return Calibration(
-        num_pairs=len(differences),
+        num_pairs=gaps.size,
         error=_error(rows),
         rows=rows,
-        negative_log_likelihood=_loss(differences),
+        negative_log_likelihood=_loss(gaps),
         temperature=temperature,
-        error_at_temperature=None if scaled is None else _error(_reliability(scaled, num_rows)),
+        error_at_temperature=None if scaled is None else _error(_reliability(scaled)),
         negative_log_likelihood_at_temperature=None if scaled is None else _loss(scaled),
     )
 
@@ -365,10 +346,11 @@ def best_temperature(differences: list[float]) -> float | None:
     # In units of the largest, so that nothing overflows. The sharpness 1/T is where the slope of
     # the loss, which falls in it, crosses zero.
     unit = max(abs(gap) for gap in differences)
-    gaps = [gap / unit for gap in differences]
+    gaps = np.array(differences) / unit
 
     def gain(sharpness: float) -> float:
-        return math.fsum(gap * _sigmoid(-sharpness * gap) for gap in gaps)
+        # The sigmoid of -sharpness * gap, in a form that does not overflow.
+        return math.fsum(gaps * np.exp(-np.logaddexp(0, sharpness * gaps)))
 
     low, high = 0.0, 1.0
     # First an interval that holds the root, then bisection: the slope falls in the sharpness.
@@ -382,21 +364,20 @@ def best_temperature(differences: list[float]) -> float | None:
     return unit / high
 
 
-def _reliability(differences: list[float], num_rows: int) -> tuple[ReliabilityRow, ...]:
-    inside: dict[int, list[tuple[float, float]]] = {}
-    for gap in differences:
-        confidence = _sigmoid(abs(gap))
-        row = min(int((confidence - 0.5) * 2 * num_rows), num_rows - 1)
-        inside.setdefault(row, []).append((confidence, 0.5 if gap == 0 else float(gap > 0)))
+def _reliability(gaps: Floats) -> tuple[ReliabilityRow, ...]:
+    confidence = 1 / (1 + np.exp(-np.abs(gaps)))
+    credits = np.heaviside(gaps, 0.5)
+    row_of = np.minimum(((confidence - 0.5) * 2 * NUM_ROWS).astype(int), NUM_ROWS - 1)
     return tuple(
         ReliabilityRow(
-            start=0.5 + row / (2 * num_rows),
-            end=0.5 + (row + 1) / (2 * num_rows),
-            num_pairs=len(members),
-            confidence=fmean(confidence for confidence, _ in members),
-            accuracy=fmean(right for _, right in members),
+            start=0.5 + row / (2 * NUM_ROWS),
+            end=0.5 + (row + 1) / (2 * NUM_ROWS),
+            num_pairs=int(inside.sum()),
+            confidence=float(confidence[inside].mean()),
+            accuracy=float(credits[inside].mean()),
         )
-        for row, members in sorted(inside.items())
+        for row in np.unique(row_of).tolist()
+        for inside in [row_of == row]
     )
 
 
@@ -405,24 +386,12 @@ def _error(rows: tuple[ReliabilityRow, ...]) -> float:
     return math.fsum(row.num_pairs * abs(row.confidence - row.accuracy) for row in rows) / total
 
 
-def _loss(differences: list[float]) -> float:
-    return fmean(max(-gap, 0.0) + math.log1p(math.exp(-abs(gap))) for gap in differences)
-
-
-def _sigmoid(value: float) -> float:
-    if value >= 0:
-        return 1 / (1 + math.exp(-value))
-    return math.exp(value) / (1 + math.exp(value))
+def _loss(gaps: Floats) -> float:
+    return float(np.logaddexp(0, -gaps).mean())
 
 
 # --------------------------------------------------------------------------------------------------
 # Leakage: prompts and pairs of an evaluation set in a training set, and contradictions in a set.
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Grams = npt.NDArray[np.uint64]
-    """The hashes of different n-grams of words, in rising order."""
 
 GRAM_WORDS = 8
 THRESHOLD = 0.6
@@ -434,7 +403,6 @@ _WITHOUT_SPACES = "\u3040-\u30ff\u3400-\u9fff"
 _WORD = re.compile(
     rf"[{_WITHOUT_SPACES}]|[^\W{_WITHOUT_SPACES}]+|[^\w\s.,;:!?\"'()\[\]\u2018\u2019\u201c\u201d]"
 )
-_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses no bit of 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -466,12 +434,7 @@ def find_leaks(
         At most one for each pair, in their order: the same pair if there is one, else the same
         prompt, else the most similar one (the first of several). Empty prompts are not compared,
         but a pair without a prompt whose answers are in the training set is found.
-
-    Raises:
-        ConfigError: The threshold is not a share.
     """
-    if not 0 < threshold <= 1:
-        raise ConfigError(f"threshold={threshold}: must be above 0 and at most 1, e.g. {THRESHOLD}")
     # Exact copies first: a lookup each. Only the other prompts are compared by their n-grams.
     same_pair: dict[tuple[str, frozenset[str]], str] = {}
     same_prompt: dict[str, str] = {}
@@ -509,15 +472,13 @@ class Repeats:
     num_pairs: int
     num_prompts: int
     """The number of different prompts."""
+    num_redundant: int
+    """The number of pairs that repeat an earlier one."""
+    num_contradictory: int
     duplicates: tuple[tuple[str, ...], ...]
-    """Groups of ids of pairs with the same prompt, chosen and rejected answer."""
+    """The first groups of ids of pairs with the same prompt, chosen and rejected answer."""
     contradictions: tuple[tuple[str, ...], ...]
-    """Groups of ids of pairs with the same prompt and answers but different preferences."""
-
-    @property
-    def num_redundant(self) -> int:
-        """The number of pairs that repeat an earlier one."""
-        return sum(len(ids) - 1 for ids in self.duplicates)
+    """The first groups of ids of pairs with the same prompt and answers but other preferences."""
 
 
 def find_repeats(pairs: Iterable[ScoredPair]) -> Repeats:
@@ -533,17 +494,16 @@ def find_repeats(pairs: Iterable[ScoredPair]) -> Repeats:
         by_pair[key].setdefault(_collapsed(pair.chosen), []).append(pair.id)
         prompts.add(key[0])
         num_pairs += 1
+    groups = [list(sides.values()) for sides in by_pair.values()]
+    duplicates = [tuple(ids) for sides in groups for ids in sides if len(ids) > 1]
+    contradictions = [tuple(chain(*sides)) for sides in groups if len(sides) > 1]
     return Repeats(
         num_pairs=num_pairs,
         num_prompts=len(prompts),
-        duplicates=tuple(
-            tuple(ids) for sides in by_pair.values() for ids in sides.values() if len(ids) > 1
-        ),
-        contradictions=tuple(
-            tuple(name for ids in sides.values() for name in ids)
-            for sides in by_pair.values()
-            if len(sides) > 1
-        ),
+        num_redundant=sum(len(ids) - 1 for ids in duplicates),
+        num_contradictory=sum(map(len, contradictions)),
+        duplicates=tuple(duplicates[:EXAMPLES]),
+        contradictions=tuple(contradictions[:EXAMPLES]),
     )
 
 
@@ -561,25 +521,13 @@ def _pair_key(pair: ScoredPair) -> tuple[str, frozenset[str]]:
     return normalised(pair.prompt), frozenset((_collapsed(pair.chosen), _collapsed(pair.rejected)))
 
 
-def _grams(text: str) -> Grams:
+def _grams(text: str) -> npt.NDArray[np.int64]:
+    """Return the hashes of the different n-grams of a text's words, in rising order."""
     words = _WORD.findall(text)
-    if not words:
-        return np.zeros(0, np.uint64)
-    numbers = np.array([_number_of(word) for word in words], np.uint64)
     # A prompt of fewer words is one n-gram, so that short copies are found as well.
     width = min(GRAM_WORDS, len(words))
-    # A polynomial modulo 2^64: the same words in another order are another number.
-    powers = np.array([pow(_MULTIPLIER, k, 2**64) for k in range(1, width + 1)], np.uint64)
-    runs = np.lib.stride_tricks.sliding_window_view(numbers, width)
-    return np.unique((runs * powers).sum(axis=1, dtype=np.uint64))
-
-
-@functools.lru_cache(maxsize=2**16)
-def _number_of(word: str) -> int:
-    # Python's own hash of a text differs from process to process.
-    return int.from_bytes(
-        hashlib.blake2b(word.encode("utf-8", "replace"), digest_size=8).digest(), "little"
-    )
+    runs = zip(*(words[start:] for start in range(width)), strict=False)
+    return np.unique(np.fromiter(map(hash, runs), np.int64))
 
 
 def _most_similar(
@@ -707,14 +655,6 @@ class Sensitivity:
     """The share whose verdict changes when only the rejected answer is rewritten."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The score of an answer, and those of its variants by name."""
-
-    score: float | None
-    variants: Mapping[str, float | None]
-
-
 def sensitivity(
     pairs: Sequence[ScoredPair], score: Scoring, *, variants: Mapping[str, Variant] = VARIANTS
 ) -> list[Sensitivity]:
@@ -727,44 +667,29 @@ def sensitivity(
         pairs: The pairs; their own scores, which may come from another model, are not used.
         score: Scores groups.
         variants: The variants to try, by name.
-
-    Raises:
-        ProtocolError: The scorer returned another number of scores than it was given answers.
     """
-
-    def forms_of(text: str) -> dict[str, str]:
-        made = {name: variant(text) for name, variant in variants.items()}
-        return {_ORIGINAL: text} | {name: form for name, form in made.items() if form is not None}
-
     # All forms of both answers go into one group: the prompt is encoded once for all of them.
-    forms = [[forms_of(text) for text in (pair.chosen, pair.rejected)] for pair in pairs]
+    forms: list[Variant] = [str, *variants.values()]
+    texts_PF2 = np.array(
+        [[[form(text) for text in (one.chosen, one.rejected)] for form in forms] for one in pairs],
+        object,
+    )
+    is_made_PF2 = texts_PF2 != np.array(None)
     groups = [
         group_of(
             pair.prompt,
-            [text for side in sides for text in side.values()],
+            texts_PF2[place, is_made_PF2[place]].tolist(),
             group_id=f"{pair.id}#{place}",
         )
-        for place, (pair, sides) in enumerate(zip(pairs, forms, strict=True))
+        for place, pair in enumerate(pairs)
     ]
-    scored_groups = score(groups)
-    if len(scored_groups) != len(groups):
-        raise ProtocolError(
-            f"the scorer gave scores of {len(scored_groups)} groups where it was given "
-            f"{len(groups)}",
-            kind="count",
-        )
-    answers = []
-    for group, sides, scores in zip(groups, forms, scored_groups, strict=True):
-        if len(scores) != len(group.completions_G):
-            raise ProtocolError(
-                f"the scorer gave {len(scores)} scores for the {len(group.completions_G)} answers "
-                f"of pair '{group.id}'",
-                kind="count",
-            )
-        values = iter(scores)
-        found = [{name: _usable(next(values).value) for name in side} for side in sides]
-        answers.append([_Answer(side.pop(_ORIGINAL), side) for side in found])
-    return [_compare(name, answers) for name in variants]
+    scores_PF2 = np.full(is_made_PF2.shape, np.nan)
+    scores_PF2[is_made_PF2] = [one.value for scores in score(groups) for one in scores]
+    scores_PF2[~np.isfinite(scores_PF2)] = np.nan  # a score that is not finite is a failure
+    return [
+        _compare(name, scores_PF2[:, 0], scores_PF2[:, place], is_made_PF2[:, place])
+        for place, name in enumerate(variants, start=1)
+    ]
 
 
 def in_other_words(
@@ -785,58 +710,145 @@ def in_other_words(
             f"there are {len(pairs):,} pairs and {len(others):,} in the other form; each needs its "
             "own, in the same order"
         )
-    return _compare(
-        name,
-        [
-            [
-                _Answer(_usable(one.score_chosen), {name: _usable(other.score_chosen)}),
-                _Answer(_usable(one.score_rejected), {name: _usable(other.score_rejected)}),
-            ]
-            for one, other in zip(pairs, others, strict=True)
-        ],
-    )
+    scores_2P2 = np.array(
+        [[(one.score_chosen, one.score_rejected) for one in form] for form in (pairs, others)],
+        np.float64,
+    ).reshape(2, -1, 2)
+    scores_2P2[~np.isfinite(scores_2P2)] = np.nan
+    originals_P2, changed_P2 = scores_2P2
+    return _compare(name, originals_P2, changed_P2, np.ones_like(changed_P2, bool))
 
 
-_ORIGINAL = ""
-
-
-def _usable(score: float | None) -> float | None:
-    # A score that is not finite is a failure.
-    return score if score is not None and math.isfinite(score) else None
-
-
-def _compare(name: str, pairs: Sequence[Sequence[_Answer]]) -> Sensitivity:
-    answers = [answer for pair in pairs for answer in pair]
-    formed = [answer for answer in answers if name in answer.variants]
-    originals = [answer.score for answer in answers if answer.score is not None]
-    shifts = [
-        changed - answer.score
-        for answer in formed
-        if (changed := answer.variants[name]) is not None and answer.score is not None
-    ]
+def _compare(
+    name: str, originals_P2: Floats, changed_P2: Floats, is_made_P2: npt.NDArray[np.bool_]
+) -> Sensitivity:
+    shifts_P2 = changed_P2 - originals_P2
+    is_scored_P2 = np.isfinite(shifts_P2)
+    shifts = shifts_P2[is_scored_P2]
     # In units of the scores' own spread, shifts of different reward models can be compared.
-    spread = pstdev(originals) if originals else 0.0
-    quadruples = [
-        (chosen.score, rejected.score, changed_chosen, changed_rejected)
-        for chosen, rejected in pairs
-        if chosen.score is not None
-        and rejected.score is not None
-        and (changed_chosen := chosen.variants.get(name)) is not None
-        and (changed_rejected := rejected.variants.get(name)) is not None
-    ]
+    known = originals_P2[np.isfinite(originals_P2)].tolist()
+    spread = pstdev(known) if known else 0.0
+    is_whole_P = is_scored_P2.all(axis=1)
+    (chosen, rejected), (chosen2, rejected2) = originals_P2[is_whole_P].T, changed_P2[is_whole_P].T
 
-    def flips(verdicts: Sequence[tuple[bool, bool]]) -> float | None:
-        return fmean(before != after for before, after in verdicts) if verdicts else None
+    def mean(values: npt.NDArray[np.bool_]) -> float | None:
+        return float(values.mean()) if values.size else None
 
+    is_right = chosen > rejected
     return Sensitivity(
         name=name,
-        num_answers=len(shifts),
-        num_without=len(answers) - len(formed),
-        num_failures=len(formed) - len(shifts),
-        mean_shift=fmean(shifts) / spread if shifts and spread else None,
-        raised_share=fmean(shift > 0 for shift in shifts) if shifts else None,
-        num_pairs=len(quadruples),
-        flip_share=flips([(c > r, c2 > r2) for c, r, c2, r2 in quadruples]),
-        flip_share_chosen=flips([(c > r, c2 > r) for c, r, c2, _ in quadruples]),
-        flip_share_rejected=flips([(c > r, c > r2) for c, r, _, r2 in quadruples]),
+        num_answers=shifts.size,
+        num_without=int((~is_made_P2).sum()),
+        num_failures=int(is_made_P2.sum()) - shifts.size,
+        mean_shift=float(shifts.mean()) / spread if shifts.size and spread else None,
+        raised_share=mean(shifts > 0),
+        num_pairs=chosen.size,
+        flip_share=mean((chosen2 > rejected2) != is_right),
+        flip_share_chosen=mean((chosen2 > rejected) != is_right),
+        flip_share_rejected=mean((chosen > rejected2) != is_right),
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# All diagnostics of a reward model in one report.
+
+
+def diagnostics_report(
+    pairs: Sequence[ScoredPair],
+    *,
+    training: Sequence[ScoredPair] | None = None,
+    notes: Sequence[str] = (),
+    members: Mapping[str, Column] | None = None,
+    score: Scoring | None = None,
+    in_other_language: Sequence[ScoredPair] | None = None,
+    noise: float | None = None,
+) -> dict[str, Any]:
+    """Compute all diagnostics of a reward model from its scores, as JSON-compatible values.
+
+    A diagnostic without data is left out, together with its key.
+
+    Args:
+        pairs: The evaluated pairs; those without both scores are counted and otherwise ignored.
+        training: The pairs that the model was trained on, for the bag-of-words baseline and the
+            detection of leaks; their scores are not used.
+        notes: Notes on what was left out of the training pairs.
+        members: The scores of an ensemble's members, by name; see `agreements`.
+        score: Scores other forms of the answers; without it the sensitivity is left out.
+        in_other_language: The same pairs, translated and scored, in the same order.
+        noise: The largest difference between scores that counts as noise; see `measure_noise`.
+
+    Raises:
+        DataError: Two pairs have the same id, or the number of scores or translated pairs differs
+            from the number of pairs.
+    """
+    for name, count in Counter(pair.id for pair in pairs).most_common(1):
+        if count > 1:
+            raise DataError(f"'{name}' is the id of {count} pairs; give each an id of its own")
+    for name, column in (members or {}).items():
+        if len(column) != len(pairs):
+            raise DataError(
+                f"member '{name}' has scores of {len(column)} pairs, but there are {len(pairs)}; "
+                "give one row a pair, (None, None) where it has no scores"
+            )
+    baselines: dict[str, Credits] = {"longer wins": longer_wins(pairs)}
+    if training:
+        baselines["bag of words"] = BagOfWords.train(training).credits(pairs)
+    lengths = {pair.id: float(length_difference(pair)) for pair in pairs}
+    margins = {pair.id: pair.margin for pair in pairs if pair.margin is not None}
+    subsets = {pair.id: pair.subset for pair in pairs if pair.subset is not None}
+    leaks = find_leaks(pairs, training) if training else []
+    is_leaked = {pair.id: "no" for pair in pairs}
+    is_leaked |= {leak.evaluated: "yes" if leak.is_exact else "almost" for leak in leaks}
+    gaps = [abs(gap) for pair in pairs if (gap := difference(pair)) is not None]
+    sensitivities = sensitivity(pairs, score) if score is not None and pairs else []
+    if in_other_language is not None:
+        sensitivities.append(in_other_words("other language", pairs, in_other_language))
+    report: dict[str, Any] = {
+        "num_pairs": len(pairs),
+        "num_failures": len(pairs) - len(gaps),
+        "failures": failure_reasons(pairs),
+        "confidence": CONFIDENCE,
+        "accuracy": accuracy(pairs, baselines=baselines),
+        "length_controlled_accuracy": length_controlled_accuracy(pairs, baselines=baselines),
+        "by_length_difference": accuracy_by_value(pairs, lengths, baselines=baselines),
+        "by_margin": accuracy_by_value(pairs, margins, baselines=baselines)
+        if len(set(margins.values())) > 1
+        else None,
+        "by_subset": accuracy_by_name(pairs, subsets, baselines=baselines),
+        "by_leak": accuracy_by_name(pairs, is_leaked, baselines=baselines) if leaks else None,
+        "score_length_correlation": score_length_correlation(pairs),
+        "longer_scored_higher": longer_scored_higher(pairs),
+        "calibration": calibration(pairs),
+        "scores": score_distribution(pairs),
+        "agreement": agreements(members or {}),
+        "noise_floor": {"noise": noise, "within_share": fmean(gap <= noise for gap in gaps)}
+        if noise is not None and gaps
+        else None,
+        "sensitivity": sensitivities,
+        "evaluation_set": find_repeats(pairs),
+        "training_set": asdict(find_repeats(training)) | {"notes": notes} if training else None,
+        "leakage": {
+            "num_same_prompt": sum(leak.is_exact for leak in leaks),
+            "num_similar_prompt": sum(not leak.is_exact for leak in leaks),
+            "num_same_pair": sum(leak.has_same_answers for leak in leaks),
+            "examples": leaks[:EXAMPLES],
+        }
+        if training
+        else None,
+    }
+    return {key: found for key, value in report.items() if (found := _plain(value)) is not None}
+
+
+def _plain(value: Any) -> Any:
+    """Convert a value to JSON-compatible ones without empty parts; None if nothing is left."""
+    if hasattr(value, "__dataclass_fields__"):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        parts = {
+            f"{key:g}" if isinstance(key, float) else key: _plain(part)
+            for key, part in value.items()
+        }
+        return {key: part for key, part in parts.items() if part is not None} or None
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value] or None
+    return value

@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from laurel.errors import ConfigError, DataError
+from laurel.errors import DataError
 from laurel.observe.console import conversation_text
 from laurel.observe.metrics import longer_credit
 from laurel.types import Message, Preference
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+    Indices = npt.NDArray[np.int64]
 
 NUM_RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -83,14 +89,11 @@ def accuracy(
     pairs: Iterable[ScoredPair],
     *,
     baselines: Mapping[str, Credits] | None = None,
-    seed: int = 0,
-    num_resamples: int = NUM_RESAMPLES,
-    confidence: float = CONFIDENCE,
 ) -> Accuracy | None:
     """Return the share of the pairs whose chosen answer scores strictly higher.
 
     The interval is that of the percentile bootstrap over pairs: quantiles of the accuracy of
-    `num_resamples` sets of as many pairs, sampled with replacement (`resample_shares`). Pairs count
+    `NUM_RESAMPLES` sets of as many pairs, sampled with replacement (`resample_shares`). Pairs count
     as independent; where many share a prompt, the true interval is wider.
 
     Returns:
@@ -100,9 +103,7 @@ def accuracy(
     if not usable:
         return None
     num_right = sum(bool(pair.is_right) for pair in usable)
-    low, high = interval_of_share(
-        num_right, len(usable), seed=seed, num_resamples=num_resamples, confidence=confidence
-    )
+    low, high = interval_of_share(num_right, len(usable))
     return Accuracy(
         value=num_right / len(usable),
         low=low,
@@ -117,29 +118,32 @@ def accuracy(
 
 
 def interval_of_share(
-    num_right: int,
-    num_pairs: int,
-    *,
-    seed: int = 0,
-    num_resamples: int = NUM_RESAMPLES,
-    confidence: float = CONFIDENCE,
+    num_right: int, num_pairs: int, *, num_resamples: int = NUM_RESAMPLES
 ) -> tuple[float, float]:
     """Return the bootstrap's interval of a share, as `accuracy` defines it.
 
     Where all are right, or none is, it is the interval of Clopper and Pearson (1934).
     """
-    outside = (1 - check_confidence(confidence)) / 2
     # At these ends every resample is the same and the bootstrap would claim to be certain. The
     # exact interval has a closed form there.
     if num_right in (0, num_pairs):
-        slack = outside ** (1 / num_pairs)
+        slack = ((1 - CONFIDENCE) / 2) ** (1 / num_pairs)
         return (slack, 1.0) if num_right else (0.0, 1.0 - slack)
-    shares = resample_shares(num_right, num_pairs, seed=seed, num_resamples=num_resamples)
-    low, high = np.quantile(shares, [outside, 1 - outside])
+    return percentile_interval(
+        resample_shares(num_right, num_pairs, seed=0, num_resamples=num_resamples)
+    )
+
+
+def percentile_interval(resamples: Floats) -> tuple[float, float]:
+    """Return the quantiles of resampled values that leave out as much on either side."""
+    outside = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(resamples, [outside, 1 - outside])
     return float(low), float(high)
 
 
-def resample_shares(num_right: int, num_pairs: int, *, seed: int, num_resamples: int) -> np.ndarray:
+def resample_shares(
+    num_right: int, num_pairs: int, *, seed: int, num_resamples: int = NUM_RESAMPLES
+) -> Floats:
     """Return the shares of right pairs in `num_resamples` sets sampled with replacement."""
     # How many of n pairs sampled from n are right, when k of those are, is binomial of n and k/n.
     # Sampling that number needs no loop over pairs, and their order cannot matter.
@@ -147,20 +151,11 @@ def resample_shares(num_right: int, num_pairs: int, *, seed: int, num_resamples:
     return generator.binomial(num_pairs, num_right / num_pairs, size=num_resamples) / num_pairs
 
 
-def check_confidence(confidence: float) -> float:
-    """Return the confidence, or raise ConfigError where it is not between 0 and 1."""
-    if not 0 < confidence < 1:
-        raise ConfigError(f"confidence={confidence}: must lie between 0 and 1, e.g. 0.95")
-    return confidence
-
-
 def accuracy_by_name(
     pairs: Iterable[ScoredPair],
     names: Mapping[str, str],
     *,
     baselines: Mapping[str, Credits] | None = None,
-    seed: int = 0,
-    confidence: float = CONFIDENCE,
 ) -> list[Slice]:
     """Return the accuracy of each kind of pairs, in the order of the kinds' names.
 
@@ -168,8 +163,6 @@ def accuracy_by_name(
         pairs: Those without both scores take no part.
         names: The kind of each pair by its id; pairs without an entry are in no slice.
         baselines: See `Credits`.
-        seed: Of the bootstrap.
-        confidence: Of the intervals.
     """
     members: dict[str, list[ScoredPair]] = {}
     for pair in pairs:
@@ -177,7 +170,7 @@ def accuracy_by_name(
             members.setdefault(names[pair.id], []).append(pair)
     slices = []
     for name, inside in sorted(members.items()):
-        found = accuracy(inside, baselines=baselines, seed=seed, confidence=confidence)
+        found = accuracy(inside, baselines=baselines)
         if found is not None:
             slices.append(Slice(name=name, lowest=None, highest=None, accuracy=found))
     return slices
@@ -189,8 +182,6 @@ def accuracy_by_value(
     *,
     num_bins: int = 5,
     baselines: Mapping[str, Credits] | None = None,
-    seed: int = 0,
-    confidence: float = CONFIDENCE,
 ) -> list[Slice]:
     """Return the accuracy in bins of about as many pairs each, from the lowest values up.
 
@@ -202,16 +193,12 @@ def accuracy_by_value(
         values: The value of each pair by its id; pairs without an entry are in no bin.
         num_bins: The largest number of bins.
         baselines: See `Credits`.
-        seed: Of the bootstrap.
-        confidence: Of the intervals.
     """
-    if num_bins < 1:
-        raise ConfigError(f"num_bins={num_bins}: must be at least 1")
     placed = [pair for pair in scored(pairs) if pair.id in values]
     slices = []
     for lowest, highest in bins_of([values[pair.id] for pair in placed], num_bins):
         inside = [pair for pair in placed if lowest <= values[pair.id] <= highest]
-        found = accuracy(inside, baselines=baselines, seed=seed, confidence=confidence)
+        found = accuracy(inside, baselines=baselines)
         if found is not None:
             name = f"{lowest:g}" if lowest == highest else f"{lowest:g} to {highest:g}"
             slices.append(Slice(name=name, lowest=lowest, highest=highest, accuracy=found))
@@ -437,12 +424,6 @@ class ScoredPair:
 
 # --------------------------------------------------------------------------------------------------
 # Baselines that know nothing of quality, printed beside every accuracy: length, and single words.
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Floats = npt.NDArray[np.float64]
-    Indices = npt.NDArray[np.int64]
 
 _WORD = re.compile(r"\w+|[^\w\s]")
 _MOST_STEPS = 300

@@ -110,14 +110,7 @@ class History:
         members: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start an empty history.
-
-        Args:
-            config: The settings of the alarms.
-            members: Names of the reward models where there are several.
-            settings: The whole configuration as plain values, in which a gold metric is looked for
-                where `config` names none.
-        """
+        """Start an empty history; the arguments are those of `Alarms`."""
         self.config = config
         self.members = tuple(members)
         self.gold_name: str | None = config.gold_metric
@@ -297,6 +290,8 @@ def is_of_validation(name: str) -> bool:
 
 GOLD_LEAP = 0.4
 """The fall of a gold metric between 0 and 1 that counts as a leap before its noise is known."""
+
+_of = format_number
 
 Evidence = Literal[
     "best", "worst", "longest", "shortest", "repetitive", "cut_off", "equal", "failed"
@@ -650,32 +645,25 @@ def ensemble(history: History) -> AlarmFinding | None:
     return max(found, key=lambda one: one.value, default=None)
 
 
-def _of(value: float) -> str:
-    return format_number(value)
-
-
 RULES: Mapping[Alarm, AlarmRule] = MappingProxyType(
     {
         "overoptimisation": AlarmRule(
             judge=overoptimisation,
             advice="go back to the checkpoint at the peak; weigh the divergence from the reference "
             "more (loss_fn.reference_policy_kl_penalty) or learn more slowly; train the reward "
-            "model "
-            "on completions of this policy; put the rule into the reward (env.composite)",
+            "model on completions of this policy; put the rule into the reward (env.composite)",
         ),
         "kl_jump": AlarmRule(
             judge=kl_jump,
             advice="read the samples of this step beside earlier ones; lower the learning rate, "
-            "clip "
-            "gradients (policy.max_grad_norm), or weigh the divergence more "
+            "clip gradients (policy.max_grad_norm), or weigh the divergence more "
             "(loss_fn.reference_policy_kl_penalty)",
         ),
         "length": AlarmRule(
             judge=length,
             advice="read the longest and the shortest with their rewards. If length itself is paid "
             "for: grpo.reward_shaping against overlong completions, a reward model trained on "
-            "pairs "
-            "of equal length, a rule beside it. If thinking longer is the aim: "
+            "pairs of equal length, a rule beside it. If thinking longer is the aim: "
             "grpo.health.ignore=[length]",
         ),
         "length_bias": AlarmRule(
@@ -697,8 +685,7 @@ RULES: Mapping[Alarm, AlarmRule] = MappingProxyType(
         "format": AlarmRule(
             judge=keeps_format,
             advice="make the form a part of the reward, or its gate (env.composite); show it in "
-            "the "
-            "prompt; warm up on demonstrations that have it (laurel sft)",
+            "the prompt; warm up on demonstrations that have it (laurel sft)",
         ),
         "zero_spread_groups": AlarmRule(
             judge=zero_spread_groups,
@@ -707,15 +694,13 @@ RULES: Mapping[Alarm, AlarmRule] = MappingProxyType(
         ),
         "ensemble": AlarmRule(
             judge=ensemble,
-            advice="combine warily (env.reward_model.combine=mean_minus_std or min); read what "
-            "the one "
-            "likes and the other does not, and have pairs of it annotated",
+            advice="combine warily (env.reward_model.combine=mean_minus_std or min); read what the "
+            "one likes and the other does not, and have pairs of it annotated",
         ),
         "failures": AlarmRule(
             judge=missing_rewards,
             advice="see train/reward/failed_* for the reasons and completions/ for the texts; a "
-            "reward "
-            "model that fails on certain texts is not measured on them",
+            "reward model that fails on certain texts is not measured on them",
         ),
     }
 )

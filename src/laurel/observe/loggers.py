@@ -12,12 +12,12 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, TypeVar
 
 from laurel.config.policy import LoggerConfig, MlflowConfig, WandbConfig
 from laurel.errors import ConfigError, DataError, MissingDependencyError
@@ -29,6 +29,7 @@ SAMPLES_FILE = "samples.jsonl"
 CONFIG_FILE = "config.json"
 
 Row = Sequence[object]
+Line = TypeVar("Line")
 
 
 class MetricLogger(Protocol):
@@ -115,11 +116,23 @@ class JsonlLogger:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Read the valid lines of a `metrics.jsonl`, oldest first.
+    """Read the valid lines of a `metrics.jsonl`, oldest first, as `read_lines` does."""
+
+    def metrics(record: Mapping[str, Any]) -> dict[str, float]:
+        return {name: _number(value) for name, value in record.items()}
+
+    return read_lines(path, metrics)
+
+
+def read_lines(path: Path, take: Callable[[Mapping[str, Any]], Line]) -> list[Line]:
+    """Read the objects of a file of JSON lines that a run wrote, oldest first.
 
     Lines of steps that a resumed run repeated are omitted, and so is an incomplete last line.
+
+    Raises:
+        DataError: A line holds something else, or `take` raises a ValueError or TypeError for it.
     """
-    records: list[dict[str, float]] = []
+    found: list[tuple[float, Line]] = []
     with path.open(encoding="utf-8", newline="\n") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith("\n"):
@@ -129,12 +142,12 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
                 if not isinstance(record, dict):
                     raise TypeError("expected a JSON object")
                 if "event" not in record:
-                    records.append({name: _number(value) for name, value in record.items()})
+                    found.append((record.get("step", 0), take(record)))
                 elif record["event"] == "resumed":
-                    records = [earlier for earlier in records if earlier["step"] <= record["step"]]
+                    found = [one for one in found if one[0] <= record["step"]]
             except (ValueError, TypeError, KeyError) as error:
-                raise DataError(f"{path}:{number}: not a line of metrics: {error}") from error
-    return records
+                raise DataError(f"{path}:{number}: not a line of {path.stem}: {error}") from error
+    return [one for _, one in found]
 
 
 class Loggers:
@@ -501,7 +514,7 @@ class MlflowLogger:
         self._has_parameters = True
         parameters = [
             self._mlflow.entities.Param(key, str(value)[:_MLFLOW_PARAMETER_LENGTH])
-            for key, value in _flat(config)
+            for key, value in flat(config)
         ]
         for start in range(0, len(parameters), _MLFLOW_BATCH):
             batch = parameters[start : start + _MLFLOW_BATCH]
@@ -528,11 +541,10 @@ def _stored_id(path: Path) -> str | None:
     return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
 
 
-def _flat(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
-    leaves: list[tuple[str, object]] = []
-    for key, value in config.items():
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys with their values; lists and empty blocks are values."""
+    for name, value in tree.items():
         if isinstance(value, Mapping) and value:
-            leaves += _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
-            leaves.append((f"{prefix}{key}", value))
-    return leaves
+            yield f"{prefix}{name}", value

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from laurel.errors import DataError
-from laurel.observe.loggers import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, read_metrics
+from laurel.observe.loggers import CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, read_lines, read_metrics
 
 HEALTH_FILE = "health.jsonl"
 DATA_REPORT = "data_report.json"
@@ -129,6 +129,11 @@ def read_run_record(path: Path) -> RunRecord:
         raise DataError(
             f"{path}: no run logged here: neither {METRICS_FILE} nor {CONFIG_FILE}{hint}"
         )
+
+    def lines_of(name: str) -> list[Mapping[str, Any]]:
+        file = path / name
+        return read_lines(file, lambda line: line) if file.is_file() else []
+
     metrics = path / METRICS_FILE
     sections = _json(path / CONFIG_FILE)
     yaml = path / "config.yaml"
@@ -136,11 +141,11 @@ def read_run_record(path: Path) -> RunRecord:
         path=path,
         kind=next((kind for kind in KINDS if kind in sections), ""),
         metrics=read_metrics(metrics) if metrics.is_file() else (),
-        samples=[row for row in _lines(path / SAMPLES_FILE) if isinstance(row.get("row"), dict)],
+        samples=[row for row in lines_of(SAMPLES_FILE) if isinstance(row.get("row"), dict)],
         config=yaml.read_text(encoding="utf-8") if yaml.is_file() else "",
         settings=sections,
         data=_json(path / DATA_REPORT),
-        health=_lines(path / HEALTH_FILE),
+        health=lines_of(HEALTH_FILE),
         evaluations={
             file.relative_to(path).as_posix(): report
             for file in sorted([*path.glob(EVALUATIONS), *path.glob(f"*/{EVALUATIONS}")])
@@ -170,23 +175,3 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{path}: expected a JSON object")
     return value
-
-
-def _lines(path: Path) -> list[Mapping[str, Any]]:
-    # An incomplete last line is omitted, and so are the steps that a resumed run repeated.
-    if not path.is_file():
-        return []
-    rows: list[Mapping[str, Any]] = []
-    with path.open(encoding="utf-8", newline="\n") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
-                break
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{path}:{number}: not JSON: {error}") from error
-            if isinstance(row, dict) and row.get("event") == "resumed":
-                rows = [earlier for earlier in rows if earlier.get("step", 0) <= row["step"]]
-            elif isinstance(row, dict):
-                rows.append(row)
-    return rows

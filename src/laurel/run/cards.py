@@ -130,7 +130,7 @@ def _settings(context: RunContext[R], *, unit: str) -> dict[str, str]:
 
 
 def _preferences(report: DataReport) -> str:
-    figures = [counted(report.figures.num_pairs, "pair"), counted(report.num_prompts, "prompt")]
+    figures = [counted(report.num_pairs, "pair"), counted(report.num_prompts, "prompt")]
     share = report.longer_wins_share
     if share is not None:
         figures.append(

@@ -41,11 +41,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.grpo.loop import GRPO, PolicyParts
-    from laurel.grpo.rollouts import Rollouts
     from laurel.models.chat import ChatFormat
     from laurel.protocols import Environment, Generator
     from laurel.run.model import TrainedModel
-    from laurel.training.learner_group import ModelFacts
     from laurel.training.loop import RunOutcome
     from laurel.types import RolloutGroup, SamplingParams
 
@@ -152,12 +150,19 @@ class PolicyBundle:
 
 
 def load_policy_bundle(
-    context: RunContext[GRPORun], data: TaskData, environments: dict[str, Environment]
+    context: RunContext[GRPORun],
+    data: TaskData,
+    environments: dict[str, Environment],
+    texts: Sequence[str] = (),
 ) -> PolicyBundle:
-    """Load the policy and its generator, and leave out prompts that are too long for it."""
+    """Load the policy and its generator, and leave out prompts that are too long for it.
+
+    `texts` are those on which the tokenizer of a model from scratch is trained.
+    """
+    from laurel.models.chat import ChatFormat
+
     config = context.config
-    # Taken before long prompts are left out: that needs the tokenizer that these texts train.
-    texts = task_texts(data) if config.policy.scratch is not None else []
+    texts = texts if config.policy.scratch is not None else ()
     model = load_policy_to_train(
         context,
         seed=config.grpo.seed,
@@ -168,7 +173,11 @@ def load_policy_bundle(
         samples_from_copy=config.grpo.max_staleness > 0,
         with_entropy=config.loss_fn.entropy,
     )
-    chat = chat_of(config, model.facts)
+    chat = ChatFormat(
+        model.facts.tokenizer,
+        config.policy.tokenizer.chat_template_kwargs,
+        generation_end_ids=model.facts.generation_end_ids,
+    )
     fit_prompts(data, chat, config)
     num_steps = grpo_total_steps(config, len(data.train))
     generator = make_generator(context, model, chat, texts)
@@ -189,7 +198,7 @@ def _with_policy(
     if context.store is not None and resume_from is not None and context.allocation.are_remote:
         # A lost replica of generation is restarted from this checkpoint.
         context.store.pin(resume_from)
-    found = load_policy_bundle(context, data, environments)
+    found = load_policy_bundle(context, data, environments, task_texts(data))
     from laurel.grpo.loop import GRPO, GRPOSettings
     from laurel.grpo.metrics import members_of
     from laurel.grpo.state import GRPORunState, fingerprint_of_tasks
@@ -271,17 +280,6 @@ def _describe_step(config: GRPORun, chat: ChatFormat, parts: PolicyParts, consol
         f"{config.grpo.num_generations_per_prompt} completions, graded by "
         f"{', '.join(sorted(parts.environments))}; sampled by "
         f"{describe_generator(parts.generator)}"
-    )
-
-
-def chat_of(config: GRPORun, facts: ModelFacts) -> ChatFormat:
-    """Return the chat format that renders the policy's conversations."""
-    from laurel.models.chat import ChatFormat
-
-    return ChatFormat(
-        facts.tokenizer,
-        config.policy.tokenizer.chat_template_kwargs,
-        generation_end_ids=facts.generation_end_ids,
     )
 
 
@@ -388,12 +386,27 @@ def _parts(
     num_steps: int,
 ) -> PolicyParts:
     from laurel.grpo.loop import PolicyParts
+    from laurel.grpo.rollouts import Rollouts
     from laurel.grpo.source import RolloutSource
     from laurel.grpo.validation import PolicyValidation
     from laurel.training.batches import Batcher
 
     config, grpo, allocation = context.config, context.config.grpo, context.allocation
-    rollouts = rollouts_of(config, generator, environments, chat)
+    rollouts = Rollouts(
+        generator,
+        environments,
+        chat,
+        max_turns=grpo.max_rollout_turns,
+        max_length=config.policy.max_total_sequence_length,
+        seed=grpo.seed,
+        environment_timeout=config.env.timeout_seconds,
+        generation_timeout=config.policy.generation.timeout_seconds,
+        max_failed_share=config.env.max_failed_share,
+        # An environment that grades single completions can batch only concurrent calls.
+        num_threads=64
+        if any(one.spec.judges == "completion" for one in environments.values())
+        else 16,
+    )
     source = RolloutSource(
         rollouts,
         data.train,
@@ -428,32 +441,6 @@ def _parts(
         generator_rests=take_turns,
         learner_rests=take_turns,
         judges_rest=allocation.take_turns("reward_model") and grpo.max_staleness == 0,
-    )
-
-
-def rollouts_of(
-    config: GRPORun,
-    generator: Generator,
-    environments: Mapping[str, Environment],
-    chat: ChatFormat,
-) -> Rollouts:
-    """Build the object that samples and grades the run's rollouts."""
-    from laurel.grpo.rollouts import Rollouts
-
-    return Rollouts(
-        generator,
-        environments,
-        chat,
-        max_turns=config.grpo.max_rollout_turns,
-        max_length=config.policy.max_total_sequence_length,
-        seed=config.grpo.seed,
-        environment_timeout=config.env.timeout_seconds,
-        generation_timeout=config.policy.generation.timeout_seconds,
-        max_failed_share=config.env.max_failed_share,
-        # An environment that grades single completions can batch only concurrent calls.
-        num_threads=64
-        if any(one.spec.judges == "completion" for one in environments.values())
-        else 16,
     )
 
 
@@ -520,7 +507,8 @@ def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
     Raises:
         DataError: There are no validation tasks.
     """
-    config = resolve_model(config, console)
+    loss = config.loss_fn.model_copy(update={"reference_policy_kl_penalty": 0.0})
+    config = resolve_model(config.model_copy(update={"loss_fn": loss}), console)
     with ExitStack() as stack:
         context = RunContext(config=config, console=console, stack=stack)
         data = _load_data(config)
@@ -530,29 +518,10 @@ def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
         data.train.clear()
         environments = environments_of(data, context)
         check_answers(data, environments, console)
-        model = load_policy_to_train(
-            context,
-            seed=config.grpo.seed,
-            texts=texts,
-            identity={},
-            temperature=config.policy.generation.temperature,
-        )
-        from laurel.grpo.source import RolloutSource
-        from laurel.grpo.validation import PolicyValidation, validation_metrics
+        parts = load_policy_bundle(context, data, environments, texts).parts
+        from laurel.grpo.validation import validation_metrics
 
-        chat = chat_of(config, model.facts)
-        fit_prompts(data, chat, config)
-        generator = make_generator(context, model, chat, texts)
-        stack.callback(generator.close)
-        rollouts = rollouts_of(config, generator, environments, chat)
-        sampling = sampling_of(config, is_validation=True)
-        source = RolloutSource(
-            rollouts, data.validation, config.grpo, sampling, shuffle=False, total_steps=0
-        )
-        stack.callback(source.close)
-        validation = PolicyValidation(
-            tasks=data.validation, config=config.grpo, environments=environments, sampling=sampling
-        )
+        assert parts.validation is not None
         with console.status(f"answering {len(data.validation):,} held-out tasks"):
-            groups = validation.play(source)
+            groups = parts.validation.play(parts.source)
         return Measurement(groups=groups, figures=validation_metrics(groups, environments))

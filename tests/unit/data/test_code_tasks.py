@@ -263,7 +263,7 @@ def test_a_pickle_of_anything_but_text_is_refused(load, tmp_path, monkeypatch):
         ("MBPP", MBPP | {"test_list": []}, "'test_list' is empty"),
         ("MBPP", MBPP | {"test_list": ["assert ("]}, "no Python"),
         ("MBPP", MBPP | {"test_list": ["assert True"], "code": ""}, "call no function"),
-        ("MBPP", MBPP | {"test_list": 3}, "not a list"),
+        ("MBPP", MBPP | {"test_list": 3}, "where a list is expected"),
         ("CodeTasks", {"prompt": "?", "call_tests": "[1"}, "'call_tests' is no JSON"),
         ("CodeTasks", {"prompt": "?", "input_output": "[]"}, "without 'inputs'"),
         (

@@ -30,7 +30,7 @@ def shown(report, width=80):
 def test_lengths_are_summed_up_by_hand():
     summary = LengthSummary.of([*range(1, 21), 231])
     # 21 lengths: 95 % of the way from index 0 to index 20 is index 19; their sum is 210 + 231
-    assert summary == LengthSummary(minimum=1, median=11.0, mean=21.0, p95=20.0, maximum=231)
+    assert summary == LengthSummary(min=1, median=11.0, mean=21.0, p95=20.0, max=231)
     assert LengthSummary.of([]) is None
 
 
@@ -69,7 +69,7 @@ def test_merging_adds_everything_up():
     assert merged.longer_wins_share == 0.5
     assert merged.tied_pairs_share == pytest.approx(3 / 5)
     assert merged.tokens is not None
-    assert (merged.tokens.minimum, merged.tokens.maximum) == (7, 8)
+    assert (merged.tokens.min, merged.tokens.max) == (7, 8)
     assert first.dropped["tie"].count == 1  # the parts stay as they were
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from laurel.errors import ProtocolError
 from laurel.evaluation.diagnostics import (
     VARIANTS,
     Sensitivity,
@@ -137,12 +136,3 @@ def test_a_scorer_of_length_is_moved_as_the_text_grows():
     # chosen one has it, the right one of pair 1 when the rejected one has.
     assert found["flattery"].flip_share == 0.0
     assert found["flattery"].flip_share_chosen == found["flattery"].flip_share_rejected == 0.5
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [([], "0 groups where it was given 1"), ([(Score(value=1.0),)], "1 scores for the 4 answers")],
-)
-def test_a_scorer_that_miscounts(returned, message):
-    with pytest.raises(ProtocolError, match=message):
-        sensitivity([pair("1", "a", "b")], lambda _: returned, variants={"shout": shout})

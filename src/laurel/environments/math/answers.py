@@ -33,57 +33,30 @@ _EAST_ASIAN_ANSWER = re.compile(r"(?:答案|答え)\s*(?:是|为|為|等于|等�
 _END_OF_SENTENCE = re.compile(r"[。｡\n]")
 _SAYS_SOMETHING = re.compile(r"[0-9A-Za-z\\$]")
 
-_VULGAR = {
-    "½": "1/2",
-    "⅓": "1/3",
-    "⅔": "2/3",
-    "¼": "1/4",
-    "¾": "3/4",
-    "⅕": "1/5",
-    "⅖": "2/5",
-    "⅗": "3/5",
-    "⅘": "4/5",
-    "⅙": "1/6",
-    "⅚": "5/6",
-    "⅛": "1/8",
-    "⅜": "3/8",
-    "⅝": "5/8",
-    "⅞": "7/8",
-    "⅐": "1/7",
-    "⅑": "1/9",
-    "⅒": "1/10",
-}
+_VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ", "0123456789+-()ni")
 _SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ]+")
-_SIGNS = str.maketrans(
-    {
-        "−": "-",
-        "–": "-",
-        "﹣": "-",
-        "⁄": "/",
-        "∕": "/",
-        "×": r"\times ",
-        "·": r"\cdot ",
-        "⋅": r"\cdot ",
-        "÷": "/",
-        "∞": r"\infty ",
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "≠": r"\ne ",
-        "∪": r"\cup ",
-        "∩": r"\cap ",
-        "∈": r"\in ",
-        "∅": r"\emptyset ",
-        "∫": r"\int ",
-        "∑": r"\sum ",
-        "∏": r"\prod ",
-        "°": r"^\circ ",
-        "±": r"\pm ",
-        "\u00a0": " ",
-        "\u200b": "",
-        "\ufeff": "",
-    }
-)
+_COMMANDS = {
+    "×": "times",
+    "·": "cdot",
+    "⋅": "cdot",
+    "∞": "infty",
+    "≤": "le",
+    "≥": "ge",
+    "≠": "ne",
+    "∪": "cup",
+    "∩": "cap",
+    "∈": "in",
+    "∅": "emptyset",
+    "∫": "int",
+    "∑": "sum",
+    "∏": "prod",
+    "±": "pm",
+}
+_SIGNS = str.maketrans("−–﹣⁄∕÷\u00a0", "---/// ", "\u200b\ufeff") | {
+    ord("°"): r"^\circ ",
+    **{ord(sign): rf"\{command} " for sign, command in _COMMANDS.items()},
+}
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[a-zA-Z]))")
 
 
@@ -166,12 +139,15 @@ def in_known_characters(text: str) -> str:
         return text
     # NFKC alone would turn 10² into 102 and 1½ into 11/2, so those are spelled out first.
     text = _SUPERSCRIPT_RUN.sub(lambda run: f"^{{{run[0].translate(_SUPERSCRIPTS)}}}", text)
-    for vulgar, plain in _VULGAR.items():
-        numerator, denominator = plain.split("/")
-        text = text.replace(vulgar, rf"\frac{{{numerator}}}{{{denominator}}}")
+    text = _VULGAR_FRACTION.sub(_as_command, text)
     text = text.translate(_SIGNS)
     text = unicodedata.normalize("NFKC", text).translate(_SIGNS)
     return _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text)
+
+
+def _as_command(fraction: re.Match[str]) -> str:
+    numerator, _, denominator = unicodedata.normalize("NFKC", fraction[0]).partition("⁄")
+    return rf"\frac{{{numerator}}}{{{denominator}}}"
 
 
 def too_much_to_read(text: str) -> bool:
@@ -484,23 +460,7 @@ ANSWER_WORDS: dict[str, tuple[str, ...]] = {
 }
 
 # Letters of other scripts that stand for A to D, and Cyrillic ones that look like them.
-_LETTERS = str.maketrans(
-    {
-        "أ": "A",
-        "ا": "A",
-        "ب": "B",
-        "ج": "C",
-        "د": "D",
-        "অ": "A",
-        "ব": "B",
-        "স": "C",
-        "ড": "D",
-        "দ": "D",
-        "А": "A",
-        "В": "B",
-        "С": "C",
-    }
-)
+_LETTERS = str.maketrans("أابجد" + "অবসডদ" + "АВС", "AABCD" + "ABCDD" + "ABC")
 
 # Marks around a letter: bold, brackets, dollar signs, a box.
 _DRESSING = r"[\s*_`$(\[{\"'：]*(?:\\(?:boxed|text|textbf|mathbf|mathrm)\s*\{\s*)*[(\[]?"

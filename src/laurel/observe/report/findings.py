@@ -31,6 +31,18 @@ class RunFinding:
     text: str
 
 
+def _bad(text: str) -> RunFinding:
+    return RunFinding(weight="bad", text=text)
+
+
+def _look(text: str) -> RunFinding:
+    return RunFinding(weight="look", text=text)
+
+
+def _good(text: str) -> RunFinding:
+    return RunFinding(weight="good", text=text)
+
+
 def beginning(series: Series) -> Sequence[float]:
     """Return the values of the first tenth of a curve."""
     return series.values[: max(1, len(series.values) // 10)]
@@ -50,9 +62,11 @@ def deviation(series: Series) -> float:
     return 1.4826 * median(steps) / math.sqrt(2)
 
 
-def steps(count: int) -> str:
-    """Return the number of steps in words, e.g. `1 step`, `2,000 steps`."""
-    return counted(count, "step")
+def _both_ends(series: Series) -> tuple[float, float] | None:
+    """Return the means of the first and the last tenth of a curve; None if it is short."""
+    if len(series.values) < MIN_STEPS:
+        return None
+    return fmean(beginning(series)), fmean(ending(series))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -130,9 +144,8 @@ def cut_off(record: RunRecord) -> Iterator[RunFinding]:
             fmean(ending(found)) if (found := record.series(f"train/unended_{name}")) else 0.0
             for name in ("out_of_turns", "cut_off")
         )
-        yield RunFinding(
-            weight="look",
-            text=f"{last:.0%} of the conversations of the last steps did not end by themselves, "
+        yield _look(
+            f"{last:.0%} of the conversations of the last steps did not end by themselves, "
             "most because they were out of turns. A larger grpo.max_rollout_turns."
             if by_turns > by_length
             else f"{last:.0%} of the completions of the last steps were cut off. A larger "
@@ -143,14 +156,12 @@ def cut_off(record: RunRecord) -> Iterator[RunFinding]:
 def entropy_collapse(record: RunRecord) -> Iterator[RunFinding]:
     """Report a policy whose entropy collapsed."""
     for name in ("train/entropy", "train/approx_entropy"):
-        entropy = record.series(name)
-        if len(entropy.values) < MIN_STEPS:
+        if (ends := _both_ends(record.series(name))) is None:
             continue
-        first, last = fmean(beginning(entropy)), fmean(ending(entropy))
+        first, last = ends
         if first > 0 and last < 0.2 * first:
-            yield RunFinding(
-                weight="look",
-                text=f"Entropy fell to {last / first:.0%} of what it was ({format_number(first)} "
+            yield _look(
+                f"Entropy fell to {last / first:.0%} of what it was ({format_number(first)} "
                 f"to {format_number(last)} nats per token): the policy hardly explores any more. "
                 "A KL penalty, or a larger upper clip bound (loss_fn.ratio_clip_max).",
             )
@@ -171,23 +182,20 @@ def gold_fell(record: RunRecord) -> Iterator[RunFinding]:
             f"to {format_number(last)}"
         )
     if gold.fell:
-        yield RunFinding(
-            weight="bad",
-            text=f"The gold metric {gold.name} fell from {format_number(gold.peak)} at step "
+        yield _bad(
+            f"The gold metric {gold.name} fell from {format_number(gold.peak)} at step "
             f"{gold.peak_step:,.0f} to {format_number(gold.last)} at the end{beside}: the policy "
             "pleases the reward, not what is wanted. Read the samples with the highest reward. The "
             f"checkpoint nearest to step {gold.peak_step:,.0f} is likely the better model.",
         )
     elif gold.is_lower:
-        yield RunFinding(
-            weight="look",
-            text=f"The gold metric {gold.name} did not rise: {format_number(gold.first)} at first, "
+        yield _look(
+            f"The gold metric {gold.name} did not rise: {format_number(gold.first)} at first, "
             f"{format_number(gold.last)} at the end{beside}.",
         )
     else:
-        yield RunFinding(
-            weight="good",
-            text=f"The gold metric {gold.name} went from {format_number(gold.first)} to "
+        yield _good(
+            f"The gold metric {gold.name} went from {format_number(gold.first)} to "
             f"{format_number(gold.last)}, and has not fallen{beside}.",
         )
 
@@ -205,29 +213,25 @@ def reward_without_success(record: RunRecord) -> Iterator[RunFinding]:
     # Two points of accuracy may be chance; a rise of the reward beyond its noise is not.
     truth = record.series("validation/accuracy")
     if change > noise and len(truth.values) > 1 and truth.values[-1] < truth.values[0] - 0.02:
-        yield RunFinding(
-            weight="bad",
-            text=f"The reward rose ({said}) while success in validation fell from "
+        yield _bad(
+            f"The reward rose ({said}) while success in validation fell from "
             f"{truth.values[0]:.1%} to {truth.values[-1]:.1%}: the policy has learned to please "
             "the reward, not to be right. Read the samples with the highest reward.",
         )
     elif (gold := gold_course(record)) is not None and gold.is_lower:
         return  # `gold_fell` reports it, with the reward beside it
     elif change > noise:
-        yield RunFinding(
-            weight="good",
-            text=f"The reward rose {said} (means of the first and the last tenth of the steps).",
+        yield _good(
+            f"The reward rose {said} (means of the first and the last tenth of the steps).",
         )
     elif standing(record) == "top":
-        yield RunFinding(
-            weight="good",
-            text=f"The reward is at the top of what was seen and was so from the beginning ({said}"
+        yield _good(
+            f"The reward is at the top of what was seen and was so from the beginning ({said}"
             "): these tasks were solved before.",
         )
     else:
-        yield RunFinding(
-            weight="bad",
-            text=f"The reward did not rise beyond its noise: {said} (means of the first and the "
+        yield _bad(
+            f"The reward did not rise beyond its noise: {said} (means of the first and the "
             "last tenth of the steps; two standard errors of the difference are "
             f"{format_number(noise)}).",
         )
@@ -235,14 +239,13 @@ def reward_without_success(record: RunRecord) -> Iterator[RunFinding]:
 
 def lengths_grew(record: RunRecord) -> Iterator[RunFinding]:
     """Report completions whose length doubled or halved."""
-    lengths = record.series("train/mean_gen_tokens_per_sample")
-    if len(lengths.values) < MIN_STEPS:
+    ends = _both_ends(record.series("train/mean_gen_tokens_per_sample"))
+    if ends is None:
         return
-    first, last = fmean(beginning(lengths)), fmean(ending(lengths))
+    first, last = ends
     if first > 0 and not 0.5 <= last / first <= 2:
-        yield RunFinding(
-            weight="look",
-            text=f"Completions went from {first:,.0f} to {last:,.0f} tokens. Is that what the "
+        yield _look(
+            f"Completions went from {first:,.0f} to {last:,.0f} tokens. Is that what the "
             "task needs, or what the reward likes?",
         )
 
@@ -251,9 +254,8 @@ def sampler_mismatch(record: RunRecord) -> Iterator[RunFinding]:
     """Report probabilities of the generator that differ from the learner's."""
     error = record.series("train/gen_kl_error")
     if error and (last := fmean(ending(error))) > 0.01:
-        yield RunFinding(
-            weight="look",
-            text=f"The generator and the learner differ by {format_number(last)} nats per token "
+        yield _look(
+            f"The generator and the learner differ by {format_number(last)} nats per token "
             "over the last steps (train/gen_kl_error): they should compute the same model. Look "
             "at precision and at the staleness of the weights.",
         )
@@ -284,16 +286,14 @@ def against_length(record: RunRecord) -> Iterator[RunFinding]:
         error = 0.02 if not count else 2 * math.sqrt(max(accuracy * (1 - accuracy), 0.01) / count)
         said = f"{section}: accuracy is {accuracy:.1%}{pairs}, and {rule} {rival:.1%}"
         if accuracy <= rival + error:
-            yield RunFinding(
-                weight="bad",
-                text=f"{said}: no better than length alone, within two standard errors. Look at "
+            yield _bad(
+                f"{said}: no better than length alone, within two standard errors. Look at "
                 "the accuracy where the shorter answer is chosen (laurel eval pairs "
                 "--diagnostics), and balance the data by length.",
             )
         else:
-            yield RunFinding(
-                weight="good",
-                text=f"{said}: {100 * (accuracy - rival):.1f} points better than length.",
+            yield _good(
+                f"{said}: {100 * (accuracy - rival):.1f} points better than length.",
             )
 
 
@@ -305,22 +305,19 @@ def scores_follow_length(record: RunRecord) -> Iterator[RunFinding]:
         if value is None:
             continue
         if figure == "score_length_correlation" and abs(value) > 0.6:
-            yield RunFinding(
-                weight="look",
-                text=f"{section}: scores go with length (Spearman's correlation {value:.2f}). A "
+            yield _look(
+                f"{section}: scores go with length (Spearman's correlation {value:.2f}). A "
                 "policy that learns from them will write "
                 f"{'longer' if value > 0 else 'shorter'} answers.",
             )
         elif figure == "score_ties" and value > 0.05:
-            yield RunFinding(
-                weight="look",
-                text=f"{section}: {value:.1%} of the pairs have the same score on both sides. "
+            yield _look(
+                f"{section}: {value:.1%} of the pairs have the same score on both sides. "
                 "Are answers cut off (policy.max_total_sequence_length), or the same?",
             )
         elif figure == "ece" and value > 0.1:
-            yield RunFinding(
-                weight="look",
-                text=f"{section}: confidence and accuracy are {value:.1%} apart on average "
+            yield _look(
+                f"{section}: confidence and accuracy are {value:.1%} apart on average "
                 "(calibration error). Scores can be ranked, but margins are no probabilities.",
             )
 
@@ -342,9 +339,8 @@ def alarms_going_on(record: RunRecord) -> Iterator[RunFinding]:
     for alarm in alarms:
         if alarm.until is None and is_success(alarm, record):
             reward = format_number(fmean(ending(record.series("train/reward"))))
-            yield RunFinding(
-                weight="good",
-                text=f"Since step {alarm.since:,} nearly all groups have equal rewards, and the "
+            yield _good(
+                f"Since step {alarm.since:,} nearly all groups have equal rewards, and the "
                 f"reward ({reward}) is at the top of what was seen: these tasks are solved, and "
                 f"nothing more is learned from them ({alarm.name}). Harder tasks, or the end of "
                 "the run.",
@@ -353,13 +349,10 @@ def alarms_going_on(record: RunRecord) -> Iterator[RunFinding]:
             advice = alarm.advice and alarm.advice[0].upper() + alarm.advice[1:]
             parts = [alarm.name, alarm.text, advice]
             said = " ".join(f"{part.rstrip('.')}." for part in parts if part)
-            yield RunFinding(
-                weight="bad", text=f"An alarm is still on since step {alarm.since:,}: {said}"
-            )
+            yield _bad(f"An alarm is still on since step {alarm.since:,}: {said}")
     if over := sum(alarm.until is not None for alarm in alarms):
-        yield RunFinding(
-            weight="look",
-            text=f"Raised in the course of the run, and over by now: {over:,} "
+        yield _look(
+            f"Raised in the course of the run, and over by now: {over:,} "
             f"alarm{'' if over == 1 else 's'}.",
         )
 
@@ -382,9 +375,8 @@ def not_finite(record: RunRecord) -> Iterator[RunFinding]:
     if lost:
         worst = max(lost, key=lambda name: len(lost[name]))
         others = f"; {len(lost) - 1} other figures too" if len(lost) > 1 else ""
-        yield RunFinding(
-            weight="bad",
-            text=f"{worst} was NaN or infinite at {steps(len(lost[worst]))}, first at step "
+        yield _bad(
+            f"{worst} was NaN or infinite at {counted(len(lost[worst]), 'step')}, first at step "
             f"{lost[worst][0]:,.0f}{others}. The curves leave such values out. Look at the data "
             "of that step, then at the learning rate and the precision.",
         )
@@ -404,10 +396,10 @@ def gradient_jumps(record: RunRecord) -> Iterator[RunFinding]:
     ]
     if jumps:
         value, step = max(jumps)
-        yield RunFinding(
-            weight="look",
-            text=f"The norm of the gradient jumped: {format_number(value)} at step {step:,.0f}, "
-            f"{value / usual:,.0f} times its median of {format_number(usual)}; {steps(len(jumps))} "
+        count = counted(len(jumps), "step")
+        yield _look(
+            f"The norm of the gradient jumped: {format_number(value)} at step {step:,.0f}, "
+            f"{value / usual:,.0f} times its median of {format_number(usual)}; {count} "
             f"lay above {JUMP:.0f} times the median. Look at the samples of such a step; a lower "
             "learning rate or policy.max_grad_norm holds it down.",
         )
@@ -427,9 +419,8 @@ def steps_lost(record: RunRecord) -> Iterator[RunFinding]:
     ]
     for what, count in lost:
         if count:
-            yield RunFinding(
-                weight="look",
-                text=f"There were {count:,} {what}, of {record.num_steps:,}. Nothing was learned "
+            yield _look(
+                f"There were {count:,} {what}, of {record.num_steps:,}. Nothing was learned "
                 "from their data.",
             )
             return
@@ -458,9 +449,8 @@ def validation_got_worse(record: RunRecord) -> Iterator[RunFinding]:
         step = f"step {series.steps[best]:,.0f}"
         worse_by = sign * (series.values[best] - series.values[-1])
         if worse_by > _chance(record, name, series.values[best]):
-            yield RunFinding(
-                weight="bad",
-                text=f"Validation got worse: {name} was {format_number(series.values[best])} at "
+            yield _bad(
+                f"Validation got worse: {name} was {format_number(series.values[best])} at "
                 f"{step} and is {format_number(series.values[-1])} at step "
                 f"{series.steps[-1]:,.0f}. The checkpoint nearest to {step} is likely the better "
                 "model.",
@@ -492,9 +482,8 @@ def overfitting(record: RunRecord) -> Iterator[RunFinding]:
         return
     seen = fmean(ending(training))
     if seen - held.values[-1] > 0.1:
-        yield RunFinding(
-            weight="look",
-            text=f"Training is ahead of validation: accuracy {seen:.1%} over the last steps, "
+        yield _look(
+            f"Training is ahead of validation: accuracy {seen:.1%} over the last steps, "
             f"{held.values[-1]:.1%} in validation. Fewer epochs, a lower learning rate or more "
             "data.",
         )
@@ -503,14 +492,13 @@ def overfitting(record: RunRecord) -> Iterator[RunFinding]:
 def loss_did_not_fall(record: RunRecord) -> Iterator[RunFinding]:
     """Report a loss that did not fall."""
     # GRPO's loss says nothing about progress.
-    loss = record.series("train/loss")
-    if record.kind not in ("rm", "sft") or len(loss.values) < MIN_STEPS:
+    ends = _both_ends(record.series("train/loss"))
+    if record.kind not in ("rm", "sft") or ends is None:
         return
-    first, last = fmean(beginning(loss)), fmean(ending(loss))
+    first, last = ends
     if last > 0.98 * first:
-        yield RunFinding(
-            weight="bad",
-            text=f"The loss did not fall: {format_number(first)} over the first steps, "
+        yield _bad(
+            f"The loss did not fall: {format_number(first)} over the first steps, "
             f"{format_number(last)} over the last. Look at the learning rate, and at whether the "
             "data says what it should.",
         )
@@ -532,9 +520,8 @@ def data_left_out(record: RunRecord) -> Iterator[RunFinding]:
             if lost > 0.1 * read:
                 most = sorted(reasons.items(), key=lambda item: -item[1])[:3]
                 said = ", ".join(f"{count:,} {reason}" for reason, count in most)
-                yield RunFinding(
-                    weight="look",
-                    text=f"Data '{name}': {lost:,} of {counted(read, 'row')} "
+                yield _look(
+                    f"Data '{name}': {lost:,} of {counted(read, 'row')} "
                     f"{'was' if lost == 1 else 'were'} left out ({said}).",
                 )
         for note in report.get("notes") or ():

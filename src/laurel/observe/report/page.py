@@ -18,14 +18,18 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
+import yaml
+
 from laurel import __version__
 from laurel.config.grpo import GRPORun
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.schema_info import Kinds, step_into
 from laurel.config.sft import SFTRun
 from laurel.config.yaml_tree import Section as ConfigSection
 from laurel.errors import counted
 from laurel.observe.console import format_number
 from laurel.observe.health import gold_metric
+from laurel.observe.loggers import flat
 from laurel.observe.report import charts as curves
 from laurel.observe.report.charts import Chart, ChartedRuns, charts_of, overlays, plot_chart
 from laurel.observe.report.findings import RULES, Alarm, RunFinding, alarms_of, findings, is_success
@@ -38,7 +42,6 @@ from laurel.observe.report.samples import (
     visible_lines,
     within,
 )
-from laurel.observe.report.terms import explain, explain_setting
 from laurel.observe.run_record import RunRecord, read_run_record
 
 # --------------------------------------------------------------------------------------------------
@@ -60,15 +63,6 @@ class ChangedSetting(NamedTuple):
     key: str
     value: str
     default: str
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys with their values; lists and empty blocks are values."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def changed_settings(kind: str, config: Mapping[str, Any]) -> list[ChangedSetting] | None:
@@ -524,6 +518,35 @@ def _source(name: str) -> Any:
 
     folder = resources.files("laurel.observe") / "templates"
     return Markup((folder / name).read_text(encoding="utf-8"))
+
+
+# --------------------------------------------------------- explanations that are shown on hover
+
+
+@cache
+def _terms() -> Mapping[str, str]:
+    found: Mapping[str, str] = yaml.safe_load(_source("terms.yaml"))
+    return found
+
+
+def explain(term: str) -> str:
+    """Return the explanation of a term or of a metric's full name; empty if there is none."""
+    terms = _terms()
+    found = terms.get(term.lower()) or terms.get(term.rpartition("/")[2])
+    if found is None and term.endswith("% interval"):
+        return "The range that holds the true value with this confidence, by bootstrap over pairs."
+    return found or ""
+
+
+def explain_setting(schema: type[ConfigSection] | None, key: str) -> str:
+    """Return the description of a dotted key of a run's configuration; empty if unknown."""
+    text = ""
+    kinds: Kinds = () if schema is None else (schema,)
+    for part in key.split("."):
+        known = step_into(kinds, part)
+        text = (known.field.description or "") if known.field else ""
+        kinds = known.kinds
+    return " ".join(text.split())
 
 
 # ----------------------------------------------------------------------------------------- summary

@@ -14,7 +14,7 @@ import random
 import unicodedata
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -228,8 +228,8 @@ def before_and_after(title: str, rows: Sequence[Row]) -> SampleTable | None:
     if not shared:
         return None
     is_pairs = "better_score" in before[shared[0]]
-    names, compare = (_PAIR_COLUMNS, _compare_pairs) if is_pairs else (_COLUMNS, _compare)
-    cells = [compare(before[key], after[key]) for key in shared]
+    names = _PAIR_COLUMNS if is_pairs else _COLUMNS
+    cells = [_compared(before[key], after[key], is_pairs=is_pairs) for key in shared]
     return SampleTable(
         title=title,
         columns=names,
@@ -266,28 +266,16 @@ def _by_prompt(rows: Sequence[Row], step: float) -> dict[tuple[str, ...], Row]:
     return found
 
 
-def _compare(before: Row, after: Row) -> list[str | float | None]:
-    rewards = [_finite(row.get("reward")) for row in (before, after)]
-    return [
-        _text(before.get("prompt")),
-        _text(before.get("expected")),
-        _answer(before),
-        rewards[0],
-        _answer(after),
-        rewards[1],
-        _change(*rewards),
-    ]
-
-
-def _compare_pairs(before: Row, after: Row) -> list[str | float | None]:
-    margins = [_margin(row) for row in (before, after)]
-    return [
-        _text(before.get("prompt")),
-        _text(before.get("better")),
-        _text(before.get("worse")),
-        *margins,
-        _change(*margins),
-    ]
+def _compared(before: Row, after: Row, *, is_pairs: bool) -> list[str | float | None]:
+    first, last = (
+        _margin(row) if is_pairs else _finite(row.get("reward")) for row in (before, after)
+    )
+    change = None if first is None or last is None else last - first
+    if is_pairs:
+        texts = [_text(before.get(name)) for name in ("prompt", "better", "worse")]
+        return [*texts, first, last, change]
+    asked = [_text(before.get(name)) for name in ("prompt", "expected")]
+    return [*asked, _answer(before), first, _answer(after), last, change]
 
 
 def _answer(row: Row) -> str:
@@ -295,10 +283,6 @@ def _answer(row: Row) -> str:
     if row.get("failure"):
         return f"{text} [failed: {_text(row['failure'])}]"
     return f"{text} [cut off]" if row.get("truncated") else text
-
-
-def _change(before: float | None, after: float | None) -> float | None:
-    return None if before is None or after is None else after - before
 
 
 def _margin(row: Row) -> float | None:
@@ -371,12 +355,9 @@ def _thinned(table: SampleTable, num_bytes: int) -> SampleTable:
         places = sorted([*named, *_evenly(by_chance, room / size)])
     else:
         places = _evenly(named, num_bytes / _size([table.rows[place] for place in named]))
-    return SampleTable(
-        title=table.title,
-        columns=table.columns,
-        kinds=table.kinds,
+    return replace(
+        table,
         rows=[table.rows[place] for place in places],
-        num_rows=table.num_rows,
         note=f"{table.note} To keep the page small, {len(places):,} of these "
         f"{len(table.rows):,} are here.",
     )
@@ -423,7 +404,13 @@ class RunSamples:
         for name, rows in by_table.items():
             compared = before_and_after(f"Before and after: {name}", rows)
             if compared is not None:
-                tables.append(_cut(compared))
+                if len(compared.rows) > _NUM_COMPARED:
+                    compared = replace(
+                        compared,
+                        rows=compared.rows[:_NUM_COMPARED],
+                        note=f"{compared.note} The first {_NUM_COMPARED:,} are here.",
+                    )
+                tables.append(compared)
         for name, rows in by_table.items():
             chooser = Chooser()
             for row in rows:
@@ -450,15 +437,8 @@ class RunSamples:
         if not self._unreadable:
             return table
         names = ", ".join(sorted(file.name for file in self._unreadable)[:3])
-        return SampleTable(
-            title=table.title,
-            columns=table.columns,
-            kinds=table.kinds,
-            rows=table.rows,
-            num_rows=table.num_rows,
-            note=f"{table.note} {counted(len(self._unreadable), 'file')} could not be read: "
-            f"{names}.",
-        )
+        files = counted(len(self._unreadable), "file")
+        return replace(table, note=f"{table.note} {files} could not be read: {names}.")
 
     def _take(self, file: Path, stamp: tuple[int, int]) -> None:
         # A file that is being written, or that a kill cut short, has no rows yet.
@@ -492,19 +472,6 @@ def stamps_of(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
             status = file.stat()
             stamps[file] = (status.st_mtime_ns, status.st_size)
     return stamps
-
-
-def _cut(table: SampleTable) -> SampleTable:
-    if len(table.rows) <= _NUM_COMPARED:
-        return table
-    return SampleTable(
-        title=table.title,
-        columns=table.columns,
-        kinds=table.kinds,
-        rows=table.rows[:_NUM_COMPARED],
-        num_rows=table.num_rows,
-        note=f"{table.note} The first {_NUM_COMPARED:,} are here.",
-    )
 
 
 # --------------------------------------------------------------------------------------------------

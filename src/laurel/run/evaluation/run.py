@@ -17,12 +17,13 @@ from laurel.errors import ConfigError, DataError, counted, if_interrupted, key_o
 from laurel.evaluation import other_benchmarks
 from laurel.evaluation.benchmarks import (
     BENCHMARKS,
+    BenchmarkOptions,
     TrainingPairs,
     preference_rows,
     reduce_scores,
     training_pairs,
 )
-from laurel.evaluation.reward_bench import ZeroSpread
+from laurel.evaluation.diagnostics import diagnostics_report
 from laurel.evaluation.statistics import Measured
 from laurel.observe.console import (
     make_console,
@@ -38,7 +39,6 @@ from laurel.observe.progress import RowProgress
 from laurel.rewards.spec import ScorerSpec
 from laurel.run.evaluation.results import Evaluation, check_output_directory, write_results
 from laurel.run.evaluation.tables import (
-    diagnostics_report,
     print_compatibility,
     print_diagnostics,
     print_evaluation,
@@ -133,7 +133,9 @@ def _evaluated(
             evaluations.append(
                 evaluate_rows(name, rows[name], one, scorer, started=started, training=training)
             )
-            write_evaluation(evaluations[-1], one, console)
+            if request.output is not None:
+                for path in write_results(request.output, evaluations[-1]):
+                    console.print(f"written to {path}", soft_wrap=True)
             started = time.monotonic()
     return evaluations
 
@@ -306,17 +308,6 @@ def _column(pairs: Sequence[Any]) -> list[tuple[float | None, float | None]]:
 # ---------------------------------------------------------------------------------------- showing
 
 
-def write_evaluation(evaluation: Evaluation, request: EvaluationRequest, console: Console) -> None:
-    """Write the result files of an evaluation, if the request asks for them.
-
-    Raises:
-        DataError: A file cannot be written.
-    """
-    if request.output is not None:
-        for path in write_results(request.output, evaluation):
-            console.print(f"written to {path}", soft_wrap=True)
-
-
 def show_evaluation(evaluation: Evaluation) -> None:
     """Print the tables of an evaluation to standard output."""
     console, details = make_console(), evaluation.details
@@ -485,26 +476,10 @@ def _local(scorer: EvalScorer, console: Console) -> OpenScorer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationRequest:
+class EvaluationRequest(BenchmarkOptions):
     """The options of a reward-model evaluation; some apply to one benchmark only."""
 
     scorer: EvalScorer
-    data: tuple[str, ...] = ()
-    split: str | None = None
-    dataset: str | None = None
-    """The data set class that reads the preferences (`pairs` only)."""
-    column_keys: Mapping[str, str] = field(default_factory=dict)
-    """The names of columns, by the keys of the `data` section that set them (`pairs` only)."""
-    margin_key: str | None = None
-    """The column with the margin of the chosen answer (`pairs` only)."""
-    prior: bool = False
-    """Whether RewardBench's prior sets are scored as well (`reward-bench` only)."""
-    zero_spread: ZeroSpread = "limit"
-    """How RewardBench 2's Ties rows count if all correct answers have the same score.
-
-    The choices are explained in `evaluation.reward_bench`.
-    """
-    max_samples: int | None = None
     diagnostics: bool = False
     """Whether diagnostics are computed (`pairs` only); the next four options imply it.
 

@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
-from laurel.errors import ConfigError, DataError, counted, counted_that
-from laurel.evaluation.diagnostics import (
-    Column,
-    Leak,
-    Repeats,
-    Scoring,
-    Sensitivity,
-    agreements,
-    calibration,
-    find_leaks,
-    find_repeats,
-    in_other_words,
-    length_controlled_accuracy,
-    longer_scored_higher,
-    score_distribution,
-    score_length_correlation,
-    sensitivity,
-)
-from laurel.evaluation.statistics import (
-    CONFIDENCE,
-    BagOfWords,
-    Credits,
-    ScoredPair,
-    accuracy,
-    accuracy_by_name,
-    accuracy_by_value,
-    failure_reasons,
-    length_difference,
-    longer_wins,
-    paired_test,
-    scored,
-)
+from laurel.errors import ConfigError, counted, counted_that
+from laurel.evaluation.diagnostics import QUANTILES
+from laurel.evaluation.statistics import paired_test
 from laurel.observe.console import (
     format_number,
     make_console,
@@ -151,9 +120,8 @@ def _add(table: Table, evaluation: Evaluation, figure: Figure, *, ends: bool) ->
 
 
 # --------------------------------------------------------------------------------------------------
-# The diagnostics of a reward model in one report: for programs as a dict, for people as tables.
-
-_EXAMPLES = 5
+# The tables of a `diagnostics_report`, from templates of its values: rows whose values it lacks are
+# left out, as are tables without rows.
 
 _SLICES = {
     "by_length_difference": "chosen longer by (characters)",
@@ -161,68 +129,82 @@ _SLICES = {
     "by_subset": "subset",
     "by_leak": "prompt in training set",
 }
+_SCORES = {
+    "pairs with tied scores": "{accuracy[num_ties]:,}",
+    "Spearman's correlation of score and length": "{score_length_correlation}",
+    "longer answer has the higher score": "{longer_scored_higher:.1%}",
+    "expected calibration error": "{calibration[error]:.1%}",
+    "negative log-likelihood": "{calibration[negative_log_likelihood]}",
+    "best temperature": "{calibration[temperature]}",
+    "  calibration error at it": "{calibration[error_at_temperature]:.1%}",
+    "  negative log-likelihood at it": "{calibration[negative_log_likelihood_at_temperature]}",
+    "answers with a score": "{scores[num_answers]:,}",
+    "mean": "{scores[mean]}",
+    "standard deviation": "{scores[standard_deviation]}",
+    "  least": "{scores[quantiles][at 0]}",
+    **{
+        f"  {level:.0%} lie below": f"{{scores[quantiles][at {level:g}]}}"
+        for level in QUANTILES[1:-1]
+    },
+    "  greatest": "{scores[quantiles][at 1]}",
+    "answers with the score of another": "{scores[identical_share]:.1%}",
+    "scores within 1 % of the least": "{scores[saturated_low]:.1%}",
+    "scores within 1 % of the greatest": "{scores[saturated_high]:.1%}",
+    "noise: the same answer in other company": "{noise_floor[noise]}",
+    "  pairs no further apart than that": "{noise_floor[within_share]:.1%}",
+    "largest difference of one answer's scores": "{scores[largest_repeat_difference]}",
+}
+_NO_TEMPERATURE = "none: no pair is wrong, or wrong ones outweigh right ones"
+_RELIABILITY = {
+    "confidence": "{start:.1%} to {end:.1%}",
+    "pairs": "{num_pairs:,}",
+    "mean confidence": "{confidence:.1%}",
+    "accuracy": "{accuracy:.1%}",
+}
+_AGREEMENT = {
+    "members": "{first} and {second}",
+    "pairs": "{num_pairs:,}",
+    "same verdict": "{same_verdict_share:.1%}",
+    "Kendall's tau-b": "{kendall}",
+}
+_SENSITIVITY = {
+    "form": "{name}",
+    "answers": "{num_answers:,}",
+    "failed": "{num_failures:,}",
+    "shift/sd": "{mean_shift:+.3f}",
+    "raised": "{raised_share:.1%}",
+    "both": "{flip_share:.1%}",
+    "chosen": "{flip_share_chosen:.1%}",
+    "rejected": "{flip_share_rejected:.1%}",
+}
+_FLIPS = "other forms of the answers; verdicts that flip when both, one or the other has the form"
+_SETS = {
+    "evaluation: different prompts": "{evaluation_set[num_prompts]:,}",
+    "evaluation: pairs said before": "{evaluation_set[num_redundant]:,}",
+    "evaluation: pairs that contradict": "{evaluation_set[num_contradictory]:,}",
+    "training: different prompts": "{training_set[num_prompts]:,}",
+    "training: pairs said before": "{training_set[num_redundant]:,}",
+    "training: pairs that contradict": "{training_set[num_contradictory]:,}",
+    "evaluated prompts in training": "{leakage[num_same_prompt]:,}",
+    "evaluated prompts almost in training": "{leakage[num_similar_prompt]:,}",
+    "evaluated pairs in training": "{leakage[num_same_pair]:,}",
+}
 
 
-def diagnostics_report(
-    pairs: Sequence[ScoredPair],
-    *,
-    training: Sequence[ScoredPair] | None = None,
-    notes: Sequence[str] = (),
-    members: Mapping[str, Column] | None = None,
-    score: Scoring | None = None,
-    in_other_language: Sequence[ScoredPair] | None = None,
-    noise: float | None = None,
-    num_bins: int = 5,
-    confidence: float = CONFIDENCE,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Compute all diagnostics of a reward model from its scores, as JSON-compatible values.
+class _Cells(Formatter):
+    """Fills templates; numbers without a format of their own get four digits."""
 
-    A diagnostic without data is left out, together with its key.
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """Format one value of a template."""
+        is_plain = format_spec or isinstance(value, str)
+        return format(value, format_spec) if is_plain else format_number(value)
 
-    Args:
-        pairs: The evaluated pairs; those without both scores are counted and otherwise ignored.
-        training: The pairs that the model was trained on, for the bag-of-words baseline and the
-            detection of leaks; their scores are not used.
-        notes: Notes on what was left out of the training pairs.
-        members: The scores of an ensemble's members, by name; see `agreements`.
-        score: Scores other forms of the answers; without it the sensitivity is left out.
-        in_other_language: The same pairs, translated and scored, in the same order.
-        noise: The largest difference between scores that counts as noise; see `measure_noise`.
-        num_bins: The largest number of bins of length differences and of margins.
-        confidence: The confidence level of the intervals.
-        seed: The seed of the bootstrap.
-
-    Raises:
-        DataError: Two pairs have the same id, or the number of scores or translated pairs differs
-            from the number of pairs.
-    """
-    _check(pairs, members or {})
-    baselines: dict[str, Credits] = {"longer wins": longer_wins(pairs)}
-    if training:
-        baselines["bag of words"] = BagOfWords.train(training).credits(pairs)
-    leaks = find_leaks(pairs, training) if training else []
-    sure: dict[str, Any] = {"baselines": baselines, "seed": seed, "confidence": confidence}
-    report: dict[str, Any] = {
-        "num_pairs": len(pairs),
-        "num_failures": len(pairs) - len(scored(pairs)),
-        "failures": failure_reasons(pairs),
-        "confidence": confidence,
-        **_accuracy_of_kinds(pairs, leaks, num_bins=num_bins, **sure),
-        "score_length_correlation": score_length_correlation(pairs),
-        "longer_scored_higher": longer_scored_higher(pairs),
-        "calibration": calibration(pairs),
-        "scores": score_distribution(pairs),
-        "agreement": agreements(members or {}),
-        "noise_floor": _noise_floor(pairs, noise),
-        "sensitivity": _forms(pairs, score, in_other_language),
-        "evaluation_set": _repeats(find_repeats(pairs)),
-        "training_set": (
-            {**_repeats(find_repeats(training)), "notes": list(notes)} if training else None
-        ),
-        "leakage": _leakage(leaks) if training else None,
-    }
-    return {key: found for key, value in report.items() if (found := _plain(value)) is not None}
+    def filled(self, template: str, values: Mapping[str, Any]) -> str | None:
+        """Fill a template; the result is None if a value is missing."""
+        try:
+            return visible(self.vformat(template, (), values))
+        except KeyError:
+            return None
 
 
 def print_diagnostics(console: Console, report: Mapping[str, Any]) -> None:
@@ -231,117 +213,38 @@ def print_diagnostics(console: Console, report: Mapping[str, Any]) -> None:
     console.print(counted(report["num_pairs"], "pair") + (failed if report["num_failures"] else ""))
     for reason, count in report.get("failures", {}).items():
         console.print(Text(f"  {count:,} x {visible(reason)}", style="yellow"))
-    scores = new_table("scores", "", "")
-    for label, text in _score_lines(report):
-        scores.add_row(label, text)
+    facts = dict(report)
+    if "calibration" in report:
+        facts["calibration"] = {"temperature": _NO_TEMPERATURE} | report["calibration"]
+    if "scores" in report:  # a template would take the plain keys for places in a list
+        levels = report["scores"]["quantiles"].items()
+        facts["scores"] = report["scores"] | {"quantiles": {f"at {k}": v for k, v in levels}}
     tables = (
         _accuracies(report),
-        scores,
-        _reliability(report.get("calibration", {})),
-        _agreement(report.get("agreement", [])),
-        _sensitivity(report.get("sensitivity", [])),
-        _sets(report),
+        _facts("scores", _SCORES, facts),
+        _rows("reliability", _RELIABILITY, report.get("calibration", {}).get("rows", [])),
+        _rows("agreement", _AGREEMENT, report.get("agreement", [])),
+        _rows(_FLIPS, _SENSITIVITY, report.get("sensitivity", [])),
+        _facts("data sets", _SETS, facts),
     )
     for table in tables:
         if table.row_count:
             print_table(console, table)
 
 
-# ----------------------------------------------------------------------------------------- report
+def _facts(title: str, templates: Mapping[str, str], report: Mapping[str, Any]) -> Table:
+    table, cells = new_table(title, "", ""), _Cells()
+    for label, template in templates.items():
+        if (text := cells.filled(template, report)) is not None:
+            table.add_row(label, text)
+    return table
 
 
-def _check(pairs: Sequence[ScoredPair], members: Mapping[str, Column]) -> None:
-    for name, count in Counter(pair.id for pair in pairs).most_common(1):
-        if count > 1:
-            raise DataError(f"'{name}' is the id of {count} pairs; give each an id of its own")
-    for name, column in members.items():
-        if len(column) != len(pairs):
-            raise DataError(
-                f"member '{name}' has scores of {len(column)} pairs, but there are {len(pairs)}; "
-                "give one row a pair, (None, None) where it has no scores"
-            )
-
-
-def _forms(
-    pairs: Sequence[ScoredPair],
-    score: Scoring | None,
-    in_other_language: Sequence[ScoredPair] | None,
-) -> list[Sensitivity]:
-    found = sensitivity(pairs, score) if score is not None and pairs else []
-    if in_other_language is not None:
-        found.append(in_other_words("other language", pairs, in_other_language))
-    return found
-
-
-def _accuracy_of_kinds(
-    pairs: Sequence[ScoredPair], leaks: Sequence[Leak], *, num_bins: int, **sure: Any
-) -> dict[str, Any]:
-    """Return the accuracy of all pairs, and of the pairs of each kind."""
-    gaps = {pair.id: float(length_difference(pair)) for pair in pairs}
-    margins = {pair.id: pair.margin for pair in pairs if pair.margin is not None}
-    subsets = {pair.id: pair.subset for pair in pairs if pair.subset is not None}
-    is_leaked = {pair.id: "no" for pair in pairs}
-    is_leaked |= {leak.evaluated: "yes" if leak.is_exact else "almost" for leak in leaks}
-    return {
-        "accuracy": accuracy(pairs, **sure),
-        "length_controlled_accuracy": length_controlled_accuracy(pairs, **sure),
-        "by_length_difference": accuracy_by_value(pairs, gaps, num_bins=num_bins, **sure),
-        "by_margin": accuracy_by_value(pairs, margins, num_bins=num_bins, **sure)
-        if len(set(margins.values())) > 1
-        else [],
-        "by_subset": accuracy_by_name(pairs, subsets, **sure),
-        "by_leak": accuracy_by_name(pairs, is_leaked, **sure) if leaks else [],
-    }
-
-
-def _leakage(leaks: Sequence[Leak]) -> dict[str, Any]:
-    return {
-        "num_same_prompt": sum(leak.is_exact for leak in leaks),
-        "num_similar_prompt": sum(not leak.is_exact for leak in leaks),
-        "num_same_pair": sum(leak.has_same_answers for leak in leaks),
-        "examples": [asdict(leak) for leak in leaks[:_EXAMPLES]],
-    }
-
-
-def _noise_floor(pairs: Sequence[ScoredPair], noise: float | None) -> dict[str, Any] | None:
-    """Return the noise, and the share of pairs whose two scores differ by no more than it."""
-    differences = [
-        abs(pair.score_chosen - pair.score_rejected)
-        for pair in scored(pairs)
-        if pair.score_chosen is not None and pair.score_rejected is not None
-    ]
-    if noise is None or not differences:
-        return None
-    return {"noise": noise, "within_share": fmean(gap <= noise for gap in differences)}
-
-
-def _repeats(repeats: Repeats) -> dict[str, Any]:
-    return {
-        "num_pairs": repeats.num_pairs,
-        "num_prompts": repeats.num_prompts,
-        "num_redundant": repeats.num_redundant,
-        "num_contradictory": sum(len(ids) for ids in repeats.contradictions),
-        "duplicates": repeats.duplicates[:_EXAMPLES],
-        "contradictions": repeats.contradictions[:_EXAMPLES],
-    }
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value to JSON-compatible ones without empty parts; None if nothing is left."""
-    if hasattr(value, "__dataclass_fields__"):
-        value = asdict(value)
-    if isinstance(value, Mapping):
-        parts = {
-            f"{key:g}" if isinstance(key, float) else key: _plain(part)
-            for key, part in value.items()
-        }
-        return {key: part for key, part in parts.items() if part is not None} or None
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value] or None
-    return value
-
-
-# ----------------------------------------------------------------------------------------- tables
+def _rows(title: str, columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
+    table, cells = new_table(title, *columns), _Cells()
+    for row in rows:
+        table.add_row(*(Text(cells.filled(one, row) or "-") for one in columns.values()))
+    return table
 
 
 def _accuracies(report: Mapping[str, Any]) -> Table:
@@ -354,9 +257,9 @@ def _accuracies(report: Mapping[str, Any]) -> Table:
         table.add_row(
             Text(visible(label)),
             f"{num_pairs:,}",
-            _share(found["value"]),
-            f"{100 * found['low']:.1f}-{_share(found['high'])}",
-            *(_share(found["baselines"][name]) for name in names),
+            f"{found['value']:.1%}",
+            f"{100 * found['low']:.1f}-{found['high']:.1%}",
+            *(f"{found['baselines'][name]:.1%}" for name in names),
         )
 
     if whole:
@@ -372,109 +275,6 @@ def _accuracies(report: Mapping[str, Any]) -> Table:
                 table.add_row(Text(title, style="bold"))
             add(f"  {part['name']}", part["accuracy"], part["accuracy"]["num_pairs"])
     return table
-
-
-def _score_lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    if "accuracy" in report:
-        yield "pairs with tied scores", f"{report['accuracy']['num_ties']:,}"
-    if "score_length_correlation" in report:
-        correlation = format_number(report["score_length_correlation"])
-        yield "Spearman's correlation of score and length", correlation
-    if "longer_scored_higher" in report:
-        yield "longer answer has the higher score", _share(report["longer_scored_higher"])
-    if error := report.get("calibration"):
-        yield "expected calibration error", _share(error["error"])
-        yield "negative log-likelihood", format_number(error["negative_log_likelihood"])
-        if "temperature" in error:
-            yield "best temperature", format_number(error["temperature"])
-            yield "  calibration error at it", _share(error["error_at_temperature"])
-            better = error["negative_log_likelihood_at_temperature"]
-            yield "  negative log-likelihood at it", format_number(better)
-        else:
-            yield "best temperature", "none: no pair is wrong, or wrong ones outweigh right ones"
-    found = report.get("scores")
-    if not found:
-        return
-    yield "answers with a score", f"{found['num_answers']:,}"
-    yield "mean", format_number(found["mean"])
-    yield "standard deviation", format_number(found["standard_deviation"])
-    for level, value in found["quantiles"].items():
-        label = {"0": "least", "1": "greatest"}.get(level, f"{float(level):.0%} lie below")
-        yield f"  {label}", format_number(value)
-    yield "answers with the score of another", _share(found["identical_share"])
-    for key, label in (("saturated_low", "least"), ("saturated_high", "greatest")):
-        if key in found:
-            yield f"scores within 1 % of the {label}", _share(found[key])
-    if "noise_floor" in report:
-        noise = report["noise_floor"]
-        yield "noise: the same answer in other company", format_number(noise["noise"])
-        yield "  pairs no further apart than that", _share(noise["within_share"])
-    if "largest_repeat_difference" in found:
-        difference = format_number(found["largest_repeat_difference"])
-        yield "largest difference of one answer's scores", difference
-
-
-def _reliability(found: Mapping[str, Any]) -> Table:
-    table = new_table("reliability", "confidence", "pairs", "mean confidence", "accuracy")
-    for row in found.get("rows", []):
-        table.add_row(
-            f"{_share(row['start'])} to {_share(row['end'])}",
-            f"{row['num_pairs']:,}",
-            _share(row["confidence"]),
-            _share(row["accuracy"]),
-        )
-    return table
-
-
-def _agreement(found: Sequence[Mapping[str, Any]]) -> Table:
-    table = new_table("agreement", "members", "pairs", "same verdict", "Kendall's tau-b")
-    for row in found:
-        table.add_row(
-            Text(visible(f"{row['first']} and {row['second']}")),
-            f"{row['num_pairs']:,}",
-            _share(row["same_verdict_share"]),
-            format_number(row["kendall"]) if "kendall" in row else "-",
-        )
-    return table
-
-
-def _sensitivity(found: Sequence[Mapping[str, Any]]) -> Table:
-    table = new_table(
-        "other forms of the answers; verdicts that flip when both, one or the other has the form",
-        "form",
-        "answers",
-        "failed",
-        "shift/sd",
-        "raised",
-        "both",
-        "chosen",
-        "rejected",
-    )
-    for row in found:
-        shift = f"{row['mean_shift']:+.3f}" if "mean_shift" in row else "-"
-        flips = ("flip_share", "flip_share_chosen", "flip_share_rejected")
-        shares = (_share(row[key]) if key in row else "-" for key in ("raised_share", *flips))
-        counts = (f"{row['num_answers']:,}", f"{row['num_failures']:,}")
-        table.add_row(Text(visible(row["name"])), *counts, shift, *shares)
-    return table
-
-
-def _sets(report: Mapping[str, Any]) -> Table:
-    table = new_table("data sets", "", "")
-    for key, label in (("evaluation_set", "evaluation"), ("training_set", "training")):
-        if found := report.get(key):
-            table.add_row(f"{label}: different prompts", f"{found['num_prompts']:,}")
-            table.add_row(f"{label}: pairs said before", f"{found['num_redundant']:,}")
-            table.add_row(f"{label}: pairs that contradict", f"{found['num_contradictory']:,}")
-    if found := report.get("leakage"):
-        table.add_row("evaluated prompts in training", f"{found['num_same_prompt']:,}")
-        table.add_row("evaluated prompts almost in training", f"{found['num_similar_prompt']:,}")
-        table.add_row("evaluated pairs in training", f"{found['num_same_pair']:,}")
-    return table
-
-
-def _share(value: float) -> str:
-    return f"{value:.1%}"
 
 
 # --------------------------------------------------------------------------------------------------
