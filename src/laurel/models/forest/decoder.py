@@ -245,27 +245,29 @@ class UnreadTokens:
     def skip_in(cls, network: Any) -> None:
         """Skip unread tokens in every forward pass of a Hugging Face model with a `ForestPlan`.
 
-        A model whose layers have other names than those of Llama computes all tokens.
+        A model whose last layer has other names than those of Llama computes all tokens.
         """
         layers = getattr(network.base_model, "layers", None)
-        if not isinstance(layers, nn.ModuleList) or not layers:
+        layer: Any = layers[-1] if isinstance(layers, nn.ModuleList) and layers else None
+        attention, feed_forward = (getattr(layer, name, None) for name in ("self_attn", "mlp"))
+        if not (isinstance(attention, nn.Module) and isinstance(feed_forward, nn.Module)):
             return
-        layer: Any = layers[-1]
         if hasattr(layer, "unread_tokens"):  # wrapped before, or a copy of such a model
             return
         layer.unread_tokens = skipping = cls()
-        layer.register_forward_pre_hook(skipping._begin, with_kwargs=True)
-        layer.register_forward_hook(skipping._end, always_call=True)
-        attention = getattr(layer, "self_attn", None)
-        alone = (getattr(attention, name, None) for name in ("q_proj", "o_proj"))
-        for module in (*alone, getattr(layer, "mlp", None)):
+        # Attention comes first. Hooks of the layer itself do not run where a backward pass
+        # recomputes it, those of its parts do.
+        attention.register_forward_pre_hook(skipping._begin, with_kwargs=True)
+        products = (getattr(attention, name, None) for name in ("q_proj", "o_proj"))
+        for module in (*products, feed_forward):
             if isinstance(module, nn.Module):
                 module.register_forward_pre_hook(skipping._take)
                 module.register_forward_hook(skipping._put)
+        feed_forward.register_forward_hook(skipping._end)
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Runs before each pass through the layer, also where the backward pass recomputes it.
         plan = kwargs.get(PLAN_ARGUMENT)
+        self._read_X = None
         if isinstance(plan, ForestPlan) and plan.read_X is not None:
             hidden = args[0] if args else kwargs["hidden_states"]
             self._read_X = plan.read_X.to(hidden.device, non_blocking=True)
