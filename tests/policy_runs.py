@@ -123,7 +123,7 @@ def _run(schema: Any, train: Any, overrides: Sequence[str], path: Path | None = 
     loaded = load_config(schema, path, list(overrides))
     stream = StringIO()
     console = Console(file=stream, width=200, markup=False, emoji=False, highlight=False)
-    outcome = train(loaded.config, console=console, warnings=loaded.warnings)
+    outcome = train(loaded.config, console=console)
     return Finished(outcome=outcome, text=stream.getvalue())
 
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from laurel.errors import WorkerError
-from laurel.workers.calls import Failure, GroupCalls, Outcome, Success, WorkerCall, error_of
+from laurel.workers.calls import Failure, GroupCalls, Outcome, Success, WorkerCall
 from laurel.workers.rendezvous import LOOPBACK, RankPlace
 from laurel.workers.worker_actor import WorkerActor
 from parallel_runs import start_server
@@ -32,8 +32,6 @@ class ProcessGroup(GroupCalls):
         **kwargs: Any,
     ) -> None:
         self.role, self.size, self.limit, self._blaming = role, size, limit, blaming
-        self._failure: WorkerError | None = None
-        self._is_open = True
         self._asked = [0] * size
         self._answers: list[dict[int, Any]] = [{} for _ in range(size)]
         start_server()
@@ -51,7 +49,7 @@ class ProcessGroup(GroupCalls):
         try:
             self._build(pickle.dumps((worker_class, WorkerCall("", args, kwargs))))
         except BaseException:
-            self.kill()
+            self._kill()
             raise
 
     def _build(self, payload: bytes) -> None:
@@ -80,10 +78,7 @@ class ProcessGroup(GroupCalls):
         return number
 
     def _submit(self, calls: Mapping[int, WorkerCall]) -> _Asked:
-        if self._failure is not None:
-            raise self._failure
-        if not self._is_open:
-            raise WorkerError(f"{self.role}: the group has been shut down", role=self.role)
+        self._check_open()
         numbers = {r: self._ask(r, "run", pickle.dumps((None, c))) for r, c in calls.items()}
         return _Asked(self, numbers, next(iter(calls.values())).method)
 
@@ -100,11 +95,7 @@ class ProcessGroup(GroupCalls):
                 results.append(outcome.value)
         if not failures:
             return results
-        error = error_of(self.role, self.size, method, failures, limit=limit)
-        if any(failure.kind != "raised" for failure in failures):
-            self._failure = error
-            self.kill()
-        raise error from error.__cause__
+        self._raise(method, failures, limit=limit)
 
     def _answer(self, rank: int, number: int, end: float) -> Outcome:
         pipe, answers = self._pipes[rank], self._answers[rank]
@@ -136,17 +127,14 @@ class ProcessGroup(GroupCalls):
     def alive(self) -> list[bool]:
         return [self._is_open and process.is_alive() for process in self._processes]
 
-    def shutdown(self) -> None:
-        if not self._is_open:
-            return
-        self._is_open = False
+    def _close(self) -> None:
         if self._failure is None:
             numbers = {rank: self._ask(rank, "close") for rank in range(self.size)}
             with suppress(WorkerError):
                 self._collect(numbers, "shutdown", 10.0)
-        self.kill()
+        self._kill()
 
-    def kill(self) -> None:
+    def _kill(self) -> None:
         for process in self._processes:
             process.kill()
             process.join(10)

@@ -155,7 +155,7 @@ def train(overrides: Sequence[str]) -> Finished:
     loaded = load_config(RewardTrainingRun, None, list(overrides))
     stream = StringIO()
     console = Console(file=stream, width=200, markup=False, emoji=False, highlight=False)
-    outcome = train_reward_model(loaded.config, console=console, warnings=loaded.warnings)
+    outcome = train_reward_model(loaded.config, console=console)
     return Finished(outcome=outcome, text=stream.getvalue())
 
 

@@ -70,9 +70,7 @@ def run_doctor(*, as_json: bool, probes: Mapping[str, Probe] = PROBES) -> None:
 
 def run_probes(probes: Mapping[str, Probe]) -> dict[str, ProbeFinding]:
     """Run every probe and return its finding by name; `will_use` holds the advice of `advise`."""
-    findings: dict[str, ProbeFinding] = {}
-    for name, probe in probes.items():
-        findings[name] = _run(probe)
+    findings = {name: _run(probe) for name, probe in probes.items()}
     findings["will_use"] = _run(
         lambda: advise({name: finding.facts for name, finding in findings.items()})
     )

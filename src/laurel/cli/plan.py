@@ -188,15 +188,8 @@ def plan_facts(
     plan = fitted.plan
     timed: dict[str, Any] = {}
     if time is not None:
-        timed["time"] = {
-            "device": asdict(time.device),
-            "efficiency": asdict(time.efficiency),
-            "workload": asdict(time.workload),
-            "overlaps": time.overlaps,
-            "phases": [asdict(phase) for phase in time.phases],
-            "seconds": time.seconds(),
-            "padded_seconds": time.seconds(is_padded=True),
-        }
+        seconds, padded = time.seconds(), time.seconds(is_padded=True)
+        timed["time"] = {**asdict(time), "seconds": seconds, "padded_seconds": padded}
     return timed | {
         "fits": fitted.fits,
         "cluster": {

@@ -104,14 +104,7 @@ def to_yaml(
 
 
 def meaning(owner: type[Section], key: str, about: str, named: Mapping[str, type[Section]]) -> str:
-    """Return the description of a key; if it only refers to another key, that key's description.
-
-    Args:
-        owner: The section that has the key.
-        key: The key's name.
-        about: The key's own description.
-        named: The sections that a description may refer to, by their names.
-    """
+    """Return the description of a key; if it only refers to another key, that key's description."""
     found = _POINTER.match(about)
     if found is None:
         return about

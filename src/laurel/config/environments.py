@@ -720,11 +720,6 @@ class RewardModelEnvironmentConfig(ScorerSource):
         return [source for source in sources if source.loads_model]
 
     @property
-    def computes(self) -> bool:
-        """Report whether this run loads at least one reward model."""
-        return bool(self.loaded)
-
-    @property
     def uses_workers(self) -> bool:
         """Report whether any model needs workers to render conversations or call a function."""
         if self.models is not None:

@@ -65,12 +65,7 @@ class UnresolvedError(Exception):
 
 
 class Interpolations:
-    """Resolves `${}` references against the values of one run.
-
-    Args:
-        tree: The values as written in files and overrides.
-        schema: The schema of the run, to whose defaults references may point.
-    """
+    """Resolves `${}` references against the values of one run."""
 
     def __init__(self, tree: YamlNode, schema: type[Section] | None = None) -> None:
         self.tree = tree

@@ -110,10 +110,7 @@ def load_config(
 def check_tree(schema: type[T], tree: YamlNode, problems: Sequence[str] = ()) -> tuple[T, Checker]:
     """Build the sections of a tree with defaults filled in, and return them with their checker.
 
-    Args:
-        schema: The schema of the whole tree.
-        tree: The tree; its nodes' places appear in messages.
-        problems: Problems of the tree that are already known.
+    `problems` are those of the tree that are already known.
 
     Raises:
         ConfigError: The tree has problems; the message lists all of them.

@@ -162,10 +162,7 @@ class Adapted:
 def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted:
     """Translate the settings of a file from NeMo RL's keys to Laurel's.
 
-    Args:
-        schema: The schema of the run.
-        tree: The values of the file, with overrides applied.
-        problems: The list to which problems of the translation are added.
+    Problems of the translation are added to `problems`.
 
     Raises:
         ConfigError: The file asks for features that Laurel does not have; all of them are named.
@@ -359,17 +356,11 @@ def _set_optimizer(work: Adapted, values: _Values) -> None:
     lr, decay = _number(values, at + "lr"), _number(values, at + "weight_decay", 0.01)
     if name == "adam":
         betas = [_number(values, at + "adam_beta1", 0.9), _number(values, at + "adam_beta2", 0.999)]
-        kwargs: dict[str, Any] = {
-            "lr": lr,
-            "weight_decay": decay,
-            "betas": betas,
-            "eps": _number(values, at + "adam_eps", 1e-8),
-        }
-        call = {"name": "torch.optim.AdamW", "kwargs": kwargs}
+        eps = _number(values, at + "adam_eps", 1e-8)
+        call = _call("torch.optim.AdamW", lr=lr, weight_decay=decay, betas=betas, eps=eps)
     elif name == "sgd":
         momentum = _number(values, at + "sgd_momentum", 0.9)
-        kwargs = {"lr": lr, "weight_decay": decay, "momentum": momentum}
-        call = {"name": "torch.optim.SGD", "kwargs": kwargs}
+        call = _call("torch.optim.SGD", lr=lr, weight_decay=decay, momentum=momentum)
     else:
         raise _UntranslatableError(at + "optimizer", f"{name} is neither adam nor sgd")
     work.set("policy.optimizer", call, by=at + "optimizer", was=name)
@@ -398,55 +389,46 @@ def _set_schedule(work: Adapted, values: _Values) -> None:
     stages: list[dict[str, Any]] = []
     milestones: list[int] = []
     if warmup and begin <= lr:
-        factor = max(begin / lr, _LEAST_FACTOR)
-        stages.append(_linear(factor, 1.0, warmup))
+        stages.append(_linear(max(begin / lr, _LEAST_FACTOR), 1.0, warmup))
         milestones.append(warmup)
     elif warmup:
         raise _UntranslatableError(
             at + "lr_warmup_init", f"{begin} is above the learning rate {lr}: no warm-up begins so"
         )
     if style == "constant":
-        stages.append(
-            {"name": _SCHEDULERS + "ConstantLR", "kwargs": {"factor": 1.0, "total_iters": _FOREVER}}
-        )
+        stages.append(_constant(1.0))
+    elif style in ("linear", "cosine"):
+        until = values.get(at + "lr_decay_iters") or values.get(_MEGATRON + "train_iters")
+        if not isinstance(until, int) or until <= warmup:
+            raise _UntranslatableError(
+                at + "lr_decay_iters", f"must be a whole number above the {warmup} steps of warm-up"
+            )
+        rest = until - warmup
+        # After the warm-up the rate falls to `least` and stays there.
+        if style == "linear":
+            stages.append(_linear(1.0, least / lr, rest))
+        else:
+            stages.append(_call(_SCHEDULERS + "CosineAnnealingLR", T_max=rest, eta_min=least))
+        stages.append(_constant(least / lr))
+        milestones.append(until)
     else:
-        stages += _decay(values, at, style, warmup=warmup, lr=lr, least=least, ends=milestones)
+        raise _UntranslatableError(
+            at + "lr_decay_style", f"{style} is none of constant, linear and cosine"
+        )
     call: Any = stages[0] if len(stages) == 1 else [*stages, {"milestones": milestones}]
     work.set("policy.scheduler", call, by=at + "lr_decay_style", was=style)
 
 
-def _decay(
-    values: _Values, at: str, style: str, *, warmup: int, lr: float, least: float, ends: list[int]
-) -> list[dict[str, Any]]:
-    # After the warm-up the rate falls to `least` and stays there.
-    if style not in ("linear", "cosine"):
-        raise _UntranslatableError(
-            at + "lr_decay_style", f"{style} is none of constant, linear and cosine"
-        )
-    until = values.get(at + "lr_decay_iters") or values.get(_MEGATRON + "train_iters")
-    if not isinstance(until, int) or until <= warmup:
-        raise _UntranslatableError(
-            at + "lr_decay_iters", f"must be a whole number above the {warmup} steps of warm-up"
-        )
-    ends.append(until)
-    rest = until - warmup
-    if style == "linear":
-        down = _linear(1.0, least / lr, rest)
-    else:
-        down = {
-            "name": _SCHEDULERS + "CosineAnnealingLR",
-            "kwargs": {"T_max": rest, "eta_min": least},
-        }
-    after = {
-        "name": _SCHEDULERS + "ConstantLR",
-        "kwargs": {"factor": least / lr, "total_iters": _FOREVER},
-    }
-    return [down, after]
+def _call(name: str, **kwargs: Any) -> dict[str, Any]:
+    return {"name": name, "kwargs": kwargs}
+
+
+def _constant(factor: float) -> dict[str, Any]:
+    return _call(_SCHEDULERS + "ConstantLR", factor=factor, total_iters=_FOREVER)
 
 
 def _linear(start: float, end: float, steps: int) -> dict[str, Any]:
-    kwargs = {"start_factor": start, "end_factor": end, "total_iters": steps}
-    return {"name": _SCHEDULERS + "LinearLR", "kwargs": kwargs}
+    return _call(_SCHEDULERS + "LinearLR", start_factor=start, end_factor=end, total_iters=steps)
 
 
 def _set_adapters(work: Adapted, values: _Values) -> None:

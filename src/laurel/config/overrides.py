@@ -133,9 +133,7 @@ def column_overrides(
 ) -> dict[str, str]:
     """Return the column names that overrides set, by their keys in the `data` section.
 
-    Args:
-        overrides: The overrides.
-        or_bad_rows: Whether `data.on_bad_row` may be set as well.
+    With `or_bad_rows`, `data.on_bad_row` may be set as well.
 
     Raises:
         ConfigError: An override sets another key.

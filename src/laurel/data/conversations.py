@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any, Literal, NamedTuple
 
 from laurel.config.data import DatasetConfig
@@ -20,6 +21,7 @@ from laurel.data.reading import (
     UnusualRoles,
     held_out_prompts,
     open_set,
+    read_sets,
     split,
 )
 from laurel.data.report import TextReport, conversation_fingerprint, no_rows_left
@@ -397,18 +399,7 @@ def load_demonstrations(
     Raises:
         DataError: A file or a row cannot be used, or no row of a set is left.
     """
-    dialogues: list[Dialogue] = []
-    reports: list[DialogueReport] = []
-    for index, config in enumerate(sets):
-        if limit is not None and len(dialogues) >= limit:
-            break
-        report = DialogueReport(name=name if len(sets) == 1 else f"{name}-{index + 1}")
-        most = None if limit is None else limit - len(dialogues)
-        dialogues += _load(config, report, on_bad_row, most)
-        reports.append(report)
-    if not reports:
-        raise DataError(f"data set '{name}': there is none; name one in data.train")
-    return dialogues, reports[0] if len(reports) == 1 else DialogueReport.merge(reports, name=name)
+    return read_sets(sets, partial(_load, on_bad_row=on_bad_row), name=name, limit=limit)
 
 
 def hold_out_dialogues(
@@ -427,14 +418,16 @@ def hold_out_dialogues(
 
 def _load(
     config: DemonstrationSetConfig,
-    report: DialogueReport,
-    on_bad_row: Literal["error", "skip"],
+    name: str,
     limit: int | None,
-) -> list[Dialogue]:
+    *,
+    on_bad_row: Literal["error", "skip"],
+) -> tuple[list[Dialogue], DialogueReport]:
+    report = DialogueReport(name=name)
     if config.dataset_name is None and config.data_path is None:
         config = config.model_copy(update={"dataset_name": DEFAULT_DEMONSTRATIONS})
     opened = open_set(config, known=_HUBS, report=report)
-    name = opened.task_name or config.dataset_name or report.origin
+    set_name = opened.task_name or config.dataset_name or report.origin
     report.dataset_class = config.dataset_name or "conversations"
     noted: set[str] = set()
     roles = UnusualRoles()
@@ -453,7 +446,7 @@ def _load(
         return Dialogue(
             id=f"{report.name}:{source}",
             messages=checked,
-            name=name,
+            name=set_name,
             source=source,
         )
 
@@ -462,7 +455,7 @@ def _load(
     if not dialogues:
         raise DataError(no_rows_left(report))
     report.describe(dialogues)
-    return dialogues
+    return dialogues, report
 
 
 def _checked(said: Conversation) -> Conversation:

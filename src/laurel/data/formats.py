@@ -221,15 +221,6 @@ def _can(read: Callable[[], Any]) -> bool:
     return True
 
 
-def _settings(**named: str | None) -> tuple[str, ...]:
-    defaults = {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}
-    return tuple(
-        f"data.{key}={_quoted(column)}"
-        for key, column in named.items()
-        if column is not None and column != defaults.get(key)
-    )
-
-
 def _quoted(column: str) -> str:
     # Quotes are needed only where the value of an override would be read as something else.
     try:
@@ -264,7 +255,11 @@ def _as_pair(row: Row) -> Suggestion | None:
     return Suggestion(
         says=f"pairs: {about}'{better}' the better answer, '{worse}' the worse",
         trainer="rm",
-        settings=_settings(prompt_key=prompt, chosen_key=better, rejected_key=worse),
+        settings=tuple(
+            f"data.{name}_key={_quoted(column)}"
+            for name, column in (("prompt", prompt), ("chosen", better), ("rejected", worse))
+            if column not in (None, name)
+        ),
     )
 
 

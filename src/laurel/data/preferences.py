@@ -534,11 +534,7 @@ def _shared_prompt(
     chosen: Conversation, rejected: Conversation
 ) -> tuple[Conversation, Conversation, Conversation]:
     """Split two conversations into the messages that they share and their answers."""
-    num_shared = 0
-    for one, other in zip(chosen[:-1], rejected[:-1], strict=False):
-        if one != other:
-            break
-        num_shared += 1
+    num_shared = _num_shared(chosen[:-1], rejected[:-1])
     first, second = chosen[num_shared:], rejected[num_shared:]
     if first[0].role != "assistant" or second[0].role != "assistant":
         raise UnusableRow(
@@ -547,6 +543,11 @@ def _shared_prompt(
             f"differ at message {num_shared + 1}",
         )
     return chosen[:num_shared], first, second
+
+
+def _num_shared(one: Conversation, other: Conversation) -> int:
+    differ = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
 
 
 def _ranked_completion(value: Any, place: int) -> tuple[Conversation, Row]:
@@ -643,11 +644,7 @@ def split_transcripts(
     """
     first = parse_transcript(text(chosen, what="the chosen transcript"))
     second = parse_transcript(text(rejected, what="the rejected transcript"))
-    num_shared = 0
-    for one, other in zip(first[:-1], second[:-1], strict=False):
-        if one != other:
-            break
-        num_shared += 1
+    num_shared = _num_shared(first[:-1], second[:-1])
     tails = (len(first) - num_shared, len(second) - num_shared)
     if tails != (1, 1):
         raise UnusableRow(

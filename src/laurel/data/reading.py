@@ -107,6 +107,8 @@ Read = TypeVar("Read")
 Remedy = Callable[[UnusableRow], str]
 """A function that returns the advice for a malformed row."""
 
+Report = TypeVar("Report", bound=RowReport)
+
 HubParts = tuple[tuple[str | None, str | None], ...]
 """The (subset, split) of each part of a hub data set that is read."""
 
@@ -258,6 +260,39 @@ def open_set(
         parts=parts,
         rows=(),
     )
+
+
+def read_sets(
+    sets: Sequence[SetConfig],
+    read: Callable[[SetConfig, str, int | None], tuple[list[Read], Report]],
+    *,
+    name: str,
+    limit: int | None,
+) -> tuple[list[Read], Report]:
+    """Read several data sets in sequence, and report what was left out of all.
+
+    Args:
+        sets: The data sets.
+        read: Reads one, given its name in the report and the largest number of rows to keep.
+        name: The name of the whole, in the report and at the start of every name.
+        limit: The largest number of rows to keep of all sets.
+
+    Raises:
+        DataError: There is no set, or `read` raises one.
+    """
+    items: list[Read] = []
+    reports: list[Report] = []
+    for index, config in enumerate(sets):
+        num_rows = sum(report.num_kept for report in reports)
+        if limit is not None and num_rows >= limit:
+            break
+        label = name if len(sets) == 1 else f"{name}-{index + 1}"
+        found, report = read(config, label, None if limit is None else limit - num_rows)
+        items += found
+        reports.append(report)
+    if not reports:
+        raise DataError(f"data set '{name}': there is none; name one in data.train")
+    return items, reports[0] if len(reports) == 1 else type(reports[0]).merge(reports, name=name)
 
 
 def _parts(hub: HubSet, config: SetConfig) -> HubParts:

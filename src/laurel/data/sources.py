@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Generic, Literal, NoReturn, TypeGuard, TypeVar, cast
+from typing import IO, Any, Generic, NoReturn, TypeGuard, TypeVar, cast
 
 from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.config.sft import DemonstrationSetConfig
@@ -334,12 +334,15 @@ def json_lines(stream: IO[bytes], path: str, complain: Complain) -> Rows:
         line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
         if line.isspace() or not line:
             continue
-        source = f"{label}:{number}"
-        try:
-            row = _json_line(line)
-        except UnusableRow as problem:
-            complain(source, problem)
-            continue
+        yield from _one_row(f"{label}:{number}", _json_line, line, complain)
+
+
+def _one_row(source: str, read: Callable[[Any], Row], value: Any, complain: Complain) -> Rows:
+    try:
+        row = read(value)
+    except UnusableRow as problem:
+        complain(source, problem)
+    else:
         yield source, row
 
 
@@ -364,13 +367,7 @@ def json_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
             "can be left out"
         ) from None
     for index, value in enumerate(values):
-        source = f"{os.path.basename(path)}[{index}]"
-        try:
-            row = as_row(value)
-        except UnusableRow as problem:
-            complain(source, problem)
-            continue
-        yield source, row
+        yield from _one_row(f"{os.path.basename(path)}[{index}]", as_row, value, complain)
 
 
 def csv_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
@@ -511,26 +508,27 @@ def read_rows(
     *,
     subset: str | None = None,
     split: str | None = None,
-    on_bad_row: Literal["error", "skip"] | Complain = "error",
+    on_bad_row: Complain | None = None,
 ) -> Iterator[tuple[str, Row]]:
     """Yield the rows of a file, a directory or a hub data set, each with its source.
 
     A source is `train.jsonl.gz:17` (the line, from 1) for files made of lines and `name[17]` (the
     index, from 0) for others; `locate` turns it into a path. `split` is `train` by default;
-    `subset` and `split` mean nothing to a single file. `on_bad_row` may be a function that is
-    called with each row that cannot be read.
+    `subset` and `split` mean nothing to a single file. `on_bad_row` is called with each row that
+    cannot be read; without it, such a row is an error.
 
     Raises:
         DataError: The place or a row cannot be read, or there are no rows.
     """
-    handle = _handler(on_bad_row, path_or_name)
     path = os.path.expanduser(path_or_name)
     num_rows = 0
 
     def complain(source: str, problem: UnusableRow) -> None:
         nonlocal num_rows
         num_rows += 1
-        handle(source, problem)
+        if on_bad_row is None:
+            raise DataError(f"{locate(path_or_name, source)}: {problem}")
+        on_bad_row(source, problem)
 
     if os.path.isdir(path):
         rows = _directory_rows(path, subset=subset, split=split)
@@ -568,17 +566,6 @@ def complaint(problem: UnusableRow, path: str | None, source: str, *, said: str 
     if problem.lacks_columns and path is not None and os.path.exists(path):
         words += f" What the columns could be: laurel data check {shlex.quote(path)}"
     return words
-
-
-def _handler(on_bad_row: Literal["error", "skip"] | Complain, name: str) -> Complain:
-    def stop(source: str, problem: UnusableRow) -> None:
-        raise DataError(f"{locate(name, source)}: {problem}")
-
-    if on_bad_row == "error":
-        return stop
-    if on_bad_row == "skip":
-        return lambda source, problem: None
-    return on_bad_row
 
 
 # ----------------------------------------------------------------------------------------- files
@@ -769,20 +756,6 @@ def _quiet() -> Iterator[None]:
 
 SetConfig = TypeVar("SetConfig", DatasetConfig, TaskSetConfig, DemonstrationSetConfig)
 
-# Columns are looked up in the rows that the object gives, unless it asks for their names itself.
-_COLUMNS = frozenset(
-    {
-        "prompt_key",
-        "chosen_key",
-        "rejected_key",
-        "margin_key",
-        "target_key",
-        "input_key",
-        "output_key",
-        "chat_key",
-        "system_key",
-    }
-)
 _ACTED_ON_HERE = frozenset(
     {
         "split",
@@ -834,7 +807,7 @@ def open_own(config: SetConfig) -> OwnRows[SetConfig]:
         rows=_guarded(_split_of(made, path, config.split or "train"), path),
         # Columns that the object itself has read are at their defaults here.
         config=type(config)(
-            **config.model_dump(exclude_unset=True, exclude=set(accepted & _COLUMNS))
+            **config.model_dump(exclude_unset=True, exclude=set(filter(_is_column, accepted)))
         ),
         task_name=getattr(task, "task_name", None),
         prompt_file=getattr(task, "prompt_file", None),
@@ -848,6 +821,11 @@ def has_own_split(config: SetConfig, split: str) -> bool:
     made, _, _ = _make(config.dataset_name or "", config)
     rows = getattr(made, "formatted_ds", made)
     return isinstance(rows, Mapping) and rows.get(split) is not None
+
+
+def _is_column(key: str) -> bool:
+    # Columns are looked up in the rows that the object gives, unless it asks for their names.
+    return key.endswith("_key")
 
 
 def _make(path: str, config: SetConfig) -> tuple[Any, set[str], list[str]]:
@@ -865,7 +843,8 @@ def _make(path: str, config: SetConfig) -> tuple[Any, set[str], list[str]]:
         parameters = {}
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     accepted = {key: value for key, value in values.items() if takes_all or key in parameters}
-    ignored = sorted(values.keys() - accepted.keys() - _COLUMNS - _ACTED_ON_HERE)
+    others = values.keys() - accepted.keys() - _ACTED_ON_HERE
+    ignored = sorted(key for key in others if not _is_column(key))
     try:
         made = maker(**accepted)
     except Exception as problem:

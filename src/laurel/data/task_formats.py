@@ -66,22 +66,8 @@ _NAMES_OF_APPS = {
 }
 _MODULES_OF_APPS = "collections, fractions, heapq, itertools, math, random, sys, time"
 _MODULES_OF_LIVECODEBENCH = (
-    "string",
-    "re",
-    "datetime",
-    "collections",
-    "heapq",
-    "bisect",
-    "copy",
-    "math",
-    "random",
-    "statistics",
-    "itertools",
-    "functools",
-    "operator",
-    "io",
-    "sys",
-    "json",
+    "string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, "
+    "functools, operator, io, sys, json"
 )
 _OF_APPS = "\n".join(
     [f"import {_MODULES_OF_APPS}", *(f"from {m} import {n}" for m, n in _NAMES_OF_APPS.items())]
@@ -89,9 +75,10 @@ _OF_APPS = "\n".join(
 # All names first, Python's own over those (`pow`), and the modules last (`datetime`).
 _OF_LIVECODEBENCH = "\n".join(
     [
-        *(f"from {module} import *" for module in (*_MODULES_OF_LIVECODEBENCH, "builtins")),
+        *(f"from {module} import *" for module in _MODULES_OF_LIVECODEBENCH.split(", ")),
+        "from builtins import *",
         "from typing import *",
-        f"import {', '.join(_MODULES_OF_LIVECODEBENCH)}",
+        f"import {_MODULES_OF_LIVECODEBENCH}",
     ]
 )
 PRELUDES: Mapping[str, str] = {

@@ -7,6 +7,7 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from laurel.config.data import TaskDataConfig, TaskSetConfig
@@ -17,6 +18,7 @@ from laurel.data.reading import (
     UnusualRoles,
     held_out_prompts,
     open_set,
+    read_sets,
     split,
 )
 from laurel.data.report import TaskReport, conversation_fingerprint, no_rows_left
@@ -347,21 +349,15 @@ def load_task_data(
         DataError: A file or a row cannot be used, or no task is left.
     """
 
-    def load(
-        sets: Sequence[TaskSetConfig], name: str, limit: int | None
-    ) -> tuple[list[Task], TaskReport]:
-        return load_tasks(
-            sets,
-            name=name,
-            default_environment=default_environment,
-            environments=environments,
-            needs=needs,
-            on_bad_row=data.on_bad_row,
-            limit=limit,
-        )
-
+    load = partial(
+        load_tasks,
+        default_environment=default_environment,
+        environments=environments,
+        needs=needs,
+        on_bad_row=data.on_bad_row,
+    )
     train_sets = data.train_sets()
-    train, report = load(train_sets, "train", data.max_samples)
+    train, report = load(train_sets, name="train", limit=data.max_samples)
     reports = {"train": report}
     validation_sets = data.validation_sets()
     asks_share = any(config.split_validation_size for config in train_sets) or (
@@ -372,7 +368,7 @@ def load_task_data(
         validation_sets = [found for found in brought if found is not None]
     if validation_sets:
         names = data.validation_names()
-        validation, reports["validation"] = load(validation_sets, "validation", None)
+        validation, reports["validation"] = load(validation_sets, name="validation")
         return TaskData(
             train=train,
             validation=validation,
@@ -419,22 +415,14 @@ def load_tasks(
     # A wrong name is reported before the first file is read, which may take minutes.
     for config in sets:
         check_environment(config.env_name or default_environment, environments)
-    tasks: list[Task] = []
-    reports: list[TaskReport] = []
-    num_rows = 0
-    for index, config in enumerate(sets):
-        if limit is not None and num_rows >= limit:
-            break
-        label = name if len(sets) == 1 else f"{name}-{index + 1}"
+
+    def load(config: TaskSetConfig, label: str, most: int | None) -> tuple[list[Task], TaskReport]:
         environment = config.env_name or default_environment
         fit = NeedsCheck(needs=needs, environment=environment, is_named=config.env_name is not None)
         reading = _Reading.open(config, label=label, environment=environment, fit=fit)
-        tasks += reading.run(on_bad_row, None if limit is None else limit - num_rows)
-        num_rows += reading.report.num_kept
-        reports.append(reading.report)
-    if not reports:
-        raise DataError(f"data set '{name}': there is none; name one in data.train")
-    return tasks, reports[0] if len(reports) == 1 else TaskReport.merge(reports, name=name)
+        return reading.run(on_bad_row, most), reading.report
+
+    return read_sets(sets, load, name=name, limit=limit)
 
 
 def _names_by_task(tasks: Sequence[Task], names: Sequence[str]) -> dict[str, str]:

@@ -59,10 +59,6 @@ class CompositeEnvironment(EnvironmentInterface):
     ) -> None:
         """Combine environments, which are shut down with this one.
 
-        Args:
-            config: The settings of the parts.
-            environments: The environments by name, including all that the parts name.
-
         Raises:
             ConfigError: A part names an environment that does not exist, or no part gives a reward.
         """
@@ -357,11 +353,7 @@ class PartCalls:
     """Limits the concurrent calls of one part, in daemon threads."""
 
     def __init__(self, name: str) -> None:
-        """Set the limit; no thread is started.
-
-        Args:
-            name: The name of the part, for messages.
-        """
+        """Set the limit; no thread is started."""
         self._name = name
         self._limit = MAX_CALLS
         self._places = threading.BoundedSemaphore(self._limit)

@@ -153,12 +153,8 @@ def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -
     """Read the settings of an environment from a section or a plain dictionary.
 
     Keys of other systems that have no effect here are ignored, with a warning in the log. An
-    unknown key is a `ConfigError` that names the most similar known key.
-
-    Args:
-        section: The class that validates the settings.
-        given: The settings.
-        where: The name of the dictionary in messages, e.g. `env.math`.
+    unknown key is a `ConfigError` that names the most similar known key. `where` is the name of the
+    dictionary in messages, e.g. `env.math`.
     """
     if isinstance(given, section):
         return given

@@ -89,13 +89,8 @@ def create_environments(
 ) -> dict[str, Environment]:
     """Create the environments of these names; composites share their parts.
 
-    Args:
-        names: The names of the environments.
-        config: The settings of all environments.
-        device: The device of reward models.
-        opening: The placement of the processes of `reward_model`; None for this machine.
-        nodes: The cluster nodes on which `code` runs programs; None for this machine.
-        say: Called with lines about reward models that are loaded; None writes them to the log.
+    `opening` places the processes of `reward_model`, and `nodes` run the programs of `code`; None
+    is this machine.
 
     Raises:
         ConfigError: A name is unknown or ambiguous, or an environment cannot be created.

@@ -530,17 +530,33 @@ def score_cases(
         judges_groups: Whether the scorer compares the completions of a group. Then equal
             completions occur in it twice, and reference answers do not occur in it.
     """
-    # Equal conversations are scored once, or the order of sums would make them differ.
-    asked = _Grouping(share_prompts, reads_metadata, judges_groups)
+    groups: dict[Any, tuple[list[Conversation], Mapping[str, Any]]] = {}
+    index_of: dict[Any, int] = {}
+
+    def place(case: Case, conversation: Conversation, *, is_reference: bool) -> tuple[Any, int]:
+        """Add a conversation to its group; return the key of the group, and the index in it."""
+        info = case.info if reads_metadata else {}
+        key = (
+            conversation[:-1] if share_prompts else conversation,
+            json.dumps(info, sort_keys=True, default=repr) if info else "",
+            is_reference and judges_groups,
+        )
+        members, _ = groups.setdefault(key, ([], info))
+        # Equal conversations are scored once, or the order of sums would make them differ.
+        if (key, conversation) not in index_of or (judges_groups and not is_reference):
+            index_of[key, conversation] = len(members)
+            members.append(conversation)
+        return key, index_of[key, conversation]
+
     places = [
         (
-            asked.add(case, case.conversation),
-            asked.add(case, case.reference, is_reference=True) if case.reference else None,
+            place(case, case.conversation, is_reference=False),
+            place(case, case.reference, is_reference=True) if case.reference else None,
         )
         for case in cases
     ]
-    groups = asked.groups()
-    scores = score(groups) if groups else []
+    asked = [_group(members, row, info) for row, (members, info) in enumerate(groups.values())]
+    scores = dict(zip(groups, score(asked) if asked else [], strict=True))
     for case, ((group, index), reference) in zip(cases, places, strict=True):
         found = scores[group][index]
         case.truncated, case.parts = found.truncated, dict(found.parts)
@@ -554,46 +570,6 @@ def score_cases(
                 case.failure = f"the reference answer has no score: {given.failure or 'no score'}"
             else:
                 case.reference_score = given.value
-
-
-class _Grouping:
-    """Collects conversations into groups."""
-
-    def __init__(self, share_prompts: bool, reads_metadata: bool, judges_groups: bool) -> None:
-        self._share_prompts = share_prompts
-        self._reads_metadata = reads_metadata
-        self._judges_groups = judges_groups
-        self._row_of: dict[Any, int] = {}
-        self._members: list[list[Conversation]] = []
-        self._infos: list[Mapping[str, Any]] = []
-        self._place_of: dict[Any, tuple[int, int]] = {}
-
-    def add(
-        self, case: Case, conversation: Conversation, *, is_reference: bool = False
-    ) -> tuple[int, int]:
-        """Add a conversation; return the index of its group, and its index in the group."""
-        info = case.info if self._reads_metadata else {}
-        key = (
-            conversation[:-1] if self._share_prompts else conversation,
-            json.dumps(info, sort_keys=True, default=repr) if info else "",
-            is_reference and self._judges_groups,
-        )
-        row = self._row_of.setdefault(key, len(self._members))
-        if row == len(self._members):
-            self._members.append([])
-            self._infos.append(info)
-        place = self._place_of.get((row, conversation))
-        if place is None or (self._judges_groups and not is_reference):
-            place = self._place_of[row, conversation] = row, len(self._members[row])
-            self._members[row].append(conversation)
-        return place
-
-    def groups(self) -> list[Group]:
-        """Return the groups to score."""
-        return [
-            _group(members, row, info)
-            for row, (members, info) in enumerate(zip(self._members, self._infos, strict=True))
-        ]
 
 
 def by_prompt(conversations: Iterable[Conversation]) -> list[Group]:
@@ -659,10 +635,6 @@ class ScoreTransform:
         self, config: ScoreTransformConfig, *, stored: tuple[float | None, float | None]
     ) -> None:
         """Check that the required statistics are available.
-
-        Args:
-            config: The settings of the transform.
-            stored: The mean and the standard deviation that the model was saved with, or None.
 
         Raises:
             ConfigError: The transform requires these statistics, and they are missing.
@@ -892,10 +864,6 @@ IN_THE_SECTION = Terms(
 def scorer_spec_of(config: RewardModelEnvironmentConfig, *, device: Device) -> ScorerSpec:
     """Convert the section into a scorer's spec.
 
-    Args:
-        config: The section.
-        device: The device of models.
-
     Raises:
         ConfigError: A setting cannot be used for a model that scores.
     """
@@ -1029,7 +997,7 @@ def gpus_of_actor(
         ConfigError: The settings are invalid.
     """
     settings = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
-    is_elsewhere = scorer is not None or not settings.computes or _has_ranks(settings)
+    is_elsewhere = scorer is not None or not settings.loaded or _has_ranks(settings)
     return float(device != "cpu" and not is_elsewhere)
 
 

@@ -96,14 +96,9 @@ def reduce_scores(
 ) -> Reduced:
     """Compute the figures of a benchmark from the scores of its rows.
 
-    Args:
-        benchmark: One of `BENCHMARKS`.
-        rows: The rows as the benchmark reads them.
-        scores: The scores of the completions of each row.
-        asked: The options of the benchmark.
-
     Raises:
-        DataError: Nothing can be compared, or the rows are not those of the benchmark.
+        DataError: Nothing can be compared, two rows share an id, or the rows are not those of the
+            benchmark.
     """
     scored = [
         one
@@ -112,6 +107,8 @@ def reduce_scores(
     ]
     if not scored:
         raise DataError(f"none of {len(rows)} rows can be compared: no two answers differ in rank")
+    if len({one.id for one in scored}) < len(scored):
+        raise DataError("two rows share an id")
     # The baseline is measured by the same function on the same rows, so that the two compare.
     try:
         return Reduced(

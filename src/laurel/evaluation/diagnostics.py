@@ -218,17 +218,7 @@ class Agreement:
 
 
 def agreements(columns: Mapping[str, Column]) -> list[Agreement]:
-    """Return the agreement of every two scorers; two without a common pair are left out.
-
-    Raises:
-        DataError: The columns differ in length.
-    """
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise DataError(
-            "every column of scores needs a row for each pair, but they differ in length: "
-            + ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        )
+    """Return the agreement of every two scorers; two without a common pair are left out."""
     found = []
     for (first, one), (second, other) in combinations(columns.items(), 2):
         both_N4 = np.array([[*a, *b] for a, b in zip(one, other, strict=True)], np.float64)
@@ -661,12 +651,8 @@ def sensitivity(
     """Score all answers afresh, as they are and rewritten, and compare.
 
     The verdict is whether the chosen answer scores strictly higher. Each prompt and all forms of
-    both answers make one group, so that a scorer reads the prompt once.
-
-    Args:
-        pairs: The pairs; their own scores, which may come from another model, are not used.
-        score: Scores groups.
-        variants: The variants to try, by name.
+    both answers make one group, so that a scorer reads the prompt once. The pairs' own scores,
+    which may come from another model, are not used.
     """
     # All forms of both answers go into one group: the prompt is encoded once for all of them.
     forms: list[Variant] = [str, *variants.values()]
@@ -696,11 +682,6 @@ def in_other_words(
     name: str, pairs: Sequence[ScoredPair], others: Sequence[ScoredPair]
 ) -> Sensitivity:
     """Compare scores with those of the same pairs rewritten, prompts included.
-
-    Args:
-        name: The name of the other form, such as `other language`.
-        pairs: The scored pairs.
-        others: The other form of each, scored, in the same order.
 
     Raises:
         DataError: The numbers of pairs differ.

@@ -77,7 +77,7 @@ def measure_rm_bench(rows: Sequence[ScoredList]) -> Measured:
     the mean over domains excludes them. That mean is absent if one of the four domains is.
 
     Raises:
-        ValueError: A row is not of RM-Bench, or two rows share an id.
+        ValueError: A row is not of RM-Bench.
     """
     by_part: dict[str, list[ScoredList]] = {}
     credits: dict[str, float | None] = {}
@@ -87,8 +87,6 @@ def measure_rm_bench(rows: Sequence[ScoredList]) -> Measured:
         credits[row.id] = (
             None if found is None else fmean(value for line in found for value in line)
         )
-    if len(credits) < len(rows):
-        raise ValueError("two rows share an id")
     parts = {name: _levels(name, of_part) for name, of_part in by_part.items()}
     missing = [part for names in DOMAINS.values() for part in names if part not in parts]
     domains = {
@@ -174,8 +172,7 @@ def category_of(source: str) -> str:
 def measure_judge_bench(pairs: Sequence[ScoredPair]) -> Measured:
     """Measure the accuracy of each category and over all pairs.
 
-    Args:
-        pairs: The pairs; their subset is the source of the question.
+    The subset of a pair is the source of the question.
     """
     credits = pair_credits(pairs)
     found = shares_by_subset(
@@ -210,13 +207,8 @@ def measure_best_of_n(lists: Sequence[ScoredList]) -> Measured:
     Ties at the highest score are broken by sampling. A prompt with an answer that could not be
     scored has no best one: it is counted as failed, also in random and oracle, so that all three
     use the same prompts.
-
-    Raises:
-        ValueError: Two lists share an id.
     """
     credits = {one.id: one.best_credit for one in lists}
-    if len(credits) < len(lists):
-        raise ValueError("two lists share an id")
     found = shares_by_subset((one.subset, credits[one.id]) for one in lists)
     has_scores = [one.whole_scores_G is not None for one in lists]
     random = [

@@ -283,15 +283,13 @@ def measure_reward_bench_2(
     Where a domain is absent there is no mean: it would be that of another benchmark.
 
     Raises:
-        ValueError: A row of Ties is malformed, or two rows share an id.
+        ValueError: A row of Ties is malformed.
     """
     ties = [row for row in rows if is_ties(row.subset)]
     credits = {row.id: row.first_credit for row in rows}
     for row in ties:
         margins = _margins(row)
         credits[row.id] = None if margins is None else float(margins.is_accurate)
-    if len(credits) < len(rows):
-        raise ValueError("two rows share an id")
     found = shares_by_subset(
         (row.subset, credits[row.id]) for row in rows if not is_ties(row.subset)
     )

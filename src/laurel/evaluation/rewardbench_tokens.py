@@ -121,11 +121,6 @@ class RewardBenchContract(ScoringContract):
     ) -> RewardBenchContract:
         """Make the contract from a model's files, read as the reference program reads them.
 
-        Args:
-            contract: The model's own contract.
-            spec: The place of the model and its tokenizer, and whether their code may run.
-            form: The settings of the reference program.
-
         Raises:
             ModelError: The reference cannot score such a model.
         """

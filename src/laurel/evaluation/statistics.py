@@ -159,10 +159,7 @@ def accuracy_by_name(
 ) -> list[Slice]:
     """Return the accuracy of each kind of pairs, in the order of the kinds' names.
 
-    Args:
-        pairs: Those without both scores take no part.
-        names: The kind of each pair by its id; pairs without an entry are in no slice.
-        baselines: See `Credits`.
+    Pairs without both scores, or without an entry in `names`, take no part.
     """
     members: dict[str, list[ScoredPair]] = {}
     for pair in pairs:
@@ -185,14 +182,8 @@ def accuracy_by_value(
 ) -> list[Slice]:
     """Return the accuracy in bins of about as many pairs each, from the lowest values up.
 
-    Pairs of one value stay together; where there are no more than `num_bins` values, each has a
-    bin of its own.
-
-    Args:
-        pairs: Those without both scores take no part.
-        values: The value of each pair by its id; pairs without an entry are in no bin.
-        num_bins: The largest number of bins.
-        baselines: See `Credits`.
+    Pairs of one value stay together; where there are no more than `num_bins` values, each has a bin
+    of its own. Pairs without both scores, or without an entry in `values`, take no part.
     """
     placed = [pair for pair in scored(pairs) if pair.id in values]
     slices = []
@@ -242,11 +233,6 @@ def paired_test(
 
     Rows with fractional credit count for the result that gives more, which makes it the sign test;
     for rows that are right or wrong the two tests are the same.
-
-    Args:
-        first: The credit of each row in one result.
-        second: The credit of each row in the other.
-        ids: The rows to compare; None: all.
     """
     wanted = first.keys() if ids is None else ids
     num_rows = first_better = second_better = 0
@@ -328,8 +314,7 @@ def share(name: str, credits: Iterable[float | None]) -> Figure:
 def shares_by_subset(rows: Iterable[tuple[str | None, float | None]]) -> dict[str, Figure]:
     """Return the mean credit of each subset, in the order in which subsets first appear.
 
-    Args:
-        rows: The subset and the credit of each row. Rows without a subset are skipped.
+    Rows without a subset are skipped.
     """
     by_subset: dict[str, list[float | None]] = {}
     for subset, credit in rows:
@@ -350,16 +335,9 @@ def mean_figure(name: str, figures: Sequence[Figure]) -> Figure:
     )
 
 
-def pair_credits(pairs: Sequence[ScoredPair]) -> dict[str, float | None]:
-    """Return 1 for each pair that is right, 0 for each other, None where there is no verdict.
-
-    Raises:
-        ValueError: Two pairs share an id.
-    """
-    credits = {pair.id: None if pair.is_right is None else float(pair.is_right) for pair in pairs}
-    if len(credits) < len(pairs):
-        raise ValueError("two pairs share an id")
-    return credits
+def pair_credits(pairs: Iterable[ScoredPair]) -> dict[str, float | None]:
+    """Return 1 for each pair that is right, 0 for each other, None where there is no verdict."""
+    return {pair.id: None if pair.is_right is None else float(pair.is_right) for pair in pairs}
 
 
 # ------------------------------------------------------------------------- the baseline of length

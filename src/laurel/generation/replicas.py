@@ -14,7 +14,7 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -209,7 +209,7 @@ class GeneratorReplicas:
             if not order.is_over:
                 self._hand_over()
                 with contextlib.suppress(EngineError):  # closed, so it is over
-                    await self._elsewhere(self._withdraw(order))
+                    await self._background.run_to_end(self._withdraw(order))
 
     def _hand_over(self) -> None:
         with self._arrival:
@@ -264,7 +264,7 @@ class GeneratorReplicas:
             EngineError: An engine refuses the weights, computes log-probabilities that differ from
                 those of the learner, or was lost too often.
         """
-        await self._elsewhere(self._update(weights))
+        await self._background.run_to_end(self._update(weights))
 
     async def _update(self, weights: Weights) -> None:
         """Send new weights to all replicas, including those that wait for weights."""
@@ -290,11 +290,11 @@ class GeneratorReplicas:
 
     async def sleep(self) -> None:
         """Wait for running requests, then release the device memory of all replicas."""
-        await self._elsewhere(self._set_asleep(True))
+        await self._background.run_to_end(self._set_asleep(True))
 
     async def wake(self) -> None:
         """Allocate the device memory of all replicas again and resume requests."""
-        await self._elsewhere(self._set_asleep(False))
+        await self._background.run_to_end(self._set_asleep(False))
 
     async def _set_asleep(self, is_asleep: bool) -> None:
         async with self._alone():
@@ -306,10 +306,6 @@ class GeneratorReplicas:
             await self._call(replica, "sleep" if self._is_asleep else "wake")
         except WorkerError as error:
             await self._restart(replica, error)
-
-    async def _elsewhere(self, work: Coroutine[Any, Any, None]) -> None:
-        # What has been begun is ended, even where the caller is cancelled.
-        await asyncio.shield(asyncio.wrap_future(self._background.submit(work)))
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -564,7 +560,6 @@ class GeneratorReplica(Replica[WorkerGroup]):
     """
 
     def __init__(self, index: int, name: str) -> None:
-        """Make a replica without work; see `Replica`."""
         super().__init__(index, name)
         self.settled = asyncio.Event()
         """Set while the replica is not starting."""

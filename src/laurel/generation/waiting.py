@@ -64,6 +64,13 @@ class BackgroundLoop:
         work.close()
         raise EngineError("the engine was closed")
 
+    async def run_to_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in the loop to its end, even where the caller is cancelled.
+
+        A half-made change, such as of weights, would leave a state that nobody knows.
+        """
+        await asyncio.shield(asyncio.wrap_future(self.submit(work)))
+
     def close(
         self,
         last: Coroutine[Any, Any, None],

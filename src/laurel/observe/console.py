@@ -14,7 +14,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,7 +47,22 @@ _VERDICT_STYLES = {"right": "green", "wrong": "red", "tie": "yellow", "unknown":
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairRow:
+class TableRow:
+    """A row of a logged table, whose columns are the fields of its class."""
+
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        """Return the names of the cells, for `MetricLogger.log_table`."""
+        return tuple(field.name for field in fields(cls))
+
+    @property
+    def cells(self) -> tuple[object, ...]:
+        """The values of the row, in the order of `columns`."""
+        return astuple(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRow(TableRow):
     """A pair of answers and their scores, for `print_pairs` and for a logged table."""
 
     prompt: str
@@ -71,16 +86,6 @@ class PairRow:
             better_score=float(scores_G[best]),
             worse_score=float(scores_G[worst]),
         )
-
-    @classmethod
-    def columns(cls) -> tuple[str, ...]:
-        """Return the names of the cells, for `MetricLogger.log_table`."""
-        return tuple(field.name for field in fields(cls))
-
-    @property
-    def cells(self) -> tuple[object, ...]:
-        """The values of the row, for `MetricLogger.log_table`."""
-        return astuple(self)
 
     @property
     def verdict(self) -> Literal["right", "wrong", "tie", "unknown"]:
@@ -522,7 +527,7 @@ def _conversation(conversation: Conversation, score: Score) -> Text:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionRow:
+class CompletionRow(TableRow):
     """One rollout as a row of a table."""
 
     step: int
@@ -543,16 +548,6 @@ class CompletionRow:
     num_tokens: int = 0
     num_turns: int = 1
     weight_version: int = 0
-
-    @classmethod
-    def columns(cls) -> tuple[str, ...]:
-        """Return the names of the cells."""
-        return tuple(cls.__dataclass_fields__)
-
-    @property
-    def cells(self) -> tuple[object, ...]:
-        """The values of the row, in the order of `columns`."""
-        return tuple(asdict(self).values())
 
 
 def completion_rows(

@@ -11,9 +11,13 @@ import re
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal
+
+import yaml
 
 from laurel.config.grpo import Alarm, HealthConfig
 from laurel.observe.console import format_number
@@ -316,14 +320,6 @@ class AlarmFinding:
     evidence: Evidence = "best"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlarmRule:
-    """The rule of an alarm, with the evidence that it shows and the usual remedies."""
-
-    judge: Callable[[History], AlarmFinding | None]
-    advice: str
-
-
 def _beyond(history: History, step: RecentValues, least: float) -> float:
     """Return how far a value must lie from earlier values to be more than a chance leap."""
     if step.spread is None:
@@ -426,55 +422,41 @@ def kl_jump(history: History) -> AlarmFinding | None:
 
 
 def length(history: History) -> AlarmFinding | None:
-    """Check whether completions are much longer, or much shorter, than before."""
-    return _first_bad(_length_leaps(history), _length_drifts(history))
+    """Check whether completions are much longer, or much shorter, than before.
 
+    Length is the most common way to a higher score without better answers (Singhal et al., arXiv
+    2310.03716). It is no problem if the policy learns to reason longer.
+    """
+    config, factor = history.config, history.config.length_factor
+    found: list[AlarmFinding] = []
 
-def _length_leaps(history: History) -> AlarmFinding | None:
-    step, factor = history.step(LENGTH), history.config.length_factor
-    if step is None:
-        return None
-    is_longer = step.value >= step.before
-    least = step.before * (factor - 1 if is_longer else 1 - 1 / factor)
-    if step.spread is None and not is_longer:  # twice the fall may exceed the whole length
-        far = step.before * (1 - 1 / factor**2)
-    else:
-        far = _beyond(history, step, least)
-    threshold = step.before + (far if is_longer else -far)
-    return AlarmFinding(
-        is_bad=step.value != step.before
-        and (step.value >= threshold if is_longer else step.value <= threshold),
-        metric=LENGTH,
-        value=step.value,
-        threshold=threshold,
-        baseline=step.before,
-        text=f"completions had {_of(step.before)} tokens in the steps before and have "
-        f"{_of(step.value)} now",
-        evidence="longest" if is_longer else "shortest",
-    )
+    def compare(value: float, before: float, above: float, below: float, when: str) -> None:
+        is_longer = value >= before
+        found.append(
+            AlarmFinding(
+                is_bad=value != before and (value >= above if is_longer else value <= below),
+                metric=LENGTH,
+                value=value,
+                threshold=above if is_longer else below,
+                baseline=before,
+                text=f"completions had {_of(before)} tokens in the {when} and have {_of(value)} "
+                "now",
+                evidence="longest" if is_longer else "shortest",
+            )
+        )
 
-
-def _length_drifts(history: History) -> AlarmFinding | None:
-    # Length is the most common way to a higher score without better answers (Singhal et al., arXiv
-    # 2310.03716). It is no problem if the policy learns to reason longer.
-    config, baseline, now = history.config, history.baseline(LENGTH), history.now(LENGTH)
-    if baseline is None or now is None or not history.is_fresh(LENGTH):
-        return None
-    usual, margin = baseline.median, config.num_spreads * baseline.spread
-    is_longer = now >= usual
-    factor = config.length_factor
-    threshold = (
-        max(usual * factor, usual + margin) if is_longer else min(usual / factor, usual - margin)
-    )
-    return AlarmFinding(
-        is_bad=now != usual and (now >= threshold if is_longer else now <= threshold),
-        metric=LENGTH,
-        value=now,
-        threshold=threshold,
-        baseline=usual,
-        text=f"completions had {_of(usual)} tokens in the first steps and have {_of(now)} now",
-        evidence="longest" if is_longer else "shortest",
-    )
+    if (step := history.step(LENGTH)) is not None:
+        above = step.before + _beyond(history, step, step.before * (factor - 1))
+        fall = step.before * (1 - 1 / factor**2)  # twice the fall may exceed the whole length
+        if step.spread is not None:
+            fall = _beyond(history, step, step.before * (1 - 1 / factor))
+        compare(step.value, step.before, above, step.before - fall, "steps before")
+    baseline, now = history.baseline(LENGTH), history.now(LENGTH)
+    if baseline is not None and now is not None and history.is_fresh(LENGTH):
+        usual, margin = baseline.median, config.num_spreads * baseline.spread
+        above, below = max(usual * factor, usual + margin), min(usual / factor, usual - margin)
+        compare(now, usual, above, below, "first steps")
+    return _first_bad(*found)
 
 
 def length_bias(history: History) -> AlarmFinding | None:
@@ -503,45 +485,29 @@ def length_bias(history: History) -> AlarmFinding | None:
 def _risen(
     history: History, name: str, rise: float, what: str, evidence: Evidence
 ) -> AlarmFinding | None:
-    return _first_bad(
-        _leaps(history, name, rise, what, evidence), _drifts(history, name, rise, what, evidence)
-    )
+    """Check whether a share rose, in one step or since the first steps."""
+    found: list[AlarmFinding] = []
 
+    def compare(value: float, before: float, least: float, when: str) -> None:
+        found.append(
+            AlarmFinding(
+                is_bad=value >= before + least,
+                metric=name,
+                value=value,
+                threshold=before + least,
+                baseline=before,
+                text=f"{what}: {_of(before)} in the {when}, {_of(value)} now",
+                evidence=evidence,
+            )
+        )
 
-def _leaps(
-    history: History, name: str, rise: float, what: str, evidence: Evidence
-) -> AlarmFinding | None:
-    step = history.step(name)
-    if step is None:
-        return None
-    threshold = step.before + _beyond(history, step, rise)
-    return AlarmFinding(
-        is_bad=step.value >= threshold,
-        metric=name,
-        value=step.value,
-        threshold=threshold,
-        baseline=step.before,
-        text=f"{what}: {_of(step.before)} in the steps before, {_of(step.value)} now",
-        evidence=evidence,
-    )
-
-
-def _drifts(
-    history: History, name: str, rise: float, what: str, evidence: Evidence
-) -> AlarmFinding | None:
+    if (step := history.step(name)) is not None:
+        compare(step.value, step.before, _beyond(history, step, rise), "steps before")
     baseline, now = history.baseline(name), history.now(name)
-    if baseline is None or now is None or not history.is_fresh(name):
-        return None
-    threshold = baseline.median + max(rise, history.config.num_spreads * baseline.spread)
-    return AlarmFinding(
-        is_bad=now >= threshold,
-        metric=name,
-        value=now,
-        threshold=threshold,
-        baseline=baseline.median,
-        text=f"{what}: {_of(baseline.median)} in the first steps, {_of(now)} now",
-        evidence=evidence,
-    )
+    if baseline is not None and now is not None and history.is_fresh(name):
+        least = max(rise, history.config.num_spreads * baseline.spread)
+        compare(now, baseline.median, least, "first steps")
+    return _first_bad(*found)
 
 
 def repetition(history: History) -> AlarmFinding | None:
@@ -645,66 +611,28 @@ def ensemble(history: History) -> AlarmFinding | None:
     return max(found, key=lambda one: one.value, default=None)
 
 
-RULES: Mapping[Alarm, AlarmRule] = MappingProxyType(
+RULES: Mapping[Alarm, Callable[[History], AlarmFinding | None]] = MappingProxyType(
     {
-        "overoptimisation": AlarmRule(
-            judge=overoptimisation,
-            advice="go back to the checkpoint at the peak; weigh the divergence from the reference "
-            "more (loss_fn.reference_policy_kl_penalty) or learn more slowly; train the reward "
-            "model on completions of this policy; put the rule into the reward (env.composite)",
-        ),
-        "kl_jump": AlarmRule(
-            judge=kl_jump,
-            advice="read the samples of this step beside earlier ones; lower the learning rate, "
-            "clip gradients (policy.max_grad_norm), or weigh the divergence more "
-            "(loss_fn.reference_policy_kl_penalty)",
-        ),
-        "length": AlarmRule(
-            judge=length,
-            advice="read the longest and the shortest with their rewards. If length itself is paid "
-            "for: grpo.reward_shaping against overlong completions, a reward model trained on "
-            "pairs of equal length, a rule beside it. If thinking longer is the aim: "
-            "grpo.health.ignore=[length]",
-        ),
-        "length_bias": AlarmRule(
-            judge=length_bias,
-            advice="measure the reward model's preference for length (laurel eval pairs "
-            "--diagnostics); shape the reward (grpo.reward_shaping); use "
-            "loss_fn.normalizer=max_length, so that the loss itself does not favour lengths",
-        ),
-        "repetition": AlarmRule(
-            judge=repetition,
-            advice="read the samples; lower policy.generation.max_new_tokens or penalise overlong "
-            "completions; weigh the divergence more; show the reward model such texts as rejected",
-        ),
-        "truncation": AlarmRule(
-            judge=truncation,
-            advice="raise policy.generation.max_new_tokens if the answers are good but unfinished; "
-            "else grpo.reward_shaping.stop_properly_penalty_coef, or grpo.overlong_filtering",
-        ),
-        "format": AlarmRule(
-            judge=keeps_format,
-            advice="make the form a part of the reward, or its gate (env.composite); show it in "
-            "the prompt; warm up on demonstrations that have it (laurel sft)",
-        ),
-        "zero_spread_groups": AlarmRule(
-            judge=zero_spread_groups,
-            advice="if all are right, use harder tasks; if none is, easier ones or a warm-up; "
-            "sample more completions of each; grpo.use_dynamic_sampling leaves such groups out",
-        ),
-        "ensemble": AlarmRule(
-            judge=ensemble,
-            advice="combine warily (env.reward_model.combine=mean_minus_std or min); read what the "
-            "one likes and the other does not, and have pairs of it annotated",
-        ),
-        "failures": AlarmRule(
-            judge=missing_rewards,
-            advice="see train/reward/failed_* for the reasons and completions/ for the texts; a "
-            "reward model that fails on certain texts is not measured on them",
-        ),
+        "overoptimisation": overoptimisation,
+        "kl_jump": kl_jump,
+        "length": length,
+        "length_bias": length_bias,
+        "repetition": repetition,
+        "truncation": truncation,
+        "format": keeps_format,
+        "zero_spread_groups": zero_spread_groups,
+        "ensemble": ensemble,
+        "failures": missing_rewards,
     }
 )
-"""Every alarm, in the order in which they are reported."""
+"""The rule of every alarm, in the order in which they are reported."""
+
+
+@cache
+def _advice() -> Mapping[str, str]:
+    path = files("laurel.observe") / "alarms.yaml"
+    found: Mapping[str, str] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -719,7 +647,7 @@ class AlarmEvent:
     @property
     def advice(self) -> str:
         """The usual remedies if this alarm is raised."""
-        return RULES[self.alarm].advice
+        return _advice()[self.alarm]
 
 
 class Alarms:
@@ -783,8 +711,8 @@ class Alarms:
         """
         self._history.add(figures)
         events = []
-        for name, rule in RULES.items():
-            finding = None if name in self.config.ignore else rule.judge(self._history)
+        for name, judge in RULES.items():
+            finding = None if name in self.config.ignore else judge(self._history)
             if finding is None:
                 continue
             self._known.add(name)

@@ -79,9 +79,8 @@ def check_fetchable(name: str, *, key: str, instead: str = "") -> None:
     if why is not None:
         raise ModelError(
             f"{setting_of(key, name)}: it is no directory here, and cannot be fetched from the "
-            "Hugging Face "
-            f"hub ({why}). Go online, or give a directory that holds the model{instead}. "
-            f"{WITHOUT_ASKING}"
+            f"Hugging Face hub ({why}). Go online, or give a directory that holds the "
+            f"model{instead}. {WITHOUT_ASKING}"
         )
 
 

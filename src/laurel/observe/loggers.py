@@ -190,8 +190,6 @@ class Loggers:
         """Open one more logger; if that fails, warn and go on without it."""
         try:
             self._loggers[name] = opener()
-        except MissingDependencyError:
-            raise
         except Exception as error:  # a tracker may raise anything: network, login, disk
             self._warn(_switched_off(name, error))
 
@@ -387,13 +385,8 @@ class TensorboardLogger:
     """Writes event files for TensorBoard; events after `resumed_step` are hidden."""
 
     def __init__(self, events_dir: Path, *, resumed_step: int | None = None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingDependencyError(
-                "logger.tensorboard_enabled needs the package 'tensorboard'. "
-                "Install it with: pip install tensorboard"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         # TensorBoard would show the steps that a resumed run repeats twice.
         purge_step = None if resumed_step is None else resumed_step + 1
         self._writer: Any = SummaryWriter(str(events_dir), purge_step=purge_step, flush_secs=10)
@@ -431,7 +424,7 @@ class WandbLogger:
     def __init__(
         self, config: WandbConfig, *, run_dir: Path, resumed: bool = False, library: Any = None
     ) -> None:
-        self._wandb = library or _import("wandb")
+        self._wandb = library or import_module("wandb")
         # The run's directory holds the id: a resumed run must not begin a new one.
         run_id = _stored_id(run_dir / "wandb_run_id") if resumed else None
         self._run = self._wandb.init(
@@ -471,7 +464,9 @@ class MlflowLogger:
     def __init__(
         self, config: MlflowConfig, *, run_dir: Path, resumed: bool = False, library: Any = None
     ) -> None:
-        self._mlflow = library or _import("mlflow", "entities")
+        if library is None:
+            import_module("mlflow.entities")
+        self._mlflow = library or import_module("mlflow")
         self._client = self._mlflow.MlflowClient(tracking_uri=config.tracking_uri)
         self._run_id = _stored_id(run_dir / "mlflow_run_id") if resumed else None
         self._has_parameters = self._run_id is not None
@@ -523,18 +518,6 @@ class MlflowLogger:
     def close(self) -> None:
         """Mark the MLflow run as finished."""
         self._client.set_terminated(self._run_id)
-
-
-def _import(package: str, *modules: str) -> Any:
-    try:
-        found = import_module(package)
-        for module in modules:
-            import_module(f"{package}.{module}")
-    except ImportError as error:
-        raise MissingDependencyError.of(
-            package, extra=package, purpose=f"logger.{package}_enabled"
-        ) from error
-    return found
 
 
 def _stored_id(path: Path) -> str | None:

@@ -7,7 +7,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from types import TracebackType
 from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
@@ -125,12 +124,7 @@ class TrainingProgress:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
         elif self._printed_step != self._step:
@@ -314,12 +308,7 @@ class RowProgress:
     def __enter__(self) -> RowProgress:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def show(self) -> None:

@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from laurel.errors import BusyError, DataError, EngineError, is_lost_worker
-from laurel.rewards.preparing import Prepared, Rendered, filter_readable, rendered_rows
+from laurel.rewards.preparing import (
+    Prepared,
+    Rendered,
+    fill_in,
+    filter_readable,
+    is_text,
+    rendered_rows,
+)
 from laurel.types import Group, Message, Score, SentTurn, TokenGroup
 from laurel.workers.replica_set import ReplicaSet, TakesDownError
 
@@ -54,7 +61,6 @@ class ScoreCache:
     """Caches the most recently used scores of one version of one model."""
 
     def __init__(self, max_entries: int) -> None:
-        """Hold at most `max_entries` scores."""
         self._max_entries = max_entries
         self._scores: OrderedDict[Key, Score] = OrderedDict()
 
@@ -77,16 +83,6 @@ class ScoreCache:
 
 # Tokens. Sharing fewer does not repay a tree of its own.
 _SHORTEST_TRUNK = 16
-
-
-class Encoder(Protocol):
-    """Turns what clients send into tokens."""
-
-    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """Render and tokenise groups; one that cannot be rendered carries a failure."""
-
-    def prepare_rendered(self, row: Rendered) -> TokenGroup:
-        """Tokenise one conversation that its client has rendered."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,11 +114,7 @@ class Unit:
 
     def verdicts(self, score_of: Mapping[Key, Score]) -> tuple[Score, ...]:
         """Return the score of every completion, given the scores of all that could be rendered."""
-        keys = iter(self.keys)
-        return tuple(
-            score_of[next(keys)] if failure is None else Score(value=None, failure=failure)
-            for failure in self.failures
-        )
+        return fill_in(self.failures, (score_of[key] for key in self.keys))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,7 +218,7 @@ def halve_trees(trees: Sequence[KeyedTree]) -> tuple[list[KeyedTree], list[Keyed
 # ------------------------------------------------------------------------------------- to tokens
 
 
-def units_of(encoder: Encoder, groups: Sequence[Group]) -> list[Unit]:
+def units_of(encoder: Backend, groups: Sequence[Group]) -> list[Unit]:
     """Tokenise groups; a completion that cannot be read fails alone.
 
     Raises:
@@ -243,8 +235,8 @@ def units_of(encoder: Encoder, groups: Sequence[Group]) -> list[Unit]:
     ]
 
 
-def _prepared(encoder: Encoder, groups: Sequence[Group]) -> list[Prepared]:
-    if all(_is_text(message.content) for group in groups for message in _messages(group)):
+def _prepared(encoder: Backend, groups: Sequence[Group]) -> list[Prepared]:
+    if all(is_text(message.content) for group in groups for message in _messages(group)):
         try:
             return encoder.prepare(groups)
         except Exception as error:  # the completion at fault is found below
@@ -253,7 +245,7 @@ def _prepared(encoder: Encoder, groups: Sequence[Group]) -> list[Prepared]:
     return [_prepare_carefully(encoder, group) for group in groups]
 
 
-def _prepare_rows(encoder: Encoder, rows: Sequence[Rendered | None]) -> Prepared:
+def _prepare_rows(encoder: Backend, rows: Sequence[Rendered | None]) -> Prepared:
     found: list[TokenGroup] = []
     failures: list[str | None] = []
     for row in rows:
@@ -262,7 +254,7 @@ def _prepare_rows(encoder: Encoder, rows: Sequence[Rendered | None]) -> Prepared
             if row is None:
                 raise DataError("it is neither a list of token ids nor a prompt with its response")
             texts = [row] if isinstance(row, str) else row[:2] if isinstance(row, SentTurn) else []
-            if not all(map(_is_text, texts)):
+            if not all(map(is_text, texts)):
                 raise DataError(_UNPAIRED_SURROGATE)
             found.append(encoder.prepare_rendered(row))
         except DataError as error:
@@ -291,7 +283,7 @@ def _unreadable(error: Exception) -> str:
     return f"it cannot be read: {type(error).__name__}: {error}"
 
 
-def _prepare_carefully(encoder: Encoder, group: Group) -> Prepared:
+def _prepare_carefully(encoder: Backend, group: Group) -> Prepared:
     sound, failures = filter_readable(group, partial(_why_not, encoder))
     if not sound.completions_G:
         return None, failures
@@ -303,8 +295,8 @@ def _prepare_carefully(encoder: Encoder, group: Group) -> Prepared:
     return tokens, failures
 
 
-def _why_not(encoder: Encoder, alone: Group) -> str | None:
-    if not all(_is_text(message.content) for message in _messages(alone)):
+def _why_not(encoder: Backend, alone: Group) -> str | None:
+    if not all(is_text(message.content) for message in _messages(alone)):
         return _UNPAIRED_SURROGATE
     try:
         ((_, (failure,)),) = encoder.prepare([alone])
@@ -319,16 +311,6 @@ def _messages(group: Group) -> Iterator[Message]:
         yield from one.messages
 
 
-def _is_text(text: str) -> bool:
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 # --------------------------------------------------------------------------------------------------
 # The queue of a batcher: its requests, limits and statistics.
 
@@ -336,8 +318,14 @@ def _is_text(text: str) -> bool:
 B = TypeVar("B", bound="Backend")
 
 
-class Backend(Encoder, Protocol):
+class Backend(Protocol):
     """Computes scores in blocking calls; a batcher calls it from up to `num_threads` threads."""
+
+    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
+        """Render and tokenise groups; one that cannot be rendered carries a failure."""
+
+    def prepare_rendered(self, row: Rendered) -> TokenGroup:
+        """Tokenise one conversation that its client has rendered."""
 
     def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
         """Return a score for each branch, in order."""

@@ -7,17 +7,13 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from laurel.protocols import Scorer
 from laurel.rewards.blocking import afresh
 from laurel.rewards.remote.replica import REASONS, close_scorer, failed
 from laurel.rewards.scorer import ModelScorer
 from laurel.types import Group, Score
-
-if TYPE_CHECKING:
-    pass
-
 
 Combine = Literal["weighted_sum", "min", "mean_minus_std"]
 

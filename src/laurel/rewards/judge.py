@@ -28,7 +28,7 @@ from laurel.types import Group, Message, Score
 CHAT_PATH = "/chat/completions"
 
 
-class JudgeReplica:
+class JudgeReplica(HttpExchange):
     """Asks one server of a judge; a `Replica` of the router."""
 
     # Completions of one request, which may ask for several replies.
@@ -51,16 +51,11 @@ class JudgeReplica:
         path = CHAT_PATH if "/v1" in checked_url(url).path else f"/v1{CHAT_PATH}"
         # One for each concurrent reply: waiting for a connection would count as its own time.
         connections = RouterOptions().window * config.num_samples + 2
-        self._http = HttpExchange(endpoint(url, path), api_key=api_key, connections=connections)
+        super().__init__(endpoint(url, path), api_key=api_key, connections=connections)
         self._config = config
         self._prompt = prompt
         self.counts: Counter[str] = Counter()
         """Counts `replies`, and the `unreadable` ones among them."""
-
-    @property
-    def name(self) -> str:
-        """Name of the server, for messages."""
-        return self._http.name
 
     async def attempt(
         self, groups: Sequence[Group], *, request_id: str, timeout: float
@@ -112,7 +107,7 @@ class JudgeReplica:
         if config.seed is not None:
             # With one seed for all, every sample would be the same.
             request["seed"] = config.seed + number
-        answer = await self._http.post(
+        answer = await self.post(
             request | config.extra_body, request_id=f"{request_id}-{number}", timeout=timeout
         )
         try:
@@ -120,7 +115,7 @@ class JudgeReplica:
         except NoScoreError as error:
             return error
         except ProtocolError as error:
-            raise self._http.fault(error) from error
+            raise self.fault(error) from error
 
     def _verdict(self, replies: Sequence[float | NoScoreError]) -> Score:
         values = [one for one in replies if not isinstance(one, NoScoreError)]
@@ -139,14 +134,6 @@ class JudgeReplica:
                 "spread": math.sqrt(squares / len(values)),
             }
         return Score(value=mean, values_K=(mean,), parts=parts)
-
-    async def probe(self, *, timeout: float) -> None:
-        """Ask whether the server is healthy; any reply passes but one that says it is not."""
-        await self._http.look("/health", timeout=timeout)
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        await self._http.aclose()
 
 
 class JudgeScorer(Router):

@@ -34,7 +34,6 @@ from laurel.errors import (
     spoken_in,
     terms_in_use,
 )
-from laurel.generation.vllm.pooling import PoolingOptions
 from laurel.models.loading.pretrained import DTYPES, find_tokenizer
 from laurel.models.loading.reward_model import (
     UNDERSTOOD,
@@ -621,16 +620,9 @@ def load_vllm_scorer(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> VllmSc
         golden = golden_scores(own.model, own.contract, [CANARY])
         contract = own.contract.with_rules(golden=golden, golden_dtype=spec.precision)
         del own
-    options = replace(
-        spec.pooling or PoolingOptions(),
-        precision=spec.precision,
-        revision=spec.model.revision,
-        trust_remote_code=spec.model.trust_remote_code,
-        safetensors_only=spec.model.safetensors_only,
-        config_overrides=spec.model.config_overrides,
-    )
+    model = replace(spec.model, name=place.name, precision=spec.precision)
     try:
-        scorer = VllmScorer(place.name, contract, options=options, batch_tokens=spec.batch_tokens)
+        scorer = VllmScorer(model, contract, options=spec.pooling, batch_tokens=spec.batch_tokens)
     except UserError as error:
         raise type(error)(f"{place.name} in vLLM: {error}") from error
     say(f"model   {place.name} in vLLM, {spec.precision}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
@@ -13,7 +13,7 @@ from typing import Protocol
 from laurel.errors import DataError, WorkerError
 from laurel.models.scoring import ScoringContract
 from laurel.protocols import WorkerGroup
-from laurel.types import Completion, Group, Message, SentTurn, TokenGroup
+from laurel.types import Completion, Group, Message, Score, SentTurn, TokenGroup
 from laurel.workers.rendezvous import RankPlace
 from laurel.workers.replica_set import ReplicaSet
 from laurel.workers.supervisor import Restarts
@@ -168,6 +168,26 @@ def filter_readable(
         if failure is None
     )
     return replace(group, completions_G=sound), failures
+
+
+def fill_in(failures: Sequence[str | None], scores: Iterable[Score]) -> tuple[Score, ...]:
+    """Return the score of each completion, given its failure or else the next of the scores."""
+    rest = iter(scores)
+    return tuple(
+        next(rest) if failure is None else Score(value=None, failure=failure)
+        for failure in failures
+    )
+
+
+def is_text(text: str) -> bool:
+    """Whether a string is valid Unicode, without unpaired surrogates."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # --------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from laurel.models.loading.policy import (
     own_attention,
 )
 from laurel.models.scoring import GoldenScore, ScoringContract
-from laurel.rewards.preparing import Prepared, Preparing, Rendered, prepared_by
+from laurel.rewards.preparing import Prepared, Preparing, Rendered, fill_in, prepared_by
 from laurel.types import Completion, Conversation, Group, PaddedRows, Score, TokenForest, TokenGroup
 
 OnBatch = Callable[[int, int], None]
@@ -38,7 +38,6 @@ class ModelScorer(ABC):
     """Scores by the contract of a model, for callers with and without an event loop."""
 
     def __init__(self, contract: ScoringContract) -> None:
-        """Hold a contract."""
         self.contract = contract
         self.preparers: Preparing | None = None
         """Workers that render and tokenise instead; they end with the scorer's context."""
@@ -182,11 +181,8 @@ class ContractScorer(ModelScorer):
         rows = iter(values_NK.tolist())
         scores: list[tuple[Score, ...]] = []
         for group, completions, (tokens, failures) in zip(groups, distinct, prepared, strict=True):
-            scored = iter(self._verdicts(tokens, rows))
-            score_of = {
-                completion: next(scored) if failure is None else Score(value=None, failure=failure)
-                for completion, failure in zip(completions, failures, strict=True)
-            }
+            scores_G = fill_in(failures, self._verdicts(tokens, rows))
+            score_of = dict(zip(completions, scores_G, strict=True))
             scores.append(tuple(score_of[completion] for completion in group.completions_G))
         return scores
 
@@ -431,12 +427,10 @@ def divide_into_micro_batches(
 
 
 def model_batch(
-    model: RewardModel, groups: Sequence[TokenGroup], *, pad_id: int, share_prompts: bool = True
+    model: RewardModel, groups: Sequence[TokenGroup], *, pad_id: int
 ) -> TokenForest | PaddedRows:
     """Build one micro-batch in the form that the model's path reads."""
-    if model.path == "forest":
-        return to_forest(groups, share_prompts=share_prompts)
-    return to_padded(groups, pad_id=pad_id)
+    return to_forest(groups) if model.path == "forest" else to_padded(groups, pad_id=pad_id)
 
 
 # ---------------------------------------------------------------------------------- before use
@@ -557,7 +551,7 @@ SHAPES = ((11, (5, 1, 8)), (0, (7,)))
 """Trunk and branch lengths of the probe that `make_probe` makes."""
 
 
-def check_paths(model: RewardModel, *, seed: int = 0) -> float:
+def check_paths(model: RewardModel) -> float:
     """Compare a small batch on the model's path with the model's own forward pass, one by one.
 
     Returns:
@@ -568,7 +562,7 @@ def check_paths(model: RewardModel, *, seed: int = 0) -> float:
     """
     # Hidden states are compared because a new head makes every score small; scores are then
     # compared with those that Hugging Face's class returns by itself.
-    probe = make_probe(model, SHAPES, seed=seed)
+    probe = make_probe(model, SHAPES, seed=0)
     return check_batches(
         model, lambda: _largest_difference(model, probe), what="score", role="reward model"
     )

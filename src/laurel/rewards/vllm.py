@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path as FilePath
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from laurel.errors import ModelError, ScoringContractError, key_of
 from laurel.generation.vllm.pooling import PoolingOptions, VllmPooling
 from laurel.models.forest.decoder import Path
 from laurel.models.scoring import ScoringContract
+from laurel.models.spec import ModelSpec
 from laurel.rewards.remote.foreign import sigmoid
 from laurel.rewards.scorer import (
     ContractScorer,
@@ -37,7 +37,7 @@ class VllmScorer(ContractScorer):
 
     def __init__(
         self,
-        model: str | FilePath,
+        model: ModelSpec,
         contract: ScoringContract,
         *,
         options: PoolingOptions | None = None,
@@ -46,9 +46,9 @@ class VllmScorer(ContractScorer):
         """Start vLLM, which takes seconds, and check its scores; `close` ends it.
 
         Args:
-            model: Hugging Face directory of a classifier, or its name on the hub.
+            model: A classifier, with the precision to load it in.
             contract: Contract of that model, with golden scores.
-            options: How vLLM loads and runs the model.
+            options: The devices of vLLM.
             batch_tokens: Token budget of one forward pass.
 
         Raises:
@@ -61,14 +61,13 @@ class VllmScorer(ContractScorer):
         rules = contract.rules
         if not rules.golden:
             raise ScoringContractError(
-                f"{model} has no golden scores, so nothing would show whether vLLM gives its "
+                f"{model.name} has no golden scores, so nothing would show whether vLLM gives its "
                 "scores; `load_vllm_scorer` computes some with Hugging Face's own class"
             )
-        options = options or PoolingOptions()
-        self._dtype = options.precision
+        self._dtype = model.precision
         self._model = VllmPooling(
             model,
-            options=options,
+            options=options or PoolingOptions(),
             max_length=rules.max_length,
             batch_tokens=batch_tokens,
             reads_last=rules.pooled == "last",

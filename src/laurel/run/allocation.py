@@ -50,18 +50,13 @@ class PlannedAllocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Allocation:
-    """The resources that each role of a run has, in this process or on a Ray cluster."""
+    """The resources that each role of a run has: by default in this process, or on Ray."""
 
     plan: Plan | None = None
     reservations: Mapping[RoleName, Reservation] = field(default_factory=dict)
     """The reserved Ray slots of each role; empty if everything runs in this process."""
     stack: ExitStack | None = None
     """The exit stack that ends all worker groups; None if everything runs in this process."""
-
-    @classmethod
-    def of_this_process(cls) -> Allocation:
-        """Return an allocation that runs every role in this process."""
-        return cls()
 
     @property
     def are_remote(self) -> bool:
@@ -105,15 +100,9 @@ class Allocation:
     ) -> WorkerGroup:
         """Start a group of workers in the slots of a role; the group ends with the run.
 
-        Args:
-            role: The role that has the slots.
-            worker_class: The class of a worker, as `RayGroup` takes it.
-            args: Arguments of the class.
-            ranks: The slots to use; None uses all.
-            slots_each: The number of slots per worker, which are neighbours on one node.
-            share: The fraction of the role's share of each slot that the workers get.
-            name: The name of the workers in messages; None is the role's.
-            kwargs: Keyword arguments of the class.
+        `ranks` are the slots to use (None uses all), and `slots_each` neighbours of one node are
+        for each worker. `share` is the fraction of the role's share of each slot that the workers
+        get, and `name` stands for the role in messages.
         """
         from laurel.workers.ray_group import RayGroup
 
@@ -131,12 +120,6 @@ class Allocation:
         """Start one worker without a slot, spread over the cluster's nodes with others of its role.
 
         The worker ends with the run.
-
-        Args:
-            role: The name of the worker's role.
-            worker_class: The class of the worker, as `SpreadGroup` takes it.
-            args: Arguments of the class.
-            kwargs: Keyword arguments of the class.
         """
         from laurel.workers.ray_actor import SpreadGroup
 
@@ -193,7 +176,7 @@ def open_allocation(planned: PlannedAllocation, stack: ExitStack, console: Conso
         MissingDependencyError: Ray is not installed.
     """
     if not planned.are_remote:
-        return Allocation.of_this_process()
+        return Allocation()
     plan, settings = planned.plan, planned.config.cluster
     with console.status("reserving slots"):
         cluster = stack.enter_context(open_cluster(plan, settings))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from laurel.data.report import DataReport, RowReport, TextReport
 from laurel.errors import DataError, counted
 from laurel.models.checkpoint.card import EvaluationRow, EvaluationTable
 from laurel.models.spec import hub_name
+from laurel.run.evaluation.results import read_json_object
 
 if TYPE_CHECKING:
     from laurel.evaluation.benchmarks import BenchmarkSet
@@ -178,7 +178,11 @@ def read_evaluations(paths: Sequence[Path]) -> tuple[list[EvaluationTable], list
     models: list[str] = []
     for path in paths:
         for file in _reports(path.expanduser()):
-            report = _read(file)
+            report = read_json_object(file)
+            if "benchmark" not in report:
+                raise DataError(
+                    f"{file} is no report of laurel eval; name the directory of --output"
+                )
             try:
                 tables.append(_table(report))
                 models.append(str(report["model"]))
@@ -204,18 +208,6 @@ def _reports(path: Path) -> list[Path]:
         raise DataError(f"--eval {path}: there is no such file or directory")
     beside = path.with_name(f"{path.stem.removesuffix('-scores')}{_SUFFIX}")
     return [path if path.name.endswith(_SUFFIX) or not beside.is_file() else beside]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict) or "benchmark" not in content:
-        raise DataError(f"{path} is no report of laurel eval; name the directory of --output")
-    return content
 
 
 def _table(report: dict[str, Any]) -> EvaluationTable:

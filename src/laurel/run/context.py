@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rich.text import Text
 
-from laurel.config.data import BenchmarkSetConfig
 from laurel.config.load import to_yaml
 from laurel.config.policy import CheckpointingConfig
 from laurel.config.schemas import Run
@@ -52,7 +51,7 @@ class RunContext(Generic[R]):
     """The console that shows what is read, loaded and decided."""
     stack: ExitStack
     """The exit stack that closes everything that the run starts."""
-    allocation: Allocation = field(default_factory=Allocation.of_this_process)
+    allocation: Allocation = field(default_factory=Allocation)
     """The resources that each role of the run has."""
     store: CheckpointStore | None = None
     """The store of checkpoints; None if no checkpoints are saved."""
@@ -68,8 +67,36 @@ class RunContext(Generic[R]):
         saving = self.config.checkpointing
         if not saving.enabled:
             return self
-        resume_from, store = open_store(saving, selection, self.stack, self.console)
-        return replace(self, store=store, resume_from=resume_from)
+        store = CheckpointStore(
+            saving.checkpoint_dir,
+            keep_top_k=saving.keep_top_k,
+            metric_name=selection.key,
+            higher_is_better=selection.higher_is_better,
+        )
+        root = store.root
+        # Asked before the store is entered, which makes the directories for its lock.
+        made = [path for path in (root, *root.parents) if not path.exists()]
+        self.stack.enter_context(store)
+        # Called while the lock is still held, so that no other run uses the directory by then.
+        self.stack.callback(_remove_unused, made)
+        if saving.resume == "never":
+            if store.steps():
+                raise CheckpointError(
+                    f"checkpointing.resume=never and {saving.checkpoint_dir} holds checkpoints of "
+                    f"{counted(len(store.steps()), 'step')}; choose another checkpoint_dir or "
+                    "resume=auto"
+                )
+            return replace(self, store=store)
+        newest = store.newest_whole()
+        for skipped in newest.skipped:
+            self.console.print(f"warning: skipped a checkpoint: {skipped}")
+        if newest.path is None and (saving.resume == "required" or newest.skipped):
+            raise CheckpointError(
+                f"{saving.checkpoint_dir} holds no whole checkpoint to go on from"
+                + (" (see the warnings above)" if newest.skipped else "")
+                + "; start with checkpointing.resume=auto in an empty directory"
+            )
+        return replace(self, store=store, resume_from=newest.path)
 
     def with_slots(self, planned: PlannedAllocation) -> RunContext[R]:
         """Return this context with all planned slots reserved.
@@ -79,42 +106,6 @@ class RunContext(Generic[R]):
             MissingDependencyError: Ray is not installed.
         """
         return replace(self, allocation=open_allocation(planned, self.stack, self.console))
-
-
-def open_store(
-    saving: CheckpointingConfig, selection: Selection, stack: ExitStack, console: Console
-) -> tuple[Path | None, CheckpointStore]:
-    """Lock the checkpoint store; return the checkpoint to resume from, if any, and the store."""
-    store = CheckpointStore(
-        saving.checkpoint_dir,
-        keep_top_k=saving.keep_top_k,
-        metric_name=selection.key,
-        higher_is_better=selection.higher_is_better,
-    )
-    root = store.root
-    # Asked before the store is entered, which makes the directories for its lock.
-    made = [path for path in (root, *root.parents) if not path.exists()]
-    stack.enter_context(store)
-    # Called while the lock is still held, so that no other run uses the directory by then.
-    stack.callback(_remove_unused, made)
-    if saving.resume == "never":
-        if store.steps():
-            raise CheckpointError(
-                f"checkpointing.resume=never and {saving.checkpoint_dir} holds checkpoints of "
-                f"{counted(len(store.steps()), 'step')}; choose another checkpoint_dir or "
-                "resume=auto"
-            )
-        return None, store
-    newest = store.newest_whole()
-    for skipped in newest.skipped:
-        console.print(f"warning: skipped a checkpoint: {skipped}")
-    if newest.path is None and (saving.resume == "required" or newest.skipped):
-        raise CheckpointError(
-            f"{saving.checkpoint_dir} holds no whole checkpoint to go on from"
-            + (" (see the warnings above)" if newest.skipped else "")
-            + "; start with checkpointing.resume=auto in an empty directory"
-        )
-    return newest.path, store
 
 
 def _remove_unused(made: Sequence[Path]) -> None:
@@ -150,13 +141,7 @@ def choose_run_dir(context: RunContext[R]) -> Path:
 
 
 def describe_data(reports: Mapping[str, Any], run_dir: Path, console: Console) -> None:
-    """Print the data reports; unchanged reports of a resumed run are summarized in one line.
-
-    Args:
-        reports: The data reports by name.
-        run_dir: The log directory of the run, with its `DATA_REPORT` if it resumes.
-        console: The console to print to.
-    """
+    """Print the data reports; unchanged reports of a resumed run are summarized in one line."""
     try:
         before = json.loads((run_dir / DATA_REPORT).read_bytes())
     except (OSError, ValueError):
@@ -212,16 +197,7 @@ def make_services(
 ) -> RunServices:
     """Open the loggers, write the configuration and data reports, and install signal handlers.
 
-    Args:
-        context: The context of the run.
-        schedule: The steps of the run, and when it validates and saves.
-        state: The state that checkpoints hold.
-        position: The position at which the run begins.
-        facts: The facts of the run's model.
-        selection: The rule by which the best checkpoint is selected.
-        deadline: The time by which the run must have saved.
-        reports: The data reports by name; each has `to_dict`.
-        unit: The unit in which a step's throughput is counted.
+    `unit` is what a step's throughput is counted in.
 
     Raises:
         CheckpointError: The disk has no room for the checkpoints of the run.
@@ -280,19 +256,6 @@ def describe_benchmark(name: str, benchmark: BenchmarkSet, console: Console) -> 
     _say(f"bench   {name}: {benchmark.described()}", console)
     for note in benchmark.notes():
         _say(f"note    {name}: {note}", console)
-
-
-def judge_benchmarks(configs: Mapping[str, BenchmarkSetConfig]) -> list[BenchmarkSet]:
-    """Load the benchmarks of `env.reward_model.benchmarks`, which test a GRPO run's reward model.
-
-    Raises:
-        DataError: Rows cannot be used.
-    """
-    if not configs:
-        return []
-    from laurel.evaluation.benchmarks import BenchmarkSet
-
-    return [BenchmarkSet.load(name, config) for name, config in configs.items()]
 
 
 def judge_figures(

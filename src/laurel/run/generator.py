@@ -34,12 +34,8 @@ def make_generator(
 ) -> Generator:
     """Build the generator that `policy.generation.backend` selects.
 
-    Args:
-        context: The context of the run, which closes the generator.
-        model: The policy that the generator samples from.
-        chat: The chat format of the policy.
-        texts: The texts that a tokenizer from scratch was trained on, from which each replica
-            trains the same tokenizer.
+    `texts` are those that a tokenizer from scratch was trained on: each replica trains the same
+    one.
 
     Raises:
         ConfigError: The generator cannot sample as the configuration asks.

@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from laurel.config.environments import (
     AskingConfig,
+    CodeEnvironmentConfig,
     FunctionConfig,
     JudgeConfig,
     RewardModelEnvironmentConfig,
+    SandboxConfig,
 )
 from laurel.config.grpo import GRPORun
 from laurel.config.load import to_yaml
+from laurel.config.yaml_tree import Section
 from laurel.data.tasks import TaskData, load_task_data
 from laurel.environments.registry import environment_names
 from laurel.errors import ConfigError, DataError
+from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.generation.vllm.settings import check_has_vllm
 from laurel.observe.loggers import check_available
 from laurel.run.allocation import plan_allocation
@@ -25,7 +29,6 @@ from laurel.run.cards import facts_of_policy, settings_of_grpo
 from laurel.run.context import (
     RunContext,
     choose_run_dir,
-    judge_benchmarks,
     judge_figures,
     make_services,
 )
@@ -48,10 +51,8 @@ if TYPE_CHECKING:
     from laurel.types import RolloutGroup, SamplingParams
 
 
-def train_policy(config: GRPORun, *, console: Console, warnings: Sequence[str] = ()) -> RunOutcome:
+def train_policy(config: GRPORun, *, console: Console) -> RunOutcome:
     """Train a policy by GRPO (`laurel grpo`) from beginning to end, and return the outcome."""
-    for warning in warnings:
-        console.print(f"warning: {warning}")
     with ExitStack() as stack:
         training, position = assemble(config, stack, console=console)
         return training.run(position)
@@ -62,11 +63,6 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
 
     Errors are reported in the order of their cost: first those that need nothing loaded, then those
     that need the data, the environments, and the policy.
-
-    Args:
-        config: The whole configuration.
-        stack: The exit stack that closes everything that is started.
-        console: The console that shows what is read, loaded and decided.
     """
     config = resolve_model(config, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
@@ -75,7 +71,9 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     check_vllm(config, on_cluster=planned.are_remote)
     context = RunContext(config=config, console=console, stack=stack).with_store(selection)
     data = _load_data(config)
-    benchmarks = judge_benchmarks(config.env.reward_model.benchmarks)
+    benchmarks = [
+        BenchmarkSet.load(name, one) for name, one in config.env.reward_model.benchmarks.items()
+    ]
     context = context.with_slots(planned)
     environments = environments_of(data, context)
     check_answers(data, environments, console)
@@ -294,31 +292,8 @@ def grpo_total_steps(config: GRPORun, num_tasks: int) -> int:
     return min(grpo.max_num_steps, max(1, grpo.num_epochs * num_tasks // grpo.num_prompts_per_step))
 
 
-_CODE_REWARD_KEYS: dict[str, Any] = dict.fromkeys(
-    (
-        "terminate_on_evaluation",
-        "terminate_without_code",
-        "stop_strings",
-        "reward",
-        "max_attempts",
-        "strict_types",
-        "float_tolerance",
-        "comparison",
-        "max_observation_chars",
-    ),
-    True,
-) | {
-    "sandbox": {
-        "cpu_seconds",
-        "wall_seconds",
-        "total_wall_seconds",
-        "memory_mb",
-        "disk_mb",
-        "stdout_kb",
-        "stderr_kb",
-        "result_kb",
-    }
-}
+def _all_but(section: type[Section], *left_out: str) -> dict[str, bool]:
+    return {name: True for name in section.model_fields if name not in left_out}
 
 
 def grpo_identity(config: GRPORun) -> dict[str, object]:
@@ -341,7 +316,12 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
     sampled = {"temperature", "top_p", "top_k", "max_new_tokens", "stop_strings", "stop_token_ids"}
     rewarding: dict[str, Any] = {
         "math": {"verifier_type", "stop_strings", "forbid_unevaluated"},
-        "code": _CODE_REWARD_KEYS,
+        "code": _all_but(CodeEnvironmentConfig, "num_workers", "deadline_seconds")
+        | {
+            "sandbox": _all_but(
+                SandboxConfig, "num_workers", "min_tier", "allow_unsafe", "cgroup", "backlog"
+            )
+        },
         "reward_model": _scoring_keys(config.env.reward_model),
         "composite": True,
         "custom": True,
@@ -358,12 +338,11 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
 
 def _scoring_keys(config: RewardModelEnvironmentConfig) -> dict[str, Any]:
     """Return the settings that affect scores, without addresses and time limits of servers."""
-    asking = dict.fromkeys(("urls", *AskingConfig.model_fields), False)
-    asked = {name: True for name in JudgeConfig.model_fields if name not in asking}
-    called = {name: True for name in FunctionConfig.model_fields if name != "timeout"}
-    one: dict[str, Any] = dict.fromkeys(
-        ("model_name", "checkpoint_path", "max_model_len", "tokenizer"), True
-    ) | {"judge": asked, "function": called}
+    one: dict[str, Any] = {
+        **dict.fromkeys(("model_name", "checkpoint_path", "max_model_len", "tokenizer"), True),
+        "judge": _all_but(JudgeConfig, "urls", *AskingConfig.model_fields),
+        "function": _all_but(FunctionConfig, "timeout"),
+    }
     if config.urls is not None:
         one |= dict.fromkeys(("url_protocol", "url_model", "reward_key"), True)
     if config.models is None:

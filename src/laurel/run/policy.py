@@ -113,12 +113,6 @@ def check_memory(
 
     Activations come on top: a policy that passes may still be too large for its batches.
 
-    Args:
-        policy: The policy section.
-        device: The device that the policy is loaded on.
-        needs_reference: Whether a frozen copy is kept, which adapters make unnecessary.
-        samples_from_copy: Whether the generator keeps a copy as well.
-
     Raises:
         ModelError: They do not fit; the message has the sizes, and settings that need less.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 from laurel.config.environments import ResourcesConfig
 from laurel.config.grpo import GRPOConfig, GRPORun
@@ -111,7 +112,7 @@ def uses_reward_model(config: GRPORun) -> bool:
     The environment must be enabled, or a data set must name it; and no servers, judge or function
     may replace the model. One of several models is enough; all loaded models share the slots.
     """
-    if not config.env.reward_model.computes:
+    if not config.env.reward_model.loaded:
         return False
     blocks = [*config.data.train_sets(), *config.data.validation_sets()]
     waiting = [config.default_environment, *(block.env_name or "" for block in blocks)]
@@ -238,11 +239,8 @@ def _validates(config: Run) -> bool:
 
 
 def _placements(placement: PlacementConfig) -> dict[RoleName, RolePlacement]:
-    said: dict[RoleName, RolePlacement | None] = {
-        "policy": placement.policy,
-        "generation": placement.generation,
-        "reward_model": placement.reward_model,
-    }
+    roles: tuple[RoleName, ...] = get_args(RoleName)
+    said = {name: getattr(placement, name) for name in roles}
     return {name: wish for name, wish in said.items() if wish is not None}
 
 

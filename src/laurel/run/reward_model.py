@@ -43,16 +43,12 @@ if TYPE_CHECKING:
     from laurel.types import PreferenceSample
 
 
-def train_reward_model(
-    config: RewardTrainingRun, *, console: Console, warnings: Sequence[str] = ()
-) -> RunOutcome:
+def train_reward_model(config: RewardTrainingRun, *, console: Console) -> RunOutcome:
     """Train a reward model (`laurel rm`) from beginning to end, and return the outcome.
 
     Errors are reported in the order of their cost: first those that need nothing loaded, then those
     that need the data, then those that need the model. torch is imported after the data is read.
     """
-    for warning in warnings:
-        console.print(f"warning: {warning}")
     config = resolve_model(config, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     selection = check_reward_run(config)
@@ -130,7 +126,12 @@ def _train(
 
     contract = model.facts.contract
     assert contract is not None
-    train, validation = tokenise_all(config, data, contract, console)
+    encode = partial(tokenise, contract=contract, overlong=config.data.overlong, console=console)
+    train = encode(data.train, report=data.reports["train"])
+    validation = {
+        name: encode(preferences, report=data.reports[f"validation-{name}"])
+        for name, preferences in data.validation.items()
+    }
     loss = RewardLoss(config.rm.loss, reward_weights_K=contract.rules.attribute_weights)
     if not loss.count([sample.preference for sample in train]):
         raise DataError(
@@ -386,9 +387,9 @@ def preference_texts(preferences: Sequence[Preference]) -> Iterator[str]:
 
 def tokenise(
     preferences: Sequence[Preference],
+    *,
     contract: ScoringContract,
     report: DataReport,
-    *,
     overlong: str,
     console: Console,
 ) -> list[PreferenceSample]:
@@ -428,24 +429,3 @@ def tokenise(
     if warning is not None:
         console.print(f"warning: {warning}")
     return samples
-
-
-def tokenise_all(
-    config: RewardTrainingRun, data: PreferenceData, contract: ScoringContract, console: Console
-) -> tuple[list[PreferenceSample], dict[str, list[PreferenceSample]]]:
-    """Tokenize preferences; return the training samples, and the validation samples by set."""
-    overlong = config.data.overlong
-    train = tokenise(
-        data.train, contract, data.reports["train"], overlong=overlong, console=console
-    )
-    validation = {
-        name: tokenise(
-            preferences,
-            contract,
-            data.reports[f"validation-{name}"],
-            overlong=overlong,
-            console=console,
-        )
-        for name, preferences in data.validation.items()
-    }
-    return train, validation

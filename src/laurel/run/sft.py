@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -27,10 +26,8 @@ if TYPE_CHECKING:
     from laurel.training.loop import RunOutcome
 
 
-def fine_tune(config: SFTRun, *, console: Console, warnings: Sequence[str] = ()) -> RunOutcome:
+def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
     """Fine-tune a model on demonstrations (`laurel sft`) from beginning to end."""
-    for warning in warnings:
-        console.print(f"warning: {warning}")
     config = resolve_model(config, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     check_available(config.logger)

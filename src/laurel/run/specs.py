@@ -112,10 +112,7 @@ _SAID_BY_CONTRACT = (
 def asked_scorer(model: str, options: ScorerSpec, *, or_server: bool = False) -> ScorerSpec:
     """Return the scorer spec that a command's options describe; its model is resolved, not loaded.
 
-    Args:
-        model: The value of `--model`.
-        options: The other options of the scorer.
-        or_server: Whether `--model` may also be an address, which the error message then mentions.
+    With `or_server`, the error message says that `model` may be an address.
 
     Raises:
         UserError: There is no such model, or it is no reward model.
@@ -145,12 +142,6 @@ def open_asked(
     spec: ScorerSpec, settings: Sequence[str], *, cpu_threads: int | None, console: Console
 ) -> LocalScorer:
     """Load a command's scorer into this process, and show the progress.
-
-    Args:
-        spec: The result of `asked_scorer`; `settings` decide how its model is loaded.
-        settings: The values of `--set`, as `policy_of_settings` reads them.
-        cpu_threads: The number of threads on a CPU; None is one per core.
-        console: The console for messages.
 
     Raises:
         UserError: A model or a setting cannot be used.

@@ -108,8 +108,11 @@ def trained(
             if plan_allocation(config).are_remote:
                 guard()
     use, unsaved = _use_of(kind, loaded.config), None
+    train = _trainer(kind)
+    for warning in loaded.warnings:
+        console.print(f"warning: {warning}")
     try:
-        outcome = _trainer(kind)(loaded.config, console=console, warnings=loaded.warnings)
+        outcome = train(loaded.config, console=console)
     except UnsavedError as error:
         unsaved, outcome = error, error.outcome
     limit = _limit(kind, loaded.config, outcome)

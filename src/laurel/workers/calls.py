@@ -7,14 +7,16 @@ import pickle
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, NoReturn, Self
 
 from laurel.errors import LaurelError, WorkerError
 from laurel.protocols import Pending
 from laurel.workers.rendezvous import RankPlace
 
+ENDING = 10.0
+"""Seconds for a worker to shut down by itself, after which it is killed."""
 GOING_ON = (
     "A training run that is started again goes on from its newest checkpoint "
     "(checkpointing.resume=auto, the default)."
@@ -170,15 +172,9 @@ def error_of(
 
 def again(error: WorkerError) -> WorkerError:
     """Copy an error, to be raised once more without its first traceback."""
-    copy = WorkerError(
-        str(error),
-        role=error.role,
-        ranks=error.ranks,
-        worker_traceback=error.worker_traceback,
-        exit_code=error.exit_code,
-    )
-    copy.__cause__ = error.__cause__
-    return copy
+    found = copy(error)
+    found.__cause__ = error.__cause__
+    return found
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -187,18 +183,46 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class GroupCalls(ABC):
-    """The calls of a `WorkerGroup` over one way to submit them."""
+    """The calls of a `WorkerGroup` over one way to submit them.
+
+    A group whose worker died, or is late, has failed: its workers are killed, and every later call
+    raises the same error. No group restarts a worker, whose state would be lost; where that can be
+    had again, a `Supervisor` makes another group.
+    """
 
     role: str
     size: int
+    _failure: WorkerError | None = None
+    _is_open = True
 
     @abstractmethod
     def _submit(self, calls: Mapping[int, WorkerCall]) -> Pending:
         """Submit the call of each of these ranks."""
 
-    @abstractmethod
+    def _close(self) -> None:  # noqa: B027
+        """Shut every worker down; called once."""
+
+    def _kill(self) -> None:  # noqa: B027  a worker in this process cannot be killed
+        """Kill every worker, whatever it does."""
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise again(self._failure)
+        if not self._is_open:
+            raise WorkerError(f"{self.role}: the group has been shut down", role=self.role)
+
+    def _raise(self, method: str, failures: Sequence[Failure], *, limit: float) -> NoReturn:
+        error = error_of(self.role, self.size, method, failures, limit=limit)
+        if any(failure.kind != "raised" for failure in failures):
+            self._failure = self._failure or error
+            self._kill()
+        raise error from error.__cause__
+
     def shutdown(self) -> None:
-        """Shut every worker down."""
+        """Shut every worker down. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._close()
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> Pending:
         """Call a method on every worker without waiting."""
@@ -243,12 +267,7 @@ class GroupCalls(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
 
@@ -274,27 +293,20 @@ class LocalGroup(GroupCalls):
         Raises:
             WorkerError: It could not be made.
         """
-        self.role = role
-        self.size = 1
+        self.role, self.size = role, 1
         made = attempt(worker_class, WorkerCall("", (RankPlace(role=role), *args), kwargs), rank=0)
-        self._worker: Any = _Done(role, "", made).wait()[0]
-        self._is_open = True
+        self._worker: Any = _Done(self, "", made).wait()[0]
 
     def _submit(self, calls: Mapping[int, WorkerCall]) -> _Done:
-        if not self._is_open:
-            raise WorkerError(f"{self.role}: the group has been shut down", role=self.role)
+        self._check_open()
         call = calls[0]
-        return _Done(self.role, call.method, attempt(self._worker, call, rank=0))
+        return _Done(self, call.method, attempt(self._worker, call, rank=0))
 
     def alive(self) -> list[bool]:
         """Report whether the worker exists."""
         return [self._is_open]
 
-    def shutdown(self) -> None:
-        """Shut the worker down. Idempotent."""
-        if not self._is_open:
-            return
-        self._is_open = False
+    def _close(self) -> None:
         worker, self._worker = self._worker, None
         if hasattr(worker, "shutdown"):
             outcome = attempt(worker, WorkerCall("shutdown"), rank=0)
@@ -303,15 +315,13 @@ class LocalGroup(GroupCalls):
 
 
 class _Done:
-    def __init__(self, role: str, method: str, outcome: Outcome) -> None:
-        self._role = role
-        self._method = method
-        self._outcome = outcome
+    def __init__(self, group: LocalGroup, method: str, outcome: Outcome) -> None:
+        self._group, self._method, self._outcome = group, method, outcome
 
     def done(self) -> bool:
         return True
 
     def wait(self, *, timeout: float | None = None) -> list[Any]:
         if isinstance(self._outcome, Failure):
-            raise error_of(self._role, 1, self._method, [self._outcome], limit=0)
+            self._group._raise(self._method, [self._outcome], limit=0)
         return [self._outcome.value]

@@ -91,7 +91,8 @@ class BroadcastGroup:
         """
         self.place = place
         self.device = device
-        self._limit = timedelta(seconds=patience)
+        self.limit = timedelta(seconds=patience)
+        """Longest duration of one broadcast."""
         self._store = store
         self._group: Any = None
         try:
@@ -104,7 +105,7 @@ class BroadcastGroup:
     def _gloo(self) -> Any:
         kind: Any = dist.ProcessGroupGloo
         options = kind._Options()
-        options._timeout = self._limit
+        options._timeout = self.limit
         # Only who is asked can reach it: on one machine nobody from outside.
         is_near = self.place.master_address == LOOPBACK
         address = LOOPBACK if is_near else self.place.host
@@ -115,7 +116,7 @@ class BroadcastGroup:
         # NCCL itself waits for the others without end, so those who do not come are missed here.
         ranks = [f"rank {rank} is here" for rank in range(self.place.world_size)]
         self._store.set(ranks[self.place.rank], "")
-        self._store.wait(ranks, self._limit)
+        self._store.wait(ranks, self.limit)
         kind: Any = dist.ProcessGroupNCCL
         # Its own limit, which ends the whole process, stays the long one that torch gives it.
         return kind(self._store, self.place.rank, self.place.world_size, kind.Options())
@@ -132,16 +133,11 @@ class BroadcastGroup:
             raise BroadcastError("its group is closed")
         options: Any = dist.BroadcastOptions()
         options.rootRank = 0
-        options.timeout = self._limit
+        options.timeout = self.limit
         try:
             return PendingBroadcast(self, self._group.broadcast([tensor], options))
         except RuntimeError as error:
             raise self.broken(error) from error
-
-    @property
-    def limit(self) -> timedelta:
-        """Longest duration of one broadcast."""
-        return self._limit
 
     def broken(self, error: RuntimeError) -> BroadcastError:
         """Close the group, so that no other member waits for this one, and make the error."""

@@ -18,11 +18,10 @@ from laurel.workers.reservations import SETTLING, Resources, refusal, room
 try:
     import ray
     from ray import cloudpickle
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
     raise MissingDependencyError.of("ray", extra="ray", purpose="a Ray actor") from error
 
-from laurel.workers.ray_cluster import RayCluster, Reservation
+from laurel.workers.ray_cluster import ANY_NODE, RayCluster, Reservation
 from laurel.workers.ray_group import RayGroup
 
 ADDRESS = "RAY_ADDRESS"
@@ -170,28 +169,15 @@ class GroupBeside(RayGroup):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Start the workers, as `RayGroup` does.
-
-        Args:
-            role: Role of the workers.
-            each: Resources of each worker.
-            groups: Groups whose workers are to share a node.
-            size: Workers of each.
-            worker_class: A class that every node can import.
-            args: For the class.
-            kwargs: Likewise.
+        """Start the workers as `RayGroup` does, for groups of `size` that share a node each.
 
         Raises:
             ConfigError: There is no room for them.
             WorkerError: A worker could not be made.
         """
         node_ids = _nodes_with_room(RayCluster(), role, each, groups=groups, size=size)
-        numbers = list(range(len(node_ids)))
-        slots = Reservation(role=role, each=each, group=None, node_ids=node_ids, bundles=numbers)
+        slots = Reservation(role=role, each=each, node_ids=node_ids)
         super().__init__(slots, worker_class, *args, **kwargs)
-
-    def _strategy(self, reservation: Reservation, rank: int) -> Any:
-        return NodeAffinitySchedulingStrategy(reservation.node_ids[rank], soft=False)
 
 
 class SpreadGroup(RayGroup):
@@ -208,25 +194,15 @@ class SpreadGroup(RayGroup):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Start the worker, as `RayGroup` does.
-
-        Args:
-            role: Role of the worker.
-            each: Resources of the worker; never none, as Ray would place it anywhere.
-            worker_class: A class that every node can import.
-            args: For the class.
-            kwargs: Likewise.
+        """Start the worker as `RayGroup` does; it has resources, or Ray would place it anywhere.
 
         Raises:
             ConfigError: There is no room for it.
             WorkerError: The worker could not be made.
         """
         _nodes_with_room(RayCluster(), role, each, groups=1, size=1)
-        slot = Reservation(role=role, each=each, group=None, node_ids=["not yet"], bundles=[0])
+        slot = Reservation(role=role, each=each, node_ids=[ANY_NODE])
         super().__init__(slot, worker_class, *args, **kwargs)
-
-    def _strategy(self, reservation: Reservation, rank: int) -> Any:
-        return "SPREAD"
 
 
 class Holder:

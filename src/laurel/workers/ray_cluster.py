@@ -17,9 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from laurel.errors import ConfigError, MissingDependencyError
@@ -43,7 +42,10 @@ try:
         placement_group_table,
         remove_placement_group,
     )
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from ray.util.scheduling_strategies import (
+        NodeAffinitySchedulingStrategy,
+        PlacementGroupSchedulingStrategy,
+    )
 except ImportError as error:
     raise MissingDependencyError.of("ray", extra="ray", purpose="more than one worker") from error
 
@@ -55,6 +57,8 @@ ANSWERING = 3.0
 """Seconds for a node to accept a connection."""
 START_ATTEMPTS = 2
 """Attempts to start a cluster on this machine, which may be too busy for Ray."""
+ANY_NODE = "unknown"
+"""The node of a slot that is spread evenly over the nodes with others of its role."""
 
 
 _log = logging.getLogger(__name__)
@@ -171,21 +175,23 @@ class RayCluster:
                 total=node["Resources"],
                 free=free.get(node["NodeID"], {}),
                 held=held.get(node["NodeID"], {}),
-                labels=_labels(node),
+                # Ray gives each node a label with its own number, which identifies no property.
+                labels=frozenset(
+                    f"{key}={value}"
+                    for key, value in node.get("Labels", {}).items()
+                    if key != "ray.io/node-id"
+                ),
             )
             for node in alive
         ]
 
-    def wait_until_settled(self, limit: float = NOTICING) -> None:
-        """Wait until every node that Ray lists answers.
+    def wait_until_settled(self) -> None:
+        """Wait until every node that Ray lists answers, or for a minute.
 
         Ray lists a dead node as alive until its health checks fail, which takes some twenty
         seconds. Workers placed there meanwhile never start.
-
-        Args:
-            limit: Seconds at most; after that it goes on with the nodes that Ray lists.
         """
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + NOTICING
         is_logged = False
         while silent := [node for node in ray.nodes() if node["Alive"] and not _answers(node)]:
             names = ", ".join(
@@ -199,7 +205,7 @@ class RayCluster:
                     "%s does not answer; waiting %.0f s at most for Ray to notice, or for it to "
                     "come back",
                     names,
-                    limit,
+                    NOTICING,
                 )
                 is_logged = True
             time.sleep(0.5)
@@ -297,26 +303,24 @@ class RayCluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
 
 @dataclass(kw_only=True)
 class Reservation:
-    """The reserved slots of a cluster, one per rank. They outlive the groups that run in them."""
+    """The slots of a group, one per rank, reserved or not.
+
+    Those that are reserved outlive the groups that run in them.
+    """
 
     role: str
     each: Resources
-    group: Any
-    """Ray's placement group."""
     node_ids: list[str]
-    """The node of each rank."""
-    bundles: list[int]
+    """The node of each rank; ANY_NODE leaves it to Ray, where the slots are not reserved."""
+    group: Any = None
+    """Ray's placement group; None: the slots are not reserved."""
+    bundles: list[int] = field(default_factory=list)
     """Bundle of the placement group, of each rank."""
     share: float = 1.0
     """Part of each slot; groups of other roles have the rest."""
@@ -329,6 +333,16 @@ class Reservation:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.node_ids)
+
+    def strategy(self, rank: int) -> Any:
+        """Return Ray's scheduling strategy of a rank's process."""
+        if self.group is not None:
+            return PlacementGroupSchedulingStrategy(
+                placement_group=self.group, placement_group_bundle_index=self.bundles[rank]
+            )
+        if self.node_ids[rank] == ANY_NODE:
+            return "SPREAD"
+        return NodeAffinitySchedulingStrategy(self.node_ids[rank], soft=False)
 
     def part(self, role: str, ranks: Sequence[int], *, share: float | None = None) -> Reservation:
         """Take some of this reservation's slots, or a share of each, for a role.
@@ -403,18 +417,14 @@ def _held_by_role() -> dict[str, dict[str, dict[str, float]]]:
     for entry in placement_group_table().values():
         if entry["state"] != "CREATED":
             continue
-        role = _role_of(entry["name"])
+        name = entry["name"]
+        ours = name.removeprefix(_NAME).rpartition(":")[0]
+        role = ours if name.startswith(_NAME) else f"the placement group {name!r}"
         for index, node in entry["bundles_to_node_id"].items():
             mine = held.setdefault(node, {}).setdefault(role, {})
-            for name, amount in entry["bundles"][index].items():
-                mine[name] = mine.get(name, 0.0) + amount
+            for resource, amount in entry["bundles"][index].items():
+                mine[resource] = mine.get(resource, 0.0) + amount
     return held
-
-
-def _labels(node: Mapping[str, Any]) -> frozenset[str]:
-    # Ray gives each node a label with its own number, which identifies no property.
-    labels = node.get("Labels", {}).items()
-    return frozenset(f"{key}={value}" for key, value in labels if key != "ray.io/node-id")
 
 
 def _in_device_order(
@@ -446,12 +456,6 @@ def _in_device_order(
 def _gpus() -> list[tuple[int, str]]:
     # As numbers, so that they sort.
     return sorted((len(str(number)), str(number)) for number in ray.get_gpu_ids())
-
-
-def _role_of(name: str) -> str:
-    if name.startswith(_NAME):
-        return name.removeprefix(_NAME).rpartition(":")[0]
-    return f"the placement group {name!r}"
 
 
 @contextmanager

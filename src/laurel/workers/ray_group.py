@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import pickle
 import re
 import sys
@@ -13,22 +12,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
 import torch
 from ray import cloudpickle
 from ray._private.state import state as ray_state
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from laurel.errors import ConfigError, MissingDependencyError, WorkerError
+from laurel.errors import ConfigError, WorkerError
 from laurel.workers.calls import (
+    ENDING,
     Failure,
     GroupCalls,
     Outcome,
     Success,
     WorkerCall,
     again,
-    error_of,
     without_shared,
 )
 from laurel.workers.ray_cluster import RayCluster, Reservation
@@ -40,8 +39,6 @@ _log = logging.getLogger(__name__)
 
 BLAMING = 10.0
 """Seconds for the other workers to end after one of them raised."""
-ENDING = 10.0
-"""Seconds for a process to end by itself."""
 SEPARATE_BYTES = 4096
 """Arrays of at least this size travel beside the pickle of their call."""
 _ARRAY_DTYPES = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64)
@@ -60,6 +57,7 @@ class RayGroup(GroupCalls):
         *args: Any,
         limit: float = 1800.0,
         blaming: float = BLAMING,
+        at_a_time: int = 1,
         **kwargs: Any,
     ) -> None:
         """Make a worker `worker_class(place, *args, **kwargs)` in every slot.
@@ -70,18 +68,17 @@ class RayGroup(GroupCalls):
             args: For the class.
             limit: Seconds until a call is late, where the call does not say.
             blaming: Seconds that the other ranks have to end after one has raised.
+            at_a_time: Calls of a worker that may run concurrently; more wait.
             kwargs: For the class.
 
         Raises:
             ConfigError: The nodes have different versions of Laurel, torch or transformers.
             WorkerError: A worker could not be made.
         """
-        self.role = reservation.role
-        self.size = reservation.size
+        self.role, self.size = reservation.role, reservation.size
         self._limit = limit
         self._blaming = blaming
-        self._failure: WorkerError | None = None
-        self._is_open = True
+        self._at_a_time = at_a_time
         self._pids: list[int] = []
         self._node_ids = reservation.node_ids
         self._actors = [self._actor(reservation, rank) for rank in range(self.size)]
@@ -101,17 +98,12 @@ class RayGroup(GroupCalls):
             num_gpus=each.gpus * share,
             memory=others.pop("memory", None),
             resources=others,
-            scheduling_strategy=self._strategy(reservation, rank),
-            max_restarts=0,
+            scheduling_strategy=reservation.strategy(rank),
+            max_restarts=0,  # an actor that Ray restarts has neither its worker nor its ranks
             max_task_retries=0,
+            max_concurrency=self._at_a_time,
         )
         return options.remote(rank, sys.path)
-
-    def _strategy(self, reservation: Reservation, rank: int) -> Any:
-        return PlacementGroupSchedulingStrategy(
-            placement_group=reservation.group,
-            placement_group_bundle_index=reservation.bundles[rank],
-        )
 
     def _build(self, reservation: Reservation, payload: bytes) -> None:
         about = self._collect(dict(enumerate(s.about.remote() for s in self._actors)), "", None)
@@ -159,12 +151,6 @@ class RayGroup(GroupCalls):
         refs = {rank: self._actors[rank].run.remote(*sent[rank]) for rank in calls}
         return _RayPending(self, refs, next(iter(calls.values())).method)
 
-    def _check_open(self) -> None:
-        if self._failure is not None:
-            raise again(self._failure) from self._failure.__cause__
-        if not self._is_open:
-            raise WorkerError(f"{self.role}: the group has been shut down", role=self.role)
-
     def _collect(self, refs: Mapping[int, Any], method: str, timeout: float | None) -> list[Any]:
         # The results in the order of the ranks, or one error for all failures.
         limit = self._limit if timeout is None else timeout
@@ -187,11 +173,7 @@ class RayGroup(GroupCalls):
         failures += [Failure(kind="late", rank=rank) for rank in waiting.values()]
         if not failures:
             return [results[rank] for rank in refs]
-        error = error_of(self.role, self.size, method, failures, limit=limit)
-        if any(failure.kind != "raised" for failure in failures):
-            self._failure = error
-            self._kill()
-        raise error from error.__cause__
+        self._raise(method, failures, limit=limit)
 
     def _fetch(self, ref: Any, rank: int) -> Outcome:
         try:
@@ -213,11 +195,8 @@ class RayGroup(GroupCalls):
         """Report for each rank whether its process lives."""
         return [self._is_open and _state(actor) not in ("DEAD", "") for actor in self._actors]
 
-    def shutdown(self) -> None:
-        """Shut every worker down. The slots stay reserved."""
-        if not self._is_open:
-            return
-        self._is_open = False
+    def _close(self) -> None:
+        # The slots stay reserved.
         if not ray.is_initialized():
             return
         if self._failure is None:
@@ -233,19 +212,16 @@ class RayGroup(GroupCalls):
     def _kill(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
-        self._wait_gone(ENDING)
-
-    def _wait_gone(self, limit: float) -> bool:
-        # Processes are checked where they are on this machine.
+        # Until they are gone; processes are looked for where they are on this machine.
         here = ray.util.get_node_ip_address()
         near = {n["NodeID"] for n in ray.nodes() if n["NodeManagerAddress"] == here}
         pids = [p for p, node in zip(self._pids, self._node_ids, strict=False) if node in near]
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + ENDING
         while time.monotonic() < deadline:
-            if all(_state(s) in ("DEAD", "") for s in self._actors) and not any(map(_runs, pids)):
-                return True
+            are_dead = all(_state(actor) in ("DEAD", "") for actor in self._actors)
+            if are_dead and not any(map(psutil.pid_exists, pids)):
+                return
             time.sleep(0.02)
-        return False
 
 
 def sent_once(calls: Mapping[int, WorkerCall], send: Callable[[Any], Any]) -> dict[int, list[Any]]:
@@ -317,7 +293,7 @@ class _RayPending:
         if self._results is not None:
             return self._results
         if self._error is not None:
-            raise again(self._error) from self._error.__cause__
+            raise again(self._error)
         self._group._check_open()
         try:
             self._results = self._group._collect(self._refs, self._method, timeout)
@@ -342,24 +318,8 @@ def _state(actor: Any) -> str:
     return str(ray_state.actor_table(actor._actor_id.hex()).get("State", ""))
 
 
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 # --------------------------------------------------------------------------------------------------
 # One worker on a node that was chosen, asked by several threads at a time.
-
-try:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-except ImportError as error:
-    raise MissingDependencyError.of("ray", extra="ray", purpose="workers on every node") from error
 
 
 class NodeGroup(RayGroup):
@@ -379,45 +339,9 @@ class NodeGroup(RayGroup):
         limit: float,
         **kwargs: Any,
     ) -> None:
-        """Start the worker, as `RayGroup` does.
-
-        Args:
-            role: Role of the worker.
-            node_id: Id of the node.
-            worker_class: A class that the node can import.
-            args: For the class.
-            at_a_time: Calls that may run at a time; more wait.
-            limit: Seconds until a call is late, where the call does not say.
-            kwargs: For the class.
-
-        Raises:
-            ConfigError: The node has another version of Laurel, torch or transformers.
-            WorkerError: The worker could not be made, or the node is gone.
-        """
-        self._at_a_time = at_a_time
-        place = Reservation(
-            role=role, each=Resources(cpus=0), group=None, node_ids=[node_id], bundles=[0]
-        )
-        super().__init__(place, worker_class, *args, limit=limit, **kwargs)
-
-    def _actor(self, reservation: Reservation, rank: int) -> Any:
-        options = ray.remote(WorkerActor).options(
-            num_cpus=0,
-            num_gpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(
-                reservation.node_ids[rank], soft=False
-            ),
-            max_restarts=0,
-            max_task_retries=0,
-            max_concurrency=self._at_a_time,
-        )
-        return options.remote(rank, sys.path)
-
-    def _strategy(self, reservation: Reservation, rank: int) -> Any:
-        return PlacementGroupSchedulingStrategy(
-            placement_group=reservation.group,
-            placement_group_bundle_index=reservation.bundles[rank],
-        )
+        """Start the worker as `RayGroup` does; `at_a_time` of its calls run concurrently."""
+        place = Reservation(role=role, each=Resources(cpus=0), node_ids=[node_id])
+        super().__init__(place, worker_class, *args, at_a_time=at_a_time, limit=limit, **kwargs)
 
 
 def is_on_the_only_node() -> bool:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from laurel.errors import EngineError, WorkerError
+from laurel.errors import EngineError, WorkerError, is_lost_worker
 from laurel.workers.calls import again
 from laurel.workers.supervisor import Replica, Restarts, Supervisor
 
@@ -16,11 +16,6 @@ R = TypeVar("R")
 
 class TakesDownError(WorkerError):
     """Raised for a call with which several replicas were lost in turn: it may be the cause."""
-
-
-def is_lost(value: object, error: Exception) -> bool:
-    """Report whether the error of a call means that the process behind `value` is gone."""
-    return isinstance(error, WorkerError) and error.is_lost
 
 
 class ReplicaSet(Supervisor[T]):
@@ -38,7 +33,7 @@ class ReplicaSet(Supervisor[T]):
         name: str,
         end: Callable[[T], None],
         restarts: Restarts,
-        is_lost: Callable[[T, Exception], bool] = is_lost,
+        is_lost: Callable[[T, Exception], bool] = lambda _, error: is_lost_worker(error),
         most_losses: int | None = None,
         ping: Callable[[T], str | None] | None = None,
         ping_seconds: float = 0.25,
@@ -165,7 +160,7 @@ class ReplicaSet(Supervisor[T]):
         with self._changed:
             while True:
                 if self.failure is not None:
-                    raise again(self.failure) from self.failure.__cause__
+                    raise again(self.failure)
                 if self.is_closed:
                     raise self._ended()
                 free = [r for r in self.replicas if r.state == "ready" and not r.is_busy]

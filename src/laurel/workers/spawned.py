@@ -17,20 +17,15 @@ from typing import Any
 
 from laurel.errors import WorkerError
 from laurel.workers.calls import (
+    ENDING,
     Failure,
     GroupCalls,
     Outcome,
-    Success,
     WorkerCall,
-    again,
-    error_of,
     failure_of,
     without_shared,
 )
 from laurel.workers.rendezvous import RankPlace
-
-ENDING = 10.0
-"""Seconds for a process to end by itself."""
 
 
 class SpawnedGroup(GroupCalls):
@@ -63,11 +58,8 @@ class SpawnedGroup(GroupCalls):
         Raises:
             WorkerError: The worker could not be made.
         """
-        self.role = role
-        self.size = 1
+        self.role, self.size = role, 1
         self._limit = limit
-        self._failure: WorkerError | None = None
-        self._is_open = True
         self._lock = threading.Lock()
         self._count = 0
         self._owed: dict[int, Future[Outcome]] = {}
@@ -107,10 +99,7 @@ class SpawnedGroup(GroupCalls):
         return _Asked(self, method, future)
 
     def _submit(self, calls: Mapping[int, WorkerCall]) -> _Asked:
-        if self._failure is not None:
-            raise again(self._failure)
-        if not self._is_open:
-            raise WorkerError(f"{self.role}: the group has been shut down", role=self.role)
+        self._check_open()
         call, shared = without_shared(calls[0])
         values = [one.carried(pickle.dumps) for one in shared]
         return self._ask("run", call.method, pickle.dumps((None, call)), *values)
@@ -154,30 +143,11 @@ class SpawnedGroup(GroupCalls):
         how = f"signal {-status}" if status < 0 else f"exit code {status}"
         return f"its process is gone ({how})"
 
-    def taken(self, outcome: Outcome, method: str, *, limit: float) -> Any:
-        """Return the result of a call, or raise its failure."""
-        if isinstance(outcome, Success):
-            return outcome.value
-        error = error_of(self.role, 1, method, [outcome], limit=limit)
-        if outcome.kind != "raised":
-            self._failure = self._failure or error
-            self._kill()
-        raise error from error.__cause__
-
-    @property
-    def limit(self) -> float:
-        """Seconds until a call is late."""
-        return self._limit
-
     def alive(self) -> list[bool]:
         """Report whether the process lives."""
         return [self._is_open and self._process.poll() is None]
 
-    def shutdown(self) -> None:
-        """Shut the worker down and end its process. Idempotent."""
-        if not self._is_open:
-            return
-        self._is_open = False
+    def _close(self) -> None:
         if self._failure is None:
             with suppress(WorkerError):
                 self._ask("close", "shutdown").wait(timeout=ENDING)
@@ -199,12 +169,14 @@ class _Asked:
         return self._future.done()
 
     def wait(self, *, timeout: float | None = None) -> list[Any]:
-        limit = self._group.limit if timeout is None else timeout
+        limit = self._group._limit if timeout is None else timeout
         try:
             outcome = self._future.result(limit)
         except TimeoutError:
             outcome = Failure(kind="late", rank=0)
-        return [self._group.taken(outcome, self._method, limit=limit)]
+        if isinstance(outcome, Failure):
+            self._group._raise(self._method, [outcome], limit=limit)
+        return [outcome.value]
 
 
 # --------------------------------------------------------------------------------------------------

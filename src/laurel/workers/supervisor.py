@@ -118,7 +118,6 @@ class Replica(Generic[T]):
     """Handle of the process."""
 
     def __init__(self, index: int, name: str) -> None:
-        """Create it without a process."""
         self.index = index
         self.name = name
         self.state: Literal["starting", "ready", "waiting", "gone"] = "starting"

@@ -79,13 +79,10 @@ class WorkerActor:
     def close(self) -> bytes:
         """Shut the worker down."""
         worker, self._worker = self._worker, None
-        outcome: Outcome = Success(None)
-        if hasattr(worker, "shutdown"):
-            outcome = attempt(worker, WorkerCall("shutdown"), rank=self._rank)
+        end = getattr(worker, "shutdown", lambda: None)
+        outcome = attempt(end, WorkerCall(""), rank=self._rank)
         leave()
-        if isinstance(outcome, Success):
-            outcome = Success(None)
-        return pickle.dumps(outcome)
+        return pickle.dumps(Success(None) if isinstance(outcome, Success) else outcome)
 
     def _attempt(
         self,

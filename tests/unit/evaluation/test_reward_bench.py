@@ -1,11 +1,15 @@
 """RewardBench 1 against the reference implementation, and by hand."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laurel.errors import DataError
+from laurel.evaluation.benchmarks import BENCHMARKS, BenchmarkOptions, reduce_scores
 from laurel.evaluation.reward_bench import (
     NUM_ROWS,
     SECTIONS,
@@ -101,8 +105,10 @@ def test_what_is_absent_or_unknown_or_not_whole_is_said(pairs):
 
 
 def test_two_rows_with_one_id(pair):
-    with pytest.raises(ValueError, match="share an id"):
-        measure_reward_bench([pair("a", (1.0, 0.0)), pair("a", (0.0, 1.0))])
+    as_they_are = replace(BENCHMARKS["reward-bench"], scored=lambda row, scores_G: [row])
+    rows: Any = [pair("a", (1.0, 0.0)), pair("a", (0.0, 1.0))]
+    with pytest.raises(DataError, match="share an id"):
+        reduce_scores(as_they_are, rows, [(), ()], BenchmarkOptions())
 
 
 @given(

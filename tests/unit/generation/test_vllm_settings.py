@@ -25,7 +25,6 @@ def arguments(on_cpu=True, **settings):
         max_length=512,
         precision="float32",
         seed=3,
-        worker="a.Worker",
         on_cpu=on_cpu,
         known=KNOWN,
     )

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from laurel.errors import EngineError
 from laurel.generation.vllm.worker import repack, report_untruncated
 from laurel.generation.weights import buckets
-from laurel.generation.weights.probe import default_tolerance, require_agreement
+from laurel.generation.weights.probe import ProbeAnswer, default_tolerance
 from laurel.types import Weights
 
 
@@ -94,11 +94,14 @@ def test_files_go_to_disk_where_memory_is_too_small(tmp_path):
     ],
 )
 def test_disagreement_is_told_with_both_numbers(engine, learner, says):
+    def probe(ids):
+        return np.array(learner)
+
     with pytest.raises(EngineError, match=says):
-        require_agreement(np.array(engine), np.array(learner), tolerance=0.25, version=7)
+        ProbeAnswer([], np.array(engine), 0.25).require_agreement(probe, version=7)
     near = np.float32(learner) + 0.125 * np.arange(1, 3)
     if np.isfinite(near).all():
-        assert require_agreement(near, np.array(learner), tolerance=0.25, version=1) == 0.25
+        assert ProbeAnswer([], near, 0.25).require_agreement(probe, version=1) == 0.25
 
 
 class PackingMethod:

@@ -152,7 +152,7 @@ def test_what_does_not_speak_http_is_a_lost_connection(said):
 def test_a_probe_takes_any_answer_of_who_is_well():
     async def look(server):
         http = HttpExchange(server.url + "/v1/score?x=1", api_key=KEY)
-        await http.look("/health", timeout=5.0)
+        await http.probe(timeout=5.0)
         await http.aclose()
 
     with RewardServer() as server:

@@ -79,7 +79,7 @@ class Made:
     def close(self) -> None:
         self.scorer.close()
         for group in self.groups:
-            group.kill()
+            group._kill()
 
 
 @pytest.fixture

@@ -29,7 +29,8 @@ from laurel.errors import (
     ScoringContractError,
     install_command,
 )
-from laurel.generation.vllm import pooling
+from laurel.generation.vllm import processes
+from laurel.models.spec import ModelSpec
 from laurel.rewards.batching import BatchingScorer
 from laurel.rewards.open import load_scorer, load_vllm_scorer
 from laurel.rewards.spec import ModelPlace, ScorerSpec, find_model
@@ -205,16 +206,16 @@ def test_scores_that_went_through_a_sigmoid_are_found(pair, monkeypatch):
 def test_scores_of_another_position_keep_a_scorer_from_starting(tmp_path, monkeypatch):
     require_vllm()
     saved(tmp_path, "qwen3")
-    true_import = pooling._import_vllm
+    true_import = processes.import_vllm
 
-    def elsewhere():
-        vllm = true_import()
+    def elsewhere(purpose):
+        vllm = true_import(purpose)
         config = vllm.PoolerConfig
         vllm.PoolerConfig = lambda **options: config(**{**options, "seq_pooling_type": "MEAN"})
         return vllm
 
     children = set(psutil.Process().children(recursive=True))
-    monkeypatch.setattr(pooling, "_import_vllm", elsewhere)
+    monkeypatch.setattr(processes, "import_vllm", elsewhere)
     with pytest.raises(ScoringContractError, match="another position than the last token"):
         load_vllm_scorer(find_model(str(tmp_path)), ScorerSpec(), say=lambda _: None)
     assert set(psutil.Process().children(recursive=True)) <= children
@@ -222,7 +223,7 @@ def test_scores_of_another_position_keep_a_scorer_from_starting(tmp_path, monkey
 
 def test_without_golden_scores_nothing_is_started(tmp_path):
     with pytest.raises(ScoringContractError, match="no golden scores"):
-        VllmScorer(tmp_path, small_model().contract)
+        VllmScorer(ModelSpec(name=str(tmp_path)), small_model().contract)
 
 
 # ------------------------------------------------------------------------------------ start and end
@@ -239,7 +240,7 @@ def test_a_vllm_of_other_words_does_not_start(tmp_path, monkeypatch):
     vllm = SimpleNamespace(
         current_platform=platform, PoolingParams=unknown, AsyncEngineArgs=unknown
     )
-    monkeypatch.setattr(pooling, "_import_vllm", lambda: vllm)
+    monkeypatch.setattr(processes, "import_vllm", lambda purpose: vllm)
     with pytest.raises(EngineError, match=r"did not start the reward model .*: unknown: task"):
         load_vllm_scorer(find_model(str(tmp_path)), ScorerSpec(), say=lambda _: None)
     assert set(threading.enumerate()) <= threads

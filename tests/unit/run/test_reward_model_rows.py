@@ -60,7 +60,11 @@ def test_most_being_cut_is_a_warning(num_cut, is_told):
     stream = io.StringIO()
     report = DataReport(name="train")
     tokenise(
-        preferences, contract, report, overlong="truncate", console=Console(file=stream, width=300)
+        preferences,
+        contract=contract,
+        report=report,
+        overlong="truncate",
+        console=Console(file=stream, width=300),
     )
     assert report.num_truncated == num_cut
     said = f"warning: train: {num_cut} of 4 conversations cut to 8 tokens"

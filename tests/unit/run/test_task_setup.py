@@ -47,5 +47,5 @@ def test_a_model_goes_into_its_slots(tmp_path):
 
 
 def test_programs_run_here_unless_roles_are_in_processes_of_their_own():
-    assert nodes_of(Allocation.of_this_process()) is None
+    assert nodes_of(Allocation()) is None
     assert nodes_of(Allocation(reservations=ELSEWHERE)) is not None

@@ -125,13 +125,13 @@ def test_other_processes_agree_with_this_one(name):
 
 @pytest.mark.slow
 def test_a_step_that_ranks_take_wrongly_fails(monkeypatch):
-    right = checks._local_learner
+    right = checks.LocalLearner
 
-    def other(load, device):
-        learner = right(load, device)
+    def other(*args, **settings):
+        learner = right(*args, **settings)
         with torch.no_grad():
             next(iter(learner.model.parameters())).mul_(1.5)
         return learner
 
-    monkeypatch.setattr(checks, "_local_learner", other)
+    monkeypatch.setattr(checks, "LocalLearner", other)
     assert tried("FSDP2")["FSDP2"].status == "fail"

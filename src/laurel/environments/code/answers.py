@@ -214,10 +214,7 @@ class Session:
     def job(self, code: str, *, limits: Limits, most: int) -> SandboxJob:
         """Return the job that runs the next block after the earlier ones.
 
-        Args:
-            code: The block.
-            limits: The limits of the block; earlier blocks get their former time and a margin.
-            most: The maximum number of characters of a value.
+        Earlier blocks get their former time and a margin. A value is cut after `most` characters.
         """
         code = _dedented(code)
         request = {"blocks": self.blocks, "code": code, "mark": self._mark(code), "most": most}
@@ -231,13 +228,7 @@ class Session:
         )
 
     def after(self, code: str, result: SandboxResult, limits: Limits) -> tuple[Session, BlockReply]:
-        """Return the session after a turn, and the reply to the policy.
-
-        Args:
-            code: The block that was passed to `job`.
-            result: The result of that job, which is a verdict.
-            limits: The limits that were passed to `job`.
-        """
+        """Return the session after a turn, and the reply to the policy."""
         code = _dedented(code)
         mark = self._mark(code)
         printed, ended, answer = result.stdout.rpartition(f"{mark}{{")

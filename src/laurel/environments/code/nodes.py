@@ -66,11 +66,7 @@ class NodeWorker:
     """Holds the pool of a node, in a process on that node; this class does not know Ray."""
 
     def __init__(self, place: RankPlace) -> None:
-        """Start without a pool.
-
-        Args:
-            place: The place of the worker, which is not used.
-        """
+        """Start without a pool."""
         self._pool: SandboxPool | None = None
         self._ended: queue.SimpleQueue[tuple[int, SandboxResult] | None] = queue.SimpleQueue()
 

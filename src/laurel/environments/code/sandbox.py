@@ -40,11 +40,7 @@ def open_pool(config: SandboxConfig, *, detection: Detection | None = None) -> S
 def say_tier(found: Detection, tier: Tier, *, where: str = "", beside: str = "") -> None:
     """Log how programs are isolated.
 
-    Args:
-        found: The isolation that a machine supports.
-        tier: The tier in which programs run.
-        where: The name of the machine, before the sentence.
-        beside: Further text after the sentence.
+    `where` stands before the sentence, and `beside` after it.
     """
     _log.log(
         logging.INFO if tier is Tier.FULL else logging.WARNING,

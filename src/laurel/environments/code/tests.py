@@ -117,11 +117,7 @@ def program_verdict(
 ) -> CodeVerdict:
     """Convert the result of a job into the verdict on a program.
 
-    Args:
-        tests: The tests of the program.
-        result: The result of the job that `TaskTests.job` returned.
-        reward: The kind of reward, as in the configuration.
-        most: The maximum number of characters of the program's errors that a hint repeats.
+    A hint repeats at most `most` characters of the program's errors.
     """
     status = result.status
     if not status.is_verdict:

@@ -489,11 +489,7 @@ _ANY_LANGUAGE = _pattern_of_all()
 def check_choice(response: str, gold: str, *, multilingual: bool) -> Checked:
     """Check whether the last letter that a response names as its answer is the right one.
 
-    Args:
-        response: The text of the policy.
-        gold: The right letter.
-        multilingual: Whether to accept the word for "Answer" and the letters in every supported
-            language.
+    With `multilingual`, the word for "Answer" and the letters of every supported language count.
     """
     right = _normal(gold).strip().strip("().").translate(_LETTERS).upper()
     if re.fullmatch("[A-Z]", right) is None:

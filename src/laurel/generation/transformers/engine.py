@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -181,7 +180,7 @@ class TransformersEngine:
     async def _do(self, work: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        self._worker.submit(IdleTask(work, lambda error: _tell(loop, _settle, done, error)))
+        self._worker.submit(work, lambda error: _tell(loop, _settle, done, error))
         await done
 
     def close(self) -> None:
@@ -211,13 +210,8 @@ def _settle(future: asyncio.Future[None], error: BaseException | None = None) ->
 # The thread that samples, which receives requests and delivers completions.
 
 
-@dataclass(slots=True, eq=False)
-class IdleTask:
-    """A function that the worker runs when no request is running."""
-
-    work: Callable[[], None]
-    done: Callable[[BaseException | None], None]
-    """Receives the error of the work, or None; called in the worker's thread."""
+Done = Callable[[BaseException | None], None]
+"""Receives the error of a job, or None; called in the worker's thread."""
 
 
 class GenerationWorker:
@@ -233,7 +227,7 @@ class GenerationWorker:
         # All below is guarded by `_changed`.
         self._arriving: list[Ticket] = []
         self._waiting: deque[Ticket] = deque()
-        self._jobs: deque[IdleTask] = deque()
+        self._jobs: deque[tuple[Callable[[], None], Done]] = deque()
         self._aborts: deque[tuple[Ticket, Callable[[], None]]] = deque()
         self._ended: list[str] = []
         self._open: set[Ticket] = set()
@@ -276,11 +270,11 @@ class GenerationWorker:
             if self._thread is not None:
                 self._changed.notify_all()
 
-    def submit(self, job: IdleTask) -> None:
-        """Queue a job, which runs when no request is running."""
+    def submit(self, work: Callable[[], None], done: Done) -> None:
+        """Queue a job, which runs when no request is running; `done` receives its error, if any."""
         with self._changed:
             self._check_alive()
-            self._jobs.append(job)
+            self._jobs.append((work, done))
             self._wake_up()
 
     def set_asleep(self, is_asleep: bool) -> None:
@@ -320,16 +314,13 @@ class GenerationWorker:
                 self._do_jobs()
                 self._generate()
         except BaseException as error:  # every waiting request must get an answer
-            self._die(error)
+            ended = error
+            if not isinstance(ended, EngineError):
+                ended = EngineError(f"the generator died of {type(error).__name__}: {error}")
+                ended.__cause__ = error
+            with self._changed:
+                self._end = ended
         self._finish()
-
-    def _die(self, error: BaseException) -> None:
-        ended = error
-        if not isinstance(ended, EngineError):
-            ended = EngineError(f"the generator died of {type(error).__name__}: {error}")
-            ended.__cause__ = error
-        with self._changed:
-            self._end = ended
 
     def _wait(self) -> bool:
         """Wait for work; return False when the thread must end."""
@@ -347,13 +338,13 @@ class GenerationWorker:
             with self._changed:
                 if not self._jobs or self._end is not None:
                     return
-                job = self._jobs.popleft()
+                work, done = self._jobs.popleft()
             try:
-                job.work()
+                work()
             except BaseException as error:
-                job.done(error)
+                done(error)
                 raise
-            job.done(None)
+            done(None)
 
     def _generate(self) -> None:
         """Sample until no request is running.
@@ -434,8 +425,8 @@ class GenerationWorker:
         self._tell([])
         for ticket in left:
             ticket.deliver(error())
-        for job in jobs:
-            job.done(error())
+        for _, done in jobs:
+            done(error())
         self._batch.clear()
 
 

@@ -18,15 +18,10 @@ still change a token where two are equally likely to about 1e-6 (float32) or 1e-
 from __future__ import annotations
 
 import asyncio
-import atexit
-import importlib
-import itertools
-import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,26 +29,18 @@ import numpy as np
 from laurel.errors import ConfigError, DataError, EngineError, LaurelError
 from laurel.generation.requests import GeneratorSpec, check_generation_request
 from laurel.generation.transformers.batch import StopStringWatch
-from laurel.generation.vllm.settings import (
-    ENVIRONMENT,
-    cpu_environment,
-    engine_arguments,
-    engine_dtype,
-    environment,
-    importing_vllm,
-)
-from laurel.generation.waiting import BackgroundLoop, Lifeline, PauseGate
+from laurel.generation.vllm.processes import VllmProcesses
+from laurel.generation.vllm.settings import engine_arguments, engine_dtype
+from laurel.generation.waiting import PauseGate
 from laurel.generation.weights.buckets import shapes_in, written
 from laurel.generation.weights.probe import Probe, ProbeAnswer, default_tolerance, fitting_ids
 from laurel.models.tokenizer import plain_text
 from laurel.types import FinishReason, Generated, GenerationRequest, Weights
 
-_WORKER = "laurel.generation.vllm.worker.LaurelWorker"
-
 Deliver = Callable[[Generated | LaurelError], None]
 
 
-class VllmEngine:
+class VllmEngine(VllmProcesses):
     """A `Generator` on vLLM.
 
     Args:
@@ -78,6 +65,7 @@ class VllmEngine:
     def __init__(
         self, model_dir: str | Path, spec: GeneratorSpec, *, precision: str, probe: Probe | None
     ) -> None:
+        super().__init__("policy.generation.backend=vllm")
         generation = spec.settings
         self._max_length = generation.vllm_cfg.max_model_len or spec.max_length
         self._end_ids = spec.end_ids
@@ -86,92 +74,42 @@ class VllmEngine:
         self._tolerance = generation.weight_probe_tolerance or default_tolerance(precision, learner)
         self._weight_version = spec.weight_version
         self._shapes, self._num_bytes = shapes_in(Path(model_dir))
-        self._num_requests = itertools.count()
-        self._life = Lifeline()
         self._doubt: LaurelError | None = None
         """The error that forbids sampling from the current weights; None while they are correct."""
         self._gate = PauseGate()
         self._is_asleep = self._has_all = False
-        self._llm: Any = None
-        self._processes: list[Any] = []
-        self._segments: set[str] = set()
         self.probe_difference = 0.0
         """Largest difference of log-probabilities between engine and learner at the last
         comparison."""
-
-        with environment(ENVIRONMENT):
-            self._vllm = _import_vllm()
-            on_cpu = bool(self._vllm.current_platform.is_cpu())
-            arguments = engine_arguments(
-                str(model_dir),
-                generation,
-                max_length=self._max_length,
-                precision=precision,
-                seed=spec.seed,
-                worker=_WORKER,
-                on_cpu=on_cpu,
-                known=self._vllm.argument_names,
-            )
-            self._has_sleep_mode = bool(arguments["enable_sleep_mode"])
-            num_workers = generation.vllm_cfg.num_devices
-            is_eager = bool(arguments["enforce_eager"])
-            added = cpu_environment(num_workers, is_eager=is_eager) if on_cpu else {}
-            self._has_stages = generation.vllm_cfg.pipeline_parallel_size > 1
-            with environment(added):
-                self._start(arguments)
+        arguments = engine_arguments(
+            str(model_dir),
+            generation,
+            max_length=self._max_length,
+            precision=precision,
+            seed=spec.seed,
+            on_cpu=self._on_cpu,
+            known=frozenset(self._vllm.AsyncEngineArgs.__dataclass_fields__),
+        )
+        self._has_stages = generation.vllm_cfg.pipeline_parallel_size > 1
+        self._start("laurel-vllm", f"from {model_dir}", lambda: arguments)
 
     # ------------------------------------------------------------------------------- start and end
-
-    def _start(self, arguments: dict[str, Any]) -> None:
-        self._background = BackgroundLoop("laurel-vllm")
-        atexit.register(self.close)
-        try:
-            self._background.wait_for(self._begin(arguments))
-            self._processes = processes_of(self._llm)
-            self._segments = segments_of(self._processes)
-            self._background.wait_for(self._prepare())
-        except BaseException as error:
-            self.close()
-            if isinstance(error, LaurelError) or not isinstance(error, Exception):
-                raise
-            raise EngineError(
-                f"vLLM did not start from {arguments['model']}: {error}. What it wrote itself is "
-                "above; VLLM_LOGGING_LEVEL=INFO makes it say more"
-            ) from error
-
-    async def _begin(self, arguments: dict[str, Any]) -> None:
-        self._llm = self._vllm.AsyncLLM.from_engine_args(self._vllm.AsyncEngineArgs(**arguments))
-        self._watcher = asyncio.create_task(self._watch())
 
     async def _prepare(self) -> None:
         self._tokenizer = self._llm.get_tokenizer()
         self._vocab_size = self._llm.model_config.get_vocab_size()
-        await self._ask("laurel_end_with", os.getpid())
         if self._has_stages:
             await self._ask("laurel_prepare_stage")
         self._reports_untruncated = all(await self._ask("laurel_report_untruncated_logprobs"))
         await self._prove(self._weight_version)
         self._gate.open()
 
-    def close(self) -> None:
-        """Stop vLLM and all its processes. Open iterators end with an `EngineError`."""
-        atexit.unregister(self.close)
-        if not self._background.close(self._end()):
-            return
-        llm, self._llm = self._llm, None
-        end(llm, self._processes, self._segments)
-
     async def _end(self) -> None:
-        if self._llm is not None:
-            self._fail(EngineError("the engine was closed"))
-            await self._gate.empty()
-
-    async def _watch(self) -> None:
-        await death_of(self._llm)
-        self._fail(EngineError(DIED))
+        await super()._end()
+        await self._gate.empty()
 
     def _fail(self, failure: LaurelError) -> None:
-        self._life.cut(failure)
+        super()._fail(failure)
         self._gate.open()
 
     # ---------------------------------------------------------------------------------- generation
@@ -238,7 +176,7 @@ class VllmEngine:
             max_length=self._max_length,
             end_ids=self._end_ids,
         )
-        output = await self._answer(request.prompt_ids.tolist(), arguments)
+        output = await self._sample(request.prompt_ids.tolist(), arguments)
         deliver(
             as_generated(
                 output.outputs[0],
@@ -250,15 +188,9 @@ class VllmEngine:
             )
         )
 
-    async def _answer(self, prompt_ids: list[int], arguments: dict[str, Any]) -> Any:
-        prompt = self._vllm.tokens_input(prompt_ids)
+    async def _sample(self, prompt_ids: list[int], arguments: dict[str, Any]) -> Any:
         sampling = self._vllm.SamplingParams(**arguments, output_kind=self._vllm.FINAL_ONLY)
-        name = f"laurel-{next(self._num_requests)}"
-
-        async def last() -> Any:
-            return [output async for output in self._llm.generate(prompt, sampling, name)][-1]
-
-        return await self._life.hold(last())
+        return await self._answer(self._llm.generate, prompt_ids, sampling)
 
     def end_conversations(self, names: Sequence[str]) -> None:
         """Do nothing: vLLM's prefix cache drops by itself what has not been used for longest."""
@@ -270,7 +202,7 @@ class VllmEngine:
 
         After an error the engine refuses requests until an update has succeeded.
         """
-        await self._elsewhere(self._update(weights))
+        await self._background.run_to_end(self._update(weights))
 
     async def _update(self, weights: Weights) -> None:
         async with self._paused():
@@ -328,48 +260,24 @@ class VllmEngine:
     async def _answer_probe(self) -> ProbeAnswer:
         ids_L = fitting_ids(self._vocab_size, max_length=self._max_length - 1)
         arguments = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
-        steps = (await self._answer(ids_L, arguments)).prompt_logprobs
+        steps = (await self._sample(ids_L, arguments)).prompt_logprobs
         logprobs = [step[token].logprob for step, token in zip(steps[1:], ids_L[1:], strict=True)]
         return ProbeAnswer(ids_L, np.asarray(logprobs, np.float32), self._tolerance)
 
     async def sleep(self) -> None:
         """Hold requests back and release device memory; on a CPU the memory is kept."""
-        await self._elsewhere(self._set_asleep(True))
+        await self._background.run_to_end(self._set_asleep(True))
 
     async def wake(self) -> None:
         """Allocate device memory again and resume requests."""
-        await self._elsewhere(self._set_asleep(False))
+        await self._background.run_to_end(self._set_asleep(False))
 
     async def _set_asleep(self, is_asleep: bool) -> None:
         async with self._paused():
             await self._set_memory(is_given_back=is_asleep)
             self._is_asleep = is_asleep
 
-    async def _set_memory(self, *, is_given_back: bool) -> None:
-        if self._has_sleep_mode and is_given_back != await self._llm.is_sleeping():
-            change = self._llm.sleep(level=1) if is_given_back else self._llm.wake_up()
-            await self._life.hold(change)
-
     # ------------------------------------------------------------------------------ in the engine
-
-    async def _elsewhere(self, work: Coroutine[Any, Any, None]) -> None:
-        # What has been begun is ended, even where the caller is cancelled: a half-made transfer
-        # would leave weights that nobody knows.
-        await asyncio.shield(asyncio.wrap_future(self._background.submit(work)))
-
-    async def _ask(self, method: str, *arguments: Any) -> list[Any]:
-        answer = self._llm.collective_rpc(method, args=arguments)
-        return list(await self._life.hold(answer))
-
-    def _as_error(self, error: BaseException) -> LaurelError:
-        if isinstance(error, LaurelError):
-            return error
-        if self._llm.errored:
-            self._fail(EngineError(DIED))
-            return self._life.failure or EngineError(DIED)
-        failed = EngineError(f"vLLM failed: {type(error).__name__}: {error}")
-        failed.__cause__ = error
-        return failed
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
@@ -382,86 +290,6 @@ class VllmEngine:
             finally:
                 if self._life.failure is not None or not self._is_asleep:
                     self._gate.open()
-
-
-def _import_vllm() -> SimpleNamespace:
-    with importing_vllm("policy.generation.backend=vllm"):
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.inputs import tokens_input
-        from vllm.platforms import current_platform
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-        from vllm.v1.engine.async_llm import AsyncLLM
-    return SimpleNamespace(
-        AsyncLLM=AsyncLLM,
-        AsyncEngineArgs=AsyncEngineArgs,
-        argument_names=frozenset(AsyncEngineArgs.__dataclass_fields__),
-        current_platform=current_platform,
-        FINAL_ONLY=RequestOutputKind.FINAL_ONLY,
-        SamplingParams=SamplingParams,
-        tokens_input=tokens_input,
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# The life of a vLLM that was started here, and the processes that it has started.
-
-WATCH_SECONDS = 0.2
-"""Seconds between two checks of whether vLLM is alive."""
-SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
-"""Path prefixes of vLLM's shared-memory files: of its queues, and of its all-reduce on a CPU."""
-DIED = "vLLM died; what it wrote is above. Without a word: most likely out of memory (see dmesg)"
-
-
-async def death_of(llm: Any) -> None:
-    """Wait until a vLLM engine has died."""
-    while not llm.errored:
-        await asyncio.sleep(WATCH_SECONDS)
-
-
-def end(llm: Any, processes: Iterable[Any], segments: Iterable[str] = ()) -> None:
-    """Shut down a vLLM engine and kill its processes, whatever state they are in.
-
-    Args:
-        llm: The engine; None if it was never made.
-        processes: The engine's processes, as `processes_of` returned them.
-        segments: Its shared-memory files, as `segments_of` returned them; vLLM 0.32 leaves some of
-            them behind.
-    """
-    if llm is not None:
-        with suppress(Exception):
-            llm.shutdown()
-            llm.engine_core.resources.ctx.term()  # its sockets are closed by now
-    for process in processes:  # those that still run: their parent died before them
-        with suppress(Exception):
-            process.kill()
-            process.wait(5)
-    remove(segments)
-
-
-def processes_of(llm: Any) -> list[Any]:
-    """Return all processes of a vLLM engine, with their descendants, as psutil's processes."""
-    psutil: Any = importlib.import_module("psutil")  # vLLM needs it too
-    started = [psutil.Process(p.pid) for p in llm.engine_core.resources.engine_manager.processes]
-    return started + [child for process in started for child in process.children(recursive=True)]
-
-
-def segments_of(processes: Iterable[Any]) -> set[str]:
-    """Return the paths of vLLM's shared-memory files that these processes map now."""
-    found: set[str] = set()
-    for process in processes:
-        with suppress(Exception):  # it has ended
-            found.update(one.path for one in process.memory_maps())
-    return {path for path in found if path.startswith(SEGMENTS)}
-
-
-def remove(segments: Iterable[str]) -> None:
-    """Unlink those shared-memory files that still exist.
-
-    The system frees their memory when no process maps them any more.
-    """
-    for path in segments:
-        with suppress(OSError):
-            os.unlink(path)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,56 +10,32 @@ On a CPU the model runs eagerly, and `sleep` does nothing: vLLM releases memory 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import itertools
-import os
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from laurel.errors import DataError, EngineError, LaurelError
-from laurel.generation.vllm.engine import DIED, death_of, end, processes_of, segments_of
-from laurel.generation.vllm.settings import (
-    CPU_CACHE_BYTES,
-    ENVIRONMENT,
-    cpu_environment,
-    environment,
-    importing_vllm,
-)
-from laurel.generation.waiting import BackgroundLoop, Lifeline
-
-_WORKER = "laurel.generation.vllm.worker.LaurelWorker"
-_CLOSED = "vLLM was closed"
+from laurel.errors import DataError, LaurelError
+from laurel.generation.vllm.processes import VllmProcesses
+from laurel.generation.vllm.settings import WORKER, cpu_arguments
+from laurel.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingOptions:
-    """The options with which vLLM loads and runs a reward model."""
+    """The devices on which vLLM runs a reward model."""
 
-    precision: str = "float32"
-    """Dtype of the weights and of the decoder's arithmetic; the head computes in float32."""
     tensor_parallel_size: int = 1
     """Number of GPUs that one copy of the model is split over."""
     gpu_memory_utilization: float = 0.9
     """Fraction of a GPU's memory that vLLM takes."""
     may_sleep: bool = False
     """Whether `sleep` releases GPU memory; enabling it takes some time at the start."""
-    revision: str | None = None
-    """Commit or tag of a model on the Hugging Face hub; None: the default branch."""
-    trust_remote_code: bool = False
-    """Whether Python code that comes with the model may run."""
-    safetensors_only: bool = True
-    """Whether to load weights from safetensors files only, and never from pickles."""
-    config_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the model's own configuration to override, with their values."""
 
 
-class VllmPooling:
+class VllmPooling(VllmProcesses):
     """Computes the outputs of a classifier's head in vLLM. Any thread may call it.
 
     vLLM spawns processes, so a program that makes one needs the usual `if __name__ == "__main__":`.
@@ -67,7 +43,7 @@ class VllmPooling:
 
     def __init__(
         self,
-        model: str | Path,
+        model: ModelSpec,
         *,
         options: PoolingOptions,
         max_length: int,
@@ -77,8 +53,9 @@ class VllmPooling:
         """Start vLLM with a reward model.
 
         Args:
-            model: A Hugging Face directory of a classifier, or its name on the hub.
-            options: How vLLM loads and runs the model.
+            model: A classifier; `precision` is the dtype of its weights and of the decoder's
+                arithmetic, and the head computes in float32.
+            options: The devices of vLLM.
             max_length: Most tokens of a conversation.
             batch_tokens: Most tokens of one forward pass; raised to `max_length` if that is larger.
             reads_last: True: the score is read from the last token. False: the model pools by
@@ -88,75 +65,41 @@ class VllmPooling:
             MissingDependencyError: vLLM is not installed.
             EngineError: vLLM does not start; the message has the reason that vLLM gives.
         """
+        super().__init__("A reward model in vLLM")
         self._max_length = max_length
-        self._num_requests = itertools.count()
-        self._life = Lifeline()
-        self._llm: Any = None
-        self._processes: list[Any] = []
-        self._segments: set[str] = set()
-        with environment(ENVIRONMENT):
-            self._vllm = _import_vllm()
-            on_cpu = bool(self._vllm.current_platform.is_cpu())
-            self._gives_memory_back = options.may_sleep and not on_cpu
-            arguments = {
-                **_arguments(str(model), options),
+        pooler = {"seq_pooling_type": "LAST"} if reads_last else {}
+
+        def arguments() -> dict[str, Any]:
+            self._asked = self._vllm.PoolingParams(task="classify", use_activation=False)
+            return {
+                "model": model.name,
+                "runner": "pooling",
+                "convert": "classify",
+                "skip_tokenizer_init": True,
+                "dtype": model.precision,
+                "tensor_parallel_size": options.tensor_parallel_size,
+                "gpu_memory_utilization": options.gpu_memory_utilization,
+                "revision": model.revision,
+                "trust_remote_code": model.trust_remote_code,
+                "load_format": "safetensors" if model.safetensors_only else "auto",
+                "hf_overrides": dict(model.config_overrides),
+                "worker_extension_cls": WORKER,
+                "disable_log_stats": True,
+                "use_tqdm_on_load": False,
                 "max_model_len": max_length,
                 "max_num_batched_tokens": max(max_length, batch_tokens),
-                "enable_sleep_mode": self._gives_memory_back,
-                "enforce_eager": on_cpu,
+                "enable_sleep_mode": options.may_sleep and not self._on_cpu,
+                "enforce_eager": self._on_cpu,
+                "pooler_config": self._vllm.PoolerConfig(**pooler, use_activation=False),
                 # A model that reads in both directions computes a prompt anew for each answer.
                 **({"enable_prefix_caching": True} if reads_last else {}),
-                **(_cpu_arguments() if on_cpu else {}),
+                **(cpu_arguments() if self._on_cpu else {}),
             }
-            pooler = {"seq_pooling_type": "LAST"} if reads_last else {}
-            num_workers = options.tensor_parallel_size
-            added = cpu_environment(num_workers, is_eager=True) if on_cpu else {}
-            with environment(added):
-                self._start(arguments, {**pooler, "use_activation": False})
 
-    # ------------------------------------------------------------------------------- start and end
+        self._start("laurel-vllm-pooling", f"the reward model {model.name}", arguments)
 
-    def _start(self, arguments: dict[str, Any], pooler: dict[str, Any]) -> None:
-        self._background = BackgroundLoop("laurel-vllm-pooling")
-        atexit.register(self.close)
-        try:
-            self._background.wait_for(self._begin(arguments, pooler))
-            self._processes = processes_of(self._llm)
-            self._segments = segments_of(self._processes)
-            ending = self._llm.collective_rpc("laurel_end_with", args=(os.getpid(),))
-            self._background.wait_for(self._life.hold(ending))
-        except BaseException as error:
-            self.close()
-            if isinstance(error, LaurelError) or not isinstance(error, Exception):
-                raise
-            raise EngineError(
-                f"vLLM did not start the reward model {arguments['model']}: {error}. What it wrote "
-                "itself is above; VLLM_LOGGING_LEVEL=INFO makes it say more"
-            ) from error
-
-    async def _begin(self, arguments: dict[str, Any], pooler: dict[str, Any]) -> None:
-        vllm = self._vllm
-        self._asked = vllm.PoolingParams(task="classify", use_activation=False)
-        settings = vllm.AsyncEngineArgs(**arguments, pooler_config=vllm.PoolerConfig(**pooler))
-        self._llm = vllm.AsyncLLM.from_engine_args(settings)
+    async def _prepare(self) -> None:
         self.vocab_size = int(self._llm.model_config.get_vocab_size())
-        self._watcher = asyncio.create_task(self._watch())
-
-    async def _watch(self) -> None:
-        await death_of(self._llm)
-        self._life.cut(EngineError(DIED))
-
-    def close(self) -> None:
-        """Stop vLLM and all its processes; pending calls get an `EngineError`. Idempotent."""
-        atexit.unregister(self.close)
-        if not self._background.close(self._end()):
-            return
-        llm, self._llm = self._llm, None
-        end(llm, self._processes, self._segments)
-
-    async def _end(self) -> None:
-        self._life.cut(EngineError(_CLOSED))
-        await asyncio.sleep(0)  # waiting tasks get the error first
 
     # --------------------------------------------------------------------------------------- values
 
@@ -192,28 +135,20 @@ class VllmPooling:
     async def _values(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
         try:
             async with asyncio.TaskGroup() as tasks:
-                asked = [tasks.create_task(self._life.hold(self._value(row))) for row in rows]
+                asked = [tasks.create_task(self._value(row)) for row in rows]
         except BaseExceptionGroup as group:
             raise self._as_error(group.exceptions[0]) from group
         return np.stack([one.result() for one in asked])
 
     async def _value(self, ids: Sequence[int]) -> np.ndarray:
-        if self._life.failure is not None:
-            raise self._life.failure
-        prompt = self._vllm.tokens_input(list(ids))
-        name = f"laurel-{next(self._num_requests)}"
-        answers = [one async for one in self._llm.encode(prompt, self._asked, name)]
-        values_K: np.ndarray = answers[-1].outputs.data.float().numpy()
+        answer = await self._answer(self._llm.encode, ids, self._asked)
+        values_K: np.ndarray = answer.outputs.data.float().numpy()
         return values_K
 
-    def _as_error(self, error: BaseException) -> BaseException:
-        if isinstance(error, LaurelError) or not isinstance(error, Exception):
-            return error
+    def _as_error(self, error: BaseException) -> LaurelError:
         if isinstance(error, self._vllm.VLLMClientError):
             return DataError(f"vLLM refuses a conversation: {error}")
-        if self._llm is None or self._llm.errored:
-            return self._life.failure or EngineError(DIED)
-        return EngineError(f"vLLM failed: {type(error).__name__}: {error}")
+        return super()._as_error(error)
 
     # --------------------------------------------------------------------------------------- memory
 
@@ -222,60 +157,8 @@ class VllmPooling:
 
         Nothing may be submitted until `wake`.
         """
-        if self._gives_memory_back:
-            self._wait_for(self._llm.sleep(level=1))
+        self._background.wait_for(self._set_memory(is_given_back=True))
 
     def wake(self) -> None:
         """Bring the weights back to the GPUs after `sleep`."""
-        if self._gives_memory_back:
-            self._wait_for(self._llm.wake_up())
-
-    def _wait_for(self, change: Coroutine[Any, Any, Any]) -> None:
-        self._background.wait_for(self._life.hold(change))
-
-
-def _arguments(model: str, options: PoolingOptions) -> dict[str, Any]:
-    return {
-        "model": model,
-        "runner": "pooling",
-        "convert": "classify",
-        "skip_tokenizer_init": True,
-        "dtype": options.precision,
-        "tensor_parallel_size": options.tensor_parallel_size,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "revision": options.revision,
-        "trust_remote_code": options.trust_remote_code,
-        "load_format": "safetensors" if options.safetensors_only else "auto",
-        "hf_overrides": dict(options.config_overrides),
-        "worker_extension_cls": _WORKER,
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-    }
-
-
-def _cpu_arguments() -> dict[str, Any]:
-    # Whole blocks are what prompts share; vLLM's 128 tokens are longer than many a prompt.
-    own = {"block_size": 32}
-    if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        return own
-    return {**own, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
-
-
-def _import_vllm() -> SimpleNamespace:
-    with importing_vllm("A reward model in vLLM"):
-        from vllm.config import PoolerConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.exceptions import VLLMClientError
-        from vllm.inputs import tokens_input
-        from vllm.platforms import current_platform
-        from vllm.pooling_params import PoolingParams
-        from vllm.v1.engine.async_llm import AsyncLLM
-    return SimpleNamespace(
-        AsyncEngineArgs=AsyncEngineArgs,
-        AsyncLLM=AsyncLLM,
-        PoolerConfig=PoolerConfig,
-        PoolingParams=PoolingParams,
-        VLLMClientError=VLLMClientError,
-        current_platform=current_platform,
-        tokens_input=tokens_input,
-    )
+        self._background.wait_for(self._set_memory(is_given_back=False))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -13,6 +12,8 @@ from typing import Any
 from laurel.config.grpo import GenerationConfig
 from laurel.errors import ConfigError, MissingDependencyError
 
+WORKER = "laurel.generation.vllm.worker.LaurelWorker"
+"""Import path of the class that extends vLLM's worker."""
 CPU_CACHE_BYTES = 1 << 30
 """Bytes for keys and values on a CPU; `vllm_kwargs.kv_cache_memory_bytes` overrides it."""
 
@@ -73,26 +74,6 @@ def check_has_vllm(key: str) -> None:
         raise MissingDependencyError.of("vllm", extra="vllm", purpose=key)
 
 
-@contextmanager
-def importing_vllm(purpose: str) -> Iterator[None]:
-    """Return a context to import vLLM in: it hides import warnings and explains a missing vLLM.
-
-    Args:
-        purpose: What needs vLLM, for the error message.
-
-    Raises:
-        MissingDependencyError: vLLM is not installed.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise MissingDependencyError.of("vllm", extra="vllm", purpose=purpose) from error
-
-
 def engine_dtype(generation: GenerationConfig, policy_precision: str) -> str:
     """Return the dtype of the engine's weights: its own setting, or with `auto` the policy's."""
     chosen = generation.vllm_cfg.precision
@@ -106,7 +87,6 @@ def engine_arguments(
     max_length: int,
     precision: str,
     seed: int,
-    worker: str,
     on_cpu: bool,
     known: Collection[str],
 ) -> dict[str, Any]:
@@ -118,7 +98,6 @@ def engine_arguments(
         max_length: Most tokens of a prompt and its completion together.
         precision: Dtype of the weights.
         seed: Seed of the engine.
-        worker: Import path of the class that extends vLLM's worker.
         on_cpu: Whether vLLM runs on a CPU, where some defaults differ.
         known: Names of all arguments that `AsyncEngineArgs` has.
 
@@ -140,7 +119,7 @@ def engine_arguments(
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "worker_extension_cls": worker,
+        "worker_extension_cls": WORKER,
         "enable_sleep_mode": generation.colocated.enabled and not on_cpu,
     }
     if settings.num_devices > 1:
@@ -155,13 +134,19 @@ def engine_arguments(
         free |= {
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(max_length, 4096),
-            # Whole blocks are what prompts share; vLLM's 128 tokens are longer than many a prompt.
-            "block_size": 32,
+            **cpu_arguments(),
         }
-        if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-            free["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     _check_kwargs(generation.vllm_kwargs, decided, known)
     return decided | free | generation.vllm_kwargs
+
+
+def cpu_arguments() -> dict[str, Any]:
+    """Return the arguments that every engine on a CPU has."""
+    # Whole blocks are what prompts share; vLLM's 128 tokens are longer than many a prompt.
+    found = {"block_size": 32}
+    if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        found["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    return found
 
 
 def _check_kwargs(

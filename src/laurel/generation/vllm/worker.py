@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laurel.generation.vllm.engine import remove, segments_of
+from laurel.generation.vllm.processes import remove, segments_of
 
 
 class LaurelWorker:

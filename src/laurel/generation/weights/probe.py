@@ -37,17 +37,13 @@ def default_tolerance(engine: str, learner: str) -> float:
     return max(TOLERANCES[engine], TOLERANCES[learner])
 
 
-def probe_ids(vocab_size: int, *, length: int, seed: int = 0) -> list[int]:
-    """Return the fixed test tokens of the probe.
+def fitting_ids(vocab_size: int, *, max_length: int | None) -> list[int]:
+    """Return the fixed test tokens of the probe, cut to the longest sequence of the model.
 
     They are random, so that they use more of the weights than ordinary text would.
     """
-    return [int(token) for token in np.random.default_rng(seed).integers(0, vocab_size, length)]
-
-
-def fitting_ids(vocab_size: int, *, max_length: int | None) -> list[int]:
-    """Return the fixed test tokens of the probe, cut to the longest sequence of the model."""
-    return probe_ids(vocab_size, length=min(PROBE_LENGTH, max_length or PROBE_LENGTH))
+    length = min(PROBE_LENGTH, max_length or PROBE_LENGTH)
+    return [int(token) for token in np.random.default_rng(0).integers(0, vocab_size, length)]
 
 
 class ProbeAnswer(NamedTuple):
@@ -70,12 +66,27 @@ class ProbeAnswer(NamedTuple):
             version: Version of the weights, for the message.
 
         Raises:
-            EngineError: They differ by more than the tolerance.
+            EngineError: They differ by more than the tolerance, in shape, or by a NaN.
         """
-        learner_L = probe(self.ids_L)
-        return require_agreement(
-            self.logprobs_L, learner_L, tolerance=self.tolerance, version=version
-        )
+        engine_L = np.asarray(self.logprobs_L, np.float64)
+        learner_L = np.asarray(probe(self.ids_L), np.float64)
+        if engine_L.shape != learner_L.shape:
+            raise EngineError(
+                f"the probe of the weights of step {version} has {learner_L.shape} "
+                f"log-probabilities from the learner and {engine_L.shape} from the engine"
+            )
+        difference_L = np.abs(engine_L - learner_L)
+        # A NaN compares false with everything, so the comparison asks for agreement.
+        if not np.all(difference_L <= self.tolerance):
+            worst = int(np.argmax(np.where(np.isfinite(difference_L), difference_L, np.inf)))
+            raise EngineError(
+                f"the generator does not sample from the weights of step {version}: token "
+                f"{worst + 1} of the probe has log-probability {engine_L[worst]:.6g} there and "
+                f"{learner_L[worst]:.6g} in the learner, which differ by "
+                f"{difference_L[worst]:.3g}, more than "
+                f"policy.generation.weight_probe_tolerance={self.tolerance:g}"
+            )
+        return float(difference_L.max(initial=0.0))
 
 
 def probe_batch(ids_L: Sequence[int], path: Path) -> TokenForest | PaddedRows:
@@ -98,36 +109,3 @@ def model_logprobs(model: PolicyModel, ids_L: Sequence[int]) -> LogProbs:
         return np.asarray(model.logprobs(batch).cpu().numpy())
     finally:
         model.temperature = temperature
-
-
-def require_agreement(
-    engine_L: LogProbs, learner_L: LogProbs, *, tolerance: float, version: int
-) -> float:
-    """Check that engine and learner agree on the probe; return the largest difference.
-
-    Args:
-        engine_L: The engine's log-probabilities.
-        learner_L: The learner's log-probabilities of the same tokens.
-        tolerance: Largest accepted difference.
-        version: Version of the weights, for the message.
-
-    Raises:
-        EngineError: They differ by more than the tolerance, in shape, or by a NaN.
-    """
-    engine_L, learner_L = np.asarray(engine_L, np.float64), np.asarray(learner_L, np.float64)
-    if engine_L.shape != learner_L.shape:
-        raise EngineError(
-            f"the probe of the weights of step {version} has {learner_L.shape} log-probabilities "
-            f"from the learner and {engine_L.shape} from the engine"
-        )
-    difference_L = np.abs(engine_L - learner_L)
-    # A NaN compares false with everything, so the comparison asks for agreement.
-    if not np.all(difference_L <= tolerance):
-        worst = int(np.argmax(np.where(np.isfinite(difference_L), difference_L, np.inf)))
-        raise EngineError(
-            f"the generator does not sample from the weights of step {version}: token {worst + 1} "
-            f"of the probe has log-probability {engine_L[worst]:.6g} there and "
-            f"{learner_L[worst]:.6g} in the learner, which differ by {difference_L[worst]:.3g}, "
-            f"more than policy.generation.weight_probe_tolerance={tolerance:g}"
-        )
-    return float(difference_L.max(initial=0.0))

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -61,26 +60,14 @@ def route_of(
     bucket_bytes: int | None,
     patience: float,
     say: Callable[[str], None],
-) -> WeightRoute:
-    """Make the chosen route.
-
-    Args:
-        transfer: The choice.
-        bucket_bytes: Size of a bucket; None: the route's default (`BUCKET_BYTES`).
-        patience: Seconds after which an engine that has not taken a bucket counts as lost.
-        say: Logs one line of text; called for every broadcast that fails.
-    """
+) -> ObjectStore:
+    """Make the chosen route; without `bucket_bytes` it has the route's default."""
     bucket_bytes = bucket_bytes or BUCKET_BYTES[transfer.name]
     if transfer.name == "object_store":
         return ObjectStore(bucket_bytes=bucket_bytes, patience=patience)
     return BroadcastTransfer(
         bucket_bytes=bucket_bytes, patience=patience, say=say, device=transfer.device
     )
-
-
-def replica_name(group: WorkerGroup, index: int) -> str:
-    """Return a replica's name for messages, such as `generation replica 2`."""
-    return f"{group.role} replica {index}"
 
 
 class Fanout:
@@ -90,7 +77,6 @@ class Fanout:
     """
 
     def __init__(self, groups: Mapping[int, WorkerGroup]) -> None:
-        """Store the groups of one worker each, by the replica's number."""
         self._groups = groups
         self.lost: Lost = {}
 
@@ -101,7 +87,7 @@ class Fanout:
 
     def name(self, index: int) -> str:
         """Return a replica's name for messages, such as `generation replica 2`."""
-        return replica_name(self._groups[index], index)
+        return f"{self._groups[index].role} replica {index}"
 
     def start(self, method: str, *args: Any) -> dict[int, Pending]:
         """Call a method with the same arguments on every group that is not lost; do not wait."""
@@ -162,11 +148,14 @@ class Fanout:
             return None
 
 
-class WeightRoute(ABC):
-    """A route on which weights travel from the learner to engines. Its calls block."""
+class ObjectStore:
+    """The route through Ray's object store. Its calls block.
+
+    It makes the next bucket while the engines take one, so this process holds two at a time.
+    """
 
     num_fallbacks = 0
-    """Number of transfers that failed on this route and were completed by `ObjectStore`."""
+    """Number of transfers on another route that failed and were completed by this one."""
 
     def __init__(self, *, bucket_bytes: int, patience: float) -> None:
         """Store the settings of the route.
@@ -178,7 +167,6 @@ class WeightRoute(ABC):
         self.bucket_bytes = bucket_bytes
         self.patience = patience
 
-    @abstractmethod
     def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
         """Send all buckets of a version to engines that have prepared for it (`begin_weights`).
 
@@ -191,16 +179,6 @@ class WeightRoute(ABC):
             EngineError: An engine refuses the weights.
             WorkerError: The learner is lost.
         """
-
-
-class ObjectStore(WeightRoute):
-    """The route through Ray's object store.
-
-    It makes the next bucket while the engines take one, so this process holds two at a time.
-    """
-
-    def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
-        """Send the weights to all engines through Ray's object store, bucket by bucket."""
         tensors = weights.changing if changing_only else None
         under_way: dict[int, Pending] = {}
         for bucket in buckets_of((tensors or weights.tensors)(), max_bytes=self.bucket_bytes):
@@ -209,7 +187,7 @@ class ObjectStore(WeightRoute):
         to.wait(under_way, timeout=self.patience)
 
 
-class BroadcastTransfer(WeightRoute):
+class BroadcastTransfer(ObjectStore):
     """The route of broadcasts in a process group of learner and engines, kept until members change.
 
     Between GPUs, each member must have a GPU of its own. When a broadcast fails, Ray's object store
@@ -227,7 +205,7 @@ class BroadcastTransfer(WeightRoute):
         """Store the settings; the first transfer makes the broadcast group.
 
         Args:
-            bucket_bytes: Size of a bucket (see `WeightRoute`). The learner's first rank holds two.
+            bucket_bytes: Size of a bucket. The learner's first rank holds two.
             patience: Timeout in seconds, for the members to join and for each bucket.
             say: Logs one line of text; called for every broadcast that fails.
             device: Device on which weights arrive; with `cuda` they go from GPU to GPU.
@@ -236,11 +214,10 @@ class BroadcastTransfer(WeightRoute):
         self._say = say
         self._device = device
         self._is_given_up = False
-        self._other = ObjectStore(bucket_bytes=bucket_bytes, patience=patience)
         self._numbers = itertools.count()
         self._met: tuple[WorkerGroup, ...] = ()
         """The learner and the engines of the current broadcast group."""
-        self._meeting: tuple[int, str, int] = (0, "", 0)
+        self._meeting: Meeting | None = None
 
     def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
         """Broadcast the weights to all engines; after a failure, use Ray's object store.
@@ -257,7 +234,7 @@ class BroadcastTransfer(WeightRoute):
                 return
             self._tell(weights.version, reason, [i for i in to.lost if i not in lost_before], to)
             to.call("repeat_weights")
-        self._other.carry(weights, to, changing_only=changing_only)
+        super().carry(weights, to, changing_only=changing_only)
 
     def _tell(self, version: int, reason: str, lost: Iterable[int], to: Fanout) -> None:
         self.num_fallbacks += 1
@@ -276,13 +253,11 @@ class BroadcastTransfer(WeightRoute):
         reason = self._meet(learner, to)
         if reason is not None:
             return reason
+        assert self._meeting is not None
         indices = list(to.left)
-        receiving = to.start_each(
-            "receive_weights", {i: (self._invitation(rank),) for rank, i in enumerate(indices, 1)}
-        )
-        sending = learner.start(
-            "send_weights", self._invitation(0), changing_only, self.bucket_bytes
-        )
+        invited = {i: (replace(self._meeting, rank=rank),) for rank, i in enumerate(indices, 1)}
+        receiving = to.start_each("receive_weights", invited)
+        sending = learner.start("send_weights", self._meeting, changing_only, self.bucket_bytes)
         sent: str | None = sending.wait()[0]
         # A living rank has given up by itself before that.
         received = to.wait(receiving, timeout=1.5 * self.patience)
@@ -306,21 +281,17 @@ class BroadcastTransfer(WeightRoute):
             if not all(learner.alive()):
                 raise
             return str(error).partition("\n")[0]
-        self._meeting = (next(self._numbers), address, port)
-        self._met = members
-        return None
-
-    def _invitation(self, rank: int) -> Meeting:
-        number, address, port = self._meeting
-        return Meeting(
-            number=number,
-            rank=rank,
-            size=len(self._met),
+        self._meeting = Meeting(
+            number=next(self._numbers),
+            rank=0,
+            size=len(members),
             address=address,
             port=port,
             device=self._device,
             patience=self.patience,
         )
+        self._met = members
+        return None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -331,7 +302,7 @@ def send_weights(
     weights: Weights,
     groups: Mapping[int, WorkerGroup],
     *,
-    route: WeightRoute,
+    route: ObjectStore,
     probe: Probe | None,
     has_all: bool = False,
     has_same: bool = False,
@@ -370,7 +341,7 @@ def send_weights(
     for index, version in versions.items():
         if version != weights.version:
             raise EngineError(
-                f"{replica_name(groups[index], index)} has the weights of step {version}, "
+                f"{round_of.name(index)} has the weights of step {version}, "
                 f"not those of step {weights.version} that it was given"
             )
     if probe is not None and not has_same:
@@ -406,7 +377,7 @@ def require_proof(
         try:
             answer.require_agreement(probe, version=version)
         except EngineError as error:
-            raise EngineError(f"{replica_name(groups[index], index)}: {error}") from error
+            raise EngineError(f"{round_of.name(index)}: {error}") from error
     return round_of.lost
 
 

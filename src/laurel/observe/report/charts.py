@@ -204,12 +204,8 @@ def _edges(line: Line, smoothed: Smoothed | None) -> tuple[Sequence[float], Sequ
         least, most = line.within or (-math.inf, math.inf)
         return [max(v - b, least) for v, b in pairs], [min(v + b, most) for v, b in pairs]
     if line.limits is not None:
-        low, high = line.limits
-        low_smoothed, high_smoothed = smooth(low), smooth(high)
-        return (
-            (low if low_smoothed is None else low_smoothed.mean).values,
-            (high if high_smoothed is None else high_smoothed.mean).values,
-        )
+        low, high = (edge if (s := smooth(edge)) is None else s.mean for edge in line.limits)
+        return low.values, high.values
     return None if smoothed is None else (smoothed.low.values, smoothed.high.values)
 
 
@@ -274,17 +270,17 @@ class Smoothed:
     """The number of points in a window."""
 
 
-def extremes(series: Series, num_stretches: int = NUM_PLACES) -> Series:
+def extremes(series: Series) -> Series:
     """Return the minimum and the maximum of each segment of a curve, in the order of the log.
 
     A curve with at most two points per segment is returned unchanged.
     """
     count = len(series.steps)
-    if count <= 2 * num_stretches:
+    if count <= 2 * NUM_PLACES:
         return series
     values = np.array(series.values)
     kept: list[int] = []
-    edges = np.linspace(0, count, num_stretches + 1).astype(int)
+    edges = np.linspace(0, count, NUM_PLACES + 1).astype(int)
     for start, end in pairwise(edges):
         part = values[start:end]
         kept += sorted({start + int(part.argmin()), start + int(part.argmax())})
@@ -296,7 +292,7 @@ def extremes(series: Series, num_stretches: int = NUM_PLACES) -> Series:
     )
 
 
-def smooth(series: Series, num_places: int = NUM_PLACES) -> Smoothed | None:
+def smooth(series: Series) -> Smoothed | None:
     """Return a curve's rolling means and quantiles; None if it has few points.
 
     Windows are centred. At the ends they are one-sided, never padded with values that were not
@@ -307,7 +303,7 @@ def smooth(series: Series, num_places: int = NUM_PLACES) -> Smoothed | None:
         return None
     window = max(5, count // SMOOTHED_SHARE)
     values = np.array(series.values)
-    places = np.unique(np.linspace(0, count - 1, min(count, num_places)).round().astype(int))
+    places = np.unique(np.linspace(0, count - 1, min(count, NUM_PLACES)).round().astype(int))
     parts = [values[max(0, i - window // 2) : i + window // 2 + 1] for i in places]
     steps = tuple(series.steps[i] for i in places)
     low, high = np.array([np.quantile(part, (LOW, HIGH)) for part in parts]).T

@@ -32,7 +32,7 @@ from laurel.observe.health import gold_metric
 from laurel.observe.loggers import flat
 from laurel.observe.report import charts as curves
 from laurel.observe.report.charts import Chart, ChartedRuns, charts_of, overlays, plot_chart
-from laurel.observe.report.findings import RULES, Alarm, RunFinding, alarms_of, findings, is_success
+from laurel.observe.report.findings import RULES, RunFinding, alarms_of, findings, is_success
 from laurel.observe.report.samples import (
     Comparison,
     RunSamples,
@@ -143,23 +143,8 @@ class PageTable:
     rows: Sequence[Sequence[str]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationShown:
-    """The tables of one evaluation that the page shows."""
-
-    title: str
-    line: str
-    notes: Sequence[str]
-    tables: Sequence[PageTable]
-
-
-def evaluation_of(name: str, report: Mapping[str, Any]) -> EvaluationShown:
-    """Convert a report of `laurel eval` to tables of the page.
-
-    Args:
-        name: The name of the file.
-        report: The content of the file.
-    """
+def evaluation_of(name: str, report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the template shows of a report of `laurel eval`, read from the file `name`."""
     final = report.get("final") or {}
     parts = [
         counted(report.get("num_rows", 0), "row"),
@@ -193,12 +178,12 @@ def evaluation_of(name: str, report: Mapping[str, Any]) -> EvaluationShown:
     }
     others = list(lines_of({key: value for key, value in report.items() if key not in known}))
     tables.append(PageTable(title="More", columns=("", ""), rows=others))
-    return EvaluationShown(
-        title=f"{report.get('benchmark', name)}{said}",
-        line=", ".join(map(str, parts)),
-        notes=[str(note) for note in report.get("notes") or ()],
-        tables=[table for table in tables if table.rows],
-    )
+    return {
+        "title": f"{report.get('benchmark', name)}{said}",
+        "line": ", ".join(map(str, parts)),
+        "notes": [str(note) for note in report.get("notes") or ()],
+        "tables": [table for table in tables if table.rows],
+    }
 
 
 def _figures(report: Mapping[str, Any], final: Mapping[str, Any]) -> PageTable:
@@ -341,36 +326,6 @@ class Live:
     """The version of the page, which the browser compares with the server's."""
     seconds: float
     """The seconds between two requests for a newer version."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSection:
-    """The section of the page about one run."""
-
-    name: str
-    """The prefix of the section's ids, which is unique in the page."""
-    title: str
-    line: str
-    """A line with the steps, the time and the directory of the run."""
-    kind: str
-    """`rm`, `sft`, `grpo`, or empty if it is unknown."""
-    leads: Sequence[tuple[Chart, str]]
-    """The charts at the top of the page, each with its SVG."""
-    charts: Sequence[tuple[Chart, str]]
-    """The other charts, each with its SVG."""
-    is_compared: bool
-    """Whether the run's curves are plotted together with those of other runs."""
-    alarms: Sequence[Alarm]
-    solved: frozenset[str]
-    """The alarms that only mean that the tasks are solved."""
-    timing: Sequence[tuple[str, float, float]]
-    """The name, the seconds and the share of each part of the run's time."""
-    samples: Sequence[SampleTable]
-    evaluations: Sequence[EvaluationShown]
-    changed: Sequence[ChangedSetting] | None
-    """The settings that differ from the defaults; None if the defaults are unknown."""
-    config: str
-    data: Sequence[tuple[str, Sequence[tuple[str, str]]]]
 
 
 def write_report(
@@ -643,7 +598,8 @@ def _findings(
 
 def _section(
     record: RunRecord, name: str, compared: SideBySide, samples: Sequence[SampleTable]
-) -> RunSection:
+) -> dict[str, Any]:
+    """Return what the template shows of a run; all ids of its section begin with `name`."""
     took = "" if record.seconds is None else f", {duration(record.seconds)}"
     is_compared = compared.has_curves_of(record)
     charts = [] if is_compared else charts_of(record)
@@ -652,23 +608,24 @@ def _section(
         for i, chart in enumerate(charts, start=1)
     ]
     alarms = alarms_of(record.health)
-    return RunSection(
-        name=name,
-        kind=record.kind,
-        leads=pictures[: _num_leads(charts)],
-        charts=pictures[_num_leads(charts) :],
-        title=compared.name_of(record),
-        line=f"{counted(record.num_steps, 'step')}{took}; logged in {record.path}",
-        is_compared=is_compared,
-        alarms=alarms,
-        solved=frozenset(alarm.name for alarm in alarms if is_success(alarm, record)),
-        timing=timing_of(record),
-        samples=samples,
-        evaluations=[evaluation_of(file, report) for file, report in record.evaluations.items()],
-        changed=changed_settings(record.kind, record.settings),
-        config=record.config,
-        data=[(split, list(lines_of(report))) for split, report in record.data.items()],
-    )
+    return {
+        "name": name,
+        "kind": record.kind,
+        "leads": pictures[: _num_leads(charts)],  # at the top of the page
+        "charts": pictures[_num_leads(charts) :],
+        "title": compared.name_of(record),
+        "line": f"{counted(record.num_steps, 'step')}{took}; logged in {record.path}",
+        "is_compared": is_compared,
+        "alarms": alarms,
+        # Some alarms only mean that the tasks are solved.
+        "solved": {alarm.name for alarm in alarms if is_success(alarm, record)},
+        "timing": timing_of(record),
+        "samples": samples,
+        "evaluations": [evaluation_of(file, one) for file, one in record.evaluations.items()],
+        "changed": changed_settings(record.kind, record.settings),
+        "config": record.config,
+        "data": [(split, list(lines_of(report))) for split, report in record.data.items()],
+    }
 
 
 def _num_leads(charts: Sequence[Chart]) -> int:

@@ -36,33 +36,26 @@ _TEXT_LENGTH = 1_500
 
 Row = Mapping[str, Any]
 
-_ORDER = (
-    "step",
-    "prompt",
-    "completion",
-    "reward",
-    "better",
-    "better_score",
-    "worse",
-    "worse_score",
-    "margin",
-    "verdict",
-    "answer",
-    "expected",
-    "advantage",
-    "failure",
-    "truncated",
-    "num_tokens",
-)
-"""The columns that come first, in this order, before any others."""
 _LEFT_OUT = frozenset({"task", "group", "weight_version", "num_turns", "environment"})
 _HEADINGS = {
+    "step": "step",
+    "prompt": "prompt",
+    "completion": "completion",
+    "reward": "reward",
     "better": "chosen",
     "better_score": "score of chosen",
     "worse": "rejected",
     "worse_score": "score of rejected",
+    "margin": "margin",
+    "verdict": "verdict",
+    "answer": "answer",
+    "expected": "expected",
+    "advantage": "advantage",
+    "failure": "failure",
+    "truncated": "truncated",
     "num_tokens": "tokens",
 }
+"""The headings of the columns that come first, in this order, before any others."""
 NUMBERS = frozenset(
     {
         "step",
@@ -314,7 +307,8 @@ def _columns(rows: Sequence[Row]) -> list[str]:
         # 0 counts as content; None, an empty text and "no" do not.
         if name not in _LEFT_OUT and value is not None and value is not False and value != ""
     )
-    return sorted(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+    first = [name for name in _HEADINGS if name in names]
+    return [*first, *(name for name in names if name not in _HEADINGS)]
 
 
 def _cell(name: str, value: object) -> str | float | None:

@@ -183,7 +183,6 @@ class SingleDialect(Dialect):
         make: Callable[[Conversation], Body],
         read: Callable[[Any], float],
     ) -> None:
-        """Describe a protocol with a path, a request and a reader of its answer."""
         self.path = path
         self._make = make
         self._read = read

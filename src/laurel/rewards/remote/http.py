@@ -16,183 +16,12 @@ import httpx2
 from laurel.config.environments import UrlProtocol
 from laurel.errors import ConfigError, ProtocolError, key_of
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.preparing import Preparing
+from laurel.rewards.preparing import Preparing, fill_in, filter_readable, is_text
 from laurel.rewards.remote.dialects import Dialect, ServerQuery, dialect_of
-from laurel.rewards.remote.replica import Clock, RefusedError, ReplicaFault, ReplicaReply, failed
+from laurel.rewards.remote.replica import Clock, RefusedError, ReplicaFault, ReplicaReply
 from laurel.rewards.remote.router import Router, RouterOptions
 from laurel.rewards.remote.wire import VERSION_HEADER, dump, parse, read_error
 from laurel.types import Conversation, Group
-
-NOT_TEXT = "text: the conversation contains an unpaired UTF-16 surrogate"
-
-
-class HttpReplica:
-    """Asks a reward server; a `Replica` of the router."""
-
-    def __init__(
-        self,
-        url: str,
-        dialect: Dialect,
-        *,
-        api_key: str | None = None,
-        version: str = "",
-        connections: int = 64,
-    ) -> None:
-        """Hold an address.
-
-        Args:
-            url: Address of the server, or of the endpoint itself.
-            dialect: Protocol of the server.
-            api_key: Sent as a bearer token.
-            version: Model version to ask for, where the protocol can name one.
-            connections: Limit of concurrent connections.
-
-        Raises:
-            ConfigError: The address cannot be used.
-        """
-        self._http = HttpExchange(
-            endpoint(url, dialect.path), api_key=api_key, connections=connections
-        )
-        self._dialect = dialect
-        self.version = version
-
-    @property
-    def name(self) -> str:
-        """Name of the server, for messages."""
-        return self._http.name
-
-    @property
-    def max_completions(self) -> int | None:
-        """Limit of completions in one request; None: no limit."""
-        return self._dialect.max_completions
-
-    async def attempt(
-        self, groups: Sequence[Group], *, request_id: str, timeout: float
-    ) -> ReplicaReply:
-        """Score groups once; completions that are not valid text fail without being sent."""
-        sendable = [_sendable(group) for group in groups]
-        left = [one for one in sendable if one.completions_G]
-        question: ServerQuery | None = None
-        if left:
-            ask = partial(self._dialect.ask, left, request_id=request_id, version=self.version)
-            question = await asyncio.to_thread(ask) if self._dialect.takes_long else ask()
-        version, value = "", None
-        if question is not None and question.value is not None:
-            answer = await self._http.post(question.value, request_id=request_id, timeout=timeout)
-            version, value = answer.version, answer.value
-        try:
-            reply = question.read(value) if question is not None else ReplicaReply(scores=[])
-        except ProtocolError as error:
-            raise self._http.fault(error) from error
-        rows = iter(reply.scores)
-        scores = []
-        for group, one in zip(groups, sendable, strict=True):
-            sent = {id(completion) for completion in one.completions_G}
-            found = iter(next(rows) if one.completions_G else ())
-            scores.append(
-                tuple(
-                    next(found) if id(completion) in sent else failed(NOT_TEXT)
-                    for completion in group.completions_G
-                )
-            )
-        return ReplicaReply(scores=scores, version=reply.version or version)
-
-    async def probe(self, *, timeout: float) -> None:
-        """Ask whether the server is healthy; any reply passes but one that says it is not."""
-        await self._http.look("/health", timeout=timeout)
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        await self._http.aclose()
-
-
-class HttpScorer(Router):
-    """Scores with one or several servers of the same model, as a `Router` does.
-
-    Example::
-
-        scorer = HttpScorer(["http://127.0.0.1:8000"], protocol="laurel", api_key=key)
-        ((score,),) = await scorer.score([group])
-    """
-
-    def __init__(
-        self,
-        urls: str | Sequence[str],
-        *,
-        protocol: UrlProtocol = "laurel",
-        api_key: str | None = None,
-        contract: ScoringContract | None = None,
-        model: str = "",
-        reward_key: str = "",
-        preparers: Preparing | None = None,
-        options: RouterOptions | None = None,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        """Hold addresses; nothing is asked before the first score is.
-
-        Args:
-            urls: Address of each server.
-            protocol: Protocol of all servers.
-            api_key: Sent as a bearer token.
-            contract: Renders conversations, for protocols that take text or tokens.
-            model: Name of the model on the servers, for protocols that name it.
-            reward_key: Key of the score, where slime's server answers with an object.
-            preparers: Tokenise instead of this process; `close_scorer` closes them with the scorer.
-            options: Options of the router.
-            clock: Returns monotonic seconds.
-
-        Raises:
-            ConfigError: An address or a protocol cannot be used.
-        """
-        options = options or RouterOptions()
-        self.preparers = preparers
-        dialect = dialect_of(
-            protocol, contract=contract, model=model, reward_key=reward_key, preparers=preparers
-        )
-        super().__init__(
-            [
-                HttpReplica(
-                    url,
-                    dialect,
-                    api_key=api_key,
-                    version=options.version,
-                    connections=options.window + 2,
-                )
-                for url in dict.fromkeys([urls] if isinstance(urls, str) else urls)
-            ],
-            options,
-            clock=clock,
-        )
-
-
-def endpoint(url: str, path: str) -> str:
-    """Return the URL of an endpoint, given that of its server or its own."""
-    found = checked_url(url)
-    own = found.path.rstrip("/")
-    if not path or own.endswith(path):
-        return str(found)
-    return str(found.copy_with(path=own + path))
-
-
-def _is_text(conversation: Conversation) -> bool:
-    try:
-        for message in conversation:
-            message.content.encode()
-            message.role.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _sendable(group: Group) -> Group:
-    """Return the group without the completions that are not valid text."""
-    if not _is_text(group.prompt):
-        return Group(id=group.id, prompt=(), completions_G=())
-    kept = tuple(one for one in group.completions_G if _is_text(one.messages))
-    if len(kept) == len(group.completions_G):
-        return group
-    return Group(id=group.id, prompt=group.prompt, completions_G=kept)
-
 
 # --------------------------------------------------------------------------------------------------
 # JSON over HTTP to an untrusted server: limits of its answers, and which side is at fault.
@@ -275,13 +104,13 @@ class HttpExchange:
             message += f"; it begins {self._without_key(body.decode('utf-8', 'replace'))[:40]!a}"
         return ReplicaFault(error.kind, f"{self.name}: {message}")
 
-    async def look(self, path: str, *, timeout: float) -> None:
-        """Send a GET request to see whether the server answers at all; it need not know the path.
+    async def probe(self, *, timeout: float) -> None:
+        """Ask whether the server is healthy; any answer passes but one that says it is not.
 
         Raises:
             ReplicaFault: It does not answer, or reports that it is unhealthy.
         """
-        url = self.url.copy_with(path=path, query=None)
+        url = self.url.copy_with(path="/health", query=None)
         status, found, body = await self._exchange("GET", url, timeout=timeout)
         if status >= 500 or status in _BUSY:
             raise self._error(status, found, body)
@@ -398,3 +227,148 @@ def _shown(url: str) -> str:
 
 def _text_of(error: Exception) -> str:
     return str(error) or type(error).__name__
+
+
+# --------------------------------------------------------------------------------------------------
+# A reward server as a replica, and servers of one model as a scorer.
+
+NOT_TEXT = "text: the conversation contains an unpaired UTF-16 surrogate"
+
+
+class HttpReplica(HttpExchange):
+    """Asks a reward server; a `Replica` of the router."""
+
+    def __init__(
+        self,
+        url: str,
+        dialect: Dialect,
+        *,
+        api_key: str | None = None,
+        version: str = "",
+        connections: int = 64,
+    ) -> None:
+        """Hold an address.
+
+        Args:
+            url: Address of the server, or of the endpoint itself.
+            dialect: Protocol of the server.
+            api_key: Sent as a bearer token.
+            version: Model version to ask for, where the protocol can name one.
+            connections: Limit of concurrent connections.
+
+        Raises:
+            ConfigError: The address cannot be used.
+        """
+        super().__init__(endpoint(url, dialect.path), api_key=api_key, connections=connections)
+        self._dialect = dialect
+        self.version = version
+
+    @property
+    def max_completions(self) -> int | None:
+        """Limit of completions in one request; None: no limit."""
+        return self._dialect.max_completions
+
+    async def attempt(
+        self, groups: Sequence[Group], *, request_id: str, timeout: float
+    ) -> ReplicaReply:
+        """Score groups once; completions that are not valid text fail without being sent."""
+        readable = [_sendable(group) for group in groups]
+        left = [one for one, _ in readable if one.completions_G]
+        question: ServerQuery | None = None
+        if left:
+            ask = partial(self._dialect.ask, left, request_id=request_id, version=self.version)
+            question = await asyncio.to_thread(ask) if self._dialect.takes_long else ask()
+        version, value = "", None
+        if question is not None and question.value is not None:
+            answer = await self.post(question.value, request_id=request_id, timeout=timeout)
+            version, value = answer.version, answer.value
+        try:
+            reply = question.read(value) if question is not None else ReplicaReply(scores=[])
+        except ProtocolError as error:
+            raise self.fault(error) from error
+        rows = iter(reply.scores)
+        scores = [
+            fill_in(failures, next(rows) if one.completions_G else ()) for one, failures in readable
+        ]
+        return ReplicaReply(scores=scores, version=reply.version or version)
+
+
+class HttpScorer(Router):
+    """Scores with one or several servers of the same model, as a `Router` does.
+
+    Example::
+
+        scorer = HttpScorer(["http://127.0.0.1:8000"], protocol="laurel", api_key=key)
+        ((score,),) = await scorer.score([group])
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        protocol: UrlProtocol = "laurel",
+        api_key: str | None = None,
+        contract: ScoringContract | None = None,
+        model: str = "",
+        reward_key: str = "",
+        preparers: Preparing | None = None,
+        options: RouterOptions | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """Hold addresses; nothing is asked before the first score is.
+
+        Args:
+            urls: Address of each server.
+            protocol: Protocol of all servers.
+            api_key: Sent as a bearer token.
+            contract: Renders conversations, for protocols that take text or tokens.
+            model: Name of the model on the servers, for protocols that name it.
+            reward_key: Key of the score, where slime's server answers with an object.
+            preparers: Tokenise instead of this process; `close_scorer` closes them with the scorer.
+            options: Options of the router.
+            clock: Returns monotonic seconds.
+
+        Raises:
+            ConfigError: An address or a protocol cannot be used.
+        """
+        options = options or RouterOptions()
+        self.preparers = preparers
+        dialect = dialect_of(
+            protocol, contract=contract, model=model, reward_key=reward_key, preparers=preparers
+        )
+        super().__init__(
+            [
+                HttpReplica(
+                    url,
+                    dialect,
+                    api_key=api_key,
+                    version=options.version,
+                    connections=options.window + 2,
+                )
+                for url in dict.fromkeys([urls] if isinstance(urls, str) else urls)
+            ],
+            options,
+            clock=clock,
+        )
+
+
+def endpoint(url: str, path: str) -> str:
+    """Return the URL of an endpoint, given that of its server or its own."""
+    found = checked_url(url)
+    own = found.path.rstrip("/")
+    if not path or own.endswith(path):
+        return str(found)
+    return str(found.copy_with(path=own + path))
+
+
+def _sendable(group: Group) -> tuple[Group, tuple[str | None, ...]]:
+    """Return the group of the completions that are valid text, and the failure of each."""
+
+    def are_text(conversation: Conversation) -> bool:
+        return all(is_text(one.content) and is_text(one.role) for one in conversation)
+
+    is_whole = are_text(group.prompt)
+    return filter_readable(
+        group,
+        lambda alone: None if is_whole and are_text(alone.completions_G[0].messages) else NOT_TEXT,
+    )

@@ -206,13 +206,13 @@ class ReplicaHealth:
         self._rests = 0
         # Results of requests sent before say nothing about its health now.
         self._trusted_since = -float("inf")
-        self._not_before = -float("inf")
-        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self.rests_until = -float("inf")  # then it may be asked again
+        self.seconds: deque[float] = deque(maxlen=_REMEMBERED)  # durations of its latest answers
 
     @property
     def is_usable(self) -> bool:
         """Whether it is trusted and takes requests, even if it is full at the moment."""
-        return not self.needs_probe and self.clock() >= self._not_before
+        return not self.needs_probe and self.clock() >= self.rests_until
 
     @property
     def has_room(self) -> bool:
@@ -222,7 +222,7 @@ class ReplicaHealth:
     @property
     def wants_probe(self) -> bool:
         """Whether a probe is due that has not begun."""
-        is_due = self.needs_probe and self.clock() >= self._not_before
+        is_due = self.needs_probe and self.clock() >= self.rests_until
         return is_due and self.probing_since is None
 
     @property
@@ -237,16 +237,6 @@ class ReplicaHealth:
     def refuses_us(self) -> bool:
         """Whether it is alive but refuses this client or its key."""
         return self.needs_probe and self.last_fault.startswith("4xx")
-
-    @property
-    def rests_until(self) -> float:
-        """Time from which it may be asked again."""
-        return self._not_before
-
-    @property
-    def seconds(self) -> Sequence[float]:
-        """Durations of its latest answers."""
-        return self._seconds
 
     @property
     def has_dangerous(self) -> bool:
@@ -270,7 +260,7 @@ class ReplicaHealth:
 
     def succeeded(self, seconds: float) -> None:
         """Record a valid answer."""
-        self._seconds.append(seconds)
+        self.seconds.append(seconds)
         if self.needs_probe:  # sent before the fault: says nothing about now
             return
         self.last_fault = ""
@@ -328,12 +318,12 @@ class ReplicaHealth:
 
     def _postpone(self, fault: ReplicaFault) -> None:
         if fault.retry_after is not None:
-            self._not_before = self.clock() + min(fault.retry_after, LONGEST_BUSY)
+            self.rests_until = self.clock() + min(fault.retry_after, LONGEST_BUSY)
 
     def _rest(self) -> None:
         self.needs_probe = True
         self.is_on_trial = False
-        self._not_before = self.clock() + min(LONGEST_REST, FIRST_REST * 2**self._rests)
+        self.rests_until = self.clock() + min(LONGEST_REST, FIRST_REST * 2**self._rests)
         self._rests = min(self._rests + 1, 16)
 
 

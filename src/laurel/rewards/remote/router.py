@@ -11,7 +11,7 @@ import random
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -67,7 +67,8 @@ class Router:
         self._checks = ReplyChecks(version=self.options.version, canary=self.options.canary)
         self._clock = clock
         self._random = random.Random(seed)
-        self._replica_health: dict[str, ReplicaHealth] = {}
+        self.replica_health: dict[str, ReplicaHealth] = {}
+        """Health record of each replica, by name."""
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._probes: set[asyncio.Task[None]] = set()
         self._gate_of: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
@@ -85,9 +86,9 @@ class Router:
         Raises:
             ValueError: There is already a replica of that name.
         """
-        if replica.name in self._replica_health:
+        if replica.name in self.replica_health:
             raise ValueError(f"there is a replica called {replica.name} already")
-        self._replica_health[replica.name] = ReplicaHealth(
+        self.replica_health[replica.name] = ReplicaHealth(
             replica,
             window=self.options.window,
             has_canary=self.options.canary is not None,
@@ -101,17 +102,12 @@ class Router:
         """Version of the accepted model; empty before the first answer that has one."""
         return self._checks.version
 
-    @property
-    def replica_health(self) -> Mapping[str, ReplicaHealth]:
-        """Health record of each replica, by name."""
-        return self._replica_health
-
     async def aclose(self) -> None:
         """Close the replicas. Idempotent."""
         for probe in self._probes:
             probe.cancel()
         await asyncio.gather(*self._probes, return_exceptions=True)
-        replica_health, self._replica_health = self._replica_health, {}
+        replica_health, self.replica_health = self.replica_health, {}
         for health in replica_health.values():
             await health.replica.aclose()
 
@@ -130,7 +126,7 @@ class Router:
             for group in groups
         ]
         verdicts: list[list[Score | None]] = [[None] * len(g.completions_G) for g in distinct]
-        limits = (s.replica.max_completions for s in self._replica_health.values())
+        limits = (s.replica.max_completions for s in self.replica_health.values())
         most = min([self.options.completions_per_request, *(m for m in limits if m is not None)])
         deadline = self._clock() + self.options.timeout
         jobs = divide_into_jobs(distinct, most, deadline=deadline, began=self._clock())
@@ -161,7 +157,7 @@ class Router:
         return self._gate_of[1]
 
     def _open_gate(self) -> None:
-        wanted = self.options.window * (len(self._replica_health) + 1)
+        wanted = self.options.window * (len(self.replica_health) + 1)
         while self._gate_of is not None and self._places < wanted:
             self._gate_of[1].release()
             self._places += 1
@@ -199,7 +195,7 @@ class Router:
         bound = min(longest, FIRST_PAUSE * 2 ** min(job.tries, 16))
         elsewhere = any(
             health.is_usable and name not in job.avoided
-            for name, health in self._replica_health.items()
+            for name, health in self.replica_health.items()
         )
         left = max(0.0, job.deadline - self._clock())
         await asyncio.sleep(0 if elsewhere else min(left, self._random.uniform(0, bound)))
@@ -216,7 +212,7 @@ class Router:
                 # A request that was sent before anything was known of answers is hedged as soon as
                 # something is.
                 while (
-                    seconds := patience(self._replica_health.values())
+                    seconds := patience(self.replica_health.values())
                 ) is None and not first.done():
                     await asyncio.wait((first,), timeout=POLL_SECONDS)
                 if seconds is not None and not first.done():
@@ -293,7 +289,7 @@ class Router:
             if self._lost is not None:
                 raise self._lost
             if now >= job.deadline or self._all_refuse(job):
-                faults = [health.last_fault for health in self._replica_health.values()]
+                faults = [health.last_fault for health in self.replica_health.values()]
                 kinds = {fault.partition(":")[0] for fault in faults if fault}
                 kind = kinds.pop() if len(kinds) == 1 else "timeout"
                 found = (
@@ -303,11 +299,11 @@ class Router:
                 )
                 raise _NobodyError(f"{kind}: no replica could be asked ({found})")
             self._begin_probes()
-            joins = [s.joins_until for s in self._replica_health.values()]
+            joins = [s.joins_until for s in self.replica_health.values()]
             ends = [until for until in joins if until is not None]
             if not ends and (best := self._best(job)) is not None:
                 return best
-            ends += [s.rests_until for s in self._replica_health.values() if s.rests_until > now]
+            ends += [s.rests_until for s in self.replica_health.values() if s.rests_until > now]
             await self._wait_for_change(timeout=max(0.001, min([job.deadline, *ends]) - now))
 
     def _best(
@@ -315,7 +311,7 @@ class Router:
     ) -> ReplicaHealth | None:
         usable = [
             health
-            for name, health in self._replica_health.items()
+            for name, health in self.replica_health.items()
             if health.is_usable and health is not besides and name not in job.refused_by
         ]
         others = [s for s in usable if s.replica.name not in job.avoided]
@@ -327,9 +323,9 @@ class Router:
         return min(with_room, key=lambda s: (s.tokens, len(s.seconds)), default=None)
 
     def _all_refuse(self, job: RouterJob) -> bool:
-        return bool(self._replica_health) and all(
+        return bool(self.replica_health) and all(
             health.refuses_us or name in job.refused_by
-            for name, health in self._replica_health.items()
+            for name, health in self.replica_health.items()
         )
 
     async def _wait_for_change(self, *attempts: asyncio.Task[ReplicaReply], timeout: float) -> None:
@@ -351,7 +347,7 @@ class Router:
     # -------------------------------------------------------------------------------- probing
 
     def _begin_probes(self) -> None:
-        for health in self._replica_health.values():
+        for health in self.replica_health.values():
             is_old = health.probed_at + self.options.probe_seconds <= self._clock()
             again = self.options.canary is not None and is_old and health.is_usable
             if health.wants_probe or (again and health.probing_since is None):

@@ -36,8 +36,9 @@ from starlette.exceptions import HTTPException
 
 from laurel import __version__
 from laurel.errors import ProtocolError, UserError
+from laurel.rewards.preparing import fill_in, filter_readable
 from laurel.rewards.remote import foreign
-from laurel.rewards.remote.replica import failed, failure_reason
+from laurel.rewards.remote.replica import failure_reason
 from laurel.rewards.remote.wire import (
     MOST_ROWS,
     SCORE_PATH,
@@ -625,15 +626,14 @@ class Scoring:
         if call.completions > self._limits.completions:
             message = f"a request has {self._limits.completions:,} completions at most"
             raise RefusedRequestError(413, "size", message)
-        too_long: Mapping[tuple[int, int], Score] = {}
-        if len(call.body) > self._limits.characters:
-            groups, too_long = _without_too_long(groups, self._limits.characters)
-        scored = await self.service.score(groups, version=version)
-        if too_long:
-            rows = list(map(list, scored.scores))
-            for (row, index), score in sorted(too_long.items(), key=lambda item: item[0]):
-                rows[row].insert(index, score)
-            scored = replace(scored, scores=list(map(tuple, rows)))
+        most = self._limits.characters
+        if len(call.body) <= most:
+            scored = await self.service.score(groups, version=version)
+        else:
+            read = [_without_too_long(group, most) for group in groups]
+            scored = await self.service.score([group for group, _ in read], version=version)
+            scores = [fill_in(why, row) for (_, why), row in zip(read, scored.scores, strict=True)]
+            scored = replace(scored, scores=scores)
         failures = [
             score.failure
             for scores_G in scored.scores
@@ -664,23 +664,18 @@ def _value_of(score: Score, index: int) -> float:
     return score.value
 
 
-def _without_too_long(
-    groups: Sequence[Group], most: int
-) -> tuple[list[Group], dict[tuple[int, int], Score]]:
-    """Remove conversations that are too long; return the rest, and their failures."""
-    left, found = [], {}
-    for row, group in enumerate(groups):
-        kept = []
-        prompt = sum(len(message.content) for message in group.prompt)
-        for index, completion in enumerate(group.completions_G):
-            length = prompt + sum(len(message.content) for message in completion.messages)
-            if length > most:
-                reason = f"4xx: {length:,} characters; a conversation has {most:,} at most"
-                found[row, index] = failed(reason)
-            else:
-                kept.append(completion)
-        left.append(replace(group, completions_G=tuple(kept)))
-    return left, found
+def _without_too_long(group: Group, most: int) -> tuple[Group, tuple[str | None, ...]]:
+    """Return the group of the conversations that are short enough, and the failure of each."""
+    prompt = sum(len(message.content) for message in group.prompt)
+
+    def why_not(alone: Group) -> str | None:
+        (completion,) = alone.completions_G
+        length = prompt + sum(len(message.content) for message in completion.messages)
+        if length <= most:
+            return None
+        return f"4xx: {length:,} characters; a conversation has {most:,} at most"
+
+    return filter_readable(group, why_not)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -757,10 +752,10 @@ async def score_groups(request: Request, body: EitherScoreRequest) -> Response:
     `model_version`, a server of another version refuses the request. vLLM's pairs are answered
     here, too; see `/score`.
     """
+    if not isinstance(body, ScoreRequest):
+        return await _answer_foreign(request, body)
     scoring: Scoring = request.app.state.scoring
-    if isinstance(body, ScoreRequest):
-        return await scoring.answer(request.scope[CALL], body)
-    return await scoring.answer_foreign(request.scope[CALL], body)
+    return await scoring.answer(request.scope[CALL], body)
 
 
 async def classify(request: Request, body: foreign.ClassifyRequest) -> Response:

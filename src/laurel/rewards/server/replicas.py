@@ -94,7 +94,6 @@ class ServedReplicas(BatchingScorer):
     def __init__(
         self, replicas: BackendReplicas[ReplicaProcess], spec: ServingSpec, version: str
     ) -> None:
-        """Take over processes that hold the same version of a model."""
         super().__init__(
             replicas,
             model_version=version,

@@ -339,7 +339,6 @@ class AnswerMemory:
     """Stores answers by request id, so that a repeated request is not computed again."""
 
     def __init__(self, *, max_entries: int = 10_000, max_bytes: int = 2**26) -> None:
-        """Store at most so many answers, and so many bytes of them."""
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._bytes = 0

@@ -186,27 +186,22 @@ def _played(
         counted="task",
         doing="answering",
     )
+    done = 0
+
+    def show(num_tasks: int) -> None:
+        nonlocal done
+        if (new := num_tasks - done) > 0:
+            done = num_tasks
+            progress.step(num_tasks, {}, pairs=new * options.num_generations, tokens=0)
+
     with progress, parts.learner_at_rest():
-        played = _Played(progress, options.num_generations)
-        groups = parts.validation.play(parts.source, while_waiting=played.tell)
+        groups = parts.validation.play(parts.source, while_waiting=show)
         figures = validation_metrics(groups, environments)
     rewards_BG = [[rollout.reward for rollout in group.rollouts_G] for group in groups]
     first = reward_figures(rewards_BG)
     if "accuracy" in figures:  # rewards mean right or wrong
         first |= pass_figures(rewards_BG)
     return groups, first | {name: v for name, v in figures.items() if name not in first}
-
-
-class _Played:
-    def __init__(self, progress: TrainingProgress, num_generations: int) -> None:
-        self._progress = progress
-        self._num_generations = num_generations
-        self._done = 0
-
-    def tell(self, num_tasks: int) -> None:
-        if (new := num_tasks - self._done) > 0:
-            self._done = num_tasks
-            self._progress.step(num_tasks, {}, pairs=new * self._num_generations, tokens=0)
 
 
 def _result(

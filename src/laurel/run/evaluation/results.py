@@ -193,7 +193,7 @@ def read_result(path: Path) -> StoredResult:
     Raises:
         DataError: The file is none of these.
     """
-    given = _read(path)
+    given = read_json_object(path)
     stem = path.stem
     for suffix in _SUFFIXES:
         stem = stem.removesuffix(suffix)
@@ -250,7 +250,12 @@ def _of_accuracies(path: Path, given: Mapping[str, Any]) -> StoredResult:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        DataError: The file cannot be read, or holds something else.
+    """
     try:
         content = json.loads(path.expanduser().read_text(encoding="utf-8"))
     except OSError as error:
@@ -263,4 +268,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_if_there(path: Path) -> dict[str, Any] | None:
-    return _read(path) if path.is_file() else None
+    return read_json_object(path) if path.is_file() else None

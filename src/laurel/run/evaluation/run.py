@@ -90,11 +90,6 @@ def evaluated(name: BenchmarkName, request: EvaluationRequest, console: Console)
 
     Everything that needs no model is checked first.
 
-    Args:
-        name: The benchmark.
-        request: The options of the evaluation.
-        console: The console that shows what is loaded and written, and the progress.
-
     Raises:
         UserError: A model, a row, a file or a setting cannot be used.
     """
@@ -172,13 +167,7 @@ def evaluate_rows(
 ) -> Evaluation:
     """Score rows, and compute all metrics that the request asks for.
 
-    Args:
-        name: The benchmark that the rows belong to.
-        rows: The rows to score.
-        request: The options of the evaluation.
-        scorer: The model that scores.
-        started: The time at which the work on these rows began, by `time.monotonic`.
-        training: The pairs that the model was trained on, if a diagnostic needs them.
+    `started` is the time at which the work on them began, by `time.monotonic`.
 
     Raises:
         UserError: No metric can be computed from the rows.

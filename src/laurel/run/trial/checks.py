@@ -11,8 +11,8 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -31,7 +31,6 @@ from laurel.generation.load import TransformersMaker, VllmMaker
 from laurel.generation.replicas import GeneratorReplicas
 from laurel.generation.requests import GeneratorSpec
 from laurel.generation.weights.probe import model_logprobs
-from laurel.generation.weights.routes import WeightTransfer
 from laurel.models.forest.attention import FOREST, register
 from laurel.models.forest.decoder import RewardModel
 from laurel.models.loading.policy import load_policy
@@ -176,6 +175,11 @@ class Trial:
     def seconds_left(self) -> float:
         """Return the seconds until the trial ends."""
         return self.end - time.monotonic()
+
+    @property
+    def limit(self) -> float:
+        """Return the time limit of calls to other processes, in seconds."""
+        return max(30.0, self.seconds_left)
 
     @property
     def precision(self) -> Precision:
@@ -342,15 +346,15 @@ def speed(trial: Trial, *, phase: Literal["training", "scoring", "generation"]) 
     )
 
 
-def _timed(run: Callable[[], Any], trial: Trial, *, most: int = 5) -> float:
-    """Return the median seconds of at most `most` runs after a warm-up run.
+def _timed(run: Callable[[], Any], trial: Trial) -> float:
+    """Return the median seconds of at most five runs after a warm-up run.
 
     The runs take at most about a tenth of the time that is left.
     """
     end = time.monotonic() + trial.seconds_left / 10
     run()
     times: list[float] = []
-    while not times or (len(times) < most and time.monotonic() < end):
+    while not times or (len(times) < 5 and time.monotonic() < end):
         _wait_for_device(trial.device)
         started = time.perf_counter()
         run()
@@ -417,15 +421,15 @@ def spread(trial: Trial, *, tp: int) -> Found:
     on_gpu = trial.device.type == "cuda"
     with tempfile.TemporaryDirectory(prefix="laurel-trial-") as folder:
         load = _loader(trial, folder)
-        expected = _step(_local_learner(load, trial.device), trial)
+        alone = LocalLearner(load(device=trial.device).model, optimizer=DESCENT)
+        expected = _step(alone, trial)
         load = _loader(trial, folder, tp=tp)
         ranks = shape.num_ranks
         with RayCluster(cpus=ranks, gpus=ranks if on_gpu else 0) as cluster:
             each = Resources(cpus=0, gpus=1) if on_gpu else Resources(cpus=1)
             slots = cluster.reserve("policy", ranks, each)
-            limit = max(30.0, trial.seconds_left)
             settings = _worker_settings(trial, shape)
-            group = RayGroup(slots, LearnerWorker, load, limit=limit, **settings)
+            group = RayGroup(slots, LearnerWorker, load, limit=trial.limit, **settings)
             learner = LearnerGroup(group, shape)
             try:
                 found = _step(learner, trial)
@@ -478,10 +482,6 @@ def _worker_settings(trial: Trial, shape: ParallelShape) -> dict[str, Any]:
     }
 
 
-def _local_learner(load: Callable[..., Any], device: torch.device) -> LocalLearner:
-    return LocalLearner(load(device=device).model, optimizer=DESCENT)
-
-
 def _step(learner: Learner, trial: Trial) -> _Step:
     """Take a step of gradient descent, and read the gradient off the weights."""
     groups = random_groups(trial.sizes.small, EXACT_WORK)
@@ -517,7 +517,7 @@ def weight_transfer(trial: Trial) -> Found:
             "policy",
             LearnerWorker,
             load,
-            limit=max(30.0, trial.seconds_left),
+            limit=trial.limit,
             cpu_threads=1,
             **_worker_settings(trial, one),
         )
@@ -526,7 +526,22 @@ def weight_transfer(trial: Trial) -> Found:
             maker = TransformersMaker(
                 model=_spec(folder), spec=_generator_spec(), device=device, cpu_threads=1
             )
-            with _replicas(trial, maker, learner, transfer, local_rank=int(apart)) as generator:
+            generator = GeneratorReplicas(
+                lambda index: SpawnedGroup(
+                    "generation",
+                    EngineWorker,
+                    maker,
+                    limit=trial.limit,
+                    cpu_threads=1,
+                    local_rank=int(apart),
+                ),
+                1,
+                probe=probe_of(learner, "forest"),
+                transfer=transfer,
+                max_restarts=0,
+                patience=trial.limit,
+            )
+            with closing(generator):
                 _step(learner, trial)
                 started = time.monotonic()
                 asyncio.run(generator.update_weights(learner.weights(1)))
@@ -538,36 +553,6 @@ def weight_transfer(trial: Trial) -> Found:
         detail=f"by {way} in {taken:.2f} s; the probe agrees before and after",
         figures={"seconds": taken, "way": way},
     )
-
-
-@contextmanager
-def _replicas(
-    trial: Trial,
-    maker: Callable[[], Any],
-    learner: LearnerGroup,
-    transfer: WeightTransfer,
-    *,
-    local_rank: int,
-) -> Iterator[GeneratorReplicas]:
-    generator = GeneratorReplicas(
-        lambda index: SpawnedGroup(
-            "generation",
-            EngineWorker,
-            maker,
-            limit=max(30.0, trial.seconds_left),
-            cpu_threads=1,
-            local_rank=local_rank,
-        ),
-        1,
-        probe=probe_of(learner, "forest"),
-        transfer=transfer,
-        max_restarts=0,
-        patience=max(30.0, trial.seconds_left),
-    )
-    try:
-        yield generator
-    finally:
-        generator.close()
 
 
 def _generator_spec() -> GeneratorSpec:
@@ -591,7 +576,7 @@ def vllm(trial: Trial) -> Found:
             "generation",
             EngineWorker,
             VllmMaker(directory=directory, spec=_generator_spec(), precision=precision),
-            limit=max(30.0, trial.seconds_left),
+            limit=trial.limit,
         )
         try:
             answer = group.call_one(0, "answer_probe")

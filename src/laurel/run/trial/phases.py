@@ -110,14 +110,10 @@ def policy_loss(workload: Workload) -> PolicyLoss:
     return PolicyLoss(config, max_length=workload.completion_tokens)
 
 
-def saved_model(directory: Path, shape: ModelShape, *, has_language_head: bool = True) -> str:
+def saved_model(directory: Path, shape: ModelShape) -> str:
     """Write a random model and a tokenizer into a directory, and return the directory's name."""
-    model = random_model(
-        shape,
-        has_language_head=has_language_head,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    cpu = torch.device("cpu")
+    model = random_model(shape, has_language_head=True, dtype=torch.float32, device=cpu)
     model.save_pretrained(directory)
     train_tokenizer(TEXTS, vocab_size=shape.vocab_size).save_pretrained(directory)
     return str(directory)
