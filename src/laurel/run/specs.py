@@ -194,10 +194,8 @@ def policy_of_settings(
 ) -> PolicyConfig:
     """Build a `policy` section from the values of `--set`.
 
-    Args:
-        settings: Overrides as `key=value`; `policy.` before the key may be left out.
-        rules: The scoring contract of the model, if it has one.
-        say: Called with warnings about settings without effect.
+    `policy.` before a key may be left out. `rules` are the scoring contract of the model, if it has
+    one.
 
     Raises:
         ConfigError: A key is unknown, or an option or the contract decides it.

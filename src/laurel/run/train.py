@@ -47,13 +47,7 @@ def run_training(
     """Run a training command and set the exit code of the process.
 
     A run that a signal or its time budget ended has saved its state and exits with 0; Ctrl-C exits
-    with 130.
-
-    Args:
-        kind: The command.
-        path: The configuration file; None is the defaults.
-        overrides: Overrides of the configuration.
-        as_json: Whether the outcome is also written as JSON to the stream of `json_output`.
+    with 130. With `as_json`, the outcome is also written as JSON to the stream of `json_output`.
     """
     console = message_console(stderr=False)
     last = console if as_json else make_console()
@@ -82,13 +76,8 @@ def trained(
 ) -> RunOutcome:
     """Train a model, print how the run ended and where its files are, and return the outcome.
 
-    Args:
-        kind: The command.
-        path: The configuration file; None is the defaults.
-        overrides: Overrides of the configuration.
-        console: The console that shows the progress.
-        last: The console that shows how the run ended; None is the same.
-        is_process: Whether this process exists for the run alone, so that `ray_guard` may act.
+    `last` is the console that shows how the run ended, if it is another one. `is_process` says that
+    this process exists for the run alone, so that `ray_guard` may act.
 
     Raises:
         UserError: A setting, a file or a model cannot be used.

@@ -277,11 +277,7 @@ class BlockReply:
 def observation(reply: BlockReply, code: str, after: str, *, most: int) -> str:
     """Return a result as text for the policy; empty if there is no result.
 
-    Args:
-        reply: The result.
-        code: The block.
-        after: The text after the block in the policy's last token, which is not repeated.
-        most: The maximum number of characters of the result.
+    The text `after` the block in the policy's last token is not repeated.
     """
     if not reply.text:
         return ""

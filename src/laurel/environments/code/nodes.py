@@ -97,11 +97,7 @@ class NodeWorker:
     def submit(self, number: int, job: SandboxJob, seconds: float | None, batch: int) -> None:
         """Queue a job.
 
-        Args:
-            number: A number that `collect` returns with the result.
-            job: The job.
-            seconds: The time until the deadline; None if there is none.
-            batch: The number of jobs that are submitted to this node together.
+        `number` comes back with the result, and `batch` jobs are submitted to this node together.
         """
         assert self._pool is not None
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -148,11 +144,7 @@ class NodePool:
     ) -> None:
         """Start processes on all nodes concurrently, and let each try its canaries.
 
-        Args:
-            config: The sandbox section; its number of workers is that of every node.
-            nodes: The nodes of the cluster.
-            say: Called with a line about every restart, and about nodes that are given up.
-            max_restarts: The maximum number of restarts of all nodes together.
+        The number of workers is that of every node, and `max_restarts` that of all nodes together.
 
         Raises:
             ConfigError: Nodes isolate programs less than the section requires; the message names
