@@ -7,9 +7,12 @@ log-probabilities, so that two calls go to the learner) and all its metrics; wit
 the file of the completions (`logger.write_completions`), most of which is its compression.
 
 There is no model: completions are slices of random arrays, an environment gives random rewards,
-and the workers of the learner take what they are given as it would travel, and answer at once.
+and the workers of the learner take what they are given as it would travel (copied, as the driver
+copies it into an object store), and answer at once: their log-probabilities are views of one array
+that is there before, so neither making nor receiving them is measured.
 
-Seconds are processor time (`time.process_time`), because other processes share the machine. Memory
+Seconds are processor time (`time.process_time`), because other processes share the machine. Objects
+from before the step are out of the garbage collector's sight, as they are in a run. Memory
 is the largest resident set of the process, which is another one for each row, above that with
 everything imported and before the first completion. What a cluster's object store holds is not in
 it; its bytes are counted as `sent`.
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import math
 import resource
@@ -133,6 +137,7 @@ class StubGroup(GroupCalls):
         self.num_sent = self.sent_bytes = 0
         self._each = each
         self._store = np.ones(2**20, np.uint8)
+        self._logprobs = torch.full((FOREST_TOKENS,), -1.0)
 
     def _send(self, payload: Packed) -> int:
         """Copy it, as into an object store, whose memory is there before."""
@@ -158,7 +163,7 @@ class StubGroup(GroupCalls):
         if call.method == "outputs":
             inputs = call.args[0] if speaks else ()
             sizes = [sum(b.length for t in f.trees for b in t.branches_G) for f in inputs]
-            return [TokenOutputs(torch.zeros(size), None) for size in sizes]
+            return [TokenOutputs(self._logprobs[:size], None) for size in sizes]
         assert call.method == "take_step"
         sums = dict.fromkeys(("global_valid_toks", "global_valid_seqs"), torch.ones(()))
         report = StepReport(sums=sums, learning_rate=1e-6, grad_norm=1.0)
@@ -244,10 +249,11 @@ def measure(num_completions: int, mesh: Sequence[int], *, writes: bool) -> dict[
         before = peak_bytes()
         loop = loop_of(num_completions // GROUP, group, shape, Path(directory), writes=writes)
         group.num_sent = group.sent_bytes = 0
-        started, wall = time.process_time(), time.perf_counter()
         with long_lived_objects():
+            started, wall = time.process_time(), time.perf_counter()
             loop.step(Position())
-        seconds, wall = time.process_time() - started, time.perf_counter() - wall
+            gc.collect(1)  # as the loop does after each step
+            seconds, wall = time.process_time() - started, time.perf_counter() - wall
         loop.parts.source.close()
     return {
         "completions": num_completions,

@@ -210,6 +210,19 @@ class House:
         )
         return sorted(name for name, number in count.items() if number > 1)
 
+    def private_functions_named_once(self) -> list[str]:
+        """Private functions and methods whose name occurs once besides where they are defined."""
+        words = Counter(word for text in self.texts.values() for word in re.findall(r"\w+", text))
+        return [
+            f"{name}:{node.lineno} {node.name}"
+            for name, tree in self.trees.items()
+            for scope in (tree, *(part for part in tree.body if isinstance(part, ast.ClassDef)))
+            for node in scope.body
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and re.match("_[^_]", node.name)
+            and words[node.name] == 2
+        ]
+
     def skips(self) -> list[str]:
         """Lines that the formatter leaves as they are."""
         return [
@@ -274,6 +287,8 @@ def bars(*, traced: bool = True) -> list[Bar]:
     visited = house.visited_by_the_run()
     strangers = [name for name in visited if name.split("/")[0] not in OF_RUNS]
     skips, twice = house.skips(), house.names_defined_twice()
+    once = house.private_functions_named_once()
+    thousands = sum(text.count("\n") for text in house.texts.values()) / 1000
     found = [
         Bar("files in src, without __init__", len(house.modules), 250, held=True),
         Bar("modules in the fullest folder", number, 15, held=True, where=(folder,)),
@@ -283,6 +298,8 @@ def bars(*, traced: bool = True) -> list[Bar]:
         Bar("files a run's configuration visits", len(visited), 15, True, tuple(visited)),
         Bar("of these outside of the rooms of runs", len(strangers), 0, True, tuple(strangers)),
         Bar("public names defined more than once", len(twice), 10, True, tuple(twice)),
+        # At most 4 per 1,000 lines.
+        Bar("private functions named once", len(once), int(4 * thousands), False, tuple(once)),
     ]
     if traced:
         for which, in_step, before in (("grpo", 38, 75), ("rm", 14, 50)):

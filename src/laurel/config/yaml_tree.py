@@ -366,11 +366,7 @@ OffPeriod = Annotated[int, MINUS_1_IS_OFF]
 """The number of steps between two events; 0, or -1 as in other systems, disables them."""
 
 
-def _no_items_is_none(value: Any) -> Any:
-    return None if value == [] else value
-
-
-NO_ITEMS_IS_NONE = BeforeValidator(_no_items_is_none)
+NO_ITEMS_IS_NONE = BeforeValidator(lambda value: None if value == [] else value)
 """Marks a key that takes no list, but an empty one, which means the same as null."""
 
 

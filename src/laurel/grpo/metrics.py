@@ -448,7 +448,8 @@ def completion_figures(
         figures: The other metrics of the step, which count the failures of dropped groups.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
-    repeated = [share for r in rollouts if (share := repeated_share(r.ids_L[r.mask_L])) is not None]
+    written = (r.ids_L if r.mask_L.all() else r.ids_L[r.mask_L] for r in rollouts)
+    repeated = [share for ids in written if (share := repeated_share(ids)) is not None]
     found = {REPETITION: math.fsum(repeated) / len(repeated)} if repeated else {}
     correlation = length_correlation(groups)
     if correlation is not None:
@@ -469,20 +470,23 @@ def repeated_share(ids_L: TokenIds) -> float | None:
     if count < 1:
         return None
     ids = ids_L.astype(np.uint64)
-    pairs = (ids[:-1] << np.uint64(32)) + ids[1:]
+    pairs = ids[:-1] << np.uint64(32)
+    pairs += ids[1:]
     # The product wraps around at 2**64: two 4-grams hardly ever meet.
-    keys = (pairs[:-2] * _FACTOR + pairs[2:]) * _FACTOR
+    keys = pairs[:-2] * _FACTOR
+    keys += pairs[2:]
+    keys *= _FACTOR
     # Sorting all keys is most of the cost of a step's metrics. Instead each writes its number into
     # a table: of equal keys the last one finds itself there, and only those that a different key
     # has overwritten are sorted.
-    slots = (keys >> _TABLE_SHIFT).astype(np.intp)
+    slots = (keys >> _TABLE_SHIFT).view(np.int64)
     table = np.empty(1 << _TABLE_BITS, dtype=np.int32)
     numbers = np.arange(count, dtype=np.int32)
     table[slots] = numbers
-    winners = table[slots]
-    overwritten = np.flatnonzero(winners != numbers)
-    found = keys[overwritten]
-    lost = found[keys[winners[overwritten]] != found]
+    winners = table.take(slots)
+    (overwritten,) = (winners != numbers).nonzero()
+    found = keys.take(overwritten)
+    lost = found[keys.take(winners.take(overwritten)) != found]
     lost.sort()
     num_distinct = count - len(overwritten)
     if len(lost):

@@ -134,7 +134,10 @@ class Rollouts:
         self.chat = chat
         self.max_turns = max_turns
         self.max_length = max_length
-        self._seed = seed
+        # 32 bits each, as `SeedSequence` divides numbers.
+        self._seed_words = [
+            seed >> bit & 0xFFFF_FFFF for bit in range(0, max(1, seed.bit_length()), 32)
+        ]
         self.generation_timeout = generation_timeout
         self._max_failed_share = max_failed_share
         self._judges = Judges(timeout=environment_timeout, num_threads=num_threads)
@@ -340,10 +343,14 @@ class Rollouts:
             id=context.group_id + turn,
             prompt_ids=so_far,
             seeds_G=tuple(
-                int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
-                for entropy in (
-                    (self._seed, *context.numbers, rollout.index, rollout.num_turns)
-                    for rollout in rollouts
+                int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
+                # As an array, which takes half as long as a tuple of the same numbers.
+                for words in np.array(
+                    [
+                        (*self._seed_words, *context.numbers, rollout.index, rollout.num_turns)
+                        for rollout in rollouts
+                    ],
+                    dtype=np.uint32,
                 )
             ),
             sampling=sampling,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import ClassVar, Literal, NoReturn
 
 from laurel.errors import ConfigError
@@ -144,7 +144,9 @@ class StopRequest:
             previous = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
             self._stack.callback(signal.set_wakeup_fd, previous)
             for number in SIGNALS:
-                self._stack.callback(signal.signal, number, signal.signal(number, _heard_elsewhere))
+                # Without a handler Python would not write signals to the listener.
+                previous_handler = signal.signal(number, lambda *_: None)
+                self._stack.callback(signal.signal, number, previous_handler)
         return self
 
     def __exit__(
@@ -177,10 +179,6 @@ class StopRequest:
         self._heard_at = time.monotonic()
         self.signal = number
         self._on_signal(number.name)
-
-
-def _heard_elsewhere(number: int, frame: FrameType | None) -> None:
-    """Do nothing; without a handler Python would not write signals to the listener."""
 
 
 class Deadline:

@@ -332,7 +332,12 @@ def _run(
     os.setsid()
     given = {**given, WORK_FD: work_fd}
     # First out of the way of the numbers that they will have.
-    raised = {number: _above(os.dup(was)) for number, was in given.items()}
+    raised = {}
+    for number, was in given.items():
+        descriptor = os.dup(was)
+        while descriptor <= WORK_FD:
+            descriptor = os.dup(descriptor)
+        raised[number] = descriptor
     for number, was in raised.items():
         os.dup2(was, number)
     with contextlib.suppress(OSError):
@@ -361,12 +366,6 @@ def _run(
     work.sendall(_READY)
     work.close()
     kinds.run(job, parts)
-
-
-def _above(descriptor: int) -> int:
-    while descriptor <= WORK_FD:
-        descriptor = os.dup(descriptor)
-    return descriptor
 
 
 def _end_descendants() -> None:
