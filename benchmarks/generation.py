@@ -225,17 +225,18 @@ def measure(
 def useful_operations(shape: Shape, tokens: int) -> float:
     """Floating-point operations that the completions cannot do without.
 
-    Two for each weight of the layers' matrices and each distinct token that is read, and of the
-    head for each token that is drawn; in each layer `4 * heads * head_size` for each pair of a
+    Two for each weight of the layers' matrices and each distinct token that is read
+    (`Shape.products`: one token of a prompt leaves the last layer), and of the head for each token
+    that is drawn; in each layer `4 * heads * head_size` for each pair of a
     token and a token it sees. The last token of a completion is drawn and never read.
     """
     read = tokens - 1
     head = tokens * COMPLETIONS * shape.hidden * shape.vocabulary
-    linear = (PROMPT_TOKENS + COMPLETIONS * read) * shape.linear_parameters
+    linear = shape.products(PROMPT_TOKENS + COMPLETIONS * read, read=1 + COMPLETIONS * read)
     pairs = PROMPT_TOKENS * (PROMPT_TOKENS + 1) / 2
     pairs += COMPLETIONS * (read * PROMPT_TOKENS + read * (read + 1) / 2)
     attention = shape.layers * 4 * shape.heads * shape.head_size * pairs
-    return PROMPTS * (2 * (linear + head) + attention)
+    return PROMPTS * (linear + 2 * head + attention)
 
 
 def report(

@@ -299,7 +299,8 @@ def matmul_peak(threads: int, size: int = 2048) -> float:
 def useful_operations(shape: Shape, prompt_tokens: Sequence[int], *, with_reference: bool) -> float:
     """Floating-point operations that a step cannot do without.
 
-    Two for each weight of the layers' matrices and each distinct token, and four for each query
+    Two for each weight of the layers' matrices and each distinct token (`Shape.products`: those of
+    completions, or one of each, leave the last layer), and four for each query
     head's number, and each pair of a token and a token it sees; a backward pass is two forward
     passes. The policy reads every token once to draw and once to learn; the head over the
     vocabulary is needed for completions only. The reward model's tokens are taken to be as many.
@@ -311,11 +312,12 @@ def useful_operations(shape: Shape, prompt_tokens: Sequence[int], *, with_refere
         + GENERATIONS * (NEW_TOKENS * length + NEW_TOKENS * (NEW_TOKENS + 1) / 2)
         for length in prompt_tokens
     )
-    body = 2 * shape.linear_parameters * tokens
-    body += shape.layers * 4 * shape.heads * shape.head_size * pairs
+    attention = shape.layers * 4 * shape.heads * shape.head_size * pairs
+    body = shape.products(tokens, read=PROMPTS * written) + attention
+    scoring = shape.products(tokens, read=PROMPTS * GENERATIONS) + attention
     head = 2 * shape.hidden * shape.vocabulary * PROMPTS * written
     policy = 4 + (1 if with_reference else 0)
-    return policy * (body + head) + body
+    return policy * (body + head) + scoring
 
 
 # -------------------------------------------------------------------------------------- reporting

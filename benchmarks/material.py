@@ -74,6 +74,16 @@ class Shape:
         attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.feed_forward)
 
+    def products(self, tokens: float, read: float) -> float:
+        """Operations of the layers' matrices for tokens of which `read` leave the last layer.
+
+        Two for each weight and token; of tokens that nobody reads the last layer needs keys and
+        values alone.
+        """
+        keys_and_values = 2 * self.hidden * self.head_size * self.kv_heads
+        skipped = (self.linear_parameters / self.layers - keys_and_values) * (tokens - read)
+        return 2 * (self.linear_parameters * tokens - skipped)
+
 
 TRAINING_SHAPE = Shape(
     hidden=512, layers=8, heads=8, kv_heads=4, head_size=64, feed_forward=1536

@@ -208,16 +208,17 @@ def measure(
 def useful_operations(shape: Shape, num_groups: int, options: argparse.Namespace) -> float:
     """Floating-point operations that the scores of the groups cannot do without.
 
-    Two (a product and a sum) for each weight of the layers' matrices and each distinct token; and
-    in each layer, for each query head, two matrix products of `head_size` over every pair of a
-    token and a token it sees. Norms, rotations, activations and the softmax are not counted.
+    Two (a product and a sum) for each weight of the layers' matrices and each distinct token
+    (`Shape.products`: one token of a completion leaves the last layer); and in each layer, for each
+    query head, two matrix products of `head_size` over every pair of a token and a token it sees.
+    Norms, rotations, activations and the softmax are not counted.
     """
     prompt, length, size = options.prompt_tokens, options.completion_tokens, options.completions
     branch_pairs = length * prompt + length * (length + 1) / 2
     pairs = prompt * (prompt + 1) / 2 + size * branch_pairs
     tokens = prompt + size * length
     attention = shape.layers * 4 * shape.heads * shape.head_size * pairs
-    return num_groups * (2 * shape.linear_parameters * tokens + attention)
+    return num_groups * (shape.products(tokens, read=size) + attention)
 
 
 def report(

@@ -499,6 +499,7 @@ def activation_bytes(
     """Return the bytes of activations that a rank keeps for the backward pass.
 
     With recomputation, it keeps the input of each layer, and all activations of one layer.
+    The last layer counts like the others, although it keeps less of tokens that nobody reads.
 
     Args:
         shape: Shape of the model.

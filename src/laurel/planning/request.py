@@ -180,10 +180,13 @@ class Workload:
     completion_tokens: int
     copies: int = 1
     """Number of times that each prompt is computed; 1 if all its completions share it."""
+    skips_unread: bool = True
+    """Whether the last layer skips tokens whose hidden states are not read, except for their keys
+    and values."""
 
     def padded(self) -> Workload:
-        """Return the same conversations without shared prompts: each has its own copy."""
-        return replace(self, copies=self.per_prompt)
+        """Return the same conversations as others compute them: each with its own prompt, whole."""
+        return replace(self, copies=self.per_prompt, skips_unread=False)
 
     def divided(self, budget: int) -> Workload:
         """Return the same conversations in passes of at most `budget` tokens.

@@ -186,7 +186,7 @@ def step_time(
         # A group that is larger than a pass is scored in one all the same.
         shared, padded = (
             _scoring(request, plan, judge, shapes, work, clock)
-            for work in (workload, workload.padded())
+            for work in (_on(judge.mesh, workload), workload.padded())
         )
         phases.append(_phase("scoring", judge, shared, padded))
     order: tuple[PhaseName, ...] = (
@@ -211,17 +211,24 @@ def step_time(
 def forward_operations(shape: ModelShape, workload: Workload, *, has_logits: bool) -> Operations:
     """Count the operations of one forward pass over all conversations of a step.
 
-    A multiplication and an addition count as two operations. Only completions have logits.
+    A multiplication and an addition count as two operations. Only completions have logits. With
+    logits the hidden states of completion tokens are read, otherwise one of each completion.
 
     Args:
         shape: Shape of the model.
         workload: The conversations.
         has_logits: Whether the logits are computed; False for a reward model.
     """
-    weights = sum(rows * columns for rows, columns in shape.linear_layers.values())
-    completions = workload.num_prompts * workload.per_prompt * workload.completion_tokens
+    sizes = {name: rows * columns for name, (rows, columns) in shape.linear_layers.items()}
+    weights, keys_and_values = sum(sizes.values()), sizes["k_proj"] + sizes["v_proj"]
+    num_completions = workload.num_prompts * workload.per_prompt
+    completions = num_completions * workload.completion_tokens
+    skipped = 0
+    if workload.skips_unread:
+        skipped = workload.tokens - (completions if has_logits else num_completions)
+    products = shape.num_layers * weights * workload.tokens - (weights - keys_and_values) * skipped
     return Operations(
-        linear=2.0 * shape.num_layers * weights * workload.tokens,
+        linear=2.0 * products,
         # Two products, of queries with keys and of weights with values.
         attention=4.0 * shape.num_layers * shape.num_heads * shape.head_dim * workload.pairs,
         head=2.0 * shape.vocab_size * shape.hidden_size * completions if has_logits else 0.0,
@@ -314,7 +321,7 @@ def _of_policy(
 ) -> Iterator[PhaseTime]:
     training, step = request.training, request.step
     divided = workload if step is None else workload.divided(plan.batch("policy").tokens)
-    works = (divided, workload.padded())
+    works = (_on(policy.mesh, divided), workload.padded())
     shared, padded = (_training(request, plan, policy, shape, work, clock) for work in works)
     yield _phase("training", policy, shared, padded)
     generation = plan.role("generation")
@@ -333,6 +340,11 @@ def _of_policy(
         yield _phase("log-probs", policy, shared, padded)
     transfer = _transfer(request, policy, generation, shape, clock)
     yield _phase("weight transfer", policy, transfer, transfer)
+
+
+def _on(mesh: Mesh, workload: Workload) -> Workload:
+    # Ranks that divide a layer or its tokens compute all tokens in it.
+    return replace(workload, skips_unread=mesh.tp == mesh.cp == 1)
 
 
 def _passes(clock: _Clock, precision: Precision, flops: float, mesh: Mesh) -> Cost:
@@ -435,6 +447,7 @@ def _generation(
         per_prompt=1,
         completion_tokens=0,
         copies=1,
+        skips_unread=workload.skips_unread and not drawing.uses_vllm and mesh.tp == 1,
     )
     read = forward_operations(shape, prompts, has_logits=False)
     costs = [_passes(clock, precision, read.total, mesh)]

@@ -63,6 +63,33 @@ def test_a_text_that_ends_in_the_padding_token_is_read_at_its_end():
         torch.testing.assert_close(model(rows), model.classifier(input_ids=rows.ids_NL).logits)
 
 
+@pytest.mark.parametrize("name", sorted(tiny.ARCHITECTURES))
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_last_layer_computes_only_tokens_that_are_read(name, recomputes):
+    model = tiny.tiny_reward_model(name, dtype=torch.float64).train()
+    if recomputes:
+        model.classifier.activation_checkpointing_enable()
+    forest = to_forest(tiny.random_groups(5, SHAPES))
+    other = to_forest(tiny.random_groups(6, [(7, [3, 2])]))
+    computed = []
+    last = model.classifier.base_model.layers[-1].mlp
+    last.register_forward_pre_hook(lambda _, args: computed.append(args[0].shape[1]))
+
+    def gradients():
+        model.zero_grad()
+        # Both forests are computed before the gradients of either, which may recompute them.
+        scores_NK = torch.cat([model(forest), model(other)])
+        (scores_NK * torch.linspace(-1, 2, len(scores_NK))[:, None]).sum().backward()
+        return scores_NK.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+    found = gradients()
+    assert set(computed) == {len(forest.last_N), len(other.last_N)}
+    model.skips_unread = False
+    computed.clear()
+    torch.testing.assert_close(found, gradients(), rtol=1e-9, atol=1e-11)
+    assert set(computed) == {len(forest.ids_T), len(other.ids_T)}
+
+
 @pytest.mark.parametrize("kind", sorted(tiny.ENCODERS))
 def test_encoders_pool_by_themselves(kind):
     classifier = tiny.randomised(kind, tiny.ENCODERS[kind])

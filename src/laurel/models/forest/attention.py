@@ -103,8 +103,16 @@ class ForestPlan:
     and masks are created at their first use, and kept.
     """
 
-    def __init__(self, trees: Sequence[Tree]) -> None:
+    def __init__(self, trees: Sequence[Tree], *, read_X: Tensor | None = None) -> None:
+        """Arrange the trees of a row.
+
+        Args:
+            trees: The trees, in the order of the row.
+            read_X: int64, the tokens whose hidden states the caller reads, each once; None for
+                all. Those of other tokens may be wrong after the last layer (`UnreadTokens`).
+        """
         self.trees = tuple(trees)
+        self.read_X = read_X
         self.lengths: list[int] = []
         """The lengths of all segments in order of the row: trunk, its branches, next trunk, ..."""
         # The length of the longest sequence, a trunk with one of its branches.

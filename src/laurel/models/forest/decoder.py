@@ -44,6 +44,9 @@ class Decoder(nn.Module):
         """The mesh over which the model is sharded; None: this process has the whole model."""
         self.gathered_dtype: torch.dtype | None = None
         """The dtype to which gathered weights of layers are rounded; None: they are not rounded."""
+        self.skips_unread = True
+        """Whether the last layer may skip tokens whose hidden states are not read. Ranks that
+        divide a layer or its tokens compute all of them."""
 
     @property
     @abstractmethod
@@ -94,14 +97,21 @@ class Decoder(nn.Module):
         finally:
             self.precision = precision
 
-    def hidden(self, batch: TokenForest | PaddedRows) -> Tensor:
-        """Compute the hidden state of every token after the last norm.
+    def hidden(self, batch: TokenForest | PaddedRows, *, read_X: Tensor | None = None) -> Tensor:
+        """Compute the hidden states of tokens after the last norm.
 
-        The shape is `[T, D]` for a token forest, and `[N, L, D]` for padded rows.
+        Args:
+            batch: The tokens.
+            read_X: int64, the indices in a forest of the tokens whose hidden states are read, each
+                once; None for all. The hidden states of others may be wrong.
+
+        Returns:
+            `[T, D]` for a token forest, and `[N, L, D]` for padded rows.
         """
         with self.autocast():
             if isinstance(batch, TokenForest):
-                ids_T, plan = batch.ids_T.long(), ForestPlan(batch.trees)
+                plan = ForestPlan(batch.trees, read_X=read_X if self.skips_unread else None)
+                ids_T = batch.ids_T.long()
                 return self.hidden_of_row(ids_T, batch.positions_T, plan)
             body = self.network.base_model
             rows: Tensor = body(**self.padded_inputs(batch), use_cache=False).last_hidden_state
@@ -169,6 +179,7 @@ class RewardModel(Decoder):
         super().__init__(path=path, precision=precision)
         self.classifier: Any = classifier
         self.head_name = head_name
+        UnreadTokens.skip_in(classifier)
 
     @property
     def network(self) -> Any:
@@ -196,10 +207,11 @@ class RewardModel(Decoder):
 
     def last_hidden(self, batch: TokenForest | PaddedRows) -> Tensor:
         """Return the decoder's hidden state of the last token of every completion, `[N, D]`."""
-        hidden = self.hidden(batch)
         if isinstance(batch, TokenForest):
-            last_N = torch.tensor(batch.last_N).to(hidden.device, non_blocking=True)
-            return hidden[last_N]
+            last_N = torch.tensor(batch.last_N)
+            hidden_TD = self.hidden(batch, read_X=last_N)
+            return hidden_TD[last_N.to(hidden_TD.device, non_blocking=True)]
+        hidden = self.hidden(batch)
         index_N = torch.arange(batch.num_completions, device=self.device)
         return hidden[index_N, batch.lengths_N.to(self.device, non_blocking=True) - 1]
 
@@ -210,6 +222,73 @@ class RewardModel(Decoder):
         with torch.autocast(self.device.type, enabled=False):
             bias = None if head.bias is None else head.bias.to(dtype)
             return nn.functional.linear(hidden_ND.to(dtype), head.weight.to(dtype), bias)
+
+
+# --------------------------------------------------------------------------------------------------
+# The last layer of a decoder, for the tokens whose hidden states are read.
+
+
+class UnreadTokens:
+    """Lets the last layer of a decoder skip the tokens whose hidden states nobody reads.
+
+    Other tokens attend to the keys and values of all tokens. But queries, the projection of the
+    attention's output, and the feed-forward block serve only the token that they are computed for.
+    They compute the tokens of `ForestPlan.read_X` alone and give zeros for the others, which
+    changes neither the hidden states that are read nor the gradients.
+    """
+
+    def __init__(self) -> None:
+        self._read_X: Tensor | None = None
+        self._num_tokens = 0
+
+    @classmethod
+    def skip_in(cls, network: Any) -> None:
+        """Skip unread tokens in every forward pass of a Hugging Face model with a `ForestPlan`.
+
+        A model whose last layer has other names than those of Llama computes all tokens.
+        """
+        layers = getattr(network.base_model, "layers", None)
+        layer: Any = layers[-1] if isinstance(layers, nn.ModuleList) and layers else None
+        attention, feed_forward = (getattr(layer, name, None) for name in ("self_attn", "mlp"))
+        if not (isinstance(attention, nn.Module) and isinstance(feed_forward, nn.Module)):
+            return
+        if hasattr(layer, "unread_tokens"):  # wrapped before, or a copy of such a model
+            return
+        layer.unread_tokens = skipping = cls()
+        # Attention comes first. Hooks of the layer itself do not run where a backward pass
+        # recomputes it, those of its parts do.
+        attention.register_forward_pre_hook(skipping._begin, with_kwargs=True)
+        products = (getattr(attention, name, None) for name in ("q_proj", "o_proj"))
+        for module in (*products, feed_forward):
+            if isinstance(module, nn.Module):
+                module.register_forward_pre_hook(skipping._take)
+                module.register_forward_hook(skipping._put)
+        feed_forward.register_forward_hook(skipping._end)
+
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        plan = kwargs.get(PLAN_ARGUMENT)
+        self._read_X = None
+        if isinstance(plan, ForestPlan) and plan.read_X is not None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self._read_X = plan.read_X.to(hidden.device, non_blocking=True)
+
+    def _end(self, *_: Any) -> None:
+        self._read_X = None
+
+    def _take(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._read_X is None:
+            return None
+        self._num_tokens = args[0].shape[1]
+        return (args[0].index_select(1, self._read_X), *args[1:])
+
+    def _put(self, _: nn.Module, _args: Any, output: Any) -> Any:
+        if self._read_X is None:
+            return None
+        # A mixture of experts may return the logits of its router too.
+        found, *rest = output if isinstance(output, tuple) else (output,)
+        rows = found.new_zeros(found.shape[0], self._num_tokens, *found.shape[2:])
+        rows = rows.index_copy(1, self._read_X, found)
+        return (rows, *rest) if isinstance(output, tuple) else rows
 
 
 # --------------------------------------------------------------------------------------------------

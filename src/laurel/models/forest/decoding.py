@@ -225,7 +225,7 @@ class PrefillPlan(ForestPlan):
             if not prompt.kept:
                 trees.append(Tree(Span(end, end + prompt.length), ()))
             end = self._spans[-1].stop
-        super().__init__(trees)
+        super().__init__(trees, read_X=torch.tensor(self.last_B))
         self._prompts = tuple(prompts)
 
     @property
@@ -235,7 +235,7 @@ class PrefillPlan(ForestPlan):
 
     @property
     def last_B(self) -> list[int]:
-        """The index in the row of the last token of each prompt."""
+        """The index in the row of the last token of each prompt, the only ones that are read."""
         return [span.stop - 1 for span in self._spans]
 
     def attend(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from laurel.errors import ModelError, key_of
-from laurel.models.forest.decoder import Decoder, Path
+from laurel.models.forest.decoder import Decoder, Path, UnreadTokens
 from laurel.models.forest.outputs import (
     TokenOutputs,
     VocabularyShare,
@@ -59,6 +59,7 @@ class PolicyModel(Decoder):
         """
         super().__init__(path=path, precision=precision)
         self.causal_lm: Any = causal_lm
+        UnreadTokens.skip_in(causal_lm)
         self.temperature = temperature or 1.0
         self.logprob_chunk_size = logprob_chunk_size
         self.with_entropy = with_entropy
@@ -91,7 +92,7 @@ class PolicyModel(Decoder):
             DataError: A completion has no prompt.
         """
         index_M, targets_M = predictors(batch)
-        hidden_XD = self.hidden(batch).flatten(0, -2)
+        hidden_XD = self.hidden(batch, read_X=torch.unique(index_M)).flatten(0, -2)
         hidden_MD = hidden_XD.index_select(0, index_M.to(self.device, non_blocking=True))
         hidden_MD, weight_VD = self._factors(hidden_MD)
         return token_logprobs(

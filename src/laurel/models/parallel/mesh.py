@@ -184,6 +184,7 @@ def parallelise(
         split = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)
         share_context(model.network, split[CONTEXT])
     model.mesh, model.gathered_dtype = mesh, precision
+    model.skips_unread = cp == 1 and mesh[TENSOR].size() == 1
 
 
 def _shard(
