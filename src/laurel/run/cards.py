@@ -15,7 +15,6 @@ from laurel.data.report import DataReport, RowReport, TextReport
 from laurel.errors import DataError, counted
 from laurel.models.checkpoint.card import EvaluationRow, EvaluationTable
 from laurel.models.spec import hub_name
-from laurel.run.evaluation.results import read_json_object
 
 if TYPE_CHECKING:
     from laurel.evaluation.benchmarks import BenchmarkSet
@@ -174,6 +173,9 @@ def read_evaluations(paths: Sequence[Path]) -> tuple[list[EvaluationTable], list
     Raises:
         DataError: There is no report, or a report cannot be read.
     """
+    # A run whose card shows no evaluations does not need their modules.
+    from laurel.run.evaluation.results import read_json_object
+
     tables: list[EvaluationTable] = []
     models: list[str] = []
     for path in paths:
