@@ -200,7 +200,11 @@ def test_scores_that_went_through_a_sigmoid_are_found(pair, monkeypatch):
     squashed = 1 / (1 + math.exp(-expected))
     with pytest.raises(ScoringContractError, match="sigmoid of the score") as caught:
         scorer._check_golden()
-    assert f"scores {squashed:.6g} here and scored {expected:.6g}" in str(caught.value)
+    numbers = re.search(r"scores (\S+) here and scored (\S+) when", str(caught.value))
+    # vLLM's own score differs from the golden one in the last digits.
+    assert [float(number) for number in numbers.groups()] == pytest.approx(
+        [squashed, expected], abs=5e-6
+    )
 
 
 def test_scores_of_another_position_keep_a_scorer_from_starting(tmp_path, monkeypatch):
