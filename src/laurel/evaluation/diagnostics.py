@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from laurel.errors import DataError
+from laurel.errors import ConfigError, DataError, ProtocolError
 from laurel.evaluation.statistics import (
     CONFIDENCE,
     Accuracy,
@@ -218,10 +218,21 @@ class Agreement:
 
 
 def agreements(columns: Mapping[str, Column]) -> list[Agreement]:
-    """Return the agreement of every two scorers; two without a common pair are left out."""
+    """Return the agreement of every two scorers; two without a common pair are left out.
+
+    Raises:
+        DataError: The columns differ in length.
+    """
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError(
+            "every column of scores needs a row for each pair, but they differ in length: "
+            + ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        )
     found = []
     for (first, one), (second, other) in combinations(columns.items(), 2):
-        both_N4 = np.array([[*a, *b] for a, b in zip(one, other, strict=True)], np.float64)
+        pairs = [[*a, *b] for a, b in zip(one, other, strict=True)]
+        both_N4 = np.array(pairs, np.float64).reshape(-1, 4)
         rows = both_N4[np.isfinite(both_N4).all(axis=-1)]
         if len(rows):
             a, b, c, d = rows.T
@@ -424,7 +435,12 @@ def find_leaks(
         At most one for each pair, in their order: the same pair if there is one, else the same
         prompt, else the most similar one (the first of several). Empty prompts are not compared,
         but a pair without a prompt whose answers are in the training set is found.
+
+    Raises:
+        ConfigError: The threshold is not a share.
     """
+    if not 0 < threshold <= 1:
+        raise ConfigError(f"threshold={threshold}: must be above 0 and at most 1, e.g. {THRESHOLD}")
     # Exact copies first: a lookup each. Only the other prompts are compared by their n-grams.
     same_pair: dict[tuple[str, frozenset[str]], str] = {}
     same_prompt: dict[str, str] = {}
@@ -653,13 +669,16 @@ def sensitivity(
     The verdict is whether the chosen answer scores strictly higher. Each prompt and all forms of
     both answers make one group, so that a scorer reads the prompt once. The pairs' own scores,
     which may come from another model, are not used.
+
+    Raises:
+        ProtocolError: The scorer returned another number of scores than it was given answers.
     """
     # All forms of both answers go into one group: the prompt is encoded once for all of them.
     forms: list[Variant] = [str, *variants.values()]
     texts_PF2 = np.array(
         [[[form(text) for text in (one.chosen, one.rejected)] for form in forms] for one in pairs],
         object,
-    )
+    ).reshape(len(pairs), len(forms), 2)
     is_made_PF2 = texts_PF2 != np.array(None)
     groups = [
         group_of(
@@ -669,8 +688,14 @@ def sensitivity(
         )
         for place, pair in enumerate(pairs)
     ]
+    scores = score(groups)
+    found, expected = [*map(len, scores)], [len(group.completions_G) for group in groups]
+    if found != expected:  # numpy would spread a single score over all answers
+        raise ProtocolError(
+            f"the scorer gave {found} scores for groups of {expected} answers", kind="count"
+        )
     scores_PF2 = np.full(is_made_PF2.shape, np.nan)
-    scores_PF2[is_made_PF2] = [one.value for scores in score(groups) for one in scores]
+    scores_PF2[is_made_PF2] = [one.value for scores_G in scores for one in scores_G]
     scores_PF2[~np.isfinite(scores_PF2)] = np.nan  # a score that is not finite is a failure
     return [
         _compare(name, scores_PF2[:, 0], scores_PF2[:, place], is_made_PF2[:, place])

@@ -296,6 +296,9 @@ def test_agreement_by_hand():
     # a: 2 1 1 2 1 1, b: 9 3 5 4 0 0. 8 pairs of positions are untied in a; of them only 4 < 5 (at
     # the second 2, beside a 1) is discordant: 7 - 1. Untied in b: 15 - 1.
     assert found[0].kendall == pytest.approx(6 / math.sqrt(8 * 14))
+    with pytest.raises(DataError, match="a has 1, b has 2"):
+        agreements({"a": [(1.0, 2.0)], "b": [(1.0, 2.0)] * 2})
+    assert agreements({"a": [], "b": []}) == []
 
 
 def of_scores(chosen, rejected):

@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from laurel.errors import DataError
+from laurel.errors import ConfigError, DataError
 from laurel.evaluation.diagnostics import diagnostics_report, find_leaks, find_repeats
 from laurel.evaluation.statistics import (
     ScoredPair,
@@ -78,6 +78,8 @@ def test_leaks_by_hand():
     # No prompt is nothing shared, unless the answers are.
     empty = [pair("other", " ", "c", "d"), pair("same", "", "a", "b")]
     assert [leak.evaluated for leak in find_leaks(empty, [pair("t", "", "a", "b")])] == ["same"]
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+        find_leaks(evaluated, trained, threshold=0.0)
 
 
 def test_a_system_prompt_is_no_leak():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from laurel.errors import ProtocolError
 from laurel.evaluation.diagnostics import (
     VARIANTS,
     Sensitivity,
@@ -136,3 +137,15 @@ def test_a_scorer_of_length_is_moved_as_the_text_grows():
     # chosen one has it, the right one of pair 1 when the rejected one has.
     assert found["flattery"].flip_share == 0.0
     assert found["flattery"].flip_share_chosen == found["flattery"].flip_share_rejected == 0.5
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([], r"\[\] scores for groups of \[4\]"),
+        ([(Score(value=1.0),)], r"\[1\] scores for groups of \[4\]"),
+    ],
+)
+def test_a_scorer_that_miscounts(returned, message):
+    with pytest.raises(ProtocolError, match=message):
+        sensitivity([pair("1", "a", "b")], lambda _: returned, variants={"shout": shout})
