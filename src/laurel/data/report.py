@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -131,7 +132,7 @@ class LengthSummary:
 
 
 @dataclass(slots=True, kw_only=True)
-class RowReport:
+class RowReport(ABC):
     """Reports the rows of one data set: how many were read, kept, left out and truncated."""
 
     name: str
@@ -172,9 +173,9 @@ class RowReport:
         """Return the lengths in tokens; None before `set_lengths`."""
         return LengthSummary.of(self.token_lengths)
 
+    @abstractmethod
     def describe(self, items: Sequence[Any]) -> None:
         """Compute the statistics of what is kept; call it again after leaving out more."""
-        raise NotImplementedError
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Set the length in tokens of everything that is kept."""
@@ -266,13 +267,13 @@ class RowReport:
             "notes": list(self.notes),
         }
 
+    @abstractmethod
     def figures(self) -> dict[str, Any]:
         """Return the statistics of one kind of rows as JSON-compatible values."""
-        raise NotImplementedError
 
+    @abstractmethod
     def figure_lines(self) -> Iterator[tuple[str, str]]:
         """Yield the statistics for the terminal, each with its label; none without rows."""
-        raise NotImplementedError
 
     def render(self) -> RenderableType:
         """Return the report as a table for the terminal, at most 80 columns wide."""

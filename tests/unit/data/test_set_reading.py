@@ -4,7 +4,7 @@ import pytest
 
 from laurel.config.data import TaskSetConfig
 from laurel.data.reading import HubSet, open_set, read_prompt_frame
-from laurel.data.report import RowReport
+from laurel.data.report import TaskReport
 from laurel.data.sources import UnusableRow
 from laurel.data.task_formats import TASK_SETS, TaskParts
 from laurel.data.tasks import PROCESSORS, find_processor, register_processor
@@ -15,7 +15,7 @@ HUBS = {name: known.hub for name, known in TASK_SETS.items()}
 
 
 def opened(**config):
-    return open_set(TaskSetConfig(**config), known=HUBS, report=RowReport(name="train"))
+    return open_set(TaskSetConfig(**config), known=HUBS, report=TaskReport(name="train"))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_parts_of_a_set_keep_their_sources_apart(tmp_path):
     )
     pytest.importorskip("datasets")
     hub = HubSet(name=str(tmp_path), parts=(("one", None), ("two", None)))
-    report = RowReport(name="train")
+    report = TaskReport(name="train")
     found = open_set(TaskSetConfig(dataset_name="X"), known={"X": hub}, report=report)
     sources = found.read(lambda source, row: source, report=report, on_bad_row="error", limit=None)
     assert sources == [f"{part}/{tmp_path.name}[0]" for part in ("one", "two")]

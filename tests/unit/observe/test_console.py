@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from laurel.data.report import TextReport
+from laurel.data.report import TaskReport
 from laurel.observe.console import (
     PairRow,
     format_number,
@@ -202,7 +202,7 @@ def test_in_a_file_a_report_has_whole_lines_without_blanks_at_their_ends(
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
-    report = TextReport(name="train", num_read=300, notes=["of some data.jsonl:1 " * 9])
+    report = TaskReport(name="train", num_read=300, notes=["of some data.jsonl:1 " * 9])
     make_console().print(report.render())
     said = capsys.readouterr().out
     assert not [line for line in said.splitlines() if line.endswith(" ")]
