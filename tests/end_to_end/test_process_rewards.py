@@ -121,6 +121,7 @@ def test_the_ranking_loss_learns_too(rows: Path, tmp_path: Path) -> None:
             *changes,
             "rm.loss.type=step_ranking",
             "rm.loss.step_margin=1",
+            "rm.max_num_epochs=30",
         )
     )
     accuracy = series(tmp_path, "validation-default/step_accuracy")

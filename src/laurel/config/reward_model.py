@@ -76,6 +76,34 @@ class LossConfig(Section):
         return self.type in ("step_bce", "step_ranking")
 
 
+class EarlyStoppingConfig(Section):
+    """What ends a run whose validations no longer improve."""
+
+    metric_name: str | None = None
+    """The validation metric that is watched, named as in `checkpointing.metric_name`; `auto` is the
+    loss of the first validation set. Null: no run ends early."""
+    patience: int = Field(default=3, ge=1)
+    """Validations of `rm.val_period` in a row without a new best value before the run ends."""
+    min_delta: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    """How much better than the best value so far a value must be to be a new best."""
+    higher_is_better: bool | None = None
+    """Null: the metric's name decides, as in `checkpointing.higher_is_better`."""
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> EarlyStoppingConfig:
+        changed = [
+            name
+            for name, one in type(self).model_fields.items()
+            if getattr(self, name) != one.default
+        ]
+        if self.metric_name is None and changed:
+            raise ValueError(
+                f"{changed[0]} has no effect without metric_name; name the validation metric to "
+                "watch, such as metric_name=auto"
+            )
+        return self
+
+
 class RewardTrainingConfig(Section):
     """The `rm` section: the length of the run, its validation, and the loss."""
 
@@ -99,6 +127,7 @@ class RewardTrainingConfig(Section):
     """Seeds the head, the order of the data and dropout."""
     max_bad_steps: int = Field(default=3, ge=1)
     """Successive steps with a loss or gradient that is not finite before the run stops."""
+    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     loss: LossConfig = LossConfig()
 
 

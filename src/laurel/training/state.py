@@ -115,6 +115,8 @@ class RunState(ABC):
                 "validated_at": position.validated_at,
                 "metrics": dict(position.metrics),
                 "before": dict(position.before),
+                "best_watched": position.best_watched,
+                "num_stale": position.num_stale,
                 "more": self.more(),
             },
             in_background=in_background,
@@ -135,6 +137,8 @@ class RunState(ABC):
             validated_at=extra["validated_at"],
             metrics=extra["metrics"],
             before=extra.get("before", {}),  # older checkpoints have none
+            best_watched=extra.get("best_watched"),
+            num_stale=extra.get("num_stale", 0),
         )
 
 
