@@ -101,6 +101,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run: Path, rows: Path, tmp_pa
     assert_equal_runs(run, tmp_path, last=last)
 
 
+def test_answers_that_are_too_long_are_left_out_and_counted(rows: Path, tmp_path: Path) -> None:
+    changes = ("data.max_input_seq_length=40", "rm.max_num_steps=1")
+    done = train(settings(tmp_path, f"data.train_data_path={rows}", *STEPS, *changes))
+    assert "over-long" in done.text
+
+
 def test_rows_of_pairs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="label no steps"):
         train(

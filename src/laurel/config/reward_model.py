@@ -58,7 +58,8 @@ class LossConfig(Section):
                     f"{key} has no meaning for type={self.type}; remove it, or choose a type that "
                     f"uses it: {', '.join(types)}"
                 )
-        if "step_margin" in self.model_fields_set and self.type != "step_ranking":
+        default = type(self).model_fields["step_margin"].default
+        if self.step_margin != default and self.type != "step_ranking":
             raise ValueError(
                 f"step_margin has no meaning for type={self.type}; remove it, or set "
                 "type=step_ranking"
@@ -160,11 +161,5 @@ class RewardTrainingRun(Section):
                 f"policy.reward_model_cfg.reward_model_type={reward_model.reward_model_type} does "
                 f"not fit rm.loss.type={loss.type}: a process reward model needs "
                 "rm.loss.type=step_bce or step_ranking, and no other model can have them"
-            )
-        wants_cut = "overlong" in self.data.model_fields_set and self.data.overlong == "truncate"
-        if loss.reads_steps and wants_cut:
-            raise ValueError(
-                "data.overlong=truncate: a process reward model is trained on whole answers, "
-                "because a cut one has steps that cannot be read; remove it, or set drop"
             )
         return self

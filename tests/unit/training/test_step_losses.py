@@ -143,13 +143,6 @@ def test_settings_without_a_meaning_are_refused(changes: dict[str, object]) -> N
         RewardModelConfig.model_validate(changes)
 
 
-def test_cutting_answers_is_refused_where_it_is_asked_for() -> None:
-    settings = {
-        "policy": {"reward_model_cfg": {"enabled": True, "reward_model_type": "process"}},
-        "rm": {"loss": {"type": "step_bce"}},
-    }
-    RewardTrainingRun.model_validate(settings)
-    with pytest.raises(ValueError, match="overlong=truncate"):
-        RewardTrainingRun.model_validate(settings | {"data": {"overlong": "truncate"}})
+def test_a_margin_without_ranking_is_refused() -> None:
     with pytest.raises(ValueError, match="step_margin has no meaning"):
         LossConfig(type="step_bce", step_margin=2.0)
