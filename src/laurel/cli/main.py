@@ -188,10 +188,22 @@ def score_command(
 
 @app.command("export")
 def export_command(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="DIR...", help="The models to average, with --average."),
+    ] = None,
+    *,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The directory to write to.", metavar="DIR")
     ],
     model: ModelOption = "",
+    is_average: Annotated[
+        bool,
+        typer.Option(
+            "--average",
+            help="Write the mean of the weights of the checkpoints and runs that are named.",
+        ),
+    ] = False,
     step: Annotated[
         int | None,
         typer.Option(min=0, help="The checkpoint of a run to export. Default: the best one."),
@@ -233,15 +245,22 @@ def export_command(
     """Write a model as a plain Hugging Face directory, and test it.
 
     The directory loads without Laurel. Reward models of OpenRLHF and LLaMA-Factory can be exported
-    as well.
+    as well. With --average the mean of several models is written, with golden scores of its own;
+    how far their scores lie apart is shown, and stands in the card.
 
     Example: laurel export --model results/rm --output exported --eval results/last
     """
     from laurel.export.export import run_export
     from laurel.export.options import ExportOptions
 
+    if is_average != bool(models):
+        raise ConfigError(
+            "--average averages the models that are named: laurel export --average DIR DIR ... "
+            "--output DIR. One model is exported with --model DIR"
+        )
     options = ExportOptions(
         model=model,
+        average=models or (),
         output=output,
         step=step,
         dtype=dtype,
