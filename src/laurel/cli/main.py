@@ -20,6 +20,7 @@ from laurel.cli.config import config_app
 from laurel.cli.doctor import sandbox_app
 from laurel.cli.evaluate import eval_app
 from laurel.cli.options import (
+    AggregateOption,
     BatchTokensOption,
     ColumnKeys,
     ConfigOption,
@@ -226,6 +227,7 @@ def score_command(
     device: DeviceOption = "auto",
     cpu_threads: ThreadsOption = None,
     settings: SettingsOption = None,
+    aggregate: AggregateOption = None,
 ) -> None:
     """Score conversations with a reward model.
 
@@ -246,7 +248,11 @@ def score_command(
     columns = column_overrides([word for word in words if word != file], or_bad_rows=True)
     is_skip = columns.pop("on_bad_row", "error") == "skip"
     options = ScorerSpec(
-        max_length=max_length, batch_tokens=batch_tokens, precision=precision, device=device
+        max_length=max_length,
+        batch_tokens=batch_tokens,
+        precision=precision,
+        device=device,
+        aggregate=aggregate,
     )
     exit_code = run_score(
         file,

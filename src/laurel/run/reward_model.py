@@ -136,6 +136,7 @@ def metric_selector(config: RewardTrainingRun) -> partial[Selection]:
         sets=sets if is_validated else [],
         attributes=config.policy.reward_model_cfg.attributes,
         benchmarks=figures if is_validated else {},
+        has_steps=config.rm.loss.reads_steps,
     )
 
 
@@ -439,6 +440,8 @@ def _load(
         on_bad_row=config.data.on_bad_row,
         attributes=config.policy.reward_model_cfg.attributes,
         max_samples=max_samples,
+        separator=config.policy.reward_model_cfg.step_separator,
+        needs_steps=config.rm.loss.reads_steps,
     )
 
 
@@ -458,9 +461,13 @@ def tokenise(
     overlong: str,
     console: Console,
 ) -> list[PreferenceSample]:
-    """Tokenize preferences; over-long ones are truncated or left out, and counted in the report."""
+    """Tokenize preferences; over-long ones are truncated or left out, and counted in the report.
+
+    Those of a process reward model are always left out, because their steps cannot all be read.
+    """
     from laurel.types import PreferenceSample
 
+    reads_steps = contract.rules.steps is not None
     samples: list[PreferenceSample] = []
     with console.status(f"tokenising {report.name}") as status:
         for first in range(0, len(preferences), ENCODE_AT_ONCE):
@@ -468,13 +475,14 @@ def tokenise(
             tokens = contract.encode(
                 [preference.group for preference in part],
                 sources=[preference.source for preference in part],
+                exact_steps=reads_steps,
             )
             samples += [
                 PreferenceSample(preference=preference, tokens=group)
                 for preference, group in zip(part, tokens, strict=True)
             ]
             status.update(f"tokenising {report.name}: {len(samples)} of {len(preferences)}")
-    if overlong == "drop":
+    if overlong == "drop" or reads_steps:
         kept = [sample for sample in samples if not any(sample.tokens.truncated_G)]
         for sample in samples:
             if any(sample.tokens.truncated_G):
@@ -484,6 +492,7 @@ def tokenise(
                 f"{report.name}: all {len(samples)} rows are longer than "
                 f"{contract.rules.max_length} tokens; raise data.max_input_seq_length or set "
                 "data.overlong=truncate"
+                + (" (not of a process reward model)" if reads_steps else "")
             )
         samples = kept
         report.describe([sample.preference for sample in samples])

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from laurel.config.grpo import GRPOConfig
 from laurel.errors import ConfigError
-from laurel.observe.metrics import PREFERENCE_METRICS, is_lower_better
+from laurel.observe.metrics import PREFERENCE_METRICS, STEP_METRICS, is_lower_better
 from laurel.training.stopping import Position
 
 TRAIN_METRICS = ("loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "grad_norm")
@@ -69,6 +69,7 @@ def select_by(
     sets: Sequence[str],
     attributes: Sequence[str] = (),
     benchmarks: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    has_steps: bool = False,
     setting: str = "checkpointing.metric_name",
 ) -> Selection:
     """Resolve `checkpointing.metric_name` to a metric that this run measures.
@@ -83,6 +84,7 @@ def select_by(
         sets: The names of the validation sets.
         attributes: The attributes of a regression head.
         benchmarks: The names of the metrics of each benchmark that the run measures.
+        has_steps: Whether the model is a process reward model.
         setting: The key that names the metric, for the message.
 
     Raises:
@@ -95,7 +97,7 @@ def select_by(
             return Selection(key=None)
         first = f"{sets[0]}_loss" if sets else f"{next(iter(benchmarks))}_accuracy"
         metric_name = f"validation-{first}"
-    names = [*PREFERENCE_METRICS]
+    names = [*PREFERENCE_METRICS, *(STEP_METRICS if has_steps else ())]
     names += [f"{kind}/{attribute}" for attribute in attributes for kind in ("mse", "pearson")]
     possible = [f"validation-{name}_{metric}" for name in sets for metric in names]
     possible += [f"validation-{name}_{one}" for name, found in benchmarks.items() for one in found]
