@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from laurel.cli.main import app
+from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, DataError
 from laurel.models.scoring import ScoringRules
 from laurel.rewards.open import open_local
@@ -248,3 +249,27 @@ def test_serve_gives_the_values_of_steps_and_the_aggregate(run: Path, tmp_path: 
     assert cut["values"] == []
     assert "longer than 128 tokens" in cut["failure"]
     assert "Send messages" in json.dumps(pooled)
+
+
+def test_the_aggregate_is_the_reward_of_an_environment(run: Path) -> None:
+    answers = (
+        "step 0 is right\n\nstep 1 is wrong",
+        "step 0 is right\n\nstep 1 is right",
+        "a\n\n" * 60,
+    )
+    logs = [
+        [{"role": "user", "content": "question 1"}, {"role": "assistant", "content": answer}]
+        for answer in answers
+    ]
+    place = str(run / "saves")
+    group = solutions_of("question 1", *answers)
+    (scores,) = open_local(place, say=lambda _: None).score_now([group])
+    with RewardModelEnvironment(
+        {"precision": "float32", "model_name": place}, device="cpu"
+    ) as environment:
+        found = environment.step(logs, [{}] * len(logs))
+    assert found.rewards.tolist()[:2] == pytest.approx([one.value for one in scores[:2]], abs=1e-6)
+    # An answer whose steps cannot all be read has no reward, and takes no part.
+    assert found.failures is not None
+    assert found.failures[:2] == [None, None]
+    assert "longer than 128 tokens" in str(found.failures[2])

@@ -518,14 +518,17 @@ class BenchmarkSet:
         found = self.reduced(scores)
         measured, parts = found.measured, PARTS[self.benchmark]
         every = share(ALL_ROWS, measured.credits.values())
-        named: list[tuple[str, float | None]] = [
-            (ALL_ROWS, every.value),
-            ("longer_wins_baseline", share("", found.baseline.credits.values()).value),
-        ]
+        named: list[tuple[str, float | None]] = [(ALL_ROWS, every.value)]
+        # Steps of one answer do not compete, so no longer one could win.
+        compares = self.benchmark != "process-bench"
+        if compares:
+            baseline = share("", found.baseline.credits.values())
+            named.append(("longer_wins_baseline", baseline.value))
         # A final score of a sample could be taken for that of the benchmark.
         if not self.is_cut:
             named.insert(0, (FINAL, measured.final.value))
-            named.append(("longer_wins_final_score", found.baseline.final.value))
+            if compares:
+                named.append(("longer_wins_final_score", found.baseline.final.value))
         named += [
             (parts[figure.name], figure.value)
             for figure in (*measured.sections, *measured.subsets)
