@@ -20,6 +20,7 @@ from laurel.cli.config import config_app
 from laurel.cli.doctor import sandbox_app
 from laurel.cli.evaluate import eval_app
 from laurel.cli.options import (
+    AggregateOption,
     BatchTokensOption,
     ColumnKeys,
     ConfigOption,
@@ -143,6 +144,7 @@ def score_command(
     device: DeviceOption = "auto",
     cpu_threads: ThreadsOption = None,
     settings: SettingsOption = None,
+    aggregate: AggregateOption = None,
 ) -> None:
     """Score conversations with a reward model.
 
@@ -163,7 +165,11 @@ def score_command(
     columns = column_overrides([word for word in words if word != file], or_bad_rows=True)
     is_skip = columns.pop("on_bad_row", "error") == "skip"
     options = ScorerSpec(
-        max_length=max_length, batch_tokens=batch_tokens, precision=precision, device=device
+        max_length=max_length,
+        batch_tokens=batch_tokens,
+        precision=precision,
+        device=device,
+        aggregate=aggregate,
     )
     exit_code = run_score(
         file,
@@ -182,10 +188,22 @@ def score_command(
 
 @app.command("export")
 def export_command(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="DIR...", help="The models to average, with --average."),
+    ] = None,
+    *,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The directory to write to.", metavar="DIR")
     ],
     model: ModelOption = "",
+    is_average: Annotated[
+        bool,
+        typer.Option(
+            "--average",
+            help="Write the mean of the weights of the checkpoints and runs that are named.",
+        ),
+    ] = False,
     step: Annotated[
         int | None,
         typer.Option(min=0, help="The checkpoint of a run to export. Default: the best one."),
@@ -227,15 +245,22 @@ def export_command(
     """Write a model as a plain Hugging Face directory, and test it.
 
     The directory loads without Laurel. Reward models of OpenRLHF and LLaMA-Factory can be exported
-    as well.
+    as well. With --average the mean of several models is written, with golden scores of its own;
+    how far their scores lie apart is shown, and stands in the card.
 
     Example: laurel export --model results/rm --output exported --eval results/last
     """
     from laurel.export.export import run_export
     from laurel.export.options import ExportOptions
 
+    if is_average != bool(models):
+        raise ConfigError(
+            "--average averages the models that are named: laurel export --average DIR DIR ... "
+            "--output DIR. One model is exported with --model DIR"
+        )
     options = ExportOptions(
         model=model,
+        average=models or (),
         output=output,
         step=step,
         dtype=dtype,

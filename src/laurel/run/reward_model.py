@@ -28,7 +28,7 @@ from laurel.run.context import (
 )
 from laurel.run.model import TrainedModel, describe_model, load_trained_model, resolve_model
 from laurel.run.specs import model_spec, step_order
-from laurel.training.selection import Selection, select_by
+from laurel.training.selection import EarlyStopping, Selection, select_by
 from laurel.training.stopping import Deadline, Position
 from laurel.types import Preference
 
@@ -51,17 +51,22 @@ def train_reward_model(config: RewardTrainingRun, *, console: Console) -> RunOut
     """
     config = resolve_model(config, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
-    selection = check_reward_run(config)
+    selection, early_stopping = check_reward_run(config)
     planned = plan_allocation(config)
     with ExitStack() as stack:
         context = RunContext(config=config, console=console, stack=stack).with_store(selection)
         data = load_data(config)
-        check_figure(selection, data.benchmarks)
-        return _train(context.with_slots(planned), data, selection, deadline)
+        check_figure("checkpointing.metric_name", selection.key, data.benchmarks)
+        if early_stopping is not None:
+            check_figure("rm.early_stopping.metric_name", early_stopping.key, data.benchmarks)
+        return _train(context.with_slots(planned), data, selection, early_stopping, deadline)
 
 
-def check_reward_run(config: RewardTrainingRun) -> Selection:
-    """Check the configuration before anything is loaded; return how the best checkpoint is chosen.
+def check_reward_run(config: RewardTrainingRun) -> tuple[Selection, EarlyStopping | None]:
+    """Check the configuration before anything is loaded.
+
+    Returns:
+        How the best checkpoint is chosen, and what ends the run early; None if nothing does.
 
     Raises:
         UserError: A setting cannot be used; the first problem is reported.
@@ -77,29 +82,54 @@ def check_reward_run(config: RewardTrainingRun) -> Selection:
         )
     is_validated = config.rm.val_period > 0 or config.rm.val_at_end
     figures = {name: selectable(one.benchmark) for name, one in benchmarks.items()}
-    return select_by(
-        config.checkpointing.metric_name,
-        config.checkpointing.higher_is_better,
+    select = partial(
+        select_by,
         sets=sets if is_validated else [],
         attributes=config.policy.reward_model_cfg.attributes,
         benchmarks=figures if is_validated else {},
+        has_steps=config.rm.loss.reads_steps,
+    )
+    saving, stopping = config.checkpointing, config.rm.early_stopping
+    selection = select(saving.metric_name, saving.higher_is_better)
+    if stopping.metric_name is None:
+        return selection, None
+    watched = select(
+        stopping.metric_name,
+        stopping.higher_is_better,
+        setting="rm.early_stopping.metric_name",
+    )
+    if watched.key is None or not watched.key.startswith("validation"):
+        raise ConfigError(
+            f"rm.early_stopping.metric_name={stopping.metric_name}: early stopping watches a "
+            "metric of a validation set, such as validation-default_loss"
+            + ("" if sets or benchmarks else "; there is no validation set: name one under data")
+        )
+    if config.rm.val_period == 0:
+        raise ConfigError(
+            "rm.early_stopping: it counts the validations of rm.val_period, which is 0; set it"
+        )
+    return selection, EarlyStopping(
+        key=watched.key,
+        higher_is_better=watched.higher_is_better,
+        patience=stopping.patience,
+        min_delta=stopping.min_delta,
     )
 
 
-def check_figure(selection: Selection, benchmarks: Mapping[str, BenchmarkSet]) -> None:
-    """Check that the loaded benchmarks provide the metric by which checkpoints are selected.
+def check_figure(setting: str, key: str | None, benchmarks: Mapping[str, BenchmarkSet]) -> None:
+    """Check that the loaded benchmarks provide the metric that a setting names.
 
     Raises:
         ConfigError: The metric is missing, perhaps because the benchmark was limited to some rows.
     """
     for name, benchmark in benchmarks.items():
         figures = {f"validation-{name}_{key}": key for key in selectable(benchmark.benchmark)}
-        figure, possible = figures.get(selection.key or ""), benchmark.possible()
+        figure, possible = figures.get(key or ""), benchmark.possible()
         if figure is None or figure in possible:
             continue
         why = "; ".join(benchmark.notes())
         raise ConfigError(
-            f"checkpointing.metric_name={selection.key}: these rows of {benchmark.title} give no "
+            f"{setting}={key}: these rows of {benchmark.title} give no "
             f"{figure} ({why}). They give: "
             + ", ".join(f"validation-{name}_{key}" for key in possible)
         )
@@ -112,6 +142,7 @@ def _train(
     context: RunContext[RewardTrainingRun],
     data: PreferenceData,
     selection: Selection,
+    early_stopping: EarlyStopping | None,
     deadline: Deadline,
 ) -> RunOutcome:
     """Load the model, tokenize, and run the loop; nothing is written before all is checked."""
@@ -173,6 +204,7 @@ def _train(
         config.checkpointing,
         total_steps=total_steps(config.rm, order),
         has_validation=bool(validation or data.benchmarks),
+        early_stopping=early_stopping,
     )
     services = make_services(
         context,
@@ -232,8 +264,12 @@ def reward_model_identity(config: RewardTrainingRun) -> dict[str, object]:
     from laurel.training.state import leaves
 
     policy, data = config.policy, config.data
+    # The patience may change, as the number of steps may; without a metric nothing is watched.
+    stopping = config.rm.early_stopping
+    watched = stopping.model_dump(mode="json", exclude={"patience"}) if stopping.metric_name else {}
     settings = {
-        "rm": config.rm.model_dump(mode="json", include={"seed", "loss"}),
+        "rm": config.rm.model_dump(mode="json", include={"seed", "loss"})
+        | ({"early_stopping": watched} if watched else {}),
         "policy": policy.model_dump(
             mode="json",
             include={
@@ -374,6 +410,8 @@ def _load(
         on_bad_row=config.data.on_bad_row,
         attributes=config.policy.reward_model_cfg.attributes,
         max_samples=max_samples,
+        separator=config.policy.reward_model_cfg.step_separator,
+        needs_steps=config.rm.loss.reads_steps,
     )
 
 
@@ -393,9 +431,13 @@ def tokenise(
     overlong: str,
     console: Console,
 ) -> list[PreferenceSample]:
-    """Tokenize preferences; over-long ones are truncated or left out, and counted in the report."""
+    """Tokenize preferences; over-long ones are truncated or left out, and counted in the report.
+
+    Those of a process reward model are always left out, because their steps cannot all be read.
+    """
     from laurel.types import PreferenceSample
 
+    reads_steps = contract.rules.steps is not None
     samples: list[PreferenceSample] = []
     with console.status(f"tokenising {report.name}") as status:
         for first in range(0, len(preferences), ENCODE_AT_ONCE):
@@ -403,13 +445,14 @@ def tokenise(
             tokens = contract.encode(
                 [preference.group for preference in part],
                 sources=[preference.source for preference in part],
+                exact_steps=reads_steps,
             )
             samples += [
                 PreferenceSample(preference=preference, tokens=group)
                 for preference, group in zip(part, tokens, strict=True)
             ]
             status.update(f"tokenising {report.name}: {len(samples)} of {len(preferences)}")
-    if overlong == "drop":
+    if overlong == "drop" or reads_steps:
         kept = [sample for sample in samples if not any(sample.tokens.truncated_G)]
         for sample in samples:
             if any(sample.tokens.truncated_G):
@@ -419,6 +462,7 @@ def tokenise(
                 f"{report.name}: all {len(samples)} rows are longer than "
                 f"{contract.rules.max_length} tokens; raise data.max_input_seq_length or set "
                 "data.overlong=truncate"
+                + (" (not of a process reward model)" if reads_steps else "")
             )
         samples = kept
         report.describe([sample.preference for sample in samples])
