@@ -23,7 +23,7 @@ def careless(
     seed: int = 0, count: int = 6000, share_wrong: float = 0.6
 ) -> Iterator[dict[str, Any]]:
     rows = made_rows(
-        TaskSetConfig(tasks=dict(TASKS), split_validation_size=0.2),
+        TaskSetConfig(tasks=dict(TASKS)),
         ReasoningGymEnvironmentConfig(answer_tag=None, system_prompt=None),
     )
     assert rows.make is not None
