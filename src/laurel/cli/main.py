@@ -33,6 +33,7 @@ from laurel.cli.options import (
     ServeOptions,
     SettingsOption,
     ThreadsOption,
+    complete_overrides,
 )
 from laurel.errors import ConfigError, LaurelError, if_interrupted
 from laurel.observe.console import make_console, verbosity
@@ -106,6 +107,88 @@ def grpo_command(
     from laurel.run.train import run_training
 
     run_training("grpo", config, overrides or [], as_json=as_json)
+
+
+@app.command("sweep")
+def sweep_command(
+    config: ConfigOption = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUES",
+            autocompletion=complete_overrides,
+            help="A key with the values to try: key=[a,b,c], key=range(0.0,0.2), "
+            "key=log(1e-5,1e-3) (whole numbers where both ends are). Other overrides hold for all "
+            "trials.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="DIR", help="The directory of the sweep."),
+    ] = Path("results/sweep"),
+    trials: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="The number of trials. Default: every combination of lists, or 20 where there are "
+            "ranges.",
+        ),
+    ] = None,
+    folds: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Divide the prompts of the training set into so many parts, and validate on each "
+            "in turn. Default: the validation sets of the configuration.",
+        ),
+    ] = 0,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="The number of seeds with which each trial is repeated.")
+    ] = 1,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The validation metric that is compared. Default: checkpointing.metric_name.",
+        ),
+    ] = None,
+    search: Annotated[
+        Literal["tpe", "random"], typer.Option(help="How values of ranges are chosen.")
+    ] = "tpe",
+    workers: Annotated[
+        int, typer.Option(min=1, help="The number of runs at a time; more than one runs on Ray.")
+    ] = 1,
+    prunes: Annotated[
+        bool,
+        typer.Option(
+            "--prune/--no-prune", help="End trials that are worse than the median of others."
+        ),
+    ] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Search for the settings of a reward model that do best in validation.
+
+    The best configuration is written as a file for laurel rm. A sweep that was stopped goes on with
+    the same command.
+
+    Example: laurel sweep -c rm.yaml 'policy.optimizer.kwargs.lr=log(1e-5,1e-3)' --folds 5
+    """
+    from laurel.cli.sweep import run_sweep
+    from laurel.run.sweep import SweepOptions
+
+    options = SweepOptions(
+        config=config,
+        words=overrides or (),
+        output=output,
+        num_trials=trials,
+        num_folds=folds,
+        num_seeds=seeds,
+        metric=metric,
+        search=search,
+        num_workers=workers,
+        prunes=prunes,
+    )
+    run_sweep(options, as_json=as_json)
 
 
 @app.command("plan")

@@ -21,6 +21,7 @@ from laurel.data.reading import (
     UnusualRoles,
     held_out_prompts,
     open_set,
+    prompts_of_folds,
     split,
 )
 from laurel.data.report import DataReport, Reason, conversation_fingerprint, no_rows_left
@@ -144,6 +145,32 @@ def hold_out(
     """
     prompts = [conversation_fingerprint(preference.group.prompt) for preference in preferences]
     return split(preferences, prompts, held_out_prompts(prompts, share=share, seed=seed))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold:
+    """One of the parts into which the prompts of a set are divided for cross-validation."""
+
+    index: int
+    number: int
+    """The number of parts."""
+    seed: int
+
+    def hold_out(
+        self, preferences: Sequence[Preference]
+    ) -> tuple[list[Preference], list[Preference]]:
+        """Split preferences into (train, this fold); no prompt is in two folds.
+
+        The folds have about as many rows each. Which prompts they have depends on the seed and the
+        prompts, and not on the order of the rows.
+
+        Raises:
+            DataError: There are fewer prompts than folds.
+        """
+        prompts = [conversation_fingerprint(one.group.prompt) for one in preferences]
+        return split(
+            preferences, prompts, prompts_of_folds(prompts, self.number, self.seed)[self.index]
+        )
 
 
 # --------------------------------------------------------------------------------------- reading

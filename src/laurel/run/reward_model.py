@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from laurel.config.data import DatasetConfig
 from laurel.config.load import to_yaml
 from laurel.config.reward_model import RewardTrainingRun
-from laurel.data.preferences import hold_out, load_preferences, own_validation_preferences
+from laurel.data.preferences import Fold, hold_out, load_preferences, own_validation_preferences
 from laurel.data.report import DataReport
 from laurel.errors import ConfigError, DataError
 from laurel.evaluation.benchmarks import BenchmarkSet, selectable
@@ -39,15 +39,28 @@ if TYPE_CHECKING:
 
     from laurel.models.scoring import ScoringContract
     from laurel.training.learner_group import ModelFacts
-    from laurel.training.loop import RunOutcome
+    from laurel.training.loop import OnValidation, RunOutcome
     from laurel.types import PreferenceSample
 
 
-def train_reward_model(config: RewardTrainingRun, *, console: Console) -> RunOutcome:
+def train_reward_model(
+    config: RewardTrainingRun,
+    *,
+    console: Console,
+    fold: Fold | None = None,
+    on_validation: OnValidation | None = None,
+) -> RunOutcome:
     """Train a reward model (`laurel rm`) from beginning to end, and return the outcome.
 
     Errors are reported in the order of their cost: first those that need nothing loaded, then those
     that need the data, then those that need the model. torch is imported after the data is read.
+
+    Args:
+        config: The configuration of the run.
+        console: The console for what is read, decided and measured.
+        fold: The part of the training set that is held out, in the place of
+            `data.split_validation_size`.
+        on_validation: Called after each validation; a reason that it returns ends the run.
     """
     config = resolve_model(config, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
@@ -55,11 +68,12 @@ def train_reward_model(config: RewardTrainingRun, *, console: Console) -> RunOut
     planned = plan_allocation(config)
     with ExitStack() as stack:
         context = RunContext(config=config, console=console, stack=stack).with_store(selection)
-        data = load_data(config)
+        data = load_data(config, fold=fold)
         check_figure("checkpointing.metric_name", selection.key, data.benchmarks)
         if early_stopping is not None:
             check_figure("rm.early_stopping.metric_name", early_stopping.key, data.benchmarks)
-        return _train(context.with_slots(planned), data, selection, early_stopping, deadline)
+        context = context.with_slots(planned)
+        return _train(context, data, selection, early_stopping, deadline, on_validation)
 
 
 def check_reward_run(config: RewardTrainingRun) -> tuple[Selection, EarlyStopping | None]:
@@ -72,23 +86,7 @@ def check_reward_run(config: RewardTrainingRun) -> tuple[Selection, EarlyStoppin
         UserError: A setting cannot be used; the first problem is reported.
     """
     check_available(config.logger)
-    sets, benchmarks = list(config.data.validation_sets()), config.data.benchmark_sets()
-    if not sets and (config.data.split_validation_size or own_validation_of(config)):
-        sets = ["default"]
-    if twice := benchmarks.keys() & set(sets):
-        raise ConfigError(
-            f"data: {min(twice)!r} is the name of a benchmark and that of the rows which are held "
-            "out for validation; call the benchmark otherwise"
-        )
-    is_validated = config.rm.val_period > 0 or config.rm.val_at_end
-    figures = {name: selectable(one.benchmark) for name, one in benchmarks.items()}
-    select = partial(
-        select_by,
-        sets=sets if is_validated else [],
-        attributes=config.policy.reward_model_cfg.attributes,
-        benchmarks=figures if is_validated else {},
-        has_steps=config.rm.loss.reads_steps,
-    )
+    select = metric_selector(config)
     saving, stopping = config.checkpointing, config.rm.early_stopping
     selection = select(saving.metric_name, saving.higher_is_better)
     if stopping.metric_name is None:
@@ -99,10 +97,11 @@ def check_reward_run(config: RewardTrainingRun) -> tuple[Selection, EarlyStoppin
         setting="rm.early_stopping.metric_name",
     )
     if watched.key is None or not watched.key.startswith("validation"):
+        has_sets = select.keywords["sets"] or select.keywords["benchmarks"]
         raise ConfigError(
             f"rm.early_stopping.metric_name={stopping.metric_name}: early stopping watches a "
             "metric of a validation set, such as validation-default_loss"
-            + ("" if sets or benchmarks else "; there is no validation set: name one under data")
+            + ("" if has_sets else "; there is no validation set: name one under data")
         )
     if config.rm.val_period == 0:
         raise ConfigError(
@@ -113,6 +112,31 @@ def check_reward_run(config: RewardTrainingRun) -> tuple[Selection, EarlyStoppin
         higher_is_better=watched.higher_is_better,
         patience=stopping.patience,
         min_delta=stopping.min_delta,
+    )
+
+
+def metric_selector(config: RewardTrainingRun) -> partial[Selection]:
+    """Return `select_by` for the metrics that a run measures.
+
+    Raises:
+        ConfigError: A benchmark has the name of a validation set.
+    """
+    sets, benchmarks = list(config.data.validation_sets()), config.data.benchmark_sets()
+    if not sets and (config.data.split_validation_size or own_validation_of(config)):
+        sets = ["default"]
+    if twice := benchmarks.keys() & set(sets):
+        raise ConfigError(
+            f"data: {min(twice)!r} is the name of a benchmark and that of the rows which are held "
+            "out for validation; call the benchmark otherwise"
+        )
+    is_validated = config.rm.val_period > 0 or config.rm.val_at_end
+    figures = {name: selectable(one.benchmark) for name, one in benchmarks.items()}
+    return partial(
+        select_by,
+        sets=sets if is_validated else [],
+        attributes=config.policy.reward_model_cfg.attributes,
+        benchmarks=figures if is_validated else {},
+        has_steps=config.rm.loss.reads_steps,
     )
 
 
@@ -144,6 +168,7 @@ def _train(
     selection: Selection,
     early_stopping: EarlyStopping | None,
     deadline: Deadline,
+    on_validation: OnValidation | None,
 ) -> RunOutcome:
     """Load the model, tokenize, and run the loop; nothing is written before all is checked."""
     config, console = context.config, context.console
@@ -215,6 +240,7 @@ def _train(
         selection=selection,
         deadline=deadline,
         reports=data.all_reports,
+        on_validation=on_validation,
     )
     batcher = Batcher(
         model.facts.path,
@@ -327,8 +353,8 @@ class PreferenceData:
         return {**self.reports, **named}
 
 
-def load_data(config: RewardTrainingRun) -> PreferenceData:
-    """Read all training and validation sets of the run.
+def load_data(config: RewardTrainingRun, *, fold: Fold | None = None) -> PreferenceData:
+    """Read all training and validation sets of the run; a fold decides what is held out.
 
     Raises:
         DataError: A file or a row cannot be used, no row is left, or no row has a margin that the
@@ -360,7 +386,11 @@ def load_data(config: RewardTrainingRun) -> PreferenceData:
         return loaded
     own = own_validation_of(config)
     if data.split_validation_size:
-        loaded.train, held = hold_out(train, share=data.split_validation_size, seed=config.rm.seed)
+        loaded.train, held = (
+            hold_out(train, share=data.split_validation_size, seed=config.rm.seed)
+            if fold is None
+            else fold.hold_out(train)
+        )
         loaded.validation["default"] = held
         loaded.reports["validation-default"] = loaded.reports["train"].move_out(
             kept=loaded.train, held_out=held, name="validation-default"

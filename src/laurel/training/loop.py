@@ -10,7 +10,7 @@ import gc
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -136,7 +136,11 @@ class RunServices:
     progress: TrainingProgress
     stop: StopRequest
     deadline: Deadline
+    on_validation: OnValidation | None = None
 
+
+OnValidation = Callable[[int, Mapping[str, float]], str | None]
+"""Called with the step and metrics of each validation; a reason that it returns ends the run."""
 
 NEW_OBJECTS = 50_000
 """The number of new objects at which the garbage collector runs within a step."""
@@ -177,6 +181,7 @@ class TrainingLoop(ABC):
         self.progress = services.progress
         self.stop = services.stop
         self.deadline = services.deadline
+        self.on_validation = services.on_validation
         self.timers = Timers()
         self.latest_metrics: dict[str, float] = {}
         self._ended_by_alarm = self._is_early = False
@@ -359,6 +364,10 @@ class TrainingLoop(ABC):
                 f"step {position.step} is the last: {stopping.key} was {best} in "
                 f"{counted(position.num_stale, 'validation')} (rm.early_stopping.patience)",
             )
+        if self.on_validation is not None:
+            why = self.on_validation(position.step, position.metrics)
+            if why is not None and position.step < self.schedule.total_steps:
+                self._make_last(position, f"step {position.step} is the last: {why}")
         if goal is None:
             return
         value = position.metrics.get(goal.key)
