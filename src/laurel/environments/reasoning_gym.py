@@ -78,7 +78,7 @@ class Generators:
     def using(self, name: str, config: Mapping[str, Any], seed: int) -> Iterator[Any]:
         """Return a data set of theirs while no other thread uses one.
 
-        Some draw from the generators of `random` and numpy, which are seeded here and restored.
+        Some sample from the generators of `random` and numpy, which are seeded here and restored.
 
         Raises:
             ConfigError: There is no such generator, or it does not take these settings.
@@ -172,8 +172,8 @@ def made_rows(set_config: TaskSetConfig, config: ReasoningGymEnvironmentConfig) 
             entry = dataset[place]
         question = str(entry["question"])
         # Two sets of one run may differ in their settings, and must agree on the sides.
-        drawn = _number(set_config.seed, question) / 2**31
-        if (drawn < share) != is_validation:
+        sampled = _number(set_config.seed, question) / 2**31
+        if (sampled < share) != is_validation:
             return None
         asked = [{"role": "user", "content": question}]
         return {
