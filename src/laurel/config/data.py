@@ -169,7 +169,13 @@ def _listed(value: Any) -> list[Any]:
 # A benchmark of reward models as a validation set.
 
 BenchmarkName = Literal[
-    "reward-bench", "reward-bench-2", "rm-bench", "judge-bench", "pairs", "best-of-n"
+    "reward-bench",
+    "reward-bench-2",
+    "rm-bench",
+    "judge-bench",
+    "pairs",
+    "best-of-n",
+    "process-bench",
 ]
 """The name of a benchmark, which is also the name of its `laurel eval` command."""
 _ONLY_FOR: dict[str, BenchmarkName] = {
