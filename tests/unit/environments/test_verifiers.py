@@ -184,7 +184,9 @@ def test_a_run_learns_from_its_rewards(tasksets, tmp_path):
         ]
     )
     names = {name for figures in metrics_of(tmp_path).values() for name in figures}
-    assert {"train/rewards/right/mean", "env/vowels/metric/length"} <= names, " ".join(sorted(names))
+    assert {"train/rewards/right/mean", "env/vowels/metric/length"} <= names, " ".join(
+        sorted(names)
+    )
 
 
 def test_names_are_given_once():
