@@ -23,7 +23,7 @@ TWO = {"chain_sum": 0.5, "leg_counting": {"weight": 0.5, "config": {"max_animals
 def load(env=None, **data):
     config = EnvironmentsConfig(**(env or {}))
     return load_task_data(
-        TaskDataConfig(dataset_name="reasoning_gym", **data),
+        TaskDataConfig(**{"dataset_name": "reasoning_gym", **data}),
         default_environment="math",
         environments=environment_names(config),
         sources=row_sources(config),
@@ -277,6 +277,13 @@ def test_a_set_without_end_cannot_be_mixed():
     sets = [{"dataset_name": "reasoning_gym", "tasks": TWO}] * 2
     with pytest.raises(ConfigError, match="give its block max_samples"):
         load(train=sets)
+
+
+def test_generators_without_the_set_are_an_error(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input": "1 + 1", "output": "2"}\n')
+    with pytest.raises(ConfigError, match="has no effect on these rows"):
+        load(dataset_name=None, tasks=TWO, train_data_path=str(rows))
 
 
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):
