@@ -162,7 +162,7 @@ def warm_start(
 ) -> list[str]:
     """Train a language model of the recipe's shape on the better answers; return how to use it."""
     settings = yaml.safe_load(config.read_text(encoding="utf-8"))
-    policy = settings["policy"]
+    policy = {key: value for key, value in settings["policy"].items() if key != "scheduler"}
     file = scratch / "sft.yaml"
     data = {"dataset_name": settings["data"]["dataset_name"]}
     file.write_text(yaml.safe_dump({"policy": policy, "data": data}), encoding="utf-8")
@@ -174,7 +174,6 @@ def warm_start(
         f"data.train_data_path={rows['train']}",
         f"checkpointing.checkpoint_dir={scratch}/language_model",
         f"logger.log_dir={scratch}/sft_logs",
-        "policy.scheduler={name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}",
         "sft.max_num_epochs=3",
         "cluster.cpu_threads=1",
         *words,
