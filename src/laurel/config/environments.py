@@ -550,6 +550,17 @@ class MathEnvironmentConfig(Section):
     unless the known answer has one: the policy would only restate the problem."""
 
 
+class ReasoningGymEnvironmentConfig(Section):
+    """Answers to the generated tasks of reasoning_gym, scored by its own scorers."""
+
+    answer_tag: str | None = Field(default="answer", pattern=r"^\w+$")
+    """The answer is what stands in the last `<answer>...</answer>`; without one the scorer
+    gets no answer. Null: the whole completion is the answer."""
+    system_prompt: str | None = "default"
+    """A system prompt of reasoning_gym, by its name: default, simple, direct, chain_of_draft or
+    DeepSeekZero, which all ask for the tag. Null: none, or that of `data.system_prompt_file`."""
+
+
 class ScoreTransformConfig(Section):
     """Changes of a reward model's scores before they are rewards, in this order."""
 
@@ -767,6 +778,7 @@ class EnvironmentsConfig(Section):
     math: MathEnvironmentConfig = MathEnvironmentConfig()
     code: CodeEnvironmentConfig = CodeEnvironmentConfig()
     reward_model: RewardModelEnvironmentConfig = RewardModelEnvironmentConfig()
+    reasoning_gym: ReasoningGymEnvironmentConfig = ReasoningGymEnvironmentConfig()
     composite: dict[str, CompositeEnvironmentConfig] = Field(default_factory=dict)
     """Combinations of the others, by names of your own."""
     custom: dict[str, NamedCall] = Field(default_factory=dict)
@@ -780,4 +792,5 @@ class EnvironmentsConfig(Section):
 
     def names(self) -> list[str]:
         """Return the names of all environments that a task may use."""
-        return ["math", "code", "reward_model", *self.composite, *self.custom]
+        built_in = ["math", "code", "reward_model", "reasoning_gym"]
+        return [*built_in, *self.composite, *self.custom]

@@ -16,6 +16,8 @@ from laurel.observe.hub import error_with_line
 from laurel.protocols import Environment
 
 if TYPE_CHECKING:
+    from laurel.config.data import TaskSetConfig
+    from laurel.data.tasks import MadeRows, RowSource
     from laurel.environments.code.nodes import ClusterNodes
     from laurel.rewards.open import ScorerPlacement
 
@@ -26,6 +28,10 @@ BUILT_IN: dict[str, tuple[str, str]] = {
     "reward_model": (
         "laurel.environments.reward_model_environment.RewardModelEnvironment",
         "reward_model",
+    ),
+    "reasoning_gym": (
+        "laurel.environments.reasoning_gym.ReasoningGymEnvironment",
+        "reasoning_gym",
     ),
 }
 """The class of each built-in environment, which is imported when it is created, and the key of its
@@ -62,6 +68,17 @@ def register_env(name: str, class_path: str) -> None:
     if "." not in class_path.strip("."):
         raise ConfigError(f"environment '{name}': '{class_path}' is not of the form module.Class")
     _registered[name] = class_path
+
+
+def row_sources(config: EnvironmentsConfig) -> dict[str, RowSource]:
+    """Return what makes the rows of the data sets that packages bring, by the sets' names."""
+
+    def reasoning_gym(set_config: TaskSetConfig) -> MadeRows:
+        from laurel.environments.reasoning_gym import made_rows
+
+        return made_rows(set_config, config.reasoning_gym)
+
+    return {"reasoning_gym": reasoning_gym}
 
 
 def environment_names(config: EnvironmentsConfig) -> list[str]:

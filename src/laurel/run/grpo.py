@@ -12,6 +12,7 @@ from laurel.config.environments import (
     CodeEnvironmentConfig,
     FunctionConfig,
     JudgeConfig,
+    ReasoningGymEnvironmentConfig,
     RewardModelEnvironmentConfig,
     SandboxConfig,
 )
@@ -19,7 +20,7 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import to_yaml
 from laurel.config.yaml_tree import Section
 from laurel.data.tasks import TaskData, load_task_data
-from laurel.environments.registry import environment_names
+from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, DataError
 from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.generation.vllm.settings import check_has_vllm
@@ -91,6 +92,7 @@ def _load_data(config: GRPORun) -> TaskData:
         default_environment=config.default_environment,
         environments=environment_names(config.env),
         needs=needs_of(config.env),
+        sources=row_sources(config.env),
     )
 
 
@@ -177,7 +179,7 @@ def load_policy_bundle(
         generation_end_ids=model.facts.generation_end_ids,
     )
     fit_prompts(data, chat, config)
-    num_steps = grpo_total_steps(config, len(data.train))
+    num_steps = grpo_total_steps(config, len(data.endless or data.train))
     generator = make_generator(context, model, chat, texts)
     context.stack.callback(generator.close)
     parts = _parts(context, data, environments, model, chat, generator, num_steps)
@@ -326,6 +328,9 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
         "composite": True,
         "custom": True,
     }
+    # The checkpoints of earlier versions do not have them.
+    if config.env.reasoning_gym != ReasoningGymEnvironmentConfig():
+        rewarding["reasoning_gym"] = True
     return policy_settings(
         config.policy,
         grpo=config.grpo.model_dump(mode="json", exclude=left_out),
@@ -388,10 +393,11 @@ def _parts(
     )
     source = RolloutSource(
         rollouts,
-        data.train,
+        data.endless or data.train,
         grpo,
         sampling_of(config),
-        shuffle=config.data.shuffle,
+        # Rows without end are made in a random order.
+        shuffle=config.data.shuffle and data.endless is None,
         total_steps=num_steps,
         noise=lambda name: environments[name].noise_floor(),
     )

@@ -192,6 +192,8 @@ def fit_prompts(data: TaskData, chat: ChatFormat, config: GRPORun) -> None:
         data.reports[name].describe(kept)
         data.reports[name].set_lengths([length for length in lengths if length <= longest])
         tasks[:] = kept
+    if data.endless is not None:
+        data.endless.fits = lambda task: len(chat.prompt_ids(task.prompt)) <= longest
 
 
 # --------------------------------------------------------------------------------------------------
