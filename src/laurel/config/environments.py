@@ -561,6 +561,15 @@ class ReasoningGymEnvironmentConfig(Section):
     DeepSeekZero, which all ask for the tag. Null: none, or that of `data.system_prompt_file`."""
 
 
+class VerifiersEnvironmentConfig(Section):
+    """A taskset of verifiers: tasks that are answered in one turn, and their own rewards."""
+
+    id: str
+    """The installed package (or module) of the taskset, as `verifiers` names it."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the taskset, e.g. `{num_tasks: 100}`; those of its tasks are under `task`."""
+
+
 class ScoreTransformConfig(Section):
     """Changes of a reward model's scores before they are rewards, in this order."""
 
@@ -779,6 +788,9 @@ class EnvironmentsConfig(Section):
     code: CodeEnvironmentConfig = CodeEnvironmentConfig()
     reward_model: RewardModelEnvironmentConfig = RewardModelEnvironmentConfig()
     reasoning_gym: ReasoningGymEnvironmentConfig = ReasoningGymEnvironmentConfig()
+    verifiers: dict[str, VerifiersEnvironmentConfig] = Field(default_factory=dict)
+    """Tasksets of verifiers, by names of your own; `data.dataset_name: verifiers` reads the tasks
+    of the one that `data.env_name` names."""
     composite: dict[str, CompositeEnvironmentConfig] = Field(default_factory=dict)
     """Combinations of the others, by names of your own."""
     custom: dict[str, NamedCall] = Field(default_factory=dict)
@@ -793,4 +805,4 @@ class EnvironmentsConfig(Section):
     def names(self) -> list[str]:
         """Return the names of all environments that a task may use."""
         built_in = ["math", "code", "reward_model", "reasoning_gym"]
-        return [*built_in, *self.composite, *self.custom]
+        return [*built_in, *self.verifiers, *self.composite, *self.custom]

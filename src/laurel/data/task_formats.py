@@ -678,6 +678,7 @@ TASK_SETS: dict[str, TaskSet] = {
     **{name: TaskSet(read=preference, hub=known.hub) for name, known in DATASET_CLASSES.items()},
     "ResponseDataset": TaskSet(read=response),
     "reasoning_gym": TaskSet(read=made, environment="reasoning_gym"),
+    "verifiers": TaskSet(read=made, environment="verifiers"),
 }
 
 MADE_SETS = frozenset(name for name, known in TASK_SETS.items() if known.environment is not None)

@@ -78,12 +78,21 @@ def row_sources(config: EnvironmentsConfig) -> dict[str, RowSource]:
 
         return made_rows(set_config, config.reasoning_gym)
 
-    return {"reasoning_gym": reasoning_gym}
+    def verifiers(set_config: TaskSetConfig) -> MadeRows:
+        from laurel.environments.verifiers import made_rows
+
+        return made_rows(set_config, config.verifiers)
+
+    return {"reasoning_gym": reasoning_gym, "verifiers": verifiers}
 
 
 def environment_names(config: EnvironmentsConfig) -> list[str]:
     """Return all names that `create_environment` knows."""
-    return list(dict.fromkeys([*BUILT_IN, *config.composite, *config.custom, *_registered]))
+    return list(
+        dict.fromkeys(
+            [*BUILT_IN, *config.verifiers, *config.composite, *config.custom, *_registered]
+        )
+    )
 
 
 def create_environment(name: str, config: EnvironmentsConfig) -> Environment:
@@ -112,18 +121,24 @@ def create_environments(
     Raises:
         ConfigError: A name is unknown or ambiguous, or an environment cannot be created.
     """
-    for section, own in (("custom", config.custom), ("composite", config.composite)):
+    sections: dict[str, Iterable[str]] = {
+        "custom": config.custom,
+        "composite": config.composite,
+        "verifiers": config.verifiers,
+    }
+    named: dict[str, str] = {}
+    for section, own in sections.items():
         for name in own:
             if name in BUILT_IN:
                 raise ConfigError(
                     f"env.{section}.{name}: '{name}' is an environment of Laurel's; call yours "
                     "something else"
                 )
-    both = sorted(config.custom.keys() & config.composite.keys())
-    if both:
-        raise ConfigError(
-            f"env.custom and env.composite both have {', '.join(both)}; rename one of the two"
-        )
+            if name in named:
+                raise ConfigError(
+                    f"env.{named[name]} and env.{section} both have {name}; rename one of the two"
+                )
+            named[name] = section
     placed: dict[str, dict[str, Any]] = {
         "reward_model": {"device": device, "opening": opening, "say": say},
         "code": {"nodes": nodes},
@@ -148,6 +163,10 @@ def create_environments(
         # The configuration takes precedence over what a program registered.
         if name in config.custom:
             return _checked(name, _called(f"env.custom.{name}", config.custom[name]))
+        if name in config.verifiers:
+            from laurel.environments.verifiers import VerifiersEnvironment
+
+            return _checked(name, VerifiersEnvironment(name, config.verifiers[name]))
         if name in config.composite:
             from laurel.environments.composite import CompositeEnvironment
 

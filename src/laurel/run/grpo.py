@@ -331,6 +331,8 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
     # The checkpoints of earlier versions do not have them.
     if config.env.reasoning_gym != ReasoningGymEnvironmentConfig():
         rewarding["reasoning_gym"] = True
+    if config.env.verifiers:
+        rewarding["verifiers"] = True
     return policy_settings(
         config.policy,
         grpo=config.grpo.model_dump(mode="json", exclude=left_out),
