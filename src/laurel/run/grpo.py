@@ -14,6 +14,7 @@ from laurel.config.environments import (
     JudgeConfig,
     RewardModelEnvironmentConfig,
     SandboxConfig,
+    ToolsConfig,
 )
 from laurel.config.grpo import GRPORun
 from laurel.config.load import to_yaml
@@ -176,7 +177,9 @@ def load_policy_bundle(
         config.policy.tokenizer.chat_template_kwargs,
         generation_end_ids=model.facts.generation_end_ids,
     )
-    fit_prompts(data, chat, config)
+    for environment in environments.values():
+        environment.use_tokenizer(chat.tokenizer)
+    fit_prompts(data, chat, config, environments)
     num_steps = grpo_total_steps(config, len(data.train))
     generator = make_generator(context, model, chat, texts)
     context.stack.callback(generator.close)
@@ -326,6 +329,8 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
         "composite": True,
         "custom": True,
     }
+    if config.env.tools.functions:
+        rewarding["tools"] = _all_but(ToolsConfig, "num_workers", "timeout_seconds")
     return policy_settings(
         config.policy,
         grpo=config.grpo.model_dump(mode="json", exclude=left_out),
