@@ -110,8 +110,19 @@ class Preference:
     """Probability that the lower rank is really preferred (soft label; 1: certain)."""
     attributes_GK: tuple[tuple[float, ...], ...] | None = None
     """Ratings of each completion for attribute regression; NaN where it was not rated."""
+    steps_GS: tuple[tuple[float, ...], ...] | None = None
+    """Probability that each step of each completion is right, for process supervision; NaN where
+    the step was not labelled.
+    """
     source: str = ""
     """Origin of the row, as `file:line` or `name[index]`."""
+
+    @property
+    def num_outputs_G(self) -> tuple[int, ...]:
+        """Number of outputs of the head for each completion: one, or one for each step."""
+        if self.steps_GS is None:
+            return (1,) * len(self.ranks_G)
+        return tuple(map(len, self.steps_GS))
 
 
 class SentTurn(NamedTuple):
@@ -127,8 +138,8 @@ class SentTurn(NamedTuple):
 class TokenGroup:
     """A group as tokens: the trunk that all completions share, then the branch of each.
 
-    Sequence `i` is `trunk_ids + branches_ids_G[i]`. Every branch has at least one token, and its
-    last token is the one the reward is read from.
+    Sequence `i` is `trunk_ids + branches_ids_G[i]`. Every branch has at least one token. The head
+    is read at its last token, or at the tokens in `reads_G`.
     """
 
     id: str
@@ -136,6 +147,25 @@ class TokenGroup:
     branches_ids_G: tuple[TokenIds, ...]
     truncated_G: tuple[bool, ...] = ()
     """Sequences that were cut to the maximum length of the scoring contract."""
+    reads_G: tuple[tuple[int, ...], ...] = ()
+    """Positions in each whole sequence at which the head is read: the ends of its steps. Without
+    any entry, it is read at the last token of each sequence.
+    """
+
+    @property
+    def num_reads_G(self) -> tuple[int, ...]:
+        """Number of tokens of each sequence at which the head is read."""
+        return tuple(map(len, self.reads_G)) or (1,) * len(self.branches_ids_G)
+
+    def select(self, indices: Sequence[int]) -> TokenGroup:
+        """Return the group with only the completions at these indices."""
+        return TokenGroup(
+            id=self.id,
+            trunk_ids=self.trunk_ids,
+            branches_ids_G=tuple(self.branches_ids_G[i] for i in indices),
+            truncated_G=tuple(self.truncated_G[i] for i in indices) if self.truncated_G else (),
+            reads_G=tuple(self.reads_G[i] for i in indices) if self.reads_G else (),
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -186,13 +216,17 @@ class TokenForest:
     ids_T: Tensor
     """int32 [T]"""
     trees: tuple[Tree, ...]
+    reads: tuple[int, ...] | None = None
+    """Index in the row of every token at which the head is read, branch after branch; None: the
+    last token of each branch.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Numbers travel several times as fast as the spans that they are read back into.
         ends = [
             [*trunk, *(branch.end for branch in branches_G)] for trunk, branches_G in self.trees
         ]
-        return _forest_of, (self.ids_T, ends)
+        return _forest_of, (self.ids_T, ends, self.reads)
 
     @property
     def positions_T(self) -> Tensor:
@@ -217,12 +251,14 @@ class TokenForest:
         return [branch.end - 1 for tree in self.trees for branch in tree.branches_G]
 
 
-def _forest_of(ids_T: Tensor, ends: Sequence[Sequence[int]]) -> TokenForest:
+def _forest_of(
+    ids_T: Tensor, ends: Sequence[Sequence[int]], reads: tuple[int, ...] | None = None
+) -> TokenForest:
     trees = []
     for start, *after in ends:
         trunk, *branches = map(Span, (start, *after), after)
         trees.append(Tree(trunk, tuple(branches)))
-    return TokenForest(ids_T=ids_T, trees=tuple(trees))
+    return TokenForest(ids_T=ids_T, trees=tuple(trees), reads=reads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -238,6 +274,10 @@ class PaddedRows:
     """int64 [N]: tokens of each row before its padding."""
     starts_N: Tensor
     """int64 [N]: first token of each row's completion: the length of its trunk."""
+    reads: tuple[tuple[int, int], ...] | None = None
+    """Row and column of every token at which the head is read, row after row; None: the last token
+    of each row.
+    """
 
     @property
     def num_completions(self) -> int:
@@ -252,7 +292,9 @@ class Score:
     value: float | None
     """The scalar reward; None exactly when `failure` is set. A failure never becomes a number."""
     values_K: tuple[float, ...] = ()
-    """Every output of the head (one for a scalar reward model)."""
+    """Every output of the head (one for a scalar reward model); of a process reward model, the
+    value of each step.
+    """
     num_tokens: int = 0
     truncated: bool = False
     failure: str | None = None

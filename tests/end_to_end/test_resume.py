@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from laurel.errors import CheckpointError
+from laurel.errors import CheckpointError, ConfigError
 from runs import (
     LOADED,
     TINY,
@@ -214,3 +214,53 @@ def test_a_validation_that_is_missing_is_made_up_for(tmp_path):
     assert_equal_runs(
         tmp_path / "straight", tmp_path / "broken", last=8, common=(5,), same_validations=True
     )
+
+
+EARLY = (
+    "rm.max_num_epochs=20",
+    "rm.val_period=2",
+    "checkpointing.keep_top_k=null",
+    # No validation is so much better than the first: it ends after the third one that is not.
+    "rm.early_stopping={metric_name: validation-default_accuracy, min_delta: 0.9, patience: 3}",
+)
+
+
+def test_a_run_that_no_longer_improves_ends_at_the_same_step_when_it_was_broken_off(tmp_path):
+    outcome = train(settings(tmp_path / "straight", *EARLY)).outcome
+    assert (outcome.step, outcome.is_early, outcome.ended) == (8, True, "finished")
+    for limit in (3, 6, -1):
+        train(settings(tmp_path / "broken", *EARLY, f"rm.max_num_steps={limit}"))
+    assert_equal_runs(tmp_path / "straight", tmp_path / "broken", last=8, common=(5,))
+    # It has ended: the same command takes no further step, unless it is to wait longer.
+    assert train(settings(tmp_path / "broken", *EARLY)).outcome.step == 8
+    patient = [*EARLY, "rm.early_stopping.patience=4"]
+    assert train(settings(tmp_path / "broken", *patient)).outcome.step == 10
+    with pytest.raises(
+        CheckpointError, match=r"rm\.early_stopping\.min_delta: 0\.9 then, 0\.5 now"
+    ):
+        train(settings(tmp_path / "broken", *EARLY, "rm.early_stopping.min_delta=0.5"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["rm.early_stopping.metric_name=nothing"], "rm.early_stopping.metric_name=nothing: this"),
+        (["rm.early_stopping.metric_name=train_loss"], "watches a metric of a validation set"),
+        (
+            ["rm.early_stopping.metric_name=auto", "data.split_validation_size=0"],
+            "there is no validation set",
+        ),
+        (
+            [
+                "rm.early_stopping.metric_name=auto",
+                "rm.val_period=0",
+                "checkpointing.metric_name=null",
+            ],
+            "which is 0; set it",
+        ),
+        (["rm.early_stopping.patience=2"], "patience has no effect without metric_name"),
+    ],
+)
+def test_early_stopping_that_could_not_work_is_refused(tmp_path, changes, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        train(settings(tmp_path, *changes))

@@ -20,6 +20,7 @@ from laurel.cli.config import config_app
 from laurel.cli.doctor import sandbox_app
 from laurel.cli.evaluate import eval_app
 from laurel.cli.options import (
+    AggregateOption,
     BatchTokensOption,
     ColumnKeys,
     ConfigOption,
@@ -32,6 +33,7 @@ from laurel.cli.options import (
     ServeOptions,
     SettingsOption,
     ThreadsOption,
+    complete_overrides,
 )
 from laurel.errors import ConfigError, LaurelError, if_interrupted
 from laurel.observe.console import make_console, verbosity
@@ -107,6 +109,88 @@ def grpo_command(
     run_training("grpo", config, overrides or [], as_json=as_json)
 
 
+@app.command("sweep")
+def sweep_command(
+    config: ConfigOption = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUES",
+            autocompletion=complete_overrides,
+            help="A key with the values to try: key=[a,b,c], key=range(0.0,0.2), "
+            "key=log(1e-5,1e-3) (whole numbers where both ends are). Other overrides hold for all "
+            "trials.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="DIR", help="The directory of the sweep."),
+    ] = Path("results/sweep"),
+    trials: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="The number of trials. Default: every combination of lists, or 20 where there are "
+            "ranges.",
+        ),
+    ] = None,
+    folds: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Divide the prompts of the training set into so many parts, and validate on each "
+            "in turn. Default: the validation sets of the configuration.",
+        ),
+    ] = 0,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="The number of seeds with which each trial is repeated.")
+    ] = 1,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The validation metric that is compared. Default: checkpointing.metric_name.",
+        ),
+    ] = None,
+    search: Annotated[
+        Literal["tpe", "random"], typer.Option(help="How values of ranges are chosen.")
+    ] = "tpe",
+    workers: Annotated[
+        int, typer.Option(min=1, help="The number of runs at a time; more than one runs on Ray.")
+    ] = 1,
+    prunes: Annotated[
+        bool,
+        typer.Option(
+            "--prune/--no-prune", help="End trials that are worse than the median of others."
+        ),
+    ] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Search for the settings of a reward model that do best in validation.
+
+    The best configuration is written as a file for laurel rm. A sweep that was stopped goes on with
+    the same command.
+
+    Example: laurel sweep -c rm.yaml 'policy.optimizer.kwargs.lr=log(1e-5,1e-3)' --folds 5
+    """
+    from laurel.cli.sweep import run_sweep
+    from laurel.run.sweep import SweepOptions
+
+    options = SweepOptions(
+        config=config,
+        words=overrides or (),
+        output=output,
+        num_trials=trials,
+        num_folds=folds,
+        num_seeds=seeds,
+        metric=metric,
+        search=search,
+        num_workers=workers,
+        prunes=prunes,
+    )
+    run_sweep(options, as_json=as_json)
+
+
 @app.command("plan")
 def plan(config: ConfigOption = None, overrides: Overrides = None, *, options: PlanOptions) -> None:
     """Show where each part of a run would be placed, and whether it fits.
@@ -143,6 +227,7 @@ def score_command(
     device: DeviceOption = "auto",
     cpu_threads: ThreadsOption = None,
     settings: SettingsOption = None,
+    aggregate: AggregateOption = None,
 ) -> None:
     """Score conversations with a reward model.
 
@@ -163,7 +248,11 @@ def score_command(
     columns = column_overrides([word for word in words if word != file], or_bad_rows=True)
     is_skip = columns.pop("on_bad_row", "error") == "skip"
     options = ScorerSpec(
-        max_length=max_length, batch_tokens=batch_tokens, precision=precision, device=device
+        max_length=max_length,
+        batch_tokens=batch_tokens,
+        precision=precision,
+        device=device,
+        aggregate=aggregate,
     )
     exit_code = run_score(
         file,
@@ -182,10 +271,22 @@ def score_command(
 
 @app.command("export")
 def export_command(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="DIR...", help="The models to average, with --average."),
+    ] = None,
+    *,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The directory to write to.", metavar="DIR")
     ],
     model: ModelOption = "",
+    is_average: Annotated[
+        bool,
+        typer.Option(
+            "--average",
+            help="Write the mean of the weights of the checkpoints and runs that are named.",
+        ),
+    ] = False,
     step: Annotated[
         int | None,
         typer.Option(min=0, help="The checkpoint of a run to export. Default: the best one."),
@@ -227,15 +328,22 @@ def export_command(
     """Write a model as a plain Hugging Face directory, and test it.
 
     The directory loads without Laurel. Reward models of OpenRLHF and LLaMA-Factory can be exported
-    as well.
+    as well. With --average the mean of several models is written, with golden scores of its own;
+    how far their scores lie apart is shown, and stands in the card.
 
     Example: laurel export --model results/rm --output exported --eval results/last
     """
     from laurel.export.export import run_export
     from laurel.export.options import ExportOptions
 
+    if is_average != bool(models):
+        raise ConfigError(
+            "--average averages the models that are named: laurel export --average DIR DIR ... "
+            "--output DIR. One model is exported with --model DIR"
+        )
     options = ExportOptions(
         model=model,
+        average=models or (),
         output=output,
         step=step,
         dtype=dtype,

@@ -210,6 +210,13 @@ PrecisionOption = Annotated[
     Literal["float32", "bfloat16"],
     typer.Option(help="The precision of the weights and the arithmetic."),
 ]
+AggregateOption = Annotated[
+    Literal["min", "product", "last", "mean"] | None,
+    typer.Option(
+        help="How the values of steps become the score of a process reward model. Default: as its "
+        "scoring.json says."
+    ),
+]
 DeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"],
     typer.Option(help="The device; auto uses a GPU if there is one."),

@@ -78,7 +78,12 @@ def run_score(
     rules = scorer.contract.rules
     tally = Tally(max_length=rules.max_length)
     with if_interrupted(lambda: tally.kept(output)), ExitStack() as stack:
-        write = _writer(stack, output, as_json=as_json, has_attributes=bool(rules.attributes))
+        write = _writer(
+            stack,
+            output,
+            as_json=as_json,
+            has_values=bool(rules.attributes) or rules.steps is not None,
+        )
         shares_screen = (as_json or output is None) and json_stream().isatty()
         progress = RowProgress(messages, num_rows, chunk=CHUNK, shares_screen=shares_screen)
         stack.enter_context(progress)
@@ -141,7 +146,7 @@ def _scored(
 # ---------------------------------------------------------------------------------------- output
 
 
-def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_attributes: bool) -> Write:
+def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_values: bool) -> Write:
     streams: list[TextIO] = []
     if output is not None:
         streams.append(stack.enter_context(replace_file(output)))
@@ -160,7 +165,7 @@ def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_attribu
 
     def write_lines(scored: ScoredRows) -> None:
         lines = "".join(
-            json_text(json_line(row, scores, has_attributes=has_attributes), indent=None) + "\n"
+            json_text(json_line(row, scores, has_values=has_values), indent=None) + "\n"
             for row, scores in scored
         )
         for stream in streams:
@@ -171,12 +176,12 @@ def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_attribu
     return write_lines
 
 
-def json_line(row: ScoringRow, scores: Sequence[Score], *, has_attributes: bool) -> dict[str, Any]:
+def json_line(row: ScoringRow, scores: Sequence[Score], *, has_values: bool) -> dict[str, Any]:
     """Return a row's scores as one line of JSON output, with one list entry per completion."""
     line: dict[str, Any] = {} if row.id is None else {"id": row.id}
     line["source"] = row.source
     line["scores"] = [score.value for score in scores]
-    if has_attributes:
+    if has_values:
         line["values"] = [list(score.values_K) or None for score in scores]
     line["num_tokens"] = [score.num_tokens for score in scores]
     line["truncated"] = [score.truncated for score in scores]

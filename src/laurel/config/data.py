@@ -292,7 +292,8 @@ class DataConfig(SetsConfig):
     overlong: Literal["truncate", "drop"] = "truncate"
     """What happens to a conversation longer than `max_input_seq_length`. Truncation is the default
     because a scorer must give every conversation a score, and training should see what scoring
-    sees. Either way the rows are counted in the data report."""
+    sees. A process reward model always drops, because the steps of a cut answer cannot all be read.
+    Either way the rows are counted in the data report."""
     truncation_side: Literal["left", "right"] = "left"
     """The end that is cut. `left` keeps the answer, which gets the score."""
     ties: Literal["drop", "error"] = "drop"

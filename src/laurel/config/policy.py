@@ -146,12 +146,17 @@ class RewardModelConfig(Section):
 
     enabled: bool = False
     """Put a reward head on the decoder, or load the one it has."""
-    reward_model_type: Literal["bradley_terry", "regression"] = "bradley_terry"
-    """One scalar learned from comparisons, or one number per attribute learned from ratings."""
+    reward_model_type: Literal["bradley_terry", "regression", "process"] = "bradley_terry"
+    """One scalar learned from comparisons, one number per attribute learned from ratings, or one
+    value per step of the answer learned from labels of steps."""
     attributes: list[str] = Field(default_factory=list)
     """Names of the ratings a regression head predicts, e.g. `[helpfulness, correctness]`."""
     attribute_weights: list[float] | None = None
     """Weights that turn the attributes into the scalar reward; null means their mean."""
+    step_separator: str = Field(default="\n\n", min_length=1)
+    """The text between two steps of an answer (type `process`)."""
+    step_aggregate: Literal["min", "product", "last", "mean"] = "min"
+    """How the values of the steps become the score of the answer (type `process`)."""
 
     @model_validator(mode="after")
     def _attributes_fit(self) -> RewardModelConfig:
@@ -164,6 +169,18 @@ class RewardModelConfig(Section):
             self.attributes
         ):
             raise ValueError("attribute_weights must have one number per attribute")
+        if self.reward_model_type != "process":
+            for key in ("step_separator", "step_aggregate"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(
+                        f"{key} has no meaning for reward_model_type={self.reward_model_type}; "
+                        "remove it, or set reward_model_type=process"
+                    )
+        elif self.attributes:
+            raise ValueError(
+                "reward_model_type 'process' has one value per step, and no attributes; remove "
+                "attributes, or set reward_model_type=regression"
+            )
         return self
 
 

@@ -20,11 +20,18 @@ from laurel.config.yaml_tree import OffPeriod, Section, foreign
 class LossConfig(Section):
     """The loss of an update. Formulas: `laurel/training/losses.py`."""
 
-    type: Literal["bradley_terry", "plackett_luce", "davidson", "rao_kupper", "regression"] = (
-        "bradley_terry"
-    )
+    type: Literal[
+        "bradley_terry",
+        "plackett_luce",
+        "davidson",
+        "rao_kupper",
+        "regression",
+        "step_bce",
+        "step_ranking",
+    ] = "bradley_terry"
     """`bradley_terry`: pairs of different ranks; `plackett_luce`: whole ranked lists; `davidson`,
-    `rao_kupper`: pairs with ties; `regression`: attribute ratings."""
+    `rao_kupper`: pairs with ties; `regression`: attribute ratings; of a process reward model,
+    `step_bce`: whether each step is right, and `step_ranking`: right steps above wrong ones."""
     use_margin: bool = False
     """Ask that the better score leads by the row's margin (Llama 2)."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
@@ -33,13 +40,16 @@ class LossConfig(Section):
     """Weight of (sum of a pair's scores)^2, which keeps scores near 0 (arXiv 2312.09244)."""
     tie_parameter: float = Field(default=1.0, gt=0.0)
     """How ready the model is to call a tie. Davidson: nu > 0. Rao-Kupper: theta = 1 + this."""
+    step_margin: float = Field(default=4.0, ge=0.0)
+    """By how much `step_ranking` asks that right steps lead wrong ones (zeta in arXiv
+    2410.11287)."""
 
     @model_validator(mode="after")
     def _settings_mean_something(self) -> LossConfig:
         pairwise = ("bradley_terry", "davidson", "rao_kupper")
         meaningful = {
             "use_margin": pairwise,
-            "label_smoothing": pairwise,
+            "label_smoothing": (*pairwise, "step_bce"),
             "center_rewards_coefficient": (*pairwise, "plackett_luce"),
         }
         for key, types in meaningful.items():
@@ -48,12 +58,51 @@ class LossConfig(Section):
                     f"{key} has no meaning for type={self.type}; remove it, or choose a type that "
                     f"uses it: {', '.join(types)}"
                 )
+        default = type(self).model_fields["step_margin"].default
+        if self.step_margin != default and self.type != "step_ranking":
+            raise ValueError(
+                f"step_margin has no meaning for type={self.type}; remove it, or set "
+                "type=step_ranking"
+            )
         return self
 
     @property
     def uses_ties(self) -> bool:
         """Report whether this loss learns from rows in which all completions have the same rank."""
-        return self.type in ("davidson", "rao_kupper", "regression")
+        return self.type in ("davidson", "rao_kupper", "regression") or self.reads_steps
+
+    @property
+    def reads_steps(self) -> bool:
+        """Report whether this loss learns from labels of steps."""
+        return self.type in ("step_bce", "step_ranking")
+
+
+class EarlyStoppingConfig(Section):
+    """What ends a run whose validations no longer improve."""
+
+    metric_name: str | None = None
+    """The validation metric that is watched, named as in `checkpointing.metric_name`; `auto` is the
+    loss of the first validation set. Null: no run ends early."""
+    patience: int = Field(default=3, ge=1)
+    """Validations of `rm.val_period` in a row without a new best value before the run ends."""
+    min_delta: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    """How much better than the best value so far a value must be to be a new best."""
+    higher_is_better: bool | None = None
+    """Null: the metric's name decides, as in `checkpointing.higher_is_better`."""
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> EarlyStoppingConfig:
+        changed = [
+            name
+            for name, one in type(self).model_fields.items()
+            if getattr(self, name) != one.default
+        ]
+        if self.metric_name is None and changed:
+            raise ValueError(
+                f"{changed[0]} has no effect without metric_name; name the validation metric to "
+                "watch, such as metric_name=auto"
+            )
+        return self
 
 
 class RewardTrainingConfig(Section):
@@ -79,6 +128,7 @@ class RewardTrainingConfig(Section):
     """Seeds the head, the order of the data and dropout."""
     max_bad_steps: int = Field(default=3, ge=1)
     """Successive steps with a loss or gradient that is not finite before the run stops."""
+    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     loss: LossConfig = LossConfig()
 
 
@@ -105,5 +155,11 @@ class RewardTrainingRun(Section):
             raise ValueError(
                 f"policy.reward_model_cfg.reward_model_type={reward_model.reward_model_type} does "
                 f"not fit rm.loss.type={loss.type}: regression needs both, or neither"
+            )
+        if (reward_model.reward_model_type == "process") != loss.reads_steps:
+            raise ValueError(
+                f"policy.reward_model_cfg.reward_model_type={reward_model.reward_model_type} does "
+                f"not fit rm.loss.type={loss.type}: a process reward model needs "
+                "rm.loss.type=step_bce or step_ranking, and no other model can have them"
             )
         return self

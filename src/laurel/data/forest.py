@@ -24,6 +24,7 @@ def to_forest(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> To
     """
     pieces: list[np.ndarray] = []
     trees: list[Tree] = []
+    reads: list[int] = []
     end = 0
 
     def lay(ids: np.ndarray) -> Span:
@@ -33,6 +34,7 @@ def to_forest(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> To
         return Span(end - len(ids), end)
 
     for group in groups:
+        first = len(trees)
         if share_prompts:
             trunk = lay(group.trunk_ids)
             trees.append(Tree(trunk, tuple(map(lay, group.branches_ids_G))))
@@ -40,8 +42,20 @@ def to_forest(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> To
             for ids in group.branches_ids_G:
                 trunk = lay(group.trunk_ids)
                 trees.append(Tree(trunk, (lay(ids),)))
+        spans = [(tree.trunk, branch) for tree in trees[first:] for branch in tree.branches_G]
+        for (trunk, branch), positions in zip(spans, group.reads_G, strict=False):
+            # Completions that begin alike share their first steps, which end in the trunk.
+            reads += [
+                trunk.start + p if p < trunk.length else branch.start + p - trunk.length
+                for p in positions
+            ]
     ids_T = np.concatenate(pieces, dtype=np.int32)
-    return TokenForest(ids_T=torch.from_numpy(ids_T), trees=tuple(trees))
+    has_reads = any(group.reads_G for group in groups)
+    return TokenForest(
+        ids_T=torch.from_numpy(ids_T),
+        trees=tuple(trees),
+        reads=tuple(reads) if has_reads else None,
+    )
 
 
 def to_padded(groups: Sequence[TokenGroup], *, pad_id: int) -> PaddedRows:
@@ -54,10 +68,13 @@ def to_padded(groups: Sequence[TokenGroup], *, pad_id: int) -> PaddedRows:
     for index, row in enumerate(rows):
         ids_NL[index, : len(row)] = row
     starts = [len(group.trunk_ids) for group in groups for _ in group.branches_ids_G]
+    positions = [one for group in groups for one in group.reads_G]
+    reads = tuple((row, column) for row, some in enumerate(positions) for column in some)
     return PaddedRows(
         ids_NL=torch.from_numpy(ids_NL),
         lengths_N=torch.tensor([len(row) for row in rows]),
         starts_N=torch.tensor(starts),
+        reads=reads if positions else None,
     )
 
 

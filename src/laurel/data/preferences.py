@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Any, Literal
 
 from laurel.config.data import DatasetConfig
+from laurel.data import steps
 from laurel.data.reading import (
     NO_HUB,
     HubSet,
@@ -20,6 +21,7 @@ from laurel.data.reading import (
     UnusualRoles,
     held_out_prompts,
     open_set,
+    prompts_of_folds,
     split,
 )
 from laurel.data.report import DataReport, Reason, conversation_fingerprint, no_rows_left
@@ -40,6 +42,16 @@ from laurel.data.sources import (
     text,
     unlike,
 )
+from laurel.data.steps import (
+    SEPARATOR,
+    SHEPHERD_MARK,
+    ReadSteps,
+    StepRow,
+    is_prm800k_row,
+    is_shepherd_row,
+    is_trl_row,
+    joined_steps,
+)
 from laurel.errors import DataError, counted_that
 from laurel.types import Completion, Conversation, Group, Message, Preference
 
@@ -54,6 +66,8 @@ def load_preferences(
     attributes: Sequence[str] = (),
     max_samples: int | None = None,
     remedy: Remedy | None = None,
+    separator: str = SEPARATOR,
+    needs_steps: bool | None = None,
 ) -> tuple[list[Preference], DataReport]:
     """Return the usable preferences of one data set, and the report of all rows.
 
@@ -67,6 +81,8 @@ def load_preferences(
         attributes: The ratings to read; each completion gets a number for each, NaN if unrated.
         max_samples: Reading stops when so many rows (or the configuration's, if less) are kept.
         remedy: Advice for a malformed row, if there is no configuration whose keys could be set.
+        separator: The text between two steps of an answer, where rows label steps.
+        needs_steps: Whether rows must, or must not, label steps; None: both are read.
 
     Raises:
         DataError: A row or a file cannot be used, or no row is left.
@@ -82,6 +98,8 @@ def load_preferences(
         ties=ties,
         duplicates=duplicates,
         attributes=tuple(attributes),
+        separator=separator,
+        needs_steps=needs_steps,
     )
     preferences = opened.read(
         reading.preference,
@@ -129,6 +147,32 @@ def hold_out(
     return split(preferences, prompts, held_out_prompts(prompts, share=share, seed=seed))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold:
+    """One of the parts into which the prompts of a set are divided for cross-validation."""
+
+    index: int
+    number: int
+    """The number of parts."""
+    seed: int
+
+    def hold_out(
+        self, preferences: Sequence[Preference]
+    ) -> tuple[list[Preference], list[Preference]]:
+        """Split preferences into (train, this fold); no prompt is in two folds.
+
+        The folds have about as many rows each. Which prompts they have depends on the seed and the
+        prompts, and not on the order of the rows.
+
+        Raises:
+            DataError: There are fewer prompts than folds.
+        """
+        prompts = [conversation_fingerprint(one.group.prompt) for one in preferences]
+        return split(
+            preferences, prompts, prompts_of_folds(prompts, self.number, self.seed)[self.index]
+        )
+
+
 # --------------------------------------------------------------------------------------- reading
 
 
@@ -141,6 +185,8 @@ class _Reading:
     ties: Literal["keep", "drop", "error"]
     duplicates: Literal["drop", "keep"]
     attributes: tuple[str, ...]
+    separator: str
+    needs_steps: bool | None
     seen: set[bytes] = field(default_factory=set)
     verdicts: set[bytes] = field(default_factory=set)
     num_contradictions: int = 0
@@ -153,7 +199,22 @@ class _Reading:
     def preference(self, source: str, row: Row) -> Preference:
         """Read a row, refuse it if it teaches nothing, and count what the notes are about."""
         class_name = self._class_of(row)
-        ranked = ranked_row(row, class_name, self.opened.config, self.attributes)
+        ranked = ranked_row(
+            row, class_name, self.opened.config, self.attributes, separator=self.separator
+        )
+        if self.needs_steps is not None and self.needs_steps != (ranked.steps_GS is not None):
+            raise DataError(
+                f"{locate(self.opened.path or self.report.name, source)}: rows of {class_name} "
+                + (
+                    "label no steps, and a process reward model learns from labels of steps. Give "
+                    "rows of StepwiseSupervision, MathShepherd or PRM800K, or take out "
+                    "policy.reward_model_cfg.reward_model_type=process"
+                    if self.needs_steps
+                    else "label the steps of answers, which only a process reward model learns "
+                    "from. Set policy.reward_model_cfg.reward_model_type=process and "
+                    "rm.loss.type=step_bce"
+                )
+            )
         frame = self.opened.frame
         prompt = frame.around(ranked.prompt)
         # The message of data.system_prompt_file comes first, so one of the row comes second.
@@ -169,6 +230,7 @@ class _Reading:
             margin=ranked.margin,
             target=ranked.target,
             attributes_GK=ranked.attributes_GK,
+            steps_GS=ranked.steps_GS,
             source=source,
         )
         if (reason := self._reason_against(preference)) is not None:
@@ -219,6 +281,9 @@ class _Reading:
         ratings = preference.attributes_GK
         if self.attributes and (ratings is None or all(map(math.isnan, sum(ratings, ())))):
             return "no rating"
+        steps_GS = preference.steps_GS
+        if steps_GS is not None and all(map(math.isnan, sum(steps_GS, ()))):
+            return "no rating"
         completions_G = preference.group.completions_G
         # A system message alone asks nothing.
         asked = [one for one in preference.group.prompt if one.role != "system"]
@@ -228,7 +293,7 @@ class _Reading:
         if len(completions_G) > 1 and len(set(completions_G)) == 1:
             return "identical sides"
         is_tie = len(completions_G) > 1 and len(set(preference.ranks_G)) == 1
-        if is_tie and self.ties != "keep":
+        if is_tie and steps_GS is None and self.ties != "keep":
             if self.ties == "error":
                 path, source, ranks_G = self.opened.path, preference.source, preference.ranks_G
                 raise DataError(
@@ -271,7 +336,7 @@ class _Reading:
 def _fingerprint(preference: Preference) -> bytes:
     """Hash a row so that only rows with the same content, in any order, share the hash."""
     group = preference.group
-    ratings = preference.attributes_GK or ((),) * len(group.completions_G)
+    ratings = preference.attributes_GK or preference.steps_GS or ((),) * len(group.completions_G)
     answers = sorted(
         (rank, conversation_fingerprint(completion.messages), repr(rating))
         for rank, completion, rating in zip(
@@ -300,14 +365,17 @@ class RankedRow:
     margin: float = 0.0
     target: float = 1.0
     attributes_GK: tuple[tuple[float, ...], ...] | None = None
+    steps_GS: tuple[tuple[float, ...], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetClass:
     """A class of preference data sets: the reader of its rows, and their default place."""
 
-    convert: Callable[[Row, DatasetConfig, Sequence[str]], RankedRow]
+    convert: Callable[[Row, DatasetConfig, Sequence[str]], RankedRow] | None = None
     """Reads a row, given the configuration and the names of the ratings to read."""
+    read_steps: ReadSteps | None = None
+    """Reads a row with labels of steps, in place of `convert`."""
     hub: HubSet = NO_HUB
     has_validation: bool = False
     """True if the hub data set has a `validation` split."""
@@ -410,19 +478,51 @@ DATASET_CLASSES: dict[str, DatasetClass] = {
     ),
     "PreferenceDataset": DatasetClass(convert=ranked),
     "BinaryPreferenceDataset": DatasetClass(convert=binary),
+    "StepwiseSupervision": DatasetClass(read_steps=steps.trl_row),
+    "MathShepherd": DatasetClass(
+        read_steps=steps.shepherd_row, hub=HubSet(name="peiyi9979/Math-Shepherd")
+    ),
+    "PRM800K": DatasetClass(read_steps=steps.prm800k_row),
 }
 
 
+def _in_steps(read: StepRow, separator: str) -> RankedRow:
+    # Answers are not ranked by the labels of their steps.
+    answers = [joined_steps(answer_S, separator) for answer_S in read.answers_GS]
+    if not answers:
+        raise UnusableRow("an answer without a step", "the row has no answer with steps")
+    return RankedRow(
+        prompt=read.prompt,
+        completions_G=tuple(
+            Completion(messages=(Message("assistant", said),)) for said, _ in answers
+        ),
+        ranks_G=(0,) * len(answers),
+        steps_GS=tuple(labels for _, labels in answers),
+    )
+
+
 def ranked_row(
-    row: Row, class_name: str, config: DatasetConfig, attributes: Sequence[str]
+    row: Row,
+    class_name: str,
+    config: DatasetConfig,
+    attributes: Sequence[str],
+    *,
+    separator: str = SEPARATOR,
 ) -> RankedRow:
     """Read a row with the reader of the given data set class.
+
+    `separator` is put between the steps of an answer, where rows label steps.
 
     Raises:
         UnusableRow: The row is malformed.
     """
+    known = DATASET_CLASSES[class_name]
     try:
-        read = DATASET_CLASSES[class_name].convert(row, config, attributes)
+        if known.read_steps is not None:
+            read = _in_steps(known.read_steps(row, config.prompt_key), separator)
+        else:
+            assert known.convert is not None
+            read = known.convert(row, config, attributes)
     except UnusableRow as problem:
         found = infer_class(row, config)
         if problem.kind.startswith("missing key") and found and found[0] != class_name:
@@ -445,8 +545,19 @@ def ranked_row(
 
 
 def best_answer(row: Row, class_name: str) -> tuple[Conversation, Conversation]:
-    """Return the prompt of a row and its best-ranked completion (the first of them in a tie)."""
+    """Return the prompt of a row and its best-ranked completion (the first of them in a tie).
+
+    Where rows label steps, it is the first completion without a wrong step.
+
+    Raises:
+        UnusableRow: The row is malformed, or every completion has a wrong step.
+    """
     read = ranked_row(row, class_name, _UNNAMED, ())
+    if read.steps_GS is not None:
+        for completion, labels_S in zip(read.completions_G, read.steps_GS, strict=True):
+            if all(label > 0.5 for label in labels_S):
+                return read.prompt, completion.messages
+        raise UnusableRow("no right answer", "no answer of the row has right steps only")
     best = min(range(len(read.ranks_G)), key=lambda index: read.ranks_G[index])
     return read.prompt, read.completions_G[best].messages
 
@@ -460,6 +571,12 @@ def infer_class(row: Row, config: DatasetConfig) -> tuple[str, str] | None:
         return "HelpSteer3", "columns response1, response2 and overall_preference"
     if {"context", "completions"} <= row.keys():
         return "PreferenceDataset", "columns context and completions"
+    if is_trl_row(row, config.prompt_key):
+        return "StepwiseSupervision", f"columns {config.prompt_key}, completions and labels"
+    if is_shepherd_row(row):
+        return "MathShepherd", f"columns input and label, and the mark {SHEPHERD_MARK}"
+    if is_prm800k_row(row):
+        return "PRM800K", "columns question and label.steps"
     if not {config.chosen_key, config.rejected_key} <= row.keys():
         return None
     chosen, rejected = row[config.chosen_key], row[config.rejected_key]
@@ -488,7 +605,8 @@ def class_of(row: Row, config: DatasetConfig) -> tuple[str, str]:
         raise UnusableRow(
             "columns of no known class",
             f"nothing names the class of the rows, and their columns ({', '.join(map(str, row))}) "
-            "do not tell it. Rows may have: context and completions (PreferenceDataset); "
+            "do not tell it. Rows may have: context and completions (PreferenceDataset); prompt, "
+            "completions and labels of steps (StepwiseSupervision); "
             f"{config.prompt_key}, {config.chosen_key} and {config.rejected_key}, or the last two "
             "as whole conversations (BinaryPreferenceDataset)",
             remedy="Set data.prompt_key, data.chosen_key and data.rejected_key if your columns "

@@ -390,8 +390,7 @@ def held_out_prompts(prompts: Sequence[bytes], *, share: float, seed: int) -> se
             "prompt stay on one side. Name a validation set instead (data.val_data_path), or set "
             "data.split_validation_size=0"
         )
-    key = seed.to_bytes(16, "little", signed=True)
-    shuffled = sorted(counts, key=lambda prompt: hashlib.blake2b(prompt, key=key).digest())
+    shuffled = _shuffled(counts, seed)
     wanted = share * len(prompts)
     held_out: set[bytes] = set()
     num_held_out = 0
@@ -403,3 +402,33 @@ def held_out_prompts(prompts: Sequence[bytes], *, share: float, seed: int) -> se
     if not held_out:
         held_out.add(min(shuffled, key=lambda prompt: counts[prompt]))
     return held_out
+
+
+def prompts_of_folds(prompts: Sequence[bytes], num_folds: int, seed: int) -> list[set[bytes]]:
+    """Divide prompts into folds with about as many rows each, for cross-validation.
+
+    The input has one fingerprint per row. The division depends on the seed and the prompts, and not
+    on the order of the rows.
+
+    Raises:
+        DataError: There are fewer different prompts than folds.
+    """
+    counts = Counter(prompts)
+    if len(counts) < num_folds:
+        raise DataError(
+            f"{counted(len(prompts), 'row')} with {counted(len(counts), 'different prompt')} "
+            f"cannot be divided into {num_folds} folds, as rows with the same prompt stay together"
+        )
+    folds: list[set[bytes]] = [set() for _ in range(num_folds)]
+    sizes = [0] * num_folds
+    # The largest first: what comes last can even out what they left.
+    for prompt in sorted(_shuffled(counts, seed), key=lambda one: -counts[one]):
+        smallest = sizes.index(min(sizes))
+        folds[smallest].add(prompt)
+        sizes[smallest] += counts[prompt]
+    return folds
+
+
+def _shuffled(prompts: Iterable[bytes], seed: int) -> list[bytes]:
+    key = seed.to_bytes(16, "little", signed=True)
+    return sorted(prompts, key=lambda prompt: hashlib.blake2b(prompt, key=key).digest())

@@ -103,6 +103,11 @@ class RewardBenchContract(ScoringContract):
                 f"the model has {len(contract.rules.attributes)} outputs, which {VERSION} does not "
                 "make one score of; leave --compatibility out"
             )
+        if contract.rules.steps is not None:
+            raise ModelError(
+                f"{VERSION} reads one score of a conversation, and the model gives a value for "
+                "each step; leave --compatibility out"
+            )
         side = form.truncation_side or tokenizer.truncation_side
         tokenizer.truncation_side = side
         rules = contract.rules.model_copy(
@@ -142,7 +147,9 @@ class RewardBenchContract(ScoringContract):
         """
         return render(self.tokenizer, conversation, {})
 
-    def encode(self, groups: Sequence[Group], *, sources: Sequence[str] = ()) -> list[TokenGroup]:
+    def encode(
+        self, groups: Sequence[Group], *, sources: Sequence[str] = (), exact_steps: bool = False
+    ) -> list[TokenGroup]:
         """Tokenize groups as `ScoringContract.encode` does, with the reference's tokens.
 
         Raises:

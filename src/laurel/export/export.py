@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from rich.console import Console
 
+    from laurel.export.average import Agreement
     from laurel.models.checkpoint.card import EvaluationTable
-
 
 _MARK = "config.json"
 """A file of every model; a directory without it is not overwritten."""
@@ -49,32 +49,38 @@ def run_export(
     messages = messages or message_console()
 
     say = say_on(messages)
-    place = _find(options)
-    target = check_target(options.output, overwrite=options.overwrite, read_from=place.name)
+    places = _find(options)
+    for place in places:
+        target = check_target(options.output, overwrite=options.overwrite, read_from=place.name)
     if options.push_to_hub is not None:
         from huggingface_hub import HfApi
 
         hub = hub or HfApi()
         check_hub(hub, options.push_to_hub)
     # Everything that can fail in seconds comes before the weights are loaded, which takes minutes.
-    tables = _tables(options, place, say)
+    tables = _tables(options, places, say)
     with messages.status("checking the files of the model"):
-        for note in place.notes:
-            say(note)
-        check_files(place)
+        for place in places:
+            for note in place.notes:
+                say(note)
+            check_files(place)
     with (
         messages.status("writing the model, and loading it with plain transformers"),
         speaking(OPTIONS),
         replace_directory(target) as directory,
     ):
-        _write(directory, place, options, tables, say)
+        agreement = _write(directory, places, options, tables, say)
     say(f"written to {options.output}")
     if hub is not None and options.push_to_hub is not None:
         with messages.status(f"bringing it to {options.push_to_hub}"):
             push(hub, options.push_to_hub, target, private=options.private)
         say(f"pushed  to {options.push_to_hub}")
     if options.as_json:
-        write_json({"model": place.name, "output": options.output, "hub": options.push_to_hub})
+        said = {"model": place.name, "output": options.output, "hub": options.push_to_hub}
+        if options.average:
+            said["model"] = [place.name for place in places]
+            said["agreement"] = None if agreement is None else asdict(agreement)
+        write_json(said)
 
 
 def check_target(path: Path, *, overwrite: bool, read_from: str) -> Path:
@@ -123,7 +129,19 @@ def check_target(path: Path, *, overwrite: bool, read_from: str) -> Path:
     return target
 
 
-def _find(options: ExportOptions) -> ModelPlace:
+def _find(options: ExportOptions) -> list[ModelPlace]:
+    if options.average:
+        from laurel.export.average import check_alike
+
+        if options.model or options.step is not None:
+            raise ConfigError(
+                "--average writes the mean of the models that are named after it; leave out "
+                "--model and --step, and name a checkpoint as RUN/step_N"
+            )
+        with speaking(OPTIONS):
+            places = [find_model(name) for name in options.average]
+        check_alike(places)
+        return places
     if not options.model:
         raise ConfigError(
             f"no model is named; add {key_of('--model')} with a directory (of a model, a "
@@ -143,17 +161,21 @@ def _find(options: ExportOptions) -> ModelPlace:
             )
         name = str(root / f"step_{options.step}")
     with speaking(OPTIONS):
-        return find_model(name)
+        return [find_model(name)]
 
 
-def _tables(options: ExportOptions, place: ModelPlace, say: Say) -> Sequence[EvaluationTable]:
+def _tables(
+    options: ExportOptions, places: Sequence[ModelPlace], say: Say
+) -> Sequence[EvaluationTable]:
     """Read the evaluations for the card, and warn where one is of another model."""
     if not options.evaluations:
         return ()
     from laurel.run.cards import read_evaluations
 
     tables, models = read_evaluations(options.evaluations)
-    known = {os.path.realpath(Path(options.model).expanduser()), place.name, options.model}
+    known = {options.model, os.path.realpath(options.output.expanduser())}
+    if not options.average:  # an evaluation of a member is none of the mean
+        known |= {os.path.realpath(Path(options.model).expanduser()), places[0].name}
     for model in dict.fromkeys(models):
         if model not in known and os.path.realpath(Path(model).expanduser()) not in known:
             say(f"warning: an evaluation is of {model}, by its name not the model that is written")
@@ -162,17 +184,18 @@ def _tables(options: ExportOptions, place: ModelPlace, say: Say) -> Sequence[Eva
 
 def _write(
     directory: Path,
-    place: ModelPlace,
+    places: Sequence[ModelPlace],
     options: ExportOptions,
     tables: Sequence[EvaluationTable],
     say: Say,
-) -> None:
+) -> Agreement | None:
     from laurel.export import writing
     from laurel.rewards.open import read_rules
     from laurel.workers.process import prepare
 
     prepare(options.device, cpu_threads=options.cpu_threads, seed=0)
     quiet_libraries()
+    place = places[0]
     rules = read_rules(place)
     policy = policy_of_settings(options.settings, rules=rules, say=say)
     kind = _kind(place, safetensors_only=policy.safetensors_only)
@@ -181,13 +204,13 @@ def _write(
             raise ConfigError(
                 f"--eval is for reward models, and {place.name} writes text; leave it out"
             )
-        spec = replace(model_spec(policy), name=place.name, precision=options.dtype)
-        writing.write_policy(directory, spec, options, say)
-        return
+        writing.write_policy(directory, places, model_spec(policy), options, say)
+        return None
     asked = ScorerSpec(
         max_length=options.max_length, precision=options.dtype, device=options.device
     )
-    writing.write_reward_model(directory, place, scorer_spec(asked, policy), options, tables, say)
+    spec = scorer_spec(asked, policy)
+    return writing.write_reward_model(directory, places, spec, options, tables, say)
 
 
 def _kind(place: ModelPlace, *, safetensors_only: bool) -> Literal["reward model", "policy"]:

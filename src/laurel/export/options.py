@@ -14,6 +14,8 @@ class ExportOptions:
 
     model: str
     output: Path
+    average: Sequence[str] = ()
+    """Models whose mean is written, instead of `model`."""
     step: int | None = None
     """The step of a run's checkpoint; None takes its best."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -5,12 +5,20 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from laurel.errors import ModelError, ScoringContractError
+from laurel.export.average import (
+    Agreement,
+    average_reward_models,
+    average_weights,
+    facts_of_average,
+    fill,
+)
 from laurel.models.checkpoint.card import HERE, CardFacts, policy_card, reward_model_card
 from laurel.models.checkpoint.export import (
     largest_difference,
@@ -24,7 +32,7 @@ from laurel.models.loading.pretrained import DTYPES
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ModelSpec, hub_name
 from laurel.observe.console import format_parameters
-from laurel.rewards.open import load_scorer
+from laurel.rewards.open import load_scorer, read_rules
 from laurel.rewards.scorer import (
     GOLDEN_TOLERANCE,
     LOW_PRECISION_TOLERANCE,
@@ -47,12 +55,19 @@ if TYPE_CHECKING:
 # A policy.
 
 
-def write_policy(directory: Path, spec: ModelSpec, options: ExportOptions, say: Say) -> None:
+def write_policy(
+    directory: Path,
+    places: Sequence[ModelPlace],
+    spec: ModelSpec,
+    options: ExportOptions,
+    say: Say,
+) -> None:
     """Write a policy, reload it without Laurel, and compare log-probabilities.
 
     Args:
         directory: An empty directory.
-        spec: The policy that is loaded and written.
+        places: The policy that is written, or several whose mean is written.
+        spec: The settings with which it is loaded.
         options: The options of the command line.
         say: Gets the results.
 
@@ -60,10 +75,18 @@ def write_policy(directory: Path, spec: ModelSpec, options: ExportOptions, say: 
         UserError: The model is not a policy, or the written one gives other log-probabilities.
     """
     device = choose_device(options.device)
-    loaded = load_policy(
-        spec, seed=0, max_length=1, device=device, weights_dtype=DTYPES[options.dtype]
+    load = partial(load_policy, seed=0, max_length=1, device=device)
+    loaded = load(
+        replace(spec, name=places[0].name, precision=options.dtype),
+        weights_dtype=DTYPES[options.dtype],
     )
-    model, name = loaded.model, str(spec.name)
+    model, name = loaded.model, places[0].name
+    facts = facts_beside(name)
+    if len(places) > 1:
+        members = (replace(spec, name=place.name, precision="float32") for place in places)
+        fill(model.network, average_weights(load(one).model.network for one in members))
+        facts = facts_of_average([facts_beside(place.name) for place in places], places)
+        name = f"the mean of {len(places)} models"
     found = check_policy_paths(model)
     num_parameters = sum(p.numel() for p in model.parameters())
     say(
@@ -73,7 +96,6 @@ def write_policy(directory: Path, spec: ModelSpec, options: ExportOptions, say: 
     )
     for note in loaded.notes:
         say(f"note    {note}")
-    facts = facts_beside(name)
     # Random tokens: they reach weights that sentences would not, and need no data.
     probe = make_probe(model, SHAPES, seed=0)
     model.eval()
@@ -110,27 +132,41 @@ LONGEST_PROBE = 1024
 
 def write_reward_model(
     directory: Path,
-    place: ModelPlace,
+    places: Sequence[ModelPlace],
     spec: ScorerSpec,
     options: ExportOptions,
     tables: Sequence[EvaluationTable],
     say: Say,
-) -> None:
+) -> Agreement | None:
     """Write a reward model, reload it both without Laurel and with it, and compare scores.
 
     Args:
         directory: An empty directory.
-        place: The model that is written.
+        places: The model that is written, or several whose mean is written.
         spec: The settings with which it is loaded.
         options: The options of the command line.
         tables: Evaluations for its card.
         say: Gets the results.
 
+    Returns:
+        How far the models whose mean is written agree; None where there is one model.
+
     Raises:
         UserError: The model is not a reward model, or the written one gives other scores.
     """
-    scorer = load_scorer(place, spec, say=say)
-    facts = facts_beside(place.name)
+    scorer = load_scorer(places[0], spec, say=say)
+    facts, agreement = facts_beside(places[0].name), None
+    if len(places) > 1:
+        known = [r.golden for place in places if (r := read_rules(place)) is not None]
+        asked = dict.fromkeys(golden.messages for of_one in known for golden in of_one)
+        conversations = [*asked] or probes_for(scorer.contract)
+        weights, agreement = average_reward_models(places, spec, conversations)
+        fill(scorer.model.network, weights)
+        # The reference rows are not here; their scores would be those of the first member.
+        scorer.contract = scorer.contract.with_rules(mean=None, std=None, num_reference=0)
+        facts = facts_of_average([facts_beside(place.name) for place in places], places)
+        facts = facts.model_copy(update={"notes": (*facts.notes, f"On them {agreement}.")})
+        say(f"average {agreement}")
     bias = _remove_bias(scorer)
     if bias:
         note = (
@@ -165,6 +201,7 @@ def write_reward_model(
     )
     worst = _compare("Laurel", _scores(again, probes), expected_NK, tolerance)
     say(f"tested  Laurel gives the same, from what was written (max difference {worst:.1e})")
+    return agreement
 
 
 def probes_for(contract: ScoringContract) -> list[Conversation]:

@@ -11,8 +11,10 @@ import hashlib
 import json
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -48,9 +50,30 @@ class GoldenScore(BaseModel):
     messages: tuple[Message, ...]
     """The conversation as raw messages."""
     values_K: tuple[float, ...]
-    """The outputs of the head."""
+    """The outputs of the head; of a process reward model, its logit for each step."""
     num_tokens: int
     """The number of tokens of the rendered conversation, after truncation."""
+
+
+Aggregate = Literal["min", "product", "last", "mean"]
+"""How the values of the steps of an answer become its score."""
+
+
+class StepRules(BaseModel):
+    """The part of the scoring contract that only a process reward model has.
+
+    The value of a step is the sigmoid of the head's output at the step's last token: the last token
+    of the separator that follows it, or the last token of the conversation.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    separator: str = "\n\n"
+    """The text between two steps of an answer; it belongs to the step before it."""
+    read_out: Literal["each step"] = "each step"
+    """Where the head is read."""
+    aggregate: Aggregate = "min"
+    """How the values of the steps become the score of the answer."""
 
 
 class ScoringRules(BaseModel):
@@ -87,6 +110,8 @@ class ScoringRules(BaseModel):
     """The names of the outputs of a regression head; empty for a scalar."""
     attribute_weights: tuple[float, ...] | None = None
     """The weights that combine the attributes into one score; null: their mean."""
+    steps: StepRules | None = None
+    """How a process reward model reads steps; null for all other models."""
     mean: float | None = None
     """The mean of the scores of reference completions; null if it was not measured."""
     std: float | None = None
@@ -151,6 +176,7 @@ class ScoringContract:
         attribute_weights: Sequence[float] | None = None,
         today: date | None = None,
         closes_ends: bool = True,
+        steps: StepRules | None = None,
     ) -> ScoringContract:
         """Create the contract of a model that has none yet.
 
@@ -171,6 +197,7 @@ class ScoringContract:
             today: The date that replaces the current date in a template that prints it.
             closes_ends: Whether a missing BOS or EOS is added to the template; False if the
                 template already gives exactly the texts that the model was trained on.
+            steps: How a process reward model reads steps; None for all other models.
         """
         template, pinned = pin_date(tokenizer.chat_template, today or date.today())
         tokenizer.chat_template = bind_variables(template, template_kwargs or {})
@@ -188,6 +215,7 @@ class ScoringContract:
             truncation_side=truncation_side,
             attributes=tuple(attributes),
             attribute_weights=None if attribute_weights is None else tuple(attribute_weights),
+            steps=steps,
         )
         return cls(tokenizer, rules)
 
@@ -217,7 +245,10 @@ class ScoringContract:
 
     def save(self, directory: Path) -> None:
         """Write the rules of the contract to `scoring.json` in a directory."""
-        text = json.dumps(self.rules.model_dump(mode="json"), indent=1, ensure_ascii=False)
+        # Earlier versions refuse keys that they do not know.
+        absent = {"steps"} if self.rules.steps is None else None
+        rules = self.rules.model_dump(mode="json", exclude=absent)
+        text = json.dumps(rules, indent=1, ensure_ascii=False)
         (directory / FILE_NAME).write_text(text + "\n", encoding="utf-8")
 
     def with_rules(self, **changes: Any) -> ScoringContract:
@@ -235,20 +266,27 @@ class ScoringContract:
         with speaking(*self._terms) if self._terms else nullcontext():
             return render(self.tokenizer, conversation, self.rules.template_kwargs)
 
-    def encode(self, groups: Sequence[Group], *, sources: Sequence[str] = ()) -> list[TokenGroup]:
+    def encode(
+        self, groups: Sequence[Group], *, sources: Sequence[str] = (), exact_steps: bool = False
+    ) -> list[TokenGroup]:
         """Tokenise groups, each a prompt with its completions.
 
         Each conversation is tokenised as one text, so a token may span two messages. The tokens
         that all conversations of a group share at the start are stored once, as the trunk; at least
         one token of each conversation is left for its own branch.
 
+        For a process reward model, the groups name the ends of steps (`TokenGroup.reads_G`). A
+        conversation that was cut has none, because some of its steps cannot be read.
+
         Args:
             groups: Prompts with at least one completion each.
             sources: The origin of each group, for error messages.
+            exact_steps: Whether a token that holds the end of one step and the start of the next is
+                an error. Otherwise the earlier step is read there.
 
         Raises:
-            DataError: The template cannot render a conversation, or a conversation has no token.
-                The message names the source of the group.
+            DataError: The template cannot render a conversation, or a conversation has no token, or
+                the steps of an answer cannot be found. The message names the source of the group.
         """
         where = sources or [group.id for group in groups]
         texts: list[str] = []
@@ -261,16 +299,60 @@ class ScoringContract:
                 raise DataError(f"{source}: {error}") from error
         if not texts:
             return []
-        ids_N = self.tokenizer(texts, add_special_tokens=self.rules.pooled == "model")["input_ids"]
+        found = self.tokenizer(
+            texts,
+            add_special_tokens=self.rules.pooled == "model",
+            return_offsets_mapping=self.rules.steps is not None,
+        )
+        ids_N = found["input_ids"]
         encoded: list[TokenGroup] = []
         first = 0
         for source, group in zip(where, groups, strict=True):
             rows = ids_N[first : first + len(group.completions_G)]
-            first += len(rows)
             if not all(rows):
                 raise DataError(f"{source}: a conversation without a single token has no score")
-            encoded.append(token_group(group.id, [self._finish(row) for row in rows]))
+            tokens = token_group(group.id, [self._finish(row) for row in rows])
+            if self.rules.steps is not None:
+                try:
+                    reads_G = [
+                        ()
+                        if tokens.truncated_G[i]
+                        else read_positions(
+                            found["offset_mapping"][first + i],
+                            self._step_ends(texts[first + i], group.completions_G[i].messages),
+                            exact=exact_steps,
+                        )
+                        for i in range(len(rows))
+                    ]
+                except DataError as error:
+                    raise DataError(f"{source}: {error}") from error
+                tokens = replace(tokens, reads_G=tuple(reads_G))
+            first += len(rows)
+            encoded.append(tokens)
         return encoded
+
+    def _step_ends(self, text: str, messages: Conversation) -> list[int]:
+        # Returns where the steps of the last messages of a rendered conversation end. They are
+        # searched from the end of the text, because the prompt may hold the same words.
+        assert self.rules.steps is not None
+        end = len(text.removesuffix(self._end_of_turn))
+        ends: list[int] = []
+        for message in reversed(messages):
+            content = message.content
+            if (start := text.rfind(content, 0, end)) < 0:
+                content = content.strip()  # as many templates do
+                start = text.rfind(content, 0, end)
+            if start < 0:
+                raise DataError(
+                    "the chat template changes the answer, so the ends of its steps cannot be "
+                    f"found. Choose another: {key_of('policy.tokenizer.chat_template')}=chatml"
+                )
+            if message.role == "assistant":
+                own = step_ends(content, self.rules.steps.separator)
+                ends[:0] = [start + one for one in own]
+            end = start
+        # The last step is read where other reward models are read.
+        return [*ends[:-1], len(text)]
 
     def encode_rendered(self, row: str | Sequence[int] | SentTurn) -> TokenGroup:
         """Tokenise one conversation that the caller has rendered by the template of this contract.
@@ -284,6 +366,13 @@ class ScoringContract:
             DataError: The conversation has no token, or one that the tokenizer does not know; or it
                 cannot be determined whether the template rendered the prompt of a `SentTurn`.
         """
+        if self.rules.steps is not None and not (
+            isinstance(row, SentTurn) and not self._was_rendered(row)
+        ):
+            raise DataError(
+                "a process reward model finds the steps of an answer in its message, which "
+                "rendered text does not show. Send messages"
+            )
         if isinstance(row, SentTurn):
             if not self._was_rendered(row):
                 said = group_of((Message("user", row.prompt),), (row.response,), group_id="")
@@ -385,17 +474,90 @@ class ScoringContract:
     # ------------------------------------------------------------------------------ to a scalar
 
     def scalar(self, values_K: Sequence[float]) -> float:
-        """Combine the K outputs of the head into one reward.
+        """Combine the outputs of the head for a completion into one reward.
 
         A single output is the reward. Several outputs are summed with `attribute_weights`, or
-        averaged if there are no weights.
+        averaged if there are no weights. The reward of a process reward model is the aggregate of
+        the values of the steps.
         """
+        if self.rules.steps is not None:
+            return aggregate(self.values(values_K), self.rules.steps.aggregate)
         if len(values_K) == 1:
             return values_K[0]
         weights = self.rules.attribute_weights
         if weights is None:
             return math.fsum(values_K) / len(values_K)
         return math.fsum(w * v for w, v in zip(weights, values_K, strict=True))
+
+    def values(self, values_K: Sequence[float]) -> tuple[float, ...]:
+        """Return the values that outputs of the head stand for: of steps, probabilities."""
+        return tuple(values_K) if self.rules.steps is None else tuple(map(sigmoid, values_K))
+
+
+# --------------------------------------------------------------------------------------------------
+# The steps of an answer, for process reward models.
+
+
+def step_ends(text: str, separator: str) -> list[int]:
+    """Return where each step of an answer ends, the separator after it included.
+
+    Blank text between two separators is no step. An answer without a separator is one step.
+    """
+    ends: list[int] = []
+    start = 0
+    while (found := text.find(separator, start)) >= 0:
+        end = found + len(separator)
+        if text[start:found].strip():
+            ends.append(end)
+        start = end
+    if text[start:].strip() or not ends:
+        ends.append(len(text))
+    return ends
+
+
+def read_positions(
+    offsets: Sequence[tuple[int, int]], ends: Sequence[int], *, exact: bool
+) -> tuple[int, ...]:
+    """Return the token at which each step is read: the one with the step's last character.
+
+    Args:
+        offsets: The first character of each token, and the one after its last.
+        ends: The character after the last of each step.
+        exact: Whether a token that reaches beyond the end of a step is an error.
+
+    Raises:
+        DataError: A token belongs to two steps.
+    """
+    starts = [start for start, _ in offsets]
+    reads = tuple(bisect_left(starts, end) - 1 for end in ends)
+    for step, (read, end) in enumerate(zip(reads, ends, strict=True), start=1):
+        if exact and offsets[read][1] > end:
+            raise DataError(
+                f"the end of step {step} and the beginning of the next are one token, so the step "
+                "cannot be read by itself. Remove blanks from the ends of the steps, or choose "
+                f"another {key_of('policy.reward_model_cfg.step_separator')}"
+            )
+    return reads
+
+
+def aggregate(values_S: Sequence[float], how: Aggregate) -> float:
+    """Combine the values of the steps of an answer into its score.
+
+    `min` and `product` are those of Lightman et al. (2023, arXiv:2305.20050) and of Math-Shepherd
+    (Wang et al. 2023, arXiv:2312.08935).
+    """
+    if how == "min":
+        return min(values_S)
+    if how == "product":
+        return math.prod(values_S)
+    return values_S[-1] if how == "last" else math.fsum(values_S) / len(values_S)
+
+
+def sigmoid(logit: float) -> float:
+    """Return the sigmoid of any finite number, without overflow."""
+    if logit >= 0:
+        return 1.0 / (1.0 + math.exp(-logit))
+    return math.exp(logit) / (1.0 + math.exp(logit))
 
 
 def token_group(group_id: str, rows: Sequence[tuple[TrainedIds, bool]]) -> TokenGroup:

@@ -42,6 +42,9 @@ PREFERENCE_METRICS = (
 )
 """Every name that `preference_metrics` can return."""
 
+STEP_METRICS = ("step_accuracy", "erroneous_accuracy", "correct_accuracy", "first_error_f1")
+"""Every name that `step_metrics` can return."""
+
 NUM_CALIBRATION_BINS = 10
 
 _LARGEST_SCORE = float(np.finfo(np.float32).max)
@@ -124,6 +127,62 @@ def preference_metrics(
     if num_nonfinite:
         metrics["num_nonfinite"] = float(num_nonfinite)
     return metrics
+
+
+def step_metrics(
+    values_NS: Sequence[Sequence[float]], labels_NS: Sequence[Sequence[float]]
+) -> dict[str, float]:
+    """Compare the values of steps with their labels, which are probabilities or NaN.
+
+    - `step_accuracy`: the share of steps whose value is on the label's side of 1/2. Labels of 1/2
+      do not count.
+    - `erroneous_accuracy`, `correct_accuracy`, `first_error_f1`: the figures of ProcessBench
+      (`first_error_figures`) at the threshold 1/2, over answers whose steps are all labelled.
+    """
+    _check_sizes("labels", values_NS, labels_NS)
+    right = [
+        (value >= 0.5) == (label > 0.5)
+        for values_S, labels_S in zip(values_NS, labels_NS, strict=True)
+        for value, label in zip(values_S, labels_S, strict=True)
+        if label > 0.5 or label < 0.5
+    ]
+    whole = [
+        (first_below(values_S, 0.5), first_below(labels_S, 0.5))
+        for values_S, labels_S in zip(values_NS, labels_NS, strict=True)
+        if not any(map(math.isnan, labels_S)) and all(map(math.isfinite, values_S))
+    ]
+    metrics = {"step_accuracy": _mean(right)} if right else {}
+    return metrics | first_error_figures(*zip(*whole, strict=True)) if whole else metrics
+
+
+def first_below(values_S: Sequence[float], threshold: float) -> int:
+    """Return the index of the first step whose value is below a threshold; -1 if none is."""
+    return next((index for index, value in enumerate(values_S) if value < threshold), -1)
+
+
+def first_error_figures(found_N: Sequence[int], wanted_N: Sequence[int]) -> dict[str, float]:
+    """Compute the figures of ProcessBench (Zheng et al. 2024, arXiv:2412.06559).
+
+    - `erroneous_accuracy`: of the answers with an error, the share whose first error is found.
+    - `correct_accuracy`: of the answers without one, the share in which none is found.
+    - `first_error_f1`: the harmonic mean of the two.
+
+    Args:
+        found_N: The index of the first step that is found wrong in each answer, or -1.
+        wanted_N: The index of the first step that is wrong, or -1.
+    """
+    hits: dict[bool, list[bool]] = {True: [], False: []}
+    for found, wanted in zip(found_N, wanted_N, strict=True):
+        hits[wanted >= 0].append(found == wanted)
+    figures = {
+        name: _mean(of_kind)
+        for name, of_kind in (("erroneous_accuracy", hits[True]), ("correct_accuracy", hits[False]))
+        if of_kind
+    }
+    if len(figures) == 2:
+        one, other = figures.values()
+        figures["first_error_f1"] = 2 * one * other / (one + other) if one + other else 0.0
+    return figures
 
 
 def calibration_error(margins_P: npt.ArrayLike) -> float:
@@ -234,7 +293,7 @@ def _is_usable(score: float) -> bool:
 
 
 def _check_sizes(
-    what: str, scores_BG: Sequence[Sequence[float]], others_BG: Sequence[Sequence[int]]
+    what: str, scores_BG: Sequence[Sequence[float]], others_BG: Sequence[Sequence[float]]
 ) -> None:
     scores_sizes = [len(scores_G) for scores_G in scores_BG]
     other_sizes = [len(others_G) for others_G in others_BG]

@@ -48,11 +48,16 @@ def keys_of(tokens: TokenGroup) -> tuple[Key, ...]:
     """Return the cache key of each sequence of a group, independent of how the group is divided."""
     trunk = hashlib.blake2b(np.ascontiguousarray(tokens.trunk_ids).data, digest_size=16)
     keys = []
-    for branch_ids, is_cut in zip(tokens.branches_ids_G, tokens.truncated_G, strict=True):
+    reads_G = tokens.reads_G or ((),) * len(tokens.branches_ids_G)
+    for branch_ids, is_cut, reads in zip(
+        tokens.branches_ids_G, tokens.truncated_G, reads_G, strict=True
+    ):
         digest = trunk.copy()
         digest.update(np.ascontiguousarray(branch_ids).data)
         if is_cut:
             digest.update(b"cut")  # a cut sequence never equals a whole one
+        if reads:
+            digest.update(repr(reads).encode())
         keys.append(digest.digest())
     return tuple(keys)
 
@@ -126,12 +131,7 @@ class KeyedTree:
 
     def part(self, chosen: Sequence[int]) -> KeyedTree:
         """Return the same trunk with the chosen branches only."""
-        tokens = replace(
-            self.tokens,
-            branches_ids_G=tuple(self.tokens.branches_ids_G[i] for i in chosen),
-            truncated_G=tuple(self.tokens.truncated_G[i] for i in chosen),
-        )
-        return KeyedTree(tokens, tuple(self.keys[i] for i in chosen))
+        return KeyedTree(self.tokens.select(chosen), tuple(self.keys[i] for i in chosen))
 
 
 def planned(units: Iterable[Unit], known: Container[Key]) -> list[KeyedTree]:
@@ -199,6 +199,8 @@ def _one_tree(
         trunk_ids=rows[0][:trunk],
         branches_ids_G=tuple(row[trunk:] for row in rows),
         truncated_G=tuple(tree.tokens.truncated_G[0] for tree in trees),
+        # Positions count from the start of the sequence, wherever its trunk ends.
+        reads_G=tuple(reads for tree in trees for reads in tree.tokens.reads_G),
     )
     return KeyedTree(tokens, tuple(tree.keys[0] for tree in trees))
 

@@ -499,9 +499,23 @@ def load_scorer(
                 f"language model's: {', '.join(loaded.strange_weights[:8])}. {UNDERSTOOD}"
             )
         raise ModelError(headless(place.name))
+    contract = loaded.contract
+    if spec.aggregate is not None:
+        steps = contract.rules.steps
+        if steps is None:
+            raise ConfigError(
+                f"{setting_of('policy.reward_model_cfg.step_aggregate', spec.aggregate)}: "
+                f"{place.name} is no process reward model, so there are no values of steps; leave "
+                "it out"
+            )
+        # Golden scores are those of the steps, which do not change; the statistics do.
+        loaded.contract = contract = contract.with_rules(
+            steps=steps.model_copy(update={"aggregate": spec.aggregate}),
+            **({} if steps.aggregate == spec.aggregate else {"mean": None, "std": None}),
+        )
     _check(loaded, place, precision=spec.precision, has_contract=rules is not None, say=say)
     return LocalScorer(
-        loaded.model, loaded.contract, batch_tokens=spec.batch_tokens, batch_size=spec.batch_size
+        loaded.model, contract, batch_tokens=spec.batch_tokens, batch_size=spec.batch_size
     )
 
 
@@ -542,6 +556,12 @@ def _model_of(place: ModelPlace, spec: ScorerSpec, rules: ScoringRules | None) -
             reward_model_type="regression" if rules.attributes else "bradley_terry",
             attributes=list(rules.attributes),
             attribute_weights=None if weights is None else list(weights),
+        )
+    if rules is not None and rules.steps is not None:
+        head = RewardModelConfig(
+            reward_model_type="process",
+            step_separator=rules.steps.separator,
+            step_aggregate=rules.steps.aggregate,
         )
     return replace(spec.model, name=place.name, precision=spec.precision, head=head)
 
@@ -594,6 +614,11 @@ def _say_rules(rules: ScoringRules, say: Say) -> None:
     )
     if rules.attributes:
         say(f"values  {', '.join(rules.attributes)}")
+    if rules.steps is not None:
+        say(
+            f"values  one for each step (steps are separated by {rules.steps.separator!r}); the "
+            f"score is their {rules.steps.aggregate}"
+        )
 
 
 def load_vllm_scorer(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> VllmScorer:

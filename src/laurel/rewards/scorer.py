@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -215,15 +215,24 @@ class ContractScorer(ModelScorer):
     def _verdicts(
         self, tokens: TokenGroup | None, rows: Iterator[Sequence[float]]
     ) -> Iterator[Score]:
-        """Return the scores of a group, in order; consumes one row for each completion."""
+        """Return the scores of a group, in order; consumes one row for each token that is read."""
         if tokens is None:
             return
-        for num_tokens, truncated in zip(tokens.lengths_G, tokens.truncated_G, strict=True):
-            values_K = next(rows)
-            if all(math.isfinite(value) for value in values_K):
-                value, values, failure = self.contract.scalar(values_K), tuple(values_K), None
+        for num_tokens, truncated, num_reads in zip(
+            tokens.lengths_G, tokens.truncated_G, tokens.num_reads_G, strict=True
+        ):
+            outputs_K = [output for _ in range(num_reads) for output in next(rows)]
+            value: float | None = None
+            values: tuple[float, ...] = ()
+            failure: str | None = None
+            if not outputs_K:
+                most = self.contract.rules.max_length
+                failure = f"longer than {most:,} tokens, so not all of its steps can be read"
+            elif not all(map(math.isfinite, outputs_K)):
+                failure = "not finite"
             else:
-                value, values, failure = None, (), "not finite"
+                value = self.contract.scalar(outputs_K)
+                values = self.contract.values(outputs_K)
             yield Score(
                 value=value,
                 values_K=values,
@@ -378,6 +387,12 @@ def _passes(model: RewardModel, batch: Sequence[TokenGroup]) -> list[Sequence[To
     return list(parts)
 
 
+def by_completion(values_NK: np.ndarray, counts: Iterable[int]) -> list[list[float]]:
+    """Return the outputs of each completion, given the number of tokens at which it is read."""
+    rows = iter(values_NK.tolist())
+    return [[output for _ in range(count) for output in next(rows)] for count in counts]
+
+
 def in_order(
     groups: Sequence[TokenGroup],
     parts: Sequence[Sequence[int]],
@@ -393,7 +408,7 @@ def in_order(
         values: Scores of each micro-batch.
         num_outputs: K, the outputs of the model.
     """
-    offsets = np.cumsum([0, *(len(group.branches_ids_G) for group in groups)])
+    offsets = np.cumsum([0, *(sum(group.num_reads_G) for group in groups)])
     values_NK = np.empty((offsets[-1], num_outputs), dtype=np.float32)
     for indices, scores_NK in zip(parts, values, strict=True):
         rows = np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in indices])
@@ -461,11 +476,11 @@ def golden_by(
         group.conversation(index) for group in groups for index in range(len(group.completions_G))
     ]
     tokens = contract.encode([conversation_group(messages) for messages in conversations])
+    values = by_completion(score_alone(tokens), [one.num_reads_G[0] for one in tokens])
     return tuple(
         GoldenScore(messages=messages, values_K=tuple(values_K), num_tokens=one.lengths_G[0])
-        for messages, one, values_K in zip(
-            conversations, tokens, score_alone(tokens).tolist(), strict=True
-        )
+        for messages, one, values_K in zip(conversations, tokens, values, strict=True)
+        if values_K
     )
 
 
@@ -512,7 +527,7 @@ def check_golden_by(
                 f"a golden conversation has {num_tokens} tokens here and had {golden.num_tokens} "
                 "when the model was saved: the tokenizer or its template has changed"
             )
-        values_K = score_alone(tokens)[0].tolist()
+        values_K = score_alone(tokens).flatten().tolist()
         for value, expected in zip(values_K, golden.values_K, strict=True):
             difference = abs(value - expected) / max(1.0, abs(expected))
             if not difference <= tolerance:
@@ -594,5 +609,6 @@ def _largest_difference(model: RewardModel, probe: Probe) -> float | None:
 
 
 def _own_scores(model: RewardModel, ids_L: Tensor) -> Tensor:
-    scores_1K: Tensor = model.classifier(**inputs_alone(model, ids_L)).logits
-    return scores_1K
+    logits: Tensor = model.classifier(**inputs_alone(model, ids_L)).logits
+    # A token classifier gives the outputs of every token.
+    return logits if logits.dim() == 2 else logits[:, -1]

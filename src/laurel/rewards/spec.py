@@ -20,6 +20,7 @@ from laurel.observe.hub import check_fetchable, check_not_missing, listed
 if TYPE_CHECKING:
     from laurel.config.environments import FunctionConfig, JudgeConfig, ScorerSource
     from laurel.generation.vllm.pooling import PoolingOptions
+    from laurel.models.scoring import Aggregate
     from laurel.rewards.ensemble import Combine
 
 Say = Callable[[str], None]
@@ -80,6 +81,9 @@ class ScorerSpec:
     """Time limit in seconds of a forward pass in another process; None: its group's limit."""
     precision: Precision = "float32"
     """Dtype of the weights and of the decoder's arithmetic; the head computes in float32."""
+    aggregate: Aggregate | None = None
+    """How the values of the steps become the score, in place of what the contract of a process
+    reward model says."""
     device: Device = "auto"
     """Device of the model; `auto` chooses a GPU where there is one."""
     pooling: PoolingOptions | None = None

@@ -15,9 +15,8 @@ import numpy as np
 from laurel.errors import ModelError, ScoringContractError, key_of
 from laurel.generation.vllm.pooling import PoolingOptions, VllmPooling
 from laurel.models.forest.decoder import Path
-from laurel.models.scoring import ScoringContract
+from laurel.models.scoring import ScoringContract, sigmoid
 from laurel.models.spec import ModelSpec
-from laurel.rewards.remote.foreign import sigmoid
 from laurel.rewards.scorer import (
     ContractScorer,
     OnBatch,
@@ -59,6 +58,11 @@ class VllmScorer(ContractScorer):
         """
         super().__init__(contract, batch_tokens=batch_tokens, batch_size=None)
         rules = contract.rules
+        if rules.steps is not None:
+            raise ModelError(
+                f"{model.name} is a process reward model, and vLLM reads one score of a "
+                "conversation; let Laurel's own engine score it"
+            )
         if not rules.golden:
             raise ScoringContractError(
                 f"{model.name} has no golden scores, so nothing would show whether vLLM gives its "

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from laurel.evaluation.benchmarks import BenchmarkSet
     from laurel.protocols import Environment
     from laurel.training.learner_group import ModelFacts
-    from laurel.training.loop import RunServices, Schedule
+    from laurel.training.loop import OnValidation, RunServices, Schedule
     from laurel.training.state import RunState
     from laurel.types import Score
 
@@ -194,10 +194,11 @@ def make_services(
     deadline: Deadline,
     reports: Mapping[str, Any],
     unit: str = "pairs",
+    on_validation: OnValidation | None = None,
 ) -> RunServices:
     """Open the loggers, write the configuration and data reports, and install signal handlers.
 
-    `unit` is what a step's throughput is counted in.
+    `unit` is what a step's throughput is counted in; `on_validation` is called after validations.
 
     Raises:
         CheckpointError: The disk has no room for the checkpoints of the run.
@@ -240,6 +241,7 @@ def make_services(
         progress=progress,
         stop=stop,
         deadline=deadline,
+        on_validation=on_validation,
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from laurel.config.data import DatasetConfig
 from laurel.config.load import to_yaml
 from laurel.config.reward_model import RewardTrainingRun
-from laurel.data.preferences import hold_out, load_preferences, own_validation_preferences
+from laurel.data.preferences import Fold, hold_out, load_preferences, own_validation_preferences
 from laurel.data.report import DataReport
 from laurel.errors import ConfigError, DataError
 from laurel.evaluation.benchmarks import BenchmarkSet, selectable
@@ -28,7 +28,7 @@ from laurel.run.context import (
 )
 from laurel.run.model import TrainedModel, describe_model, load_trained_model, resolve_model
 from laurel.run.specs import model_spec, step_order
-from laurel.training.selection import Selection, select_by
+from laurel.training.selection import EarlyStopping, Selection, select_by
 from laurel.training.stopping import Deadline, Position
 from laurel.types import Preference
 
@@ -39,34 +39,88 @@ if TYPE_CHECKING:
 
     from laurel.models.scoring import ScoringContract
     from laurel.training.learner_group import ModelFacts
-    from laurel.training.loop import RunOutcome
+    from laurel.training.loop import OnValidation, RunOutcome
     from laurel.types import PreferenceSample
 
 
-def train_reward_model(config: RewardTrainingRun, *, console: Console) -> RunOutcome:
+def train_reward_model(
+    config: RewardTrainingRun,
+    *,
+    console: Console,
+    fold: Fold | None = None,
+    on_validation: OnValidation | None = None,
+) -> RunOutcome:
     """Train a reward model (`laurel rm`) from beginning to end, and return the outcome.
 
     Errors are reported in the order of their cost: first those that need nothing loaded, then those
     that need the data, then those that need the model. torch is imported after the data is read.
+
+    Args:
+        config: The configuration of the run.
+        console: The console for what is read, decided and measured.
+        fold: The part of the training set that is held out, in the place of
+            `data.split_validation_size`.
+        on_validation: Called after each validation; a reason that it returns ends the run.
     """
     config = resolve_model(config, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
-    selection = check_reward_run(config)
+    selection, early_stopping = check_reward_run(config)
     planned = plan_allocation(config)
     with ExitStack() as stack:
         context = RunContext(config=config, console=console, stack=stack).with_store(selection)
-        data = load_data(config)
-        check_figure(selection, data.benchmarks)
-        return _train(context.with_slots(planned), data, selection, deadline)
+        data = load_data(config, fold=fold)
+        check_figure("checkpointing.metric_name", selection.key, data.benchmarks)
+        if early_stopping is not None:
+            check_figure("rm.early_stopping.metric_name", early_stopping.key, data.benchmarks)
+        context = context.with_slots(planned)
+        return _train(context, data, selection, early_stopping, deadline, on_validation)
 
 
-def check_reward_run(config: RewardTrainingRun) -> Selection:
-    """Check the configuration before anything is loaded; return how the best checkpoint is chosen.
+def check_reward_run(config: RewardTrainingRun) -> tuple[Selection, EarlyStopping | None]:
+    """Check the configuration before anything is loaded.
+
+    Returns:
+        How the best checkpoint is chosen, and what ends the run early; None if nothing does.
 
     Raises:
         UserError: A setting cannot be used; the first problem is reported.
     """
     check_available(config.logger)
+    select = metric_selector(config)
+    saving, stopping = config.checkpointing, config.rm.early_stopping
+    selection = select(saving.metric_name, saving.higher_is_better)
+    if stopping.metric_name is None:
+        return selection, None
+    watched = select(
+        stopping.metric_name,
+        stopping.higher_is_better,
+        setting="rm.early_stopping.metric_name",
+    )
+    if watched.key is None or not watched.key.startswith("validation"):
+        has_sets = select.keywords["sets"] or select.keywords["benchmarks"]
+        raise ConfigError(
+            f"rm.early_stopping.metric_name={stopping.metric_name}: early stopping watches a "
+            "metric of a validation set, such as validation-default_loss"
+            + ("" if has_sets else "; there is no validation set: name one under data")
+        )
+    if config.rm.val_period == 0:
+        raise ConfigError(
+            "rm.early_stopping: it counts the validations of rm.val_period, which is 0; set it"
+        )
+    return selection, EarlyStopping(
+        key=watched.key,
+        higher_is_better=watched.higher_is_better,
+        patience=stopping.patience,
+        min_delta=stopping.min_delta,
+    )
+
+
+def metric_selector(config: RewardTrainingRun) -> partial[Selection]:
+    """Return `select_by` for the metrics that a run measures.
+
+    Raises:
+        ConfigError: A benchmark has the name of a validation set.
+    """
     sets, benchmarks = list(config.data.validation_sets()), config.data.benchmark_sets()
     if not sets and (config.data.split_validation_size or own_validation_of(config)):
         sets = ["default"]
@@ -77,29 +131,29 @@ def check_reward_run(config: RewardTrainingRun) -> Selection:
         )
     is_validated = config.rm.val_period > 0 or config.rm.val_at_end
     figures = {name: selectable(one.benchmark) for name, one in benchmarks.items()}
-    return select_by(
-        config.checkpointing.metric_name,
-        config.checkpointing.higher_is_better,
+    return partial(
+        select_by,
         sets=sets if is_validated else [],
         attributes=config.policy.reward_model_cfg.attributes,
         benchmarks=figures if is_validated else {},
+        has_steps=config.rm.loss.reads_steps,
     )
 
 
-def check_figure(selection: Selection, benchmarks: Mapping[str, BenchmarkSet]) -> None:
-    """Check that the loaded benchmarks provide the metric by which checkpoints are selected.
+def check_figure(setting: str, key: str | None, benchmarks: Mapping[str, BenchmarkSet]) -> None:
+    """Check that the loaded benchmarks provide the metric that a setting names.
 
     Raises:
         ConfigError: The metric is missing, perhaps because the benchmark was limited to some rows.
     """
     for name, benchmark in benchmarks.items():
         figures = {f"validation-{name}_{key}": key for key in selectable(benchmark.benchmark)}
-        figure, possible = figures.get(selection.key or ""), benchmark.possible()
+        figure, possible = figures.get(key or ""), benchmark.possible()
         if figure is None or figure in possible:
             continue
         why = "; ".join(benchmark.notes())
         raise ConfigError(
-            f"checkpointing.metric_name={selection.key}: these rows of {benchmark.title} give no "
+            f"{setting}={key}: these rows of {benchmark.title} give no "
             f"{figure} ({why}). They give: "
             + ", ".join(f"validation-{name}_{key}" for key in possible)
         )
@@ -112,7 +166,9 @@ def _train(
     context: RunContext[RewardTrainingRun],
     data: PreferenceData,
     selection: Selection,
+    early_stopping: EarlyStopping | None,
     deadline: Deadline,
+    on_validation: OnValidation | None,
 ) -> RunOutcome:
     """Load the model, tokenize, and run the loop; nothing is written before all is checked."""
     config, console = context.config, context.console
@@ -173,6 +229,7 @@ def _train(
         config.checkpointing,
         total_steps=total_steps(config.rm, order),
         has_validation=bool(validation or data.benchmarks),
+        early_stopping=early_stopping,
     )
     services = make_services(
         context,
@@ -183,6 +240,7 @@ def _train(
         selection=selection,
         deadline=deadline,
         reports=data.all_reports,
+        on_validation=on_validation,
     )
     batcher = Batcher(
         model.facts.path,
@@ -232,8 +290,12 @@ def reward_model_identity(config: RewardTrainingRun) -> dict[str, object]:
     from laurel.training.state import leaves
 
     policy, data = config.policy, config.data
+    # The patience may change, as the number of steps may; without a metric nothing is watched.
+    stopping = config.rm.early_stopping
+    watched = stopping.model_dump(mode="json", exclude={"patience"}) if stopping.metric_name else {}
     settings = {
-        "rm": config.rm.model_dump(mode="json", include={"seed", "loss"}),
+        "rm": config.rm.model_dump(mode="json", include={"seed", "loss"})
+        | ({"early_stopping": watched} if watched else {}),
         "policy": policy.model_dump(
             mode="json",
             include={
@@ -291,8 +353,8 @@ class PreferenceData:
         return {**self.reports, **named}
 
 
-def load_data(config: RewardTrainingRun) -> PreferenceData:
-    """Read all training and validation sets of the run.
+def load_data(config: RewardTrainingRun, *, fold: Fold | None = None) -> PreferenceData:
+    """Read all training and validation sets of the run; a fold decides what is held out.
 
     Raises:
         DataError: A file or a row cannot be used, no row is left, or no row has a margin that the
@@ -324,7 +386,11 @@ def load_data(config: RewardTrainingRun) -> PreferenceData:
         return loaded
     own = own_validation_of(config)
     if data.split_validation_size:
-        loaded.train, held = hold_out(train, share=data.split_validation_size, seed=config.rm.seed)
+        loaded.train, held = (
+            hold_out(train, share=data.split_validation_size, seed=config.rm.seed)
+            if fold is None
+            else fold.hold_out(train)
+        )
         loaded.validation["default"] = held
         loaded.reports["validation-default"] = loaded.reports["train"].move_out(
             kept=loaded.train, held_out=held, name="validation-default"
@@ -374,6 +440,8 @@ def _load(
         on_bad_row=config.data.on_bad_row,
         attributes=config.policy.reward_model_cfg.attributes,
         max_samples=max_samples,
+        separator=config.policy.reward_model_cfg.step_separator,
+        needs_steps=config.rm.loss.reads_steps,
     )
 
 
@@ -393,9 +461,13 @@ def tokenise(
     overlong: str,
     console: Console,
 ) -> list[PreferenceSample]:
-    """Tokenize preferences; over-long ones are truncated or left out, and counted in the report."""
+    """Tokenize preferences; over-long ones are truncated or left out, and counted in the report.
+
+    Those of a process reward model are always left out, because their steps cannot all be read.
+    """
     from laurel.types import PreferenceSample
 
+    reads_steps = contract.rules.steps is not None
     samples: list[PreferenceSample] = []
     with console.status(f"tokenising {report.name}") as status:
         for first in range(0, len(preferences), ENCODE_AT_ONCE):
@@ -403,13 +475,14 @@ def tokenise(
             tokens = contract.encode(
                 [preference.group for preference in part],
                 sources=[preference.source for preference in part],
+                exact_steps=reads_steps,
             )
             samples += [
                 PreferenceSample(preference=preference, tokens=group)
                 for preference, group in zip(part, tokens, strict=True)
             ]
             status.update(f"tokenising {report.name}: {len(samples)} of {len(preferences)}")
-    if overlong == "drop":
+    if overlong == "drop" or reads_steps:
         kept = [sample for sample in samples if not any(sample.tokens.truncated_G)]
         for sample in samples:
             if any(sample.tokens.truncated_G):
@@ -419,6 +492,7 @@ def tokenise(
                 f"{report.name}: all {len(samples)} rows are longer than "
                 f"{contract.rules.max_length} tokens; raise data.max_input_seq_length or set "
                 "data.overlong=truncate"
+                + (" (not of a process reward model)" if reads_steps else "")
             )
         samples = kept
         report.describe([sample.preference for sample in samples])

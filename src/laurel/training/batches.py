@@ -122,8 +122,7 @@ def shares(group: TokenGroup, *, budget: int | None) -> list[list[int]]:
 
 def select_completions(group: TokenGroup, indices: Sequence[int]) -> TokenGroup:
     """Return a group with only the completions at these indices."""
-    branches_ids_G = tuple(group.branches_ids_G[i] for i in indices)
-    return replace(group, branches_ids_G=branches_ids_G, truncated_G=())
+    return replace(group.select(indices), truncated_G=())
 
 
 def global_batches(

@@ -21,8 +21,14 @@ from laurel.config.reward_model import RewardTrainingConfig
 from laurel.config.sft import SFTConfig
 from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.models.scoring import ScoringContract
-from laurel.observe.metrics import answer_length, attribute_metrics, preference_metrics
+from laurel.observe.metrics import (
+    answer_length,
+    attribute_metrics,
+    preference_metrics,
+    step_metrics,
+)
 from laurel.observe.progress import ProgressPhase
+from laurel.rewards.scorer import by_completion
 from laurel.training.batches import Batcher, StepOrder
 from laurel.training.learner import Learner, LossFunction, MicroBatch, Update, add_up
 from laurel.training.loop import RunServices, TrainingLoop
@@ -71,13 +77,17 @@ def validate(
         add_up(totals, loss(outputs_NK, micro_batch.labels, num_groups=1.0).sums)
         rows_NK, first = outputs_NK.float().cpu().numpy(), 0
         for preference in micro_batch.labels:
-            size = len(preference.ranks_G)
+            size = sum(preference.num_outputs_G)
             # Micro-batches have the groups in another order, which the ids undo.
             values[preference.group.id] = rows_NK[first : first + size]
             first += size
         on_groups(len(micro_batch.labels))
     values_BGK = [values[sample.preference.group.id] for sample in samples]
-    scores_BG = tuple(tuple(contract.scalar(row) for row in group.tolist()) for group in values_BGK)
+    outputs_BG = [
+        by_completion(group, sample.preference.num_outputs_G)
+        for group, sample in zip(values_BGK, samples, strict=True)
+    ]
+    scores_BG = tuple(tuple(map(contract.scalar, outputs_G)) for outputs_G in outputs_BG)
     metrics = preference_metrics(
         scores_BG,
         [sample.preference.ranks_G for sample in samples],
@@ -90,6 +100,11 @@ def validate(
     if attributes:
         targets = [row for s in samples for row in s.preference.attributes_GK or ()]
         metrics |= attribute_metrics(np.concatenate(values_BGK), np.asarray(targets), attributes)
+    if contract.rules.steps is not None:
+        metrics |= step_metrics(
+            [contract.values(outputs) for outputs_G in outputs_BG for outputs in outputs_G],
+            [steps_S for sample in samples for steps_S in sample.preference.steps_GS or ()],
+        )
     loss_value = loss.metrics(totals).get("loss")
     if loss_value is not None and np.isfinite(loss_value):
         metrics = {"loss": loss_value, **metrics}

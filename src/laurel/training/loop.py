@@ -10,7 +10,7 @@ import gc
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,12 +18,18 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from laurel.config.policy import CheckpointingConfig
-from laurel.errors import CheckpointError, NonFiniteError, TrainingError, UnsavedError
+from laurel.errors import (
+    CheckpointError,
+    NonFiniteError,
+    TrainingError,
+    UnsavedError,
+    counted,
+)
 from laurel.models.checkpoint.store import CheckpointStore, SaveUnderWay
 from laurel.observe.loggers import MetricLogger
 from laurel.observe.progress import Timers, TrainingProgress
 from laurel.training.learner import Update
-from laurel.training.selection import Goal, Selection
+from laurel.training.selection import EarlyStopping, Goal, Selection
 from laurel.training.state import RunState
 from laurel.training.stopping import Deadline, NothingLeft, Position, StopRequest, Work
 
@@ -90,6 +96,8 @@ class Schedule:
     """Whether there is a validation set."""
     goal: Goal | None = None
     """The target of a validation metric that ends the run."""
+    early_stopping: EarlyStopping | None = None
+    """The validation metric that ends the run when it no longer improves."""
 
     @classmethod
     def of(
@@ -100,6 +108,7 @@ class Schedule:
         total_steps: int,
         has_validation: bool,
         goal: Goal | None = None,
+        early_stopping: EarlyStopping | None = None,
     ) -> Schedule:
         """Return the schedule of an algorithm's section and the section `checkpointing`."""
         return cls(
@@ -111,6 +120,7 @@ class Schedule:
             max_bad_steps=section.max_bad_steps,
             has_validation=has_validation,
             goal=goal,
+            early_stopping=early_stopping,
         )
 
 
@@ -126,7 +136,11 @@ class RunServices:
     progress: TrainingProgress
     stop: StopRequest
     deadline: Deadline
+    on_validation: OnValidation | None = None
 
+
+OnValidation = Callable[[int, Mapping[str, float]], str | None]
+"""Called with the step and metrics of each validation; a reason that it returns ends the run."""
 
 NEW_OBJECTS = 50_000
 """The number of new objects at which the garbage collector runs within a step."""
@@ -167,6 +181,7 @@ class TrainingLoop(ABC):
         self.progress = services.progress
         self.stop = services.stop
         self.deadline = services.deadline
+        self.on_validation = services.on_validation
         self.timers = Timers()
         self.latest_metrics: dict[str, float] = {}
         self._ended_by_alarm = self._is_early = False
@@ -301,7 +316,7 @@ class TrainingLoop(ABC):
             position = self._validate(position)
             if self.store is not None and step > 0 and position.validated_at == step:
                 self._save(position, goes_on=step < self.schedule.total_steps)
-        self._check_goal(position)
+        self._check_validation(position)
         self._check_alarm(position)
         return position
 
@@ -312,7 +327,7 @@ class TrainingLoop(ABC):
         ended = self._reason_to_end(position)
         if ended == "finished" and self._validation_is_missing(position):
             position = self._validate(position)
-            self._check_goal(position)
+            self._check_validation(position)
             self._check_alarm(position)
             if self.stop.signal is not None:
                 ended = self._reason_to_end(position)
@@ -331,10 +346,29 @@ class TrainingLoop(ABC):
             return self._after_step(position)
         return position, self._reason_to_end(position)
 
-    def _check_goal(self, position: Position) -> None:
-        goal = self.schedule.goal
+    def _check_validation(self, position: Position) -> None:
         # The metrics of an earlier step say nothing about these weights.
-        if goal is None or position.validated_at != position.step:
+        if position.validated_at != position.step:
+            return
+        stopping, goal = self.schedule.early_stopping, self.schedule.goal
+        if (
+            stopping is not None
+            and position.num_stale >= stopping.patience
+            and position.step < self.schedule.total_steps
+        ):
+            best = "never measured"
+            if position.best_watched is not None:
+                best = f"no better than {position.best_watched:.4f}"
+            self._make_last(
+                position,
+                f"step {position.step} is the last: {stopping.key} was {best} in "
+                f"{counted(position.num_stale, 'validation')} (rm.early_stopping.patience)",
+            )
+        if self.on_validation is not None:
+            why = self.on_validation(position.step, position.metrics)
+            if why is not None and position.step < self.schedule.total_steps:
+                self._make_last(position, f"step {position.step} is the last: {why}")
+        if goal is None:
             return
         value = position.metrics.get(goal.key)
         if value is None:
@@ -404,7 +438,13 @@ class TrainingLoop(ABC):
         self.logger.log(logged, step=position.step)
         self.latest_metrics = {k: v for k, v in logged.items() if not k.startswith("timing/")}
         self.deadline.took("validation", time.monotonic() - started)
-        return position.validated(keyed)
+        position = position.validated(keyed)
+        stopping = self.schedule.early_stopping
+        # A validation that is only due to a save, or to a limit of steps that is raised later,
+        # does not count: a run in pieces ends where it would have ended in one piece.
+        if stopping is None or position.step % self.schedule.val_period:
+            return position
+        return stopping.watched(position)
 
     def _save(self, position: Position, *, goes_on: bool) -> None:
         self.saving.save(position, self.info(position), goes_on=goes_on)

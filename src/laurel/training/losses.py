@@ -158,6 +158,62 @@ def regression(predictions_NK: Tensor, targets_NK: Tensor) -> Tensor:
     return squares_NK.sum(-1) / rated_NK.sum(-1).clamp(min=1)
 
 
+def steps_right(logits_S: Tensor, labels_S: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    """Compute the binary cross-entropy [S] of steps, whose labels are probabilities.
+
+    It is the loss of Lightman et al. (2023, arXiv 2305.20050), with the soft labels of
+    Math-Shepherd (2023, arXiv 2312.08935). NaN in `labels_S` means that a step was not labelled;
+    its loss is 0.
+    """
+    logits_S = _full_precision(logits_S)
+    has_label_S = ~torch.isnan(labels_S)
+    labels_S = torch.where(has_label_S, labels_S, torch.zeros_like(labels_S))
+    right_S, wrong_S = -logsigmoid(logits_S), -logsigmoid(-logits_S)
+    loss_S = _expected(right_S, wrong_S, labels_S, label_smoothing)
+    return torch.where(has_label_S, loss_S, torch.zeros_like(loss_S))
+
+
+def steps_ranked(logits_S: Tensor, steps_NS: Sequence[Sequence[float]], *, margin: float) -> Tensor:
+    """Compute the ranking loss [N] of answers with labelled steps.
+
+    It is the loss of process Q-value models (Li and Li 2024, arXiv 2410.11287): a right step is
+    chosen before the right steps before it, as the answer comes closer to its end, and before all
+    wrong steps, by a margin. The state before the first step counts as a right step with the logit
+    0, so logits above 0 mean right steps. A label above 1/2 is right, one below is wrong; other
+    steps do not count.
+
+    Args:
+        logits_S: The logits of the steps of all answers, one answer after the other.
+        steps_NS: The labels of the steps of each answer.
+        margin: By how much right steps should lead wrong ones.
+    """
+    logits_S = _full_precision(logits_S)
+    chosen: list[int] = []
+    ranks_NG: list[list[int]] = []
+    start = 0
+    for steps_S in steps_NS:
+        used = [s for s, label in enumerate(steps_S) if label > 0.5 or label < 0.5]
+        num_right = sum(steps_S[s] > 0.5 for s in used)
+        ranks, right_after = [num_right], num_right
+        for s in used:
+            if steps_S[s] > 0.5:
+                right_after -= 1
+            ranks.append(right_after if steps_S[s] > 0.5 else num_right + 1)
+        ranks_NG.append(ranks)
+        # The state before the first step comes after all logits.
+        chosen += [len(logits_S), *(start + s for s in used)]
+        start += len(steps_S)
+    with_start = torch.cat([logits_S, logits_S.new_zeros(1)])
+    lead = [
+        margin if rank == max(ranks) and rank > ranks[0] else 0.0
+        for ranks in ranks_NG
+        for rank in ranks
+    ]
+    index = torch.tensor(chosen, dtype=torch.int64, device=logits_S.device)
+    scores = with_start[index] + _like(lead, logits_S)
+    return plackett_luce(scores, ranked_pairs(ranks_NG, with_ties=False).to(scores))
+
+
 def _full_precision(scores: Tensor) -> Tensor:
     # In bfloat16 the rounding of scores would decide close pairs.
     assert scores.is_floating_point(), f"scores are {scores.dtype}, not floating point"
@@ -222,6 +278,8 @@ class RewardLoss:
         """
         if self._config.type == "regression":
             return any(map(_is_rated, preference.attributes_GK or ()))
+        if self._config.reads_steps:
+            return any(map(_is_rated, preference.steps_GS or ()))
         if self._config.type == "plackett_luce" and preference.target != 1.0:
             raise DataError(
                 f"{preference.source or preference.group.id}: a soft label "
@@ -233,10 +291,15 @@ class RewardLoss:
         return len(set(preference.ranks_G)) > 1
 
     def count(self, batch: Sequence[Preference]) -> float:
-        """Return the number of groups that contribute to the loss.
+        """Return the number of groups, labelled steps or answers that contribute to the loss.
 
         Its sum over all ranks is the denominator of a step; a step with 0 should be skipped.
         """
+        steps_NS = [steps_S for one in batch for steps_S in one.steps_GS or ()]
+        if self._config.type == "step_bce":
+            return float(sum(not math.isnan(label) for steps_S in steps_NS for label in steps_S))
+        if self._config.type == "step_ranking":
+            return float(sum(map(_is_rated, steps_NS)))
         return float(sum(map(self.teaches, batch)))
 
     def __call__(
@@ -248,11 +311,14 @@ class RewardLoss:
             scores_NK: The scores; K is 1 except for the type `regression`.
             batch: The groups of the micro-batch.
             num_groups: The global denominator, the sum of `count` over all micro-batches and ranks.
+                The scores of a process reward model are the logits of all steps.
 
         Raises:
             DataError: The number of a row's ratings differs from that of the head's outputs.
         """
         assert num_groups > 0, "nothing to learn from: skip the step"
+        if self._config.reads_steps:
+            return self._steps(scores_NK, batch, num_groups=num_groups)
         ranks_per_group = [preference.ranks_G for preference in batch]
         num_completions = sum(map(len, ranks_per_group))
         assert scores_NK.shape == (num_completions, scores_NK.shape[-1]), (
@@ -287,8 +353,9 @@ class RewardLoss:
     def metrics(self, sums: Mapping[str, SupportsFloat]) -> dict[str, float]:
         """Compute the metrics of a step or a validation set from its totals of `LossOutput.sums`.
 
-        `loss` is the mean over the groups that contribute, and `num_valid_samples` the number of
-        pairs of different rank. Over these pairs, `accuracy` is the share whose better side scores
+        `loss` is the mean over what `count` counts, and `num_valid_samples` the number of pairs of
+        different rank, or of steps whose label is not 1/2. Of steps, `accuracy` is the share whose
+        value is on the label's side of 1/2. Over pairs, it is the share whose better side scores
         strictly higher, and `rewards_chosen_mean` and `rewards_rejected_mean` are the means of
         their sides, all as in `observe.metrics.preference_metrics`. A mean over nothing is absent.
         """
@@ -298,8 +365,35 @@ class RewardLoss:
             metrics["loss"] = totals["loss"] / totals["num_groups"]
         if totals["num_valid_samples"]:
             for name in ("accuracy", "rewards_chosen_mean", "rewards_rejected_mean"):
-                metrics[name] = totals[name] / totals["num_valid_samples"]
+                if name in totals:
+                    metrics[name] = totals[name] / totals["num_valid_samples"]
         return metrics
+
+    def _steps(
+        self, logits_S1: Tensor, batch: Sequence[Preference], *, num_groups: float
+    ) -> LossOutput:
+        steps_NS = [steps_S for one in batch for steps_S in one.steps_GS or ()]
+        labels = [label for steps_S in steps_NS for label in steps_S]
+        assert logits_S1.shape == (len(labels), 1), (
+            f"{len(labels)} steps, but scores of shape {tuple(logits_S1.shape)}"
+        )
+        logits_S = _full_precision(logits_S1)[:, 0]
+        labels_S = _like(labels, logits_S)
+        if self._config.type == "step_bce":
+            smoothing = self._config.label_smoothing
+            loss = steps_right(logits_S, labels_S, label_smoothing=smoothing)
+        else:
+            loss = steps_ranked(logits_S, steps_NS, margin=self._config.step_margin)
+        total = loss.sum()
+        is_clear_S = (labels_S > 0.5) | (labels_S < 0.5)
+        is_right_S = (logits_S.detach() >= 0) == (labels_S > 0.5)
+        sums = {
+            "accuracy": (is_right_S & is_clear_S).sum().to(total.dtype),
+            "num_valid_samples": is_clear_S.sum().to(total.dtype),
+            "loss": total.detach(),
+            "num_groups": total.new_full((), self.count(batch)),
+        }
+        return LossOutput(loss=total / num_groups, sums=sums)
 
     def _comparisons(
         self, rewards_N: Tensor, batch: Sequence[Preference], ranked: PairIndex

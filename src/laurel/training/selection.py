@@ -5,13 +5,15 @@ This module does not import torch, so that a wrong name is reported quickly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from laurel.config.grpo import GRPOConfig
 from laurel.errors import ConfigError
-from laurel.observe.metrics import PREFERENCE_METRICS, is_lower_better
+from laurel.observe.metrics import PREFERENCE_METRICS, STEP_METRICS, is_lower_better
+from laurel.training.stopping import Position
 
 TRAIN_METRICS = ("loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "grad_norm")
 
@@ -35,6 +37,31 @@ class Goal:
     """The value that ends the run when it is reached."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStopping:
+    """A validation metric that ends the run when it has not improved for a while."""
+
+    key: str
+    """The name of the metric, as in `Selection`."""
+    higher_is_better: bool
+    patience: int
+    """The number of consecutive validations without a new best value that ends the run."""
+    min_delta: float
+    """The difference to the best value so far that makes a value a new best."""
+
+    def watched(self, position: Position) -> Position:
+        """Return a validated position with its best value and the validations since counted."""
+        value, best = position.metrics.get(self.key), position.best_watched
+        # A metric that could not be measured is no improvement.
+        if value is not None:
+            gain = math.inf if best is None else value - best
+            if best is not None and not self.higher_is_better:
+                gain = -gain
+            if gain > self.min_delta:
+                return replace(position, best_watched=value, num_stale=0)
+        return replace(position, num_stale=position.num_stale + 1)
+
+
 def select_by(
     metric_name: str | None,
     higher_is_better: bool | None,
@@ -42,6 +69,8 @@ def select_by(
     sets: Sequence[str],
     attributes: Sequence[str] = (),
     benchmarks: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    has_steps: bool = False,
+    setting: str = "checkpointing.metric_name",
 ) -> Selection:
     """Resolve `checkpointing.metric_name` to a metric that this run measures.
 
@@ -55,6 +84,8 @@ def select_by(
         sets: The names of the validation sets.
         attributes: The attributes of a regression head.
         benchmarks: The names of the metrics of each benchmark that the run measures.
+        has_steps: Whether the model is a process reward model.
+        setting: The key that names the metric, for the message.
 
     Raises:
         ConfigError: The run does not measure such a metric; the message lists those it measures.
@@ -66,7 +97,7 @@ def select_by(
             return Selection(key=None)
         first = f"{sets[0]}_loss" if sets else f"{next(iter(benchmarks))}_accuracy"
         metric_name = f"validation-{first}"
-    names = [*PREFERENCE_METRICS]
+    names = [*PREFERENCE_METRICS, *(STEP_METRICS if has_steps else ())]
     names += [f"{kind}/{attribute}" for attribute in attributes for kind in ("mse", "pearson")]
     possible = [f"validation-{name}_{metric}" for name in sets for metric in names]
     possible += [f"validation-{name}_{one}" for name, found in benchmarks.items() for one in found]
@@ -77,6 +108,7 @@ def select_by(
         possible,
         has_validation=bool(sets or benchmarks),
         aliases={"val_loss": f"validation-{sets[0]}_loss"} if sets else {},
+        setting=setting,
     )
 
 
@@ -87,6 +119,7 @@ def select_among(
     *,
     has_validation: bool,
     aliases: Mapping[str, str] = MappingProxyType({}),
+    setting: str = "checkpointing.metric_name",
 ) -> Selection:
     """Resolve a name to one of the metrics that a run measures.
 
@@ -96,6 +129,7 @@ def select_among(
         possible: The names of the metrics that the run measures.
         has_validation: Whether the run has a validation set, for the message.
         aliases: The names of metrics in other systems.
+        setting: The key that names the metric, for the message.
 
     Raises:
         ConfigError: The run does not measure such a metric; the message lists those it measures.
@@ -103,9 +137,7 @@ def select_among(
     bare = metric_name.removeprefix("val:")
     key = aliases.get(metric_name) or aliases.get(bare) or _in_full(metric_name)
     if key is None or key not in possible:
-        raise _never_measured(
-            f"checkpointing.metric_name={metric_name}", possible, has_validation=has_validation
-        )
+        raise _never_measured(f"{setting}={metric_name}", possible, has_validation=has_validation)
     if higher_is_better is None:
         higher_is_better = not is_lower_better(key)
     return Selection(key=key, higher_is_better=higher_is_better)

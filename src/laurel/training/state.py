@@ -21,7 +21,7 @@ from laurel.errors import CheckpointError
 from laurel.models.checkpoint.card import CardFacts, policy_card, reward_model_card
 from laurel.models.checkpoint.store import Written
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.scorer import divide_into_micro_batches, golden_by, in_order
+from laurel.rewards.scorer import by_completion, divide_into_micro_batches, golden_by, in_order
 from laurel.training.learner import Learner
 from laurel.training.stopping import Position
 from laurel.types import Group, PaddedRows, PreferenceSample, TokenForest, TokenGroup
@@ -115,6 +115,8 @@ class RunState(ABC):
                 "validated_at": position.validated_at,
                 "metrics": dict(position.metrics),
                 "before": dict(position.before),
+                "best_watched": position.best_watched,
+                "num_stale": position.num_stale,
                 "more": self.more(),
             },
             in_background=in_background,
@@ -135,6 +137,8 @@ class RunState(ABC):
             validated_at=extra["validated_at"],
             metrics=extra["metrics"],
             before=extra.get("before", {}),  # older checkpoints have none
+            best_watched=extra.get("best_watched"),
+            num_stale=extra.get("num_stale", 0),
         )
 
 
@@ -323,7 +327,8 @@ class RewardRunState(RunState):
         if measured_at != step or not scores:
             tokens = [sample.tokens for sample in self._train[:NUM_REFERENCE_GROUPS]]
             values_NK = self._scores(self.learner.outputs, tokens, batch_tokens=self._batch_tokens)
-            scores = [self.contract.scalar(row) for row in values_NK.tolist()]
+            counts = [count for group in tokens for count in group.num_reads_G]
+            scores = [self.contract.scalar(row) for row in by_completion(values_NK, counts)]
         scores = [score for score in scores if math.isfinite(score)]
         return self.contract.with_rules(
             mean=statistics.fmean(scores) if scores else None,
@@ -354,6 +359,8 @@ def samples_fingerprint(samples: Sequence[PreferenceSample]) -> str:
         preference = sample.preference
         values = (preference.ranks_G, preference.margin, preference.target)
         digest.update(repr((values, preference.attributes_GK)).encode())
+        if preference.steps_GS is not None:
+            digest.update(repr(preference.steps_GS).encode())
     return digest.hexdigest()[:16]
 
 

@@ -48,6 +48,10 @@ class Position:
     """
     before: Mapping[str, float] = field(default_factory=dict)
     """The metrics of the validation before the first step; empty if there was none."""
+    best_watched: float | None = None
+    """The best value so far of the metric that early stopping watches."""
+    num_stale: int = 0
+    """The number of validations since that value."""
 
     def stepped(self, *, bad_steps: int, metrics: Mapping[str, float]) -> Position:
         """Return the position after one more step."""

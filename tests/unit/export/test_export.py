@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import tiny
 import tiny_tokenizers as made
-from laurel.errors import ConfigError, DataError, ScoringContractError
+from laurel.errors import ConfigError, DataError, ModelError, ScoringContractError
 from laurel.export import export as export_module
 from laurel.export import writing
 from laurel.export.export import run_export
@@ -356,3 +356,69 @@ def test_a_hub_that_refuses_leaves_what_was_written(checkpoint, export, tmp_path
     with pytest.raises(DataError, match=r"is written, but could not be brought.*hf upload"):
         export(checkpoint, hub=Hub(refuses=["upload_folder"]), push_to_hub="someone/rm")
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def alike(directory, seed, **changes):
+    """A copy of a small reward model with other weights, and its own golden scores."""
+    loaded = small_model()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in loaded.model.network.parameters():
+            weight += 0.02 * torch.randn(weight.shape, generator=generator)
+    write_model(loaded, directory)
+    path = directory / "scoring.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return directory
+
+
+def test_the_mean_of_models_has_golden_scores_of_its_own_and_says_how_far_they_agree(
+    tmp_path, export
+):
+    members = [alike(tmp_path / str(seed), seed) for seed in range(3)]
+    out, said = export("", average=[str(one) for one in members])
+    found = load_file(out / "model.safetensors")
+    weights = [load_file(one / "model.safetensors") for one in members]
+    for name, value in found.items():
+        expected = torch.stack([one[name].double() for one in weights]).mean(0).float()
+        assert torch.equal(value, expected), name
+    # It loads only because its golden scores are its own.
+    assert plain_scores(out) == pytest.approx(laurel_scores(out), abs=1e-5)
+    rules = json.loads((out / "scoring.json").read_text())
+    assert rules["mean"] is None
+    assert rules["num_reference"] == 0
+    golden = [one["messages"] for one in rules["golden"]]
+    groups = [
+        group_of([Message(**g[0])], [g[1]["content"]], group_id=str(i))
+        for i, g in enumerate(golden)
+    ]
+    scores = np.array(
+        [
+            [
+                score.value
+                for (score,) in open_local(str(m), say=lambda text: None).score_now(groups)
+            ]
+            for m in members
+        ]
+    )
+    assert f"lie {scores.std(axis=0).mean():.4f} apart" in said
+    card = (out / "README.md").read_text()
+    assert "mean of those of 3 models" in card
+    assert "apart" in card
+
+
+def test_models_that_cannot_be_averaged_are_refused(tmp_path, export):
+    one, other = alike(tmp_path / "1", 1), alike(tmp_path / "2", 2)
+    cut = alike(tmp_path / "cut", 3, truncation_side="right")
+    with pytest.raises(ModelError, match=r"another scoring contract \(truncation_side\)"):
+        export("", average=[str(one), str(cut)])
+    with pytest.raises(ConfigError, match="at least two"):
+        export("", average=[str(one)])
+    with pytest.raises(ConfigError, match="named twice"):
+        export("", average=[str(one), str(one)])
+    with pytest.raises(ConfigError, match="leave out"):
+        export(one, average=[str(one), str(other)])
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    with pytest.raises(ModelError, match=r"another architecture \(rms_norm_eps\)"):
+        export("", average=[str(one), str(other)])
+    assert not (tmp_path / "out").exists()

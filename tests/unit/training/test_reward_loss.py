@@ -181,9 +181,13 @@ def test_centering_reaches_ties_where_they_are_learned():
     ("kind", "setting", "choices"),
     [
         ("plackett_luce", {"use_margin": True}, "bradley_terry, davidson, rao_kupper"),
-        ("plackett_luce", {"label_smoothing": 0.1}, "bradley_terry, davidson, rao_kupper"),
+        (
+            "plackett_luce",
+            {"label_smoothing": 0.1},
+            "bradley_terry, davidson, rao_kupper, step_bce",
+        ),
         ("regression", {"use_margin": True}, "bradley_terry, davidson, rao_kupper"),
-        ("regression", {"label_smoothing": 0.1}, "bradley_terry, davidson, rao_kupper"),
+        ("regression", {"label_smoothing": 0.1}, "bradley_terry, davidson, rao_kupper, step_bce"),
         (
             "regression",
             {"center_rewards_coefficient": 0.1},

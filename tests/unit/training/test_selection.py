@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -10,12 +11,14 @@ from laurel.errors import ConfigError
 from laurel.observe.metrics import PREFERENCE_METRICS
 from laurel.training.selection import (
     TRAIN_METRICS,
+    EarlyStopping,
     Goal,
     Selection,
     policy_goal,
     select_by,
     select_policy_by,
 )
+from laurel.training.stopping import Position
 
 SETS = ["default", "Help-Steer_3"]
 
@@ -171,3 +174,24 @@ def test_named_sets_of_a_policy():
     assert short == Selection(key="validation-accuracy_avg_length", higher_is_better=False)
     with pytest.raises(ConfigError, match="validation-Easy_accuracy"):
         select_policy_by("validation-Hard_reward_mean", None, **asked)
+
+
+WATCHED = EarlyStopping(key="loss", higher_is_better=False, patience=2, min_delta=0.1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "stale"),
+    [
+        (WATCHED, [1.0], 0),
+        (WATCHED, [1.0, 0.5, 0.45], 1),  # better, but by less than min_delta
+        (WATCHED, [1.0, 0.95, 0.85], 0),  # measured against the best, not against the last
+        (WATCHED, [1.0, None, None], 2),  # what was not measured is no improvement
+        (replace(WATCHED, higher_is_better=True), [0.5, 0.4, 0.7], 0),
+        (replace(WATCHED, min_delta=0.0), [1.0, 1.0, 1.0], 2),  # equal is no improvement
+    ],
+)
+def test_validations_since_the_best_value_are_counted(rule, values, stale):
+    position = Position()
+    for value in values:
+        position = rule.watched(position.validated({} if value is None else {"loss": value}))
+    assert position.num_stale == stale

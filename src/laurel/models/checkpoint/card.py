@@ -140,13 +140,18 @@ def reward_model_card(
             directory.
     """
     rules, tokenizer = contract.rules, contract.tokenizer
+    task = "text-classification" if rules.steps is None else "token-classification"
     return _render(
         "reward_model.md.j2",
         facts=facts,
         rules=rules,
         evaluations=evaluations,
         place=place,
-        front=_front(facts, kind="reward model", task="text-classification"),
+        front=_front(
+            facts,
+            kind="reward model",
+            task=task,
+        ),
         beside=_beside_baseline(facts.metrics),
         figures=_figures(facts),
         eos=tokenizer.eos_token,

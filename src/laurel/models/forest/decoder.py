@@ -170,7 +170,8 @@ class RewardModel(Decoder):
         """Wrap a classifier of transformers.
 
         Args:
-            classifier: A Hugging Face `...ForSequenceClassification`.
+            classifier: A Hugging Face `...ForSequenceClassification`, or of a process reward model
+                a `...ForTokenClassification`.
             head_name: The attribute of the linear head over the last hidden state; None for an
                 encoder, which pools by itself and reads only padded rows.
             path: The layout of batches: token forests or padded rows.
@@ -196,7 +197,7 @@ class RewardModel(Decoder):
 
         Returns:
             float32 `[N, K]` (float64 if the weights are): K outputs of the head for each of the N
-            completions, in the order of the batch.
+            completions, in the order of the batch; or for each token in the `reads` of the batch.
         """
         if self.head_name is None:
             assert isinstance(batch, PaddedRows)
@@ -206,12 +207,23 @@ class RewardModel(Decoder):
         return self.judge(self.last_hidden(batch))
 
     def last_hidden(self, batch: TokenForest | PaddedRows) -> Tensor:
-        """Return the decoder's hidden state of the last token of every completion, `[N, D]`."""
+        """Return the hidden state of every token that is read: the last of every completion.
+
+        If the batch has `reads`, these are the tokens instead. The result is `[N, D]`.
+        """
         if isinstance(batch, TokenForest):
-            last_N = torch.tensor(batch.last_N)
-            hidden_TD = self.hidden(batch, read_X=last_N)
-            return hidden_TD[last_N.to(hidden_TD.device, non_blocking=True)]
+            read_N = torch.tensor(
+                batch.last_N if batch.reads is None else batch.reads, dtype=torch.int64
+            )
+            # Completions may share a step, and so a token.
+            distinct_X = read_N if batch.reads is None else torch.unique(read_N)
+            hidden_TD = self.hidden(batch, read_X=distinct_X)
+            return hidden_TD[read_N.to(hidden_TD.device, non_blocking=True)]
         hidden = self.hidden(batch)
+        if batch.reads is not None:
+            place_N2 = torch.tensor(batch.reads, dtype=torch.int64, device=self.device)
+            row_N, column_N = place_N2.view(-1, 2).unbind(1)
+            return hidden[row_N, column_N]
         index_N = torch.arange(batch.num_completions, device=self.device)
         return hidden[index_N, batch.lengths_N.to(self.device, non_blocking=True) - 1]
 

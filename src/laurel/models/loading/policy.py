@@ -156,7 +156,9 @@ def _load(spec: ModelSpec, name: str, dtype: torch.dtype, mesh: DeviceMesh | Non
 
     hf_config = read_config(spec, name)
     architectures: list[str] = hf_config.architectures or []
-    if any(a.endswith("ForSequenceClassification") for a in architectures):
+    if any(
+        a.endswith(("ForSequenceClassification", "ForTokenClassification")) for a in architectures
+    ):
         raise ModelError(_is_reward_model(name, architectures[0]))
     causal_lm, info = read_weights(
         AutoModelForCausalLM, spec, name, hf_config, dtype, may_be_empty=mesh is not None

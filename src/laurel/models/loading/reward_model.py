@@ -35,7 +35,7 @@ from laurel.models.loading.pretrained import (
 )
 from laurel.models.loading.weight_names import HEAD_FILES, weight_names
 from laurel.models.parallel.weights import refuse_unspreadable
-from laurel.models.scoring import FILE_NAME, ScoringContract, check_rendering
+from laurel.models.scoring import FILE_NAME, ScoringContract, StepRules, check_rendering
 from laurel.models.spec import ModelSpec
 from laurel.models.tokenizer import first_line, render, settle_padding
 from laurel.types import Message
@@ -447,8 +447,6 @@ def load_contract(
     Raises:
         ModelError: The model cannot give a reward, or is unsafe to load.
     """
-    from transformers import AutoModelForSequenceClassification
-
     notes: list[str] = []
     name = str(spec.name)
     foreign = find_value_head(Path(name), safetensors_only=spec.safetensors_only)
@@ -462,7 +460,7 @@ def load_contract(
     hf_config = read_config(spec, name)
     has_new_head = for_training and not _is_classifier(hf_config)
     hf_config.num_labels = _num_outputs(spec)
-    factory: Any = AutoModelForSequenceClassification
+    factory = _factory(spec)
     with torch.device("meta"):  # its modules show how it pools
         classifier = factory.from_config(hf_config, trust_remote_code=spec.trust_remote_code)
     agree_on_padding(classifier, tokenizer, teaches_padding=False)
@@ -530,11 +528,8 @@ def _take_head(read: _Read, notes: list[str], *, keeps_bias: bool) -> None:
 
 
 def _make(spec: ModelSpec, tokenizer: Any, max_length: int, seed: int) -> Any:
-    from transformers import AutoModelForSequenceClassification
-
-    factory: Any = AutoModelForSequenceClassification
     num_labels = _num_outputs(spec)
-    classifier = make_network(factory, spec, tokenizer, max_length, num_labels=num_labels)
+    classifier = make_network(_factory(spec), spec, tokenizer, max_length, num_labels=num_labels)
     _init_head(classifier, seed)
     return classifier
 
@@ -547,14 +542,13 @@ def _load(
     seed: int,
     foreign: ValueHead | None,
 ) -> _Read:
-    from transformers import AutoModelForSequenceClassification
-
     hf_config = read_config(spec, name)
     refuse_hub_name(name, hf_config)
     is_classifier = _is_classifier(hf_config)
     hf_config.num_labels = _num_outputs(spec)
-    factory = AutoModelForSequenceClassification
-    model, info = read_weights(factory, spec, name, hf_config, dtype, may_be_empty=mesh is not None)
+    model, info = read_weights(
+        _factory(spec), spec, name, hf_config, dtype, may_be_empty=mesh is not None
+    )
     for key, found, expected in info["mismatched_keys"]:
         if key.startswith(REWARD_HEADS) and found[0] != expected[0]:
             raise ModelError(
@@ -577,8 +571,18 @@ def _load(
     return _Read(model, has_new_head, strange, foreign)
 
 
+def _factory(spec: ModelSpec) -> Any:
+    # The head of a process reward model is read at many tokens, as that of a token classifier.
+    import transformers
+
+    if spec.head.reward_model_type == "process":
+        return transformers.AutoModelForTokenClassification
+    return transformers.AutoModelForSequenceClassification
+
+
 def _is_classifier(hf_config: Any) -> bool:
-    return any(n.endswith("ForSequenceClassification") for n in hf_config.architectures or [])
+    endings = ("ForSequenceClassification", "ForTokenClassification")
+    return any(n.endswith(endings) for n in hf_config.architectures or [])
 
 
 def _num_outputs(spec: ModelSpec) -> int:
@@ -606,6 +610,13 @@ def _init_head(classifier: Any, seed: int) -> None:
 # ------------------------------------------------------------------------------------- contract
 
 
+def _step_rules(spec: ModelSpec) -> StepRules | None:
+    head = spec.head
+    if head.reward_model_type != "process":
+        return None
+    return StepRules(separator=head.step_separator, aggregate=head.step_aggregate)
+
+
 def _contract(
     spec: ModelSpec,
     tokenizer: Any,
@@ -620,6 +631,12 @@ def _contract(
     if (directory / FILE_NAME).is_file():
         contract = ScoringContract.load(directory, tokenizer)
         rules = contract.rules
+        if rules.steps != _step_rules(spec):
+            said = "no steps" if rules.steps is None else repr(rules.steps)
+            raise ModelError(
+                f"{base} was trained to read {said}, and {key_of('policy.reward_model_cfg')} asks "
+                f"for {_step_rules(spec) or 'no steps'!r}; give the same"
+            )
         if list(rules.attributes) != spec.head.attributes:
             raise ModelError(
                 f"{base} gives the attributes {list(rules.attributes)} and "
@@ -641,6 +658,18 @@ def _contract(
         max_length = positions
     if foreign is not None:
         truncation_side = foreign.truncation_side or truncation_side
+    if spec.head.reward_model_type == "process":
+        if _head_name(classifier) is None:
+            raise ModelError(
+                f"{base}: {type(classifier).__name__} has no linear head named `score` that could "
+                "be read at each step. A process reward model is made of a decoder"
+            )
+        if not tokenizer.is_fast:
+            raise ModelError(
+                f"{base}: {type(tokenizer).__name__} does not say which characters a token holds, "
+                "so the ends of steps cannot be found. Name a fast tokenizer: "
+                f"{key_of('policy.tokenizer.name')}"
+            )
     contract = ScoringContract.create(
         tokenizer,
         max_length=max_length,
@@ -651,6 +680,7 @@ def _contract(
         pooled="last" if _head_name(classifier) is not None else "model",
         attributes=spec.head.attributes,
         attribute_weights=spec.head.attribute_weights,
+        steps=_step_rules(spec),
     )
     if contract.rules.pinned_date is not None:
         notes.append(

@@ -32,7 +32,6 @@ version.
 from __future__ import annotations
 
 import base64
-import math
 import struct
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,6 +51,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from laurel.errors import ProtocolError
+from laurel.models.scoring import sigmoid
 from laurel.rewards.preparing import Rendered, rendered_group
 from laurel.rewards.remote.wire import (
     MOST_ROWS,
@@ -74,13 +74,6 @@ EMBEDDINGS_PATH = "/v1/embeddings"
 GET_REWARD_PATH = "/get_reward"
 REMOTE_RM_PATH = "/remote_rm"
 """Path at which Laurel's server answers slime, whose own servers take any path."""
-
-
-def sigmoid(score: float) -> float:
-    """Return the sigmoid of any finite score, without overflow."""
-    if score >= 0:
-        return 1.0 / (1.0 + math.exp(-score))
-    return math.exp(score) / (1.0 + math.exp(score))
 
 
 # ----------------------------------------------------------------- common parts

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from laurel.errors import ConfigError, ScoringContractError, about, setting_of
-from laurel.models.scoring import ScoringContract
-from laurel.rewards.remote.foreign import sigmoid
+from laurel.models.scoring import ScoringContract, sigmoid
 from laurel.rewards.remote.replica import (
     RefusedError,
     Replica,

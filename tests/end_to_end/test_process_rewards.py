@@ -1,0 +1,134 @@
+"""A process reward model from its rows to its scores: trained, resumed, scored, exported."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from laurel.cli.main import app
+from laurel.errors import DataError
+from laurel.models.scoring import ScoringRules
+from process_models import stepwise_rows
+from runs import assert_equal_runs, series, settings, train, write_rows
+
+STEPS = (
+    "policy.reward_model_cfg.reward_model_type=process",
+    "rm.loss.type=step_bce",
+    "data.dataset_name=StepwiseSupervision",
+    "data.split_validation_size=0.25",
+    "policy.optimizer.kwargs.lr=1e-2",
+    "rm.max_num_epochs=12",
+    "rm.val_period=10",
+    "checkpointing.save_period=10",
+)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", stepwise_rows(64))
+
+
+@pytest.fixture(scope="module")
+def run(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("run")
+    train(settings(directory, f"data.train_data_path={rows}", *STEPS))
+    return directory
+
+
+def test_it_learns_which_steps_are_wrong(run: Path) -> None:
+    accuracy = series(run, "validation-default/step_accuracy")
+    assert accuracy[max(accuracy)] > 0.95
+    assert series(run, "validation-default/first_error_f1")[max(accuracy)] > 0.9
+    loss = series(run, "train/loss")
+    assert loss[max(loss)] < 0.5 * loss[min(loss)]
+
+
+def test_the_contract_names_the_separator_and_the_read_out(run: Path) -> None:
+    (best,) = (run / "saves").glob("best")
+    saved = json.loads((best / "scoring.json").read_text())
+    assert saved["steps"] == {"separator": "\n\n", "read_out": "each step", "aggregate": "min"}
+    rules = ScoringRules.read(best)
+    assert all(len(golden.values_K) >= 2 for golden in rules.golden)
+    assert 0.0 < (rules.mean or 0.0) < 1.0
+    card = (best / "README.md").read_text()
+    assert "AutoModelForTokenClassification" in card
+    assert "AutoModelForSequenceClassification" not in card
+
+
+def test_score_prints_the_values_of_steps_and_one_aggregate(run: Path, tmp_path: Path) -> None:
+    file = write_rows(
+        tmp_path / "asked.jsonl",
+        [
+            {
+                "prompt": "question 1",
+                "completions": [
+                    "step 0 is right\n\nstep 1 is wrong\n\nstep 2 is right",
+                    "step 0 is right\n\nstep 1 is right",
+                ],
+            }
+        ],
+    )
+
+    def scored(*options: str) -> dict[str, Any]:
+        asked = ["score", str(file), "-m", str(run / "saves"), "--device", "cpu", "--json"]
+        result = CliRunner().invoke(app, [*asked, *options], catch_exceptions=False)
+        assert result.exit_code == 0
+        (line,) = result.stdout.splitlines()
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    found = scored()
+    first, second = found["values"]
+    assert [len(first), len(second)] == [3, 2]
+    assert first[1] < 0.5 < min(first[0], *second)
+    assert found["scores"] == [min(first), min(second)]
+    assert scored("--aggregate", "product")["scores"] == pytest.approx(
+        [math.prod(first), math.prod(second)]
+    )
+    assert scored("--aggregate", "last")["scores"] == [first[-1], second[-1]]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(run: Path, rows: Path, tmp_path: Path) -> None:
+    parts = settings(tmp_path, f"data.train_data_path={rows}", *STEPS)
+    train([*parts, "rm.max_num_steps=20"])
+    train(parts)
+    last = max(series(run, "train/loss"))
+    assert_equal_runs(run, tmp_path, last=last)
+
+
+def test_answers_that_are_too_long_are_left_out_and_counted(rows: Path, tmp_path: Path) -> None:
+    changes = ("data.max_input_seq_length=40", "rm.max_num_steps=1")
+    done = train(settings(tmp_path, f"data.train_data_path={rows}", *STEPS, *changes))
+    assert "over-long" in done.text
+
+
+def test_rows_of_pairs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="label no steps"):
+        train(
+            settings(
+                tmp_path,
+                "policy.reward_model_cfg.reward_model_type=process",
+                "rm.loss.type=step_bce",
+            )
+        )
+
+
+def test_the_ranking_loss_learns_too(rows: Path, tmp_path: Path) -> None:
+    changes = [one for one in STEPS if not one.startswith("rm.loss")]
+    train(
+        settings(
+            tmp_path,
+            f"data.train_data_path={rows}",
+            *changes,
+            "rm.loss.type=step_ranking",
+            "rm.loss.step_margin=1",
+            "rm.max_num_epochs=30",
+        )
+    )
+    accuracy = series(tmp_path, "validation-default/step_accuracy")
+    assert accuracy[max(accuracy)] > 0.9

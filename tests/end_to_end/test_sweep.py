@@ -1,0 +1,159 @@
+"""`laurel sweep` as a whole: what it finds, what becomes of trials that fail, and real kills."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from runs import TINY, pairs, run, settings, write_rows
+
+PROGRAM = ("-m", "laurel.cli.main", "sweep")
+LR = "policy.optimizer.kwargs.lr"
+RATES = f"{LR}=[1e-5,2e-2]"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("rows") / "train.jsonl", pairs(60))
+
+
+def words(rows, *more):
+    """The words of a command whose runs have few steps; `TINY` without its learning rate."""
+    return [
+        *(one for one in TINY if not one.startswith(LR)),
+        "data.dataset_name=BinaryPreferenceDataset",
+        f"data.train_data_path={rows}",
+        "data.split_validation_size=0.2",
+        "rm.val_period=2",
+        *more,
+    ]
+
+
+def swept(directory, *arguments):
+    done = run([*arguments, "--output", str(directory), "--json"], program=PROGRAM)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def test_a_grid_over_folds_names_the_better_rate_and_writes_it_as_a_file(tmp_path, rows):
+    found, said = swept(tmp_path / "out", *words(rows, RATES), "--folds", "2")
+    assert [one["state"] for one in found["trials"]] == ["complete", "complete"]
+    assert found["best"]["params"] == {LR: "0.02"}
+    assert len(found["best"]["values"]) == 2
+    assert found["best"]["half_width"] > 0
+    assert found["metric"] == "validation-default_loss"
+    assert re.search(r"trial 2/2 \(100%\).* runs/s .*left", said)
+    best = yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())
+    assert best["policy"]["optimizer"]["kwargs"]["lr"] == 0.02
+    assert best["rm"]["seed"] == 42
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<svg" in page
+    assert f"{found['best']['mean']:.4f} +- {found['best']['half_width']:.4f}" in page
+    # The rows of the folds are disjoint, and together the whole set.
+    held = [
+        json.loads(path.read_text())["validation-default"]["rows_kept"]
+        for path in sorted((tmp_path / "out").glob("trial_000/*/logs/*/data_report.json"))
+    ]
+    assert held == [30, 30]
+    assert not list((tmp_path / "out").glob("trial_*/*/saves"))
+    # The file is one that `laurel rm` takes; and its run gives the figure of the sweep.
+    places = [f"checkpointing.checkpoint_dir={tmp_path}/saves", f"logger.log_dir={tmp_path}/logs"]
+    done = run(["--config", str(tmp_path / "out" / "best.yaml"), *places])
+    assert done.returncode == 0, done.stderr
+    # The same command has nothing left to do, and another sweep is refused here.
+    again, said = swept(tmp_path / "out", *words(rows, RATES), "--folds", "2")
+    assert "going on after 2 finished trials" in said
+    assert again["trials"] == found["trials"]
+    other = run(
+        [*words(rows, RATES), "--folds", "3", "--output", str(tmp_path / "out")], program=PROGRAM
+    )
+    assert other.returncode == 2
+    assert "holds another sweep (folds: 2 then, 3 now" in other.stderr
+
+
+def test_a_trial_that_fails_is_counted_and_named_and_never_a_number(tmp_path, rows):
+    found, said = swept(tmp_path / "out", *words(rows, f"{LR}=[1e38,1e-2]"))
+    assert [one["state"] for one in found["trials"]] == ["failed", "complete"]
+    assert (found["num_failed"], found["trials"][0]["mean"]) == (1, None)
+    assert "finite" in found["trials"][0]["failure"]
+    assert f"trial 0 failed ({LR}=1e+38): " in said
+    assert "<h2>Failures</h2>" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path, rows):
+    searched = words(rows, f"{LR}=log(1e-4,1e-2)", "rm.max_num_epochs=6")
+    options = ("--trials", "4", "--seeds", "2", "--no-prune")
+    whole, _ = swept(tmp_path / "whole", *searched, *options)
+    out = tmp_path / "out"
+    for target in ("trial_001/seed_43/curve.jsonl", "trial_002/seed_42/curve.jsonl"):
+        killed = subprocess.Popen(
+            [sys.executable, *PROGRAM, *searched, *options, "--output", str(out)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        until = time.monotonic() + 120
+        while not (out / target).exists() and killed.poll() is None:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        killed.send_signal(signal.SIGKILL)
+        assert killed.wait() == -signal.SIGKILL
+    first = (out / "trial_000" / "seed_42" / "result.json").stat().st_mtime_ns
+    found, said = swept(out, *searched, *options)
+    assert (out / "trial_000" / "seed_42" / "result.json").stat().st_mtime_ns == first
+    assert "going on after 2 finished trials" in said
+    for name in ("params", "values", "state", "number"):
+        assert [one[name] for one in found["trials"]] == [one[name] for one in whole["trials"]]
+    assert found["best"]["number"] == whole["best"]["number"]
+
+
+@pytest.mark.slow
+def test_trials_that_are_worse_than_the_median_are_pruned(tmp_path, rows):
+    # Rates too small to learn anything come last.
+    rates = ",".join([f"{2e-2 + i / 1000:g}" for i in range(6)] + ["1e-9"])
+    found, _ = swept(tmp_path / "out", *words(rows, f"{LR}=[{rates}]", "rm.max_num_epochs=3"))
+    assert found["trials"][-1]["state"] == "pruned"
+    assert found["trials"][-1]["mean"] is None
+    assert found["num_pruned"] >= 1
+    curve = (tmp_path / "out" / "trial_006" / "seed_42" / "curve.jsonl").read_text().splitlines()
+    assert len(curve) < 9
+
+
+@pytest.mark.slow
+def test_trials_run_on_ray_several_at_a_time_with_the_same_values(tmp_path, rows):
+    searched = words(rows, f"{LR}=[1e-4,1e38,1e-2]")
+    here, _ = swept(tmp_path / "here", *searched)
+    there, _ = swept(tmp_path / "there", *searched, "--workers", "2")
+    for name in ("params", "state", "values"):
+        assert [one[name] for one in there["trials"]] == [one[name] for one in here["trials"]]
+    assert there["num_failed"] == 1
+
+
+def test_a_run_ends_where_a_callback_says(tmp_path):
+    from io import StringIO
+
+    from rich.console import Console
+
+    from laurel.config.load import load_config
+    from laurel.config.reward_model import RewardTrainingRun
+    from laurel.run.reward_model import train_reward_model
+
+    seen = []
+
+    def at_four(step, metrics):
+        seen.append((step, sorted(metrics)[-1]))
+        return "enough" if step == 4 else None
+
+    config = load_config(
+        RewardTrainingRun, None, settings(tmp_path, "rm.val_period=2", "rm.max_num_epochs=3")
+    ).config
+    stream = StringIO()
+    outcome = train_reward_model(config, console=Console(file=stream), on_validation=at_four)
+    assert (outcome.step, outcome.is_early) == (4, True)
+    assert [step for step, _ in seen] == [2, 4]
+    assert "step 4 is the last: enough" in stream.getvalue()
