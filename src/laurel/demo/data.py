@@ -356,7 +356,7 @@ class CalculatorTasks:
             count: The number of rows of the split `demonstrations`.
             share_calling: The probability that one of these calls the calculator.
         """
-        from transformers.utils import get_json_schema
+        from transformers.utils.chat_template_utils import get_json_schema
 
         tools, generator = [get_json_schema(calculate)], random.Random(f"{seed}-sums")
         sums = [(a, word, b) for a in OPERANDS for word in CALCULATOR_WORDS for b in OPERANDS]

@@ -195,9 +195,9 @@ def tools_of(name: str, config: EnvironmentsConfig) -> ToolSchemas:
         ConfigError: A function cannot be imported or described.
     """
     if name == "tools" and config.tools.functions:
-        from laurel.environments.tool_environment import schemas_of
-
-        return schemas_of(config.tools)
+        described = imported("laurel.environments.tool_environment.schemas_of", "env.tools")
+        schemas: ToolSchemas = described(config.tools)
+        return schemas
     parts = config.composite[name].parts if name in config.composite else ()
     return [tool for part in parts if part.env != name for tool in tools_of(part.env, config)]
 
