@@ -11,10 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from laurel.cli.main import app
-from laurel.errors import DataError
+from laurel.errors import ConfigError, DataError
 from laurel.models.scoring import ScoringRules
+from laurel.rewards.open import open_local
+from process_models import solutions as solutions_of
 from process_models import stepwise_rows
+from reward_models import small_model, write_model
 from runs import assert_equal_runs, series, settings, train, write_rows
+from serve_processes import Serving
 
 STEPS = (
     "policy.reward_model_cfg.reward_model_type=process",
@@ -132,3 +136,115 @@ def test_the_ranking_loss_learns_too(rows: Path, tmp_path: Path) -> None:
     )
     accuracy = series(tmp_path, "validation-default/step_accuracy")
     assert accuracy[max(accuracy)] > 0.9
+
+
+@pytest.fixture(scope="module")
+def solutions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ProcessBench's form of rows that the run has not seen."""
+    lines = []
+    for number, row in enumerate(stepwise_rows(40, seed=1)):
+        wrong = [index for index, right in enumerate(row["labels"]) if not right]
+        lines.append(
+            {
+                "id": str(number),
+                "problem": row["prompt"],
+                "steps": row["completions"],
+                "label": wrong[0] if wrong else -1,
+            }
+        )
+    return write_rows(tmp_path_factory.mktemp("bench") / "solutions.jsonl", lines)
+
+
+def report(*command: str) -> dict[str, Any]:
+    result = CliRunner().invoke(
+        app, [*command, "--device", "cpu", "--json"], catch_exceptions=False
+    )
+    assert result.exit_code == 0
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_eval_finds_first_errors_and_the_best_of_n(
+    run: Path, solutions: Path, tmp_path: Path
+) -> None:
+    model = str(run / "saves")
+    found = report("eval", "process-bench", "-m", model, "-d", str(solutions))
+    assert found["final"]["value"] > 0.9
+    groups = write_rows(
+        tmp_path / "groups.jsonl",
+        [
+            {
+                "prompt": f"question {number}",
+                "completions": [
+                    "step 0 is right\n\nstep 1 is wrong",
+                    "step 0 is right\n\nstep 1 is right",
+                ],
+                "correct": [False, True],
+            }
+            for number in range(4)
+        ],
+    )
+    for how in ("min", "mean"):
+        best = report("eval", "best-of-n", "-m", model, "-d", str(groups), "--aggregate", how)
+        assert best["final"]["value"] == 1.0
+
+
+def test_an_aggregate_is_refused_for_other_models(tmp_path: Path) -> None:
+    write_model(small_model(), tmp_path / "model")
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completions": ["b"]}])
+    asked = ["score", str(rows), "-m", str(tmp_path / "model"), "--aggregate", "min"]
+    with pytest.raises(ConfigError, match="no process reward model"):
+        CliRunner().invoke(app, [*asked, "--device", "cpu"], catch_exceptions=False)
+
+
+def test_an_export_is_tested_with_plain_transformers(run: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plain"
+    report("export", "-m", str(run / "saves"), "-o", str(output))
+    assert json.loads((output / "config.json").read_text())["architectures"] == [
+        "Qwen3ForTokenClassification"
+    ]
+    rules = ScoringRules.read(output)
+    assert rules.steps is not None
+    assert rules.golden
+
+
+def test_a_validation_set_may_be_processbench(rows: Path, solutions: Path, tmp_path: Path) -> None:
+    bench = f"data.val_data_paths={{Bench: {{benchmark: process-bench, data_path: {solutions}}}}}"
+    changes = [one for one in STEPS if "split_validation" not in one]
+    train(
+        settings(
+            tmp_path,
+            f"data.train_data_path={rows}",
+            *changes,
+            bench,
+            "checkpointing.metric_name=validation-Bench_final_score",
+            "rm.max_num_steps=10",
+        )
+    )
+    assert series(tmp_path, "validation-Bench/final_score")
+    assert series(tmp_path, "validation-Bench/erroneous_accuracy")
+
+
+def test_serve_gives_the_values_of_steps_and_the_aggregate(run: Path, tmp_path: Path) -> None:
+    answers = (
+        "step 0 is right\n\nstep 1 is wrong\n\nstep 2 is right",
+        "step 0 is right\n\nstep 1 is right",
+        "step 0 is right\n\n" * 40,
+    )
+    (scores,) = open_local(str(run / "saves"), say=lambda _: None).score_now(
+        [solutions_of("question 1", *answers)]
+    )
+    asked = ("--model", str(run / "saves"), "--device", "cpu", "--aggregate", "mean")
+    with Serving(tmp_path, *asked) as server:
+        status, reply = server.ready().score(*answers, prompt="question 1")
+        text = "<|im_start|>user\nq<|im_end|>"
+        _, pooled = server.ask("/classify", {"input": [text]})
+    assert status == 200
+    *whole, cut = reply["groups"][0]["scores"]
+    for found, expected in zip(whole, scores, strict=False):
+        assert found["values"] == pytest.approx(expected.values_K, abs=1e-6)
+        assert found["value"] == pytest.approx(sum(expected.values_K) / len(expected.values_K))
+    assert cut["value"] is None
+    assert cut["values"] == []
+    assert "longer than 128 tokens" in cut["failure"]
+    assert "Send messages" in json.dumps(pooled)

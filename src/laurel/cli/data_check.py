@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
@@ -29,9 +30,9 @@ from laurel.data.formats import (
 )
 from laurel.data.report import MAX_EXAMPLES, MAX_SOURCES, LeftOut, RowReport
 from laurel.data.sources import Row, UnusableRow, locate, read_rows
-from laurel.data.task_formats import OWN_TESTS
+from laurel.data.task_formats import MADE_SETS, OWN_TESTS
 from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, load_task_data
-from laurel.environments.registry import tools_of
+from laurel.environments.registry import row_sources, tools_of
 from laurel.errors import ConfigError, DataError, Terms, UserError, counted, speaking
 from laurel.observe.console import (
     UNBROKEN,
@@ -133,6 +134,8 @@ def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = 
     Raises:
         UserError: There is no file or no row, or no command understands the overrides.
     """
+    if path in MADE_SETS:
+        return _examine_made(path, overrides)
     unreadable, first_problem = LeftOut(), ""
 
     def leave_out(source: str, problem: UnusableRow) -> None:
@@ -177,6 +180,26 @@ def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = 
     # An evaluation reads the named columns, too, and pairs as `laurel rm` does.
     is_lost = findings.names_columns and readings[0].report is None
     return replace(findings, evaluation=None) if is_lost else findings
+
+
+def _examine_made(name: str, overrides: Sequence[str]) -> Findings:
+    """Read the first rows of a set that the package of an environment makes."""
+    settings = (f"data.dataset_name={name}",)
+    config = load_config(SCHEMAS["grpo"], None, [*settings, *overrides]).config
+    reading = _read_as(Reading(trainer="grpo", config=config, settings=settings), None)
+    if reading.report is None:
+        raise DataError(reading.problem)
+    return Findings(
+        path=name,
+        num_rows=reading.report.num_read,
+        unreadable=LeftOut(),
+        first={},
+        known=None,
+        readings=[reading],
+        evaluation=None,
+        near=[],
+        overrides=overrides,
+    )
 
 
 def _configured(
@@ -225,6 +248,7 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
             environments=config.env.names(),
             # Without an environment, the tasks that each environment can grade are counted below.
             needs=needs_of(config.env) if config.data.env_name is not None else NO_NEEDS,
+            sources=row_sources(config.env),
         )
         check_tests(tasks, config.env.code)
     except DataError as problem:
@@ -237,6 +261,8 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
     if known is not None and "rm" in known.trainers:
         # A preferred answer is not the only right one, so it cannot grade other answers.
         del counts["math"]
+    if config.data.dataset_name in MADE_SETS:
+        counts = Counter(task.environment for task in tasks.train)
     environments = {name: count for name, count in counts.items() if count}
     report = tasks.reports["train"]
     return replace(reading, report=report, rows=tasks.train, environments=environments)
@@ -357,7 +383,7 @@ def _show(
         if near.trainer is not None:
             words = ["laurel", "data", "check", findings.path, "--for", near.trainer]
             print_command(console, " " * 9, shlex.join([*words, *near.settings]))
-    if known is None and not findings.near:
+    if known is None and not findings.near and findings.path not in MADE_SETS:
         keys = dict.fromkeys(_COLUMN_KEYS[one.trainer] for one in findings.readings)
         _line(console, "hint", f"other names? Name your columns: {'; '.join(keys)}", "bold")
     if not findings.is_usable:
@@ -404,7 +430,8 @@ def _show_fits(console: Console, findings: Findings, model: str) -> None:
             continue
         counts = _counts(reading, reading.report, findings)
         _line(console, reading.trainer, f"yes: {counts}", "bold")
-        words = ["laurel", reading.trainer, f"data.train_data_path={findings.path}"]
+        words = ["laurel", reading.trainer]
+        words += [] if findings.path in MADE_SETS else [f"data.train_data_path={findings.path}"]
         words += [*reading.settings, *findings.overrides]
         if not has_model:
             words.append(f"policy.model_name={model or 'DIR'}")

@@ -10,6 +10,7 @@ import typer
 
 from laurel.cli.app import App
 from laurel.cli.options import (
+    AggregateOption,
     BatchTokensOption,
     ColumnKeys,
     ConfigOption,
@@ -149,6 +150,7 @@ class ScoringOptions:
     max_samples: Annotated[
         int | None, typer.Option(min=1, help="The most rows to score of each data set.")
     ] = None
+    aggregate: AggregateOption = None
     max_length: MaxLengthOption = None
     batch_tokens: BatchTokensOption = 8192
     precision: PrecisionOption = "float32"
@@ -380,6 +382,30 @@ def eval_best_of_n(rows: NeededRowOptions, how: OneBenchmarkOptions) -> None:
     _run("best-of-n", rows, how)
 
 
+@eval_app.command("process-bench")
+def eval_process_bench(
+    rows: RowOptions,
+    threshold: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="A step with a lower value is called wrong."),
+    ] = 0.5,
+    fit_threshold: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SUBSET",
+            help="Choose the threshold with the highest F1 on this subset (the paper: gsm8k).",
+        ),
+    ] = None,
+    *,
+    how: OneBenchmarkOptions,
+) -> None:
+    """Run ProcessBench: whether a process reward model finds the first wrong step.
+
+    Example: laurel eval process-bench -m results/prm/best -d solutions.jsonl
+    """
+    _run("process-bench", rows, how, threshold=threshold, fit_threshold=fit_threshold)
+
+
 @eval_app.command("all")
 def eval_all(
     rows: NeededRowOptions,
@@ -443,6 +469,7 @@ def _request(
             batch_tokens=how.batch_tokens,
             precision=how.precision,
             device=how.device,
+            aggregate=how.aggregate,
         ),
         settings=tuple(how.settings or ()),
         cpu_threads=how.cpu_threads,

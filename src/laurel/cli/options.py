@@ -340,6 +340,7 @@ class ServeOptions:
     port: Annotated[
         int, typer.Option(help="The port to listen on; 0 chooses one that is free.")
     ] = 8000
+    aggregate: AggregateOption = None
     engine: Annotated[
         Literal["laurel", "vllm"], typer.Option(help="The engine that computes the scores.")
     ] = "laurel"

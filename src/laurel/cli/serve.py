@@ -324,6 +324,7 @@ def _serving_spec(options: ServeOptions) -> ServingSpec:
             precision=options.precision,
             device=options.device,
             pooling=pooling,
+            aggregate=options.aggregate,
         )
     return ServingSpec(
         scorer=scorer,

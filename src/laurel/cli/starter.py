@@ -28,7 +28,7 @@ from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import nearest
 from laurel.data.preferences import DATASET_CLASSES
 from laurel.data.sources import READERS
-from laurel.data.task_formats import TASK_SETS
+from laurel.data.task_formats import MADE_SETS, TASK_SETS
 from laurel.data.tasks import NOT_WHAT_IS_RIGHT
 from laurel.errors import (
     ConfigError,
@@ -276,8 +276,14 @@ def _rows(said: str, *, task: Mapping[str, Any], said_columns: Mapping[str, str]
         return _rows_in(said, task, said_columns)
     sets = [name for name, one in DATASET_CLASSES.items() if one.hub.name]
     if task["trainer"] == "grpo":
-        sets = [name for name, one in TASK_SETS.items() if one.hub.name]
+        sets = [name for name, one in TASK_SETS.items() if one.hub.name or name in MADE_SETS]
     if said in sets:
+        if said in MADE_SETS:
+            note = (
+                "data.tasks names its generators and their weights; see docs/other_environments.md"
+            )
+            settings = {"data.dataset_name": said, "data.tasks": "{chain_sum: 1.0}"}
+            return Chosen(settings=settings, notes=[note])
         note = f"{said} is downloaded from the Hugging Face hub when the run starts"
         settings = {"data.dataset_name": said}
         if task["trainer"] == "rm" and DATASET_CLASSES[said].has_validation:

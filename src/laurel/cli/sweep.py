@@ -219,7 +219,7 @@ def page_of(sweep: Sweep, outcomes: Sequence[TrialOutcome], best: TrialOutcome) 
 
 
 def picture_of(sweep: Sweep, ranked: Sequence[TrialOutcome]) -> str:
-    """Draw the means over each searched key, with intervals, as an `<svg>` element."""
+    """Plot the means over each searched key, with intervals, as an `<svg>` element."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

@@ -54,7 +54,7 @@ class TextSetConfig(SetConfig):
     split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share held out for validation where no validation set is named."""
     seed: int = 42
-    """Seed of the held-out share."""
+    """Seed of the held-out share, and of rows that are made."""
 
 
 class SetsConfig(Section):
@@ -102,7 +102,7 @@ class TextDataConfig(SetsConfig):
     """Share of the training rows held out if there is no validation set. Rows with the same prompt
     stay on one side."""
     seed: int = 42
-    """Seed of the held-out share."""
+    """Seed of the held-out share, and of rows that are made."""
 
     @field_validator("train", "validation", mode="before", check_fields=False)
     @classmethod
@@ -169,7 +169,13 @@ def _listed(value: Any) -> list[Any]:
 # A benchmark of reward models as a validation set.
 
 BenchmarkName = Literal[
-    "reward-bench", "reward-bench-2", "rm-bench", "judge-bench", "pairs", "best-of-n"
+    "reward-bench",
+    "reward-bench-2",
+    "rm-bench",
+    "judge-bench",
+    "pairs",
+    "best-of-n",
+    "process-bench",
 ]
 """The name of a benchmark, which is also the name of its `laurel eval` command."""
 _ONLY_FOR: dict[str, BenchmarkName] = {
@@ -380,6 +386,15 @@ class DataConfig(SetsConfig):
 # The `data` section of runs that answer prompts (GRPO).
 
 
+class GeneratorConfig(Section):
+    """One generator of tasks in a mixture."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Its part of the rows, relative to the weights of the others."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Its own settings, such as those of the difficulty: `{min_terms: 2, max_terms: 3}`."""
+
+
 class TaskSetConfig(TextSetConfig):
     """One set of tasks: the class that reads it, its place, and the environment."""
 
@@ -388,8 +403,11 @@ class TaskSetConfig(TextSetConfig):
     dataset_name: str | None = None
     """OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K, DAPOMathAIME2024,
     GSM8K, NuminaMath-1.5, OpenR1-Math-220k, HumanEval, MBPP, CodeTasks (rows with tests),
-    ResponseDataset, a class of preferences (for their prompts), or the import path of your own
-    class. Null with a path: the columns decide."""
+    ResponseDataset, reasoning_gym (rows without end), a class of preferences (for their prompts),
+    or the import path of your own class. Null with a path: the columns decide."""
+    tasks: dict[str, Annotated[float, Field(gt=0)] | GeneratorConfig] | None = None
+    """The generators of reasoning_gym, each with its weight, or with `weight` and `config`:
+    `{chain_sum: 0.5, leg_counting: {weight: 0.5, config: {max_animals: 5}}}`."""
     repeat: int | None = Field(default=None, ge=1)
     """Times that each task occurs; AIME's default is 16, others' 1."""
     processor: str | None = None
@@ -411,6 +429,7 @@ class TaskDataConfig(TextDataConfig):
         *TextDataConfig.fills_blocks,
         "processor",
         "env_name",
+        "tasks",
     )
 
     dataset_name: str | None = None
@@ -419,6 +438,8 @@ class TaskDataConfig(TextDataConfig):
     """See `data.train.processor`."""
     env_name: str | None = None
     """See `data.train.env_name`; null is `reward_model` where that is enabled, else `math`."""
+    tasks: dict[str, Annotated[float, Field(gt=0)] | GeneratorConfig] | None = None
+    """See `data.train.tasks`."""
     train: TaskSetConfig | list[TaskSetConfig] | None = None
     """Block form of the training set; a list is a mixture, all rows of all."""
     validation: TaskSetConfig | list[TaskSetConfig] | dict[str, TaskSetConfig] | None = None

@@ -550,6 +550,26 @@ class MathEnvironmentConfig(Section):
     unless the known answer has one: the policy would only restate the problem."""
 
 
+class ReasoningGymEnvironmentConfig(Section):
+    """Answers to the generated tasks of reasoning_gym, scored by its own scorers."""
+
+    answer_tag: str | None = Field(default="answer", pattern=r"^\w+$")
+    """The answer is what stands in the last `<answer>...</answer>`; without one the scorer
+    gets no answer. Null: the whole completion is the answer."""
+    system_prompt: str | None = "default"
+    """A system prompt of reasoning_gym, by its name: default, simple, direct, chain_of_draft or
+    DeepSeekZero, which all ask for the tag. Null: none, or that of `data.system_prompt_file`."""
+
+
+class VerifiersEnvironmentConfig(Section):
+    """A taskset of verifiers: tasks that are answered in one turn, and their own rewards."""
+
+    id: str
+    """The installed package (or module) of the taskset, as `verifiers` names it."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the taskset, e.g. `{num_tasks: 100}`; those of its tasks are under `task`."""
+
+
 class ScoreTransformConfig(Section):
     """Changes of a reward model's scores before they are rewards, in this order."""
 
@@ -806,6 +826,10 @@ class EnvironmentsConfig(Section):
     code: CodeEnvironmentConfig = CodeEnvironmentConfig()
     reward_model: RewardModelEnvironmentConfig = RewardModelEnvironmentConfig()
     tools: ToolsConfig = ToolsConfig()
+    reasoning_gym: ReasoningGymEnvironmentConfig = ReasoningGymEnvironmentConfig()
+    verifiers: dict[str, VerifiersEnvironmentConfig] = Field(default_factory=dict)
+    """Tasksets of verifiers, by names of your own; `data.dataset_name: verifiers` reads the tasks
+    of the one that `data.env_name` names."""
     composite: dict[str, CompositeEnvironmentConfig] = Field(default_factory=dict)
     """Combinations of the others, by names of your own."""
     custom: dict[str, NamedCall] = Field(default_factory=dict)
@@ -819,4 +843,5 @@ class EnvironmentsConfig(Section):
 
     def names(self) -> list[str]:
         """Return the names of all environments that a task may use."""
-        return ["math", "code", "reward_model", "tools", *self.composite, *self.custom]
+        built_in = ["math", "code", "reward_model", "tools", "reasoning_gym"]
+        return [*built_in, *self.verifiers, *self.composite, *self.custom]

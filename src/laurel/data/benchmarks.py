@@ -23,6 +23,7 @@ from laurel.data.sources import (
     text,
     unlike,
 )
+from laurel.data.steps import SEPARATOR
 from laurel.errors import DataError
 from laurel.types import Completion, Conversation, Group, Preference
 
@@ -59,6 +60,10 @@ class BenchmarkRow:
     """The rank of each answer, where lower is better; 0 or 1 if rows only say what is correct."""
     subset: str | None = None
     margin: float | None = None
+    steps: tuple[str, ...] = ()
+    """The steps of the answer, where the benchmark is about steps."""
+    first_error: int | None = None
+    """The index of the first wrong step; None if there is none, or the rows do not say."""
     source: str
     """The row's place: `file:line`, or `name[index]` if the format has no lines."""
 
@@ -183,6 +188,8 @@ def _rows(form: BenchmarkForm, part: HubPart) -> Iterator[BenchmarkRow]:
 
 def benchmark_of(row: Row) -> BenchmarkName | None:
     """Recognize the benchmark whose form a row has; None if the row is no preference at all."""
+    if {"problem", "steps", "label"} <= row.keys():
+        return "process-bench"
     if {"question", "response_A", "response_B", "label"} <= row.keys():
         return "judge-bench"
     if any(is_list(row.get(k)) for k in ANSWER_LISTS) and any(
@@ -332,6 +339,32 @@ def best_of_n_row(row: Row) -> BenchmarkRow:
     )
 
 
+def process_bench_row(row: Row) -> BenchmarkRow:
+    """Read a row of ProcessBench: a solution in steps, and the index of the first wrong one or -1.
+
+    A separator inside of a step, which would make two of it, becomes a line break.
+    """
+    steps = tuple(
+        text(step, what="a step").strip().replace(SEPARATOR, "\n") for step in _listed(row, "steps")
+    )
+    label = integer(required(row, "label"), what="'label'")
+    if not -1 <= label < len(steps):
+        raise UnusableRow(
+            "'label' does not fit",
+            f"'label' is {label}, and must be the index of one of the {len(steps)} steps, or -1",
+        )
+    if not all(steps):
+        raise UnusableRow("an empty step", "a step in 'steps' is empty")
+    found = _row(
+        row,
+        prompt=_said(row, "problem", role="user"),
+        answers=[messages(SEPARATOR.join(steps), role="assistant", what="'steps'")],
+        ranks=(0,),
+        subset=_optional_text(row, "subset"),
+    )
+    return replace(found, steps=steps, first_error=None if label < 0 else label)
+
+
 def _row(
     row: Row,
     *,
@@ -416,6 +449,16 @@ JUDGE_BENCH = BenchmarkForm(
     '"B>A"}',
     read=judge_bench_row,
     hub=(HubPart("ScalerLab/JudgeBench", "gpt"), HubPart("ScalerLab/JudgeBench", "claude")),
+)
+PROCESS_BENCH = BenchmarkForm(
+    name="process-bench",
+    title="ProcessBench",
+    written='{"id", "problem", "steps": [texts], "label": index of the first wrong step, or -1}',
+    read=process_bench_row,
+    hub=tuple(
+        HubPart("Qwen/ProcessBench", name, name)
+        for name in ("gsm8k", "math", "olympiadbench", "omnimath")
+    ),
 )
 BEST_OF_N = BenchmarkForm(
     name="best-of-n",

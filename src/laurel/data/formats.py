@@ -116,6 +116,10 @@ _ANSWERS = (
 # A form's test may rely on the earlier ones: a row has none of those.
 _FITS: Mapping[str, Callable[[Row], bool]] = {
     "JudgeBench": _benchmark_is("judge-bench"),
+    "ProcessBench": _benchmark_is("process-bench"),
+    "answers in steps": _class_is("StepwiseSupervision"),
+    "Math-Shepherd": _class_is("MathShepherd"),
+    "PRM800K": _class_is("PRM800K"),
     "RM-Bench": _benchmark_is("rm-bench"),
     "RewardBench 2": _benchmark_is("reward-bench-2"),
     "best of n": _benchmark_is("best-of-n"),

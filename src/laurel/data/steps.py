@@ -167,7 +167,7 @@ def joined_steps(answer_S: Sequence[Step], separator: str) -> tuple[str, tuple[f
         if separator in step:
             raise UnusableRow(
                 "a step that holds the separator",
-                f"step {place} holds {separator!r}, by which steps are told apart",
+                f"step {place} holds {separator!r}, which separates steps",
                 remedy="Set policy.reward_model_cfg.step_separator to a text that no step holds, "
                 "or fix the row",
             )

@@ -464,6 +464,8 @@ class TaskSet:
     """The number of times that each task is used by default."""
     validation: TaskSetConfig | None = None
     """The data set that is used for validation by default; None if there is none."""
+    environment: str | None = None
+    """The environment whose package makes the rows, and that grades them if no other is named."""
 
 
 def columns(question: str, answer: str) -> Reader:
@@ -574,6 +576,15 @@ def preference(row: Row, config: TaskSetConfig) -> TaskParts:
     return TaskParts(prompt=prompt, answer=said.strip() or None, answer_key="completions")
 
 
+def made(row: Row, config: TaskSetConfig) -> TaskParts:
+    """Read a row that the package of an environment made: `prompt`, `answer` and `metadata`."""
+    return TaskParts(
+        prompt=messages(row["prompt"], role="user", what="'prompt'"),
+        answer=answer_text(row.get("answer"), what="'answer'"),
+        metadata=row["metadata"],
+    )
+
+
 def code(read: Callable[[Row], CodeTask]) -> Reader:
     """Return a task reader for rows that ask for a program; the metadata holds the tests."""
 
@@ -666,7 +677,12 @@ TASK_SETS: dict[str, TaskSet] = {
     },
     **{name: TaskSet(read=preference, hub=known.hub) for name, known in DATASET_CLASSES.items()},
     "ResponseDataset": TaskSet(read=response),
+    "reasoning_gym": TaskSet(read=made, environment="reasoning_gym"),
+    "verifiers": TaskSet(read=made, environment="verifiers"),
 }
+
+MADE_SETS = frozenset(name for name, known in TASK_SETS.items() if known.environment is not None)
+"""The names of the data sets whose rows the package of an environment makes."""
 
 PREFERENCE_SETS = frozenset(name for name, known in TASK_SETS.items() if known.read is preference)
 """The names of the data sets whose rows are preferences."""

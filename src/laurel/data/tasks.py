@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 from laurel.config.data import TaskDataConfig, TaskSetConfig
@@ -18,6 +19,7 @@ from laurel.data.reading import (
     UnusualRoles,
     held_out_prompts,
     open_set,
+    read_prompt_frame,
     read_sets,
     split,
 )
@@ -311,6 +313,71 @@ register_processor("helpsteer3_data_processor", own_form)
 register_processor("code_data_processor", any_code)
 
 
+# --------------------------------------------------------------------------------------------------
+# Rows that the package of an environment makes, some without end.
+
+NUM_SHOWN = 512
+"""The number of the first rows of an endless set that stand for it: in the data report, in the
+fingerprint of the data, for a tokenizer from scratch, and where prompts are checked."""
+NUM_VALIDATION = 256
+"""The number of validation rows of an endless set, unless `max_samples` says another."""
+_MAX_TRIES = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeRows:
+    """The rows that a package makes for one set: a list of them, or without end."""
+
+    origin: str
+    """Where they come from, for the data report."""
+    rows: Sequence[Row] = ()
+    """All rows, if they have an end."""
+    make: Callable[[int, int], Row | None] | None = None
+    """Makes row `n` of a set without end, at the try `k`, as a pure function of both: None if what
+    it found belongs to the other side of training and validation."""
+
+
+RowSource = Callable[[TaskSetConfig], MadeRows]
+"""Makes the rows of a set from its settings, before the first is read."""
+
+
+class EndlessTasks:
+    """The tasks of a set without end, by their number; each is made when it is asked for."""
+
+    num_rows = 1 << 40
+    """More rows than any run takes."""
+
+    def __init__(
+        self, label: str, make: Callable[[int, int], Row | None], read: Callable[[str, Row], Task]
+    ) -> None:
+        """Take the function that makes a row, as in `MadeRows`, and the one that reads it."""
+        self._label, self._make, self._read = label, make, read
+        self.fits: Callable[[Task], bool] = lambda task: True
+        """Whether a task can be used; others are replaced by the next try."""
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> Task:
+        source = f"{self._label}[{index}]"
+        for attempt in range(_MAX_TRIES):
+            row = self._make(index, attempt)
+            if row is not None and self.fits(task := self._read(source, row)):
+                return task
+        raise DataError(
+            f"{source}: {_MAX_TRIES} tries made no row that can be used: too few different prompts "
+            "for training and validation both, or all are too long. Change data.tasks, or raise "
+            "data.max_input_seq_length"
+        )
+
+    def of_id(self, task_id: str) -> Task:
+        """Return the task with an id, which holds its number."""
+        return self[int(task_id.rpartition("[")[2].rstrip("]"))]
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self[index] for index in range(self.num_rows))
+
+
 DEFAULT_TASKS = "OpenMathInstruct-2"
 """The data set that is read if the configuration names neither a set nor a path."""
 
@@ -320,6 +387,7 @@ FOR_FUNCTIONS = {"data_source": str, "extra_info": dict}
 NEEDS = TaskNeeds()
 """The `TaskNeeds` of the environments that require no configuration."""
 
+_NO_SOURCES: Mapping[str, RowSource] = {}
 _HUBS = {name: known.hub for name, known in TASK_SETS.items()}
 
 
@@ -333,6 +401,8 @@ class TaskData:
     """The report of `train` and, if there is a validation set, of `validation`."""
     validation_set_of: dict[str, str] = field(default_factory=dict)
     """The name of a validation task's data set, by the task's id; empty if sets have no names."""
+    endless: EndlessTasks | None = None
+    """The training tasks, if they have no end; `train` then holds the first `NUM_SHOWN`."""
 
 
 def load_task_data(
@@ -341,8 +411,11 @@ def load_task_data(
     default_environment: str,
     environments: Sequence[str],
     needs: TaskNeeds = NEEDS,
+    sources: Mapping[str, RowSource] = _NO_SOURCES,
 ) -> TaskData:
     """Read all tasks that the `data` section names; hold out a share if it names no validation set.
+
+    `sources` make the rows of the data sets that packages bring, by the names of these.
 
     Raises:
         ConfigError: An environment or a processor is unknown.
@@ -355,15 +428,25 @@ def load_task_data(
         environments=environments,
         needs=needs,
         on_bad_row=data.on_bad_row,
+        sources=sources,
     )
-    train_sets = data.train_sets()
-    train, report = load(train_sets, name="train", limit=data.max_samples)
+    train_sets = _with_share(data.train_sets(), data, sources)
+    endless: list[EndlessTasks] = []
+    train, report = load(train_sets, name="train", limit=data.max_samples, endless=endless)
+    if endless and len(train_sets) > 1:
+        raise ConfigError(
+            f"data.train: {report.origin} has no end, so that it cannot be mixed with other sets; "
+            "give its block max_samples"
+        )
     reports = {"train": report}
-    validation_sets = data.validation_sets()
+    validation_sets = _with_share(data.validation_sets(), data, sources)
     asks_share = any(config.split_validation_size for config in train_sets) or (
         bool(data.split_validation_size) and "split_validation_size" in data.model_fields_set
     )
-    if not validation_sets and not asks_share:
+    if not validation_sets and endless and data.split_validation_size:
+        changes = {"split": "validation", "max_samples": NUM_VALIDATION}
+        validation_sets = [config.model_copy(update=changes) for config in train_sets]
+    elif not validation_sets and not endless and not asks_share:
         brought = [own_validation_tasks(config) for config in train_sets]
         validation_sets = [found for found in brought if found is not None]
     if validation_sets:
@@ -374,7 +457,10 @@ def load_task_data(
             validation=validation,
             reports=reports,
             validation_set_of=_names_by_task(validation, names),
+            endless=endless[0] if endless else None,
         )
+    if endless:
+        return TaskData(train=train, validation=[], reports=reports, endless=endless[0])
     kept, validation = _hold_out(train, train_sets, data)
     if not validation:
         return TaskData(train=train, validation=[], reports=reports)
@@ -386,6 +472,19 @@ def load_task_data(
     return TaskData(train=kept, validation=validation, reports=reports)
 
 
+def _with_share(
+    sets: list[TaskSetConfig], data: TaskDataConfig, sources: Mapping[str, RowSource]
+) -> list[TaskSetConfig]:
+    # What is made without end divides its prompts by this share, alike for both sides.
+    share = {"split_validation_size": data.split_validation_size}
+    return [
+        config.model_copy(update=share)
+        if config.dataset_name in sources and not config.split_validation_size
+        else config
+        for config in sets
+    ]
+
+
 def load_tasks(
     sets: Sequence[TaskSetConfig],
     *,
@@ -395,6 +494,8 @@ def load_tasks(
     needs: TaskNeeds = NEEDS,
     on_bad_row: Literal["error", "skip"] = "error",
     limit: int | None = None,
+    sources: Mapping[str, RowSource] = _NO_SOURCES,
+    endless: list[EndlessTasks] | None = None,
 ) -> tuple[list[Task], TaskReport]:
     """Read the tasks of several data sets in sequence, and report what was left out.
 
@@ -406,6 +507,9 @@ def load_tasks(
         needs: What environments cannot grade without; a row that lacks it is malformed.
         on_bad_row: Whether a malformed row is an error, or is left out and counted.
         limit: The largest number of rows to use in all, before any is repeated.
+        sources: What makes the rows of the sets that packages bring, by the names of these.
+        endless: Where sets without end are put, of which the first rows are returned; None: of
+            these as many rows are read as a validation takes.
 
     Raises:
         ConfigError: An environment or a processor is unknown; or no environment is named, and the
@@ -414,12 +518,22 @@ def load_tasks(
     """
     # A wrong name is reported before the first file is read, which may take minutes.
     for config in sets:
-        check_environment(config.env_name or default_environment, environments)
+        check_environment(_environment_of(config, default_environment), environments)
 
     def load(config: TaskSetConfig, label: str, most: int | None) -> tuple[list[Task], TaskReport]:
-        environment = config.env_name or default_environment
+        environment = _environment_of(config, default_environment)
         fit = NeedsCheck(needs=needs, environment=environment, is_named=config.env_name is not None)
-        reading = _Reading.open(config, label=label, environment=environment, fit=fit)
+        source = sources.get(config.dataset_name or "")
+        reading = _Reading.open(
+            config, label=label, environment=environment, fit=fit, source=source
+        )
+        if reading.endless is not None and most is None and config.max_samples is None:
+            most = NUM_VALIDATION if endless is None else NUM_SHOWN
+            if endless is not None:
+                endless.append(reading.endless)
+                reading.report.notes.append(
+                    f"the rows have no end; these {most} are the first of them"
+                )
         return reading.run(on_bad_row, most), reading.report
 
     return read_sets(sets, load, name=name, limit=limit)
@@ -431,6 +545,11 @@ def _names_by_task(tasks: Sequence[Task], names: Sequence[str]) -> dict[str, str
         return {task.id: name for name in names for task in tasks}
     starts = {f"validation-{index + 1}": name for index, name in enumerate(names)}
     return {task.id: starts[task.id.partition(":")[0]] for task in tasks}
+
+
+def _environment_of(config: TaskSetConfig, default: str) -> str:
+    known = TASK_SETS.get(config.dataset_name or "")
+    return config.env_name or (known.environment if known is not None else None) or default
 
 
 def check_environment(environment: str, environments: Sequence[str]) -> None:
@@ -510,25 +629,46 @@ class _Reading:
     repeat: int
     report: TaskReport
     fit: NeedsCheck
+    endless: EndlessTasks | None = None
+    """The tasks, if the set has no end."""
     num_double_systems: int = 0
     roles: UnusualRoles = field(default_factory=UnusualRoles)
 
     @classmethod
     def open(
-        cls, config: TaskSetConfig, *, label: str, environment: str, fit: NeedsCheck
+        cls,
+        config: TaskSetConfig,
+        *,
+        label: str,
+        environment: str,
+        fit: NeedsCheck,
+        source: RowSource | None = None,
     ) -> _Reading:
         if config.dataset_name is None and config.data_path is None:
             config = config.model_copy(update={"dataset_name": DEFAULT_TASKS})
         report = TaskReport(name=label)
         processor = find_processor(config.processor)
-        opened = open_set(config, known=_HUBS, report=report)
+        rows = None if source is None else source(config)
+        if rows is not None:
+            report.origin = rows.origin
+            opened = OpenedSet(
+                config=config,
+                is_own=False,
+                task_name=None,
+                frame=read_prompt_frame(config.prompt_file, config.system_prompt_file),
+                path=None,
+                parts=(),
+                rows=rows.rows,
+            )
+        else:
+            opened = open_set(config, known=_HUBS, report=report)
         known = TASK_SETS.get(config.dataset_name or "")
         reads_any = opened.is_own or config.dataset_name in (None, "ResponseDataset")
         read_by = opened.config
         if reads_any:
             read_by = read_by.model_copy(update={"dataset_name": "ResponseDataset"})
         report.dataset_class = config.dataset_name or "ResponseDataset"
-        return cls(
+        reading = cls(
             opened=opened,
             config=read_by,
             is_settled=not (reads_any and processor is own_form),
@@ -539,11 +679,21 @@ class _Reading:
             report=report,
             fit=fit,
         )
+        if rows is not None and rows.make is not None:
+            reading.endless = EndlessTasks(config.dataset_name or "", rows.make, reading._task)
+        return reading
 
     def run(self, on_bad_row: Literal["error", "skip"], limit: int | None) -> list[Task]:
         if self.processor is own_form:
             self.fit.check_set(self.config.dataset_name, self.report)
-        rows = self.opened.read(self._task, report=self.report, on_bad_row=on_bad_row, limit=limit)
+        if self.endless is None:
+            rows = self.opened.read(
+                self._task, report=self.report, on_bad_row=on_bad_row, limit=limit
+            )
+        else:
+            limits = [most for most in (limit, self.config.max_samples) if most is not None]
+            rows = list(islice(self.endless, min(limits)))
+            self.report.num_read = len(rows)
         if self.num_double_systems:
             self.report.notes.append(
                 f"{counted_that(self.num_double_systems, 'row', 'begin')} with a system message, "

@@ -21,6 +21,8 @@ from laurel.protocols import Environment
 from laurel.types import ToolSchemas
 
 if TYPE_CHECKING:
+    from laurel.config.data import TaskSetConfig
+    from laurel.data.tasks import MadeRows, RowSource
     from laurel.environments.code.nodes import ClusterNodes
     from laurel.rewards.open import ScorerPlacement
 
@@ -33,6 +35,10 @@ BUILT_IN: dict[str, tuple[str, str]] = {
         "reward_model",
     ),
     "tools": ("laurel.environments.tool_environment.ToolEnvironment", "tools"),
+    "reasoning_gym": (
+        "laurel.environments.reasoning_gym.ReasoningGymEnvironment",
+        "reasoning_gym",
+    ),
 }
 """The class of each built-in environment, which is imported when it is created, and the key of its
 settings in `EnvironmentsConfig`.
@@ -70,9 +76,29 @@ def register_env(name: str, class_path: str) -> None:
     _registered[name] = class_path
 
 
+def row_sources(config: EnvironmentsConfig) -> dict[str, RowSource]:
+    """Return what makes the rows of the data sets that packages bring, by the sets' names."""
+
+    def reasoning_gym(set_config: TaskSetConfig) -> MadeRows:
+        from laurel.environments.reasoning_gym import made_rows
+
+        return made_rows(set_config, config.reasoning_gym)
+
+    def verifiers(set_config: TaskSetConfig) -> MadeRows:
+        from laurel.environments.verifiers import made_rows
+
+        return made_rows(set_config, config.verifiers)
+
+    return {"reasoning_gym": reasoning_gym, "verifiers": verifiers}
+
+
 def environment_names(config: EnvironmentsConfig) -> list[str]:
     """Return all names that `create_environment` knows."""
-    return list(dict.fromkeys([*BUILT_IN, *config.composite, *config.custom, *_registered]))
+    return list(
+        dict.fromkeys(
+            [*BUILT_IN, *config.verifiers, *config.composite, *config.custom, *_registered]
+        )
+    )
 
 
 def create_environment(name: str, config: EnvironmentsConfig) -> Environment:
@@ -101,18 +127,24 @@ def create_environments(
     Raises:
         ConfigError: A name is unknown or ambiguous, or an environment cannot be created.
     """
-    for section, own in (("custom", config.custom), ("composite", config.composite)):
+    sections: dict[str, Iterable[str]] = {
+        "custom": config.custom,
+        "composite": config.composite,
+        "verifiers": config.verifiers,
+    }
+    named: dict[str, str] = {}
+    for section, own in sections.items():
         for name in own:
             if name in BUILT_IN:
                 raise ConfigError(
                     f"env.{section}.{name}: '{name}' is an environment of Laurel's; call yours "
                     "something else"
                 )
-    both = sorted(config.custom.keys() & config.composite.keys())
-    if both:
-        raise ConfigError(
-            f"env.custom and env.composite both have {', '.join(both)}; rename one of the two"
-        )
+            if name in named:
+                raise ConfigError(
+                    f"env.{named[name]} and env.{section} both have {name}; rename one of the two"
+                )
+            named[name] = section
     placed: dict[str, dict[str, Any]] = {
         "reward_model": {"device": device, "opening": opening, "say": say},
         "code": {"nodes": nodes},
@@ -137,6 +169,10 @@ def create_environments(
         # The configuration takes precedence over what a program registered.
         if name in config.custom:
             return _checked(name, _called(f"env.custom.{name}", config.custom[name]))
+        if name in config.verifiers:
+            from laurel.environments.verifiers import VerifiersEnvironment
+
+            return _checked(name, VerifiersEnvironment(name, config.verifiers[name]))
         if name in config.composite:
             from laurel.environments.composite import CompositeEnvironment
 

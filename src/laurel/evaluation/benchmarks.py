@@ -17,6 +17,7 @@ from laurel.data.benchmarks import BenchmarkForm, BenchmarkRow
 from laurel.data.preferences import load_preferences
 from laurel.data.report import DataReport
 from laurel.data.sources import UnusableRow
+from laurel.data.steps import SEPARATOR
 from laurel.errors import DataError, counted, key_of
 from laurel.evaluation import other_benchmarks, reward_bench
 from laurel.evaluation.reward_bench import ZeroSpread, is_ties
@@ -61,6 +62,10 @@ class BenchmarkOptions:
 
     The choices are explained in `evaluation.reward_bench`.
     """
+    threshold: float = 0.5
+    """The value below which a step is called wrong (`process-bench` only)."""
+    fit_threshold: str | None = None
+    """The subset on which the threshold is chosen instead (`process-bench` only)."""
     max_samples: int | None = None
     """The number of rows that are read of each file, at most."""
 
@@ -111,10 +116,11 @@ def reduce_scores(
         raise DataError("two rows share an id")
     # The baseline is measured by the same function on the same rows, so that the two compare.
     try:
+        plain = replace(asked, fit_threshold=None)
         return Reduced(
             rows=scored,
             measured=benchmark.measure(scored, asked),
-            baseline=benchmark.measure(benchmark.by_length(scored), asked),
+            baseline=benchmark.measure(benchmark.by_length(scored), plain),
         )
     except ValueError as error:
         raise DataError(str(error)) from error
@@ -272,6 +278,37 @@ def list_of(row: BenchmarkRow, scores_G: Sequence[Score]) -> list[ScoredList]:
     ]
 
 
+def steps_of(row: BenchmarkRow, scores_G: Sequence[Score]) -> list[ScoredList]:
+    """Return the steps of a row as one list, in which those before the first error are right.
+
+    Raises:
+        DataError: The scores are not those of a process reward model that finds the same steps.
+    """
+    (score,) = scores_G
+    count = len(row.steps)
+    values: tuple[float | None, ...] = score.values_K or (score.value,) * count
+    if score.failure is not None:
+        values = (None,) * count
+    elif len(values) != count:
+        raise DataError(
+            f"{row.source}: the model gives {counted(len(values), 'value')} for "
+            f"{counted(count, 'step')}. ProcessBench is for process reward models that separate "
+            f"steps by {SEPARATOR!r}"
+        )
+    first = count if row.first_error is None else row.first_error
+    return [
+        ScoredList(
+            id=row.id,
+            prompt=row.group.prompt,
+            completions_G=row.steps,
+            is_right_G=tuple(index < first for index in range(count)),
+            scores_G=values,
+            subset=row.subset,
+            failure=score.failure,
+        )
+    ]
+
+
 BENCHMARKS: dict[BenchmarkName, Benchmark] = {
     "reward-bench": Benchmark(
         title="RewardBench",
@@ -322,6 +359,15 @@ BENCHMARKS: dict[BenchmarkName, Benchmark] = {
         measure=lambda rows, _: other_benchmarks.measure_best_of_n(rows),
         by_length=lists_by_length,
     ),
+    "process-bench": Benchmark(
+        title="ProcessBench",
+        read=_read(rows_of.PROCESS_BENCH),
+        scored=steps_of,
+        measure=lambda rows, asked: other_benchmarks.measure_process_bench(
+            rows, threshold=asked.threshold, fit_on=asked.fit_threshold
+        ),
+        by_length=other_benchmarks.one_long_step,
+    ),
 }
 
 
@@ -371,6 +417,10 @@ PARTS: Mapping[BenchmarkName, Mapping[str, str]] = {
     "judge-bench": _short(list(dict.fromkeys(other_benchmarks.CATEGORIES.values()))),
     "pairs": {TIES: "tie_share"},
     "best-of-n": {other_benchmarks.RANDOM: "random", other_benchmarks.ORACLE: "oracle"},
+    "process-bench": {
+        other_benchmarks.ERRONEOUS: "erroneous_accuracy",
+        other_benchmarks.CORRECT: "correct_accuracy",
+    },
 }
 """The parts of a final score, and what stands beside it, with the names in the log."""
 FINAL, ALL_ROWS = "final_score", "accuracy"

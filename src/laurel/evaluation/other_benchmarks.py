@@ -1,4 +1,4 @@
-"""RM-Bench, JudgeBench and best of n: their figures from scored pairs and lists.
+"""RM-Bench, JudgeBench, ProcessBench and best of n: their figures from scored pairs and lists.
 
 RM-Bench (Liu et al. 2024, arXiv:2410.16184) has three right and three wrong answers to a prompt,
 in the styles concise, detailed, and detailed with markdown. A right answer in a plainer style than
@@ -8,6 +8,8 @@ the wrong one is hard to prefer, in the same style normal, in a richer style eas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean
 
 from laurel.evaluation.statistics import (
@@ -20,6 +22,7 @@ from laurel.evaluation.statistics import (
     share,
     shares_by_subset,
 )
+from laurel.observe.metrics import first_below, first_error_figures
 
 STYLES = ("concise", "detailed", "markdown")
 DOMAINS: dict[str, tuple[str, ...]] = {
@@ -228,3 +231,99 @@ def measure_best_of_n(lists: Sequence[ScoredList]) -> Measured:
         notes=(note,) if same else (),
         credits=credits,
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# ProcessBench: whether the first wrong step of a solution is found (Zheng et al. 2024,
+# arXiv:2412.06559).
+#
+# A row is a list of steps with a value each; those before the first wrong one are right. The first
+# step whose value is below the threshold is what the model calls wrong.
+
+PROCESS_BENCH_FINAL = "F1"
+ERRONEOUS = "the first error is found (solutions with an error)"
+CORRECT = "no error is found (solutions without one)"
+
+
+def measure_process_bench(
+    rows: Sequence[ScoredList], *, threshold: float, fit_on: str | None = None
+) -> Measured:
+    """Measure F1, the harmonic mean of the accuracies on erroneous and on correct solutions.
+
+    Both accuracies are over all rows. The final figure is the mean F1 over subsets, as in the
+    paper; without subsets it is that of all rows.
+
+    Args:
+        rows: The steps of each solution with their values.
+        threshold: A step with a lower value is called wrong.
+        fit_on: The subset on which the threshold with the highest F1 is chosen instead, as the
+            paper does on GSM8K.
+
+    Raises:
+        ValueError: There is no such subset, or it has not both kinds of solutions.
+    """
+    how = "as asked"
+    if fit_on is not None:
+        threshold = _best_threshold([row for row in rows if row.subset == fit_on], fit_on)
+        how = f"the one with the highest F1 on {fit_on}, whose figures it flatters"
+    credits = {row.id: _finds(row, threshold) for row in rows}
+    kinds = {True: list[float | None](), False: list[float | None]()}
+    for row in rows:
+        kinds[all(row.is_right_G)].append(credits[row.id])
+    subsets = list(dict.fromkeys(row.subset for row in rows if row.subset is not None))
+    figures = [
+        _f1(name, [row for row in rows if row.subset == name], threshold) for name in subsets
+    ]
+    whole = _f1(PROCESS_BENCH_FINAL, rows, threshold)
+    if len(figures) > 1:
+        mean = mean_figure(PROCESS_BENCH_FINAL, figures)
+        whole = replace(whole, name=PROCESS_BENCH_FINAL, value=mean.value)
+    return Measured(
+        subsets=tuple(figures) if len(figures) > 1 else (),
+        sections=(share(ERRONEOUS, kinds[False]), share(CORRECT, kinds[True])),
+        final=whole,
+        notes=(f"a step is called wrong where its value is below {threshold:.4g} ({how})",),
+        credits=credits,
+    )
+
+
+def one_long_step(rows: Sequence[ScoredList]) -> list[ScoredList]:
+    """Return the rows with values that call the longest step of each solution wrong."""
+    found = []
+    for row in rows:
+        lengths = [len(step) for step in row.completions_G]
+        values = tuple(float(length < max(lengths)) for length in lengths)
+        found.append(row if row.whole_scores_G is None else replace(row, scores_G=values))
+    return found
+
+
+def _finds(row: ScoredList, threshold: float) -> float | None:
+    values = row.whole_scores_G
+    if values is None:
+        return None
+    wanted = -1 if all(row.is_right_G) else row.is_right_G.index(False)
+    return float(first_below(values, threshold) == wanted)
+
+
+def _f1(name: str, rows: Sequence[ScoredList], threshold: float) -> Figure:
+    found = share(name, [_finds(row, threshold) for row in rows])
+    scored = [row for row in rows if row.whole_scores_G is not None]
+    figures = first_error_figures(
+        [first_below(row.whole_scores_G or (), threshold) for row in scored],
+        [-1 if all(row.is_right_G) else row.is_right_G.index(False) for row in scored],
+    )
+    return replace(found, value=figures.get("first_error_f1"))
+
+
+def _best_threshold(rows: Sequence[ScoredList], name: str) -> float:
+    # Between two neighbouring values of steps, all thresholds call the same steps wrong.
+    values = sorted({value for row in rows for value in row.whole_scores_G or ()})
+    tried = [(low + high) / 2 for low, high in pairwise(values)]
+    found = [(_f1("", rows, threshold).value, threshold) for threshold in tried]
+    known = [(f1, -abs(threshold - 0.5), threshold) for f1, threshold in found if f1 is not None]
+    if not known:
+        raise ValueError(
+            f"no threshold can be chosen on the subset {name!r}: it needs solutions with and "
+            "without an error whose steps have different values"
+        )
+    return max(known)[2]

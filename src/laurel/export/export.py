@@ -236,7 +236,10 @@ def _kind(place: ModelPlace, *, safetensors_only: bool) -> Literal["reward model
             f"the configuration of {place.name} cannot be read: {error}"
         ) from error
     # A classifier without Laurel's file scores by its template; everything else writes text.
-    is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)
+    is_classifier = any(
+        name.endswith(("ForSequenceClassification", "ForTokenClassification"))
+        for name in architectures
+    )
     return "reward model" if is_classifier else "policy"
 
 

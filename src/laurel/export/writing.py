@@ -167,7 +167,8 @@ def write_reward_model(
         facts = facts_of_average([facts_beside(place.name) for place in places], places)
         facts = facts.model_copy(update={"notes": (*facts.notes, f"On them {agreement}.")})
         say(f"average {agreement}")
-    bias = _remove_bias(scorer)
+    # A token classifier of Hugging Face has a place for it.
+    bias = 0.0 if scorer.contract.rules.steps is not None else _remove_bias(scorer)
     if bias:
         note = (
             f"The program that trained it adds {bias:.6g} to every score, the bias of its head. "
@@ -210,6 +211,16 @@ def probes_for(contract: ScoringContract) -> list[Conversation]:
     One is longer than the model's `max_length`, and so truncated, where that limit is small.
     """
     asked = Message("user", "Where does the laurel grow?")
+    if contract.rules.steps is not None:
+        steps = ("Take 2 and add 3: 5.", "Add 4 to it.", "So it is 9.", "No, " * 20 + "it is.")
+        joined = contract.rules.steps.separator.join
+        chosen: list[Conversation] = [
+            (asked, Message("assistant", joined(steps[first : first + count])))
+            for first, count in ((0, 1), (0, 3), (1, 2), (0, 4))
+        ]
+        # A cut answer has no score.
+        tokens = contract.encode([conversation_group(probe) for probe in chosen])
+        return [probe for probe, one in zip(chosen, tokens, strict=True) if not one.truncated_G[0]]
     probes: list[Conversation] = [
         (asked, Message("assistant", "No.")),
         (asked, Message("assistant", "By the western gate, under the old wall.")),
@@ -274,6 +285,8 @@ def _contract(scorer: LocalScorer, options: ExportOptions, say: Say) -> ScoringC
 def _scores(scorer: LocalScorer, conversations: Sequence[Conversation]) -> np.ndarray:
     """Return the scores `[N, K]` of conversations, each scored by itself.
 
+    Those of a process reward model are the values of all steps, `[S, 1]`.
+
     Raises:
         ScoringContractError: A conversation has no score.
     """
@@ -282,6 +295,8 @@ def _scores(scorer: LocalScorer, conversations: Sequence[Conversation]) -> np.nd
     for score in scores:
         if score.failure is not None:
             raise ScoringContractError(f"a conversation of the test has no score: {score.failure}")
+    if scorer.contract.rules.steps is not None:
+        return np.asarray([[value] for score in scores for value in score.values_K])
     return np.asarray([score.values_K for score in scores], dtype=np.float64)
 
 

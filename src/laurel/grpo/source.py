@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from laurel.config.grpo import GRPOConfig
+from laurel.data.tasks import EndlessTasks
 from laurel.errors import EngineError, TrainingError
 from laurel.grpo.advantages import scaled, slope
 from laurel.grpo.judging import RolloutStats, end_all
@@ -35,6 +36,8 @@ from laurel.types import RolloutGroup, SamplingParams, Task
 # --------------------------------------------------------------------------------------------------
 # How a batch is collected: the next tasks are taken, and some of their groups are kept.
 
+Tasks = Sequence[Task] | EndlessTasks
+"""The tasks of a run by their number; `EndlessTasks` makes each when it is its turn."""
 TRAINING, VALIDATION = 0, 1
 """The first of the numbers from which the seeds of a batch are derived."""
 
@@ -70,7 +73,7 @@ class BatchCollector:
     def __init__(
         self,
         rollouts: Rollouts,
-        tasks: Sequence[Task],
+        tasks: Tasks,
         config: GRPOConfig,
         sampling: SamplingParams,
         *,
@@ -237,7 +240,7 @@ class RolloutSource:
     def __init__(
         self,
         rollouts: Rollouts,
-        tasks: Sequence[Task],
+        tasks: Tasks,
         config: GRPOConfig,
         sampling: SamplingParams,
         *,
@@ -278,7 +281,7 @@ class RolloutSource:
         self._thread.start()
 
     @property
-    def tasks(self) -> Sequence[Task]:
+    def tasks(self) -> Tasks:
         """The training set."""
         return self._collector.tasks
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from laurel.config.grpo import HealthConfig
+from laurel.data.tasks import EndlessTasks
 from laurel.grpo.judging import RolloutStats
 from laurel.grpo.source import Batch, RolloutSource
 from laurel.observe.health import Alarms
@@ -61,7 +62,12 @@ class GRPORunState(PolicyRunState):
 
     def restore_more(self, more: Mapping[str, Any]) -> None:
         """Restore the state of GRPO from `more`, which the method `more` returned."""
-        tasks = {task.id: task for task in self._source.tasks}
+        known = self._source.tasks
+        if isinstance(known, EndlessTasks):
+            saved = {group["task"] for batch in more["ahead"] for group in batch["groups"]}
+            tasks = {task_id: known.of_id(task_id) for task_id in saved}
+        else:
+            tasks = {task.id: task for task in known}
         if "notes" in more:
             # Older checkpoints hold notes apart, by environment.
             left = {name: iter(_notes_of_rollouts(noted)) for name, noted in more["notes"].items()}

@@ -161,6 +161,7 @@ _TITLES = {
     "judge-bench": "JudgeBench",
     "pairs": "Preference pairs",
     "best-of-n": "Best of n",
+    "process-bench": "ProcessBench",
 }
 
 

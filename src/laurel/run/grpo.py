@@ -12,6 +12,7 @@ from laurel.config.environments import (
     CodeEnvironmentConfig,
     FunctionConfig,
     JudgeConfig,
+    ReasoningGymEnvironmentConfig,
     RewardModelEnvironmentConfig,
     SandboxConfig,
     ToolsConfig,
@@ -20,7 +21,7 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import to_yaml
 from laurel.config.yaml_tree import Section
 from laurel.data.tasks import TaskData, load_task_data
-from laurel.environments.registry import environment_names
+from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, DataError
 from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.generation.vllm.settings import check_has_vllm
@@ -92,6 +93,7 @@ def _load_data(config: GRPORun) -> TaskData:
         default_environment=config.default_environment,
         environments=environment_names(config.env),
         needs=needs_of(config.env),
+        sources=row_sources(config.env),
     )
 
 
@@ -180,7 +182,7 @@ def load_policy_bundle(
     for environment in environments.values():
         environment.use_tokenizer(chat.tokenizer)
     fit_prompts(data, chat, config, environments)
-    num_steps = grpo_total_steps(config, len(data.train))
+    num_steps = grpo_total_steps(config, len(data.endless or data.train))
     generator = make_generator(context, model, chat, texts)
     context.stack.callback(generator.close)
     parts = _parts(context, data, environments, model, chat, generator, num_steps)
@@ -331,6 +333,11 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
     }
     if config.env.tools.functions:
         rewarding["tools"] = _all_but(ToolsConfig, "num_workers", "timeout_seconds")
+    # The checkpoints of earlier versions do not have them.
+    if config.env.reasoning_gym != ReasoningGymEnvironmentConfig():
+        rewarding["reasoning_gym"] = True
+    if config.env.verifiers:
+        rewarding["verifiers"] = True
     return policy_settings(
         config.policy,
         grpo=config.grpo.model_dump(mode="json", exclude=left_out),
@@ -393,10 +400,11 @@ def _parts(
     )
     source = RolloutSource(
         rollouts,
-        data.train,
+        data.endless or data.train,
         grpo,
         sampling_of(config),
-        shuffle=config.data.shuffle,
+        # Rows without end are made in a random order.
+        shuffle=config.data.shuffle and data.endless is None,
         total_steps=num_steps,
         noise=lambda name: environments[name].noise_floor(),
     )

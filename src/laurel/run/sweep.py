@@ -545,8 +545,8 @@ class Sweep:
             known = [one for one in trials if one.state.name != "WAITING"]
             if len(known) >= self.total:
                 return
-            # Drawn from the seed and the number of the trial: a sweep that was killed draws the
-            # same. Those under way count as bad, so that others look elsewhere.
+            # Sampled from the seed and the number of the trial: a sweep that was killed samples
+            # the same. Those under way count as bad, so that others look elsewhere.
             seed = self.base.rm.seed + len(known)
             is_parallel = self.options.num_workers > 1
             with warnings.catch_warnings():

@@ -201,6 +201,11 @@ def fit_prompts(
         data.reports[name].describe(kept)
         data.reports[name].set_lengths([length for length in lengths if length <= longest])
         tasks[:] = kept
+    if data.endless is not None:
+        data.endless.fits = lambda task: (
+            len(chat.prompt_ids(task.prompt, tools=environments[task.environment].spec.tools))
+            <= longest
+        )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def test_flat_keys_and_dictionaries_without_a_file() -> None:
         (
             "{benchmark: rewardbench, data_path: a}",
             "data.val_data_paths.B.benchmark: must be one of reward-bench, reward-bench-2, "
-            "rm-bench, judge-bench, pairs, best-of-n, not 'rewardbench'; did you "
+            "rm-bench, judge-bench, pairs, best-of-n, process-bench, not 'rewardbench'; did you "
             "mean 'reward-bench'?",
         ),
         ("{benchmark: best-of-n}", "data_path is missing: benchmark=best-of-n has no place"),

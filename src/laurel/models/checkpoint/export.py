@@ -159,19 +159,26 @@ ROWS = 4
 def plain_scores(
     directory: Path, conversations: Sequence[Conversation], *, device: torch.device
 ) -> np.ndarray:
-    """Score conversations with `AutoModelForSequenceClassification` alone, to check an export.
+    """Score conversations with classes of transformers alone, to check an export.
+
+    The class is `AutoModelForSequenceClassification`, or `AutoModelForTokenClassification` for a
+    process reward model.
 
     Returns:
-        `[N, K]`: the K outputs of the head for each of the N conversations.
+        `[N, K]`: the K outputs of the head for each of the N conversations. Of a process reward
+        model `[S, 1]`: the values of the steps of all conversations.
 
     Raises:
         ScoringContractError: The model cannot be loaded, or the files lack weights or have
             unexpected ones.
     """
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-    model, tokenizer = _load(AutoModelForSequenceClassification, directory, device)
     rules = ScoringRules.read(directory)
+    factory: Any = AutoModelForSequenceClassification
+    if rules.steps is not None:
+        factory = AutoModelForTokenClassification
+    model, tokenizer = _load(factory, directory, device)
     rows = [_ids(tokenizer, conversation, rules) for conversation in conversations]
     found: list[np.ndarray] = []
     for first in range(0, len(rows), ROWS):
@@ -179,9 +186,27 @@ def plain_scores(
             {"input_ids": rows[first : first + ROWS]}, padding_side="right", return_tensors="pt"
         )
         with torch.inference_mode():
-            logits_NK: Tensor = model(**batch.to(device)).logits
-        found.append(logits_NK.float().cpu().numpy())
+            logits: Tensor = model(**batch.to(device)).logits
+        if rules.steps is None:
+            found.append(logits.float().cpu().numpy())
+            continue
+        for row, conversation in enumerate(conversations[first : first + ROWS]):
+            reads = _step_reads(tokenizer, conversation, rules.steps.separator)
+            found.append(logits[row, reads].float().sigmoid().cpu().numpy())
     return np.concatenate(found)
+
+
+def _step_reads(tokenizer: Any, conversation: Conversation, separator: str) -> list[int]:
+    # As the program in the model card does.
+    messages = [{"role": m.role, "content": m.content} for m in conversation]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    end = text.rindex(conversation[-1].content)
+    reads = []
+    for step in conversation[-1].content.split(separator)[:-1]:
+        end += len(step) + len(separator)
+        reads.append(max(i for i, (first, _) in enumerate(found["offset_mapping"]) if first < end))
+    return [*reads, len(found["input_ids"]) - 1]
 
 
 def plain_logprobs(

@@ -15,7 +15,7 @@ from laurel.config.data import TaskSetConfig
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.data.tasks import TaskData, load_tasks
-from laurel.environments.registry import environment_names
+from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, if_interrupted, speaking
 from laurel.evaluation.policy import pass_figures, reward_figures
 from laurel.observe.console import make_console, message_console, print_metrics, say_on
@@ -164,6 +164,7 @@ def _played(
         needs=needs_of(config.env),
         on_bad_row=config.data.on_bad_row,
         limit=options.max_samples,
+        sources=row_sources(config.env),
     )
     data = TaskData(train=[], validation=tasks, reports={"validation": report})
     everything = config.model_copy(

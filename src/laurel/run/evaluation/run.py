@@ -418,6 +418,11 @@ def open_evaluation_scorer(scorer: EvalScorer, console: Console) -> Iterator[Ope
             raise ConfigError(
                 f"--set is for a model that is loaded here, and {key_of('--model')} is an address"
             )
+        if scorer.options.aggregate is not None:
+            raise ConfigError(
+                "--aggregate is for a model that is loaded here, and "
+                f"{key_of('--model')} is an address: give it to laurel serve"
+            )
         spec = asked_server(scorer.model, api_key_env=scorer.api_key_env)
         with console.status(f"asking {scorer.model}"):
             from laurel.rewards.open import open_scorer
@@ -528,7 +533,10 @@ def run_all(request: EvaluationRequest, *, hub: bool) -> int:
             "or --hub to read each benchmark from its own place on the hub"
         )
     asked = _asked(request, hub=hub)
-    absent: list[BenchmarkName] = [name for name in BENCHMARKS if name not in asked]
+    # ProcessBench is for process reward models alone, so others lack nothing without it.
+    absent: list[BenchmarkName] = [
+        name for name in BENCHMARKS if name not in asked and name != "process-bench"
+    ]
     evaluations = _evaluated(asked, request, console)
     if request.as_json:
         write_json(_report(evaluations, request, absent))

