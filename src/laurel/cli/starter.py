@@ -270,6 +270,19 @@ def _model(said: str, *, trainer: str) -> Chosen:
         return Chosen(settings=settings, notes=notes, longest=longest)
 
 
+_MADE: dict[str, tuple[dict[str, str], str]] = {
+    "reasoning_gym": (
+        {"data.tasks": "{chain_sum: 1.0}"},
+        "data.tasks names its generators and their weights",
+    ),
+    "verifiers": (
+        {"env.verifiers": "{verifiers: {id: PACKAGE}}"},
+        "write the installed package of the taskset into env.verifiers.verifiers.id",
+    ),
+}
+"""Settings for the sets that packages make, with what is to be done about them."""
+
+
 def _rows(said: str, *, task: Mapping[str, Any], said_columns: Mapping[str, str]) -> Chosen:
     is_set = not (said.startswith((".", "/", "~")) or Path(said).exists())
     if not is_set or said.lower().removesuffix(".gz").endswith(tuple(READERS)):
@@ -279,11 +292,9 @@ def _rows(said: str, *, task: Mapping[str, Any], said_columns: Mapping[str, str]
         sets = [name for name, one in TASK_SETS.items() if one.hub.name or name in MADE_SETS]
     if said in sets:
         if said in MADE_SETS:
-            note = (
-                "data.tasks names its generators and their weights; see docs/other_environments.md"
-            )
-            settings = {"data.dataset_name": said, "data.tasks": "{chain_sum: 1.0}"}
-            return Chosen(settings=settings, notes=[note])
+            settings, note = _MADE[said]
+            settings = {"data.dataset_name": said, "data.env_name": said, **settings}
+            return Chosen(settings=settings, notes=[f"{note}; see docs/other_environments.md"])
         note = f"{said} is downloaded from the Hugging Face hub when the run starts"
         settings = {"data.dataset_name": said}
         if task["trainer"] == "rm" and DATASET_CLASSES[said].has_validation:

@@ -431,6 +431,13 @@ def load_task_data(
         sources=sources,
     )
     train_sets = _with_share(data.train_sets(), data, sources)
+    for config in train_sets:
+        if config.tasks is not None and config.dataset_name != "reasoning_gym":
+            raise ConfigError(
+                "data.tasks names generators of reasoning_gym, and has no effect on "
+                f"{config.dataset_name or 'these rows'}: leave it out, or set "
+                "data.dataset_name=reasoning_gym"
+            )
     endless: list[EndlessTasks] = []
     train, report = load(train_sets, name="train", limit=data.max_samples, endless=endless)
     if endless and len(train_sets) > 1:

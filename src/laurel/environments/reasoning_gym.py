@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import json
+import logging
 import math
 import os
 import random
+import re
+import sys
+import sysconfig
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 
 from laurel.config.data import GeneratorConfig, TaskSetConfig
 from laurel.config.environments import ReasoningGymEnvironmentConfig
@@ -38,6 +44,9 @@ from laurel.environments.interface import (
 from laurel.errors import ConfigError, MissingDependencyError
 from laurel.observe.hub import error_with_line
 from laurel.protocols import MessageLog
+from laurel.sandbox.inside import confinement, jail, kernel, seccomp
+from laurel.sandbox.limits import available_cores
+from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec
 
 CHUNK = 256
 """Rows that one data set of theirs makes; the seed of each chunk is derived from its number."""
@@ -48,6 +57,11 @@ ORDERED_BY_HASH = frozenset(
 )
 """The generators of 0.1.25 whose rows follow the order of a set, which differs in each process
 unless PYTHONHASHSEED is set."""
+SECONDS_OF_AN_ANSWER = 20.0
+"""The longest that a scorer may work on an answer which it evaluates."""
+MEMORY_OF_AN_ANSWER = 4 << 30
+_EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
+_KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHASHSEED", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 _KEY = "reasoning_gym"
 
 
@@ -204,6 +218,66 @@ def _system_prompt(config: ReasoningGymEnvironmentConfig) -> str | None:
     return str(known[config.system_prompt])
 
 
+# ----------------------------------------------------------------------------------------- scoring
+
+
+@cache
+def evaluates_answers(name: str) -> bool:
+    """Report whether the scorer of a generator may run an answer as a program.
+
+    Some pass it to `eval`, or to a parser of sympy, which does.
+    """
+    kind = gym().factory.DATASETS[name][0]
+    try:
+        return _EVALUATES.search(inspect.getsource(inspect.getmodule(kind) or kind)) is not None
+    except OSError:  # without its source nobody knows
+        return True
+
+
+def score_of(generators: Generators, item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `score`, or `failure` with the line of the scorer's error."""
+    name = item["task"]
+    try:
+        with generators.using(name, item["config"], item["seed"]) as dataset:
+            score = float(dataset.score_answer(item["answer"], item["entry"]))
+        if not math.isfinite(score):
+            raise ValueError(f"the score is {score}")
+    except (MemoryError, RecursionError):  # an answer's doing: most scorers do not evaluate it
+        return {"score": 0.0, "broke": "crashes"}
+    except Exception as error:  # a scorer's own code: anything can come out of it
+        return {"failure": f"error: reasoning_gym's {name}: {error_with_line(error)}"}
+    return {"score": score}
+
+
+def prepare_scoring(settings: None) -> Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]:
+    """Prepare a process for answers that scorers evaluate, as `ProcessPoolSpec.prepare` requires.
+
+    Each process reads nothing but Python's own files, writes none, and starts none and connects to
+    none. Without that (other systems than Linux, kernels before 5.13) it evaluates nothing.
+    """
+    logging.disable(logging.CRITICAL)
+    gym()
+    readable = {path for path in (*sys.path, *sysconfig.get_paths().values()) if path}
+
+    def confined() -> Callable[[dict[str, Any]], dict[str, Any]]:
+        generators = Generators()
+        try:
+            kernel.renounce_privileges()
+            kernel.drop_capabilities()
+            confinement.restrict((*sorted(readable), "/usr/lib", "/lib"), jail.DEVICES, ())
+            seccomp.install(os.getpid(), without=seccomp.ON_FOREIGN_FILES)
+        except OSError as error:
+            refusal = (
+                "error: this scorer evaluates answers as programs, and this machine cannot confine "
+                f"them ({error}). Leave its generator out of data.tasks, or run on Linux 5.13 or "
+                "newer"
+            )
+            return lambda item: {"failure": refusal}
+        return lambda item: score_of(generators, item)
+
+    return confined
+
+
 class ReasoningGymEnvironment(EnvironmentInterface):
     """Gives the score of the generator that made the task, under the name of that generator."""
 
@@ -221,29 +295,55 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         )
         gym()
         self._generators = Generators()
+        self._pool = ProcessPool(
+            ProcessPoolSpec(
+                name="the scorers of reasoning_gym",
+                prepare="laurel.environments.reasoning_gym:prepare_scoring",
+                num_workers=available_cores(),
+                timeout_seconds=SECONDS_OF_AN_ANSWER,
+                attempts=2,  # another process may have killed it
+                items_of_a_life=1,  # an answer can change how its process scores the next one
+                memory_limit=MEMORY_OF_AN_ANSWER,
+                environment={key: os.environ[key] for key in _KEPT_VARIABLES if key in os.environ},
+            )
+        )
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
         """Score one answer to each task; an error of a scorer is a failure with its line."""
+        import torch  # not needed by the processes that evaluate answers
+
         answers = [self._answer_of(response_of(log)) for log in message_log_batch]
         tasks = [(given or {}).get(_KEY) for given in metadata]
         names = sorted({task["task"] for task in tasks if task is not None}) or [_KEY]
         rewards = {name: torch.zeros(len(tasks)) for name in names}
         failures: list[str | None] = [None] * len(tasks)
+        broke: list[str | None] = [None] * len(tasks)
+        pending: dict[int, Future[Any]] = {}
+        scored: dict[int, dict[str, Any]] = {}
+        known: dict[int, str] = {}
         for i, (task, answer) in enumerate(zip(tasks, answers, strict=True)):
             if task is None:
                 failures[i] = "error: the task was not made by reasoning_gym, which would score it"
                 continue
+            known[i], item = task["task"], {**task, "answer": answer}
+            if answer is not None and evaluates_answers(task["task"]):
+                pending[i] = self._pool.submit(item)
+            else:
+                scored[i] = score_of(self._generators, item)
+        for i, future in pending.items():
             try:
-                name, config, seed = task["task"], task["config"], task["seed"]
-                with self._generators.using(name, config, seed) as dataset:
-                    score = float(dataset.score_answer(answer, task["entry"]))
-                if not math.isfinite(score):
-                    raise ValueError(f"the score is {score}")
-                rewards[name][i] = score
-            except Exception as error:  # a scorer's own code: anything can come out of it
-                failures[i] = f"error: reasoning_gym's {task['task']}: {error_with_line(error)}"
+                scored[i] = future.result()
+            # The policy wrote what cannot be evaluated, or what ends its process, twice. Were it a
+            # failure, which teaches nothing, the policy could choose to have no reward.
+            except TimeoutError:
+                scored[i] = {"score": 0.0, "broke": "timeouts"}
+            except ProcessDiedError:
+                scored[i] = {"score": 0.0, "broke": "crashes"}
+        for i, found in scored.items():
+            failures[i], broke[i] = found.get("failure"), found.get("broke")
+            rewards[known[i]][i] = found.get("score", 0.0)
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": ""} for _ in tasks],
             metadata=list(metadata),
@@ -253,8 +353,8 @@ class ReasoningGymEnvironment(EnvironmentInterface):
             answers=answers,
             failures=failures,
             notes=[
-                [None if task is None else task["task"], answer is not None]
-                for task, answer in zip(tasks, answers, strict=True)
+                [None if task is None else task["task"], answer is not None, how]
+                for task, answer, how in zip(tasks, answers, broke, strict=True)
             ],
         )
 
@@ -268,13 +368,23 @@ class ReasoningGymEnvironment(EnvironmentInterface):
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """Compute `accuracy`, `pass@...`, the mean score of each generator and `without_answer`."""
+        """Compute `accuracy`, `pass@...`, the mean score of each generator, and counts.
+
+        `without_answer` counts answers without the tag. `timeouts` and `crashes` count answers
+        that took too long to evaluate, or ended the process that did; their score is 0.
+        """
         figures, _ = accuracy_figures(batch)
         rewards, notes = numbers(batch["rewards"]), batch.get("notes") or []
         by_name: dict[str, list[float]] = {}
-        for reward, (name, _) in zip(rewards, notes, strict=False):
+        for reward, (name, *_) in zip(rewards, notes, strict=False):
             by_name.setdefault(name, []).append(reward)
         for name, scores in sorted(by_name.items()):
             figures |= mean_of(f"score/{name}", scores)
-        figures["without_answer"] = float(Counter(answered for _, answered in notes)[False])
+        figures["without_answer"] = float(sum(not answered for _, answered, _ in notes))
+        for how in ("timeouts", "crashes"):
+            figures[how] = float(sum(found == how for *_, found in notes))
         return batch, figures
+
+    def shutdown(self) -> None:
+        """End the processes that evaluate answers."""
+        self._pool.close()

@@ -85,9 +85,9 @@ def row_sources(config: EnvironmentsConfig) -> dict[str, RowSource]:
         return made_rows(set_config, config.reasoning_gym)
 
     def verifiers(set_config: TaskSetConfig) -> MadeRows:
-        from laurel.environments.verifiers import made_rows
+        from laurel.environments.verifiers import taskset_rows
 
-        return made_rows(set_config, config.verifiers)
+        return taskset_rows(set_config, config.verifiers)
 
     return {"reasoning_gym": reasoning_gym, "verifiers": verifiers}
 

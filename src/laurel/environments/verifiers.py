@@ -81,7 +81,7 @@ def _needs(package: Any, taskset: Any, kind: Any) -> list[str]:
     return needs
 
 
-def made_rows(
+def taskset_rows(
     set_config: TaskSetConfig, environments: Mapping[str, VerifiersEnvironmentConfig]
 ) -> MadeRows:
     """Return the tasks of the taskset that the set's environment names.

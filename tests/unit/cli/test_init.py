@@ -283,6 +283,15 @@ def test_what_a_tokenizer_lacks_is_settled_in_the_file(here, capsys):
     assert f"--model bare {given}   # show the first row, in tokens" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["reasoning_gym", "verifiers"])
+def test_sets_that_packages_make_are_graded_by_their_own_environment(name, here, model):
+    init("grpo-math", model, data=name)
+    config: Any = load_config(SCHEMAS["grpo"], here / "grpo-math.yaml").config
+    assert (config.data.dataset_name, config.data.env_name) == (name, name)
+    assert bool(config.data.tasks) == (name == "reasoning_gym")
+    assert name in config.env.names()
+
+
 def test_data_sets_of_the_table_are_named_and_not_looked_at(here, model):
     init("grpo-code", model, data="HumanEval")
     config: Any = load_config(SCHEMAS["grpo"], here / "grpo-code.yaml").config

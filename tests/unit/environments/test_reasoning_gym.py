@@ -23,7 +23,7 @@ TWO = {"chain_sum": 0.5, "leg_counting": {"weight": 0.5, "config": {"max_animals
 def load(env=None, **data):
     config = EnvironmentsConfig(**(env or {}))
     return load_task_data(
-        TaskDataConfig(dataset_name="reasoning_gym", **data),
+        TaskDataConfig(**{"dataset_name": "reasoning_gym", **data}),
         default_environment="math",
         environments=environment_names(config),
         sources=row_sources(config),
@@ -156,6 +156,103 @@ def test_a_scorer_that_raises_is_a_failure_with_its_line(monkeypatch):
     assert "was not made by reasoning_gym" in verdict.failures[2]
 
 
+def entry_of(name):
+    task = load(tasks={name: 1.0}, max_samples=1, split_validation_size=0).train[0]
+    return task
+
+
+def scored(environment, task, *answers):
+    logs = [asked(task, f"<answer>{answer}</answer>") for answer in answers]
+    return environment.step(logs, [dict(task.metadata)] * len(answers))
+
+
+def test_scorers_that_evaluate_answers_are_known():
+    names = {n for n in reasoning_gym.gym().factory.DATASETS if n != "composite"}
+    evaluating = {name for name in names if reasoning_gym.evaluates_answers(name)}
+    assert {"n_queens", "binary_matrix", "spiral_matrix", "string_insertion"} <= evaluating
+    assert {"countdown", "puzzle24", "simple_integration"} <= evaluating
+    assert not {"chain_sum", "leg_counting", "sokoban"} & evaluating
+
+
+@pytest.mark.parametrize("name", ["countdown", "polynomial_multiplication", "spiral_matrix"])
+def test_evaluated_answers_have_the_scores_of_the_scorer(name, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    task = entry_of(name)
+    known = task.metadata["reasoning_gym"]
+    answers = [known["entry"]["answer"], "1 + 1", "[1, 2]", "no answer", ")("]
+    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
+        found = scored(environment, task, *answers)
+    with reasoning_gym.Generators().using(name, known["config"], known["seed"]) as dataset:
+        expected = [dataset.score_answer(one, known["entry"]) for one in answers]
+    assert found.failures == [None] * len(answers)
+    assert found.rewards[name].tolist() == pytest.approx(expected)
+    assert expected[0] == 1
+
+
+def test_an_answer_that_is_a_program_reaches_nothing(tmp_path):
+    task = entry_of("spiral_matrix")
+    secret = tmp_path / "secret"
+    secret.write_text("7")
+    right = task.metadata["ground_truth"]
+    listed = [int(one) for one in right.split()]
+    mine = "__import__('os').getpid()"
+    programs = [
+        f"[x for x in {listed} if {mine} != {os.getpid()}]",
+        f"[open({str(secret)!r}).read()]",
+        f"[open({str(tmp_path / 'made')!r}, 'w')]",
+        f"[__import__('os').system('touch {tmp_path / 'made'}')]",
+        f"[__import__('os').kill({os.getpid()}, 9)]",
+        "[__import__('socket').create_connection(('127.0.0.1', 1))]",
+        "[__import__('os')._exit(0)]",
+        "['x' * 8_000_000_000]",
+    ]
+    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
+        found = scored(environment, task, *programs)
+        # The first shows that answers are evaluated, in another process: a list earns 0.1.
+        assert found.rewards["spiral_matrix"].tolist() == pytest.approx([0.1, *[0.0] * 7])
+        assert found.failures == [None] * len(programs)
+        assert [how for *_, how in found.notes].index("crashes") == len(programs) - 2
+        assert list(tmp_path.iterdir()) == [secret]
+
+
+def test_an_answer_cannot_change_the_scores_of_the_next():
+    task = entry_of("spiral_matrix")
+    kind = "__import__('reasoning_gym').factory.DATASETS['spiral_matrix'][0]"
+    forged = f"[setattr({kind}, 'score_answer', lambda *a: 1.0)]"
+    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
+        found = scored(environment, task, *[forged, "[0]"] * 4)
+    assert found.rewards["spiral_matrix"].max() == 0
+
+
+def test_an_answer_that_takes_too_long_scores_nothing_and_is_counted(monkeypatch):
+    monkeypatch.setattr(reasoning_gym, "SECONDS_OF_AN_ANSWER", 1.0)
+    task = entry_of("spiral_matrix")
+    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
+        found = scored(environment, task, "[0 for _ in iter(int, 1)]")
+        batch = {
+            "rewards": found.rewards["spiral_matrix"],
+            "is_end": [1.0],
+            "group_ids": ["0"],
+            "generation_lengths": [1],
+            "prompt_lengths": [1],
+            "notes": found.notes,
+        }
+        _, metrics = environment.global_post_process_and_metrics(batch)
+    assert found.failures == [None]
+    assert metrics["timeouts"] == 1
+
+
+def test_what_cannot_be_confined_is_not_evaluated(monkeypatch):
+    def refused(*args, **kwargs):
+        raise OSError("no such call")
+
+    monkeypatch.setattr(reasoning_gym.kernel, "renounce_privileges", lambda: None)
+    monkeypatch.setattr(reasoning_gym.kernel, "drop_capabilities", lambda: None)
+    monkeypatch.setattr(reasoning_gym.confinement, "restrict", refused)
+    score = reasoning_gym.prepare_scoring(None)()
+    assert "cannot confine" in score({"task": "spiral_matrix"})["failure"]
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [
@@ -180,6 +277,13 @@ def test_a_set_without_end_cannot_be_mixed():
     sets = [{"dataset_name": "reasoning_gym", "tasks": TWO}] * 2
     with pytest.raises(ConfigError, match="give its block max_samples"):
         load(train=sets)
+
+
+def test_generators_without_the_set_are_an_error(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input": "1 + 1", "output": "2"}\n')
+    with pytest.raises(ConfigError, match="has no effect on these rows"):
+        load(dataset_name=None, tasks=TWO, train_data_path=str(rows))
 
 
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):

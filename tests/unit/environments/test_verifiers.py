@@ -204,6 +204,6 @@ def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     config = config_of(vowels={"id": "vowels-v1"})
     with pytest.raises(MissingDependencyError, match="verifiers"):
-        verifiers.made_rows(
+        verifiers.taskset_rows(
             TaskSetConfig(dataset_name="verifiers", env_name="vowels"), config.verifiers
         )
