@@ -26,6 +26,7 @@ from laurel.types import (
     SamplingParams,
     Task,
     Weights,
+    messages_of,
 )
 
 SAMPLING = SamplingParams(max_new_tokens=8)
@@ -42,14 +43,15 @@ class ByteChat:
     def __init__(self) -> None:
         self.histories: list[Conversation] = []
 
-    def prompt_ids(self, conversation: Conversation, /) -> Any:
+    def prompt_ids(self, conversation: Conversation, /, *, tools: Any = ()) -> Any:
         return ids_of("".join(m.content for m in conversation) + ">")
 
     def observation_ids(
-        self, observation: Mapping[str, str], /, *, history: Conversation, turn_ids: Any
+        self, observation: Any, /, *, history: Conversation, turn_ids: Any, tools: Any = ()
     ) -> Any:
         self.histories.append(history)
-        return ids_of(f"[{observation['content']}]>")
+        said = "".join(message["content"] for message in messages_of(observation))
+        return ids_of(f"[{said}]>")
 
 
 @dataclass(frozen=True)
@@ -347,6 +349,28 @@ class RemoteMath(EnvironmentInterface):
             ray.kill(self._actor)
         judged: EnvironmentReturn = ray.get(self._actor.step.remote(message_log_batch, metadata))
         return judged
+
+    def global_post_process_and_metrics(self, batch: Any) -> Any:
+        return batch, {}
+
+
+class Told(EnvironmentInterface):
+    """Rewards answers that come after a tool has told a digit."""
+
+    spec = EnvironmentSpec(judges="completion")
+
+    def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
+        told = [
+            any(m["role"] == "tool" and m["content"].isdigit() for m in log)
+            for log in message_log_batch
+        ]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": ""} for _ in told],
+            metadata=list(metadata),
+            next_stop_strings=[None for _ in told],
+            rewards=torch.tensor(told, dtype=torch.float32),
+            terminateds=torch.ones(len(told), dtype=torch.bool),
+        )
 
     def global_post_process_and_metrics(self, batch: Any) -> Any:
         return batch, {}

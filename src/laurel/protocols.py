@@ -148,6 +148,15 @@ class Environment(Protocol):
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
         """List the tasks that it cannot score fairly: their own reference gets no reward."""
 
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Take the policy's tokenizer, whose chat template says how it calls functions.
+
+        Called once, before the first rollout.
+
+        Raises:
+            ModelError: The template does not show or write what the environment needs.
+        """
+
     def resting(self) -> AbstractContextManager[None]:
         """Release device memory for the duration; nothing is scored meanwhile."""
 

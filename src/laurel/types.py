@@ -399,6 +399,9 @@ class Weights:
     """
 
 
+ToolSchemas = Sequence[Mapping[str, Any]]
+"""JSON schemas of functions, each as `{"type": "function", "function": {...}}`."""
+
 JudgingUnit = Literal["completion", "part", "group", "batch"]
 """Unit of completions that an environment scores in one call; the call starts once the last of them
 has ended.
@@ -427,6 +430,8 @@ class EnvironmentSpec:
     has_state: bool = False
     """Rewards depend on more than the conversation. Then checkpoints hold its `state_dict`, and
     `end_batch` is called."""
+    tools: ToolSchemas = ()
+    """Functions that the policy may call, which its chat template shows in every prompt."""
 
     def __post_init__(self) -> None:
         if self.judges not in get_args(JudgingUnit):
@@ -434,11 +439,15 @@ class EnvironmentSpec:
             raise ValueError(f"EnvironmentSpec: judges={self.judges!r} must be one of {known}")
 
 
+Observation = Mapping[str, str] | Sequence[Mapping[str, str]]
+"""The environment's next message as `{"role", "content"}`, or several of them."""
+
+
 class _SixFields(NamedTuple):
     """The fields of an unpacked `EnvironmentReturn`."""
 
-    observations: list[dict[str, str]]
-    """Next messages of the environment as `{"role", "content"}`."""
+    observations: Sequence[Observation]
+    """Next message of the environment, or several, such as the answers to several calls."""
     metadata: list[dict[str, Any] | None]
     """Data that the environment gets back with the next turn of the same conversation."""
     next_stop_strings: list[list[str] | None]
@@ -469,7 +478,7 @@ class EnvironmentReturn(_SixFields):
 
     def __new__(
         cls,
-        observations: list[dict[str, str]],
+        observations: Sequence[Observation],
         metadata: list[dict[str, Any] | None],
         next_stop_strings: list[list[str] | None],
         rewards: Tensor | dict[str, Tensor],
@@ -546,6 +555,11 @@ class RolloutGroup:
             trunk_ids=self.prompt_ids,
             branches_ids_G=tuple(rollout.ids_L for rollout in self.rollouts_G),
         )
+
+
+def messages_of(observation: Observation) -> Sequence[Mapping[str, str]]:
+    """Return the messages of an observation, which may be a single one."""
+    return [observation] if isinstance(observation, Mapping) else observation
 
 
 def group_of(prompt: Sequence[Message], answers: Sequence[str], *, group_id: str) -> Group:

@@ -32,8 +32,9 @@ from laurel.environments.math_environment import MathEnvironment
 from laurel.environments.registry import create_environment
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.models.checkpoint.state import decode, encode
+from laurel.models.tool_calls import FORMS, ToolCall
 from laurel.rewards.scorer import LocalScorer
-from laurel.types import Message, Task
+from laurel.types import Message, Task, messages_of
 from laurel.workers.reservations import Resources
 from reward_models import small_model, write_model
 from sandbox_processes import is_gone, wait_until
@@ -225,6 +226,37 @@ def remote_code_case():
     return case
 
 
+def hermes(name, **arguments):
+    return FORMS["hermes"].write([ToolCall(name, arguments)])
+
+
+def tools_case():
+    """Functions that the policy calls, and math that scores its answer."""
+    config = EnvironmentsConfig(
+        tools={
+            "functions": [f"tool_functions.{name}" for name in ("add", "die")],
+            "judged_by": "math",
+            "form": "hermes",
+            "num_workers": 2,
+        },
+        math={"num_workers": 1},
+    )
+    add, known = hermes("add", left=1), {"ground_truth": "2"}
+    return Case(
+        environment=create_environment("tools", config),
+        good=[
+            (log("1+1?", add), known),
+            (log("1+1?", f"{add} {hermes('add', left='1')} {hermes('what')}<tool_call>"), known),
+            (log("1+1?", add, "2", r"\boxed{2}"), known | {"tool_counts": {"answered": 1}}),
+            (log("1+1?", r"\boxed{2}"), known),
+            (log("1+1?", r"\boxed{3}"), known),
+        ],
+        bad=(log("1+1?", hermes("die")), known),
+        single_turn=False,
+        bad_tasks=[bad_task()],
+    )
+
+
 class Brevity(EnvironmentInterface):
     """Shorter is better, and nothing at all is beyond judgement."""
 
@@ -329,6 +361,7 @@ MAKERS: dict[str, Callable[[], Case]] = {
     "multiple choice": multiple_choice_case,
     "code": code_case,
     "code, as a tool and in several attempts": code_tool_case,
+    "tools": tools_case,
     "composite": composite_case,
     "composite, gated": lambda: composite_case(gate=1.0),
     "reward model": reward_model_case,
@@ -386,8 +419,10 @@ def test_the_shape_of_a_verdict(case):
         lists = [returned.observations, returned.metadata, returned.next_stop_strings]
         lists += [x for x in (returned.answers, returned.failures) if x is not None]
         assert [len(x) for x in lists] == [size] * len(lists)
-        assert all(isinstance(o["role"], str) for o in returned.observations)
-        assert all(isinstance(o["content"], str) for o in returned.observations)
+        said = [message for o in returned.observations for message in messages_of(o)]
+        assert len(said) >= size
+        assert all(isinstance(message["role"], str) for message in said)
+        assert all(isinstance(message["content"], str) for message in said)
         assert all(failure is None for failure in returned.failures or [])
 
 

@@ -32,7 +32,7 @@ from laurel.data.report import MAX_EXAMPLES, MAX_SOURCES, LeftOut, RowReport
 from laurel.data.sources import Row, UnusableRow, locate, read_rows
 from laurel.data.task_formats import MADE_SETS, OWN_TESTS
 from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, load_task_data
-from laurel.environments.registry import row_sources
+from laurel.environments.registry import row_sources, tools_of
 from laurel.errors import ConfigError, DataError, Terms, UserError, counted, speaking
 from laurel.observe.console import (
     UNBROKEN,
@@ -573,6 +573,7 @@ def first_row(reading: Reading, model: str) -> FirstRow:
         return FirstRow(source=row.source, parts=[part], notes=notes)
     from laurel.models.chat import ChatFormat
     from laurel.models.tokenizer import load_tokenizer
+    from laurel.models.tool_calls import form_of
 
     quiet_libraries()
     tokenizer = load_tokenizer(
@@ -583,7 +584,10 @@ def first_row(reading: Reading, model: str) -> FirstRow:
     )
     chat = ChatFormat(tokenizer, policy.tokenizer.chat_template_kwargs)
     if isinstance(row, Task):
-        ids_L = chat.prompt_ids(row.prompt)
+        tools = tools_of(row.environment, config.env)
+        if tools:
+            form_of(tokenizer, config.env.tools.form)
+        ids_L = chat.prompt_ids(row.prompt, tools=tools)
         tokens = pieces_of(tokenizer, ids_L)
         most = policy.max_total_sequence_length
         note = (
@@ -597,6 +601,7 @@ def first_row(reading: Reading, model: str) -> FirstRow:
         demonstration_id=row.source,
         max_length=longest,
         only_final=config.sft.only_unmask_final,
+        tools=row.tools,
     )
     if learned is None:
         raise DataError(

@@ -728,6 +728,15 @@ class GRPORun(Section):
         return self
 
     @model_validator(mode="after")
+    def _calls_have_turns(self) -> GRPORun:
+        if self.env.tools.functions and self.grpo.max_rollout_turns < 2:
+            raise ValueError(
+                "env.tools.functions: a call and the answer after it take two turns, and there is "
+                f"grpo.max_rollout_turns={self.grpo.max_rollout_turns}; raise it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _stopping_alarms_can_rise(self) -> GRPORun:
         needed = {
             "overoptimisation": (

@@ -126,8 +126,9 @@ class TokenizerConfig(Section):
     name: str | None = None
     """Hub name or path; null means `policy.model_name`."""
     chat_template: str | None = "default"
-    """`default`: the tokenizer's own; null: contents joined as they are; `chatml` or `plain`: a
-    template of Laurel's; a path ending in .jinja; or the template itself."""
+    """`default`: the tokenizer's own; null: contents joined as they are; `chatml`, `plain` or
+    `hermes` (ChatML that shows tools): a template of Laurel's; a path ending in .jinja; or the
+    template itself."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables given to the template at every rendering, e.g. `{enable_thinking: false}`."""
     pad_token: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from laurel.data.sources import (
 )
 from laurel.data.task_formats import gsm8k_demonstration
 from laurel.errors import DataError
-from laurel.types import Completion, Conversation, Group, Message
+from laurel.types import Completion, Conversation, Group, Message, ToolSchemas
 
 STDIN = "-"
 """The path that stands for standard input."""
@@ -330,6 +331,13 @@ class Dialogue:
     """The name of the data set that the conversation comes from."""
     source: str = ""
     """The row's place, as `file:line` or `name[index]`."""
+    tools: ToolSchemas = ()
+    """The functions in the row's column `tools`, which the chat template shows."""
+
+    @property
+    def texts(self) -> list[str]:
+        """Return all texts that the conversation is rendered from."""
+        return [turn.content for turn in self.messages] + [json.dumps(one) for one in self.tools]
 
     @property
     def prompt(self) -> Conversation:
@@ -448,6 +456,7 @@ def _load(
             messages=checked,
             name=set_name,
             source=source,
+            tools=_tools(row.get("tools")),
         )
 
     dialogues = opened.read(convert, report=report, on_bad_row=on_bad_row, limit=limit)
@@ -456,6 +465,21 @@ def _load(
         raise DataError(no_rows_left(report))
     report.describe(dialogues)
     return dialogues, report
+
+
+def _tools(value: Any) -> ToolSchemas:
+    """Read the column `tools`: a list of JSON schemas, or such a list as text."""
+    try:
+        schemas = json.loads(value) if isinstance(value, str) else value or []
+        named = [isinstance(one["function"]["name"], str) for one in schemas]
+    except (ValueError, TypeError, KeyError):
+        named = [False]
+    if not all(named):
+        raise UnusableRow(
+            "tools are no schemas",
+            "'tools' must be a list of {'type': 'function', 'function': {'name': ..., ...}}",
+        )
+    return tuple(schemas)
 
 
 def _checked(said: Conversation) -> Conversation:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
+
+from laurel.models.tool_calls import FORMS, ToolCall
 
 THINGS = (
     "apple",
@@ -314,3 +316,87 @@ def _wrong_answer(generator: random.Random, number: int) -> str:
             boxed(text) + boxed(_one_digit_off(generator, number)),
         )
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# A generated task for recipes and tests: sums and products, with a calculator as a tool.
+#
+# Most demonstrations guess a result, and are wrong; some call the calculator and copy what it says.
+# The policy has to find out that calling pays.
+
+CALCULATOR_WORDS = {"plus": "+", "minus": "-", "times": "*"}
+OPERANDS = range(1, 10)
+NUM_HELD_OUT_SUMS = 40
+
+
+def calculate(left: int, sign: Literal["+", "-", "*"], right: int) -> int:
+    """Calculate with two numbers.
+
+    Args:
+        left: The first number.
+        sign: What to do.
+        right: The second number.
+    """
+    return {"+": left + right, "-": left - right, "*": left * right}[sign]
+
+
+class CalculatorTasks:
+    """A data set of sums, for `data.dataset_name=laurel.demo.data.CalculatorTasks`.
+
+    `formatted_ds` holds rows `{"input", "output"}` under the splits `train` and `validation`, and
+    rows `{"messages", "tools"}` for fine-tuning under `demonstrations` and `shown`. No sum of
+    `validation`, whose right answers `shown` demonstrates, is in another split.
+    """
+
+    def __init__(self, seed: int = 0, count: int = 6000, share_calling: float = 0.4) -> None:
+        """Generate the rows.
+
+        Args:
+            seed: The seed of the sampling.
+            count: The number of rows of the split `demonstrations`.
+            share_calling: The probability that one of these calls the calculator.
+        """
+        from transformers.utils.chat_template_utils import get_json_schema
+
+        tools, generator = [get_json_schema(calculate)], random.Random(f"{seed}-sums")
+        sums = [(a, word, b) for a in OPERANDS for word in CALCULATOR_WORDS for b in OPERANDS]
+        # The seed is fixed: runs of all seeds are measured on the same sums.
+        kept_back = sorted(random.Random(0).sample(sums, NUM_HELD_OUT_SUMS))
+        known = sorted(set(sums) - set(kept_back))
+        self.formatted_ds = {
+            "train": [_sum_task(one) for one in known],
+            "validation": [_sum_task(one) for one in kept_back],
+            "demonstrations": [
+                _sum_shown(generator.choice(known), tools, generator, share_calling)
+                for _ in range(count)
+            ],
+            "shown": [_sum_shown(one, tools, generator, 1.0) for one in kept_back],
+        }
+
+
+_Sum = tuple[int, str, int]
+
+
+def _sum_task(asked: _Sum) -> dict[str, Any]:
+    left, word, right = asked
+    sign: Any = CALCULATOR_WORDS[word]
+    return {
+        "input": f"What is {left} {word} {right}?",
+        "output": str(calculate(left, sign, right)),
+    }
+
+
+def _sum_shown(
+    asked: _Sum, tools: list[Any], generator: random.Random, share_calling: float
+) -> dict[str, Any]:
+    task, (left, word, right) = _sum_task(asked), asked
+    said = [{"role": "user", "content": task["input"]}]
+    shown = str(generator.randrange(100))
+    if generator.random() < share_calling:
+        arguments = {"left": left, "sign": CALCULATOR_WORDS[word], "right": right}
+        call = FORMS["hermes"].write([ToolCall("calculate", arguments)])
+        said.append({"role": "assistant", "content": call})
+        shown = task["output"]
+        said.append({"role": "tool", "content": shown})
+    said.append({"role": "assistant", "content": boxed(shown)})
+    return {"messages": said, "tools": tools}

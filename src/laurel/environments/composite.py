@@ -26,7 +26,7 @@ from laurel.environments.interface import (
 )
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.protocols import Environment, MessageLog
-from laurel.types import JudgingUnit, Task
+from laurel.types import JudgingUnit, Task, messages_of
 
 GATE = "gate"
 """The name of the component that changes a rejected completion's reward to `gated_reward`."""
@@ -100,6 +100,7 @@ class CompositeEnvironment(EnvironmentInterface):
             stop_strings=tuple(dict.fromkeys(text for one in specs for text in one.stop_strings)),
             noise_floor=None,
             has_state=any(one.has_state for one in specs),
+            tools=tuple(tool for one in specs for tool in one.tools),
         )
 
     @property
@@ -121,7 +122,9 @@ class CompositeEnvironment(EnvironmentInterface):
             observations=[
                 {"role": "environment", "content": join_observations(returns, index)}
                 for index in range(len(message_log_batch))
-            ],
+            ]
+            if self._conductor is None
+            else returns[self._conductor].observations,
             metadata=[
                 given
                 if bool(terminateds[index])
@@ -299,6 +302,11 @@ class CompositeEnvironment(EnvironmentInterface):
         for name, own in state.items():
             self._environments[name].load_state_dict(own)
 
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Pass the policy's tokenizer on to each part."""
+        for part in self._environments.values():
+            part.use_tokenizer(tokenizer)
+
     def noise_floor(self) -> float:
         """Return the noise of the total reward, from the weighted noise of the parts."""
         return math.fsum(
@@ -446,8 +454,8 @@ def failures_of(scored: EnvironmentReturn, totals_B: Sequence[float]) -> list[st
 
 def join_observations(returns: Returns, index: int) -> str:
     """Join the parts' observations on a conversation, without repetitions."""
-    texts = (one.observations[index]["content"] for one in returns.values())
-    return "\n".join(dict.fromkeys(text for text in texts if text))
+    said = (m for one in returns.values() for m in messages_of(one.observations[index]))
+    return "\n".join(dict.fromkeys(m["content"] for m in said if m["content"]))
 
 
 def stops(returns: Returns, index: int) -> list[str] | None:

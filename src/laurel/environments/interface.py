@@ -102,6 +102,9 @@ class EnvironmentInterface(ABC):
         """Return the tasks whose reference answer would not earn the reward; by default none."""
         return []
 
+    def use_tokenizer(self, tokenizer: Any) -> None:  # noqa: B027  few depend on the template
+        """Take the policy's tokenizer before the first rollout, as in `protocols.Environment`."""
+
     def resting(self) -> AbstractContextManager[None]:
         """Free device memory while the context is open; by default there is nothing to free."""
         return nullcontext()

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from laurel.config.environments import EnvironmentsConfig
+from laurel.config.environments import (
+    CompositeEnvironmentConfig,
+    CompositePart,
+    EnvironmentsConfig,
+)
 from laurel.config.policy import NamedCall
 from laurel.config.yaml_tree import nearest
 from laurel.environments.interface import EnvironmentInterface, EnvironmentSpec
 from laurel.errors import ConfigError, LaurelError
 from laurel.observe.hub import error_with_line
 from laurel.protocols import Environment
+from laurel.types import ToolSchemas
 
 if TYPE_CHECKING:
     from laurel.config.data import TaskSetConfig
@@ -29,6 +34,7 @@ BUILT_IN: dict[str, tuple[str, str]] = {
         "laurel.environments.reward_model_environment.RewardModelEnvironment",
         "reward_model",
     ),
+    "tools": ("laurel.environments.tool_environment.ToolEnvironment", "tools"),
     "reasoning_gym": (
         "laurel.environments.reasoning_gym.ReasoningGymEnvironment",
         "reasoning_gym",
@@ -42,7 +48,7 @@ _NEEDED = ("step", "global_post_process_and_metrics")
 # Methods that an environment with a state defines, and one without does not.
 _STATE = ("state_dict", "load_state_dict", "end_batch")
 # Methods that are only called on environments that derive from the interface.
-_OF_INTERFACE = (*_STATE, "noise_floor", "validate", "resting")
+_OF_INTERFACE = (*_STATE, "noise_floor", "validate", "use_tokenizer", "resting")
 # Attributes that were read before environments had a spec.
 _REPLACED_BY_SPEC = ("judges", "stop_strings", "take_notes")
 _registered: dict[str, str] = {}
@@ -175,8 +181,16 @@ def create_environments(
             return CompositeEnvironment(settings, parts)
         if name in BUILT_IN:
             path, key = BUILT_IN[name]
+            judge = config.tools.judged_by if name == "tools" else None
+            if name == "tools" and judge is None and not inside:
+                raise ConfigError(
+                    "env.tools runs functions and grades nothing: set env.tools.judged_by to the "
+                    "environment that grades the final answer, such as math"
+                )
+            parts = {} if judge is None else {judge: environment_of(judge, (*inside, name))}
             create = imported(path, f"environment '{name}'")
-            return _checked(name, create(getattr(config, key), **placed.get(name, {})))
+            own = _checked(name, create(getattr(config, key), **placed.get(name, {})))
+            return conducted(name, own, parts) if parts else own
         if name in _registered:
             return _checked(
                 name, _called(f"environment '{name}'", NamedCall(name=_registered[name]))
@@ -190,12 +204,38 @@ def create_environments(
             "add your own under env.custom or with register_env()."
         )
 
+    def conducted(
+        name: str, conductor: Environment, parts: Mapping[str, Environment]
+    ) -> Environment:
+        """Return the composite in which one environment leads and the others score the end."""
+        from laurel.environments.composite import CompositeEnvironment
+
+        everything = {name: conductor, **parts}
+        settings = CompositeEnvironmentConfig(
+            parts=[CompositePart(env=one) for one in everything], conducted_by=name
+        )
+        return CompositeEnvironment(settings, everything)
+
     try:
         return {name: environment_of(name) for name in dict.fromkeys(names)}
     except BaseException:
         for environment in made.values():
             environment.shutdown()
         raise
+
+
+def tools_of(name: str, config: EnvironmentsConfig) -> ToolSchemas:
+    """Return the functions that the prompts of an environment show, without starting it.
+
+    Raises:
+        ConfigError: A function cannot be imported or described.
+    """
+    if name == "tools" and config.tools.functions:
+        described = imported("laurel.environments.tool_environment.schemas_of", "env.tools")
+        schemas: ToolSchemas = described(config.tools)
+        return schemas
+    parts = config.composite[name].parts if name in config.composite else ()
+    return [tool for part in parts if part.env != name for tool in tools_of(part.env, config)]
 
 
 def imported(path: str, where: str) -> Callable[..., Any]:

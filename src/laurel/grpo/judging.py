@@ -28,7 +28,7 @@ from laurel.environments.interface import (
 from laurel.errors import EnvironmentFailedError, WorkerError
 from laurel.observe.hub import is_installed, is_ours, line_of
 from laurel.protocols import Environment
-from laurel.types import Conversation, Generated, Message, Rollout
+from laurel.types import Conversation, Generated, Message, Observation, Rollout, messages_of
 
 if TYPE_CHECKING:
     from laurel.types import LogProbs, Mask, TokenIds
@@ -60,7 +60,7 @@ class RolloutInProgress:
     answer: str | None = None
     note: Any = None
     stop_strings: tuple[str, ...] = ()
-    observation: Mapping[str, str] = field(default_factory=dict)
+    observation: Observation = ()
     """The environment's last observation."""
 
     def add_turn(self, generated: Generated) -> None:
@@ -72,10 +72,10 @@ class RolloutInProgress:
         versions = (self.weight_version, generated.weight_version)
         self.weight_version = min(v for v in versions if v is not None)
 
-    def add_observation(self, observation: Mapping[str, str], ids: TokenIds) -> None:
-        """Append a message of the environment, with its tokens, which are not trained on."""
+    def add_observation(self, observation: Observation, ids: TokenIds) -> None:
+        """Append the environment's messages, with their tokens, which are not trained on."""
         self._append(ids, False, np.zeros(len(ids), dtype=np.float32))
-        self.messages.append(Message(observation["role"], observation["content"]))
+        self.messages += [Message(m["role"], m["content"]) for m in messages_of(observation)]
 
     def _append(self, ids: TokenIds, is_policy: bool, logprobs: LogProbs) -> None:
         self.ids.append(np.asarray(ids, dtype=np.int32))
@@ -140,10 +140,7 @@ def take_verdict(
                 failure = str(
                     invalid_return(step, what, "a finite number, or a reason in `failures`")
                 )
-        is_message = isinstance(observation, Mapping) and all(
-            isinstance(observation.get(key), str) for key in ("role", "content")
-        )
-        if failure is None and not over[i] and not is_message:
+        if failure is None and not over[i] and not _are_messages(observation):
             failure = f"{observation!r} is no observation: a role and a content are expected"
         if failure is not None:
             rollout.fail(failure)
@@ -159,6 +156,15 @@ def take_verdict(
         rollout.answer = verdict.answers[i] if verdict.answers is not None else None
         rollout.note = verdict.notes[i] if verdict.notes is not None else None
         rollout.observation = observation
+
+
+def _are_messages(observation: Any) -> bool:
+    said = observation if isinstance(observation, list | tuple) else [observation]
+    return bool(said) and all(
+        isinstance(one, Mapping)
+        and all(isinstance(one.get(key), str) for key in ("role", "content"))
+        for one in said
+    )
 
 
 PendingJudgement = tuple[Conversation, RolloutInProgress]

@@ -37,9 +37,11 @@ from laurel.protocols import Environment, Generator
 from laurel.types import (
     Conversation,
     GenerationRequest,
+    Observation,
     RolloutGroup,
     SamplingParams,
     Task,
+    ToolSchemas,
 )
 
 if TYPE_CHECKING:
@@ -49,18 +51,30 @@ if TYPE_CHECKING:
 class Chat(Protocol):
     """The part of `models.chat.ChatFormat` that rollouts use: it tokenises conversations."""
 
-    def prompt_ids(self, conversation: Conversation, /) -> TokenIds:
-        """Tokenise a conversation, including the opening of the assistant's next turn."""
-
-    def observation_ids(
-        self, observation: Mapping[str, str], /, *, history: Conversation, turn_ids: TokenIds
-    ) -> TokenIds:
-        """Tokenise an environment's message and the text around it, up to the policy's next turn.
+    def prompt_ids(self, conversation: Conversation, /, *, tools: ToolSchemas) -> TokenIds:
+        """Tokenise a conversation, including the opening of the assistant's next turn.
 
         Args:
-            observation: The `role` and `content` of the message.
+            conversation: The messages so far.
+            tools: Functions that the prompt shows to the policy.
+        """
+
+    def observation_ids(
+        self,
+        observation: Observation,
+        /,
+        *,
+        history: Conversation,
+        turn_ids: TokenIds,
+        tools: ToolSchemas,
+    ) -> TokenIds:
+        """Tokenise an environment's messages and the text around, up to the policy's next turn.
+
+        Args:
+            observation: The `role` and `content` of the message, or several messages.
             history: The conversation before the policy's turn that the message answers.
             turn_ids: The tokens of that turn.
+            tools: The functions that the prompt showed.
         """
 
 
@@ -222,7 +236,7 @@ class Rollouts:
         context = _RolloutContext(
             task=task,
             environment=environment,
-            prompt_ids=self.chat.prompt_ids(task.prompt),
+            prompt_ids=self.chat.prompt_ids(task.prompt, tools=environment.spec.tools),
             numbers=(*batch.numbers, index),
             batch=batch,
         )
@@ -393,7 +407,10 @@ class Rollouts:
         history = (*context.task.prompt, *rollout.messages[:-1])
         try:
             ids = self.chat.observation_ids(
-                rollout.observation, history=history, turn_ids=rollout.ids[-1]
+                rollout.observation,
+                history=history,
+                turn_ids=rollout.ids[-1],
+                tools=context.environment.spec.tools,
             )
         except DataError as error:  # this observation's, and nobody else's
             rollout.fail(str(error))

@@ -8,6 +8,7 @@ itself, so no token spans two pieces, and the policy's tokens stay exactly as ge
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,15 @@ from laurel.models.tokenizer import (
     refuse_left_out,
     render,
 )
-from laurel.types import USUAL_ROLES, Conversation, Message, TokenGroup
+from laurel.types import (
+    USUAL_ROLES,
+    Conversation,
+    Message,
+    Observation,
+    TokenGroup,
+    ToolSchemas,
+    messages_of,
+)
 
 if TYPE_CHECKING:
     from laurel.types import Mask, TokenIds
@@ -110,31 +119,39 @@ class ChatFormat:
 
     # ---------------------------------------------------------------------------------- sampling
 
-    def prompt_ids(self, conversation: Conversation) -> TokenIds:
+    def prompt_ids(self, conversation: Conversation, *, tools: ToolSchemas = ()) -> TokenIds:
         """Tokenise a conversation and the opening of the assistant's next turn: int32 [L].
+
+        The template shows `tools` in the prompt.
 
         Raises:
             DataError: The template cannot render the conversation, or the prompt has no token.
         """
-        return self.prompts_ids([conversation])[0]
+        return self.prompts_ids([conversation], tools=[tools])[0]
 
     def prompts_ids(
-        self, conversations: Sequence[Conversation], *, sources: Sequence[str] = ()
+        self,
+        conversations: Sequence[Conversation],
+        *,
+        sources: Sequence[str] = (),
+        tools: Sequence[ToolSchemas] = (),
     ) -> list[TokenIds]:
         """Tokenise many conversations at once, each as `prompt_ids` does.
 
         Args:
             conversations: The conversations.
             sources: The origin of each conversation, such as a file and a line, for error messages.
+            tools: The functions that each prompt shows.
 
         Raises:
             DataError: The template cannot render a conversation, or a prompt has no token.
         """
         where = [f"{source}: " for source in sources] or [""] * len(conversations)
+        shown = tools or [()] * len(conversations)
         texts: list[str] = []
-        for place, conversation in zip(where, conversations, strict=True):
+        for place, conversation, functions in zip(where, conversations, shown, strict=True):
             try:
-                texts.append(self.render(conversation, prompt=True))
+                texts.append(self.render(conversation, prompt=True, tools=functions))
             except DataError as error:
                 raise DataError(f"{place}{error}") from error
         if not texts:
@@ -147,44 +164,50 @@ class ChatFormat:
 
     def observation_ids(
         self,
-        observation: Mapping[str, str],
+        observation: Observation,
         *,
         history: Conversation = (),
         turn_ids: Sequence[int] | TokenIds = (),
+        tools: ToolSchemas = (),
     ) -> TokenIds:
-        """Tokenise an environment's message, up to the policy's next turn: int32 [L].
+        """Tokenise an environment's messages, up to the policy's next turn: int32 [L].
 
         Args:
-            observation: The `role` and `content` of the environment's message. With the role
-                `environment` the text continues the policy's turn; any other role gets a turn of
-                its own.
+            observation: The `role` and `content` of the environment's message, or several messages.
+                With the role `environment` the text of a single one continues the policy's turn;
+                any other role gets a turn of its own.
             history: The conversation before the policy's turn, on which a template may depend.
             turn_ids: The tokens of the policy's turn. If no end token is among them, the returned
                 tokens begin with the text that closes the turn.
+            tools: The functions that the prompt showed, on which a template may depend.
 
         Raises:
             DataError: The template does not know the role, or cannot render such a turn.
         """
-        role, content = observation["role"], observation["content"]
-        if role == ENVIRONMENT:
-            return np.asarray(self._ids(content), dtype=np.int32)
+        said = [Message(one["role"], one["content"]) for one in messages_of(observation)]
+        if len(said) == 1 and said[0].role == ENVIRONMENT:
+            return np.asarray(self._ids(said[0].content), dtype=np.int32)
         # Templates such as ChatML render any role, so that nothing else would report `usr`.
         named_by_template = _QUOTED.findall(self.tokenizer.chat_template)
-        if role not in (*USUAL_ROLES, *named_by_template):
+        for role in (message.role for message in said):
+            if role in (*USUAL_ROLES, *named_by_template):
+                continue
             near = nearest(role.lower(), USUAL_ROLES)
             raise DataError(
                 f"the role {role!r} of an observation is none that the chat template names, and "
                 f"none of {', '.join(USUAL_ROLES)}" + (f"; did you mean {near!r}?" if near else "")
             )
         mark = _MARK
-        while mark in content or any(mark in message.content for message in history):
+        while any(mark in message.content for message in (*history, *said)):
             mark += "k"
         asked = tuple(history) or (Message("user", "a"),)
-        text = self.render(
-            (*asked, Message("assistant", mark), Message(role, content)), prompt=True
-        )
-        after = text[text.rindex(mark) + len(mark) :] if mark in text else None
-        if after is None or (content and content.strip() not in after):
+        text = self.render((*asked, Message("assistant", mark), *said), prompt=True, tools=tools)
+        after = text.rpartition(mark)[2] if mark in text else ""
+        for role, content in ((message.role, message.content) for message in said):
+            # Llama's template writes what a tool answers as a JSON string.
+            written = (content.strip(), json.dumps(content, ensure_ascii=False))
+            if any(one in after for one in written):
+                continue
             raise DataError(
                 f"the chat template leaves out a message of role '{role}' after the assistant's "
                 "turn, so the policy would never see it. Choose a template that has such turns "
@@ -196,13 +219,19 @@ class ChatFormat:
         ids = closing + self._ids(after.removeprefix(self._end_text))
         return np.asarray(ids, dtype=np.int32)
 
-    def render(self, conversation: Conversation, *, prompt: bool = False) -> str:
+    def render(
+        self, conversation: Conversation, *, prompt: bool = False, tools: ToolSchemas = ()
+    ) -> str:
         """Render a conversation as text; `prompt` adds the opening of the assistant's turn.
+
+        The template shows `tools` to the policy.
 
         Raises:
             DataError: The template cannot render the conversation.
         """
-        return render(self.tokenizer, conversation, self.template_kwargs, prompt=prompt)
+        return render(
+            self.tokenizer, conversation, self.template_kwargs, prompt=prompt, tools=tools
+        )
 
     # --------------------------------------------------------------------------------- imitation
 
@@ -213,6 +242,7 @@ class ChatFormat:
         demonstration_id: str,
         max_length: int | None = None,
         only_final: bool = False,
+        tools: ToolSchemas = (),
     ) -> Demonstration | None:
         """Tokenise a conversation, and mark the tokens that the loss is computed on.
 
@@ -223,6 +253,7 @@ class ChatFormat:
             demonstration_id: The id of the demonstration, such as its file and line.
             max_length: The maximum number of tokens; the end of a longer conversation is cut off.
             only_final: Whether the loss covers only the assistant's last turn.
+            tools: Functions that the template shows.
 
         Returns:
             The demonstration; None if no token for the loss is left, such as after truncation.
@@ -230,7 +261,7 @@ class ChatFormat:
         Raises:
             DataError: The template renders a turn differently if another turn follows.
         """
-        pieces = self._pieces(conversation, only_final=only_final)
+        pieces = self._pieces(conversation, only_final=only_final, tools=tools)
         ids = [token for piece in pieces for token in piece.ids]
         mask = np.asarray([piece.is_assistant for piece in pieces for _ in piece.ids], dtype=bool)
         truncated = max_length is not None and len(ids) > max_length
@@ -250,12 +281,14 @@ class ChatFormat:
             mask_L=mask[start:end],
         )
 
-    def _pieces(self, conversation: Conversation, *, only_final: bool) -> list[_Piece]:
-        text = self.render(conversation)
+    def _pieces(
+        self, conversation: Conversation, *, only_final: bool, tools: ToolSchemas
+    ) -> list[_Piece]:
+        text = self.render(conversation, tools=tools)
         if _GENERATION.search(self.tokenizer.chat_template):
-            text, spans = self._marked_spans(conversation)
+            text, spans = self._marked_spans(conversation, tools)
         else:
-            spans = self._found_spans(conversation, text, only_final=only_final)
+            spans = self._found_spans(conversation, text, only_final=only_final, tools=tools)
         pieces: list[_Piece] = []
         position = 0
         for start, end in spans[-1:] if only_final else spans:
@@ -269,13 +302,13 @@ class ChatFormat:
         return pieces
 
     def _found_spans(
-        self, conversation: Conversation, text: str, *, only_final: bool
+        self, conversation: Conversation, text: str, *, only_final: bool, tools: ToolSchemas
     ) -> list[tuple[int, int]]:
         spans: list[tuple[int, int]] = []
         turns = [i for i, message in enumerate(conversation) if message.role == "assistant"]
         for turn in turns[-1:] if only_final else turns:
-            before = self.render(conversation[:turn], prompt=True) if turn else ""
-            through = self.render(conversation[: turn + 1])
+            before = self.render(conversation[:turn], prompt=True, tools=tools) if turn else ""
+            through = self.render(conversation[: turn + 1], tools=tools)
             said = through.removesuffix(self._closing)
             if not through.startswith(before):
                 raise DataError(
@@ -293,7 +326,9 @@ class ChatFormat:
             spans.append((len(before), len(said)))
         return spans
 
-    def _marked_spans(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+    def _marked_spans(
+        self, conversation: Conversation, tools: ToolSchemas
+    ) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render: Any = render_jinja_template  # its annotation says str, and it gives a pair
@@ -302,7 +337,7 @@ class ChatFormat:
             chat_template=self.tokenizer.chat_template,
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
-            **self.template_kwargs,
+            **({**self.template_kwargs, "tools": list(tools)} if tools else self.template_kwargs),
         )
         ends = (self._closing, self._end_text)
         text = str(texts[0])

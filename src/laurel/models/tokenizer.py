@@ -15,7 +15,7 @@ from typing import Any
 from laurel.config.policy import TokenizerConfig
 from laurel.errors import ConfigError, DataError, ModelError, key_of, setting_of
 from laurel.observe.hub import check_fetchable
-from laurel.types import Conversation
+from laurel.types import Conversation, ToolSchemas
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -28,7 +28,36 @@ PLAIN = (
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 CONCATENATION = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-TEMPLATES = {"chatml": CHATML, "plain": PLAIN}
+_HERMES_SYSTEM = (
+    "<|im_start|>system\n"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\\n\\n' }}{% endif %}"
+    "You may call these functions:\n<tools>"
+    "{% for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}"
+    "{{ '\\n</tools>\\nA call is an object with name and arguments between tags:\\n' }}"
+    "<tool_call>\n{}\n</tool_call><|im_end|>\n"
+)
+_HERMES_RESULTS = (
+    "{% if loop.first or loop.previtem['role'] != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}"
+    "{% if loop.last or loop.nextitem['role'] != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
+)
+_HERMES_CALLS = (
+    "{{ '<|im_start|>assistant\\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] %}"
+    "{{ ('\\n' if message['content'] or not loop.first else '') + '<tool_call>\\n' }}"
+    "{{ {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}"
+    "{{ '\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}"
+)
+HERMES = (
+    f"{{% if tools %}}{_HERMES_SYSTEM}{{% endif %}}{{% for message in messages %}}"
+    f"{{% if message['role'] == 'tool' %}}{_HERMES_RESULTS}"
+    f"{{% elif message['tool_calls'] %}}{_HERMES_CALLS}"
+    "{% elif not (tools and loop.first and message['role'] == 'system') %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML that also shows functions, their calls and their results, as Hermes and Qwen do."""
+TEMPLATES = {"chatml": CHATML, "plain": PLAIN, "hermes": HERMES}
 
 PAD_CANDIDATES = (
     "<|finetune_right_pad_id|>",
@@ -291,8 +320,11 @@ def render(
     template_kwargs: Mapping[str, Any],
     *,
     prompt: bool = False,
+    tools: ToolSchemas = (),
 ) -> str:
     """Render a conversation as text; `prompt` adds the opening of the assistant's turn.
+
+    The template shows `tools` to the policy.
 
     Raises:
         DataError: The template cannot render the conversation.
@@ -303,7 +335,7 @@ def render(
                 [{"role": m.role, "content": m.content} for m in conversation],
                 tokenize=False,
                 add_generation_prompt=prompt,
-                **template_kwargs,
+                **({**template_kwargs, "tools": list(tools)} if tools else template_kwargs),
             )
         )
     except Exception as error:  # Jinja and the template itself raise what they like

@@ -15,6 +15,7 @@ from laurel.config.environments import (
     ReasoningGymEnvironmentConfig,
     RewardModelEnvironmentConfig,
     SandboxConfig,
+    ToolsConfig,
 )
 from laurel.config.grpo import GRPORun
 from laurel.config.load import to_yaml
@@ -178,7 +179,9 @@ def load_policy_bundle(
         config.policy.tokenizer.chat_template_kwargs,
         generation_end_ids=model.facts.generation_end_ids,
     )
-    fit_prompts(data, chat, config)
+    for environment in environments.values():
+        environment.use_tokenizer(chat.tokenizer)
+    fit_prompts(data, chat, config, environments)
     num_steps = grpo_total_steps(config, len(data.endless or data.train))
     generator = make_generator(context, model, chat, texts)
     context.stack.callback(generator.close)
@@ -328,6 +331,8 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
         "composite": True,
         "custom": True,
     }
+    if config.env.tools.functions:
+        rewarding["tools"] = _all_but(ToolsConfig, "num_workers", "timeout_seconds")
     # The checkpoints of earlier versions do not have them.
     if config.env.reasoning_gym != ReasoningGymEnvironmentConfig():
         rewarding["reasoning_gym"] = True

@@ -122,6 +122,8 @@ def uses_reward_model(config: GRPORun) -> bool:
         # A part may be a composite itself, and several may have the same part.
         if name not in named and name in config.env.composite:
             waiting += [part.env for part in config.env.composite[name].parts]
+        if name == "tools":
+            waiting.append(config.env.tools.judged_by or "")
         named.add(name)
     return config.env.reward_model.enabled or "reward_model" in named
 

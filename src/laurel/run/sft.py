@@ -46,7 +46,7 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         model = load_policy_to_train(
             context,
             seed=config.sft.seed,
-            texts=[turn.content for dialogue in data.train for turn in dialogue.messages],
+            texts=[text for dialogue in data.train for text in dialogue.texts],
             identity=_settings(config),
         )
         facts, resume_from = model.facts, context.resume_from
@@ -141,6 +141,7 @@ def _encode(
                 demonstration_id=dialogue.source,
                 max_length=longest,
                 only_final=config.sft.only_unmask_final,
+                tools=dialogue.tools,
             )
             if row is None:
                 report.drop("nothing to learn", dialogue.source)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from laurel.config.environments import (
     CodeEnvironmentConfig,
+    CompositeEnvironmentConfig,
+    CompositePart,
     EnvironmentsConfig,
 )
 from laurel.config.grpo import GRPORun
@@ -43,8 +45,11 @@ def needs_of(config: EnvironmentsConfig) -> TaskNeeds:
     if config.reward_model.transform.subtract_reference:
         answers.add("reward_model")
     tests = {"code"}
-    for _ in config.composite:  # composites of composites
-        for name, composite in config.composite.items():
+    composites = dict(config.composite)
+    if (judge := config.tools.judged_by) is not None:
+        composites["tools"] = CompositeEnvironmentConfig(parts=[CompositePart(env=judge)])
+    for _ in composites:  # composites of composites
+        for name, composite in composites.items():
             if answers & {part.env for part in composite.parts}:
                 answers.add(name)
             # A gate above 0 decides alone where its part gives only 0.
@@ -167,7 +172,9 @@ def leave_out(
         )
 
 
-def fit_prompts(data: TaskData, chat: ChatFormat, config: GRPORun) -> None:
+def fit_prompts(
+    data: TaskData, chat: ChatFormat, config: GRPORun, environments: Mapping[str, Environment]
+) -> None:
     """Leave out tasks whose prompts leave no room for an answer, and count them in the report."""
     room = config.policy.max_total_sequence_length - 1
     longest = min(config.data.max_input_seq_length or room, room)
@@ -176,7 +183,9 @@ def fit_prompts(data: TaskData, chat: ChatFormat, config: GRPORun) -> None:
         if not tasks:
             continue
         ids = chat.prompts_ids(
-            [task.prompt for task in tasks], sources=[task.source for task in tasks]
+            [task.prompt for task in tasks],
+            sources=[task.source for task in tasks],
+            tools=[environments[task.environment].spec.tools for task in tasks],
         )
         lengths = [len(row) for row in ids]
         fits = [length <= longest for length in lengths]
@@ -193,7 +202,10 @@ def fit_prompts(data: TaskData, chat: ChatFormat, config: GRPORun) -> None:
         data.reports[name].set_lengths([length for length in lengths if length <= longest])
         tasks[:] = kept
     if data.endless is not None:
-        data.endless.fits = lambda task: len(chat.prompt_ids(task.prompt)) <= longest
+        data.endless.fits = lambda task: (
+            len(chat.prompt_ids(task.prompt, tools=environments[task.environment].spec.tools))
+            <= longest
+        )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 from laurel.errors import DataError, EngineError, EnvironmentFailedError, WorkerError
 from laurel.grpo.judging import RolloutStats
 from laurel.grpo.rollouts import Rollouts
-from laurel.types import EnvironmentReturn, GenerationRequest, RolloutGroup, SamplingParams, Task
+from laurel.types import (
+    EnvironmentReturn,
+    EnvironmentSpec,
+    GenerationRequest,
+    RolloutGroup,
+    SamplingParams,
+    Task,
+)
 from policy_fakes import (
     SAMPLING,
     ByteChat,
@@ -153,6 +160,47 @@ def test_turns_go_on_until_the_environment_says_so() -> None:
     assert len({r.id for r in generator.requests}) == 3
 
 
+def test_several_messages_of_an_environment_are_one_observation() -> None:
+    shown: list[Any] = []
+
+    class Showing(ByteChat):
+        def prompt_ids(self, conversation: Any, /, *, tools: Any = ()) -> Any:
+            shown.append(tools)
+            return super().prompt_ids(conversation)
+
+        def observation_ids(self, observation: Any, /, **rest: Any) -> Any:
+            shown.append(rest["tools"])
+            return super().observation_ids(observation, **rest)
+
+    answers = [{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}]
+    judge = Judge(
+        lambda text, given: {
+            "over": "over" in given,
+            "metadata": {"over": True},
+            "observation": answers,
+        }
+    )
+    judge.spec = EnvironmentSpec(tools=[{"type": "function"}])
+    rollouts = rollouts_of(
+        ScriptedGenerator(saying("ab")), judge=judge, chat=Showing(), max_turns=9
+    )
+    ((rollout,),) = [g.rollouts_G for g in play(rollouts, [task("q")], num_generations=1)]
+    assert rollout.ids_L.tolist() == ids_of("ab[45]>ab").tolist()
+    assert rollout.mask_L.tolist() == [character in "ab" for character in "ab[45]>ab"]
+    said = [(m.role, m.content) for m in rollout.messages]
+    assert said == [("assistant", "ab"), ("tool", "4"), ("tool", "5"), ("assistant", "ab")]
+    assert judge.logs[-1][1:] == [{"role": role, "content": content} for role, content in said]
+    assert shown == [[{"type": "function"}]] * 2
+
+
+@pytest.mark.parametrize("observation", [[], "4", [{"role": "tool"}], [4], None])
+def test_an_observation_that_is_no_messages_fails_its_sample(observation: Any) -> None:
+    judge = Judge(lambda text, given: {"over": False, "observation": observation})
+    rollouts = rollouts_of(ScriptedGenerator(saying("ab")), judge=judge, max_turns=9, **OFTEN_FAILS)
+    (group,) = play(rollouts, [task("q")], num_generations=1)
+    assert "is no observation" in (group.rollouts_G[0].failure or "")
+
+
 def test_conversations_have_a_name_from_their_first_turn_to_their_end() -> None:
     ended_when: list[tuple[int, list[str]]] = []
 
@@ -190,10 +238,10 @@ def test_a_conversation_ends_also_where_its_group_fails() -> None:
 
 def test_an_observation_that_no_template_renders_fails_its_own_sample() -> None:
     class Particular(ByteChat):
-        def observation_ids(self, observation: Any, /, *, history: Any, turn_ids: Any) -> Any:
+        def observation_ids(self, observation: Any, /, **rest: Any) -> Any:
             if observation["content"] == "no":
                 raise DataError("the template knows no such role")
-            return super().observation_ids(observation, history=history, turn_ids=turn_ids)
+            return super().observation_ids(observation, **rest)
 
     def verdict(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
         said = "no" if text == "a" else "yes"

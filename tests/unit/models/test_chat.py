@@ -1,5 +1,6 @@
 """What a policy is asked, what is appended to its turn, and which tokens it learns to write."""
 
+import json
 from datetime import date
 
 import numpy as np
@@ -14,6 +15,7 @@ from laurel.errors import DataError, ModelError
 from laurel.models.chat import ChatFormat
 from laurel.models.tokenizer import CHATML, CONCATENATION, PLAIN
 from laurel.types import USUAL_ROLES, Message
+from tool_templates import TOKENIZERS
 
 ASK = (Message("user", "Why?"),)
 TALK = (
@@ -343,3 +345,62 @@ def test_no_blank_slips_in_between_the_pieces():
     assert [int(token) for token in row] == whole
     more = chat.observation_ids({"role": "environment", "content": "ok"})
     assert chat.tokenizer.convert_ids_to_tokens(more.tolist()) == ["o", "k"]
+
+
+# ------------------------------------------------------------------------------------------- tools
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add_up", "description": "Add.", "parameters": {"type": "object"}},
+    }
+]
+each_template = pytest.mark.parametrize("name", TOKENIZERS)
+
+
+@each_template
+def test_the_prompt_shows_tools(name):
+    chat = ChatFormat(TOKENIZERS[name]())
+    texts = [
+        text_of(chat, ids) for ids in chat.prompts_ids([ASK, ASK, TALK[:3]], tools=[TOOLS, (), ()])
+    ]
+    assert ["add_up" in text for text in texts] == [True, False, False]
+    assert texts[0] == text_of(chat, chat.prompt_ids(ASK, tools=TOOLS))
+    assert len(texts[0]) == len(chat.render(ASK, prompt=True, tools=TOOLS))
+
+
+@each_template
+@pytest.mark.parametrize("contents", [["4"], ["4", "5"], ['say "4"\n', "", "<&>"]])
+def test_what_tools_answer_gets_turns_of_its_own(name, contents):
+    chat = ChatFormat(TOKENIZERS[name]())
+    said = [{"role": "tool", "content": content} for content in contents]
+    ids = chat.observation_ids(said, history=ASK, turn_ids=[60, chat.end_ids[0]], tools=TOOLS)
+    text = text_of(chat, ids)
+    for content in contents:
+        assert content.strip() in text or json.dumps(content) in text
+    asked = (*ASK, Message("assistant", "call"), *(Message("tool", one) for one in contents))
+    whole = chat.render(asked, prompt=True, tools=TOOLS)
+    assert whole.endswith(chat.tokenizer.decode(chat.end_ids[:1]) + text)
+    assert "add_up" not in text
+
+
+def test_an_observation_of_several_messages_must_be_known_and_shown():
+    chat = ChatFormat(TOKENIZERS["hermes"]())
+    with pytest.raises(DataError, match="the role 'toll' of an observation"):
+        chat.observation_ids([{"role": "tool", "content": "4"}, {"role": "toll", "content": ""}])
+
+
+@each_template
+def test_a_demonstration_with_tools_is_learned_in_the_assistants_turns(name):
+    chat = ChatFormat(TOKENIZERS[name]())
+    talk = (
+        *ASK,
+        Message("assistant", "call it"),
+        Message("tool", "4"),
+        Message("assistant", "It is 4."),
+    )
+    learned = chat.demonstration(talk, demonstration_id="x", tools=TOOLS)
+    (ids,), end = learned.tokens.branches_ids_G, chat.tokenizer.decode(chat.end_ids[:1])
+    assert "add_up" in text_of(chat, learned.tokens.trunk_ids)
+    assert text_of(chat, ids[learned.mask_L]) == f"call it{end}It is 4.{end}"
+    assert learned.tokens.trunk_ids.tolist() == chat.prompt_ids(ASK, tools=TOOLS).tolist()

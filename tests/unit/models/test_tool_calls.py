@@ -1,0 +1,165 @@
+"""Function calls in the text of a policy: what every form reads and writes."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tiny_tokenizers as made
+from laurel.errors import ModelError
+from laurel.models.tokenizer import HERMES
+from laurel.models.tool_calls import FORMS, MalformedCall, ToolCall, form_of
+from tool_templates import BRACKETS, FORM_OF, TOKENIZERS, chatml_like
+
+WEATHER = ToolCall("weather", {"city": "Oslo", "days": [1, 2]})
+TIME = ToolCall("time", {})
+
+each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+each_template = pytest.mark.parametrize("name", TOKENIZERS)
+TOKENIZER_OF = {name: make() for name, make in TOKENIZERS.items()}
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
+    | st.sampled_from(["</tool_call>", "<tool_call>", "</think>", "}", '"', "; {", "\\"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+calls = st.builds(
+    ToolCall, st.from_regex(r"[a-z_]\w*", fullmatch=True), st.dictionaries(st.text(), values)
+)
+
+
+def rendered(tokenizer, *wanted, content=""):
+    """The text that a template writes for an assistant's turn with these calls."""
+    functions = [{"name": one.name, "arguments": dict(one.arguments)} for one in wanted]
+    turns = [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [{"type": "function", "function": one} for one in functions],
+        },
+    ]
+    before = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(turns, tokenize=False)
+    assert whole.startswith(before)
+    return whole.removeprefix(before).rstrip().removesuffix(tokenizer.eos_token)
+
+
+@each_template
+@given(call=calls)
+def test_a_rendered_call_is_read_back(name, call):
+    tokenizer = TOKENIZER_OF[name]
+    assert FORMS[FORM_OF[name]].read(rendered(tokenizer, call)) == [call]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen"])
+@given(several=st.lists(calls, min_size=1, max_size=3), said=st.text(alphabet="ab {}\n"))
+def test_several_rendered_calls_are_read_in_order(name, several, said):
+    text = rendered(TOKENIZER_OF[name], *several, content=said)
+    assert FORMS["hermes"].read(text) == several
+
+
+@each_form
+@given(several=st.lists(calls, max_size=3))
+def test_what_a_form_writes_it_reads(form, several):
+    assert form.read(form.write(several)) == several
+
+
+@each_form
+@given(text=st.text(alphabet='<tol_cal>/{}[]":,name parmters;|python_tag1\n\\'))
+def test_any_text_can_be_read(form, text):
+    for call in form.read(text):
+        assert isinstance(call, ToolCall | MalformedCall)
+
+
+@each_form
+@pytest.mark.parametrize(
+    "text",
+    ["", "The answer is 4.", r"\boxed{4}", '{"answer": 4}', "{", '{"name": "Oslo"}', "{1, 2}"],
+)
+def test_an_answer_is_no_call(form, text):
+    assert form.read(text) == []
+
+
+@each_form
+def test_thoughts_are_no_calls(form):
+    call, other = form.write([WEATHER]), form.write([TIME])
+    assert form.read(f"<think>\nI may say {call}\n</think>\n\n{other}") == [TIME]
+    assert form.read(f"I think.</think>{other}") == [TIME]
+    assert form.read(f"<think>{call}</think>It is 4.") == []
+
+
+@each_form
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ('{"name": "f", KEY: {"x": }}', "it is not valid JSON: Expecting value"),
+        ('{"name": "f", KEY: {"x": 1}', "it is not valid JSON"),
+        ('{"name": "f", KEY: {"x": NaN}}', "NaN is no JSON"),
+        ('{"name": "f", KEY: [1]}', "must be a JSON object"),
+        ('{"name": 3, KEY: {}}', 'it has no "name" of a function'),
+        ('{"name": "f", KEY: ' + "[" * 100_000 + "}", "nested too deeply"),
+    ],
+)
+def test_a_malformed_call_says_what_is_wrong(form, written, problem):
+    key = "arguments" if form.name == "hermes" else "parameters"
+    (text,) = [written.replace("KEY", f'"{key}"')]
+    if form.name == "hermes":
+        text = f"<tool_call>{text}</tool_call>"
+    (call,) = form.read(text)
+    assert isinstance(call, MalformedCall)
+    assert problem in call.problem
+
+
+def test_hermes_goes_on_after_a_malformed_call():
+    good = FORMS["hermes"].write([TIME])
+    text = f"<tool_call>time()</tool_call> {good} and <tool_call></tool_call><tool_call>[1]"
+    first, second, third, fourth = FORMS["hermes"].read(text)
+    assert isinstance(first, MalformedCall)
+    assert second == TIME
+    assert third == MalformedCall("it is empty")
+    assert fourth == MalformedCall("it is not a JSON object with name and arguments")
+
+
+def test_hermes_reads_a_call_that_is_not_closed():
+    assert FORMS["hermes"].read(f"<tool_call>{json.dumps({'name': 'time'})}") == [TIME]
+
+
+def test_llama_reads_several_calls_a_tag_and_arguments():
+    one, two = '{"name": "time", "arguments": {}}', '{"name": "time", "parameters": {}}'
+    for text in (f"{one}; {two}", f"{one}\n{two}", f"<|python_tag|>{one};{two} and so on"):
+        assert FORMS["llama"].read(text) == [TIME, TIME]
+    (call,) = FORMS["llama"].read('<|python_tag|>search.call(query="x")')
+    assert call == MalformedCall("no JSON object comes after <|python_tag|>")
+    (call,) = FORMS["llama"].read('<|python_tag|>{"answer": 4}')
+    assert call == MalformedCall('it has no "name" of a function')
+
+
+@each_template
+def test_the_form_is_what_the_template_writes(name):
+    assert form_of(TOKENIZERS[name]()).name == FORM_OF[name]
+    assert form_of(TOKENIZERS[name](), "llama").name == "llama"
+
+
+@pytest.mark.parametrize("name", ["auto", "hermes"])
+def test_a_template_that_hides_tools_is_refused(name):
+    with pytest.raises(ModelError, match=r"leaves out the tools.*chat_template=hermes"):
+        form_of(made.chatml(), name)
+
+
+def test_a_template_with_a_form_of_its_own_is_refused_unless_one_is_named():
+    with pytest.raises(ModelError, match=r"no form that is known.*env.tools.form: hermes, llama"):
+        form_of(chatml_like(BRACKETS))
+    assert form_of(chatml_like(BRACKETS), "hermes").name == "hermes"
+
+
+def test_a_template_that_fails_on_calls_is_refused():
+    broken = HERMES.replace("message['tool_calls'] %}", "1 // 0 %}")
+    with pytest.raises(ModelError, match="cannot render a conversation with tools"):
+        form_of(chatml_like(broken))
