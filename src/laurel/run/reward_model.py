@@ -281,6 +281,14 @@ def _load_model(context: RunContext[RewardTrainingRun], data: PreferenceData) ->
     )
 
 
+OF_STEPS = (
+    "rm.loss.step_margin",
+    "policy.reward_model_cfg.step_separator",
+    "policy.reward_model_cfg.step_aggregate",
+)
+"""The settings of process reward models alone."""
+
+
 def reward_model_identity(config: RewardTrainingRun) -> dict[str, object]:
     """Return the settings, by dotted name, that a resumed run must share with the original.
 
@@ -314,7 +322,12 @@ def reward_model_identity(config: RewardTrainingRun) -> dict[str, object]:
         "data": data.model_dump(mode="json", include={"shuffle", "truncation_side"})
         | {"max_input_seq_length": data.max_input_seq_length or policy.max_total_sequence_length},
     }
-    return dict(leaves("", settings))
+    identity = dict(leaves("", settings))
+    if policy.reward_model_cfg.reward_model_type != "process":
+        # They have no effect then, and the checkpoints of earlier versions do not have them.
+        for key in OF_STEPS:
+            del identity[key]
+    return identity
 
 
 def _describe(

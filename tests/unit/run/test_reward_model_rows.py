@@ -54,7 +54,8 @@ def test_most_being_cut_is_a_warning(num_cut, is_told):
         for i in (0, 2)
     ]
     contract: Any = SimpleNamespace(
-        encode=lambda groups, sources: tokens, rules=SimpleNamespace(max_length=8)
+        encode=lambda groups, sources, exact_steps: tokens,
+        rules=SimpleNamespace(max_length=8, steps=None),
     )
     preferences: Any = [SimpleNamespace(group=None, source=str(i)) for i in range(2)]
     stream = io.StringIO()
