@@ -53,7 +53,7 @@ def test_the_choices_of_a_template(tmp_path):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("chat-ml", r"chat_template='chat-ml' is neither .* Choose default, chatml, plain, hermes, null"),
+        ("chat-ml", r"chat_template='chat-ml' is neither .* chatml, plain, hermes, null"),
         ("gone.jinja", r"chat_template=gone.jinja: there is no such file"),
     ],
 )
