@@ -33,7 +33,7 @@ COMMANDS = {
 ENVIRONMENTS = {
     "math": "end_to_end/test_grpo.py::test_with_the_math_environment",
     "math_default": "contracts/test_environment.py::test_any_number_of_conversations[math]",
-    "code": "end_to_end/test_grpo_code.py::test_programs_are_judged_by_tests",
+    "code": "end_to_end/test_grpo_code.py::test_programs_are_graded_by_tests",
     "reward_model": "end_to_end/test_reward_model_as_environment.py::test_d29_rewards",
     "reasoning_gym": "unit/environments/test_reasoning_gym.py::test_answers_stand_in",
     "composite": "contracts/test_environment.py::test_any_number_of_conversations[composite",

@@ -235,7 +235,7 @@ def tools_case():
     config = EnvironmentsConfig(
         tools={
             "functions": [f"tool_functions.{name}" for name in ("add", "die")],
-            "judged_by": "math",
+            "graded_by": "math",
             "form": "hermes",
             "num_workers": 2,
         },

@@ -63,7 +63,7 @@ def tasks(count=16):
     ]
 
 
-def test_programs_are_judged_by_tests(tmp_path, writer):
+def test_programs_are_graded_by_tests(tmp_path, writer):
     bad = {**tasks(1)[0], "reference_solution": "def f(): return 3"}
     write_rows(tmp_path / "tasks.jsonl", [*tasks(), bad])
     done = grpo(grpo_settings(tmp_path, writer, *CODE))

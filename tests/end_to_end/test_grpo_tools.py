@@ -24,7 +24,7 @@ ROOM = (
     "grpo.max_rollout_turns=3",
     "data.env_name=tools",
     "env.tools.functions=[tool_functions.secret]",
-    "env.tools.judged_by=math",
+    "env.tools.graded_by=math",
     "env.tools.num_workers=2",
     "env.math.num_workers=1",
 )
@@ -81,7 +81,7 @@ def test_a_policy_learns_to_call(tmp_path, caller):
             tmp_path,
             caller,
             *ROOM,
-            "env.tools.judged_by=told",
+            "env.tools.graded_by=told",
             "+env.custom.told.name=policy_fakes.Told",
             "grpo.num_prompts_per_step=8",
             "grpo.num_generations_per_prompt=8",

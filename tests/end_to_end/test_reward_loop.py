@@ -26,7 +26,7 @@ PLAIN = (
 """Adam divides by what rounding makes of gradients near zero: its steps say little of them."""
 
 
-def judged_by(judge, *changes):
+def graded_by(judge, *changes):
     return (
         "env.reward_model.enabled=true",
         f"env.reward_model.model_name={judge}",
@@ -40,7 +40,7 @@ def judged_by(judge, *changes):
 def streamed(tmp_path_factory, model, judge):
     """A run with the loop, as it is by default."""
     directory = tmp_path_factory.mktemp("streamed")
-    grpo(grpo_settings(directory, model, *PLAIN, *judged_by(judge)))
+    grpo(grpo_settings(directory, model, *PLAIN, *graded_by(judge)))
     return directory
 
 
@@ -62,7 +62,7 @@ TWO_REPLICAS = ("env.reward_model.num_replicas=2", "env.reward_model.num_workers
 
 @pytest.mark.slow
 def test_two_replicas_and_a_worker_give_the_same_rewards(tmp_path, model, judge, streamed):
-    grpo(grpo_settings(tmp_path, model, *PLAIN, *judged_by(judge, *TWO_REPLICAS)))
+    grpo(grpo_settings(tmp_path, model, *PLAIN, *graded_by(judge, *TWO_REPLICAS)))
     assert_same_figures(tmp_path, streamed)
 
 
@@ -71,7 +71,7 @@ def test_judged_at_the_end_rewards_are_the_same_and_none_is_hidden(
 ):
     """The key as verl writes it."""
     at_the_end = "reward_model.use_reward_loop=false"
-    grpo(grpo_settings(tmp_path, model, *PLAIN, *judged_by(judge, at_the_end)))
+    grpo(grpo_settings(tmp_path, model, *PLAIN, *graded_by(judge, at_the_end)))
     assert_same_figures(tmp_path, streamed)
     after, during = timed(tmp_path), timed(streamed)
     for figures in (after, during):
@@ -86,9 +86,9 @@ def test_judged_at_the_end_rewards_are_the_same_and_none_is_hidden(
 
 def test_a_run_with_the_loop_goes_on_bit_for_bit(tmp_path, model, judge):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    grpo(grpo_settings(straight, model, *judged_by(judge)))
-    grpo(grpo_settings(broken, model, *judged_by(judge, "grpo.max_num_steps=2")))
-    again = grpo(grpo_settings(broken, model, *judged_by(judge)))
+    grpo(grpo_settings(straight, model, *graded_by(judge)))
+    grpo(grpo_settings(broken, model, *graded_by(judge, "grpo.max_num_steps=2")))
+    again = grpo(grpo_settings(broken, model, *graded_by(judge)))
     assert "resuming from" in again.text
     assert_same_runs(straight, broken, 4)
 
@@ -111,7 +111,7 @@ def test_when_nobody_is_left_who_renders_the_run_ends_and_says_why(
     monkeypatch.setattr(Preparers, "prepare", kill_and_prepare)
     monkeypatch.setattr(preparing, "MAX_RESTARTS", 1)
     with pytest.raises(WorkerError, match=r"reward_worker 0 was lost .* lower num_workers") as end:
-        grpo(grpo_settings(tmp_path, model, *PLAIN, *judged_by(judge, *TWO_REPLICAS)))
+        grpo(grpo_settings(tmp_path, model, *PLAIN, *graded_by(judge, *TWO_REPLICAS)))
     assert end.value.exit_code == 75
 
 
@@ -138,7 +138,7 @@ def test_a_replica_that_is_killed_in_mid_batch_changes_nothing(
         return compute(self, *args, **kwargs)
 
     monkeypatch.setattr(GroupScorer, "_values", end_and_compute)
-    grpo(grpo_settings(tmp_path, model, *PLAIN, *judged_by(judge, *ON_RAY)))
+    grpo(grpo_settings(tmp_path, model, *PLAIN, *graded_by(judge, *ON_RAY)))
     assert len(victims) == 1
     wait_until(lambda: is_gone(victims[0]))
     assert len(set(asked)) >= 2, "the other replica, or the one in its place, did the rest"

@@ -763,7 +763,7 @@ class ToolsConfig(Section):
     """Import paths `module.function`. Type hints and a docstring with `Args:` make the schema that
     the chat template shows. They run in processes with this account's rights: for code of a policy
     there is `env.code`."""
-    judged_by: str | None = None
+    graded_by: str | None = None
     """The environment that grades the final answer: a message without a call. Null: another part of
     an `env.composite` that this one conducts."""
     form: Literal["auto", "hermes", "llama"] = "auto"
@@ -772,7 +772,7 @@ class ToolsConfig(Section):
     max_calls: int = Field(default=16, ge=1)
     """Calls of one rollout. Further ones are answered by a text that says so, and counted."""
     timeout_seconds: float = Field(default=10.0, gt=0)
-    """Limit of one call, after which its process is killed; the policy is told, and it is
+    """Limit of one call, after which its process is killed; the policy reads that, and it is
     counted."""
     num_workers: int = Field(default=8, ge=1)
     """Calls at a time, each in a process of its own."""

@@ -181,10 +181,10 @@ def create_environments(
             return CompositeEnvironment(settings, parts)
         if name in BUILT_IN:
             path, key = BUILT_IN[name]
-            judge = config.tools.judged_by if name == "tools" else None
+            judge = config.tools.graded_by if name == "tools" else None
             if name == "tools" and judge is None and not inside:
                 raise ConfigError(
-                    "env.tools runs functions and grades nothing: set env.tools.judged_by to the "
+                    "env.tools runs functions and grades nothing: set env.tools.graded_by to the "
                     "environment that grades the final answer, such as math"
                 )
             parts = {} if judge is None else {judge: environment_of(judge, (*inside, name))}

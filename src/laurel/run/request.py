@@ -123,7 +123,7 @@ def uses_reward_model(config: GRPORun) -> bool:
         if name not in named and name in config.env.composite:
             waiting += [part.env for part in config.env.composite[name].parts]
         if name == "tools":
-            waiting.append(config.env.tools.judged_by or "")
+            waiting.append(config.env.tools.graded_by or "")
         named.add(name)
     return config.env.reward_model.enabled or "reward_model" in named
 

@@ -46,7 +46,7 @@ def needs_of(config: EnvironmentsConfig) -> TaskNeeds:
         answers.add("reward_model")
     tests = {"code"}
     composites = dict(config.composite)
-    if (judge := config.tools.judged_by) is not None:
+    if (judge := config.tools.graded_by) is not None:
         composites["tools"] = CompositeEnvironmentConfig(parts=[CompositePart(env=judge)])
     for _ in composites:  # composites of composites
         for name, composite in composites.items():

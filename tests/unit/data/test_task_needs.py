@@ -36,7 +36,7 @@ def load(write_rows):
 
 @pytest.mark.parametrize("row", [PAIR, RANKED])
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
-def test_preferences_are_not_judged_by_who_was_never_named(load, row, on_bad_row):
+def test_preferences_are_not_graded_by_who_was_never_named(load, row, on_bad_row):
     named = r"rows\.jsonl: rows of \w*PreferenceDataset say which answer people prefer.*math"
     what_to_do = r"data\.env_name=reward_model.*env\.custom.*data\.env_name=math.*laurel rm"
     with pytest.raises(ConfigError, match=named + ".*" + what_to_do):
@@ -49,7 +49,7 @@ def test_preferences_are_not_judged_by_who_was_never_named(load, row, on_bad_row
         )
 
 
-def test_preferences_are_judged_by_whom_the_configuration_names(load):
+def test_preferences_are_graded_by_whom_the_configuration_names(load):
     said = NOT_WHAT_IS_RIGHT
     loaded = load([PAIR], env_name="math")
     assert [task.environment for task in loaded.train] == ["math"]

@@ -454,7 +454,7 @@ def test_who_conducts_must_be_a_part():
         )
 
 
-def test_an_answer_that_took_code_is_judged_by_its_mathematics():
+def test_an_answer_that_took_code_is_graded_by_its_mathematics():
     from laurel.environments.code_environment import CodeEnvironment
 
     code = CodeEnvironment(

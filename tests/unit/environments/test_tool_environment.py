@@ -192,11 +192,11 @@ def test_a_function_that_cannot_be_a_tool_is_refused(functions, problem):
 
 
 def config_of(judge="math", **more):
-    tools = {"functions": ["tool_functions.add"], "judged_by": judge, "form": "hermes"}
+    tools = {"functions": ["tool_functions.add"], "graded_by": judge, "form": "hermes"}
     return EnvironmentsConfig(tools=tools, math={"num_workers": 1}, **more)
 
 
-def test_the_answer_is_judged_by_another():
+def test_the_answer_is_graded_by_another():
     with create_environment("tools", config_of()) as environment:
         (schema,) = environment.spec.tools
         assert schema["function"]["name"] == "add"
@@ -231,7 +231,7 @@ def test_tools_may_lead_a_composite():
 @pytest.mark.parametrize(
     ("judge", "problem"),
     [
-        (None, "env.tools runs functions and grades nothing: set env.tools.judged_by"),
+        (None, "env.tools runs functions and grades nothing: set env.tools.graded_by"),
         ("maths", "no environment is called 'maths'; did you mean 'math'"),
         ("tools", "'tools' is part of itself"),
     ],
@@ -253,9 +253,9 @@ def run_of(*changes):
 
 
 def test_a_loaded_reward_model_may_judge():
-    model = ("env.reward_model.model_name=DIR", "env.tools.judged_by=reward_model")
+    model = ("env.reward_model.model_name=DIR", "env.tools.graded_by=reward_model")
     assert uses_reward_model(run_of(*model))
-    assert not uses_reward_model(run_of(model[0], "env.tools.judged_by=math"))
+    assert not uses_reward_model(run_of(model[0], "env.tools.graded_by=math"))
 
 
 def test_a_run_with_tools_needs_turns():
@@ -266,6 +266,6 @@ def test_a_run_with_tools_needs_turns():
 def test_what_changes_results_identifies_a_run():
     one = grpo_identity(run_of())
     assert one == grpo_identity(run_of("env.tools.timeout_seconds=3", "env.tools.num_workers=1"))
-    for change in ("env.tools.max_calls=3", "env.tools.judged_by=code", "env.tools.form=llama"):
+    for change in ("env.tools.max_calls=3", "env.tools.graded_by=code", "env.tools.form=llama"):
         assert one != grpo_identity(run_of(change))
     assert ToolsConfig().functions == []

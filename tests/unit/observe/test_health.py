@@ -182,7 +182,7 @@ def test_other_falls_of_gold_are_no_overoptimisation(changes):
     assert told(columns(**(bad | changes))) == []
 
 
-def test_gold_of_validations_is_judged_by_a_few_of_them():
+def test_gold_of_validations_is_graded_by_a_few_of_them():
     name = "validation/reward_mean"
     watching = alarms(gold_metric=name, window=5)
     found = []
