@@ -241,8 +241,8 @@ def measure_best_of_n(lists: Sequence[ScoredList]) -> Measured:
 # step whose value is below the threshold is what the model calls wrong.
 
 PROCESS_BENCH_FINAL = "F1"
-ERRONEOUS = "the first error is found (solutions with an error)"
-CORRECT = "no error is found (solutions without one)"
+ERRONEOUS = "solutions with an error"
+CORRECT = "solutions without one"
 
 
 def measure_process_bench(
