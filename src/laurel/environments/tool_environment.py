@@ -83,7 +83,7 @@ class ToolEnvironment(EnvironmentInterface):
         self._pool = ProcessPool(
             ProcessPoolSpec(
                 name="the pool of tools",
-                prepare="laurel.environments.tool_environment:prepare",
+                prepare="laurel.environments.tool_environment:prepare_calls",
                 num_workers=config.num_workers,
                 timeout_seconds=config.timeout_seconds,
                 settings=list(zip(config.functions, parameters, strict=True)),
@@ -254,7 +254,7 @@ def _arguments_of(function: Callable[..., Any], parameters: Mapping[str, Any]) -
     return TypeAdapter(arguments)
 
 
-def prepare(
+def prepare_calls(
     functions: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> Callable[[], Callable[[Any], Reply]]:
     """Import the functions in the process that starts the pool's others, which call them.
