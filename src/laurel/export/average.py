@@ -124,7 +124,7 @@ def fill(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
+class MemberAgreement:
     """How far the scores of the members of an average lie apart, on a few conversations."""
 
     num_models: int
@@ -144,7 +144,7 @@ class Agreement:
 
 def average_reward_models(
     places: Sequence[ModelPlace], spec: ScorerSpec, conversations: Sequence[Conversation]
-) -> tuple[dict[str, Tensor], Agreement]:
+) -> tuple[dict[str, Tensor], MemberAgreement]:
     """Load reward models one after the other; return the mean weights and their agreement.
 
     Each must score as it was saved. They are loaded in float32, whatever is written.
@@ -160,7 +160,7 @@ def average_reward_models(
 
     weights = average_weights(networks())
     scores_MN = np.asarray(found, dtype=np.float64)
-    return weights, Agreement(
+    return weights, MemberAgreement(
         num_models=len(places),
         num_conversations=len(conversations),
         deviation=float(scores_MN.std(axis=0).mean()),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from rich.console import Console
 
-    from laurel.export.average import Agreement
+    from laurel.export.average import MemberAgreement
     from laurel.models.checkpoint.card import EvaluationTable
 
 _MARK = "config.json"
@@ -188,7 +188,7 @@ def _write(
     options: ExportOptions,
     tables: Sequence[EvaluationTable],
     say: Say,
-) -> Agreement | None:
+) -> MemberAgreement | None:
     from laurel.export import writing
     from laurel.rewards.open import read_rules
     from laurel.workers.process import prepare

@@ -13,7 +13,7 @@ import numpy as np
 
 from laurel.errors import ModelError, ScoringContractError
 from laurel.export.average import (
-    Agreement,
+    MemberAgreement,
     average_reward_models,
     average_weights,
     facts_of_average,
@@ -137,7 +137,7 @@ def write_reward_model(
     options: ExportOptions,
     tables: Sequence[EvaluationTable],
     say: Say,
-) -> Agreement | None:
+) -> MemberAgreement | None:
     """Write a reward model, reload it both without Laurel and with it, and compare scores.
 
     Args:
