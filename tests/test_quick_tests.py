@@ -29,6 +29,7 @@ COMMANDS = {
     "score": "unit/cli/test_score.py::",
     "serve": "end_to_end/test_serve.py::test_a_model_its_scores_and_another_one",
     "sft": "end_to_end/test_sft.py::test_it_learns_to_answer_and_to_stop",
+    "sweep": "end_to_end/test_sweep.py::test_a_grid_over_folds_names_the_better_rate",
 }
 ENVIRONMENTS = {
     "math": "end_to_end/test_grpo.py::test_with_the_math_environment",
@@ -36,6 +37,7 @@ ENVIRONMENTS = {
     "code": "end_to_end/test_grpo_code.py::test_programs_are_graded_by_tests",
     "reward_model": "end_to_end/test_reward_model_as_environment.py::test_d29_rewards",
     "reasoning_gym": "unit/environments/test_reasoning_gym.py::test_answers_stand_in",
+    "tools": "unit/environments/test_tool_environment.py::test_the_answer_is_graded_by_another",
     "composite": "contracts/test_environment.py::test_any_number_of_conversations[composite",
 }
 OTHERS = (

@@ -246,6 +246,7 @@ def test_what_cannot_be_confined_is_not_evaluated(monkeypatch):
     def refused(*args, **kwargs):
         raise OSError("no such call")
 
+    monkeypatch.setattr(reasoning_gym.logging, "disable", lambda level: None)  # of this process
     monkeypatch.setattr(reasoning_gym.kernel, "renounce_privileges", lambda: None)
     monkeypatch.setattr(reasoning_gym.kernel, "drop_capabilities", lambda: None)
     monkeypatch.setattr(reasoning_gym.confinement, "restrict", refused)
