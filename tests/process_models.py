@@ -5,12 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import torch
-
-from laurel.config.policy import RewardModelConfig, ScratchConfig
-from laurel.models.loading.reward_model import LoadedRewardModel, load_reward_model
-from laurel.models.spec import ModelSpec
+from laurel.config.policy import RewardModelConfig
+from laurel.models.loading.reward_model import LoadedRewardModel
 from laurel.types import Completion, Group, Message
+from reward_models import random_reward_model
 
 TEXTS = ("1 + 2 = 3", "Step 1: take 4\n\nStep 2: add 5\n\nSo it is 9.", "how much is it?")
 
@@ -24,32 +22,15 @@ def process_model(
     seed: int = 0,
 ) -> LoadedRewardModel:
     """A random process reward model whose logits are of size 1."""
-    spec = ModelSpec(
-        scratch=ScratchConfig(hidden_size=32, vocab_size=400),
-        precision="float32",
-        reads_forests=reads_forests,
-        head=RewardModelConfig(
-            enabled=True,
-            reward_model_type="process",
-            step_separator=separator,
-            step_aggregate=aggregate,
-        ),
+    head = RewardModelConfig(
+        enabled=True,
+        reward_model_type="process",
+        step_separator=separator,
+        step_aggregate=aggregate,
     )
-    torch.set_num_threads(1)
-    loaded = load_reward_model(
-        spec,
-        seed=seed,
-        max_length=max_length,
-        truncation_side="left",
-        device=torch.device("cpu"),
-        texts=TEXTS,
+    return random_reward_model(
+        head, TEXTS, max_length=max_length, seed=seed, reads_forests=reads_forests
     )
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in loaded.model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.2, generator=generator)
-    return loaded
 
 
 def solutions(question: str, *answers: str, group_id: str = "g") -> Group:

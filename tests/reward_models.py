@@ -29,15 +29,29 @@ def small_model(
     seed: int = 0,
 ) -> LoadedRewardModel:
     """A random reward model whose scores are of size 1."""
+    head = RewardModelConfig(
+        enabled=True,
+        reward_model_type="regression" if attributes else "bradley_terry",
+        attributes=list(attributes),
+        attribute_weights=None if attribute_weights is None else list(attribute_weights),
+    )
+    return random_reward_model(head, TEXTS, max_length=max_length, seed=seed)
+
+
+def random_reward_model(
+    head: RewardModelConfig,
+    texts: Sequence[str],
+    *,
+    max_length: int,
+    seed: int,
+    reads_forests: bool = True,
+) -> LoadedRewardModel:
+    """A reward model with this head, whose weights are random and outputs of size 1."""
     spec = ModelSpec(
         scratch=ScratchConfig(hidden_size=32, vocab_size=400),
         precision="float32",
-        head=RewardModelConfig(
-            enabled=True,
-            reward_model_type="regression" if attributes else "bradley_terry",
-            attributes=list(attributes),
-            attribute_weights=None if attribute_weights is None else list(attribute_weights),
-        ),
+        reads_forests=reads_forests,
+        head=head,
     )
     torch.set_num_threads(1)
     loaded = load_reward_model(
@@ -46,7 +60,7 @@ def small_model(
         max_length=max_length,
         truncation_side="left",
         device=torch.device("cpu"),
-        texts=TEXTS,
+        texts=texts,
     )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
