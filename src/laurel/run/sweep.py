@@ -39,6 +39,7 @@ from laurel.errors import (
 from laurel.models.checkpoint.store import DirectoryLock
 from laurel.observe.console import silent_console
 from laurel.observe.files import replace_file
+from laurel.run.allocation import plan_allocation
 from laurel.run.reward_model import load_data, metric_selector, train_reward_model
 from laurel.training.selection import Selection
 
@@ -195,8 +196,12 @@ class RunOfTrial:
         directory: Path,
         fold: Fold | None,
         seed: int,
+        has_slot: bool = False,
     ) -> RunOfTrial:
-        """Give a run the directory, the seed and the fold that the sweep chose for it."""
+        """Give a run the directory, the seed and the fold that the sweep chose for it.
+
+        A run in a worker of the sweep has its slot (`has_slot`), and reserves none of its own.
+        """
         # Checkpoints serve resuming alone: the value is that of the last step, none is picked.
         saving = {
             "checkpoint_dir": str(directory / "saves"),
@@ -209,6 +214,10 @@ class RunOfTrial:
             "checkpointing": config.checkpointing.model_copy(update=saving),
             "logger": config.logger.model_copy(update={"log_dir": str(directory / "logs")}),
         }
+        if has_slot:
+            # Without an address and a backend of its own, or Ray would start within Ray.
+            alone = {"address": None, "backend": "local"}
+            changed["cluster"] = config.cluster.model_copy(update=alone)
         assert selection.key is not None
         config = config.model_copy(update=changed)
         return cls(config=config, fold=fold, directory=directory, metric=selection.key)
@@ -367,9 +376,11 @@ class Sweep:
         first = {one.key: one.ends()[0] for one in self.dimensions}
         self.base = self.config_of(first)
         # Each value by itself: a combination that cannot be used is a trial that fails.
-        for dimension in self.dimensions:
-            for value in dimension.ends()[1:]:
-                self.config_of(first | {dimension.key: value})
+        others = [
+            self.config_of(first | {dimension.key: value})
+            for dimension in self.dimensions
+            for value in dimension.ends()[1:]
+        ]
         if options.num_folds == 1:
             raise ConfigError("--folds 1: one fold leaves nothing to train on; give 2 or more")
         saving = self.base.checkpointing
@@ -384,6 +395,8 @@ class Sweep:
                 + (f"{self.selection.key} is none" if self.selection.key else "there is no set")
                 + "; name a set under data, or divide the training set with --folds 5"
             )
+        for config in (self.base, *others):
+            self._check(config)
         is_grid = all(one.choices for one in self.dimensions) and options.num_trials is None
         self.grid = (
             [
@@ -396,6 +409,17 @@ class Sweep:
         self.total = len(self.grid) or options.num_trials or 20
         self.study: Study | None = None
         self._started: dict[int, float] = {}
+
+    def _check(self, config: RewardTrainingRun) -> None:
+        number = self.options.num_workers
+        if number == 1:
+            return
+        one_process = config.cluster.model_copy(update={"address": None, "backend": "auto"})
+        if plan_allocation(config.model_copy(update={"cluster": one_process})).are_remote:
+            raise ConfigError(
+                f"--workers {number}: each run has one slot, and the configuration plans several; "
+                "set cluster.gpus_per_node=1 and cluster.num_nodes=1, or take --workers out"
+            )
 
     def config_of(self, params: Mapping[str, str | float]) -> RewardTrainingRun:
         """Return the configuration of a trial; its seed and its directories are the user's.
@@ -527,7 +551,14 @@ class Sweep:
                 name = f"seed_{seed}" + ("" if fold is None else f"_fold_{fold.index + 1}")
                 directory = self.options.output / f"trial_{trial.number:03d}" / name
                 runs.append(
-                    RunOfTrial.of(config, self.selection, directory=directory, fold=fold, seed=seed)
+                    RunOfTrial.of(
+                        config,
+                        self.selection,
+                        directory=directory,
+                        fold=fold,
+                        seed=seed,
+                        has_slot=self.options.num_workers > 1,
+                    )
                 )
         return runs
 
