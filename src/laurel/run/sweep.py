@@ -56,6 +56,9 @@ WITHOUT_PRUNING = 5
 """The number of trials that finish before one can be pruned."""
 STEPS_OF_A_RUN = 10_000_000
 """More than any run has: what tells the validations of a trial's runs apart, in order."""
+NO_RESULT = (
+    f"the worker wrote no {RESULT} here; --output must be on a file system that all machines share"
+)
 SECONDS_BETWEEN_LOOKS = 0.3
 LONGEST_RUN = 30 * 24 * 3600.0
 """Seconds after which a run on another process counts as hung."""
@@ -279,7 +282,7 @@ class RunOfTrial:
             found = json.loads((self.directory / RESULT).read_bytes())
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) else None
+        return found if isinstance(found, dict) and {"failure", "value"} & {*found} else None
 
     def curve(self) -> list[tuple[int, float]]:
         """Read the run's validations so far."""
@@ -370,7 +373,8 @@ class Sweep:
         Raises:
             ConfigError: A setting, a value to try or the metric cannot be used.
         """
-        self.options = options
+        # Absolute, because workers have other working directories.
+        self.options = options = replace(options, output=options.output.absolute())
         self.dimensions, self._fixed = parse_words(options.words)
         self.warnings: tuple[str, ...] = ()
         first = {one.key: one.ends()[0] for one in self.dimensions}
@@ -647,12 +651,15 @@ class Sweep:
                         if self._is_worse(trial, begun, place, step, value):
                             (run.directory / STOP).touch()
                     yield None
+                failure = NO_RESULT
                 try:
                     pending.wait()
                 except WorkerError as error:
+                    failure = str(error).splitlines()[0]
+                if run.result() is None:
                     run.directory.mkdir(parents=True, exist_ok=True)
                     with replace_file(run.directory / RESULT) as file:
-                        json.dump({"failure": str(error).splitlines()[0]}, file)
+                        json.dump({"failure": failure}, file)
             if self._ends(run):
                 break
         yield self._end(trial, begun)
@@ -679,19 +686,20 @@ class Sweep:
         return self.options.prunes and bool(trial.should_prune())
 
     def _ends(self, run: RunOfTrial) -> bool:
-        result = run.result() or {}
-        return bool(result.get("failure") or result.get("is_pruned"))
+        result = run.result() or {"failure": NO_RESULT}
+        return "failure" in result or bool(result["is_pruned"])
 
     def _end(self, trial: Trial, runs: Sequence[RunOfTrial]) -> TrialOutcome:
-        results = [result for run in runs if (result := run.result()) is not None]
-        values = tuple(r["value"] for r in results if "value" in r and not r["is_pruned"])
-        failures = [(i, r["failure"]) for i, r in enumerate(results) if "failure" in r]
-        if failures:
-            index, reason = failures[0]
-            where = f" ({runs[index].directory.name})" if len(runs) > 1 else ""
-            return self._tell(trial, "failed", values, failure=f"{reason}{where}")
-        state: TrialState = "complete" if len(values) == len(runs) else "pruned"
-        return self._tell(trial, state, values)
+        values: tuple[float, ...] = ()
+        for run in runs:
+            result = run.result() or {"failure": NO_RESULT}
+            if "failure" in result:
+                where = f" ({run.directory.name})" if len(runs) > 1 else ""
+                return self._tell(trial, "failed", values, failure=f"{result['failure']}{where}")
+            if result["is_pruned"]:
+                return self._tell(trial, "pruned", values)
+            values = (*values, result["value"])
+        return self._tell(trial, "complete", values)
 
     def _tell(
         self,
