@@ -31,7 +31,10 @@ from laurel.config.yaml_tree import YamlNode, plain_values
 from laurel.data.preferences import Fold
 from laurel.errors import (
     ConfigError,
+    DataError,
+    LaurelError,
     MissingDependencyError,
+    ModelError,
     TrainingError,
     WorkerError,
     counted,
@@ -233,7 +236,9 @@ class RunOfTrial:
                 run is to end.
 
         Raises:
-            InterruptedSweep: A signal ended the run, which can go on from its checkpoint.
+            InterruptedSweep: A signal or the time budget ended the run, which can go on from its
+                checkpoint.
+            CheckpointError: A checkpoint cannot be read or written.
         """
         started = time.monotonic()
         seen: dict[int, float | None] = {}
@@ -258,16 +263,17 @@ class RunOfTrial:
             outcome = train_reward_model(
                 self.config, console=silent_console(), fold=self.fold, on_validation=look
             )
-        except Exception as error:  # counted and named: the other trials go on
+        except LaurelError as error:
+            if not _is_verdict(error):
+                raise
+            # Counted and named: the other trials go on.
             lines = str(error).strip().splitlines() or [""]
             result["failure"] = f"{type(error).__name__}: {lines[0]}"
         else:
-            if outcome.ended == "signal":
-                raise InterruptedSweep(outcome.signal)
-            value = seen.get(outcome.step)
             if outcome.ended != "finished":
-                result["failure"] = "its time budget (checkpointing.checkpoint_must_save_by) ended"
-            elif value is None or not math.isfinite(value):
+                raise InterruptedSweep(outcome.signal or "checkpointing.checkpoint_must_save_by")
+            value = seen.get(outcome.step)
+            if value is None or not math.isfinite(value):
                 result["failure"] = f"no {self.metric} was measured after its last step"
             else:
                 result = {"value": value, "step": outcome.step, "is_pruned": is_pruned}
@@ -294,8 +300,15 @@ class RunOfTrial:
         return found
 
 
+def _is_verdict(error: BaseException | None) -> bool:
+    # What is wrong with the machine says nothing about the settings: another start may get further.
+    if isinstance(error, WorkerError):
+        return not error.is_lost and _is_verdict(error.__cause__)
+    return isinstance(error, ConfigError | DataError | ModelError | TrainingError)
+
+
 class InterruptedSweep(Exception):
-    """Raised when a signal ended a run of the sweep; the argument is the signal's name."""
+    """Raised when a signal or the time budget, named by the argument, ended a run of the sweep."""
 
 
 class SweepWorker:
@@ -597,7 +610,8 @@ class Sweep:
         """Run all trials that are left, here or on Ray; `on_trial` is called after each.
 
         Raises:
-            InterruptedSweep: A signal ended a run; the same command goes on from there.
+            InterruptedSweep: A signal or the time budget ended a run; the same command goes on.
+            LaurelError: Something is wrong that no settings could mend, such as a full disk.
         """
         trials = self.trials()
         if self.options.num_workers == 1:
@@ -641,8 +655,10 @@ class Sweep:
             yield begun
             return
         for place, run in enumerate(begun):
-            if run.result() is None:
-                (run.directory / STOP).unlink(missing_ok=True)
+            num_lost = 0
+            while run.result() is None:
+                for name in (STOP, CURVE):
+                    (run.directory / name).unlink(missing_ok=True)
                 pending: Pending = groups[index]().start("train", run)
                 num_seen = 0
                 while not pending.done():
@@ -655,7 +671,12 @@ class Sweep:
                 try:
                     pending.wait()
                 except WorkerError as error:
-                    failure = str(error).splitlines()[0]
+                    if not error.is_lost:
+                        raise
+                    num_lost += 1
+                    if num_lost == 1:
+                        continue  # from its newest checkpoint
+                    failure = f"its worker died twice: {str(error).splitlines()[0]}"
                 if run.result() is None:
                     run.directory.mkdir(parents=True, exist_ok=True)
                     with replace_file(run.directory / RESULT) as file:
