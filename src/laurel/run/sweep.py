@@ -259,6 +259,7 @@ class RunOfTrial:
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / CURVE).unlink(missing_ok=True)
         result: dict[str, Any] = {}
+        stopped_by: str | None = None
         try:
             outcome = train_reward_model(
                 self.config, console=silent_console(), fold=self.fold, on_validation=look
@@ -272,6 +273,7 @@ class RunOfTrial:
         else:
             if outcome.ended != "finished":
                 raise InterruptedSweep(outcome.signal or "checkpointing.checkpoint_must_save_by")
+            stopped_by = outcome.signal  # which came too late to end this run
             value = seen.get(outcome.step)
             if value is None or not math.isfinite(value):
                 result["failure"] = f"no {self.metric} was measured after its last step"
@@ -281,6 +283,8 @@ class RunOfTrial:
         with replace_file(self.directory / RESULT) as file:
             json.dump(result, file)
         shutil.rmtree(self.directory / "saves", ignore_errors=True)
+        if stopped_by is not None:
+            raise InterruptedSweep(stopped_by)
 
     def result(self) -> Mapping[str, Any] | None:
         """Read how the run ended; None if it has not."""
