@@ -45,6 +45,7 @@ from laurel.observe.files import replace_file
 from laurel.run.allocation import plan_allocation
 from laurel.run.reward_model import load_data, metric_selector, train_reward_model
 from laurel.training.selection import Selection
+from laurel.training.stopping import StopRequest
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -624,9 +625,13 @@ class Sweep:
             return
         with ExitStack() as stack:
             groups = _workers(self.base, self.options.num_workers, stack)
+            # After Ray has started, which has handlers of its own.
+            stop = stack.enter_context(StopRequest())
             under_way: dict[int, Iterator[TrialOutcome | None]] = {}
             is_over = False
             while under_way or not is_over:
+                if stop.signal is not None:
+                    raise InterruptedSweep(stop.signal.name)
                 for index in range(len(groups)):
                     if index not in under_way and not is_over:
                         following = next(trials, None)
@@ -675,6 +680,8 @@ class Sweep:
                 try:
                     pending.wait()
                 except WorkerError as error:
+                    if isinstance(error.__cause__, InterruptedSweep):
+                        raise error.__cause__ from None
                     if not error.is_lost:
                         raise
                     num_lost += 1
