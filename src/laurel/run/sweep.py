@@ -279,6 +279,8 @@ class RunOfTrial:
             if value is None or not math.isfinite(value):
                 result["failure"] = f"no {self.metric} was measured after its last step"
             else:
+                # Trained to its end a run has a value, however it compares.
+                is_pruned = is_pruned and outcome.is_early
                 result = {"value": value, "step": outcome.step, "is_pruned": is_pruned}
         result["seconds"] = time.monotonic() - started
         with replace_file(self.directory / RESULT) as file:
