@@ -49,6 +49,7 @@ from laurel.training.stopping import StopRequest
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
+    from optuna.samplers import BaseSampler
 
     from laurel.protocols import Pending, WorkerGroup
 
@@ -594,24 +595,27 @@ class Sweep:
         assert study is not None
         unfinished = (optuna.trial.TrialState.RUNNING,)
         for one in study.get_trials(deepcopy=False, states=unfinished):
+            study.sampler = self._sampler(one.number)  # it may have been killed before it sampled
             yield optuna.trial.Trial(study, one._trial_id)
         while True:
             trials = study.get_trials(deepcopy=False)
             known = [one for one in trials if one.state.name != "WAITING"]
             if len(known) >= self.total:
                 return
-            # Sampled from the seed and the number of the trial: a sweep that was killed samples
-            # the same. Those under way count as bad, so that others look elsewhere.
-            seed = self.base.rm.seed + len(known)
-            is_parallel = self.options.num_workers > 1
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Optuna calls the option experimental
-                study.sampler = (
-                    optuna.samplers.RandomSampler(seed=seed)
-                    if self.options.search == "random"
-                    else optuna.samplers.TPESampler(seed=seed, constant_liar=is_parallel)
-                )
+            study.sampler = self._sampler(len(known))
             yield study.ask()
+
+    def _sampler(self, number: int) -> BaseSampler:
+        # Seeded with the number of the trial: a sweep that was killed samples the same. Trials
+        # under way count as bad, so that others look elsewhere.
+        import optuna
+
+        seed, is_parallel = self.base.rm.seed + number, self.options.num_workers > 1
+        if self.options.search == "random":
+            return optuna.samplers.RandomSampler(seed=seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Optuna calls the option experimental
+            return optuna.samplers.TPESampler(seed=seed, constant_liar=is_parallel)
 
     def run(self, on_trial: Callable[[TrialOutcome], None]) -> None:
         """Run all trials that are left, here or on Ray; `on_trial` is called after each.
