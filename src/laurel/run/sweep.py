@@ -151,6 +151,10 @@ def parse_words(words: Sequence[str]) -> tuple[list[Dimension], list[Override]]:
         if any(found.key == other.key for other in dimensions):
             raise ConfigError(f"{override.place}: {found.key} is searched twice")
         dimensions.append(found)
+    for override in fixed:
+        key = ".".join(override.keys)
+        if any(key == one.key for one in dimensions):
+            raise ConfigError(f"{override.place}: {key} is searched too; leave one of the two out")
     if not dimensions:
         raise ConfigError(
             "nothing is searched: give at least one key several values, as in "

@@ -48,6 +48,8 @@ def test_a_list_of_one_is_that_value_so_that_lists_can_be_tried_and_fixed():
         ([f"{LR}=1e-3"], "nothing is searched"),
         ([f"{LR}=[1e-3,1e-3]"], "a value is named twice"),
         ([f"{LR}=[1,2]", f"{LR}=[3,4]"], "is searched twice"),
+        ([f"{LR}=[1,2]", f"{LR}=3"], "is searched too"),
+        ([f"{LR}=3", f"{LR}=log(1,2)"], "is searched too"),
         ([f"{LR}=log(0,1)"], "above 0"),
         ([f"{LR}=range(2,1)"], "first end must be below"),
         ([f"{LR}=range(1)"], "Write a range as"),
