@@ -43,7 +43,12 @@ from laurel.models.checkpoint.store import DirectoryLock
 from laurel.observe.console import silent_console
 from laurel.observe.files import replace_file
 from laurel.run.allocation import plan_allocation
-from laurel.run.reward_model import load_data, metric_selector, train_reward_model
+from laurel.run.reward_model import (
+    check_reward_run,
+    load_data,
+    metric_selector,
+    train_reward_model,
+)
 from laurel.training.selection import Selection
 from laurel.training.stopping import StopRequest
 
@@ -440,6 +445,11 @@ class Sweep:
         self._started: dict[int, float] = {}
 
     def _check(self, config: RewardTrainingRun) -> None:
+        # As the runs see it: with folds there is no other validation set.
+        run = RunOfTrial.of(
+            config, self.selection, directory=self.options.output, fold=None, seed=config.rm.seed
+        )
+        check_reward_run(run.config)
         number = self.options.num_workers
         if number == 1:
             return
