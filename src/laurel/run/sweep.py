@@ -9,6 +9,7 @@ that was killed goes on in the middle of a trial, and a run in it from its newes
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
 
     from laurel.protocols import Pending, WorkerGroup
+    from laurel.run.reward_model import PreferenceData
 
 STUDY, IDENTITY, BEST = "study.db", "sweep.json", "best.yaml"
 CURVE, RESULT, STOP = "curve.jsonl", "result.json", "stop"
@@ -512,7 +514,7 @@ class Sweep:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         number = self.options.num_folds
         # Read once before the first trial: what is wrong with the data is wrong in every trial.
-        load_data(self.base, fold=Fold(index=0, number=number, seed=0) if number else None)
+        data = load_data(self.base, fold=Fold(index=0, number=number, seed=0) if number else None)
         directory, path = self.options.output, self.options.output / IDENTITY
         if directory.is_dir() and any(directory.iterdir()) and not path.is_file():
             raise ConfigError(
@@ -522,7 +524,7 @@ class Sweep:
         lock = DirectoryLock(directory)
         lock.acquire()
         stack.callback(lock.release)
-        identity = self._identity()
+        identity = {**self._identity(), "rows": rows_fingerprint(data)}
         if path.is_file():
             self._check_same(path, identity)
         else:
@@ -820,6 +822,18 @@ class Sweep:
                 + (f"; trial {failures[0].number}: {failures[0].failure}" if failures else "")
             )
         return max(ranked, key=lambda pair: pair[0])[1]
+
+
+def rows_fingerprint(data: PreferenceData) -> str:
+    """Hash the rows that a sweep reads: trials on other rows cannot be compared."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, rows in (("train", data.train), *sorted(data.validation.items())):
+        digest.update(repr((name, len(rows))).encode())
+        for preference in rows:
+            digest.update(repr(preference).encode("utf-8", "surrogatepass"))
+    for name, benchmark in sorted(data.benchmarks.items()):
+        digest.update(repr((name, list(benchmark.rows))).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
 
 
 def _workers(
