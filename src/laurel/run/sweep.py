@@ -42,7 +42,7 @@ from laurel.errors import (
 )
 from laurel.models.checkpoint.store import DirectoryLock
 from laurel.observe.console import silent_console
-from laurel.observe.files import replace_file
+from laurel.observe.files import is_disk_error, replace_file
 from laurel.run.allocation import plan_allocation
 from laurel.run.reward_model import (
     check_reward_run,
@@ -323,6 +323,8 @@ def _is_verdict(error: BaseException | None) -> bool:
     # What is wrong with the machine says nothing about the settings: another start may get further.
     if isinstance(error, WorkerError):
         return not error.is_lost and _is_verdict(error.__cause__)
+    if isinstance(error, DataError) and error.__cause__ is not None:
+        return not is_disk_error(error.__cause__)
     return isinstance(error, ConfigError | DataError | ModelError | TrainingError)
 
 
