@@ -90,7 +90,7 @@ def test_the_file_of_the_best_trial_gives_the_figure_of_the_sweep(tmp_path, rows
     places = [f"checkpointing.checkpoint_dir={tmp_path}/saves", f"logger.log_dir={tmp_path}/logs"]
     done = run(["--config", str(tmp_path / "out" / "best.yaml"), *places, "rm.val_at_end=true"])
     assert done.returncode == 0, done.stderr
-    measured = series(tmp_path, found["metric"])
+    measured = series(tmp_path, "validation-default/loss")
     assert measured[max(measured)] == pytest.approx(found["best"]["mean"], rel=1e-6)
 
 

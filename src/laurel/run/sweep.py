@@ -640,7 +640,7 @@ class Sweep:
 
         Raises:
             InterruptedSweep: A signal or the time budget ended a run; the same command goes on.
-            LaurelError: Something is wrong that no settings could mend, such as a full disk.
+            LaurelError: Something is wrong that no setting decides, such as a full disk.
         """
         trials = self.trials()
         if self.options.num_workers == 1:
