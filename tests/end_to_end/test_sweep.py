@@ -111,8 +111,10 @@ def test_a_signal_stops_a_sweep_which_goes_on_with_the_same_command(tmp_path, ro
     stopped.send_signal(number)
     said = stopped.communicate(timeout=120)[1]
     assert stopped.returncode == (130 if number == signal.SIGINT else 0), said
-    assert f"stopped by {number.name} after 0 finished trials; run it again to go on" in said
-    assert not (out / "trial_000" / "seed_42" / "result.json").exists()
+    # Workers train on while the command is starting the next of them: a run may be over by then.
+    finished = r"\d finished trials?" if more else "0 finished trials"
+    assert re.search(f"stopped by {number.name} after {finished}; run it again to go on", said)
+    assert more or not (out / "trial_000" / "seed_42" / "result.json").exists()
     found, _ = swept(out, *searched, *more)
     assert [one["state"] for one in found["trials"]] == ["complete"] * 3
 
