@@ -478,10 +478,12 @@ class ScoringContract:
 
         A single output is the reward. Several outputs are summed with `attribute_weights`, or
         averaged if there are no weights. The reward of a process reward model is the aggregate of
-        the values of the steps.
+        the values of the steps. If any output is not finite, the reward is NaN.
         """
         if self.rules.steps is not None:
             return aggregate(self.values(values_K), self.rules.steps.aggregate)
+        if not all(map(math.isfinite, values_K)):
+            return math.nan
         if len(values_K) == 1:
             return values_K[0]
         weights = self.rules.attribute_weights
@@ -490,8 +492,14 @@ class ScoringContract:
         return math.fsum(w * v for w, v in zip(weights, values_K, strict=True))
 
     def values(self, values_K: Sequence[float]) -> tuple[float, ...]:
-        """Return the values that outputs of the head stand for: of steps, probabilities."""
-        return tuple(values_K) if self.rules.steps is None else tuple(map(sigmoid, values_K))
+        """Return the values that outputs of the head stand for: of steps, probabilities.
+
+        The value of a step whose output is not finite is NaN, because the sigmoid of infinity would
+        be a number.
+        """
+        if self.rules.steps is None:
+            return tuple(values_K)
+        return tuple(sigmoid(one) if math.isfinite(one) else math.nan for one in values_K)
 
 
 # --------------------------------------------------------------------------------------------------

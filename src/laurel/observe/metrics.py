@@ -135,7 +135,7 @@ def step_metrics(
     """Compare the values of steps with their labels, which are probabilities or NaN.
 
     - `step_accuracy`: the share of steps whose value is on the label's side of 1/2. Labels of 1/2
-      do not count.
+      and values that are NaN or infinite do not count.
     - `erroneous_accuracy`, `correct_accuracy`, `first_error_f1`: the figures of ProcessBench
       (`first_error_figures`) at the threshold 1/2, over answers whose steps are all labelled.
     """
@@ -144,7 +144,7 @@ def step_metrics(
         (value >= 0.5) == (label > 0.5)
         for values_S, labels_S in zip(values_NS, labels_NS, strict=True)
         for value, label in zip(values_S, labels_S, strict=True)
-        if label > 0.5 or label < 0.5
+        if (label > 0.5 or label < 0.5) and math.isfinite(value)
     ]
     whole = [
         (first_below(values_S, 0.5), first_below(labels_S, 0.5))

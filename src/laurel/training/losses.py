@@ -354,10 +354,11 @@ class RewardLoss:
         """Compute the metrics of a step or a validation set from its totals of `LossOutput.sums`.
 
         `loss` is the mean over what `count` counts, and `num_valid_samples` the number of pairs of
-        different rank, or of steps whose label is not 1/2. Of steps, `accuracy` is the share whose
-        value is on the label's side of 1/2. Over pairs, it is the share whose better side scores
-        strictly higher, and `rewards_chosen_mean` and `rewards_rejected_mean` are the means of
-        their sides, all as in `observe.metrics.preference_metrics`. A mean over nothing is absent.
+        different rank, or of steps whose label is not 1/2 and whose logit is finite. Of steps,
+        `accuracy` is the share whose value is on the label's side of 1/2. Over pairs, it is the
+        share whose better side scores strictly higher, and `rewards_chosen_mean` and
+        `rewards_rejected_mean` are the means of their sides, all as in
+        `observe.metrics.preference_metrics`. A mean over nothing is absent.
         """
         totals = {name: float(value) for name, value in sums.items()}
         metrics = {"num_valid_samples": totals["num_valid_samples"]}
@@ -385,7 +386,7 @@ class RewardLoss:
         else:
             loss = steps_ranked(logits_S, steps_NS, margin=self._config.step_margin)
         total = loss.sum()
-        is_clear_S = (labels_S > 0.5) | (labels_S < 0.5)
+        is_clear_S = ((labels_S > 0.5) | (labels_S < 0.5)) & logits_S.isfinite()
         is_right_S = (logits_S.detach() >= 0) == (labels_S > 0.5)
         sums = {
             "accuracy": (is_right_S & is_clear_S).sum().to(total.dtype),

@@ -165,6 +165,50 @@ def test_rendered_text_is_refused_as_its_steps_cannot_be_found() -> None:
     with pytest.raises(DataError, match="Send messages"):
         contract.encode_rendered("<|im_start|>user\nq<|im_end|>")
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("how", ["min", "product", "last", "mean"])
+def test_an_output_that_is_not_finite_never_becomes_a_number(broken: float, how: str) -> None:
+    contract = process_model(aggregate=how).contract
+    assert math.isnan(contract.scalar((0.0, broken, 0.0)))
+    values = contract.values((0.0, broken))
+    assert values[0] == 0.5
+    assert math.isnan(values[1])
+
+
+TRIMS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n"
+    "{% endfor %}"
+)
+
+
+def reads_of(contract: ScoringContract, group: Group) -> list[str]:
+    (tokens,) = contract.encode([group])
+    ids = [*tokens.trunk_ids, *tokens.branches_ids_G[0]]
+    return [contract.tokenizer.decode(ids[: read + 1]) for read in tokens.reads_G[0]]
+
+
+def test_steps_are_found_in_the_answer_though_the_template_trims_it() -> None:
+    contract = process_model().contract
+    contract.tokenizer.chat_template = TRIMS
+    group = solutions("Check: A=1\n\nB=2\n\nIs it right?", "A=1\n\nB=2\n\n")
+    first, last = reads_of(contract, group)
+    assert first.endswith("<|im_start|>assistant\nA=1\n\n")
+    assert last == contract.render(group.conversation(0))
+    blank_around = reads_of(contract, solutions("q", "\n\nA=1\n\nB=2"))
+    assert blank_around[0].endswith("<|im_start|>assistant\nA=1\n\n")
+
+
+def test_an_answer_that_the_template_leaves_out_is_not_looked_for_in_the_question() -> None:
+    contract = process_model().contract
+    contract.tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+        "{{ m['content'] if m['role'] == 'user' else m['content'] | lower }}<|im_end|>\n"
+        "{% endfor %}"
+    )
+    with pytest.raises(DataError, match="template changes the answer"):
+        contract.encode([solutions("Is A\n\nB right?", "A\n\nB")])
+
+
 
 def test_a_saved_model_is_a_token_classifier_of_plain_transformers(tmp_path: Path) -> None:
     loaded = process_model()
