@@ -286,7 +286,7 @@ def steps_of(row: BenchmarkRow, scores_G: Sequence[Score]) -> list[ScoredList]:
     """
     (score,) = scores_G
     count = len(row.steps)
-    values: tuple[float | None, ...] = score.values_K or (score.value,) * count
+    values: tuple[float | None, ...] = score.values_K
     if score.failure is not None:
         values = (None,) * count
     elif len(values) != count:
