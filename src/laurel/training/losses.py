@@ -279,7 +279,7 @@ class RewardLoss:
         if self._config.type == "regression":
             return any(map(_is_rated, preference.attributes_GK or ()))
         if self._config.reads_steps:
-            return any(map(_is_rated, preference.steps_GS or ()))
+            return self.count([preference]) > 0
         if self._config.type == "plackett_luce" and preference.target != 1.0:
             raise DataError(
                 f"{preference.source or preference.group.id}: a soft label "
@@ -299,7 +299,7 @@ class RewardLoss:
         if self._config.type == "step_bce":
             return float(sum(not math.isnan(label) for steps_S in steps_NS for label in steps_S))
         if self._config.type == "step_ranking":
-            return float(sum(map(_is_rated, steps_NS)))
+            return float(sum(any(s > 0.5 or s < 0.5 for s in steps_S) for steps_S in steps_NS))
         return float(sum(map(self.teaches, batch)))
 
     def __call__(
