@@ -374,15 +374,22 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         that took too long to evaluate, or ended the process that did; their score is 0.
         """
         figures, _ = accuracy_figures(batch)
-        rewards, notes = numbers(batch["rewards"]), batch.get("notes") or []
+        # Behind tools, a rollout may end before it is scored: then it has no note.
+        noted = [
+            (reward, note)
+            for reward, note in zip(
+                numbers(batch["rewards"]), batch.get("notes") or [], strict=False
+            )
+            if note is not None
+        ]
         by_name: dict[str, list[float]] = {}
-        for reward, (name, *_) in zip(rewards, notes, strict=False):
+        for reward, (name, *_) in noted:
             by_name.setdefault(name, []).append(reward)
         for name, scores in sorted(by_name.items()):
             figures |= mean_of(f"score/{name}", scores)
-        figures["without_answer"] = float(sum(not answered for _, answered, _ in notes))
+        figures["without_answer"] = float(sum(not answered for _, (_, answered, _) in noted))
         for how in ("timeouts", "crashes"):
-            figures[how] = float(sum(found == how for *_, found in notes))
+            figures[how] = float(sum(found == how for _, (*_, found) in noted))
         return batch, figures
 
     def shutdown(self) -> None:

@@ -254,6 +254,21 @@ def test_what_cannot_be_confined_is_not_evaluated(monkeypatch):
     assert "cannot confine" in score({"task": "spiral_matrix"})["failure"]
 
 
+def test_a_rollout_that_ends_before_it_is_scored_has_no_figures():
+    batch = {
+        "rewards": [0.0, 1.0],
+        "is_end": [0.0, 1.0],
+        "group_ids": ["0", "0"],
+        "generation_lengths": [1, 1],
+        "prompt_lengths": [1, 1],
+        "notes": [None, ["chain_sum", True, None]],
+    }
+    environment = create_environment("reasoning_gym", EnvironmentsConfig())
+    _, metrics = environment.global_post_process_and_metrics(batch)
+    assert metrics["score/chain_sum"] == 1.0
+    assert metrics["without_answer"] == metrics["timeouts"] == 0
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [
