@@ -235,18 +235,31 @@ def evaluates_answers(name: str) -> bool:
 
 
 def score_of(generators: Generators, item: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `score`, or `failure` with the line of the scorer's error."""
+    """Return `score`, or `failure` with the line of the scorer's error.
+
+    If the scorer raises at an answer and scores the known one, the answer is to blame: its score is
+    0, and `broke` says why. Were it a failure, the policy could choose to have no reward.
+    """
     name = item["task"]
-    try:
+
+    def score(answer: Any) -> float:
         with generators.using(name, item["config"], item["seed"]) as dataset:
-            score = float(dataset.score_answer(item["answer"], item["entry"]))
-        if not math.isfinite(score):
-            raise ValueError(f"the score is {score}")
+            found = float(dataset.score_answer(answer, item["entry"]))
+        if not math.isfinite(found):
+            raise ValueError(f"the score is {found}")
+        return found
+
+    try:
+        return {"score": score(item["answer"])}
     except (MemoryError, RecursionError):  # an answer's doing: most scorers do not evaluate it
         return {"score": 0.0, "broke": "crashes"}
     except Exception as error:  # a scorer's own code: anything can come out of it
-        return {"failure": f"error: reasoning_gym's {name}: {error_with_line(error)}"}
-    return {"score": score}
+        failure = f"error: reasoning_gym's {name}: {error_with_line(error)}"
+    try:
+        score(item["entry"]["answer"])
+    except Exception:
+        return {"failure": failure}
+    return {"score": 0.0, "broke": "unreadable"}
 
 
 def prepare_scoring(settings: None) -> Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]:
@@ -371,7 +384,8 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         """Compute `accuracy`, `pass@...`, the mean score of each generator, and counts.
 
         `without_answer` counts answers without the tag. `timeouts` and `crashes` count answers
-        that took too long to evaluate, or ended the process that did; their score is 0.
+        that took too long to evaluate, or ended the process that did; `unreadable` counts those at
+        which the scorer raised. Their score is 0.
         """
         figures, _ = accuracy_figures(batch)
         # Behind tools, a rollout may end before it is scored: then it has no note.
@@ -388,7 +402,7 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         for name, scores in sorted(by_name.items()):
             figures |= mean_of(f"score/{name}", scores)
         figures["without_answer"] = float(sum(not answered for _, (_, answered, _) in noted))
-        for how in ("timeouts", "crashes"):
+        for how in ("timeouts", "crashes", "unreadable"):
             figures[how] = float(sum(found == how for _, (*_, found) in noted))
         return batch, figures
 

@@ -7,6 +7,7 @@ from itertools import islice
 
 import pytest
 
+from environment_batches import batch_of
 from laurel.config.data import TaskDataConfig, TaskSetConfig
 from laurel.config.environments import EnvironmentsConfig, ReasoningGymEnvironmentConfig
 from laurel.data.tasks import NUM_SHOWN, NUM_VALIDATION, load_task_data
@@ -154,6 +155,27 @@ def test_a_scorer_that_raises_is_a_failure_with_its_line(monkeypatch):
     assert "test_reasoning_gym.py:" in verdict.failures[0]
     assert "the score is nan" in verdict.failures[1]
     assert "was not made by reasoning_gym" in verdict.failures[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("prime_factorization", "abc"),
+        ("prime_factorization", "2 x 3"),
+        ("boxnet", "null"),
+        ("game_of_life", "{}"),
+        ("coin_flip", "1e999"),
+    ],
+)
+def test_an_answer_at_which_the_scorer_raises_scores_nothing_and_is_counted(name, answer):
+    task = entry_of(name)
+    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
+        found = scored(environment, task, answer)
+    assert found.failures == [None]
+    assert found.rewards[name].tolist() == [0.0]
+    assert found.notes == [[name, True, "unreadable"]]
+    _, metrics = environment.global_post_process_and_metrics(batch_of([[{"content": ""}]], found))
+    assert metrics["unreadable"] == 1
 
 
 def entry_of(name):
