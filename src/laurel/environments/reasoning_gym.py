@@ -63,6 +63,8 @@ MEMORY_OF_AN_ANSWER = 4 << 30
 _EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHASHSEED", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 _KEY = "reasoning_gym"
+# The generators of `random` and numpy belong to the whole process.
+_SEEDING = threading.Lock()
 
 
 def gym() -> Any:
@@ -86,7 +88,6 @@ class Generators:
 
     def __init__(self) -> None:
         self._made: OrderedDict[str, Any] = OrderedDict()
-        self._lock = threading.Lock()
 
     @contextmanager
     def using(self, name: str, config: Mapping[str, Any], seed: int) -> Iterator[Any]:
@@ -98,7 +99,7 @@ class Generators:
             ConfigError: There is no such generator, or it does not take these settings.
         """
         key = json.dumps([name, config, seed], sort_keys=True, default=repr)
-        with self._lock, _seeded(seed):
+        with _SEEDING, _seeded(seed):
             if key not in self._made:
                 self._made[key] = _create(name, {**config, "seed": seed, "size": CHUNK})
                 if len(self._made) > 64:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from itertools import islice
 
 import pytest
@@ -51,6 +52,22 @@ def test_rows_have_no_end_and_each_is_a_function_of_its_number():
     assert {task.environment for task in first.train} == {"reasoning_gym"}
     other = load(tasks=TWO, seed=1)
     assert prompts(other.train) != prompts(first.train)
+
+
+def test_rows_made_while_answers_are_scored_are_the_same():
+    one, other = reasoning_gym.Generators(), reasoning_gym.Generators()
+    entered = threading.Event()
+
+    def score():
+        with other.using("chain_sum", {}, 1):
+            entered.set()
+
+    with one.using("chain_sum", {}, 0):
+        thread = threading.Thread(target=score)
+        thread.start()
+        assert not entered.wait(0.2)
+    thread.join()
+    assert entered.is_set()
 
 
 def test_the_seed_of_the_process_does_not_matter():
