@@ -15,7 +15,7 @@ import math
 import os
 import random
 import re
-import sys
+import site
 import sysconfig
 import threading
 from collections import OrderedDict
@@ -41,7 +41,7 @@ from laurel.environments.interface import (
     response_of,
     settings_of,
 )
-from laurel.errors import ConfigError, MissingDependencyError
+from laurel.errors import ConfigError, LaurelError, MissingDependencyError
 from laurel.observe.hub import error_with_line
 from laurel.protocols import MessageLog
 from laurel.sandbox.inside import confinement, jail, kernel, seccomp
@@ -270,8 +270,14 @@ def prepare_scoring(settings: None) -> Callable[[], Callable[[dict[str, Any]], d
     none. Without that (other systems than Linux, kernels before 5.13) it evaluates nothing.
     """
     logging.disable(logging.CRITICAL)
-    gym()
-    readable = {path for path in (*sys.path, *sysconfig.get_paths().values()) if path}
+    # Not `sys.path`, which may begin with the home directory.
+    packages = [*importlib.import_module("laurel").__path__, *gym().__path__]
+    readable = {
+        *sysconfig.get_paths().values(),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        *packages,
+    }
 
     def confined() -> Callable[[dict[str, Any]], dict[str, Any]]:
         generators = Generators()
@@ -348,12 +354,17 @@ class ReasoningGymEnvironment(EnvironmentInterface):
                 scored[i] = score_of(self._generators, item)
         for i, future in pending.items():
             try:
-                scored[i] = future.result()
+                found = future.result()
+                # An answer can write its process's reply; scores of scorers are from 0 to 1.
+                is_forged = "failure" not in found and not 0 <= found["score"] <= 1
+                scored[i] = {"score": 0.0, "broke": "crashes"} if is_forged else found
+            except LaurelError:  # no process can be started
+                raise
             # The policy wrote what cannot be evaluated, or what ends its process, twice. Were it a
             # failure, which teaches nothing, the policy could choose to have no reward.
             except TimeoutError:
                 scored[i] = {"score": 0.0, "broke": "timeouts"}
-            except ProcessDiedError:
+            except (ProcessDiedError, LookupError, TypeError, ValueError):
                 scored[i] = {"score": 0.0, "broke": "crashes"}
         for i, found in scored.items():
             failures[i], broke[i] = found.get("failure"), found.get("broke")

@@ -1,6 +1,7 @@
 """The generators and scorers of reasoning-gym, with the package itself."""
 
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -252,6 +253,44 @@ def test_an_answer_that_is_a_program_reaches_nothing(tmp_path):
         assert found.failures == [None] * len(programs)
         assert [how for *_, how in found.notes].index("crashes") == len(programs) - 2
         assert list(tmp_path.iterdir()) == [secret]
+
+
+def test_an_answer_reads_no_directory_that_python_imports_from(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")
+    task = entry_of("spiral_matrix")
+    (tmp_path / "secret").write_text("7")
+    listed = [int(one) for one in task.metadata["ground_truth"].split()]
+    programs = [
+        f"[x for x in {listed} if open({name!r}).read()]"
+        for name in (os.__file__, str(tmp_path / "secret"))
+    ]
+    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
+        found = scored(environment, task, *programs)
+    assert found.rewards["spiral_matrix"].tolist() == pytest.approx([0.1, 0.0])
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        '{"retires": true, "result": {"score": 100.0}}',
+        '{"retires": true, "result": {"score": NaN}}',
+        '{"retires": true, "result": {"score": "1"}}',
+        '{"retires": true, "result": null}',
+        '{"retires": true}',
+        "[]",
+        "no JSON",
+    ],
+)
+def test_a_reply_that_an_answer_writes_is_no_score(reply):
+    message = struct.pack("!i", len(reply)) + reply.encode()
+    write = (
+        f"import os\nfor fd in range(3, 64):\n try: os.write(fd, {message!r})\n except OSError: 0"
+    )
+    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
+        found = scored(environment, entry_of("spiral_matrix"), f"[exec({write!r})]")
+    assert found.failures == [None]
+    assert found.rewards["spiral_matrix"].tolist() == [0.0]
+    assert found.notes == [["spiral_matrix", True, "crashes"]]
 
 
 def test_an_answer_cannot_change_the_scores_of_the_next():
