@@ -57,8 +57,10 @@ ORDERED_BY_HASH = frozenset(
 )
 """The generators of 0.1.25 whose rows follow the order of a set, which differs in each process
 unless PYTHONHASHSEED is set."""
-SECONDS_OF_AN_ANSWER = 20.0
-"""The longest that a scorer may work on an answer which it evaluates."""
+SECONDS_OF_AN_ANSWER = 3.0
+"""The longest that a scorer may work on an answer which it evaluates: scorers need a tenth of a
+second for a known answer, and a batch of answers that never end must fit in `env.timeout_seconds`.
+"""
 MEMORY_OF_AN_ANSWER = 4 << 30
 _EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHASHSEED", "LD_LIBRARY_PATH", "LANG", "LC_ALL")

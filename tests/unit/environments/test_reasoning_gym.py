@@ -283,9 +283,8 @@ def test_an_answer_reads_no_directory_that_python_imports_from(tmp_path, monkeyp
 )
 def test_a_reply_that_an_answer_writes_is_no_score(reply):
     message = struct.pack("!i", len(reply)) + reply.encode()
-    write = (
-        f"import os\nfor fd in range(3, 64):\n try: os.write(fd, {message!r})\n except OSError: 0"
-    )
+    tries = f"try: os.write(fd, {message!r})\n except OSError: 0"
+    write = f"import os\nfor fd in range(3, 64):\n {tries}"
     with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
         found = scored(environment, entry_of("spiral_matrix"), f"[exec({write!r})]")
     assert found.failures == [None]
