@@ -15,7 +15,7 @@ import math
 import os
 import random
 import re
-import sys
+import site
 import sysconfig
 import threading
 from collections import OrderedDict
@@ -41,7 +41,7 @@ from laurel.environments.interface import (
     response_of,
     settings_of,
 )
-from laurel.errors import ConfigError, MissingDependencyError
+from laurel.errors import ConfigError, LaurelError, MissingDependencyError
 from laurel.observe.hub import error_with_line
 from laurel.protocols import MessageLog
 from laurel.sandbox.inside import confinement, jail, kernel, seccomp
@@ -57,12 +57,16 @@ ORDERED_BY_HASH = frozenset(
 )
 """The generators of 0.1.25 whose rows follow the order of a set, which differs in each process
 unless PYTHONHASHSEED is set."""
-SECONDS_OF_AN_ANSWER = 20.0
-"""The longest that a scorer may work on an answer which it evaluates."""
+SECONDS_OF_AN_ANSWER = 3.0
+"""The longest that a scorer may work on an answer which it evaluates: scorers need a tenth of a
+second for a known answer, and a batch of answers that never end must fit in `env.timeout_seconds`.
+"""
 MEMORY_OF_AN_ANSWER = 4 << 30
 _EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHASHSEED", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 _KEY = "reasoning_gym"
+# The generators of `random` and numpy belong to the whole process.
+_SEEDING = threading.Lock()
 
 
 def gym() -> Any:
@@ -86,7 +90,6 @@ class Generators:
 
     def __init__(self) -> None:
         self._made: OrderedDict[str, Any] = OrderedDict()
-        self._lock = threading.Lock()
 
     @contextmanager
     def using(self, name: str, config: Mapping[str, Any], seed: int) -> Iterator[Any]:
@@ -98,7 +101,7 @@ class Generators:
             ConfigError: There is no such generator, or it does not take these settings.
         """
         key = json.dumps([name, config, seed], sort_keys=True, default=repr)
-        with self._lock, _seeded(seed):
+        with _SEEDING, _seeded(seed):
             if key not in self._made:
                 self._made[key] = _create(name, {**config, "seed": seed, "size": CHUNK})
                 if len(self._made) > 64:
@@ -235,18 +238,31 @@ def evaluates_answers(name: str) -> bool:
 
 
 def score_of(generators: Generators, item: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `score`, or `failure` with the line of the scorer's error."""
+    """Return `score`, or `failure` with the line of the scorer's error.
+
+    If the scorer raises at an answer and scores the known one, the answer is to blame: its score is
+    0, and `broke` says why. Were it a failure, the policy could choose to have no reward.
+    """
     name = item["task"]
-    try:
+
+    def score(answer: Any) -> float:
         with generators.using(name, item["config"], item["seed"]) as dataset:
-            score = float(dataset.score_answer(item["answer"], item["entry"]))
-        if not math.isfinite(score):
-            raise ValueError(f"the score is {score}")
+            found = float(dataset.score_answer(answer, item["entry"]))
+        if not math.isfinite(found):
+            raise ValueError(f"the score is {found}")
+        return found
+
+    try:
+        return {"score": score(item["answer"])}
     except (MemoryError, RecursionError):  # an answer's doing: most scorers do not evaluate it
         return {"score": 0.0, "broke": "crashes"}
     except Exception as error:  # a scorer's own code: anything can come out of it
-        return {"failure": f"error: reasoning_gym's {name}: {error_with_line(error)}"}
-    return {"score": score}
+        failure = f"error: reasoning_gym's {name}: {error_with_line(error)}"
+    try:
+        score(item["entry"]["answer"])
+    except Exception:
+        return {"failure": failure}
+    return {"score": 0.0, "broke": "unreadable"}
 
 
 def prepare_scoring(settings: None) -> Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]:
@@ -256,8 +272,14 @@ def prepare_scoring(settings: None) -> Callable[[], Callable[[dict[str, Any]], d
     none. Without that (other systems than Linux, kernels before 5.13) it evaluates nothing.
     """
     logging.disable(logging.CRITICAL)
-    gym()
-    readable = {path for path in (*sys.path, *sysconfig.get_paths().values()) if path}
+    # Not `sys.path`, which may begin with the home directory.
+    packages = [*importlib.import_module("laurel").__path__, *gym().__path__]
+    readable = {
+        *sysconfig.get_paths().values(),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        *packages,
+    }
 
     def confined() -> Callable[[dict[str, Any]], dict[str, Any]]:
         generators = Generators()
@@ -334,12 +356,17 @@ class ReasoningGymEnvironment(EnvironmentInterface):
                 scored[i] = score_of(self._generators, item)
         for i, future in pending.items():
             try:
-                scored[i] = future.result()
+                found = future.result()
+                # An answer can write its process's reply; scores of scorers are from 0 to 1.
+                is_forged = "failure" not in found and not 0 <= found["score"] <= 1
+                scored[i] = {"score": 0.0, "broke": "crashes"} if is_forged else found
+            except LaurelError:  # no process can be started
+                raise
             # The policy wrote what cannot be evaluated, or what ends its process, twice. Were it a
             # failure, which teaches nothing, the policy could choose to have no reward.
             except TimeoutError:
                 scored[i] = {"score": 0.0, "broke": "timeouts"}
-            except ProcessDiedError:
+            except (ProcessDiedError, LookupError, TypeError, ValueError):
                 scored[i] = {"score": 0.0, "broke": "crashes"}
         for i, found in scored.items():
             failures[i], broke[i] = found.get("failure"), found.get("broke")
@@ -371,18 +398,26 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         """Compute `accuracy`, `pass@...`, the mean score of each generator, and counts.
 
         `without_answer` counts answers without the tag. `timeouts` and `crashes` count answers
-        that took too long to evaluate, or ended the process that did; their score is 0.
+        that took too long to evaluate, or ended the process that did; `unreadable` counts those at
+        which the scorer raised. Their score is 0.
         """
         figures, _ = accuracy_figures(batch)
-        rewards, notes = numbers(batch["rewards"]), batch.get("notes") or []
+        # Behind tools, a rollout may end before it is scored: then it has no note.
+        noted = [
+            (reward, note)
+            for reward, note in zip(
+                numbers(batch["rewards"]), batch.get("notes") or [], strict=False
+            )
+            if note is not None
+        ]
         by_name: dict[str, list[float]] = {}
-        for reward, (name, *_) in zip(rewards, notes, strict=False):
+        for reward, (name, *_) in noted:
             by_name.setdefault(name, []).append(reward)
         for name, scores in sorted(by_name.items()):
             figures |= mean_of(f"score/{name}", scores)
-        figures["without_answer"] = float(sum(not answered for _, answered, _ in notes))
-        for how in ("timeouts", "crashes"):
-            figures[how] = float(sum(found == how for *_, found in notes))
+        figures["without_answer"] = float(sum(not answered for _, (_, answered, _) in noted))
+        for how in ("timeouts", "crashes", "unreadable"):
+            figures[how] = float(sum(found == how for _, (*_, found) in noted))
         return batch, figures
 
     def shutdown(self) -> None:

@@ -200,7 +200,8 @@ class VerifiersEnvironment(EnvironmentInterface):
         figures = batch_figures(batch)
         measured: dict[str, list[float]] = {}
         for note in batch.get("notes") or []:
-            for name, value in note.items():
+            # Behind tools, a rollout may end before it is scored: then it has no note.
+            for name, value in (note or {}).items():
                 measured.setdefault(name, []).append(float(value))
         for name, values in sorted(measured.items()):
             figures |= mean_of(f"metric/{name}", values)

@@ -10,7 +10,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from laurel.errors import ModelError, key_of
@@ -38,10 +38,13 @@ class MalformedCall:
 ReadCall = ToolCall | MalformedCall
 
 
+@dataclass(frozen=True, slots=True)
 class CallForm(ABC):
     """A form in which a policy writes calls into the text of its message."""
 
     name: ClassVar[FormName]
+    prompt_opens_thoughts: bool = False
+    """Whether the prompt ends in `<think>`, so that messages begin inside thoughts."""
 
     @abstractmethod
     def read(self, text: str) -> list[ReadCall]:
@@ -49,6 +52,15 @@ class CallForm(ABC):
 
         What a reasoning model writes up to `</think>` is no call.
         """
+
+    def answer_in(self, text: str, mark: str) -> str:
+        """Return what comes after the thoughts of a message; `mark` is how its calls begin."""
+        thoughts, ended, answer = text.partition("</think>")
+        if self.prompt_opens_thoughts:
+            return answer
+        # A call may have `</think>` in an argument, so thoughts must come before the first call.
+        begin = thoughts.lstrip().startswith("<think>") or mark not in thoughts
+        return answer if ended and begin else text
 
     @abstractmethod
     def write(self, calls: Sequence[ToolCall]) -> str:
@@ -66,7 +78,7 @@ class HermesForm(CallForm):
 
     def read(self, text: str) -> list[ReadCall]:
         """Read what stands in each pair of tags; arguments may themselves contain tags."""
-        rest, calls = _after_thoughts(text, self._OPEN), list[ReadCall]()
+        rest, calls = self.answer_in(text, self._OPEN), list[ReadCall]()
         while self._OPEN in rest:
             rest = rest.partition(self._OPEN)[2].lstrip()
             try:
@@ -101,7 +113,7 @@ class LlamaForm(CallForm):
 
         An object without a name and parameters is an answer in JSON, unless the tag precedes it.
         """
-        answer, calls = _after_thoughts(text, "{").strip(), list[ReadCall]()
+        answer, calls = self.answer_in(text, "{").strip(), list[ReadCall]()
         is_tagged = answer.startswith(self._TAG)
         rest = answer.removeprefix(self._TAG).lstrip()
         while rest.startswith("{"):
@@ -127,13 +139,6 @@ class LlamaForm(CallForm):
 
 FORMS: dict[str, CallForm] = {form.name: form for form in (HermesForm(), LlamaForm())}
 """The known forms, by the names that `env.tools.form` uses."""
-
-
-def _after_thoughts(text: str, mark: str) -> str:
-    # A call may have `</think>` in an argument, so thoughts must come before the first call.
-    thoughts, ended, answer = text.partition("</think>")
-    are_thoughts = bool(ended) and (thoughts.lstrip().startswith("<think>") or mark not in thoughts)
-    return answer if are_thoughts else text
 
 
 def _decode(text: str) -> tuple[Any, int]:
@@ -225,16 +230,19 @@ def form_of(tokenizer: Any, name: str = "auto") -> CallForm:
             "the chat template leaves out the tools of env.tools.functions, so the policy would "
             f"never see them. Choose one that shows them {_ANOTHER}"
         )
+    turn_begins = before.rstrip().removesuffix("<think>")
+    opens_thoughts = turn_begins != before.rstrip()
     if name != "auto":
-        return FORMS[name]
+        return replace(FORMS[name], prompt_opens_thoughts=opens_thoughts)
     function = {"name": _PROBE.name, "arguments": dict(_PROBE.arguments)}
     calls = [{"id": "laurel007", "type": "function", "function": function}]
     whole = rendered(asked, {"role": "assistant", "content": "", "tool_calls": calls})
-    pairs = enumerate(zip(before, whole, strict=False))
-    turn = whole[next((i for i, (one, other) in pairs if one != other), len(before)) :]
+    start = turn_begins if opens_thoughts else before
+    pairs = enumerate(zip(start, whole, strict=False))
+    turn = whole[next((i for i, (one, other) in pairs if one != other), len(start)) :]
     for form in FORMS.values():
         if form.read(turn) == [_PROBE]:
-            return form
+            return replace(form, prompt_opens_thoughts=opens_thoughts)
     raise ModelError(
         f"the chat template writes a function call in no form that is known here ({turn!r:.200}). "
         f"Name one ({key_of('env.tools.form')}: {', '.join(FORMS)}), or choose another template "

@@ -1,12 +1,15 @@
 """The generators and scorers of reasoning-gym, with the package itself."""
 
 import os
+import struct
 import subprocess
 import sys
+import threading
 from itertools import islice
 
 import pytest
 
+from environment_batches import batch_of
 from laurel.config.data import TaskDataConfig, TaskSetConfig
 from laurel.config.environments import EnvironmentsConfig, ReasoningGymEnvironmentConfig
 from laurel.data.tasks import NUM_SHOWN, NUM_VALIDATION, load_task_data
@@ -50,6 +53,22 @@ def test_rows_have_no_end_and_each_is_a_function_of_its_number():
     assert {task.environment for task in first.train} == {"reasoning_gym"}
     other = load(tasks=TWO, seed=1)
     assert prompts(other.train) != prompts(first.train)
+
+
+def test_rows_made_while_answers_are_scored_are_the_same():
+    one, other = reasoning_gym.Generators(), reasoning_gym.Generators()
+    entered = threading.Event()
+
+    def score():
+        with other.using("chain_sum", {}, 1):
+            entered.set()
+
+    with one.using("chain_sum", {}, 0):
+        thread = threading.Thread(target=score)
+        thread.start()
+        assert not entered.wait(0.2)
+    thread.join()
+    assert entered.is_set()
 
 
 def test_the_seed_of_the_process_does_not_matter():
@@ -156,6 +175,27 @@ def test_a_scorer_that_raises_is_a_failure_with_its_line(monkeypatch):
     assert "was not made by reasoning_gym" in verdict.failures[2]
 
 
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("prime_factorization", "abc"),
+        ("prime_factorization", "2 x 3"),
+        ("boxnet", "null"),
+        ("game_of_life", "{}"),
+        ("coin_flip", "1e999"),
+    ],
+)
+def test_an_answer_at_which_the_scorer_raises_scores_nothing_and_is_counted(name, answer):
+    task = entry_of(name)
+    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
+        found = scored(environment, task, answer)
+    assert found.failures == [None]
+    assert found.rewards[name].tolist() == [0.0]
+    assert found.notes == [[name, True, "unreadable"]]
+    _, metrics = environment.global_post_process_and_metrics(batch_of([[{"content": ""}]], found))
+    assert metrics["unreadable"] == 1
+
+
 def entry_of(name):
     task = load(tasks={name: 1.0}, max_samples=1, split_validation_size=0).train[0]
     return task
@@ -215,6 +255,43 @@ def test_an_answer_that_is_a_program_reaches_nothing(tmp_path):
         assert list(tmp_path.iterdir()) == [secret]
 
 
+def test_an_answer_reads_no_directory_that_python_imports_from(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")
+    task = entry_of("spiral_matrix")
+    (tmp_path / "secret").write_text("7")
+    listed = [int(one) for one in task.metadata["ground_truth"].split()]
+    programs = [
+        f"[x for x in {listed} if open({name!r}).read()]"
+        for name in (os.__file__, str(tmp_path / "secret"))
+    ]
+    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
+        found = scored(environment, task, *programs)
+    assert found.rewards["spiral_matrix"].tolist() == pytest.approx([0.1, 0.0])
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        '{"retires": true, "result": {"score": 100.0}}',
+        '{"retires": true, "result": {"score": NaN}}',
+        '{"retires": true, "result": {"score": "1"}}',
+        '{"retires": true, "result": null}',
+        '{"retires": true}',
+        "[]",
+        "no JSON",
+    ],
+)
+def test_a_reply_that_an_answer_writes_is_no_score(reply):
+    message = struct.pack("!i", len(reply)) + reply.encode()
+    tries = f"try: os.write(fd, {message!r})\n except OSError: 0"
+    write = f"import os\nfor fd in range(3, 64):\n {tries}"
+    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
+        found = scored(environment, entry_of("spiral_matrix"), f"[exec({write!r})]")
+    assert found.failures == [None]
+    assert found.rewards["spiral_matrix"].tolist() == [0.0]
+    assert found.notes == [["spiral_matrix", True, "crashes"]]
+
+
 def test_an_answer_cannot_change_the_scores_of_the_next():
     task = entry_of("spiral_matrix")
     kind = "__import__('reasoning_gym').factory.DATASETS['spiral_matrix'][0]"
@@ -252,6 +329,21 @@ def test_what_cannot_be_confined_is_not_evaluated(monkeypatch):
     monkeypatch.setattr(reasoning_gym.confinement, "restrict", refused)
     score = reasoning_gym.prepare_scoring(None)()
     assert "cannot confine" in score({"task": "spiral_matrix"})["failure"]
+
+
+def test_a_rollout_that_ends_before_it_is_scored_has_no_figures():
+    batch = {
+        "rewards": [0.0, 1.0],
+        "is_end": [0.0, 1.0],
+        "group_ids": ["0", "0"],
+        "generation_lengths": [1, 1],
+        "prompt_lengths": [1, 1],
+        "notes": [None, ["chain_sum", True, None]],
+    }
+    environment = create_environment("reasoning_gym", EnvironmentsConfig())
+    _, metrics = environment.global_post_process_and_metrics(batch)
+    assert metrics["score/chain_sum"] == 1.0
+    assert metrics["without_answer"] == metrics["timeouts"] == 0
 
 
 @pytest.mark.parametrize(

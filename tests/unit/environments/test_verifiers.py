@@ -147,11 +147,12 @@ def test_its_figures(tasksets):
     config = config_of(vowels={"id": "vowels-v1"})
     environment = create_environment("vowels", config)
     batch = {
-        "group_ids": ["a", "a"],
-        "is_end": [1.0, 1.0],
-        "generation_lengths": [3.0, 5.0],
-        "prompt_lengths": [7.0, 7.0],
-        "notes": [{"length": 2.0}, {"length": 4.0}],
+        "group_ids": ["a", "a", "a"],
+        "is_end": [1.0, 1.0, 0.0],
+        "generation_lengths": [3.0, 5.0, 5.0],
+        "prompt_lengths": [7.0, 7.0, 7.0],
+        # Behind tools, a rollout may run out of turns before it is scored.
+        "notes": [{"length": 2.0}, {"length": 4.0}, None],
     }
     assert environment.global_post_process_and_metrics(batch)[1]["metric/length"] == 3.0
 

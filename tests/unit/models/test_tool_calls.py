@@ -95,6 +95,21 @@ def test_thoughts_are_no_calls(form):
     assert form.read(f"<think>{call}</think>It is 4.") == []
 
 
+@pytest.mark.parametrize("how", ["auto", "named"])
+@each_template
+def test_thoughts_that_the_prompt_begins_are_no_calls(name, how):
+    tokenizer = TOKENIZERS[name]()
+    template = tokenizer.chat_template.rstrip()
+    assert template.endswith(("{%- endif %}", "{% endif %}"))
+    begin = template[: template.rindex("{%")]
+    tokenizer.chat_template = begin + "{{- '<think>\\n' }}{%- endif %}"
+    form = form_of(tokenizer, "auto" if how == "auto" else FORM_OF[name])
+    call, other = form.write([WEATHER]), form.write([TIME])
+    assert form.read(f"In {{braces}} I may say {call} or so.\n</think>\n\n{other}") == [TIME]
+    assert form.read(f"I may say {call}</think>It is 4.") == []
+    assert form.read(f"I may say {call} and so on") == []
+
+
 @each_form
 @pytest.mark.parametrize(
     ("written", "problem"),

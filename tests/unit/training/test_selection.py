@@ -8,7 +8,7 @@ import pytest
 
 from laurel.config.grpo import GRPOConfig
 from laurel.errors import ConfigError
-from laurel.observe.metrics import PREFERENCE_METRICS
+from laurel.observe.metrics import PREFERENCE_METRICS, STEP_METRICS
 from laurel.training.selection import (
     TRAIN_METRICS,
     EarlyStopping,
@@ -92,6 +92,18 @@ def test_a_name_that_is_never_measured_is_refused_with_those_that_are(name):
             assert f"validation-{measured}_{metric}" in message
     for metric in TRAIN_METRICS:
         assert f"train_{metric}" in message
+
+
+def test_a_process_reward_model_has_no_metrics_of_pairs():
+    def select(name):
+        return select_by(name, None, sets=SETS, has_steps=True)
+
+    for metric in ("loss", "num_nonfinite", *STEP_METRICS):
+        assert select(f"validation-default_{metric}").key == f"validation-default_{metric}"
+    assert select("auto").key == "validation-default_loss"
+    for metric in ("accuracy", "margin_mean", "top1"):
+        with pytest.raises(ConfigError, match="never measures that"):
+            select(f"validation-default_{metric}")
 
 
 def test_without_a_validation_set_it_says_so():
