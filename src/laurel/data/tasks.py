@@ -430,7 +430,7 @@ def load_task_data(
         on_bad_row=data.on_bad_row,
         sources=sources,
     )
-    train_sets = _with_share(data.train_sets(), data, sources)
+    train_sets, validation_sets = sets_of_run(data, sources)
     for config in train_sets:
         if config.tasks is not None and config.dataset_name != "reasoning_gym":
             raise ConfigError(
@@ -446,7 +446,6 @@ def load_task_data(
             "give its block max_samples"
         )
     reports = {"train": report}
-    validation_sets = _with_share(data.validation_sets(), data, sources)
     asks_share = any(config.split_validation_size for config in train_sets) or (
         bool(data.split_validation_size) and "split_validation_size" in data.model_fields_set
     )
@@ -479,17 +478,45 @@ def load_task_data(
     return TaskData(train=kept, validation=validation, reports=reports)
 
 
-def _with_share(
-    sets: list[TaskSetConfig], data: TaskDataConfig, sources: Mapping[str, RowSource]
-) -> list[TaskSetConfig]:
-    # What is made without end divides its prompts by this share, alike for both sides.
-    share = {"split_validation_size": data.split_validation_size}
-    return [
-        config.model_copy(update=share)
-        if config.dataset_name in sources and not config.split_validation_size
-        else config
-        for config in sets
-    ]
+def sets_of_run(
+    data: TaskDataConfig, sources: Mapping[str, RowSource]
+) -> tuple[list[TaskSetConfig], list[TaskSetConfig]]:
+    """Return the sets of training, and of validation where any is named.
+
+    Sets of reasoning_gym divide their prompts between the two by seed and share. Those of
+    validation take both from training, and the prompts that training leaves out.
+
+    Raises:
+        ConfigError: Seeds or shares differ, so that training would see prompts of validation.
+    """
+
+    def with_share(config: TaskSetConfig) -> TaskSetConfig:
+        if config.dataset_name not in sources or config.split_validation_size:
+            return config
+        return config.model_copy(update={"split_validation_size": data.split_validation_size})
+
+    train = [with_share(config) for config in data.train_sets()]
+    validation = []
+    for config in data.validation_sets():
+        if config.dataset_name == "reasoning_gym":
+            changes: dict[str, Any] = {"split": config.split or "validation"}
+            for key in ("seed", "split_validation_size"):
+                values = {getattr(one, key) for one in train if one.dataset_name == "reasoning_gym"}
+                own = getattr(config, key)
+                # A share of 0 is that of `data`, as in training.
+                if key in config.model_fields_set and (own or key == "seed"):
+                    values.add(own)
+                if len(values) > 1:
+                    said = " and ".join(map(str, sorted(values)))
+                    raise ConfigError(
+                        f"data.validation: {key} is {said} in sets of reasoning_gym, so that "
+                        "training would see prompts of validation: give all of them the same, or "
+                        f"set only data.{key}"
+                    )
+                changes[key] = values.pop() if values else getattr(data, key)
+            config = config.model_copy(update=changes)
+        validation.append(with_share(config))
+    return train, validation
 
 
 def load_tasks(

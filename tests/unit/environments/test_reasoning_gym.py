@@ -114,6 +114,30 @@ def test_validation_has_no_prompt_of_training():
     assert load(tasks={"chain_sum": EASY}, split_validation_size=0).validation == []
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"validation": {"max_samples": 30}},
+        {"validation": {"max_samples": 30}, "seed": 7},
+        {"validation": {"max_samples": 30}, "split_validation_size": 0.3},
+        {"validation": {"max_samples": 30}, "train": {"seed": 7, "split_validation_size": 0.3}},
+        {"validation": {"max_samples": 30, "seed": 7}, "train": {"seed": 7}},
+        {"validation": {"A": {"max_samples": 30, "split": "validation"}}, "seed": 7},
+    ],
+)
+def test_a_block_of_validation_has_no_prompt_of_training(data):
+    loaded = load(tasks={"chain_sum": EASY}, **data)
+    seen = set(prompts(islice(loaded.endless, 3000)))
+    assert len(loaded.validation) == 30
+    assert not seen & set(prompts(loaded.validation))
+
+
+@pytest.mark.parametrize("key", [{"seed": 7}, {"split_validation_size": 0.3}])
+def test_a_block_of_validation_that_would_overlap_is_refused(key):
+    with pytest.raises(ConfigError, match=f"{next(iter(key))} is .* and .* see prompts of valid"):
+        load(tasks={"chain_sum": EASY}, validation={"max_samples": 30, **key})
+
+
 def test_a_limit_makes_a_set_with_an_end():
     data = load(tasks=TWO, max_samples=40, split_validation_size=0.25)
     assert data.endless is None
