@@ -27,6 +27,7 @@ from laurel.data.report import TaskReport, conversation_fingerprint, no_rows_lef
 from laurel.data.sources import (
     Row,
     UnusableRow,
+    complaint,
     has_own_split,
     import_object,
     is_import_path,
@@ -348,10 +349,19 @@ class EndlessTasks:
     """More rows than any run takes."""
 
     def __init__(
-        self, label: str, make: Callable[[int, int], Row | None], read: Callable[[str, Row], Task]
+        self,
+        label: str,
+        make: Callable[[int, int], Row | None],
+        read: Callable[[str, Row], Task],
+        report: TaskReport,
     ) -> None:
-        """Take the function that makes a row, as in `MadeRows`, and the one that reads it."""
-        self._label, self._make, self._read = label, make, read
+        """Take the function that makes a row, as in `MadeRows`, and the one that reads it.
+
+        The report counts the rows that are left out.
+        """
+        self._label, self._make, self._read, self._report = label, make, read, report
+        self.skips_bad_rows = False
+        """Whether the next try replaces a malformed row, which otherwise is an error."""
         self.fits: Callable[[Task], bool] = lambda task: True
         """Whether a task can be used; others are replaced by the next try."""
 
@@ -362,8 +372,21 @@ class EndlessTasks:
         source = f"{self._label}[{index}]"
         for attempt in range(_MAX_TRIES):
             row = self._make(index, attempt)
-            if row is not None and self.fits(task := self._read(source, row)):
-                return task
+            if row is None:
+                continue
+            try:
+                task = self._read(source, row)
+            except UnusableRow as problem:
+                if not self.skips_bad_rows:
+                    raise DataError(complaint(problem, None, source)) from problem
+                self._report.num_read += 1
+                self._report.drop_malformed(source, problem)
+            except LeftOutRow as left_out:
+                self._report.num_read += 1
+                self._report.drop(left_out.reason, source, kind=left_out.kind)
+            else:
+                if self.fits(task):
+                    return task
         raise DataError(
             f"{source}: {_MAX_TRIES} tries made no row that can be used: too few different prompts "
             "for training and validation both, or all are too long. Change data.tasks, or raise "
@@ -714,7 +737,9 @@ class _Reading:
             fit=fit,
         )
         if rows is not None and rows.make is not None:
-            reading.endless = EndlessTasks(config.dataset_name or "", rows.make, reading._task)
+            reading.endless = EndlessTasks(
+                config.dataset_name or "", rows.make, reading._task, report
+            )
         return reading
 
     def run(self, on_bad_row: Literal["error", "skip"], limit: int | None) -> list[Task]:
@@ -725,9 +750,10 @@ class _Reading:
                 self._task, report=self.report, on_bad_row=on_bad_row, limit=limit
             )
         else:
+            self.endless.skips_bad_rows = on_bad_row == "skip"
             limits = [most for most in (limit, self.config.max_samples) if most is not None]
             rows = list(islice(self.endless, min(limits)))
-            self.report.num_read = len(rows)
+            self.report.num_read += len(rows)
         if self.num_double_systems:
             self.report.notes.append(
                 f"{counted_that(self.num_double_systems, 'row', 'begin')} with a system message, "
