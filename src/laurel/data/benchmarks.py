@@ -345,7 +345,7 @@ def process_bench_row(row: Row) -> BenchmarkRow:
     A separator inside of a step, which would make two of it, becomes a line break.
     """
     steps = tuple(
-        text(step, what="a step").strip().replace(SEPARATOR, "\n") for step in _listed(row, "steps")
+        re.sub(r"\n{2,}", "\n", text(step, what="a step").strip()) for step in _listed(row, "steps")
     )
     label = integer(required(row, "label"), what="'label'")
     if not -1 <= label < len(steps):

@@ -22,6 +22,7 @@ def to_forest(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> To
     Returns:
         The forest; its N completions are those of the groups, in order.
     """
+    has_reads = _have_reads(groups)
     pieces: list[np.ndarray] = []
     trees: list[Tree] = []
     reads: list[int] = []
@@ -43,14 +44,13 @@ def to_forest(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> To
                 trunk = lay(group.trunk_ids)
                 trees.append(Tree(trunk, (lay(ids),)))
         spans = [(tree.trunk, branch) for tree in trees[first:] for branch in tree.branches_G]
-        for (trunk, branch), positions in zip(spans, group.reads_G, strict=False):
+        for (trunk, branch), positions in zip(spans, group.reads_G, strict=has_reads):
             # Completions that begin alike share their first steps, which end in the trunk.
             reads += [
                 trunk.start + p if p < trunk.length else branch.start + p - trunk.length
                 for p in positions
             ]
     ids_T = np.concatenate(pieces, dtype=np.int32)
-    has_reads = any(group.reads_G for group in groups)
     return TokenForest(
         ids_T=torch.from_numpy(ids_T),
         trees=tuple(trees),
@@ -74,8 +74,17 @@ def to_padded(groups: Sequence[TokenGroup], *, pad_id: int) -> PaddedRows:
         ids_NL=torch.from_numpy(ids_NL),
         lengths_N=torch.tensor([len(row) for row in rows]),
         starts_N=torch.tensor(starts),
-        reads=reads if positions else None,
+        reads=reads if _have_reads(groups) else None,
     )
+
+
+def _have_reads(groups: Sequence[TokenGroup]) -> bool:
+    # The outputs would be those of other steps if one sequence of a batch had lost its reads.
+    have_reads = any(group.reads_G for group in groups)
+    if have_reads:
+        for group in groups:
+            assert len(group.reads_G) == len(group.branches_ids_G), "a sequence has lost its reads"
+    return have_reads
 
 
 def bin_pack(sizes: Sequence[int], budget: int) -> list[list[int]]:

@@ -286,7 +286,7 @@ def steps_of(row: BenchmarkRow, scores_G: Sequence[Score]) -> list[ScoredList]:
     """
     (score,) = scores_G
     count = len(row.steps)
-    values: tuple[float | None, ...] = score.values_K or (score.value,) * count
+    values: tuple[float | None, ...] = score.values_K
     if score.failure is not None:
         values = (None,) * count
     elif len(values) != count:
@@ -426,7 +426,14 @@ PARTS: Mapping[BenchmarkName, Mapping[str, str]] = {
 FINAL, ALL_ROWS = "final_score", "accuracy"
 _SAME_FOR_ALL = ("random", "oracle")
 """Figures of the rows alone, which do not depend on the model."""
-_EVEN = Score(value=0.0)
+
+
+def _even(rows: Sequence[BenchmarkRow]) -> list[list[Score]]:
+    # Equal scores for all answers, and for all steps of those in steps.
+    return [
+        [Score(value=0.0, values_K=(0.0,) * len(row.steps))] * len(row.group.completions_G)
+        for row in rows
+    ]
 
 
 def selectable(benchmark: BenchmarkName) -> list[str]:
@@ -542,14 +549,13 @@ class BenchmarkSet:
 
     def possible(self) -> list[str]:
         """Return the names of the metrics of these rows that can select the best checkpoint."""
-        known = self.figures([[_EVEN] * len(row.group.completions_G) for row in self.rows])
+        known = self.figures(_even(self.rows))
         return [key for key in selectable(self.benchmark) if key in known]
 
     def notes(self) -> list[str]:
         """Return the caveats that a reader needs beside the figures."""
         # Notes depend on the rows alone: equal scores for all answers bring them out.
-        even = [[_EVEN] * len(row.group.completions_G) for row in self.rows]
-        notes = list(self.reduced(even).measured.notes)
+        notes = list(self.reduced(_even(self.rows)).measured.notes)
         if self.is_cut:
             cut = f"cut to {len(self.rows):,} of {self.num_read:,} rows (max_samples): "
             absent = [note for note in notes if note.startswith("absent")]

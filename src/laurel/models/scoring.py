@@ -337,12 +337,14 @@ class ScoringContract:
         assert self.rules.steps is not None
         end = len(text.removesuffix(self._end_of_turn))
         ends: list[int] = []
-        for message in reversed(messages):
-            content = message.content
-            if (start := text.rfind(content, 0, end)) < 0:
-                content = content.strip()  # as many templates do
-                start = text.rfind(content, 0, end)
-            if start < 0:
+        for index, message in enumerate(reversed(messages)):
+            content, trimmed = message.content, message.content.strip()
+            start, start_trimmed = text.rfind(content, 0, end), text.rfind(trimmed, 0, end)
+            # Many templates trim. What they have trimmed may be whole earlier, in the prompt.
+            if start < 0 or start + content.find(trimmed) < start_trimmed:
+                content, start = trimmed, start_trimmed
+            is_last = index == 0 and message.role == "assistant"
+            if start < 0 or (is_last and text[start + len(content) : end].strip()):
                 raise DataError(
                     "the chat template changes the answer, so the ends of its steps cannot be "
                     f"found. Choose another: {key_of('policy.tokenizer.chat_template')}=chatml"
@@ -478,8 +480,10 @@ class ScoringContract:
 
         A single output is the reward. Several outputs are summed with `attribute_weights`, or
         averaged if there are no weights. The reward of a process reward model is the aggregate of
-        the values of the steps.
+        the values of the steps. If any output is not finite, the reward is NaN.
         """
+        if not all(map(math.isfinite, values_K)):
+            return math.nan
         if self.rules.steps is not None:
             return aggregate(self.values(values_K), self.rules.steps.aggregate)
         if len(values_K) == 1:
@@ -490,8 +494,14 @@ class ScoringContract:
         return math.fsum(w * v for w, v in zip(weights, values_K, strict=True))
 
     def values(self, values_K: Sequence[float]) -> tuple[float, ...]:
-        """Return the values that outputs of the head stand for: of steps, probabilities."""
-        return tuple(values_K) if self.rules.steps is None else tuple(map(sigmoid, values_K))
+        """Return the values that outputs of the head stand for: of steps, probabilities.
+
+        The value of a step whose output is not finite is NaN, because the sigmoid of infinity would
+        be a number.
+        """
+        if self.rules.steps is None:
+            return tuple(values_K)
+        return tuple(sigmoid(one) if math.isfinite(one) else math.nan for one in values_K)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -42,7 +42,13 @@ PREFERENCE_METRICS = (
 )
 """Every name that `preference_metrics` can return."""
 
-STEP_METRICS = ("step_accuracy", "erroneous_accuracy", "correct_accuracy", "first_error_f1")
+STEP_METRICS = (
+    "step_accuracy",
+    "erroneous_accuracy",
+    "correct_accuracy",
+    "first_error_f1",
+    "num_valid_samples",
+)
 """Every name that `step_metrics` can return."""
 
 NUM_CALIBRATION_BINS = 10
@@ -135,16 +141,17 @@ def step_metrics(
     """Compare the values of steps with their labels, which are probabilities or NaN.
 
     - `step_accuracy`: the share of steps whose value is on the label's side of 1/2. Labels of 1/2
-      do not count.
+      and values that are NaN or infinite do not count.
     - `erroneous_accuracy`, `correct_accuracy`, `first_error_f1`: the figures of ProcessBench
       (`first_error_figures`) at the threshold 1/2, over answers whose steps are all labelled.
+    - `num_valid_samples`: the number of steps that `step_accuracy` counts.
     """
     _check_sizes("labels", values_NS, labels_NS)
     right = [
         (value >= 0.5) == (label > 0.5)
         for values_S, labels_S in zip(values_NS, labels_NS, strict=True)
         for value, label in zip(values_S, labels_S, strict=True)
-        if label > 0.5 or label < 0.5
+        if (label > 0.5 or label < 0.5) and math.isfinite(value)
     ]
     whole = [
         (first_below(values_S, 0.5), first_below(labels_S, 0.5))
@@ -152,6 +159,7 @@ def step_metrics(
         if not any(map(math.isnan, labels_S)) and all(map(math.isfinite, values_S))
     ]
     metrics = {"step_accuracy": _mean(right)} if right else {}
+    metrics["num_valid_samples"] = float(len(right))
     return metrics | first_error_figures(*zip(*whole, strict=True)) if whole else metrics
 
 

@@ -271,6 +271,7 @@ def _prepare_rows(encoder: Backend, rows: Sequence[Rendered | None]) -> Prepared
         trunk_ids=found[0].trunk_ids[:0],
         branches_ids_G=tuple(map(_whole, found)),
         truncated_G=tuple(one.truncated_G[0] for one in found),
+        reads_G=tuple(reads for one in found for reads in one.reads_G),
     )
     return tokens, tuple(failures)
 

@@ -490,6 +490,14 @@ def tokenise(
                 sources=[preference.source for preference in part],
                 exact_steps=reads_steps,
             )
+            for preference, group in zip(part, tokens, strict=True) if reads_steps else ():
+                if group.num_reads_G != preference.num_outputs_G and not any(group.truncated_G):
+                    raise DataError(
+                        f"{preference.source}: the answers have {list(preference.num_outputs_G)} "
+                        f"steps, and {list(group.num_reads_G)} are found in their texts: the "
+                        "end of a step and the separator after it make another separator. Choose "
+                        "another policy.reward_model_cfg.step_separator"
+                    )
             samples += [
                 PreferenceSample(preference=preference, tokens=group)
                 for preference, group in zip(part, tokens, strict=True)

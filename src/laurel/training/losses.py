@@ -279,7 +279,7 @@ class RewardLoss:
         if self._config.type == "regression":
             return any(map(_is_rated, preference.attributes_GK or ()))
         if self._config.reads_steps:
-            return any(map(_is_rated, preference.steps_GS or ()))
+            return self.count([preference]) > 0
         if self._config.type == "plackett_luce" and preference.target != 1.0:
             raise DataError(
                 f"{preference.source or preference.group.id}: a soft label "
@@ -299,7 +299,7 @@ class RewardLoss:
         if self._config.type == "step_bce":
             return float(sum(not math.isnan(label) for steps_S in steps_NS for label in steps_S))
         if self._config.type == "step_ranking":
-            return float(sum(map(_is_rated, steps_NS)))
+            return float(sum(any(s > 0.5 or s < 0.5 for s in steps_S) for steps_S in steps_NS))
         return float(sum(map(self.teaches, batch)))
 
     def __call__(
@@ -354,10 +354,11 @@ class RewardLoss:
         """Compute the metrics of a step or a validation set from its totals of `LossOutput.sums`.
 
         `loss` is the mean over what `count` counts, and `num_valid_samples` the number of pairs of
-        different rank, or of steps whose label is not 1/2. Of steps, `accuracy` is the share whose
-        value is on the label's side of 1/2. Over pairs, it is the share whose better side scores
-        strictly higher, and `rewards_chosen_mean` and `rewards_rejected_mean` are the means of
-        their sides, all as in `observe.metrics.preference_metrics`. A mean over nothing is absent.
+        different rank, or of steps whose label is not 1/2 and whose logit is finite. Of steps,
+        `accuracy` is the share whose value is on the label's side of 1/2. Over pairs, it is the
+        share whose better side scores strictly higher, and `rewards_chosen_mean` and
+        `rewards_rejected_mean` are the means of their sides, all as in
+        `observe.metrics.preference_metrics`. A mean over nothing is absent.
         """
         totals = {name: float(value) for name, value in sums.items()}
         metrics = {"num_valid_samples": totals["num_valid_samples"]}
@@ -385,7 +386,7 @@ class RewardLoss:
         else:
             loss = steps_ranked(logits_S, steps_NS, margin=self._config.step_margin)
         total = loss.sum()
-        is_clear_S = (labels_S > 0.5) | (labels_S < 0.5)
+        is_clear_S = ((labels_S > 0.5) | (labels_S < 0.5)) & logits_S.isfinite()
         is_right_S = (logits_S.detach() >= 0) == (labels_S > 0.5)
         sums = {
             "accuracy": (is_right_S & is_clear_S).sum().to(total.dtype),

@@ -59,6 +59,8 @@ class EarlyStopping:
                 gain = -gain
             if gain > self.min_delta:
                 return replace(position, best_watched=value, num_stale=0)
+        if position.step == 0:
+            return position  # nothing was trained that could have improved
         return replace(position, num_stale=position.num_stale + 1)
 
 
@@ -97,7 +99,8 @@ def select_by(
             return Selection(key=None)
         first = f"{sets[0]}_loss" if sets else f"{next(iter(benchmarks))}_accuracy"
         metric_name = f"validation-{first}"
-    names = [*PREFERENCE_METRICS, *(STEP_METRICS if has_steps else ())]
+    # The answers of a process reward model have no ranks, so there are no pairs to measure.
+    names = ["loss", *STEP_METRICS, "num_nonfinite"] if has_steps else list(PREFERENCE_METRICS)
     names += [f"{kind}/{attribute}" for attribute in attributes for kind in ("mse", "pearson")]
     possible = [f"validation-{name}_{metric}" for name in sets for metric in names]
     possible += [f"validation-{name}_{one}" for name, found in benchmarks.items() for one in found]

@@ -1,6 +1,9 @@
 """Which groups travel together, and how they are laid out."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +35,25 @@ def test_a_forest_by_hand():
     assert forest.num_completions == 3
     assert forest.ids_T.dtype == torch.int32
     assert forest.positions_T.dtype == torch.int64
+
+
+def with_reads(*reads_G):
+    return [replace(one, reads_G=reads) for one, reads in zip(GROUPS, reads_G, strict=True)]
+
+
+def test_the_reads_of_a_batch_by_hand():
+    groups = with_reads(((3, 4), (3,)), ((0,),))
+    assert to_forest(groups).reads == (3, 4, 5, 6)
+    assert to_padded(groups, pad_id=7).reads == ((0, 3), (0, 4), (1, 3), (2, 0))
+
+
+@pytest.mark.parametrize("reads_G", [(((3, 4),), ((0,),)), (((3, 4), (3,)), ())])
+def test_a_batch_in_which_a_sequence_lost_its_reads_is_refused(reads_G):
+    groups = with_reads(*reads_G)
+    with pytest.raises(AssertionError, match="lost its reads"):
+        to_forest(groups)
+    with pytest.raises(AssertionError, match="lost its reads"):
+        to_padded(groups, pad_id=7)
 
 
 def test_padded_rows_by_hand():

@@ -87,6 +87,10 @@ def test_a_failure_takes_no_part_and_other_models_are_refused(rows: Path) -> Non
     scalar = [(Score(value=1.0, values_K=(1.0,)),)] * len(read)
     with pytest.raises(DataError, match="gives 1 value for 3 steps"):
         reduce_scores(benchmark, read, scalar, asked)
+    # Some servers send a score without values, and one score is not that of each step.
+    without = [(Score(value=1.0),)] * len(read)
+    with pytest.raises(DataError, match="gives 0 values for 3 steps"):
+        reduce_scores(benchmark, read, without, asked)
 
 
 @pytest.mark.parametrize(
@@ -129,4 +133,22 @@ def test_metrics_of_steps_leave_out_what_has_no_label() -> None:
     # The third answer is labelled in part.
     assert found["erroneous_accuracy"] == 1.0
     assert found["correct_accuracy"] == 1.0
-    assert step_metrics([(0.5,)], [(nan,)]) == {}
+    assert found["num_valid_samples"] == 4.0
+    assert step_metrics([(0.5,)], [(nan,)]) == {"num_valid_samples": 0.0}
+
+
+def test_a_value_that_is_not_finite_is_on_no_side() -> None:
+    found = step_metrics([(float("nan"), 0.9), (0.9,)], [(0.0, 1.0), (1.0,)])
+    assert found["step_accuracy"] == 1.0
+    assert found["num_valid_samples"] == 2.0
+    assert found["correct_accuracy"] == 1.0
+    assert "erroneous_accuracy" not in found
+
+
+@pytest.mark.parametrize("inside", ["a\n\nb", "a\n\n\nb", "a\n\n\n\n\nb"])
+def test_no_separator_is_left_inside_of_a_step(tmp_path: Path, inside: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"problem": "p", "steps": [inside, "c"], "label": -1}) + "\n")
+    (row,) = BENCHMARKS["process-bench"].read(BenchmarkOptions(data=(str(path),)), print)
+    assert row.steps == ("a\nb", "c")
+    assert row.group.completions_G[0].messages[0].content == "a\nb\n\nc"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +15,11 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from laurel.data.forest import to_forest, to_padded
 from laurel.errors import DataError, ModelError, ScoringContractError
-from laurel.models.checkpoint.export import save_reward_model
+from laurel.models.checkpoint.card import CardFacts, reward_model_card
+from laurel.models.checkpoint.export import plain_scores, save_reward_model
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.scoring import (
+    ScoringContract,
     ScoringRules,
     StepRules,
     aggregate,
@@ -160,6 +165,50 @@ def test_a_cut_answer_and_a_value_that_is_not_finite_are_failures() -> None:
     assert (broken.value, broken.failure) == (None, "not finite")
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("how", ["min", "product", "last", "mean"])
+def test_an_output_that_is_not_finite_never_becomes_a_number(broken: float, how: str) -> None:
+    contract = process_model(aggregate=how).contract
+    assert math.isnan(contract.scalar((0.0, broken, 0.0)))
+    values = contract.values((0.0, broken))
+    assert values[0] == 0.5
+    assert math.isnan(values[1])
+
+
+TRIMS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n"
+    "{% endfor %}"
+)
+
+
+def reads_of(contract: ScoringContract, group: Group) -> list[str]:
+    (tokens,) = contract.encode([group])
+    ids = [*tokens.trunk_ids, *tokens.branches_ids_G[0]]
+    return [contract.tokenizer.decode(ids[: read + 1]) for read in tokens.reads_G[0]]
+
+
+def test_steps_are_found_in_the_answer_though_the_template_trims_it() -> None:
+    contract = process_model().contract
+    contract.tokenizer.chat_template = TRIMS
+    group = solutions("Check: A=1\n\nB=2\n\nIs it right?", "A=1\n\nB=2\n\n")
+    first, last = reads_of(contract, group)
+    assert first.endswith("<|im_start|>assistant\nA=1\n\n")
+    assert last == contract.render(group.conversation(0))
+    blank_around = reads_of(contract, solutions("q", "\n\nA=1\n\nB=2"))
+    assert blank_around[0].endswith("<|im_start|>assistant\nA=1\n\n")
+
+
+def test_an_answer_that_the_template_leaves_out_is_not_looked_for_in_the_question() -> None:
+    contract = process_model().contract
+    contract.tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+        "{{ m['content'] if m['role'] == 'user' else m['content'] | lower }}<|im_end|>\n"
+        "{% endfor %}"
+    )
+    with pytest.raises(DataError, match="template changes the answer"):
+        contract.encode([solutions("Is A\n\nB right?", "A\n\nB")])
+
+
 def test_rendered_text_is_refused_as_its_steps_cannot_be_found() -> None:
     contract = process_model().contract
     with pytest.raises(DataError, match="Send messages"):
@@ -215,6 +264,38 @@ def test_a_saved_model_is_a_token_classifier_of_plain_transformers(tmp_path: Pat
             truncation_side="left",
             device=torch.device("cpu"),
         )
+
+
+BLANKS = ("a\n\nb\n\n", "a\n\n\n\nb", "\n\na\n\nb", "\n\n")
+
+
+@pytest.mark.parametrize("trims", [False, True])
+def test_blank_steps_have_no_value_in_plain_transformers_either(
+    tmp_path: Path, trims: bool
+) -> None:
+    loaded = process_model()
+    contract = loaded.contract
+    if trims:
+        contract.tokenizer.chat_template = TRIMS
+    group = solutions("how much?", *BLANKS)
+    card = reward_model_card(CardFacts(), contract)
+    save_reward_model(tmp_path, loaded.model, contract, card=card)
+    (scores,) = LocalScorer(loaded.model, contract).score_now([group])
+    assert [len(one.values_K) for one in scores] == [2, 2, 2, 1]
+    found = plain_scores(
+        tmp_path,
+        [group.conversation(i) for i in range(len(BLANKS))],
+        device=torch.device("cpu"),
+    )
+    expected = [value for one in scores for value in one.values_K]
+    np.testing.assert_allclose(found[:, 0], expected, atol=1e-6)
+    code, *_ = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    names: dict[str, Any] = {}
+    with contextlib.chdir(tmp_path):
+        exec(code, names)
+    for answer, score in zip(BLANKS, scores, strict=True):
+        values = names["values"]([{"role": "user", "content": "how much?"}], answer.split("\n\n"))
+        np.testing.assert_allclose(values, score.values_K, atol=1e-6)
 
 
 def _head(rules: ScoringRules) -> object:

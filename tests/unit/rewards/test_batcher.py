@@ -9,7 +9,9 @@ from event_loops import in_loop
 from laurel.errors import BusyError, EngineError
 from laurel.rewards.batching import BatcherLimits, BatchingScorer
 from laurel.rewards.preparing import rendered_group
-from laurel.types import Group, Message, group_of
+from laurel.rewards.scorer import LocalScorer
+from laurel.types import Group, Message, SentTurn, group_of
+from process_models import process_model
 from scripted_backend import ScriptedBackend, holds, null_scores
 
 AT_ONCE = BatcherLimits(max_delay=0.0)
@@ -384,3 +386,22 @@ def test_rendered_conversations_share_what_they_begin_with():
     (found,) = asyncio.run(score())
     assert [score.num_tokens for score in found] == [len(row) for row in [*rows, "another one"]]
     assert sorted(len(tree.branches_ids_G) for tree in backend.batches[0]) == [1, 3]
+
+
+def test_a_process_model_reads_the_steps_of_a_prompt_that_is_sent_as_text():
+    loaded = process_model(max_length=64)
+    backend = LocalScorer(loaded.model, loaded.contract)
+    answers = ["add 5\n\nSo 9.", "add 5\n\nadd 1\n\n10", "add 5\n\n" * 40]
+    turns = rendered_group([SentTurn("how much?", answer, None) for answer in answers])
+
+    async def score():
+        scorer = BatchingScorer(backend, model_version="1", limits=AT_ONCE)
+        with contextlib.closing(scorer):
+            return await scorer.score([turns, asked("how much?", *answers)])
+
+    sent, messages = asyncio.run(score())
+    assert [len(score.values_K) for score in sent] == [2, 3, 0]
+    assert sent[2].value is None
+    assert "not all of its steps can be read" in sent[2].failure
+    for one, other in zip(sent[:2], messages[:2], strict=True):
+        assert one.values_K == pytest.approx(other.values_K, abs=1e-6)

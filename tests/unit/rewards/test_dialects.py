@@ -7,9 +7,10 @@ import functools
 import pytest
 
 import scoring_groups
-from laurel.errors import ConfigError, ProtocolError
+from laurel.errors import ConfigError, ModelError, ProtocolError
 from laurel.rewards.remote.dialects import dialect_of
 from laurel.types import Completion, Group, Message, group_of
+from process_models import process_model
 from scripted_replicas import question
 
 RAW = {"use_activation": False, "activation": False, "softmax": False}
@@ -39,6 +40,13 @@ def texts_of(group):
 
 def values(reply):
     return [[score.value for score in row] for row in reply.scores]
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "sglang", "sglang_embeddings", "openrlhf"])
+def test_a_process_reward_model_is_refused_where_servers_read_one_score(protocol):
+    with pytest.raises(ModelError, match=f"url_protocol={protocol}: .* process reward model"):
+        dialect_of(protocol, contract=process_model().contract)
+    dialect_of("laurel", contract=process_model().contract)
 
 
 def test_laurel():

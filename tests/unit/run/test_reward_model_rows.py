@@ -1,6 +1,7 @@
 """What `laurel rm` says of its rows: margins that a loss reads, and conversations that are cut."""
 
 import io
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from laurel.config.schemas import SCHEMAS
 from laurel.data.report import DataReport
 from laurel.errors import DataError
 from laurel.run.reward_model import load_data, tokenise
+from laurel.types import Preference
+from process_models import process_model, solutions
 from runs import pairs, write_rows
 
 
@@ -71,3 +74,27 @@ def test_most_being_cut_is_a_warning(num_cut, is_told):
     said = f"warning: train: {num_cut} of 4 conversations cut to 8 tokens"
     assert (said in stream.getvalue()) == is_told
     assert ("policy.max_total_sequence_length" in stream.getvalue()) == is_told
+
+
+def test_a_row_whose_steps_are_not_found_again_is_refused_with_its_source():
+    def tokens_of(*steps):
+        preference = Preference(
+            group=solutions("q", "==".join(steps)),
+            ranks_G=(0,),
+            steps_GS=((1.0,) * len(steps),),
+            source="rows.jsonl:7",
+        )
+        contract = process_model(separator="==", max_length=64).contract
+        return tokenise(
+            [preference, replace(preference, group=solutions("q", "a==b" * 40))],
+            contract=contract,
+            report=DataReport(name="train"),
+            overlong="drop",
+            console=Console(file=io.StringIO()),
+        )
+
+    # The second row is cut, so it is left out, whatever is found in it.
+    (sample,) = tokens_of("a", "b")
+    assert sample.tokens.num_reads_G == (2,)
+    with pytest.raises(DataError, match=r"rows\.jsonl:7: .* \[3\] steps, and \[2\] are found"):
+        tokens_of("a", "=", "b")

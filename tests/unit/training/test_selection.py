@@ -8,7 +8,7 @@ import pytest
 
 from laurel.config.grpo import GRPOConfig
 from laurel.errors import ConfigError
-from laurel.observe.metrics import PREFERENCE_METRICS
+from laurel.observe.metrics import PREFERENCE_METRICS, STEP_METRICS
 from laurel.training.selection import (
     TRAIN_METRICS,
     EarlyStopping,
@@ -92,6 +92,18 @@ def test_a_name_that_is_never_measured_is_refused_with_those_that_are(name):
             assert f"validation-{measured}_{metric}" in message
     for metric in TRAIN_METRICS:
         assert f"train_{metric}" in message
+
+
+def test_a_process_reward_model_has_no_metrics_of_pairs():
+    def select(name):
+        return select_by(name, None, sets=SETS, has_steps=True)
+
+    for metric in ("loss", "num_nonfinite", *STEP_METRICS):
+        assert select(f"validation-default_{metric}").key == f"validation-default_{metric}"
+    assert select("auto").key == "validation-default_loss"
+    for metric in ("accuracy", "margin_mean", "top1"):
+        with pytest.raises(ConfigError, match="never measures that"):
+            select(f"validation-default_{metric}")
 
 
 def test_without_a_validation_set_it_says_so():
@@ -191,7 +203,14 @@ WATCHED = EarlyStopping(key="loss", higher_is_better=False, patience=2, min_delt
     ],
 )
 def test_validations_since_the_best_value_are_counted(rule, values, stale):
-    position = Position()
+    position = Position(step=1)
     for value in values:
         position = rule.watched(position.validated({} if value is None else {"loss": value}))
     assert position.num_stale == stale
+
+
+def test_a_validation_before_the_first_step_does_not_count_as_stale():
+    position = WATCHED.watched(Position().validated({}))
+    assert (position.num_stale, position.best_watched) == (0, None)
+    position = WATCHED.watched(Position().validated({"loss": 1.0}))
+    assert (position.num_stale, position.best_watched) == (0, 1.0)

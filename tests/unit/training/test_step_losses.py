@@ -113,6 +113,27 @@ def test_accuracy_counts_steps_on_the_side_of_their_label() -> None:
     assert loss.metrics(found.sums)["accuracy"] == pytest.approx(2 / 3)
 
 
+def test_a_logit_that_is_not_finite_is_on_no_side() -> None:
+    loss = RewardLoss(LossConfig(type="step_bce"))
+    logits = torch.tensor([[1.0], [math.nan], [math.inf]])
+    metrics = loss.metrics(loss(logits, [labelled((1.0, 0.0, 0.0))], num_groups=3.0).sums)
+    assert metrics["accuracy"] == 1.0
+    assert metrics["num_valid_samples"] == 1.0
+
+
+def test_answers_without_a_clear_label_teach_a_ranking_nothing() -> None:
+    vague = labelled((0.5, NAN), (NAN,))
+    ranking = RewardLoss(LossConfig(type="step_ranking"))
+    assert not ranking.teaches(vague)
+    assert ranking.count([vague]) == 0.0
+    assert ranking.teaches(labelled((0.5,), (0.5, 0.0)))
+    assert ranking.count([labelled((0.5,), (0.5, 0.0))]) == 1.0
+    cross_entropy = RewardLoss(LossConfig(type="step_bce"))
+    assert cross_entropy.teaches(vague)
+    assert cross_entropy.count([vague]) == 1.0
+    assert not cross_entropy.teaches(labelled((NAN,)))
+
+
 @pytest.mark.parametrize(
     ("policy", "loss", "said"),
     [

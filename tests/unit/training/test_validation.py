@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from laurel.config.policy import BatchLimits, NamedCall
 from laurel.config.reward_model import LossConfig
 from laurel.data.report import DataReport
-from laurel.models.scoring import ScoringContract, ScoringRules
+from laurel.models.scoring import ScoringContract, ScoringRules, StepRules
 from laurel.training.batches import Batcher
 from laurel.training.epochs import validate
 from laurel.training.learner import LocalLearner
@@ -54,7 +54,17 @@ def sample(index, *tokens, **judged):
     )
 
 
-def run(samples, *, model=None, loss=None, attributes=(), weights=None, budget=20, done=None):
+def run(
+    samples,
+    *,
+    model=None,
+    loss=None,
+    attributes=(),
+    weights=None,
+    steps=None,
+    budget=20,
+    done=None,
+):
     model = model or ByLastToken()
     learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0}))
     model.train()
@@ -67,6 +77,7 @@ def run(samples, *, model=None, loss=None, attributes=(), weights=None, budget=2
         truncation_side="left",
         attributes=attributes,
         attribute_weights=weights,
+        steps=steps,
     )
     micro_batches = Batcher("forest", BatchLimits(forest_tokens=budget), pad_id=0).cut(
         [one.tokens for one in samples],
@@ -186,3 +197,49 @@ def test_a_regression_head_has_an_error_for_each_attribute_and_a_weighted_reward
     assert validation.metrics["pearson/length"] == pytest.approx(
         float(np.corrcoef([6, 4, 10], [6, 4, 12])[0, 1]), rel=1e-6
     )
+
+
+class ByReads(nn.Module):
+    """The logits of steps are the tokens at their ends, but 99 is infinite and 98 not a number."""
+
+    path = "forest"
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, forest):
+        special = {99: math.inf, 98: math.nan}
+        ids = [int(forest.ids_T[index]) for index in forest.reads]
+        return torch.tensor([[special.get(one, float(one))] for one in ids]) * self.weight
+
+
+def steps_of(index, tokens, labels):
+    group = group_of([], ["answer"], group_id=f"group {index}")
+    return PreferenceSample(
+        preference=Preference(group=group, ranks_G=(0,), steps_GS=(labels,)),
+        tokens=TokenGroup(
+            id=group.id,
+            trunk_ids=np.array([], dtype=np.int32),
+            branches_ids_G=(np.array(tokens, dtype=np.int32),),
+            reads_G=(tuple(range(len(tokens))),),
+        ),
+    )
+
+
+def test_steps_that_are_not_finite_are_counted_and_never_a_score():
+    samples = [
+        steps_of(0, [3, 2], (1.0, 1.0)),
+        steps_of(1, [99, 2], (0.0, 1.0)),
+        steps_of(2, [4, 98], (1.0, 0.5)),
+    ]
+    loss = LossConfig(type="step_bce")
+    validation = run(samples, model=ByReads(), loss=loss, steps=StepRules())
+    (sound,), (infinite,), (unknown,) = validation.scores_BG
+    assert sound == pytest.approx(1 / (1 + math.exp(-2)))
+    assert math.isnan(infinite)
+    assert math.isnan(unknown)
+    assert validation.metrics["num_nonfinite"] == 2.0
+    # The steps that have a value and a label: 3, 2, 2 and 4.
+    assert validation.metrics["num_valid_samples"] == 4.0
+    assert validation.metrics["step_accuracy"] == 1.0

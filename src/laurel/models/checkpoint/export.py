@@ -201,12 +201,17 @@ def _step_reads(tokenizer: Any, conversation: Conversation, separator: str) -> l
     messages = [{"role": m.role, "content": m.content} for m in conversation]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    end = text.rindex(conversation[-1].content)
+    answer = conversation[-1].content.strip()
+    end = text.rindex(answer)
     reads = []
-    for step in conversation[-1].content.split(separator)[:-1]:
+    for step in answer.split(separator):
         end += len(step) + len(separator)
-        reads.append(max(i for i, (first, _) in enumerate(found["offset_mapping"]) if first < end))
-    return [*reads, len(found["input_ids"]) - 1]
+        if step.strip():
+            reads.append(
+                max(i for i, (first, _) in enumerate(found["offset_mapping"]) if first < end)
+            )
+    reads[-1:] = [len(found["input_ids"]) - 1]
+    return reads
 
 
 def plain_logprobs(

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from laurel.config.environments import UrlProtocol
-from laurel.errors import ConfigError, DataError
+from laurel.errors import ConfigError, DataError, ModelError
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.preparing import Prepared, Preparing, prepared_by
 from laurel.rewards.remote.foreign import (
@@ -223,6 +223,7 @@ def dialect_of(
 
     Raises:
         ConfigError: The protocol needs a contract.
+        ModelError: The contract is that of a process reward model, and the servers read one score.
     """
     # Servers of one model do not need its name.
     named: dict[str, Any] = {"model": model} if model else {}
@@ -247,6 +248,12 @@ def dialect_of(
         raise ConfigError(
             f"url_protocol={protocol}: its servers take rendered conversations, so name the reward "
             "model (model_name), whose template and tokenizer are used"
+        )
+    if contract.rules.steps is not None:
+        raise ModelError(
+            f"url_protocol={protocol}: the model is a process reward model, and servers of this "
+            "protocol read one score of a conversation. Serve it with laurel serve, and set "
+            "url_protocol=laurel"
         )
     rendered = partial(RenderedDialect, contract=contract, preparers=preparers)
     if protocol == "openrlhf":
