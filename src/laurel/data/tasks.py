@@ -27,6 +27,7 @@ from laurel.data.report import TaskReport, conversation_fingerprint, no_rows_lef
 from laurel.data.sources import (
     Row,
     UnusableRow,
+    complaint,
     has_own_split,
     import_object,
     is_import_path,
@@ -348,10 +349,19 @@ class EndlessTasks:
     """More rows than any run takes."""
 
     def __init__(
-        self, label: str, make: Callable[[int, int], Row | None], read: Callable[[str, Row], Task]
+        self,
+        label: str,
+        make: Callable[[int, int], Row | None],
+        read: Callable[[str, Row], Task],
+        report: TaskReport,
     ) -> None:
-        """Take the function that makes a row, as in `MadeRows`, and the one that reads it."""
-        self._label, self._make, self._read = label, make, read
+        """Take the function that makes a row, as in `MadeRows`, and the one that reads it.
+
+        The report counts the rows that are left out.
+        """
+        self._label, self._make, self._read, self._report = label, make, read, report
+        self.skips_bad_rows = False
+        """Whether the next try replaces a malformed row, which otherwise is an error."""
         self.fits: Callable[[Task], bool] = lambda task: True
         """Whether a task can be used; others are replaced by the next try."""
 
@@ -362,8 +372,21 @@ class EndlessTasks:
         source = f"{self._label}[{index}]"
         for attempt in range(_MAX_TRIES):
             row = self._make(index, attempt)
-            if row is not None and self.fits(task := self._read(source, row)):
-                return task
+            if row is None:
+                continue
+            try:
+                task = self._read(source, row)
+            except UnusableRow as problem:
+                if not self.skips_bad_rows:
+                    raise DataError(complaint(problem, None, source)) from problem
+                self._report.num_read += 1
+                self._report.drop_malformed(source, problem)
+            except LeftOutRow as left_out:
+                self._report.num_read += 1
+                self._report.drop(left_out.reason, source, kind=left_out.kind)
+            else:
+                if self.fits(task):
+                    return task
         raise DataError(
             f"{source}: {_MAX_TRIES} tries made no row that can be used: too few different prompts "
             "for training and validation both, or all are too long. Change data.tasks, or raise "
@@ -430,7 +453,7 @@ def load_task_data(
         on_bad_row=data.on_bad_row,
         sources=sources,
     )
-    train_sets = _with_share(data.train_sets(), data, sources)
+    train_sets, validation_sets = sets_of_run(data, sources)
     for config in train_sets:
         if config.tasks is not None and config.dataset_name != "reasoning_gym":
             raise ConfigError(
@@ -446,7 +469,6 @@ def load_task_data(
             "give its block max_samples"
         )
     reports = {"train": report}
-    validation_sets = _with_share(data.validation_sets(), data, sources)
     asks_share = any(config.split_validation_size for config in train_sets) or (
         bool(data.split_validation_size) and "split_validation_size" in data.model_fields_set
     )
@@ -479,17 +501,45 @@ def load_task_data(
     return TaskData(train=kept, validation=validation, reports=reports)
 
 
-def _with_share(
-    sets: list[TaskSetConfig], data: TaskDataConfig, sources: Mapping[str, RowSource]
-) -> list[TaskSetConfig]:
-    # What is made without end divides its prompts by this share, alike for both sides.
-    share = {"split_validation_size": data.split_validation_size}
-    return [
-        config.model_copy(update=share)
-        if config.dataset_name in sources and not config.split_validation_size
-        else config
-        for config in sets
-    ]
+def sets_of_run(
+    data: TaskDataConfig, sources: Mapping[str, RowSource]
+) -> tuple[list[TaskSetConfig], list[TaskSetConfig]]:
+    """Return the sets of training, and of validation where any is named.
+
+    Sets of reasoning_gym divide their prompts between the two by seed and share. Those of
+    validation take both from training, and the prompts that training leaves out.
+
+    Raises:
+        ConfigError: Seeds or shares differ, so that training would see prompts of validation.
+    """
+
+    def with_share(config: TaskSetConfig) -> TaskSetConfig:
+        if config.dataset_name not in sources or config.split_validation_size:
+            return config
+        return config.model_copy(update={"split_validation_size": data.split_validation_size})
+
+    train = [with_share(config) for config in data.train_sets()]
+    validation = []
+    for config in data.validation_sets():
+        if config.dataset_name == "reasoning_gym":
+            changes: dict[str, Any] = {"split": config.split or "validation"}
+            for key in ("seed", "split_validation_size"):
+                values = {getattr(one, key) for one in train if one.dataset_name == "reasoning_gym"}
+                own = getattr(config, key)
+                # A share of 0 is that of `data`, as in training.
+                if key in config.model_fields_set and (own or key == "seed"):
+                    values.add(own)
+                if len(values) > 1:
+                    said = " and ".join(map(str, sorted(values)))
+                    raise ConfigError(
+                        f"data.validation: {key} is {said} in sets of reasoning_gym, so that "
+                        "training would see prompts of validation: give all of them the same, or "
+                        f"set only data.{key}"
+                    )
+                changes[key] = values.pop() if values else getattr(data, key)
+            config = config.model_copy(update=changes)
+        validation.append(with_share(config))
+    return train, validation
 
 
 def load_tasks(
@@ -687,7 +737,9 @@ class _Reading:
             fit=fit,
         )
         if rows is not None and rows.make is not None:
-            reading.endless = EndlessTasks(config.dataset_name or "", rows.make, reading._task)
+            reading.endless = EndlessTasks(
+                config.dataset_name or "", rows.make, reading._task, report
+            )
         return reading
 
     def run(self, on_bad_row: Literal["error", "skip"], limit: int | None) -> list[Task]:
@@ -698,9 +750,10 @@ class _Reading:
                 self._task, report=self.report, on_bad_row=on_bad_row, limit=limit
             )
         else:
+            self.endless.skips_bad_rows = on_bad_row == "skip"
             limits = [most for most in (limit, self.config.max_samples) if most is not None]
             rows = list(islice(self.endless, min(limits)))
-            self.report.num_read = len(rows)
+            self.report.num_read += len(rows)
         if self.num_double_systems:
             self.report.notes.append(
                 f"{counted_that(self.num_double_systems, 'row', 'begin')} with a system message, "

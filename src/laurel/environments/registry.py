@@ -177,6 +177,12 @@ def create_environments(
             from laurel.environments.composite import CompositeEnvironment
 
             settings = config.composite[name]
+            tools_lead = settings.conducted_by == "tools" or config.tools.graded_by is not None
+            if not tools_lead and any(part.env == "tools" for part in settings.parts):
+                raise ConfigError(
+                    f"env.composite.{name}: the others would score before env.tools has answered a "
+                    f"call: set env.composite.{name}.conducted_by=tools, or env.tools.graded_by"
+                )
             parts = {part.env: environment_of(part.env, (*inside, name)) for part in settings.parts}
             return CompositeEnvironment(settings, parts)
         if name in BUILT_IN:

@@ -12,10 +12,10 @@ import pytest
 from environment_batches import batch_of
 from laurel.config.data import TaskDataConfig, TaskSetConfig
 from laurel.config.environments import EnvironmentsConfig, ReasoningGymEnvironmentConfig
-from laurel.data.tasks import NUM_SHOWN, NUM_VALIDATION, load_task_data
+from laurel.data.tasks import NUM_SHOWN, NUM_VALIDATION, MadeRows, load_task_data
 from laurel.environments import reasoning_gym
 from laurel.environments.registry import create_environment, environment_names, row_sources
-from laurel.errors import ConfigError, MissingDependencyError
+from laurel.errors import ConfigError, DataError, MissingDependencyError
 from policy_runs import MATCHES, grpo, grpo_settings
 from runs import manifest_hashes
 
@@ -112,6 +112,30 @@ def test_validation_has_no_prompt_of_training():
     assert held_out < set(prompts(more.validation))
     assert not set(prompts(islice(more.endless, 3000))) & set(prompts(more.validation))
     assert load(tasks={"chain_sum": EASY}, split_validation_size=0).validation == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"validation": {"max_samples": 30}},
+        {"validation": {"max_samples": 30}, "seed": 7},
+        {"validation": {"max_samples": 30}, "split_validation_size": 0.3},
+        {"validation": {"max_samples": 30}, "train": {"seed": 7, "split_validation_size": 0.3}},
+        {"validation": {"max_samples": 30, "seed": 7}, "train": {"seed": 7}},
+        {"validation": {"A": {"max_samples": 30, "split": "validation"}}, "seed": 7},
+    ],
+)
+def test_a_block_of_validation_has_no_prompt_of_training(data):
+    loaded = load(tasks={"chain_sum": EASY}, **data)
+    seen = set(prompts(islice(loaded.endless, 3000)))
+    assert len(loaded.validation) == 30
+    assert not seen & set(prompts(loaded.validation))
+
+
+@pytest.mark.parametrize("key", [{"seed": 7}, {"split_validation_size": 0.3}])
+def test_a_block_of_validation_that_would_overlap_is_refused(key):
+    with pytest.raises(ConfigError, match=f"{next(iter(key))} is .* and .* see prompts of valid"):
+        load(tasks={"chain_sum": EASY}, validation={"max_samples": 30, **key})
 
 
 def test_a_limit_makes_a_set_with_an_end():
@@ -383,6 +407,38 @@ def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(MissingDependencyError, match=r"laurel-rl\[reasoning-gym\]|-e"):
         reasoning_gym.made_rows(TaskSetConfig(tasks={"x": 1}), ReasoningGymEnvironmentConfig())
+
+
+@pytest.mark.parametrize("on_bad_row", ["skip", "error"])
+def test_rows_that_cannot_be_used_are_replaced_and_counted_or_an_error(on_bad_row):
+    def make(index, attempt):
+        is_bad, is_empty = attempt == 0 and index % 4 == 1, attempt == 0 and index % 4 == 2
+        asked = [{"role": "user", "content": " " if is_empty else f"{index}, {attempt}"}]
+        return {"prompt": asked, "answer": None if is_bad else "1", "metadata": {}}
+
+    def read():
+        return load_task_data(
+            TaskDataConfig(
+                dataset_name="reasoning_gym",
+                env_name="math",
+                on_bad_row=on_bad_row,
+                split_validation_size=0,
+            ),
+            default_environment="math",
+            environments=["math"],
+            sources={"reasoning_gym": lambda config: MadeRows(origin="here", make=make)},
+        )
+
+    if on_bad_row == "error":
+        with pytest.raises(DataError, match=r"reasoning_gym\[1\]: .*answer"):
+            read()
+        return
+    data = read()
+    assert prompts(data.train)[:4] == ["0, 0", "1, 1", "2, 1", "3, 0"]
+    assert len(data.train) == data.reports["train"].num_kept == NUM_SHOWN
+    left_out = data.reports["train"].dropped
+    assert left_out["malformed"].count == left_out["empty"].count == NUM_SHOWN // 4
+    assert prompts([data.endless[NUM_SHOWN + 1]]) == [f"{NUM_SHOWN + 1}, 1"]
 
 
 def test_prompts_that_are_too_long_are_replaced():

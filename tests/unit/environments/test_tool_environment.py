@@ -1,6 +1,7 @@
 """Functions that the policy calls: what it is told, what is counted, and what ends."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -100,13 +101,20 @@ def test_a_message_without_a_call_is_the_end(tools):
 
 
 def test_a_call_that_hangs_is_killed_and_the_next_one_runs():
-    with made_with("hang", "add", timeout_seconds=0.5) as environment:
-        observation, returned = said(environment, call("hang", seconds=60.0))
-        assert observation[0]["content"] == "Error: hang took more than 0.5 s"
+    with (
+        made_with("hang", "add", timeout_seconds=2.0) as environment,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        answering = thread.submit(said, environment, call("hang", seconds=60.0))
+        busy: list[int] = []
+        while not busy and not answering.done():
+            busy = environment._pool.process_ids()[1:]
+        observation, returned = answering.result()
+        assert observation[0]["content"] == "Error: hang took more than 2 s"
         assert returned.notes == [{"timeout": 1}]
-        busy = environment._pool.process_ids()[1:]
+        assert busy
         assert said(environment, call("add", left=1))[0][0]["content"] == "2"
-        assert not set(busy) & set(environment._pool.process_ids()) or not busy
+        assert not set(busy) & set(environment._pool.process_ids())
         alive = environment._pool.process_ids()
     deadline = time.monotonic() + 10
     while any(psutil.pid_exists(pid) for pid in alive) and time.monotonic() < deadline:
@@ -226,6 +234,13 @@ def test_tools_may_lead_a_composite():
     assert [one["function"]["name"] for one in tools_of("sums", config)] == ["add"]
     assert not tools_of("math", config)
     assert not tools_of("tools", EnvironmentsConfig())
+
+
+def test_a_composite_in_which_tools_lead_nothing_is_refused():
+    parts = [{"env": "tools"}, {"env": "math"}]
+    config = config_of(None, composite={"sums": {"parts": parts}})
+    with pytest.raises(ConfigError, match=r"set env\.composite\.sums\.conducted_by=tools"):
+        create_environment("sums", config)
 
 
 @pytest.mark.parametrize(
