@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from runs import TINY, pairs, run, settings, write_rows
+from laurel.run.reward_model import load_data
+from laurel.run.sweep import Sweep, SweepOptions
+from runs import TINY, environment, pairs, run, series, settings, wait_until, write_rows
 
 PROGRAM = ("-m", "laurel.cli.main", "sweep")
 LR = "policy.optimizer.kwargs.lr"
@@ -60,11 +63,17 @@ def test_a_grid_over_folds_names_the_better_rate_and_writes_it_as_a_file(tmp_pat
         for path in sorted((tmp_path / "out").glob("trial_000/*/logs/*/data_report.json"))
     ]
     assert held == [30, 30]
+    options = SweepOptions(
+        config=None, words=words(rows, RATES), output=tmp_path / "out", num_folds=2
+    )
+    parts = [
+        {one.group.prompt for one in load_data(each.config, fold=each.fold).validation["default"]}
+        for each in Sweep(options).runs_of(SimpleNamespace(number=0), {LR: "0.02"})
+    ]
+    assert [len(one) for one in parts] == held
+    assert not parts[0] & parts[1]
+    assert len(parts[0] | parts[1]) == 60
     assert not list((tmp_path / "out").glob("trial_*/*/saves"))
-    # The file is one that `laurel rm` takes; and its run gives the figure of the sweep.
-    places = [f"checkpointing.checkpoint_dir={tmp_path}/saves", f"logger.log_dir={tmp_path}/logs"]
-    done = run(["--config", str(tmp_path / "out" / "best.yaml"), *places])
-    assert done.returncode == 0, done.stderr
     # The same command has nothing left to do, and another sweep is refused here.
     again, said = swept(tmp_path / "out", *words(rows, RATES), "--folds", "2")
     assert "going on after 2 finished trials" in said
@@ -74,6 +83,40 @@ def test_a_grid_over_folds_names_the_better_rate_and_writes_it_as_a_file(tmp_pat
     )
     assert other.returncode == 2
     assert "holds another sweep (folds: 2 then, 3 now" in other.stderr
+
+
+def test_the_file_of_the_best_trial_gives_the_figure_of_the_sweep(tmp_path, rows):
+    found, _ = swept(tmp_path / "out", *words(rows, RATES))
+    places = [f"checkpointing.checkpoint_dir={tmp_path}/saves", f"logger.log_dir={tmp_path}/logs"]
+    done = run(["--config", str(tmp_path / "out" / "best.yaml"), *places, "rm.val_at_end=true"])
+    assert done.returncode == 0, done.stderr
+    measured = series(tmp_path, "validation-default/loss")
+    assert measured[max(measured)] == pytest.approx(found["best"]["mean"], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--workers", "2")])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_a_sweep_which_goes_on_with_the_same_command(tmp_path, rows, more, number):
+    searched = words(rows, f"{LR}=[1e-4,1e-3,1e-2]", "rm.max_num_epochs=40")
+    out = tmp_path / "out"
+    stopped = subprocess.Popen(
+        [sys.executable, *PROGRAM, *searched, "--output", str(out), *more],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    wait_until((out / "trial_000" / "seed_42" / "curve.jsonl").exists, stopped)
+    stopped.send_signal(number)
+    said = stopped.communicate(timeout=120)[1]
+    assert stopped.returncode == (130 if number == signal.SIGINT else 0), said
+    # Workers train on while the command is starting the next of them: a run may be over by then.
+    finished = r"\d finished trials?" if more else "0 finished trials"
+    assert re.search(f"stopped by {number.name} after {finished}; run it again to go on", said)
+    assert more or not (out / "trial_000" / "seed_42" / "result.json").exists()
+    found, _ = swept(out, *searched, *more)
+    assert [one["state"] for one in found["trials"]] == ["complete"] * 3
 
 
 def test_a_trial_that_fails_is_counted_and_named_and_never_a_number(tmp_path, rows):

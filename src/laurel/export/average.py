@@ -6,9 +6,10 @@ The average of their weights then does as well as the average of their scores, f
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from laurel.errors import ConfigError, ModelError
 from laurel.models.checkpoint.card import CardFacts
-from laurel.models.scoring import FILE_NAME, ScoringRules
+from laurel.models.scoring import FILE_NAME, ScoringContract, ScoringRules
 from laurel.rewards.open import load_scorer
 from laurel.rewards.scorer import LocalScorer, conversation_group
 from laurel.rewards.spec import ModelPlace, ScorerSpec
@@ -98,8 +99,10 @@ def average_weights(networks: Iterable[nn.Module]) -> dict[str, Tensor]:
     """
     sums: dict[str, Tensor] = {}
     number = 0
-    for number, network in enumerate(networks, start=1):
+    for network in networks:
+        number += 1
         weights = network.state_dict()
+        del network  # the next is loaded when this one is gone
         if number > 1 and weights.keys() != sums.keys():
             names = ", ".join(sorted(weights.keys() ^ sums.keys())[:3])
             raise ModelError(f"member {number} of the average differs in its weights: {names}")
@@ -113,6 +116,9 @@ def average_weights(networks: Iterable[nn.Module]) -> dict[str, Tensor]:
                 raise ModelError(f"member {number} of the average: {name} has another shape")
             elif value.is_floating_point():
                 sums[name] += value
+            del weight, value
+        weights.clear()
+        gc.collect()
     return {k: one / number if one.is_floating_point() else one for k, one in sums.items()}
 
 
@@ -143,20 +149,30 @@ class MemberAgreement:
 
 
 def average_reward_models(
-    places: Sequence[ModelPlace], spec: ScorerSpec, conversations: Sequence[Conversation]
+    places: Sequence[ModelPlace],
+    spec: ScorerSpec,
+    conversations_for: Callable[[ScoringContract], Sequence[Conversation]],
 ) -> tuple[dict[str, Tensor], MemberAgreement]:
     """Load reward models one after the other; return the mean weights and their agreement.
 
-    Each must score as it was saved. They are loaded in float32, whatever is written.
+    Each must score as it was saved. They are loaded in float32, whatever is written. Their scores
+    are compared on the conversations for the contract of the first.
     """
     found: list[list[float]] = []
+    conversations: Sequence[Conversation] = ()
 
     def networks() -> Iterator[nn.Module]:
+        nonlocal conversations
         for place in places:
             member = replace(spec, precision="float32")
             scorer = load_scorer(place, member, say=lambda text: None)
+            conversations = conversations or conversations_for(scorer.contract)
             found.append(_values(scorer, conversations))
-            yield scorer.model.network
+            network = scorer.model.network
+            del scorer
+            yield network
+            del network  # before the next is loaded
+            gc.collect()
 
     weights = average_weights(networks())
     scores_MN = np.asarray(found, dtype=np.float64)

@@ -76,15 +76,19 @@ def write_policy(
     """
     device = choose_device(options.device)
     load = partial(load_policy, seed=0, max_length=1, device=device)
+    weights = None
+    if len(places) > 1:  # before the one that is written is loaded: one model at a time
+        members = (replace(spec, name=place.name, precision="float32") for place in places)
+        weights = average_weights(load(one).model.network for one in members)
     loaded = load(
         replace(spec, name=places[0].name, precision=options.dtype),
         weights_dtype=DTYPES[options.dtype],
     )
     model, name = loaded.model, places[0].name
     facts = facts_beside(name)
-    if len(places) > 1:
-        members = (replace(spec, name=place.name, precision="float32") for place in places)
-        fill(model.network, average_weights(load(one).model.network for one in members))
+    if weights is not None:
+        fill(model.network, weights)
+        del weights
         facts = facts_of_average([facts_beside(place.name) for place in places], places)
         name = f"the mean of {len(places)} models"
     found = check_policy_paths(model)
@@ -154,14 +158,18 @@ def write_reward_model(
     Raises:
         UserError: The model is not a reward model, or the written one gives other scores.
     """
-    scorer = load_scorer(places[0], spec, say=say)
     facts, agreement = facts_beside(places[0].name), None
-    if len(places) > 1:
+    weights = None
+    if len(places) > 1:  # before the one that is written is loaded: one model at a time
         known = [r.golden for place in places if (r := read_rules(place)) is not None]
         asked = dict.fromkeys(golden.messages for of_one in known for golden in of_one)
-        conversations = [*asked] or probes_for(scorer.contract)
-        weights, agreement = average_reward_models(places, spec, conversations)
+        weights, agreement = average_reward_models(
+            places, spec, lambda contract: [*asked] or probes_for(contract)
+        )
+    scorer = load_scorer(places[0], spec, say=say)
+    if weights is not None:
         fill(scorer.model.network, weights)
+        del weights
         # The reference rows are not here; their scores would be those of the first member.
         scorer.contract = scorer.contract.with_rules(mean=None, std=None, num_reference=0)
         facts = facts_of_average([facts_beside(place.name) for place in places], places)

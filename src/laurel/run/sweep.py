@@ -9,6 +9,7 @@ that was killed goes on in the middle of a trial, and a run in it from its newes
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -31,21 +32,33 @@ from laurel.config.yaml_tree import YamlNode, plain_values
 from laurel.data.preferences import Fold
 from laurel.errors import (
     ConfigError,
+    DataError,
+    LaurelError,
     MissingDependencyError,
+    ModelError,
     TrainingError,
     WorkerError,
     counted,
 )
 from laurel.models.checkpoint.store import DirectoryLock
 from laurel.observe.console import silent_console
-from laurel.observe.files import replace_file
-from laurel.run.reward_model import load_data, metric_selector, train_reward_model
+from laurel.observe.files import is_disk_error, replace_file
+from laurel.run.allocation import plan_allocation
+from laurel.run.reward_model import (
+    check_reward_run,
+    load_data,
+    metric_selector,
+    train_reward_model,
+)
 from laurel.training.selection import Selection
+from laurel.training.stopping import StopRequest
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
+    from optuna.samplers import BaseSampler
 
     from laurel.protocols import Pending, WorkerGroup
+    from laurel.run.reward_model import PreferenceData
 
 STUDY, IDENTITY, BEST = "study.db", "sweep.json", "best.yaml"
 CURVE, RESULT, STOP = "curve.jsonl", "result.json", "stop"
@@ -55,6 +68,9 @@ WITHOUT_PRUNING = 5
 """The number of trials that finish before one can be pruned."""
 STEPS_OF_A_RUN = 10_000_000
 """More than any run has: what tells the validations of a trial's runs apart, in order."""
+NO_RESULT = (
+    f"the worker wrote no {RESULT} here; --output must be on a file system that all machines share"
+)
 SECONDS_BETWEEN_LOOKS = 0.3
 LONGEST_RUN = 30 * 24 * 3600.0
 """Seconds after which a run on another process counts as hung."""
@@ -142,6 +158,10 @@ def parse_words(words: Sequence[str]) -> tuple[list[Dimension], list[Override]]:
         if any(found.key == other.key for other in dimensions):
             raise ConfigError(f"{override.place}: {found.key} is searched twice")
         dimensions.append(found)
+    for override in fixed:
+        key = ".".join(override.keys)
+        if any(key == one.key for one in dimensions):
+            raise ConfigError(f"{override.place}: {key} is searched too; leave one of the two out")
     if not dimensions:
         raise ConfigError(
             "nothing is searched: give at least one key several values, as in "
@@ -195,8 +215,12 @@ class RunOfTrial:
         directory: Path,
         fold: Fold | None,
         seed: int,
+        has_slot: bool = False,
     ) -> RunOfTrial:
-        """Give a run the directory, the seed and the fold that the sweep chose for it."""
+        """Give a run the directory, the seed and the fold that the sweep chose for it.
+
+        A run in a worker of the sweep has its slot (`has_slot`), and reserves none of its own.
+        """
         # Checkpoints serve resuming alone: the value is that of the last step, none is picked.
         saving = {
             "checkpoint_dir": str(directory / "saves"),
@@ -209,6 +233,10 @@ class RunOfTrial:
             "checkpointing": config.checkpointing.model_copy(update=saving),
             "logger": config.logger.model_copy(update={"log_dir": str(directory / "logs")}),
         }
+        if has_slot:
+            # Without an address and a backend of its own, or Ray would start within Ray.
+            alone = {"address": None, "backend": "local"}
+            changed["cluster"] = config.cluster.model_copy(update=alone)
         assert selection.key is not None
         config = config.model_copy(update=changed)
         return cls(config=config, fold=fold, directory=directory, metric=selection.key)
@@ -221,7 +249,9 @@ class RunOfTrial:
                 run is to end.
 
         Raises:
-            InterruptedSweep: A signal ended the run, which can go on from its checkpoint.
+            InterruptedSweep: A signal or the time budget ended the run, which can go on from its
+                checkpoint.
+            CheckpointError: A checkpoint cannot be read or written.
         """
         started = time.monotonic()
         seen: dict[int, float | None] = {}
@@ -242,27 +272,34 @@ class RunOfTrial:
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / CURVE).unlink(missing_ok=True)
         result: dict[str, Any] = {}
+        stopped_by: str | None = None
         try:
             outcome = train_reward_model(
                 self.config, console=silent_console(), fold=self.fold, on_validation=look
             )
-        except Exception as error:  # counted and named: the other trials go on
+        except LaurelError as error:
+            if not _is_verdict(error):
+                raise
+            # Counted and named: the other trials go on.
             lines = str(error).strip().splitlines() or [""]
             result["failure"] = f"{type(error).__name__}: {lines[0]}"
         else:
-            if outcome.ended == "signal":
-                raise InterruptedSweep(outcome.signal)
-            value = seen.get(outcome.step)
             if outcome.ended != "finished":
-                result["failure"] = "its time budget (checkpointing.checkpoint_must_save_by) ended"
-            elif value is None or not math.isfinite(value):
+                raise InterruptedSweep(outcome.signal or "checkpointing.checkpoint_must_save_by")
+            stopped_by = outcome.signal  # which came too late to end this run
+            value = seen.get(outcome.step)
+            if value is None or not math.isfinite(value):
                 result["failure"] = f"no {self.metric} was measured after its last step"
             else:
+                # Trained to its end a run has a value, however it compares.
+                is_pruned = is_pruned and outcome.is_early
                 result = {"value": value, "step": outcome.step, "is_pruned": is_pruned}
         result["seconds"] = time.monotonic() - started
         with replace_file(self.directory / RESULT) as file:
             json.dump(result, file)
         shutil.rmtree(self.directory / "saves", ignore_errors=True)
+        if stopped_by is not None:
+            raise InterruptedSweep(stopped_by)
 
     def result(self) -> Mapping[str, Any] | None:
         """Read how the run ended; None if it has not."""
@@ -270,7 +307,7 @@ class RunOfTrial:
             found = json.loads((self.directory / RESULT).read_bytes())
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) else None
+        return found if isinstance(found, dict) and {"failure", "value"} & {*found} else None
 
     def curve(self) -> list[tuple[int, float]]:
         """Read the run's validations so far."""
@@ -282,8 +319,17 @@ class RunOfTrial:
         return found
 
 
+def _is_verdict(error: BaseException | None) -> bool:
+    # What is wrong with the machine says nothing about the settings: another start may get further.
+    if isinstance(error, WorkerError):
+        return not error.is_lost and _is_verdict(error.__cause__)
+    if isinstance(error, DataError) and error.__cause__ is not None:
+        return not is_disk_error(error.__cause__)
+    return isinstance(error, ConfigError | DataError | ModelError | TrainingError)
+
+
 class InterruptedSweep(Exception):
-    """Raised when a signal ended a run of the sweep; the argument is the signal's name."""
+    """Raised when a signal or the time budget, named by the argument, ended a run of the sweep."""
 
 
 class SweepWorker:
@@ -361,15 +407,18 @@ class Sweep:
         Raises:
             ConfigError: A setting, a value to try or the metric cannot be used.
         """
-        self.options = options
+        # Absolute, because workers have other working directories.
+        self.options = options = replace(options, output=options.output.absolute())
         self.dimensions, self._fixed = parse_words(options.words)
         self.warnings: tuple[str, ...] = ()
         first = {one.key: one.ends()[0] for one in self.dimensions}
         self.base = self.config_of(first)
         # Each value by itself: a combination that cannot be used is a trial that fails.
-        for dimension in self.dimensions:
-            for value in dimension.ends()[1:]:
-                self.config_of(first | {dimension.key: value})
+        others = [
+            self.config_of(first | {dimension.key: value})
+            for dimension in self.dimensions
+            for value in dimension.ends()[1:]
+        ]
         if options.num_folds == 1:
             raise ConfigError("--folds 1: one fold leaves nothing to train on; give 2 or more")
         saving = self.base.checkpointing
@@ -384,6 +433,8 @@ class Sweep:
                 + (f"{self.selection.key} is none" if self.selection.key else "there is no set")
                 + "; name a set under data, or divide the training set with --folds 5"
             )
+        for config in (self.base, *others):
+            self._check(config)
         is_grid = all(one.choices for one in self.dimensions) and options.num_trials is None
         self.grid = (
             [
@@ -396,6 +447,22 @@ class Sweep:
         self.total = len(self.grid) or options.num_trials or 20
         self.study: Study | None = None
         self._started: dict[int, float] = {}
+
+    def _check(self, config: RewardTrainingRun) -> None:
+        # As the runs see it: with folds there is no other validation set.
+        run = RunOfTrial.of(
+            config, self.selection, directory=self.options.output, fold=None, seed=config.rm.seed
+        )
+        check_reward_run(run.config)
+        number = self.options.num_workers
+        if number == 1:
+            return
+        one_process = config.cluster.model_copy(update={"address": None, "backend": "auto"})
+        if plan_allocation(config.model_copy(update={"cluster": one_process})).are_remote:
+            raise ConfigError(
+                f"--workers {number}: each run has one slot, and the configuration plans several; "
+                "set cluster.gpus_per_node=1 and cluster.num_nodes=1, or take --workers out"
+            )
 
     def config_of(self, params: Mapping[str, str | float]) -> RewardTrainingRun:
         """Return the configuration of a trial; its seed and its directories are the user's.
@@ -449,7 +516,7 @@ class Sweep:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         number = self.options.num_folds
         # Read once before the first trial: what is wrong with the data is wrong in every trial.
-        load_data(self.base, fold=Fold(index=0, number=number, seed=0) if number else None)
+        data = load_data(self.base, fold=Fold(index=0, number=number, seed=0) if number else None)
         directory, path = self.options.output, self.options.output / IDENTITY
         if directory.is_dir() and any(directory.iterdir()) and not path.is_file():
             raise ConfigError(
@@ -459,7 +526,7 @@ class Sweep:
         lock = DirectoryLock(directory)
         lock.acquire()
         stack.callback(lock.release)
-        identity = self._identity()
+        identity = {**self._identity(), "rows": rows_fingerprint(data)}
         if path.is_file():
             self._check_same(path, identity)
         else:
@@ -527,7 +594,14 @@ class Sweep:
                 name = f"seed_{seed}" + ("" if fold is None else f"_fold_{fold.index + 1}")
                 directory = self.options.output / f"trial_{trial.number:03d}" / name
                 runs.append(
-                    RunOfTrial.of(config, self.selection, directory=directory, fold=fold, seed=seed)
+                    RunOfTrial.of(
+                        config,
+                        self.selection,
+                        directory=directory,
+                        fold=fold,
+                        seed=seed,
+                        has_slot=self.options.num_workers > 1,
+                    )
                 )
         return runs
 
@@ -539,30 +613,34 @@ class Sweep:
         assert study is not None
         unfinished = (optuna.trial.TrialState.RUNNING,)
         for one in study.get_trials(deepcopy=False, states=unfinished):
+            study.sampler = self._sampler(one.number)  # it may have been killed before it sampled
             yield optuna.trial.Trial(study, one._trial_id)
         while True:
             trials = study.get_trials(deepcopy=False)
             known = [one for one in trials if one.state.name != "WAITING"]
             if len(known) >= self.total:
                 return
-            # Sampled from the seed and the number of the trial: a sweep that was killed samples
-            # the same. Those under way count as bad, so that others look elsewhere.
-            seed = self.base.rm.seed + len(known)
-            is_parallel = self.options.num_workers > 1
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Optuna calls the option experimental
-                study.sampler = (
-                    optuna.samplers.RandomSampler(seed=seed)
-                    if self.options.search == "random"
-                    else optuna.samplers.TPESampler(seed=seed, constant_liar=is_parallel)
-                )
+            study.sampler = self._sampler(len(known))
             yield study.ask()
+
+    def _sampler(self, number: int) -> BaseSampler:
+        # Seeded with the number of the trial: a sweep that was killed samples the same. Trials
+        # under way count as bad, so that others look elsewhere.
+        import optuna
+
+        seed, is_parallel = self.base.rm.seed + number, self.options.num_workers > 1
+        if self.options.search == "random":
+            return optuna.samplers.RandomSampler(seed=seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Optuna calls the option experimental
+            return optuna.samplers.TPESampler(seed=seed, constant_liar=is_parallel)
 
     def run(self, on_trial: Callable[[TrialOutcome], None]) -> None:
         """Run all trials that are left, here or on Ray; `on_trial` is called after each.
 
         Raises:
-            InterruptedSweep: A signal ended a run; the same command goes on from there.
+            InterruptedSweep: A signal or the time budget ended a run; the same command goes on.
+            LaurelError: Something is wrong that no setting decides, such as a full disk.
         """
         trials = self.trials()
         if self.options.num_workers == 1:
@@ -571,9 +649,13 @@ class Sweep:
             return
         with ExitStack() as stack:
             groups = _workers(self.base, self.options.num_workers, stack)
+            # After Ray has started, which has handlers of its own.
+            stop = stack.enter_context(StopRequest())
             under_way: dict[int, Iterator[TrialOutcome | None]] = {}
             is_over = False
             while under_way or not is_over:
+                if stop.signal is not None:
+                    raise InterruptedSweep(stop.signal.name)
                 for index in range(len(groups)):
                     if index not in under_way and not is_over:
                         following = next(trials, None)
@@ -606,8 +688,10 @@ class Sweep:
             yield begun
             return
         for place, run in enumerate(begun):
-            if run.result() is None:
-                (run.directory / STOP).unlink(missing_ok=True)
+            num_lost = 0
+            while run.result() is None:
+                for name in (STOP, CURVE):
+                    (run.directory / name).unlink(missing_ok=True)
                 pending: Pending = groups[index]().start("train", run)
                 num_seen = 0
                 while not pending.done():
@@ -616,12 +700,22 @@ class Sweep:
                         if self._is_worse(trial, begun, place, step, value):
                             (run.directory / STOP).touch()
                     yield None
+                failure = NO_RESULT
                 try:
                     pending.wait()
                 except WorkerError as error:
+                    if isinstance(error.__cause__, InterruptedSweep):
+                        raise error.__cause__ from None
+                    if not error.is_lost:
+                        raise
+                    num_lost += 1
+                    if num_lost == 1:
+                        continue  # from its newest checkpoint
+                    failure = f"its worker died twice: {str(error).splitlines()[0]}"
+                if run.result() is None:
                     run.directory.mkdir(parents=True, exist_ok=True)
                     with replace_file(run.directory / RESULT) as file:
-                        json.dump({"failure": str(error).splitlines()[0]}, file)
+                        json.dump({"failure": failure}, file)
             if self._ends(run):
                 break
         yield self._end(trial, begun)
@@ -648,19 +742,20 @@ class Sweep:
         return self.options.prunes and bool(trial.should_prune())
 
     def _ends(self, run: RunOfTrial) -> bool:
-        result = run.result() or {}
-        return bool(result.get("failure") or result.get("is_pruned"))
+        result = run.result() or {"failure": NO_RESULT}
+        return "failure" in result or bool(result["is_pruned"])
 
     def _end(self, trial: Trial, runs: Sequence[RunOfTrial]) -> TrialOutcome:
-        results = [result for run in runs if (result := run.result()) is not None]
-        values = tuple(r["value"] for r in results if "value" in r and not r["is_pruned"])
-        failures = [(i, r["failure"]) for i, r in enumerate(results) if "failure" in r]
-        if failures:
-            index, reason = failures[0]
-            where = f" ({runs[index].directory.name})" if len(runs) > 1 else ""
-            return self._tell(trial, "failed", values, failure=f"{reason}{where}")
-        state: TrialState = "complete" if len(values) == len(runs) else "pruned"
-        return self._tell(trial, state, values)
+        values: tuple[float, ...] = ()
+        for run in runs:
+            result = run.result() or {"failure": NO_RESULT}
+            if "failure" in result:
+                where = f" ({run.directory.name})" if len(runs) > 1 else ""
+                return self._tell(trial, "failed", values, failure=f"{result['failure']}{where}")
+            if result["is_pruned"]:
+                return self._tell(trial, "pruned", values)
+            values = (*values, result["value"])
+        return self._tell(trial, "complete", values)
 
     def _tell(
         self,
@@ -729,6 +824,18 @@ class Sweep:
                 + (f"; trial {failures[0].number}: {failures[0].failure}" if failures else "")
             )
         return max(ranked, key=lambda pair: pair[0])[1]
+
+
+def rows_fingerprint(data: PreferenceData) -> str:
+    """Hash the rows that a sweep reads: trials on other rows cannot be compared."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, rows in (("train", data.train), *sorted(data.validation.items())):
+        digest.update(repr((name, len(rows))).encode())
+        for preference in rows:
+            digest.update(repr(preference).encode("utf-8", "surrogatepass"))
+    for name, benchmark in sorted(data.benchmarks.items()):
+        digest.update(repr((name, list(benchmark.rows))).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
 
 
 def _workers(

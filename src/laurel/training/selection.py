@@ -59,6 +59,8 @@ class EarlyStopping:
                 gain = -gain
             if gain > self.min_delta:
                 return replace(position, best_watched=value, num_stale=0)
+        if position.step == 0:
+            return position  # nothing was trained that could have improved
         return replace(position, num_stale=position.num_stale + 1)
 
 

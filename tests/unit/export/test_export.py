@@ -422,3 +422,26 @@ def test_models_that_cannot_be_averaged_are_refused(tmp_path, export):
     with pytest.raises(ModelError, match=r"another architecture \(rms_norm_eps\)"):
         export("", average=[str(one), str(other)])
     assert not (tmp_path / "out").exists()
+
+
+def test_one_model_at_a_time_is_in_memory_while_an_average_is_made(tmp_path, export, monkeypatch):
+    import gc
+    import weakref
+
+    from laurel.export import average, writing
+    from laurel.rewards.open import load_scorer
+
+    members = [str(alike(tmp_path / str(seed), seed)) for seed in range(3)]
+    networks = []
+
+    def load(*arguments, **options):
+        gc.collect()
+        assert not [one for one in networks if one() is not None]
+        scorer = load_scorer(*arguments, **options)
+        networks.append(weakref.ref(scorer.model.network))
+        return scorer
+
+    monkeypatch.setattr(average, "load_scorer", load)
+    monkeypatch.setattr(writing, "load_scorer", load)
+    export("", average=members)
+    assert len(networks) == 5  # the members, the one that is written, and the written one

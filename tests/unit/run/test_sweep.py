@@ -1,14 +1,27 @@
 """What a sweep searches, how trials are told apart, and which rows a fold has."""
 
+import json
 import math
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
+from laurel.cli.sweep import ranked_trials
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.data.reading import prompts_of_folds
-from laurel.errors import ConfigError, DataError
-from laurel.run.sweep import TrialOutcome, parse_words
+from laurel.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    UnsavedError,
+    WorkerError,
+)
+from laurel.run import sweep as sweeps
+from laurel.run.sweep import InterruptedSweep, Sweep, SweepOptions, TrialOutcome, parse_words
+from runs import TINY, pairs, write_rows
 
 LR, SMOOTHING = "policy.optimizer.kwargs.lr", "rm.loss.label_smoothing"
 
@@ -48,6 +61,8 @@ def test_a_list_of_one_is_that_value_so_that_lists_can_be_tried_and_fixed():
         ([f"{LR}=1e-3"], "nothing is searched"),
         ([f"{LR}=[1e-3,1e-3]"], "a value is named twice"),
         ([f"{LR}=[1,2]", f"{LR}=[3,4]"], "is searched twice"),
+        ([f"{LR}=[1,2]", f"{LR}=3"], "is searched too"),
+        ([f"{LR}=3", f"{LR}=log(1,2)"], "is searched too"),
         ([f"{LR}=log(0,1)"], "above 0"),
         ([f"{LR}=range(2,1)"], "first end must be below"),
         ([f"{LR}=range(1)"], "Write a range as"),
@@ -84,3 +99,251 @@ def test_the_interval_of_a_mean_is_students():
     )
     failed = TrialOutcome(number=0, params={}, state="failed", values=(0.5,))
     assert (failed.mean, failed.half_width) == (None, None)
+
+
+# ------------------------------------------------------------------- a sweep whose runs are fakes
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return write_rows(tmp_path / "rows.jsonl", pairs(20))
+
+
+def swept(rows, *more, searched=f"{LR}=[1e-3,1e-2]", **options):
+    """A sweep over two rates on these rows."""
+    tiny = [one for one in TINY if not one.startswith(LR)]
+    data = ["data.dataset_name=BinaryPreferenceDataset", f"data.train_data_path={rows}"]
+    words = [*tiny, *data, "data.split_validation_size=0.2", searched, *more]
+    output = options.pop("output", rows.parent / "out")
+    return Sweep(SweepOptions(config=None, words=words, output=output, **options))
+
+
+@pytest.fixture
+def opened():
+    with ExitStack() as stack:
+
+        def start(sweep):
+            sweep.open(stack)
+            return sweep
+
+        yield start
+
+
+def trained(monkeypatch, *ends, value=0.5):
+    """Let runs validate once, at step 4, and end like this: an error, or fields of the outcome."""
+    following = iter(ends)
+
+    def train(config, *, console, fold, on_validation):
+        saves = config.checkpointing.checkpoint_dir
+        sweeps.Path(saves).mkdir(parents=True, exist_ok=True)
+        on_validation(4, {"validation-default_loss": value})
+        end = next(following)
+        if isinstance(end, BaseException):
+            raise end
+        return SimpleNamespace(
+            **{"step": 4, "ended": "finished", "signal": None, "is_early": False, **end}
+        )
+
+    monkeypatch.setattr(sweeps, "train_reward_model", train)
+
+
+def a_run(sweep):
+    return sweep.runs_of(SimpleNamespace(number=0), {LR: "0.001"})[0]
+
+
+def never(step, value):
+    return False
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CheckpointError("torn"),
+        UnsavedError("unsaved"),
+        MemoryError("out of memory"),
+        WorkerError("gone", exit_code=WorkerError.LOST_EXIT_CODE),
+        OSError("no space"),
+    ],
+)
+def test_what_is_wrong_with_the_machine_is_no_verdict_on_a_trial(monkeypatch, rows, error):
+    trained(monkeypatch, error)
+    run = a_run(swept(rows))
+    with pytest.raises(type(error)):
+        run.train(never)
+    assert run.result() is None
+    assert (run.directory / "saves").is_dir()
+
+
+def test_a_full_disk_is_no_verdict_although_it_is_an_error_of_data(monkeypatch, rows):
+    error = DataError("cannot be written")
+    error.__cause__ = OSError(28, "No space left on device")
+    trained(monkeypatch, error)
+    run = a_run(swept(rows))
+    with pytest.raises(DataError):
+        run.train(never)
+    assert run.result() is None
+
+
+@pytest.mark.parametrize("error", [NonFiniteError("nan"), ConfigError("no"), DataError("row")])
+def test_what_the_settings_do_is_a_verdict(monkeypatch, rows, error):
+    trained(monkeypatch, error)
+    run = a_run(swept(rows))
+    run.train(never)
+    assert run.result()["failure"] == f"{type(error).__name__}: {error}"
+    assert not (run.directory / "saves").exists()
+
+
+def test_the_end_of_the_time_budget_leaves_a_run_unfinished(monkeypatch, rows):
+    trained(monkeypatch, {"ended": "deadline"})
+    run = a_run(swept(rows))
+    with pytest.raises(InterruptedSweep, match="checkpoint_must_save_by"):
+        run.train(never)
+    assert run.result() is None
+    assert (run.directory / "saves").is_dir()
+
+
+def test_a_signal_at_the_end_of_a_run_stops_the_sweep_after_its_result(monkeypatch, rows):
+    trained(monkeypatch, {"signal": "SIGINT"})
+    run = a_run(swept(rows))
+    with pytest.raises(InterruptedSweep, match="SIGINT"):
+        run.train(never)
+    assert run.result()["value"] == 0.5
+
+
+def test_a_run_that_trained_to_its_end_keeps_its_value(monkeypatch, rows):
+    trained(monkeypatch, {}, {"is_early": True})
+    run = a_run(swept(rows))
+    run.train(lambda step, value: True)
+    assert run.result()["is_pruned"] is False
+    run.train(lambda step, value: True)
+    assert run.result()["is_pruned"] is True
+
+
+class FakeGroup:
+    """A group whose calls do this: nothing, or raise."""
+
+    def __init__(self, *does):
+        self.does = [*does]
+        self.runs = []
+
+    def start(self, method, run):
+        self.runs.append(run)
+        return SimpleNamespace(done=lambda: True, wait=lambda: self.does.pop(0)(run))
+
+
+def train_it(run):
+    run.train(never)
+
+
+def die(run):
+    raise WorkerError("trials 1: rank 0 died", exit_code=WorkerError.LOST_EXIT_CODE)
+
+
+def outcome_there(sweep, *does):
+    group = FakeGroup(*does)
+    trial = next(sweep.trials())
+    (outcome,) = [one for one in sweep._run_there(trial, [lambda: group], 0) if one is not None]
+    return outcome, group
+
+
+def test_a_run_in_a_worker_starts_no_cluster_of_its_own(rows):
+    sweep = swept(rows, "cluster.address=auto", "cluster.backend=ray", num_workers=2)
+    cluster = a_run(sweep).config.cluster
+    assert (cluster.address, cluster.backend) == (None, "local")
+    with pytest.raises(ConfigError, match="--workers 2: each run has one slot"):
+        swept(rows, "cluster.gpus_per_node=2", num_workers=2)
+    assert a_run(swept(rows, "cluster.gpus_per_node=2")).config.cluster.gpus_per_node == 2
+
+
+def test_a_worker_that_writes_no_result_fails_its_trial_and_says_why(rows, opened):
+    sweep = opened(swept(rows, num_workers=2))
+    outcome, _ = outcome_there(sweep, lambda run: None)
+    assert outcome.state == "failed"
+    assert "wrote no result.json here; --output must be on a file system" in outcome.failure
+
+
+def test_a_result_that_is_torn_is_none_and_the_output_is_absolute(rows, monkeypatch):
+    monkeypatch.chdir(rows.parent)
+    run = a_run(swept(rows, output=sweeps.Path("here")))
+    assert run.directory.is_absolute()
+    run.directory.mkdir(parents=True)
+    for text in ('{"value": 0.', "{}", "[]"):
+        (run.directory / "result.json").write_text(text)
+        assert run.result() is None
+
+
+def test_a_worker_that_dies_is_started_again_once(monkeypatch, rows, opened):
+    trained(monkeypatch, {})
+    sweep = opened(swept(rows, num_workers=2))
+    outcome, group = outcome_there(sweep, die, train_it)
+    assert (outcome.state, outcome.values, len(group.runs)) == ("complete", (0.5,), 2)
+    outcome, group = outcome_there(sweep, die, die)
+    assert (outcome.state, len(group.runs)) == ("failed", 2)
+    assert "its worker died twice: trials 1: rank 0 died" in outcome.failure
+
+
+def test_what_is_wrong_with_a_workers_machine_ends_the_sweep(rows, opened):
+    sweep = opened(swept(rows, num_workers=2))
+
+    def fail(run, cause):
+        raise WorkerError("trials 1: rank 0 failed") from cause
+
+    with pytest.raises(WorkerError):
+        outcome_there(sweep, lambda run: fail(run, CheckpointError("torn")))
+    with pytest.raises(InterruptedSweep, match="SIGTERM"):
+        outcome_there(sweep, lambda run: fail(run, InterruptedSweep("SIGTERM")))
+    # Both are left to the same command.
+    assert sweep.outcomes() == []
+    assert [one.number for one, _ in zip(sweep.trials(), range(1), strict=False)] == [0]
+
+
+def test_a_trial_that_was_killed_before_it_sampled_samples_the_same(rows, opened):
+    searched = f"{LR}=log(1e-5,1e-1)"
+    whole = opened(swept(rows, searched=searched, output=rows.parent / "whole"))
+    expected = [one.suggest(next(whole.trials())) for one in whole.dimensions]
+    for place in ("first", "second"):
+        sweep = opened(swept(rows, searched=searched, output=rows.parent / place))
+        sweep.study.ask()  # and killed
+        again = next(sweep.trials())
+        assert again.number == 0
+        assert [one.suggest(again) for one in sweep.dimensions] == expected
+
+
+def test_a_setting_that_no_run_could_have_is_refused_before_the_first_trial(rows):
+    stopping = "rm.early_stopping={metric_name: validation-other_loss, patience: 2}"
+    other = f"data.val_data_paths={{other: {rows}}}"
+    searched = ["data.split_validation_size=0", other, stopping]
+    swept(rows, *searched)
+    with pytest.raises(ConfigError, match="validation-other_loss"):
+        swept(rows, *searched, num_folds=2)
+
+
+def test_other_rows_in_the_same_file_are_another_sweep(rows):
+    with ExitStack() as stack:
+        swept(rows).open(stack)
+    with ExitStack() as stack:
+        swept(rows).open(stack)
+    write_rows(rows, pairs(20, seed=1))
+    with ExitStack() as stack, pytest.raises(ConfigError, match=r"holds another sweep \(rows: "):
+        swept(rows).open(stack)
+    assert "rows" in json.loads((rows.parent / "out" / "sweep.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("metric", "direction", "first"),
+    [("validation-default_loss", "MINIMIZE", 1), ("validation-default_accuracy", "MAXIMIZE", 2)],
+)
+def test_the_best_trial_is_the_lowest_or_the_highest_as_the_metric_is(
+    rows, opened, metric, direction, first
+):
+    sweep = opened(swept(rows, metric=metric))
+    assert sweep.study.direction.name == direction
+    trials = [
+        TrialOutcome(number=0, params={}, state="failed", failure="it did"),
+        TrialOutcome(number=1, params={}, state="complete", values=(0.25,)),
+        TrialOutcome(number=2, params={}, state="complete", values=(0.75,)),
+        TrialOutcome(number=3, params={}, state="pruned"),
+    ]
+    assert sweep.best(trials).number == first
+    ranked = ranked_trials(trials, higher_is_better=sweep.selection.higher_is_better)
+    assert [one.number for one in ranked] == [first, 3 - first, 0, 3]

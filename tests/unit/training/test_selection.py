@@ -203,7 +203,14 @@ WATCHED = EarlyStopping(key="loss", higher_is_better=False, patience=2, min_delt
     ],
 )
 def test_validations_since_the_best_value_are_counted(rule, values, stale):
-    position = Position()
+    position = Position(step=1)
     for value in values:
         position = rule.watched(position.validated({} if value is None else {"loss": value}))
     assert position.num_stale == stale
+
+
+def test_a_validation_before_the_first_step_does_not_count_as_stale():
+    position = WATCHED.watched(Position().validated({}))
+    assert (position.num_stale, position.best_watched) == (0, None)
+    position = WATCHED.watched(Position().validated({"loss": 1.0}))
+    assert (position.num_stale, position.best_watched) == (0, 1.0)
