@@ -445,3 +445,31 @@ def test_one_model_at_a_time_is_in_memory_while_an_average_is_made(tmp_path, exp
     monkeypatch.setattr(writing, "load_scorer", load)
     export("", average=members)
     assert len(networks) == 5  # the members, the one that is written, and the written one
+
+
+def test_one_policy_at_a_time_is_in_memory_while_an_average_is_made(tmp_path, export, monkeypatch):
+    import gc
+    import weakref
+
+    load_policy, networks, members = writing.load_policy, [], []
+    for seed in range(3):
+        members.append(tmp_path / f"policy_{seed}")
+        torch.manual_seed(seed)
+        tiny.tiny_language_model("qwen3-tied").save_pretrained(members[-1])
+        made.chatml().save_pretrained(members[-1])
+
+    def load(*arguments, **options):
+        gc.collect()
+        assert not [one for one in networks if one() is not None]
+        loaded = load_policy(*arguments, **options)
+        networks.append(weakref.ref(loaded.model.network))
+        return loaded
+
+    monkeypatch.setattr(writing, "load_policy", load)
+    out, _ = export("", average=[str(one) for one in members], dtype="float32")
+    assert len(networks) == 4  # the members, and the one that is written
+    found = load_file(out / "model.safetensors")
+    weights = [load_file(one / "model.safetensors") for one in members]
+    for name, value in found.items():
+        expected = torch.stack([one[name].double() for one in weights]).mean(0).float()
+        assert torch.equal(value, expected), name
