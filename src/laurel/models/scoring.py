@@ -158,6 +158,7 @@ class ScoringContract:
     def __init__(self, tokenizer: Any, rules: ScoringRules) -> None:
         self.tokenizer = tokenizer
         self.rules = rules
+        self._headers: dict[tuple[str, str], str] = {}
         self._terms = terms_in_use()
         """The key names of the caller that opened the model, for errors in other threads and
         processes."""
@@ -353,8 +354,22 @@ class ScoringContract:
                 own = step_ends(content, self.rules.steps.separator)
                 ends[:0] = [start + one for one in own]
             end = start
+            if index + 1 < len(messages):
+                # A short message, such as "user", may be whole in the header of the next.
+                header = self._between(messages[-index - 2].role, message.role)
+                end = len(text[:start].removesuffix(header))
         # The last step is read where other reward models are read.
         return [*ends[:-1], len(text)]
+
+    def _between(self, role: str, next_role: str) -> str:
+        # Returns what the template writes between two messages, empty if it refuses such a pair.
+        if (role, next_role) not in self._headers:
+            pair = (Message(role, _PROBE), Message(next_role, _ANSWER))
+            text = ""
+            with suppress(DataError):
+                text = self.render((Message("user", "a"), *pair) if role == "assistant" else pair)
+            self._headers[role, next_role] = text.partition(_PROBE)[2].partition(_ANSWER)[0]
+        return self._headers[role, next_role]
 
     def encode_rendered(self, row: str | Sequence[int] | SentTurn) -> TokenGroup:
         """Tokenise one conversation that the caller has rendered by the template of this contract.

@@ -12,10 +12,12 @@ import pytest
 from environment_batches import batch_of
 from laurel.config.data import TaskDataConfig, TaskSetConfig
 from laurel.config.environments import EnvironmentsConfig, ReasoningGymEnvironmentConfig
+from laurel.config.grpo import GRPORun
 from laurel.data.tasks import NUM_SHOWN, NUM_VALIDATION, MadeRows, load_task_data
 from laurel.environments import reasoning_gym
 from laurel.environments.registry import create_environment, environment_names, row_sources
 from laurel.errors import ConfigError, DataError, MissingDependencyError
+from laurel.run.evaluation.policy import EvalOptions, _sets
 from policy_runs import MATCHES, grpo, grpo_settings
 from runs import manifest_hashes
 
@@ -446,6 +448,21 @@ def test_prompts_that_are_too_long_are_replaced():
     data.endless.fits = lambda task: task.metadata["ground_truth"].startswith("1")
     assert all(t.metadata["ground_truth"].startswith("1") for t in islice(data.endless, 20))
     assert len(data.endless) > 10**9
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        ({"tasks": {"chain_sum": EASY}, "seed": 7}, {"dataset": "reasoning_gym"}),
+        ({"dataset_name": "reasoning_gym", "tasks": {"chain_sum": EASY}, "seed": 7}, {}),
+        ({"train": {"dataset_name": "reasoning_gym", "tasks": {"chain_sum": EASY}, "seed": 7}}, {}),
+    ],
+)
+def test_an_evaluation_asks_what_a_run_validates(data, options):
+    config = GRPORun(data={**data, "split_validation_size": 0.2})
+    (found,) = _sets(config, EvalOptions(model="DIR", **options))
+    assert (found.split, found.seed, found.split_validation_size) == ("validation", 7, 0.2)
+    assert list(found.tasks) == ["chain_sum"]
 
 
 @pytest.mark.slow

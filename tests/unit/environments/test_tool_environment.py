@@ -220,6 +220,12 @@ def test_the_answer_is_graded_by_another():
         assert metrics["tools/calls"] == 0.0
 
 
+def test_math_reads_all_messages_of_the_policy():
+    with create_environment("tools", config_of()) as environment:
+        log = log_of(rf"I guess \boxed{{2}}. {call('add', left=1)}", "It is what I said.")
+        assert total(returned_of(environment, [log])) == [1.0]
+
+
 def returned_of(environment, logs):
     return environment.step(logs, [{"ground_truth": "2"}] * len(logs))
 

@@ -209,6 +209,27 @@ def test_an_answer_that_the_template_leaves_out_is_not_looked_for_in_the_questio
         contract.encode([solutions("Is A\n\nB right?", "A\n\nB")])
 
 
+@pytest.mark.parametrize("trims", [False, True])
+def test_a_turn_of_one_word_is_not_found_in_the_header_of_the_next(trims: bool) -> None:
+    contract = process_model().contract
+    if trims:
+        contract.tokenizer.chat_template = TRIMS
+    turns = Completion(
+        messages=(
+            Message("assistant", "a\n\nb"),
+            Message("user", "assistant"),
+            Message("assistant", "user"),
+            Message("user", "go on\n"),
+            Message("assistant", "c"),
+        )
+    )
+    group = Group(id="g", prompt=(Message("user", "q"),), completions_G=(turns,))
+    first, second, third, _ = reads_of(contract, group)
+    assert first.endswith("<|im_start|>assistant\na\n\n")
+    assert second.endswith("<|im_start|>assistant\na\n\nb")
+    assert third.endswith("assistant<|im_end|>\n<|im_start|>assistant\nuser")
+
+
 def test_rendered_text_is_refused_as_its_steps_cannot_be_found() -> None:
     contract = process_model().contract
     with pytest.raises(DataError, match="Send messages"):
