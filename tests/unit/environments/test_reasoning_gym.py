@@ -282,7 +282,7 @@ def test_an_answer_that_is_a_program_reaches_nothing(tmp_path):
 
 
 def test_an_answer_reads_no_directory_that_python_imports_from(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")
+    monkeypatch.syspath_prepend(str(tmp_path))
     task = entry_of("spiral_matrix")
     (tmp_path / "secret").write_text("7")
     listed = [int(one) for one in task.metadata["ground_truth"].split()]
