@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,6 +25,7 @@ from laurel.models.tokenizer import (
     bind_variables,
     close_ends,
     pin_date,
+    plain_text,
     refuse_left_out,
     render,
 )
@@ -218,6 +221,45 @@ class ChatFormat:
         closing = [] if ended else [self.end_ids[0]]
         ids = closing + self._ids(after.removeprefix(self._end_text))
         return np.asarray(ids, dtype=np.int32)
+
+    def token_ends(
+        self, turn_ids: Sequence[int] | TokenIds, text: str, ends: Sequence[int]
+    ) -> list[int]:
+        """Return the number of a turn's tokens up to each of several places in its text.
+
+        A token that holds the last character before a place, or the last bytes of that character,
+        is the last one up to it, whatever else it holds. The end of the text is the end of the
+        turn: the token that ends the turn comes before it.
+
+        Args:
+            turn_ids: The tokens of the turn, as the policy sampled them.
+            text: The text of the turn, or its beginning.
+            ends: Numbers of characters, in ascending order.
+
+        Raises:
+            DataError: The tokens do not spell the text.
+        """
+        ids = [int(token) for token in turn_ids]
+
+        def spells(number: int, beginning: str) -> bool:
+            # Until its last byte has come, a character is decoded as another one.
+            return plain_text(self.tokenizer, ids[:number]).startswith(beginning)
+
+        found: list[int] = []
+        for end in ends:
+            if end >= len(text):
+                found.append(len(ids))
+                continue
+            first = found[-1] if found else 0
+            reach = partial(spells, beginning=text[:end])
+            number = first + bisect_left(range(first, len(ids) + 1), True, key=reach)
+            if number > len(ids):
+                raise DataError(
+                    f"the tokens of an answer do not spell its text up to character {end}, where a "
+                    "step ends"
+                )
+            found.append(number)
+        return found
 
     def render(
         self, conversation: Conversation, *, prompt: bool = False, tools: ToolSchemas = ()
