@@ -55,9 +55,7 @@ class ByteChat:
         return ids_of(f"[{said}]>")
 
     def token_ends(self, turn_ids: Any, text: str, ends: Sequence[int], /) -> list[int]:
-        return [
-            len(turn_ids) if end >= len(text) else len(text[:end].encode()) for end in ends
-        ]
+        return [len(turn_ids) if end >= len(text) else len(text[:end].encode()) for end in ends]
 
 
 @dataclass(frozen=True)

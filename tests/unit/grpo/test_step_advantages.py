@@ -146,9 +146,7 @@ def test_figures_are_of_the_tokens_that_the_policy_wrote() -> None:
     assert "steps/mean_reward" not in rollout_metrics([rollout_group(rollout("b", 1.0))])
 
 
-ROWS = st.lists(
-    st.lists(st.floats(-3, 3, allow_nan=False), max_size=4), min_size=2, max_size=5
-)
+ROWS = st.lists(st.lists(st.floats(-3, 3, allow_nan=False), max_size=4), min_size=2, max_size=5)
 
 
 @given(rows=ROWS, leave_one_out=st.booleans(), turned=st.randoms(use_true_random=False))
@@ -223,7 +221,9 @@ def test_steps_that_cannot_be_are_a_failure(steps: Any, reason: str) -> None:
 
 
 def test_a_checkpoint_holds_the_steps() -> None:
-    batch = Batch(step=1, groups=[replace(THREE, rollouts_G=(*THREE.rollouts_G, rollout("b", 1.0)))])
+    batch = Batch(
+        step=1, groups=[replace(THREE, rollouts_G=(*THREE.rollouts_G, rollout("b", 1.0)))]
+    )
     tasks: dict[str, Task] = {THREE.task.id: THREE.task}
     (found,) = batch_from_dict(batch_to_dict(batch), tasks).groups
     assert [r.steps for r in found.rollouts_G] == [*(r.steps for r in THREE.rollouts_G), None]

@@ -431,7 +431,9 @@ def learned_bytes():
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(["1 + 2 = 3.\n\n3 é😀\n\n語\n\n1 + ", "é\n\n😀é語 .\n\n"] * 9, trainer)
+    tokenizer.train_from_iterator(
+        ["1 + 2 = 3.\n\n3 é😀\n\n語\n\n1 + ", "é\n\n😀é語 .\n\n"] * 9, trainer
+    )
     made_of = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
     made_of.chat_template = CHATML
     return ChatFormat(made_of)
@@ -457,7 +459,9 @@ def test_a_place_in_the_text_is_the_token_with_the_last_byte_before_it(text, cho
     ends = sorted(choose.sample(range(1, len(text) + 1), choose.randint(1, len(text))))
     reached = np.cumsum(lengths)
     expected = [
-        len(ids) if end == len(text) else int(np.searchsorted(reached, len(text[:end].encode()))) + 1
+        len(ids)
+        if end == len(text)
+        else int(np.searchsorted(reached, len(text[:end].encode()))) + 1
         for end in ends
     ]
     assert BY_LEARNED_BYTES.token_ends(ids, text, ends) == expected
