@@ -72,7 +72,7 @@ class RolloutInProgress:
     """Whether the environment has seen the conversation, and has not ended it."""
 
     @property
-    def told_metadata(self) -> dict[str, Any]:
+    def full_metadata(self) -> dict[str, Any]:
         """The metadata as the environment gets it, with the ids of group and conversation."""
         return {**(self.metadata or {}), GROUP_ID: self.group_id, CONVERSATION_ID: self.id}
 
@@ -319,7 +319,7 @@ class Judges:
             [{"role": m.role, "content": m.content} for m in (*prompt, *rollout.messages)]
             for prompt, rollout in pending
         ]
-        metadata = [rollout.told_metadata for rollout in rollouts]
+        metadata = [rollout.full_metadata for rollout in rollouts]
         for rollout in rollouts:
             rollout.is_open = True
         timeout = self._timeout * num_groups

@@ -348,11 +348,11 @@ class Rollouts:
         if left := [rollout for rollout in rollouts if rollout.is_open]:
             for rollout in left:
                 rollout.is_open = False
-            told = [rollout.told_metadata for rollout in left]
+            metadata = [rollout.full_metadata for rollout in left]
             calls, closing = context.batch.calls, context.batch.closing
             closing.add(
                 asyncio.ensure_future(
-                    self._judges.close_conversations(context.environment, told, calls)
+                    self._judges.close_conversations(context.environment, metadata, calls)
                 )
             )
 
