@@ -155,6 +155,7 @@ class Judge(EnvironmentInterface):
         self.calls: list[list[str]] = []
         self.logs: list[Any] = []
         self.metadata: list[Any] = []
+        self.closed: list[Any] = []
         self.batches: list[Mapping[str, Any]] = []
 
     def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
@@ -182,6 +183,9 @@ class Judge(EnvironmentInterface):
             notes=[v.get("note") for v in verdicts],
             steps=[v.get("steps") for v in verdicts],
         )
+
+    def close_conversations(self, metadata: Sequence[Any]) -> None:
+        self.closed += metadata
 
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]

@@ -24,7 +24,7 @@ from laurel.config.environments import (
 from laurel.config.policy import DTensorConfig
 from laurel.data.forest import to_padded
 from laurel.environments.interface import (
-    GROUP_ID,
+    IDS,
     EnvironmentInterface,
     EnvironmentSpec,
     RejectedTask,
@@ -275,7 +275,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         cases = [read_case(log) for log in message_logs]
         for case, info in zip(cases, infos, strict=True):
             # The group's id must not make equal metadata differ.
-            case.info = {key: value for key, value in (info or {}).items() if key != GROUP_ID}
+            case.info = {key: value for key, value in (info or {}).items() if key not in IDS}
             if self.config.transform.subtract_reference:
                 case.add_reference(info)
         readable = [case for case in cases if case.failure is None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 import traceback
@@ -15,12 +16,15 @@ from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from uuid import uuid4
 
 import numpy as np
 
 from laurel.environments.interface import (
+    CONVERSATION_ID,
     GROUP_ID,
     checked_return,
+    close_quietly,
     column_of,
     invalid_return,
     method_name,
@@ -55,6 +59,8 @@ class RolloutInProgress:
     metadata: dict[str, Any] | None
     group_id: str = ""
     """The id of the group that the completion belongs to."""
+    id: str = field(default_factory=lambda: uuid4().hex)
+    """An id that the rollouts of a discarded batch, played anew, do not have."""
     messages: list[Message] = field(default_factory=list)
     ids: list[TokenIds] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
@@ -74,6 +80,13 @@ class RolloutInProgress:
     stop_strings: tuple[str, ...] = ()
     observation: Observation = ()
     """The environment's last observation."""
+    is_open: bool = False
+    """Whether the environment has seen the conversation, and has not ended it."""
+
+    @property
+    def full_metadata(self) -> dict[str, Any]:
+        """The metadata as the environment gets it, with the ids of group and conversation."""
+        return {**(self.metadata or {}), GROUP_ID: self.group_id, CONVERSATION_ID: self.id}
 
     def add_turn(self, generated: Generated) -> None:
         """Append an assistant turn that the generator has sampled."""
@@ -167,6 +180,7 @@ def take_verdict(
     columns = {name: column_of(step, part, size, "rewards") for name, part in parts.items()}
     over = column_of(step, verdict.terminateds, size, "terminateds")
     for i, rollout in enumerate(rollouts):
+        rollout.is_open = not over[i]
         failure = verdict.failures[i] if verdict.failures is not None else None
         observation = verdict.observations[i]
         values = {name: float(column[i]) for name, column in columns.items()}
@@ -356,9 +370,9 @@ class Judges:
             [{"role": m.role, "content": m.content} for m in (*prompt, *rollout.messages)]
             for prompt, rollout in pending
         ]
-        metadata = [
-            {**(rollout.metadata or {}), GROUP_ID: rollout.group_id} for rollout in rollouts
-        ]
+        metadata = [rollout.full_metadata for rollout in rollouts]
+        for rollout in rollouts:
+            rollout.is_open = True
         timeout = self._timeout * num_groups
         with calls.one():
             try:
@@ -379,6 +393,21 @@ class Judges:
                     raise  # the worker is gone: not these samples' fault, nor the next ones'
                 for rollout in rollouts:
                     rollout.fail(described(error, environment.step))
+
+    async def close_conversations(
+        self, environment: Environment, metadata: Sequence[dict[str, Any]], calls: Calls
+    ) -> None:
+        """Tell an environment in a thread that conversations have ended.
+
+        An error or a call that takes too long is a warning in the log.
+        """
+        close = partial(close_quietly, environment, metadata)
+        try:
+            await self._threads.call(calls.slots, close, timeout=self._timeout)
+        except GivenUpError as error:
+            logging.getLogger(__name__).warning(
+                "%s: %s (env.timeout_seconds)", method_name(environment.close_conversations), error
+            )
 
 
 def parts_to_judge(

@@ -100,6 +100,8 @@ class _Batch:
     barriers: dict[str, BatchBarrier]
     # Requests with completions outstanding.
     num_open: int = 0
+    # Calls that tell environments of conversations that ended without them.
+    closing: set[asyncio.Task[None]] = field(default_factory=set)
     # Time of the latest request or completion.
     last_news: float = field(default_factory=time.monotonic)
     last_completion: float = field(default_factory=time.monotonic)
@@ -120,7 +122,8 @@ class _RolloutContext:
 
 
 CLOSING_SECONDS = 10.0
-"""Seconds that a failed generator may take to release its requests."""
+"""Seconds that a failed generator may take to release its requests, and environments to close
+conversations."""
 
 
 class Rollouts:
@@ -223,6 +226,8 @@ class Rollouts:
             groups = rollouts.result() if rollouts.done() else watch.result()
         finally:
             await end_all((rollouts, watch), patience=CLOSING_SECONDS)
+            if played.closing:
+                await asyncio.wait(played.closing, timeout=CLOSING_SECONDS)
         stats.generation += played.last_completion - started
         stats.exposed += time.monotonic() - played.last_completion
         return groups
@@ -352,6 +357,16 @@ class Rollouts:
     ) -> None:
         if names := self._conversations(context, rollouts):
             self.generator.end_conversations(names)
+        if left := [rollout for rollout in rollouts if rollout.is_open]:
+            for rollout in left:
+                rollout.is_open = False
+            metadata = [rollout.full_metadata for rollout in left]
+            calls, closing = context.batch.calls, context.batch.closing
+            closing.add(
+                asyncio.ensure_future(
+                    self._judges.close_conversations(context.environment, metadata, calls)
+                )
+            )
 
     async def _sample_turn(
         self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
