@@ -2,9 +2,9 @@
 
     python benchmarks/process_rewards.py --seeds 1 2 3
 
-Makes the data by `examples/arithmetic_steps.py --careless`, the policy and the process reward model
-by the commands in the head of `recipes/arithmetic_grpo_cpu.yaml`, and then runs that recipe for each
-seed and each reward in turn; nothing else differs:
+Makes the data by `examples/arithmetic_steps.py --careless`, the policy and the process reward
+model by the commands in the head of `recipes/arithmetic_grpo_cpu.yaml`, and then runs that recipe
+for each seed and each reward in turn; nothing else differs:
 
     outcome    the math environment: 1 for the right final answer
     aggregate  the process reward model: the least value of the steps

@@ -2,7 +2,8 @@
 
 Let `r = current / old` be a ratio of probabilities (see `PolicyTokens`), `A` the advantage of a
 completion or of one of its tokens, `C(r)` the ratio clipped to `[1 - ratio_clip_min, 1 +
-ratio_clip_max]`, and `sg(x)` the value of x without a gradient. The loss of a token is `w * actor + beta * k * s + mu * nll`:
+ratio_clip_max]`, and `sg(x)` the value of x without a gradient. The loss of a token is
+`w * actor + beta * k * s + mu * nll`:
 
     actor  ppo        max(-A r, -A C(r)); if A < 0, at most -A ratio_clip_c
                       (arXiv 1707.06347; uneven range: 2503.14476; dual clip: 1912.09729)

@@ -229,7 +229,7 @@ def test_a_checkpoint_holds_the_steps() -> None:
     assert [r.steps for r in found.rollouts_G] == [*(r.steps for r in THREE.rollouts_G), None]
 
 
-# ----------------------------------------------------------------------------------- what is refused
+# --------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
