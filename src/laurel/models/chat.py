@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from tokenizers.decoders import DecodeStream
 
 from laurel.config.yaml_tree import nearest
 from laurel.errors import DataError, ModelError
@@ -234,31 +235,44 @@ class ChatFormat:
         Args:
             turn_ids: The tokens of the turn, as the policy sampled them.
             text: The text of the turn, or its beginning.
-            ends: Numbers of characters, in ascending order.
+            ends: Numbers of characters, at least 1, in ascending order.
 
         Raises:
             DataError: The tokens do not spell the text.
         """
         ids = [int(token) for token in turn_ids]
+        stream = DecodeStream(skip_special_tokens=True)
+        said, numbers, reached = "", [0], [0]
+        for number, token in enumerate(ids, start=1):
+            # There is nothing new while the text would end inside of a character.
+            if new := stream.step(self.tokenizer.backend_tokenizer, token):
+                said += new
+                numbers.append(number)
+                reached.append(len(said))
+        numbers.append(len(ids))
 
         def spells(number: int, beginning: str) -> bool:
-            # Until its last byte has come, a character is decoded as another one.
             return plain_text(self.tokenizer, ids[:number]).startswith(beginning)
 
         found: list[int] = []
         for end in ends:
+            index = bisect_left(reached, end)
+            first, last = numbers[index - 1] + 1, numbers[index]
             if end >= len(text):
-                found.append(len(ids))
-                continue
-            first = found[-1] if found else 0
-            reach = partial(spells, beginning=text[:end])
-            number = first + bisect_left(range(first, len(ids) + 1), True, key=reach)
-            if number > len(ids):
+                first = last = len(ids)
+            elif index == len(reached) or not said.startswith(text[:end]):
+                last = len(ids) + 1
+            # One of the tokens that came with nothing new may have brought the whole of what is
+            # before the end, and the first bytes of the next character.
+            first += bisect_left(
+                range(first, last), True, key=partial(spells, beginning=text[:end])
+            )
+            if first > len(ids):
                 raise DataError(
                     f"the tokens of an answer do not spell its text up to character {end}, where a "
                     "step ends"
                 )
-            found.append(number)
+            found.append(first)
         return found
 
     def render(
