@@ -140,7 +140,7 @@ def write_careless(directory: Path, num_train: int = 8000, num_test: int = 256) 
     chance = random.Random(0)
     counts = {
         "demonstrations": num_train,
-        "graded": num_train,
+        "graded": 3 * num_train,  # the reward model must know better than the policy
         "tasks": num_train,
         "graded_test": num_test,
         "tasks_validation": num_test,
@@ -171,7 +171,9 @@ def write_careless(directory: Path, num_train: int = 8000, num_test: int = 256) 
                     value = after(value, change)
                 lines.append({"input": text, "output": str(value)})
     write(directory, files)
-    print(f"{directory}: {num_train} rows of each kind for training, {num_test} for tests")
+    print(
+        f"{directory}: solutions for training {num_train}, graded {3 * num_train}, tests {num_test}"
+    )
 
 
 def write(directory: Path, files: dict[str, list[dict[str, Any]]]) -> None:
