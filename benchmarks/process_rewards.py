@@ -89,21 +89,22 @@ def prepare(work: Path) -> None:
     program = ROOT / "examples" / "arithmetic_steps.py"
     if not (work / "arithmetic").is_dir():
         call(work, sys.executable, str(program), "arithmetic", "--careless")
-    if not (work / "results/arithmetic_sft/step_300").is_dir():
+    if not (work / "results/arithmetic_sft/step_250").is_dir():
         recipe = str(ROOT / "recipes" / "arithmetic_sft_cpu.yaml")
         call(work, *LAUREL, "sft", "--config", recipe)
-    if not (work / "results/arithmetic_prm/step_1000").is_dir():
+    if not (work / "results/arithmetic_prm/step_1500").is_dir():
         call(
             work,
             *LAUREL,
             "rm",
             "--config",
             str(ROOT / "recipes" / "process_reward_cpu.yaml"),
-            "policy.model_name=results/arithmetic_sft/step_300",
+            "policy.model_name=results/arithmetic_sft/step_250",
             "policy.scratch=null",
             "data.train_data_path=arithmetic/graded.jsonl",
             "data.val_data_paths.Solutions.data_path=arithmetic/graded_test.jsonl",
-            "rm.max_num_steps=1000",
+            "rm.max_num_steps=1500",
+            "policy.optimizer.kwargs.lr=2e-3",
             "checkpointing.checkpoint_dir=results/arithmetic_prm",
         )
 

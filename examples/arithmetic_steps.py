@@ -77,7 +77,7 @@ def labelled(row: dict[str, Any]) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------
 # Longer problems, and solutions of someone who is careless.
 
-NUM_STEPS = (6, 8)
+NUM_STEPS = (5, 6)
 """The least and the most steps of a problem."""
 SHARE_WRONG = 0.4
 SHARE_WRONG_LENGTH = 0.1
