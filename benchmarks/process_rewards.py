@@ -12,12 +12,14 @@ for each seed and each reward in turn; nothing else differs:
 
 Accuracy is that of the final answer, on held-out problems, whatever the reward is: a policy that
 games the reward model gains nothing. It is measured every `val_period` steps of the recipe; a run
-ends at the first validation with 0.9, or after the recipe's last step.
+ends at the first validation with 0.9, or after the recipe's last step. Called again, it goes on
+where it was stopped: what is in the folder of `--work` is not made anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
@@ -92,7 +94,7 @@ def prepare(work: Path) -> None:
     if not (work / "results/arithmetic_sft/step_250").is_dir():
         recipe = str(ROOT / "recipes" / "arithmetic_sft_cpu.yaml")
         call(work, *LAUREL, "sft", "--config", recipe)
-    if not (work / "results/arithmetic_prm/step_1500").is_dir():
+    if not (work / "results/arithmetic_prm/step_1200").is_dir():
         call(
             work,
             *LAUREL,
@@ -103,8 +105,7 @@ def prepare(work: Path) -> None:
             "policy.scratch=null",
             "data.train_data_path=arithmetic/graded.jsonl",
             "data.val_data_paths.Solutions.data_path=arithmetic/graded_test.jsonl",
-            "rm.max_num_steps=1500",
-            "policy.optimizer.kwargs.lr=2e-3",
+            "rm.max_num_steps=1200",
             "checkpointing.checkpoint_dir=results/arithmetic_prm",
         )
 
@@ -114,6 +115,11 @@ def train(reward: str, seed: int, work: Path, overrides: list[str]) -> Run:
     name = f"{reward.replace(' ', '_')}_{seed}"
     places = [f"checkpointing.checkpoint_dir=results/{name}", f"logger.log_dir=logs/{name}"]
     recipe = str(ROOT / "recipes" / "arithmetic_grpo_cpu.yaml")
+    done = work / f"{name}.json"
+    if done.is_file():
+        saved = json.loads(done.read_text())
+        accuracy = {int(step): one for step, one in saved["accuracy"].items()}
+        return Run(**{**saved, "accuracy": accuracy})
     started = time.monotonic()
     call(
         work,
@@ -131,7 +137,9 @@ def train(reward: str, seed: int, work: Path, overrides: list[str]) -> Run:
     newest = max((work / "logs" / name).glob("exp_*"))
     lines = read_metrics(newest / "metrics.jsonl")
     accuracy = {int(line["step"]): line[ACCURACY] for line in lines if ACCURACY in line}
-    return Run(reward=reward, seed=seed, accuracy=accuracy, seconds=seconds)
+    run = Run(reward=reward, seed=seed, accuracy=accuracy, seconds=seconds)
+    done.write_text(json.dumps(asdict(run)))
+    return run
 
 
 def call(work: Path, *command: str) -> None:
