@@ -64,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    add("--rewards", nargs="+", choices=REWARDS, default=list(REWARDS))
     add("--work", type=Path, default=Path("benchmark_results/process_rewards"))
     add("--json", type=Path, default=Path("benchmark_results/process_rewards.json"))
     add("overrides", nargs="*", help="further settings of all runs, as key=value")
@@ -73,7 +74,7 @@ def main() -> None:
     prepare(work)
     runs = []
     for seed in options.seeds:
-        for reward in REWARDS:
+        for reward in options.rewards:
             run = train(reward, seed, work, options.overrides)
             runs.append(run)
             print(
@@ -151,6 +152,8 @@ def report(runs: list[Run]) -> str:
     rows = []
     for reward in REWARDS:
         own = [run for run in runs if run.reward == reward]
+        if not own:
+            continue
         reached = [run.reached for run in own if run.reached is not None]
         whole = len(reached) == len(own)
         last = [list(run.accuracy.values())[-1] for run in own]
