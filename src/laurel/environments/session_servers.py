@@ -1,7 +1,6 @@
 """The servers whose sessions `sessions` plays, each through the client of its own package.
 
-OpenEnv (`openenv-core` 0.3): an action from each message, an observation in return. The Open Reward
-Standard (`openreward` 0.1): tools that the policy calls.
+OpenEnv (`openenv-core` 0.3): an action from each message, an observation in return.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from types import ModuleType
 from typing import Any
 
 from laurel.config.environments import OpenEnvConfig
-from laurel.data.tasks import Row
+from laurel.data.sources import Row
 from laurel.environments.sessions import Session, SessionEnvironment, SessionLostError, SessionTurn
 from laurel.errors import ConfigError, EnvironmentFailedError, MissingDependencyError
 from laurel.types import ToolSchemas
 
 _CODE = re.compile(r"\(code: (\w+)\)\s*$")
-_GONE_STATUS = frozenset({404, 410, 502, 503, 504})
-"""HTTP statuses that speak of a session or a server that is gone, not of an environment's error."""
 
 
 def _package(module: str, *, package: str, extra: str, where: str) -> ModuleType:
@@ -123,7 +120,7 @@ class OpenEnvServer:
             )
 
         async def make(client: Any) -> list[Row]:
-            made = []
+            made: list[Row] = []
             for seed in range(self.config.first_seed, self.config.first_seed + limit):
                 given = {"seed": seed}
                 start = await self.reset(client, given)

@@ -18,7 +18,8 @@ import torch
 
 from laurel.config.data import TaskSetConfig
 from laurel.config.environments import SessionsConfig
-from laurel.data.tasks import MadeRows, Row
+from laurel.data.sources import Row
+from laurel.data.tasks import MadeRows
 from laurel.environments.code.answers import cut_middle, last_answer
 from laurel.environments.interface import (
     CONVERSATION_ID,
