@@ -48,7 +48,14 @@ _NEEDED = ("step", "global_post_process_and_metrics")
 # Methods that an environment with a state defines, and one without does not.
 _STATE = ("state_dict", "load_state_dict", "end_batch")
 # Methods that are only called on environments that derive from the interface.
-_OF_INTERFACE = (*_STATE, "noise_floor", "validate", "use_tokenizer", "resting")
+_OF_INTERFACE = (
+    *_STATE,
+    "close_conversations",
+    "noise_floor",
+    "validate",
+    "use_tokenizer",
+    "resting",
+)
 # Attributes that were read before environments had a spec.
 _REPLACED_BY_SPEC = ("judges", "stop_strings", "take_notes")
 _registered: dict[str, str] = {}

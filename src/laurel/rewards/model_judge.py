@@ -101,7 +101,7 @@ class ModelJudge:
 
         Raises:
             ConfigError: The template cannot be used.
-            ModelError: The words of the verdict cannot be told apart.
+            ModelError: The words of the verdict cannot be distinguished.
         """
         self.config, self.engine = config, engine
         self.judges_groups = config.compares
@@ -320,7 +320,7 @@ def _word_ids(chat: ChatFormat, config: JudgeConfig, where: str) -> tuple[TokenI
         raise ModelError(
             f"{where}.words: {words[0]!r} has the tokens {first.tolist()} and {words[1]!r} "
             f"{second.tolist()}, one of which the other begins with, so their log-probabilities do "
-            "not tell them apart; choose other words"
+            "not distinguish them; choose other words"
         )
     return first, second
 
