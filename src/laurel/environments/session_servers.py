@@ -14,7 +14,12 @@ from typing import Any
 
 from laurel.config.environments import OpenEnvConfig
 from laurel.data.sources import Row
-from laurel.environments.sessions import Session, SessionEnvironment, SessionLostError, SessionTurn
+from laurel.environments.sessions import (
+    ServerSession,
+    SessionEnvironment,
+    SessionLostError,
+    SessionTurn,
+)
 from laurel.errors import ConfigError, EnvironmentFailedError, MissingDependencyError
 from laurel.types import ToolSchemas
 
@@ -95,10 +100,10 @@ class OpenEnvServer:
             raise EnvironmentFailedError(f"reset({dict(given)}): {error}") from error
         return self.text_of(result.observation)
 
-    async def open(self, task: Mapping[str, Any]) -> Session:
+    async def open(self, task: Mapping[str, Any]) -> ServerSession:
         """Connect, and reset to the task's seed."""
 
-        async def begin(client: Any) -> Session:
+        async def begin(client: Any) -> ServerSession:
             given = task.get("reset", {})
             start = await self.reset(client, given)
             if task.get("start", start) != start:
@@ -108,7 +113,7 @@ class OpenEnvServer:
                 )
             return _OpenEnvSession(client, self)
 
-        opened: Session = await self._connected(begin)
+        opened: ServerSession = await self._connected(begin)
         return opened
 
     async def rows(self, limit: int | None) -> list[Row]:

@@ -62,7 +62,7 @@ class SessionTurn:
     """Actions or calls that the server did not take, of which the policy reads why."""
 
 
-class Session(Protocol):
+class ServerSession(Protocol):
     """One session of a server, used by one coroutine at a time."""
 
     async def turn(self, message: str) -> SessionTurn:
@@ -96,7 +96,7 @@ class SessionServer(Protocol):
             ConfigError: It answers, and cannot be used.
         """
 
-    async def open(self, task: Mapping[str, Any]) -> Session:
+    async def open(self, task: Mapping[str, Any]) -> ServerSession:
         """Begin a session for a task.
 
         Raises:
@@ -118,7 +118,7 @@ class SessionServer(Protocol):
 class _Held:
     """An open session, and what has happened in it."""
 
-    session: Session
+    session: ServerSession
     task: Mapping[str, Any]
     turns: list[tuple[str, SessionTurn]] = field(default_factory=list)
 
@@ -283,7 +283,7 @@ class SessionEnvironment(EnvironmentInterface):
         held.turns.append((message, turn))
         return turn, held
 
-    async def _answer(self, session: Session, message: str) -> SessionTurn:
+    async def _answer(self, session: ServerSession, message: str) -> SessionTurn:
         limit = self._config.step_timeout
         try:
             async with asyncio.timeout(limit):
@@ -384,7 +384,7 @@ class SessionEnvironment(EnvironmentInterface):
             raise EnvironmentFailedError(f"{self.where} was shut down") from error
 
 
-async def _end(session: Session) -> None:
+async def _end(session: ServerSession) -> None:
     """Close a session; one that cannot be closed ends with its connection."""
     try:
         async with asyncio.timeout(_CLOSING_SECONDS):
