@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -29,10 +30,18 @@ from laurel.environments.interface import (
     method_name,
     source_of,
 )
-from laurel.errors import EnvironmentFailedError, WorkerError
+from laurel.errors import DataError, EnvironmentFailedError, WorkerError
 from laurel.observe.hub import is_installed, is_ours, line_of
 from laurel.protocols import Environment
-from laurel.types import Conversation, Generated, Message, Observation, Rollout, messages_of
+from laurel.types import (
+    Conversation,
+    Generated,
+    Message,
+    Observation,
+    Rollout,
+    StepReward,
+    messages_of,
+)
 
 if TYPE_CHECKING:
     from laurel.types import LogProbs, Mask, TokenIds
@@ -65,6 +74,9 @@ class RolloutInProgress:
     weight_version: int | None = None
     answer: str | None = None
     note: Any = None
+    new_steps: Sequence[StepReward] = ()
+    """Rewards of steps of the last turn, whose ends are not yet those of tokens."""
+    steps: list[StepReward] | None = None
     stop_strings: tuple[str, ...] = ()
     observation: Observation = ()
     """The environment's last observation."""
@@ -95,6 +107,26 @@ class RolloutInProgress:
         self.masks.append(np.full(len(ids), is_policy))
         self.logprobs.append(np.asarray(logprobs, dtype=np.float32))
 
+    def place_steps(self, ends_of: TokenEnds) -> None:
+        """Find the tokens at which the steps of the last turn end.
+
+        Args:
+            ends_of: Finds them, as `Chat.token_ends` does.
+        """
+        if self.failure is not None or not self.new_steps:
+            return
+        new, self.new_steps = self.new_steps, ()
+        ids, before = self.ids[-1], sum(map(len, self.ids[:-1]))
+        try:
+            ends = ends_of(ids, self.messages[-1].content, [step.end for step in new])
+        except DataError as error:
+            self.fail(str(error))
+            return
+        assert self.steps is not None
+        self.steps += [
+            StepReward(before + end, step.value) for end, step in zip(ends, new, strict=True)
+        ]
+
     def fail(self, reason: str) -> None:
         """End the conversation without a reward; `reason` becomes the rollout's `failure`."""
         self.failure, self.is_over = reason, True
@@ -114,7 +146,11 @@ class RolloutInProgress:
             weight_version=self.weight_version or 0,
             answer=self.answer,
             note=self.note,
+            steps=None if self.steps is None else tuple(self.steps),
         )
+
+
+TokenEnds = Callable[["TokenIds", str, Sequence[int]], Sequence[int]]
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -154,6 +190,9 @@ def take_verdict(
                 failure = str(
                     invalid_return(step, what, "a finite number, or a reason in `failures`")
                 )
+        steps = verdict.steps[i] if verdict.steps is not None else None
+        if failure is None and steps is not None:
+            failure = _fault_of_steps(steps, rollout.messages[-1].content)
         if failure is None and not over[i] and not _are_messages(observation):
             failure = f"{observation!r} is no observation: a role and a content are expected"
         if failure is not None:
@@ -169,7 +208,19 @@ def take_verdict(
         rollout.stop_strings = rollout.stop_strings if stops is None else tuple(stops)
         rollout.answer = verdict.answers[i] if verdict.answers is not None else None
         rollout.note = verdict.notes[i] if verdict.notes is not None else None
+        if steps is not None:
+            rollout.steps, rollout.new_steps = rollout.steps or [], steps
         rollout.observation = observation
+
+
+def _fault_of_steps(steps: Sequence[StepReward], text: str) -> str | None:
+    ends = [step.end for step in steps]
+    limits = (0 if text else -1, *ends, len(text) + 1)
+    if any(one >= other for one, other in pairwise(limits)):
+        return f"the steps end at {ends}, in a message of {len(text)} characters"
+    if not all(np.isfinite(step.value) for step in steps):
+        return "the reward of a step is not finite"
+    return None
 
 
 def _are_messages(observation: Any) -> bool:
@@ -398,6 +449,12 @@ def copy_reward_to_duplicates(rollouts: Iterable[RolloutInProgress]) -> None:
             first = first_of.setdefault(tuple(rollout.messages), rollout)
             rollout.reward, rollout.components = first.reward, dict(first.components)
             rollout.note = first.note
+            if rollout.steps and first.steps and len(rollout.steps) == len(first.steps):
+                # Equal texts may have different tokens.
+                rollout.steps = [
+                    StepReward(own.end, one.value)
+                    for own, one in zip(rollout.steps, first.steps, strict=True)
+                ]
 
 
 class BatchBarrier:

@@ -77,6 +77,18 @@ class Chat(Protocol):
             tools: The functions that the prompt showed.
         """
 
+    def token_ends(self, turn_ids: TokenIds, text: str, ends: Sequence[int], /) -> list[int]:
+        """Return the number of a turn's tokens up to each of several places in its text.
+
+        Args:
+            turn_ids: The tokens of the turn, as the policy sampled them.
+            text: The text of the turn.
+            ends: Numbers of characters, in ascending order.
+
+        Raises:
+            DataError: The tokens do not spell the text.
+        """
+
 
 @dataclass(slots=True, kw_only=True)
 class _Batch:
@@ -444,6 +456,8 @@ class Rollouts:
         await self._judges.judge(
             context.environment, pending, context.batch.calls, num_groups=num_groups
         )
+        for _, rollout in pending:
+            rollout.place_steps(self.chat.token_ends)
 
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
         """Check that no environment failed on more than `max_failed_share` of its completions.
