@@ -467,7 +467,9 @@ def test_a_run_over_several_turns(tasksets, tmp_path):
     # and scored.
     assert figures["env/guess/metric/guesses"] > 2.0
     assert "train/rewards/found/mean" in figures
-    print(completions_of(tmp_path, 1)[0])
+    (said, *_) = completions_of(tmp_path, 1)
+    assert said["num_turns"] > 1
+    assert "[environment] A number, please. [policy]" in said["completion"]
 
 
 def test_a_run_with_tools_shows_them(tasksets, tmp_path):
