@@ -54,7 +54,7 @@ def load_taskset(
     try:
         runner = importlib.import_module("laurel.environments.verifiers_runner")
     except ModuleNotFoundError as error:
-        if error.name not in ("verifiers", "verifiers.v1"):
+        if error.name not in ("verifiers", "verifiers.v1", "httpx"):  # which comes with it
             raise
         raise MissingDependencyError.of(
             "verifiers", extra="verifiers", purpose=f"env.verifiers.{name}"
