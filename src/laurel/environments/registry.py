@@ -96,14 +96,27 @@ def row_sources(config: EnvironmentsConfig) -> dict[str, RowSource]:
 
         return taskset_rows(set_config, config.verifiers)
 
-    return {"reasoning_gym": reasoning_gym, "verifiers": verifiers}
+    def openenv(set_config: TaskSetConfig) -> MadeRows:
+        from laurel.environments.session_servers import open_openenv
+        from laurel.environments.sessions import session_rows
+
+        return session_rows(set_config, config.openenv, open_openenv, kind="openenv")
+
+    return {"reasoning_gym": reasoning_gym, "verifiers": verifiers, "openenv": openenv}
 
 
 def environment_names(config: EnvironmentsConfig) -> list[str]:
     """Return all names that `create_environment` knows."""
     return list(
         dict.fromkeys(
-            [*BUILT_IN, *config.verifiers, *config.composite, *config.custom, *_registered]
+            [
+                *BUILT_IN,
+                *config.verifiers,
+                *config.openenv,
+                *config.composite,
+                *config.custom,
+                *_registered,
+            ]
         )
     )
 
@@ -125,11 +138,12 @@ def create_environments(
     opening: ScorerPlacement | None = None,
     nodes: ClusterNodes | None = None,
     say: Callable[[str], None] | None = None,
+    max_turns: int | None = None,
 ) -> dict[str, Environment]:
     """Create the environments of these names; composites share their parts.
 
     `opening` places the processes of `reward_model`, and `nodes` run the programs of `code`; None
-    is this machine.
+    is this machine. `max_turns` are the policy's turns in a rollout.
 
     Raises:
         ConfigError: A name is unknown or ambiguous, or an environment cannot be created.
@@ -138,6 +152,7 @@ def create_environments(
         "custom": config.custom,
         "composite": config.composite,
         "verifiers": config.verifiers,
+        "openenv": config.openenv,
     }
     named: dict[str, str] = {}
     for section, own in sections.items():
@@ -179,7 +194,13 @@ def create_environments(
         if name in config.verifiers:
             from laurel.environments.verifiers import VerifiersEnvironment
 
-            return _checked(name, VerifiersEnvironment(name, config.verifiers[name]))
+            return _checked(
+                name, VerifiersEnvironment(name, config.verifiers[name], max_turns=max_turns)
+            )
+        if name in config.openenv:
+            from laurel.environments.session_servers import open_openenv
+
+            return _checked(name, open_openenv(name, config.openenv[name]))
         if name in config.composite:
             from laurel.environments.composite import CompositeEnvironment
 
@@ -238,7 +259,7 @@ def create_environments(
 
 
 def tools_of(name: str, config: EnvironmentsConfig) -> ToolSchemas:
-    """Return the functions that the prompts of an environment show, without starting it.
+    """Return the functions that the prompts of an environment show.
 
     Raises:
         ConfigError: A function cannot be imported or described.
@@ -247,6 +268,11 @@ def tools_of(name: str, config: EnvironmentsConfig) -> ToolSchemas:
         described = imported("laurel.environments.tool_environment.schemas_of", "env.tools")
         schemas: ToolSchemas = described(config.tools)
         return schemas
+    if name in config.verifiers:
+        from laurel.environments.verifiers import VerifiersEnvironment
+
+        with VerifiersEnvironment(name, config.verifiers[name]) as environment:
+            return environment.spec.tools
     parts = config.composite[name].parts if name in config.composite else ()
     return [tool for part in parts if part.env != name for tool in tools_of(part.env, config)]
 

@@ -1026,7 +1026,9 @@ def gpus_of_actor(
         ConfigError: The settings are invalid.
     """
     settings = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
-    is_elsewhere = scorer is not None or not settings.loaded or _has_ranks(settings)
+    sources = [settings, *(settings.models or ())]
+    is_loaded = bool(settings.loaded) or any(source.loads_judge for source in sources)
+    is_elsewhere = scorer is not None or not is_loaded or _has_ranks(settings)
     return float(device != "cpu" and not is_elsewhere)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from laurel.config.environments import (
+    LOADED_JUDGE_KEYS,
     AskingConfig,
     CodeEnvironmentConfig,
     FunctionConfig,
@@ -360,6 +361,8 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
         rewarding["reasoning_gym"] = True
     if config.env.verifiers:
         rewarding["verifiers"] = True
+    if config.env.openenv:
+        rewarding["openenv"] = True
     return policy_settings(
         config.policy,
         grpo=config.grpo.model_dump(mode="json", exclude=left_out),
@@ -370,11 +373,19 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
     )
 
 
+def _judge_keys_left_out(config: RewardModelEnvironmentConfig) -> tuple[str, ...]:
+    asking = ("urls", "backend", "vllm_cfg", "batch_tokens", *AskingConfig.model_fields)
+    if any(source.loads_judge for source in (config, *(config.models or ()))):
+        return asking
+    # The checkpoints of earlier versions, which only asked servers, do not have them.
+    return (*asking, *(key for key in LOADED_JUDGE_KEYS if key not in asking))
+
+
 def _scoring_keys(config: RewardModelEnvironmentConfig) -> dict[str, Any]:
     """Return the settings that affect scores, without addresses and time limits of servers."""
     one: dict[str, Any] = {
         **dict.fromkeys(("model_name", "checkpoint_path", "max_model_len", "tokenizer"), True),
-        "judge": _all_but(JudgeConfig, "urls", *AskingConfig.model_fields),
+        "judge": _all_but(JudgeConfig, *_judge_keys_left_out(config)),
         "function": _all_but(FunctionConfig, "timeout"),
     }
     if config.urls is not None:
