@@ -683,12 +683,17 @@ class ReasoningGymEnvironmentConfig(Section):
 
 
 class VerifiersEnvironmentConfig(Section):
-    """A taskset of verifiers: tasks that are answered in one turn, and their own rewards."""
+    """A taskset of verifiers, played by the package's own runner with the policy as its model."""
 
     id: str
     """The installed package (or module) of the taskset, as `verifiers` names it."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Settings of the taskset, e.g. `{num_tasks: 100}`; those of its tasks are under `task`."""
+    env: dict[str, Any] = Field(default_factory=dict)
+    """Settings of its environment (`--env.*` there), e.g. `{id: user-sim}`. One agent is the
+    policy, and each other one needs a `client` of its own."""
+    form: Literal["auto", "hermes", "llama"] = "auto"
+    """How the policy writes calls of tools, as `env.tools.form`."""
 
 
 class ScoreTransformConfig(Section):
