@@ -279,6 +279,11 @@ _MADE: dict[str, tuple[dict[str, str], str]] = {
         {"env.verifiers": "{verifiers: {id: PACKAGE}}"},
         "write the installed package of the taskset into env.verifiers.verifiers.id",
     ),
+    "openenv": (
+        {"env.openenv": "{openenv: {url: 'http://127.0.0.1:8000'}}", "data.max_samples": "100"},
+        "write the address of the server into env.openenv.openenv.url, and how many seeds make a "
+        "task into data.max_samples",
+    ),
 }
 """Settings for the sets that packages make, with what is to be done about them."""
 

@@ -96,14 +96,27 @@ def row_sources(config: EnvironmentsConfig) -> dict[str, RowSource]:
 
         return taskset_rows(set_config, config.verifiers)
 
-    return {"reasoning_gym": reasoning_gym, "verifiers": verifiers}
+    def openenv(set_config: TaskSetConfig) -> MadeRows:
+        from laurel.environments.session_servers import open_openenv
+        from laurel.environments.sessions import session_rows
+
+        return session_rows(set_config, config.openenv, open_openenv, kind="openenv")
+
+    return {"reasoning_gym": reasoning_gym, "verifiers": verifiers, "openenv": openenv}
 
 
 def environment_names(config: EnvironmentsConfig) -> list[str]:
     """Return all names that `create_environment` knows."""
     return list(
         dict.fromkeys(
-            [*BUILT_IN, *config.verifiers, *config.composite, *config.custom, *_registered]
+            [
+                *BUILT_IN,
+                *config.verifiers,
+                *config.openenv,
+                *config.composite,
+                *config.custom,
+                *_registered,
+            ]
         )
     )
 
@@ -139,6 +152,7 @@ def create_environments(
         "custom": config.custom,
         "composite": config.composite,
         "verifiers": config.verifiers,
+        "openenv": config.openenv,
     }
     named: dict[str, str] = {}
     for section, own in sections.items():
@@ -183,6 +197,10 @@ def create_environments(
             return _checked(
                 name, VerifiersEnvironment(name, config.verifiers[name], max_turns=max_turns)
             )
+        if name in config.openenv:
+            from laurel.environments.session_servers import open_openenv
+
+            return _checked(name, open_openenv(name, config.openenv[name]))
         if name in config.composite:
             from laurel.environments.composite import CompositeEnvironment
 
