@@ -742,6 +742,20 @@ class OpenEnvConfig(SessionsConfig):
     """The role of the message with the observation."""
 
 
+class OpenRewardConfig(SessionsConfig):
+    """A server of the Open Reward Standard, whose tools the policy calls."""
+
+    environment: str | None = None
+    """The environment on the server. Null: its first."""
+    split: str = "train"
+    """The split whose tasks become the rows."""
+    form: Literal["auto", "hermes", "llama"] = "auto"
+    """How calls are written, as in `env.tools.form`."""
+    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Name of the environment variable with the API key; never the key itself. Null: none, as for
+    a server of your own."""
+
+
 class ScoreTransformConfig(Section):
     """Changes of a reward model's scores before they are rewards, in this order."""
 
@@ -999,6 +1013,9 @@ class EnvironmentsConfig(Section):
     openenv: dict[str, OpenEnvConfig] = Field(default_factory=dict)
     """Servers of OpenEnv, by names of your own; `data.dataset_name: openenv` makes tasks with the
     one that `data.env_name` names."""
+    openreward: dict[str, OpenRewardConfig] = Field(default_factory=dict)
+    """Servers of the Open Reward Standard, by names of your own; `data.dataset_name: openreward`
+    reads the tasks of the one that `data.env_name` names."""
     composite: dict[str, CompositeEnvironmentConfig] = Field(default_factory=dict)
     """Combinations of the others, by names of your own."""
     custom: dict[str, NamedCall] = Field(default_factory=dict)
@@ -1013,16 +1030,22 @@ class EnvironmentsConfig(Section):
     def names(self) -> list[str]:
         """Return the names of all environments that a task may use."""
         built_in = ["math", "code", "reward_model", "tools", "reasoning_gym"]
-        return [*built_in, *self.verifiers, *self.openenv, *self.composite, *self.custom]
+        servers = (*self.openenv, *self.openreward)
+        return [*built_in, *self.verifiers, *servers, *self.composite, *self.custom]
 
     @model_validator(mode="after")
     def _sessions_end_in_time(self) -> EnvironmentsConfig:
-        for name, config in self.openenv.items():
-            for key in ("connect_patience", "step_timeout"):
-                if getattr(config, key) >= self.timeout_seconds:
-                    raise ValueError(
-                        f"openenv.{name}.{key}={getattr(config, key):g} has to be less than "
-                        f"timeout_seconds={self.timeout_seconds:g}, after which the completion "
-                        "has failed anyway"
-                    )
+        servers: dict[str, Mapping[str, SessionsConfig]] = {
+            "openenv": self.openenv,
+            "openreward": self.openreward,
+        }
+        for kind, named in servers.items():
+            for name, config in named.items():
+                for key in ("connect_patience", "step_timeout"):
+                    if getattr(config, key) >= self.timeout_seconds:
+                        raise ValueError(
+                            f"{kind}.{name}.{key}={getattr(config, key):g} has to be less than "
+                            f"timeout_seconds={self.timeout_seconds:g}, after which the completion "
+                            "has failed anyway"
+                        )
         return self

@@ -102,7 +102,18 @@ def row_sources(config: EnvironmentsConfig) -> dict[str, RowSource]:
 
         return session_rows(set_config, config.openenv, open_openenv, kind="openenv")
 
-    return {"reasoning_gym": reasoning_gym, "verifiers": verifiers, "openenv": openenv}
+    def openreward(set_config: TaskSetConfig) -> MadeRows:
+        from laurel.environments.session_servers import open_openreward
+        from laurel.environments.sessions import session_rows
+
+        return session_rows(set_config, config.openreward, open_openreward, kind="openreward")
+
+    return {
+        "reasoning_gym": reasoning_gym,
+        "verifiers": verifiers,
+        "openenv": openenv,
+        "openreward": openreward,
+    }
 
 
 def environment_names(config: EnvironmentsConfig) -> list[str]:
@@ -113,6 +124,7 @@ def environment_names(config: EnvironmentsConfig) -> list[str]:
                 *BUILT_IN,
                 *config.verifiers,
                 *config.openenv,
+                *config.openreward,
                 *config.composite,
                 *config.custom,
                 *_registered,
@@ -153,6 +165,7 @@ def create_environments(
         "composite": config.composite,
         "verifiers": config.verifiers,
         "openenv": config.openenv,
+        "openreward": config.openreward,
     }
     named: dict[str, str] = {}
     for section, own in sections.items():
@@ -201,6 +214,10 @@ def create_environments(
             from laurel.environments.session_servers import open_openenv
 
             return _checked(name, open_openenv(name, config.openenv[name]))
+        if name in config.openreward:
+            from laurel.environments.session_servers import open_openreward
+
+            return _checked(name, open_openreward(name, config.openreward[name]))
         if name in config.composite:
             from laurel.environments.composite import CompositeEnvironment
 
@@ -272,6 +289,11 @@ def tools_of(name: str, config: EnvironmentsConfig) -> ToolSchemas:
         from laurel.environments.verifiers import VerifiersEnvironment
 
         with VerifiersEnvironment(name, config.verifiers[name]) as environment:
+            return environment.spec.tools
+    if name in config.openreward:  # whose server alone knows them
+        from laurel.environments.session_servers import open_openreward
+
+        with open_openreward(name, config.openreward[name]) as environment:
             return environment.spec.tools
     parts = config.composite[name].parts if name in config.composite else ()
     return [tool for part in parts if part.env != name for tool in tools_of(part.env, config)]

@@ -1,18 +1,21 @@
 """The servers whose sessions `sessions` plays, each through the client of its own package.
 
-OpenEnv (`openenv-core` 0.3): an action from each message, an observation in return.
+OpenEnv (`openenv-core` 0.3): an action from each message, an observation in return. The Open Reward
+Standard (`openreward` 0.1): tools that the policy calls.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from laurel.config.environments import OpenEnvConfig
+from laurel.config.environments import OpenEnvConfig, OpenRewardConfig
 from laurel.data.sources import Row
 from laurel.environments.sessions import (
     ServerSession,
@@ -21,9 +24,12 @@ from laurel.environments.sessions import (
     SessionTurn,
 )
 from laurel.errors import ConfigError, EnvironmentFailedError, MissingDependencyError
+from laurel.models.tool_calls import FORMS, CallForm, MalformedCall, form_of
 from laurel.types import ToolSchemas
 
 _CODE = re.compile(r"\(code: (\w+)\)\s*$")
+_GONE_STATUS = frozenset({404, 410, 502, 503, 504})
+"""HTTP statuses that speak of a session or a server that is gone, not of an environment's error."""
 
 
 def _package(module: str, *, package: str, extra: str, where: str) -> ModuleType:
@@ -233,4 +239,206 @@ def open_openenv(name: str, config: OpenEnvConfig) -> SessionEnvironment:
         MissingDependencyError: The package is not installed.
     """
     server = OpenEnvServer(name, config)
+    return SessionEnvironment(server.where, server, config)
+
+
+# --------------------------------------------------------------------------------------------------
+# The Open Reward Standard.
+
+
+class OpenRewardServer:
+    """A server of the Open Reward Standard: tasks by split, and tools that the policy calls."""
+
+    key = "openreward"
+
+    def __init__(self, name: str, config: OpenRewardConfig) -> None:
+        """Import the client; nothing is asked for.
+
+        Raises:
+            ConfigError: The environment variable with the key is not set.
+            MissingDependencyError: The package is not installed.
+        """
+        self.where, self.config = f"env.openreward.{name}", config
+        self.tools: ToolSchemas = ()
+        self.form: CallForm | None = FORMS.get(config.form)
+        self.types = _package(
+            "openreward.api.environments.client",
+            package="openreward",
+            extra="openreward",
+            where=self.where,
+        )
+        self._errors: Any = importlib.import_module("openreward.api.errors")
+        self._http: Any = importlib.import_module("aiohttp")
+        self._key = "" if config.api_key_env is None else os.environ.get(config.api_key_env, "")
+        if config.api_key_env is not None and not self._key:
+            raise ConfigError(f"{self.where}: the variable {config.api_key_env} is not set")
+        self._api: Any = None
+        self._environment: Any = None
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Turn the errors of the client into those of sessions."""
+        gone = (
+            self._errors.SessionTerminatedError,
+            self._errors.TransportError,
+            self._http.ClientError,
+            ConnectionError,
+        )
+        try:
+            yield
+        except self._http.ClientResponseError as error:
+            kind = SessionLostError if error.status in _GONE_STATUS else EnvironmentFailedError
+            raise kind(f"HTTP {error.status}: {error.message}") from error
+        except self._errors.ToolFailed as error:
+            raise EnvironmentFailedError(f"a tool failed: {error}") from error
+        except gone as error:
+            raise SessionLostError(f"{type(error).__name__}: {error}") from error
+
+    async def reach(self) -> None:
+        """Read the tools that all tasks have in common."""
+        if self._api is None:  # its connections belong to the running loop
+            self._api = self.types.AsyncEnvironmentsAPI(self.config.url, self._key)
+            self._environment = self._api.get(
+                "environment", variant=self.config.environment, base_url=self.config.url
+            )
+        try:
+            with self.asking():
+                self.tools = self._schemas(await self._environment.list_tools())
+        except SessionLostError as error:
+            if getattr(error.__cause__, "status", None) != 404:
+                raise
+            named = self.config.environment
+            raise ConfigError(
+                f"{self.where}: {self.config.url} has no environment"
+                + (f" '{named}'" if named else "")
+                + f" of the Open Reward Standard ({error})"
+            ) from error
+
+    def _schemas(self, tools: Sequence[Any]) -> ToolSchemas:
+        return tuple(
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    # Without the titles, which repeat names.
+                    "parameters": self.types.sanitize_tool_schema(tool.input_schema, "anthropic")
+                    or {"type": "object", "properties": {}},
+                },
+            }
+            for tool in tools
+        )
+
+    async def open(self, task: Mapping[str, Any]) -> ServerSession:
+        """Begin a session for a task of the server."""
+        session, _ = await self._begun(task)
+        return _OpenRewardSession(session, self)
+
+    async def _begun(self, task: Mapping[str, Any]) -> tuple[Any, ToolSchemas]:
+        session = self._environment.session(task=self.types.Task(**task))
+        try:
+            with self.asking():
+                await session.__aenter__()
+                tools = self._schemas(await session.list_tools())
+        except BaseException:
+            await session.__aexit__(None, None, None)
+            raise
+        if tools != self.tools:
+            await session.__aexit__(None, None, None)
+            raise EnvironmentFailedError(
+                "the task has tools of its own, and here all tasks of a server show the same ones"
+            )
+        return session, tools
+
+    async def rows(self, limit: int | None) -> list[Row]:
+        """Read the tasks of the split, and the prompt of each from a session that is closed."""
+        with self.asking():
+            tasks = await self._environment.get_task_range(self.config.split, 0, limit)
+        rows: list[Row] = []
+        for one in tasks:
+            task = {**vars(one), "task_spec": dict(one.task_spec)}
+            session, _ = await self._begun(task)
+            try:
+                with self.asking():
+                    messages = await session.get_messages()
+            finally:
+                await session.__aexit__(None, None, None)
+            said = [{"role": m.role, "content": text_of_blocks(m.blocks)} for m in messages]
+            rows.append(
+                {"prompt": _prompt(self.config.system_prompt, said), "metadata": {self.key: task}}
+            )
+        return rows
+
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Choose the form of calls that the chat template writes, unless one is named."""
+        self.form = form_of(tokenizer, self.config.form)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        if self._api is not None:
+            await self._api.aclose()
+
+
+class _OpenRewardSession:
+    def __init__(self, session: Any, server: OpenRewardServer) -> None:
+        self._session, self._server = session, server
+
+    async def turn(self, message: str) -> SessionTurn:
+        server, said, rewards, refused = self._server, [], [], 0
+        calls = [] if server.form is None else server.form.read(message)
+        if not calls:
+            with server.asking():
+                if await self._session.terminal_tool() is None:
+                    # Nothing else would ever end it, and the policy chose not to call.
+                    return SessionTurn(reward=0.0, is_over=True)
+                final = await self._session.call_terminal_tool(message)
+            return SessionTurn(reward=final.reward, is_over=True)
+        is_over = False
+        for call in calls:
+            if isinstance(call, MalformedCall):
+                refused, text = refused + 1, f"Error: the call cannot be read: {call.problem}"
+            else:
+                try:
+                    with server.asking():
+                        output = await self._session.call_tool(call.name, dict(call.arguments))
+                except server._errors.ToolCallError as error:
+                    refused, text = refused + 1, f"Error: {error.detail}"
+                else:
+                    text = text_of_blocks(output.blocks)
+                    is_over = output.finished
+                    rewards += [] if output.reward is None else [float(output.reward)]
+            said.append({"role": "tool", "content": text})
+            if is_over:
+                break
+        return SessionTurn(
+            messages=tuple(said),
+            reward=sum(rewards) if rewards else None,
+            is_over=is_over,
+            num_refused=refused,
+        )
+
+    async def close(self) -> None:
+        await self._session.__aexit__(None, None, None)
+
+
+def text_of_blocks(blocks: Sequence[Any]) -> str:
+    """Return the text of content blocks.
+
+    Raises:
+        EnvironmentFailedError: There is something else among them, such as an image.
+    """
+    others = sorted({block.type for block in blocks} - {"text"})
+    if others:
+        raise EnvironmentFailedError(f"a message has a block of the type {others[0]}, not text")
+    return "\n".join(block.text for block in blocks)
+
+
+def open_openreward(name: str, config: OpenRewardConfig) -> SessionEnvironment:
+    """Make the environment `env.openreward.<name>`.
+
+    Raises:
+        ConfigError: The server does not answer, or cannot be used.
+        MissingDependencyError: The package is not installed.
+    """
+    server = OpenRewardServer(name, config)
     return SessionEnvironment(server.where, server, config)
