@@ -1,13 +1,22 @@
-"""A judge for tests: a real server on loopback that answers chat completions from a script."""
+"""Judges for tests: a real server on loopback that answers chat completions from a script, and a
+tiny model whose verdicts are read by log-probability."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+import tiny
+import tiny_tokenizers
 from fakes import WordScorer
 from laurel.config.environments import JudgeConfig
+from laurel.generation.transformers.engine import TransformersEngine
+from laurel.models.chat import ChatFormat
+from laurel.rewards.model_judge import ModelJudge
 from laurel.types import Message
 from reward_servers import Asked, Behaviour, RewardServer
 
@@ -66,3 +75,28 @@ def word_judge_config(server: RewardServer) -> JudgeConfig:
 def by_length(asked: Asked) -> str:
     """A verdict: the length of the response, 10 at most."""
     return f"Long words.\nScore: {min(10, len(response_in(asked)))}"
+
+
+def tiny_judge(*, weight: float = 1.0, poison: str = "") -> ModelJudge:
+    """A random model that is asked about single responses, its head multiplied by `weight` and the
+    token of one word made NaN."""
+    torch.set_num_threads(1)
+    tokenizer = tiny_tokenizers.chatml()
+    policy = tiny.tiny_policy("qwen3", vocab_size=len(tokenizer), max_position_embeddings=4096)
+    with torch.no_grad():
+        policy.head.weight.mul_(weight)
+        if poison:
+            (token,) = tokenizer(poison, add_special_tokens=False)["input_ids"]
+            policy.causal_lm.get_input_embeddings().weight[token] = math.nan
+    chat = ChatFormat(tokenizer)
+    config = JudgeConfig(
+        model="tiny",
+        read_out="log_probability",
+        words=("+", "-"),
+        batch_tokens=512,
+        # As a chat template that knows no tools.
+        template="{% for m in conversation %}{{ {}['no tools'] if m.role == 'tool' }}"
+        "{{ m.content }}{% endfor %} // {{ response }}",
+    )
+    engine = TransformersEngine(policy, tokenizer, end_ids=chat.end_ids)
+    return ModelJudge(config, engine, chat, max_length=4096)

@@ -24,6 +24,7 @@ from laurel.types import (
     Rollout,
     RolloutGroup,
     SamplingParams,
+    StepReward,
     Task,
     Weights,
     messages_of,
@@ -52,6 +53,9 @@ class ByteChat:
         self.histories.append(history)
         said = "".join(message["content"] for message in messages_of(observation))
         return ids_of(f"[{said}]>")
+
+    def token_ends(self, turn_ids: Any, text: str, ends: Sequence[int], /) -> list[int]:
+        return [len(turn_ids) if end >= len(text) else len(text[:end].encode()) for end in ends]
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class Judge(EnvironmentInterface):
     """Judges by a function of the latest answer and the metadata; remembers its calls.
 
     The verdict is a dictionary: `reward` (or `rewards`, named), `over`, `observation`, `stops`,
-    `metadata`, `failure`, `answer`, `note`.
+    `metadata`, `failure`, `answer`, `note`, `steps`.
     """
 
     def __init__(
@@ -151,6 +155,7 @@ class Judge(EnvironmentInterface):
         self.calls: list[list[str]] = []
         self.logs: list[Any] = []
         self.metadata: list[Any] = []
+        self.closed: list[Any] = []
         self.batches: list[Mapping[str, Any]] = []
 
     def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
@@ -176,7 +181,11 @@ class Judge(EnvironmentInterface):
             answers=[v.get("answer") for v in verdicts],
             failures=[v.get("failure") for v in verdicts],
             notes=[v.get("note") for v in verdicts],
+            steps=[v.get("steps") for v in verdicts],
         )
+
+    def close_conversations(self, metadata: Sequence[Any]) -> None:
+        self.closed += metadata
 
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
@@ -288,6 +297,23 @@ class Uneven(Matches):
         found = super().step(message_log_batch, metadata)
         sizes = [3e38 if str(m["ground_truth"]) == "2" else 1.0 for m in metadata]
         return found._replace(rewards=found.rewards * torch.tensor(sizes))
+
+
+class DigitSteps(Matches):
+    """Also rewards each character that is a digit, as the end of a step, and the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spec = replace(self.spec, gives_steps=True)
+
+    def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
+        given = super().step(message_log_batch, metadata)
+        steps = []
+        for log in message_log_batch:
+            text = log[-1]["content"]
+            ends = [i + 1 for i, c in enumerate(text[:-1]) if c.isdigit()]
+            steps.append([StepReward(end, len(text) / end) for end in (*ends, len(text)) if end])
+        return given._replace(steps=steps)
 
 
 class MathCopy(MathEnvironment):

@@ -106,7 +106,20 @@ class Environment(Protocol):
             message_log_batch: Whole conversations, the policy's latest message last.
             metadata: Metadata of each: the task's at first, then what the step before returned;
                 and the id of its group under `environments.interface.GROUP_ID`, by which
-                `group_ids` of the finished batch tells which task it was.
+                `group_ids` of the finished batch tells which task it was; and under
+                `CONVERSATION_ID` an id of its own, the same in all of its turns.
+        """
+
+    def close_conversations(self, metadata: Sequence[dict[str, Any] | None]) -> None:
+        """Free what is kept for conversations that ended before the environment ended them.
+
+        Called once for each conversation that `step` has seen and not terminated: it was cut off,
+        ran out of turns, failed, or its batch was discarded. Called in a thread, perhaps while a
+        `step` of the conversation that was given up still runs. An error becomes a warning.
+
+        Args:
+            metadata: Metadata of each, as its next `step` would get it. Some may be of
+                conversations that it has not seen, which it ignores.
         """
 
     def global_post_process_and_metrics(

@@ -432,11 +432,22 @@ class EnvironmentSpec:
     `end_batch` is called."""
     tools: ToolSchemas = ()
     """Functions that the policy may call, which its chat template shows in every prompt."""
+    gives_steps: bool = False
+    """Whether `EnvironmentReturn.steps` has the rewards of steps."""
 
     def __post_init__(self) -> None:
         if self.judges not in get_args(JudgingUnit):
             known = ", ".join(get_args(JudgingUnit))
             raise ValueError(f"EnvironmentSpec: judges={self.judges!r} must be one of {known}")
+
+
+class StepReward(NamedTuple):
+    """The reward of a step of an answer, for advantages per step."""
+
+    end: int
+    """Where the step ends: in `EnvironmentReturn` the number of characters of the conversation's
+    last message up to there, in `Rollout` the number of tokens of `ids_L`."""
+    value: float
 
 
 Observation = Mapping[str, str] | Sequence[Mapping[str, str]]
@@ -463,8 +474,8 @@ class _SixFields(NamedTuple):
 class EnvironmentReturn(_SixFields):
     """The results of an environment for a batch of conversations, in order.
 
-    It unpacks into the six fields that environments of NeMo RL return; `failures` and `notes` are
-    attributes beside them.
+    It unpacks into the six fields that environments of NeMo RL return; `failures`, `notes` and
+    `steps` are attributes beside them.
     """
 
     failures: list[str | None] | None = None
@@ -474,6 +485,11 @@ class EnvironmentReturn(_SixFields):
     notes: Sequence[Any] | None = None
     """Findings about each conversation that the environment gets back with the finished batch, as
     JSON values. Those of a conversation's last turn count.
+    """
+    steps: Sequence[Sequence[StepReward] | None] | None = None
+    """Rewards of the steps of each conversation's last message, in the order of their ends, where
+    the environment has any (`EnvironmentSpec.gives_steps`). They are no part of `rewards`. A step
+    that ends with the text ends with the turn: with the token that ends it.
     """
 
     def __new__(
@@ -486,21 +502,25 @@ class EnvironmentReturn(_SixFields):
         answers: list[str | None] | None = None,
         failures: list[str | None] | None = None,
         notes: Sequence[Any] | None = None,
+        steps: Sequence[Sequence[StepReward] | None] | None = None,
     ) -> EnvironmentReturn:
         """Make the six fields, and the attributes beside them."""
         made = super().__new__(
             cls, observations, metadata, next_stop_strings, rewards, terminateds, answers
         )
-        made.failures, made.notes = failures, notes
+        made.failures, made.notes, made.steps = failures, notes, steps
         return made
 
     def _replace(self, **changes: Any) -> EnvironmentReturn:
-        """Return a copy with fields replaced; `failures` and `notes` may be among them."""
-        fields = {**self._asdict(), "failures": self.failures, "notes": self.notes}
+        """Return a copy with fields replaced, or with attributes beside them replaced."""
+        beside = {"failures": self.failures, "notes": self.notes, "steps": self.steps}
+        fields = {**self._asdict(), **beside}
         return EnvironmentReturn(**(fields | changes))
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, failures={self.failures!r}, notes={self.notes!r})"
+        beside = {"failures": self.failures, "notes": self.notes, "steps": self.steps}
+        named = ", ".join(f"{name}={value!r}" for name, value in beside.items())
+        return f"{super().__repr__()[:-1]}, {named})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -536,6 +556,8 @@ class Rollout:
     answer: str | None = None
     note: Any = None
     """Finding of the environment, as in `EnvironmentReturn.notes`."""
+    steps: tuple[StepReward, ...] | None = None
+    """Rewards of its steps; None where the environment gives none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

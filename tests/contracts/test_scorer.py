@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 import scoring_groups
 from fakes import WordScorer
 from foreign_servers import FOREIGN, foreign_server
-from judges import word_judge, word_judge_config
+from judges import tiny_judge, word_judge, word_judge_config
 from laurel.config.environments import FunctionConfig
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.rewards.ensemble import EnsembleScorer, Member
 from laurel.rewards.function import FunctionScorer
 from laurel.rewards.judge import JudgeScorer
+from laurel.rewards.model_judge import ModelJudge
 from laurel.rewards.remote.http import HttpScorer
 from laurel.rewards.remote.router import Router
 from laurel.types import Completion, Group, Message, group_of
@@ -123,6 +124,7 @@ MAKERS = {
     "laurel over HTTP": served,
     **{f"{name} over HTTP": functools.partial(served_in, name) for name in FOREIGN},
     "judge": judged,
+    "judge by log-probability": tiny_judge,
     "function": called,
     "function in processes": functools.partial(called, 2),
     "ensemble": together,
@@ -189,7 +191,7 @@ def score(scorer, groups):
 def says_no_tokens(scorer):
     """Whether the server renders, and its protocol has no place for how long that became; or what
     scores reads no tokens at all."""
-    if isinstance(scorer, JudgeScorer | FunctionScorer):
+    if isinstance(scorer, JudgeScorer | ModelJudge | FunctionScorer):
         return True
     # Under load all requests may go to one of the two servers.
     return isinstance(scorer, Served) and any(

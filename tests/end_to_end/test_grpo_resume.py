@@ -110,6 +110,13 @@ MANNERS = {
         "grpo.max_staleness=1",
         CORRECTED,
     ],
+    "advantages per step, one step ahead": [
+        "grpo.adv_estimator.per_step=true",
+        "data.env_name=digits",
+        "+env.custom.digits.name=policy_fakes.DigitSteps",
+        "grpo.max_staleness=1",
+        CORRECTED,
+    ],
     "several updates": ["grpo.num_iterations=2", "policy.train_global_batch_size=6"],
     "dynamic sampling": [
         "grpo.use_dynamic_sampling=true",

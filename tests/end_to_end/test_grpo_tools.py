@@ -121,7 +121,7 @@ def test_calls_are_answered_in_messages_of_their_own(tmp_path, caller):
 
 def test_a_template_that_shows_no_tools_refuses_the_run(tmp_path):
     tasks(tmp_path)
-    with pytest.raises(ModelError, match=r"leaves out the tools of env.tools.functions.*hermes"):
+    with pytest.raises(ModelError, match=r"leaves out the tools of env\.tools, so.*hermes"):
         grpo(grpo_settings(tmp_path, None, *ROOM))
 
 

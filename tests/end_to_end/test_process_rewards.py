@@ -15,8 +15,9 @@ from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, DataError
 from laurel.models.scoring import ScoringRules
 from laurel.rewards.open import open_local
+from policy_runs import completions_of, grpo, grpo_settings, metrics_of
+from process_models import process_model, stepwise_rows
 from process_models import solutions as solutions_of
-from process_models import stepwise_rows
 from reward_models import small_model, write_model
 from runs import assert_equal_runs, series, settings, train, write_rows
 from serve_processes import Serving
@@ -273,3 +274,40 @@ def test_the_aggregate_is_the_reward_of_an_environment(run: Path) -> None:
     assert found.failures is not None
     assert found.failures[:2] == [None, None]
     assert "longer than 128 tokens" in str(found.failures[2])
+
+
+PER_STEP = "grpo.adv_estimator.per_step=true"
+
+
+def test_a_policy_learns_from_advantages_per_step(model: Path, tmp_path: Path) -> None:
+    # The policy writes \\boxed{1}: with this separator, in two steps.
+    write_model(process_model(separator="{"), tmp_path / "prm")
+    rewarded = (
+        "data.env_name=reward_model",
+        f"env.reward_model.model_name={tmp_path}/prm",
+        "env.reward_model.precision=float32",
+        "grpo.max_num_steps=2",
+    )
+    grpo(grpo_settings(tmp_path / "run", model, PER_STEP, *rewarded))
+    rows = completions_of(tmp_path / "run", 1)
+    assert any(len(row["step_rewards"]) > 1 for row in rows)
+    for row in rows:
+        assert row["reward"] == pytest.approx(min(row["step_rewards"]))
+        assert row["step_ends"][-1] == row["num_tokens"], "the token that ends the turn is its own"
+        assert row["step_ends"] == sorted(set(row["step_ends"]))
+        assert row["completion"].count("{") in (len(row["step_rewards"]) - 1, 0)
+    figures = metrics_of(tmp_path / "run")[1]
+    assert figures["train/steps/mean_per_completion"] > 1
+    assert figures["train/steps/share_without"] == 0
+    assert figures["train/advantages/std"] > 0
+    # The same first rollouts with the aggregate teach something else.
+    grpo(grpo_settings(tmp_path / "other", model, *rewarded))
+    assert [row["reward"] for row in completions_of(tmp_path / "other", 1)] == [
+        row["reward"] for row in rows
+    ]
+    assert metrics_of(tmp_path / "other")[1]["train/loss"] != figures["train/loss"]
+
+
+def test_an_environment_without_steps_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the environment math gives no rewards of steps"):
+        grpo(grpo_settings(tmp_path, None, PER_STEP))

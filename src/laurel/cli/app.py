@@ -175,7 +175,9 @@ class _PlainCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)  # the parser takes them out of its list
         try:
-            return super().parse_args(ctx, args)
+            left = super().parse_args(ctx, args)
+            _refuse_beside_judge(ctx)
+            return left
         except typer.BadParameter as error:
             error.message = _in_our_words(error)
             raise
@@ -211,6 +213,33 @@ class _PlainGroup(TyperGroup):
                 known = ", ".join(self.list_commands(ctx))
                 error.message = f"{said}{hint} Choose one of {known}"  # type: ignore[attr-defined]
             raise
+
+
+_NOT_OF_A_JUDGE = {
+    "model": "judge.model",
+    "precision": "judge.precision",
+    "max_length": "judge.max_model_len",
+    "batch_tokens": "judge.batch_tokens",
+    "settings": "judge.tokenizer",
+    "api_key_env": "judge.api_key_env",
+    "aggregate": "",
+    "compatibility": "",
+    "member": "",
+}
+"""Options about a reward model, and the keys of a file of `--judge` that take their place."""
+
+
+def _refuse_beside_judge(context: Any) -> None:
+    if context.params.get("judge") is None:
+        return
+    for name, key in _NOT_OF_A_JUDGE.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "--set" if name == "settings" else f"--{name.replace('_', '-')}"
+            hint = f"; the file sets {key}" if key else ""
+            raise typer.BadParameter(
+                f"{option} is about a reward model, and --judge names a judge{hint}"
+            )
 
 
 def _not_an_option(name: str, given: Sequence[str]) -> str:

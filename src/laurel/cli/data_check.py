@@ -586,7 +586,8 @@ def first_row(reading: Reading, model: str) -> FirstRow:
     if isinstance(row, Task):
         tools = tools_of(row.environment, config.env)
         if tools:
-            form_of(tokenizer, config.env.tools.form)
+            of_verifiers = config.env.verifiers.get(row.environment)
+            form_of(tokenizer, (of_verifiers or config.env.tools).form)
         ids_L = chat.prompt_ids(row.prompt, tools=tools)
         tokens = pieces_of(tokenizer, ids_L)
         most = policy.max_total_sequence_length

@@ -15,6 +15,7 @@ from laurel.cli.options import (
     ColumnKeys,
     ConfigOption,
     DeviceOption,
+    JudgeOption,
     MaxLengthOption,
     ModelOption,
     Overrides,
@@ -147,6 +148,7 @@ class NeededRowOptions(RowOptions):
 class ScoringOptions:
     """Options for how the model scores and where the result is written."""
 
+    judge: JudgeOption = None
     max_samples: Annotated[
         int | None, typer.Option(min=1, help="The most rows to score of each data set.")
     ] = None
@@ -459,11 +461,18 @@ def _request(
     from laurel.rewards.spec import ScorerSpec
     from laurel.run.evaluation.run import EvalScorer, EvaluationRequest
 
+    judge = None
+    if how.judge is not None:
+        from laurel.observe.console import message_console, say_on
+        from laurel.run.specs import read_judge
+
+        judge = read_judge(how.judge, say=say_on(message_console()))
     form = None
     if reproduces is not None:
         form = replace(FORMATS[reproduces], max_length=how.max_length or MAX_LENGTH)
     scorer = EvalScorer(
-        model=rows.model,
+        model=rows.model if judge is None else judge.model,
+        judge=judge,
         options=ScorerSpec(
             max_length=how.max_length,
             batch_tokens=how.batch_tokens,

@@ -25,6 +25,7 @@ from laurel.cli.options import (
     ColumnKeys,
     ConfigOption,
     DeviceOption,
+    JudgeOption,
     MaxLengthOption,
     ModelOption,
     Overrides,
@@ -216,6 +217,7 @@ def score_command(
     ] = "-",
     overrides: ColumnKeys = None,
     model: ModelOption = "",
+    judge: JudgeOption = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write JSON lines to this file.", metavar="FILE"),
@@ -257,6 +259,7 @@ def score_command(
     exit_code = run_score(
         file,
         model=model,
+        judge_file=judge,
         columns=columns,
         on_bad_row="skip" if is_skip else "error",
         output=output,
@@ -595,12 +598,12 @@ def report_command(
 
 # ------------------------------------------------------------------------------------ laurel data
 
-data_app = App(help="Examine data files before a run.", no_args_is_help=True)
+data_app = App(help="Examine and make data files before a run.", no_args_is_help=True)
 
 
 @data_app.callback()
 def data() -> None:
-    """Examine data files before a run."""
+    """Examine and make data files before a run."""
 
 
 @data_app.command("check")
@@ -636,6 +639,30 @@ def data_check(
     )
     if not is_usable:
         raise typer.Exit(2)
+
+
+@data_app.command("verdicts")
+def data_verdicts(
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE...", help="Preferences: files or hub names."),
+    ],
+    judge: JudgeOption = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The JSON lines to write.")
+    ] = Path("verdicts.jsonl"),
+    as_json: JsonOption = False,
+) -> None:
+    """Write verdicts that teach a judge, for laurel sft, from preferences.
+
+    The questions are those that the judge of --judge will be asked, so that training and scoring
+    cannot differ. Of a pair both positions are written (with compares), or both responses.
+
+    Example: laurel data verdicts pairs.jsonl --judge judge.yaml -o verdicts.jsonl
+    """
+    from laurel.cli.score import write_verdicts
+
+    write_verdicts(files, judge_file=judge, output=output, as_json=as_json)
 
 
 app.add_typer(sandbox_app, name="sandbox")

@@ -199,6 +199,15 @@ ModelOption = Annotated[
     str,
     typer.Option("--model", "-m", metavar="MODEL", help="The model: a directory or a hub name."),
 ]
+JudgeOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--judge",
+        metavar="FILE",
+        help="Score with a judge in place of a reward model: a YAML file with a section judge, as "
+        "in env.reward_model.judge.",
+    ),
+]
 MaxLengthOption = Annotated[
     int | None,
     typer.Option(

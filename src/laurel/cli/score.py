@@ -12,22 +12,24 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TextIO
 
 from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows
-from laurel.errors import DataError, counted, counted_that, if_interrupted
+from laurel.errors import ConfigError, DataError, counted, counted_that, if_interrupted
 from laurel.observe.console import make_console, message_console, print_scores, say_on
 from laurel.observe.files import check_output, replace_file
-from laurel.observe.json_output import json_stream, json_text
+from laurel.observe.json_output import json_stream, json_text, write_json
 from laurel.observe.progress import RowProgress
 from laurel.rewards.spec import Say, ScorerSpec
-from laurel.run.specs import asked_scorer, open_asked
+from laurel.run.specs import asked_scorer, open_asked, open_asked_judge, read_judge
 from laurel.types import Score
 
 if TYPE_CHECKING:
-    from laurel.rewards.scorer import LocalScorer
+    from laurel.types import Group
 
 CHUNK = 256
 """The number of rows that are read, scored and written at a time, which bounds the memory."""
 
 ScoredRows = Sequence[tuple[ScoringRow, tuple[Score, ...]]]
+Advance = Callable[[int, int], None]
+ScoreRows = Callable[["Sequence[Group]", Advance], "list[tuple[Score, ...]]"]
 Write = Callable[[ScoredRows], None]
 
 
@@ -35,6 +37,7 @@ def run_score(
     file: str,
     *,
     model: str,
+    judge_file: Path | None = None,
     columns: Mapping[str, str] | None = None,
     on_bad_row: Literal["error", "skip"] = "error",
     output: Path | None,
@@ -52,6 +55,7 @@ def run_score(
     Args:
         file: The rows, as `data.conversations` reads them; `-` is standard input.
         model: A directory or a hub name, as `rewards.spec.find_model` reads it.
+        judge_file: The file of a judge that scores in place of a model.
         columns: Keys of `data` and the names of their columns.
         on_bad_row: Whether a row that cannot be read is an error, or gets a failure for a score.
         output: The file that JSON lines are written to.
@@ -69,25 +73,34 @@ def run_score(
     """
     messages = message_console()
     say = say_on(messages)
-    spec = asked_scorer(model, options)
+    judge = None if judge_file is None else read_judge(judge_file, say=say)
+    spec = options if judge is not None else asked_scorer(model, options)
     # Before the model is loaded: that it cannot be written is known at once.
     if output is not None:
         check_output(output, read_from=file)
     rows, num_rows = _open_rows(file, columns or {}, on_bad_row, stdin, say)
-    scorer = open_asked(spec, settings, cpu_threads=cpu_threads, console=messages)
-    rules = scorer.contract.rules
-    tally = Tally(max_length=rules.max_length)
+    tally = Tally()
     with if_interrupted(lambda: tally.kept(output)), ExitStack() as stack:
-        write = _writer(
-            stack,
-            output,
-            as_json=as_json,
-            has_values=bool(rules.attributes) or rules.steps is not None,
-        )
+        has_values = False
+        score: ScoreRows
+        if judge is not None:
+            asked = stack.enter_context(
+                open_asked_judge(judge, options, messages, cpu_threads=cpu_threads)
+            )
+
+            def score(groups: Sequence[Group], _: Advance) -> list[tuple[Score, ...]]:
+                return asked.score_now(groups)
+
+        else:
+            scorer = open_asked(spec, settings, cpu_threads=cpu_threads, console=messages)
+            rules = scorer.contract.rules
+            has_values = bool(rules.attributes) or rules.steps is not None
+            tally.max_length, score = rules.max_length, scorer.score_now
+        write = _writer(stack, output, as_json=as_json, has_values=has_values)
         shares_screen = (as_json or output is None) and json_stream().isatty()
         progress = RowProgress(messages, num_rows, chunk=CHUNK, shares_screen=shares_screen)
         stack.enter_context(progress)
-        for scored in _scored(rows, scorer, progress):
+        for scored in _scored(rows, score, progress):
             tally.add(scored)
             write(scored)
     tally.report(say)
@@ -127,13 +140,13 @@ def _open_rows(
 
 
 def _scored(
-    rows: Iterable[ScoringRow], scorer: LocalScorer, progress: RowProgress
+    rows: Iterable[ScoringRow], score: ScoreRows, progress: RowProgress
 ) -> Iterator[ScoredRows]:
     iterator = iter(rows)
     while chunk := list(islice(iterator, CHUNK)):
         progress.show()
         groups = [row.group for row in chunk if row.problem is None]
-        scores = iter(scorer.score_now(groups, on_batch=progress.advance))
+        scores = iter(score(groups, progress.advance))
         progress.hide(done=len(chunk))
         yield [
             (row, next(scores))
@@ -193,7 +206,7 @@ def json_line(row: ScoringRow, scores: Sequence[Score], *, has_values: bool) -> 
 class Tally:
     """Counts scored rows, speed and problems for the summary at the end of `laurel score`."""
 
-    max_length: int
+    max_length: int = 0
     num_rows: int = 0
     num_completions: int = 0
     num_truncated: int = 0
@@ -246,3 +259,40 @@ class Tally:
                 f"FAILED  {counted(self.num_bad_rows, 'row')} could not be read; the first: "
                 f"{self.first_problem}"
             )
+
+
+# --------------------------------------------------------------------------------------------------
+# `laurel data verdicts`: what teaches a judge, in the words of its own prompt.
+
+
+def write_verdicts(
+    files: Sequence[str], *, judge_file: Path | None, output: Path, as_json: bool
+) -> None:
+    """Write the verdicts on preferences as conversations for `laurel sft`.
+
+    Raises:
+        UserError: A file, a row or the judge's section cannot be used.
+    """
+    if judge_file is None:
+        raise ConfigError("which questions? Name the file of the judge with --judge")
+    say = say_on(message_console())
+    judge = read_judge(judge_file, say=say)
+    for file in files:
+        check_output(output, read_from=file)
+    from laurel.evaluation.benchmarks import BenchmarkOptions, preference_rows
+    from laurel.rewards.judge import JudgePrompt, verdict_rows
+
+    prompt = JudgePrompt(judge, where="judge")
+    preferences = preference_rows(BenchmarkOptions(data=tuple(files)), say)
+    num_rows = 0
+    with replace_file(output) as stream:
+        for row in preferences:
+            try:
+                for line in verdict_rows(prompt, judge, row.group, row.ranks_G):
+                    stream.write(json_text(line, indent=None) + "\n")
+                    num_rows += 1
+            except DataError as error:
+                raise DataError(f"{row.source}: {error}") from error
+    say(f"wrote {counted(num_rows, 'verdict')} on {counted(len(preferences), 'row')} to {output}")
+    if as_json:
+        write_json({"file": output, "num_rows": len(preferences), "num_verdicts": num_rows})

@@ -237,26 +237,69 @@ class AskingConfig(Section):
         return self
 
 
+class ScoringVllmConfig(Section):
+    """vLLM's own settings, for a reward model."""
+
+    foreign_keys: ClassVar[frozenset[str]] = foreign("VllmConfig", "ScoringVllmConfig")
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that the model is spread over."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, lt=1)
+    """Share of a GPU's memory that it may take."""
+
+
 class JudgeConfig(AskingConfig):
-    """A language model that is asked for a score, at an OpenAI-compatible endpoint.
+    """A language model that is asked for a verdict: at an OpenAI-compatible endpoint, or here.
 
     What it is shown was written by the policy, which learns to persuade it. The default template
     puts the response between marks that the policy cannot write; a template of your own should too.
     """
 
-    urls: list[str] = Field(min_length=1)
-    """Servers of the same judge; `/v1/chat/completions` is added if it is missing."""
+    urls: list[str] | None = Field(default=None, min_length=1)
+    """Servers of the same judge; `/v1/chat/completions` is added if it is missing. Null: this
+    process loads the judge."""
     model: str
-    """What the servers call it."""
+    """What the servers call it; without `urls` its directory, a directory of checkpoints, or its
+    hub name."""
+    backend: Literal["transformers", "vllm"] = "transformers"
+    """The engine of a judge that this process loads. Default: it needs no other package."""
+    vllm_cfg: ScoringVllmConfig = ScoringVllmConfig()
+    """Settings of `backend: vllm`."""
+    precision: Precision = "bfloat16"
+    """Dtype of the weights of a judge that is loaded; its log-probabilities are float32. Default:
+    half the memory."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Most tokens of question and verdict of a judge that is loaded; null is 8192, or the model's
+    positions if fewer. A longer question fails; it is never truncated."""
+    batch_tokens: int = Field(default=8192, ge=1)
+    """Token budget of one forward pass by log-probability with `backend: transformers`."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """Of a judge that is loaded: chat template and its variables. Null names are the model's."""
+    read_out: Literal["written", "log_probability"] = "written"
+    """`written`: the judge writes a reply, in which the verdict stands. `log_probability` (without
+    `urls`): it writes nothing, and the verdict is the probability of the first of `words`, as
+    P(first) / (P(first) + P(second)) (Zhang et al. 2024, arXiv 2408.15240)."""
+    compares: bool = False
+    """Ask which of two completions of a prompt is better, in both positions, without `urls`. The
+    score of a completion is its mean probability to win against the others: of G completions there
+    are G(G-1) questions."""
+    max_opponents: int | None = Field(default=None, ge=2)
+    """With `compares`: most others that a completion is compared with, in a ring; an even number.
+    Null: all."""
+    words: tuple[str, str] | None = None
+    """The two verdicts, for the better (or first) response and for the worse (or second). Null:
+    `A` and `B` with `compares`, otherwise `Yes` and `No`."""
     template: str | None = None
     """Jinja2 text of the question. It may use `prompt` (text of the last user message),
     `response`, `conversation` (messages with `role` and `content`, the response left out),
-    `ground_truth` (none where the task has none) and `mark` (a word that the response does not
-    hold). Null asks for a score from 0 to 10."""
+    `ground_truth` (none where the task has none), `mark` (a word that no response holds), and
+    with `compares` also `other_response`; `words` are the verdicts. Null asks for a score from
+    `lowest` to `highest`, for one of `words`, or for the better response."""
     system: str | None = None
     """A system message, as it is."""
     score_pattern: str = SCORE_PATTERN
-    """Regular expression with one group, the number; unused with `score_key`."""
+    """Regular expression with one group, the number; unused with `score_key`. With `compares` the
+    verdict is one of `words` in double brackets: `[[A]]`."""
     score_key: str | None = None
     """Key of the number in a JSON object of the reply."""
     which: Literal["last", "first"] = "last"
@@ -273,7 +316,7 @@ class JudgeConfig(AskingConfig):
     temperature: float = Field(default=0.0, ge=0)
     """Of the replies."""
     seed: int | None = 0
-    """Of the first reply, and one more with each; null: the server's."""
+    """Of the first reply, and one more with each; null (with `urls`): the server's."""
     max_tokens: int = Field(default=1024, ge=1)
     """Of one reply. One that is cut off has no score."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
@@ -285,7 +328,18 @@ class JudgeConfig(AskingConfig):
 
     @model_validator(mode="after")
     def _can_judge(self) -> JudgeConfig:
-        checked_urls(self.urls)
+        if self.urls is not None:
+            checked_urls(self.urls)
+        self._refuse_unused()
+        if self.words is not None and (
+            not all(word.strip() for word in self.words) or len(set(self.words)) < 2
+        ):
+            raise ValueError(f"words={list(self.words)}: name two words that differ")
+        if self.max_opponents is not None and self.max_opponents % 2:
+            raise ValueError(
+                f"max_opponents={self.max_opponents} must be even: half of them follow a "
+                "completion in the ring, and half come before it"
+            )
         try:
             groups = re.compile(self.score_pattern).groups
         except re.error as error:
@@ -307,7 +361,8 @@ class JudgeConfig(AskingConfig):
         low, high = self.lowest, self.highest
         if low is not None and high is not None and low >= high:
             raise ValueError(f"lowest={self.lowest} must be below highest={self.highest}")
-        if self.template is None and None in (self.lowest, self.highest):
+        asks_for_number = not self.compares and self.read_out == "written"
+        if asks_for_number and self.template is None and None in (self.lowest, self.highest):
             raise ValueError(
                 "template=null asks for a score from lowest to highest, and one of them is null; "
                 "give both, or a template"
@@ -316,6 +371,66 @@ class JudgeConfig(AskingConfig):
         if taken:
             raise ValueError(f"extra_body must not hold {', '.join(taken)}: Laurel writes that")
         return self
+
+    def _refuse_unused(self) -> None:
+        """Raise an error for a key that would have no effect beside the others."""
+        found: list[tuple[str, Sequence[str]]] = [
+            (
+                "is for a judge that this process loads; leave it out, or take urls out",
+                LOADED_JUDGE_KEYS,
+            )
+            if self.urls is not None
+            else ("says how urls are asked, and there are none", _ASKED)
+        ]
+        if self.read_out == "log_probability":
+            found.append(("is for replies, and read_out=log_probability writes none", _WRITTEN))
+        elif self.compares:
+            found.append(
+                ("is for a score, and compares=true asks which response is better", _SCORE)
+            )
+        else:
+            found.append(("is for read_out=log_probability or compares=true", ("words",)))
+        if not self.compares:
+            found.append(("is for compares=true", ("max_opponents",)))
+        if self.backend != "vllm":
+            found.append(("is for backend=vllm", ("vllm_cfg",)))
+        else:
+            found.append(("is for backend=transformers", ("batch_tokens",)))
+        for why, keys in found:
+            for key in keys:
+                field = JudgeConfig.model_fields[key]
+                if getattr(self, key) != field.get_default(call_default_factory=True):
+                    raise ValueError(f"{key} {why}")
+        if self.urls is None and self.seed is None:
+            raise ValueError("seed=null is the server's own, and there are no urls: give a number")
+
+    @property
+    def verdict_words(self) -> tuple[str, str]:
+        """The verdicts for the better (or first) response, and for the worse (or second)."""
+        return self.words or (("A", "B") if self.compares else ("Yes", "No"))
+
+
+LOADED_JUDGE_KEYS = (
+    *("backend", "vllm_cfg", "precision", "max_model_len", "batch_tokens", "tokenizer"),
+    *("read_out", "compares", "words", "max_opponents"),
+)
+"""The keys of `judge` without effect on one that is asked at `urls`."""
+_ASKED = (
+    *("api_key_env", "request_timeout", "attempt_timeout", "hedge", "connect_patience"),
+    "extra_body",
+)
+_SCORE = ("score_pattern", "score_key", "lowest", "highest")
+_WRITTEN = (
+    *_SCORE,
+    *("which", "num_samples", "min_samples", "temperature", "seed", "max_tokens"),
+)
+
+
+class JudgeFile(Section):
+    """A file that says which judge scores, for commands that take `--judge`."""
+
+    judge: JudgeConfig
+    """The judge, as in `env.reward_model.judge`."""
 
 
 class FunctionConfig(Section):
@@ -480,6 +595,11 @@ class ScorerSource(AskingConfig):
         return self.urls is None and self.judge is None and self.function is None
 
     @property
+    def loads_judge(self) -> bool:
+        """Report whether this run loads a judge, which no server holds."""
+        return self.judge is not None and self.judge.urls is None
+
+    @property
     def uses_workers(self) -> bool:
         """Report whether this run needs workers: to render conversations, or to call a function.
 
@@ -492,7 +612,8 @@ class ScorerSource(AskingConfig):
     @property
     def judges_groups(self) -> bool:
         """Report whether all completions of a prompt must be scored in one call."""
-        return self.function is not None and self.function.group
+        compares = self.judge is not None and self.judge.compares
+        return compares or (self.function is not None and self.function.group)
 
 
 class EnsemblePart(ScorerSource):
@@ -562,12 +683,17 @@ class ReasoningGymEnvironmentConfig(Section):
 
 
 class VerifiersEnvironmentConfig(Section):
-    """A taskset of verifiers: tasks that are answered in one turn, and their own rewards."""
+    """A taskset of verifiers, played by the package's own runner with the policy as its model."""
 
     id: str
     """The installed package (or module) of the taskset, as `verifiers` names it."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Settings of the taskset, e.g. `{num_tasks: 100}`; those of its tasks are under `task`."""
+    env: dict[str, Any] = Field(default_factory=dict)
+    """Settings of its environment (`--env.*` there), e.g. `{id: user-sim}`. One agent is the
+    policy, and each other one needs a `client` of its own."""
+    form: Literal["auto", "hermes", "llama"] = "auto"
+    """How the policy writes calls of tools, as `env.tools.form`."""
 
 
 class ScoreTransformConfig(Section):
@@ -603,17 +729,6 @@ class ResourcesConfig(Section):
     """Slots reserved on each node."""
     num_nodes: int | None = Field(default=None, ge=1)
     """Nodes with reserved slots."""
-
-
-class ScoringVllmConfig(Section):
-    """vLLM's own settings, for a reward model."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("VllmConfig", "ScoringVllmConfig")
-
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs that the model is spread over."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, lt=1)
-    """Share of a GPU's memory that it may take."""
 
 
 class ScoringGenerationConfig(Section):
@@ -673,6 +788,11 @@ class RewardModelEnvironmentConfig(ScorerSource):
             raise ValueError(f"combine={self.combine} is for several models, and there are none")
         elif self.enabled and not self._sources():
             raise ValueError("model_name is missing: which reward model?")
+        if self.transform.subtract_reference and self.judge is not None and self.judge.compares:
+            raise ValueError(
+                "judge.compares: a judge that compares has no score for a reference answer alone; "
+                "take transform.subtract_reference out"
+            )
         if self.combine != "mean_minus_std" and self.uncertainty_penalty != 1.0:
             raise ValueError("uncertainty_penalty is for combine=mean_minus_std; leave it out")
         if self.num_replicas > 1 and not self.loads_model:

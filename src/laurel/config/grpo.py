@@ -341,6 +341,10 @@ class AdvantageConfig(Section):
     reward_weights: list[float] | None = None
     """GDPO: one for each component, in alphabetical order of their names. Default: all components
     weigh alike."""
+    per_step: bool = False
+    """Compare the steps of completions, which a process reward model rewards, instead of their
+    aggregates: each token gets the sum over the steps that end with it or later
+    (docs/process_rewards.md). Default: most environments give one reward for a completion."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -608,6 +612,8 @@ class GRPOConfig(Section):
                 "adv_estimator.minus_baseline=false is read by "
                 f"adv_estimator.name=reinforce_plus_plus, not by {given.name}; leave it out"
             )
+        if given.per_step:
+            self._steps_can_be_compared()
         if given.leave_one_out_std and not self.leaves_one_out:
             raise ValueError(
                 "adv_estimator.leave_one_out_std=true is read where each sample is compared with "
@@ -615,6 +621,25 @@ class GRPOConfig(Section):
                 "leave it out"
             )
         return self
+
+    def _steps_can_be_compared(self) -> None:
+        given = self.adv_estimator
+        if given.name != "grpo":
+            raise ValueError(
+                "adv_estimator.per_step=true compares the steps of a group with each other, and "
+                f"adv_estimator.name={given.name} compares completions; use name=grpo"
+            )
+        if given.leave_one_out_std:
+            raise ValueError(
+                "adv_estimator.per_step=true divides by one standard deviation for the steps of a "
+                "group; leave leave_one_out_std out"
+            )
+        for name in ("reward_scaling", "reward_shaping"):
+            if getattr(self, name).enabled:
+                raise ValueError(
+                    f"adv_estimator.per_step=true reads the rewards of steps, and {name} changes "
+                    "those of completions; turn it off (env.reward_model.transform changes both)"
+                )
 
     @property
     def num_epochs(self) -> int:
@@ -701,6 +726,17 @@ class GRPORun(Section):
             raise ValueError(
                 "loss_fn.use_kl_in_reward changes the total of the reward, and "
                 "grpo.adv_estimator.name=gdpo compares its components; use one of them"
+            )
+        if grpo.adv_estimator.per_step and self.loss_fn.use_kl_in_reward:
+            raise ValueError(
+                "loss_fn.use_kl_in_reward changes the rewards of completions, and "
+                "grpo.adv_estimator.per_step=true reads those of steps; use one of them"
+            )
+        if grpo.adv_estimator.per_step and self.loss_fn.sequence_level_importance_ratios:
+            raise ValueError(
+                "loss_fn.sequence_level_importance_ratios gives all tokens of a completion the "
+                "same weight in the gradient, so grpo.adv_estimator.per_step=true would have no "
+                "effect on which of them are learned; use one of them"
             )
         longest = policy.generation.max_new_tokens
         if longest is not None and longest > policy.max_total_sequence_length:

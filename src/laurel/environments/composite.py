@@ -13,13 +13,14 @@ from torch import Tensor
 
 from laurel.config.environments import CompositeEnvironmentConfig
 from laurel.environments.interface import (
-    GROUP_ID,
+    IDS,
     EnvironmentInterface,
     EnvironmentReturn,
     EnvironmentSpec,
     RejectedTask,
     batch_figures,
     checked_return,
+    close_quietly,
     mean_of,
     numbers,
     settings_of,
@@ -118,6 +119,10 @@ class CompositeEnvironment(EnvironmentInterface):
         rewards_B = [_sum_up(one, totals, failed, index) for index, one in enumerate(metadata)]
         deciding = returns.values() if self._conductor is None else [returns[self._conductor]]
         terminateds = torch.stack([one.terminateds.bool() for one in deciding]).any(dim=0)
+        for name, one in returns.items():
+            left = (terminateds & ~one.terminateds.bool()).nonzero().flatten().tolist()
+            own = [{**(one.metadata[i] or {}), **_ids(metadata[i])} for i in left]
+            close_quietly(self._environments[name], own)
         return EnvironmentReturn(
             observations=[
                 {"role": "environment", "content": join_observations(returns, index)}
@@ -149,6 +154,11 @@ class CompositeEnvironment(EnvironmentInterface):
                 for index, one in enumerate(rewards_B)
             ],
         )
+
+    def close_conversations(self, metadata: Sequence[dict[str, Any] | None]) -> None:
+        """Tell every part that these conversations have ended."""
+        for name, environment in self._environments.items():
+            close_quietly(environment, [_own(one, name) for one in metadata])
 
     def _ask_all(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
@@ -324,7 +334,12 @@ def _own(metadata: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
     if metadata is None or OF_PARTS not in metadata:
         return metadata
     own: dict[str, Any] | None = metadata[OF_PARTS][name]
-    return {**(own or {}), GROUP_ID: metadata[GROUP_ID]} if GROUP_ID in metadata else own
+    ids = _ids(metadata)
+    return {**(own or {}), **ids} if ids else own
+
+
+def _ids(metadata: dict[str, Any] | None) -> dict[str, Any]:
+    return {key: value for key, value in (metadata or {}).items() if key in IDS}
 
 
 def _sum_up(

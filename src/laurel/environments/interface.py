@@ -24,8 +24,8 @@ from laurel.config.load import check_tree
 from laurel.config.schema_info import with_defaults
 from laurel.config.yaml_tree import Section, graft
 from laurel.errors import ConfigError, EnvironmentFailedError
-from laurel.observe.hub import line_of
-from laurel.protocols import MessageLog
+from laurel.observe.hub import error_with_line, line_of
+from laurel.protocols import Environment, MessageLog
 from laurel.types import EnvironmentReturn, EnvironmentSpec, RejectedTask, Task
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ __all__ = [
     "RejectedTask",
     "accuracy_figures",
     "batch_figures",
+    "close_quietly",
     "mean_of",
     "numbers",
     "pass_at_k",
@@ -55,6 +56,9 @@ GROUP_ID = "laurel_group_id"
 """The metadata key of the id of a conversation's group, which `batch["group_ids"]` has in the
 finished batch.
 """
+CONVERSATION_ID = "laurel_conversation_id"
+"""The metadata key of a conversation's own id, which no other conversation ever has."""
+IDS = (GROUP_ID, CONVERSATION_ID)
 
 
 class EnvironmentInterface(ABC):
@@ -77,6 +81,11 @@ class EnvironmentInterface(ABC):
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
         """Score conversations, as `protocols.Environment.step` describes."""
+
+    def close_conversations(  # noqa: B027  most keep nothing
+        self, metadata: Sequence[dict[str, Any] | None]
+    ) -> None:
+        """Free what is kept for conversations that it has not ended, as in `Environment`."""
 
     @abstractmethod
     def global_post_process_and_metrics(
@@ -150,6 +159,25 @@ class EnvironmentInterface(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+def close_quietly(environment: Environment, metadata: Sequence[dict[str, Any] | None]) -> None:
+    """Call `close_conversations`; its error becomes a warning, since the rewards are not at fault.
+
+    Args:
+        environment: The environment, or a part of a composite.
+        metadata: Metadata of the conversations; without any there is no call.
+    """
+    try:
+        if metadata:
+            environment.close_conversations(metadata)
+    except Exception as error:  # an environment's own code: anything can come out of it
+        logging.getLogger(__name__).warning(
+            "%s has not closed %d conversations: %s",
+            method_name(environment.close_conversations),
+            len(metadata),
+            error_with_line(error),
+        )
 
 
 def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -> S:
@@ -273,7 +301,7 @@ class Memory(Generic[T]):
 # the file and the line of the one that returned something else.
 
 FIELDS = ("observations", "metadata", "next_stop_strings")
-MAY_MISS = ("answers", "failures", "notes")
+MAY_MISS = ("answers", "failures", "notes", "steps")
 
 
 def source_of(called: Callable[..., Any]) -> tuple[str, int] | None:

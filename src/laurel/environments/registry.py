@@ -48,7 +48,14 @@ _NEEDED = ("step", "global_post_process_and_metrics")
 # Methods that an environment with a state defines, and one without does not.
 _STATE = ("state_dict", "load_state_dict", "end_batch")
 # Methods that are only called on environments that derive from the interface.
-_OF_INTERFACE = (*_STATE, "noise_floor", "validate", "use_tokenizer", "resting")
+_OF_INTERFACE = (
+    *_STATE,
+    "close_conversations",
+    "noise_floor",
+    "validate",
+    "use_tokenizer",
+    "resting",
+)
 # Attributes that were read before environments had a spec.
 _REPLACED_BY_SPEC = ("judges", "stop_strings", "take_notes")
 _registered: dict[str, str] = {}
@@ -118,11 +125,12 @@ def create_environments(
     opening: ScorerPlacement | None = None,
     nodes: ClusterNodes | None = None,
     say: Callable[[str], None] | None = None,
+    max_turns: int | None = None,
 ) -> dict[str, Environment]:
     """Create the environments of these names; composites share their parts.
 
     `opening` places the processes of `reward_model`, and `nodes` run the programs of `code`; None
-    is this machine.
+    is this machine. `max_turns` are the policy's turns in a rollout.
 
     Raises:
         ConfigError: A name is unknown or ambiguous, or an environment cannot be created.
@@ -172,7 +180,9 @@ def create_environments(
         if name in config.verifiers:
             from laurel.environments.verifiers import VerifiersEnvironment
 
-            return _checked(name, VerifiersEnvironment(name, config.verifiers[name]))
+            return _checked(
+                name, VerifiersEnvironment(name, config.verifiers[name], max_turns=max_turns)
+            )
         if name in config.composite:
             from laurel.environments.composite import CompositeEnvironment
 
@@ -231,7 +241,7 @@ def create_environments(
 
 
 def tools_of(name: str, config: EnvironmentsConfig) -> ToolSchemas:
-    """Return the functions that the prompts of an environment show, without starting it.
+    """Return the functions that the prompts of an environment show.
 
     Raises:
         ConfigError: A function cannot be imported or described.
@@ -240,6 +250,11 @@ def tools_of(name: str, config: EnvironmentsConfig) -> ToolSchemas:
         described = imported("laurel.environments.tool_environment.schemas_of", "env.tools")
         schemas: ToolSchemas = described(config.tools)
         return schemas
+    if name in config.verifiers:
+        from laurel.environments.verifiers import VerifiersEnvironment
+
+        with VerifiersEnvironment(name, config.verifiers[name]) as environment:
+            return environment.spec.tools
     parts = config.composite[name].parts if name in config.composite else ()
     return [tool for part in parts if part.env != name for tool in tools_of(part.env, config)]
 

@@ -24,7 +24,7 @@ from laurel.config.environments import (
 from laurel.config.policy import DTensorConfig
 from laurel.data.forest import to_padded
 from laurel.environments.interface import (
-    GROUP_ID,
+    IDS,
     EnvironmentInterface,
     EnvironmentSpec,
     RejectedTask,
@@ -43,6 +43,7 @@ from laurel.errors import (
 from laurel.generation.vllm.pooling import PoolingOptions
 from laurel.generation.vllm.settings import check_has_vllm
 from laurel.models.parallel.mesh import ParallelShape
+from laurel.models.scoring import StepRules, step_ends
 from laurel.models.spec import ModelSpec
 from laurel.protocols import MessageLog, Scorer
 from laurel.rewards.blocking import BlockingScorer
@@ -67,6 +68,7 @@ from laurel.types import (
     JudgingUnit,
     Message,
     Score,
+    StepReward,
     Task,
     group_of,
 )
@@ -131,6 +133,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         self._scorer: ModelScorer | BlockingScorer | None = None
         self.config = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
         stored: tuple[float | None, float | None] = (None, None)
+        steps: StepRules | None = None
         if isinstance(scorer, ModelScorer):
             stored = scorer.contract.rules.mean, scorer.contract.rules.std
         if scorer is not None:
@@ -155,7 +158,16 @@ class RewardModelEnvironment(EnvironmentInterface):
             # Unmerged requests depend on nothing else: the same run gives the same scores, bit
             # for bit, and in parts a prompt is not computed for each of its completions.
             judges = "completion" if merges(scorer) else "part"
-        self.spec = EnvironmentSpec(judges=judges, noise_floor=None, has_state=True)
+        # The steps of an answer and those of its reference do not belong together.
+        if isinstance(scorer, ModelScorer) and not self.config.transform.subtract_reference:
+            steps = scorer.contract.rules.steps
+        self._separator = None if steps is None else steps.separator
+        self.spec = EnvironmentSpec(
+            judges=judges,
+            noise_floor=None,
+            has_state=True,
+            gives_steps=self._separator is not None,
+        )
         self._noise_probe = NoiseProbe()
         self._noise: float | None = getattr(scorer, "noise", None)
         self._lock = threading.Lock()
@@ -254,6 +266,7 @@ class RewardModelEnvironment(EnvironmentInterface):
                 )
                 for case in cases
             ],
+            steps=None if self._separator is None else [case.steps for case in cases],
         )
 
     def _judge(
@@ -262,7 +275,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         cases = [read_case(log) for log in message_logs]
         for case, info in zip(cases, infos, strict=True):
             # The group's id must not make equal metadata differ.
-            case.info = {key: value for key, value in (info or {}).items() if key != GROUP_ID}
+            case.info = {key: value for key, value in (info or {}).items() if key not in IDS}
             if self.config.transform.subtract_reference:
                 case.add_reference(info)
         readable = [case for case in cases if case.failure is None]
@@ -287,9 +300,22 @@ class RewardModelEnvironment(EnvironmentInterface):
         for case, reward in zip(whole, rewards, strict=True):
             if abs(reward) <= torch.finfo(torch.float32).max:
                 case.reward = reward
+                self._add_steps(case)
             else:
                 case.failure = "the reward is not finite"
         return cases
+
+    def _add_steps(self, case: Case) -> None:
+        if self._separator is None:
+            return
+        answer = case.conversation[-1].content
+        # As the contract reads them: the last step goes on to the end.
+        ends = [*step_ends(answer, self._separator)[:-1], len(answer)]
+        if len(ends) != len(case.values):
+            case.failure = f"the scorer gave {len(case.values)} values for {len(ends)} steps"
+            return
+        rewards = self.transform.rewards(case.values)
+        case.steps = tuple(map(StepReward, ends, rewards))
 
     def scores(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """Return the model's raw scores of groups, before they are transformed into rewards."""
@@ -461,6 +487,9 @@ class Case:
     reference_score: float = math.nan
     truncated: bool = False
     reward: float = math.nan
+    values: tuple[float, ...] = ()
+    """The outputs of the scorer: of a process reward model, the values of the steps."""
+    steps: tuple[StepReward, ...] | None = None
 
     def add_reference(self, info: Mapping[str, Any] | None) -> None:
         """Set the reference answer from a task's metadata; without one the case fails."""
@@ -563,7 +592,7 @@ def score_cases(
         if found.value is None:
             case.failure = found.failure or "no score"
             continue
-        case.score = found.value
+        case.score, case.values = found.value, found.values_K
         if reference is not None:
             given = scores[reference[0]][reference[1]]
             if given.value is None:
@@ -997,7 +1026,9 @@ def gpus_of_actor(
         ConfigError: The settings are invalid.
     """
     settings = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
-    is_elsewhere = scorer is not None or not settings.loaded or _has_ranks(settings)
+    sources = [settings, *(settings.models or ())]
+    is_loaded = bool(settings.loaded) or any(source.loads_judge for source in sources)
+    is_elsewhere = scorer is not None or not is_loaded or _has_ranks(settings)
     return float(device != "cpu" and not is_elsewhere)
 
 

@@ -1,18 +1,19 @@
-"""Adapts verifiers 0.4: the tasks of its tasksets, scored by their own rewards and metrics.
+"""Adapts verifiers 0.4: its tasksets and environments, played by its own runner.
 
-A task is answered in one turn. Its rewards, times their weights, are the named components of the
-reward; its metrics are figures. Tasksets that need more of the package's own runner (tool servers,
-users that are simulated, containers) are refused before the run.
+The rewards of a task, times their weights, are the named components of the reward; its metrics are
+figures. Several turns, tools and users that are simulated are the runner's affair: a `step` gives
+it the policy's turn, and returns what it asks next (`verifiers_runner`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
-import inspect
+import threading
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 
@@ -20,65 +21,46 @@ from laurel.config.data import TaskSetConfig
 from laurel.config.environments import VerifiersEnvironmentConfig
 from laurel.data.tasks import MadeRows
 from laurel.environments.interface import (
+    CONVERSATION_ID,
+    ENVIRONMENT_ROLE,
     EnvironmentInterface,
     EnvironmentReturn,
     EnvironmentSpec,
     batch_figures,
     mean_of,
 )
-from laurel.errors import ConfigError, MissingDependencyError
+from laurel.errors import ConfigError, EnvironmentFailedError, MissingDependencyError
+from laurel.models.tool_calls import CallForm, form_of
 from laurel.observe.hub import error_with_line
 from laurel.protocols import MessageLog
 
+if TYPE_CHECKING:
+    from laurel.environments.verifiers_runner import EpisodeRunner, LoadedTaskset, Turn
+
 _KEY = "verifiers"
+# The metadata key of conversations whose episode has begun.
+_BEGUN = "verifiers_begun"
 
 
-def load_taskset(name: str, config: VerifiersEnvironmentConfig) -> Any:
-    """Load a taskset by its id, and check that it can be scored here.
+def load_taskset(
+    name: str, config: VerifiersEnvironmentConfig, *, max_turns: int | None = None
+) -> LoadedTaskset:
+    """Load a taskset by its id, with the environment that plays it.
 
     Raises:
-        ConfigError: There is no such taskset, it does not take the arguments, or it needs more than
-            one turn and a conversation.
+        ConfigError: As `LoadedTaskset`.
         MissingDependencyError: The package is not installed.
     """
-    where = f"env.verifiers.{name}"
     try:
-        package = importlib.import_module("verifiers.v1")
+        runner = importlib.import_module("laurel.environments.verifiers_runner")
     except ModuleNotFoundError as error:
-        if error.name not in ("verifiers", "verifiers.v1"):
+        if error.name not in ("verifiers", "verifiers.v1", "httpx"):  # which comes with it
             raise
-        raise MissingDependencyError.of("verifiers", extra="verifiers", purpose=where) from None
-    try:
-        settings = package.taskset_config_type(config.id)(**{**config.args, "id": config.id})
-        taskset = package.load_taskset(settings)
-    except Exception as error:  # a package of somebody's: its import may raise anything
-        raise ConfigError(f"{where}: {config.id}: {error_with_line(error)}") from error
-    kind = type(taskset).task_type()
-    needs = _needs(package, taskset, kind)
-    if needs:
-        raise ConfigError(
-            f"{where}: {config.id} needs {', '.join(needs)}, which only the package's own runner "
-            "has. Here a taskset is answered in one turn, and scored by the conversation alone"
-        )
-    return taskset
-
-
-def _needs(package: Any, taskset: Any, kind: Any) -> list[str]:
-    """List what a taskset needs that a single conversation does not give."""
-    needs = []
-    if kind.toolsets(taskset.config.task) or taskset.toolsets(taskset.config):
-        needs.append("tool servers")
-    if package.environment_class(taskset.config.id) is not package.SingleAgentEnv:
-        needs.append("an environment of its own")
-    if kind.NEEDS_CONTAINER:
-        needs.append("a container")
-    task = next(iter(taskset), None)
-    hooks = [] if task is None else [*task.hooks("reward"), *task.hooks("metric")]
-    for hook in hooks:
-        runtime = inspect.signature(hook).parameters.get("runtime")
-        if runtime is not None and runtime.default is inspect.Parameter.empty:
-            needs.append(f"a runtime for its '{hook.__name__}'")
-    return needs
+        raise MissingDependencyError.of(
+            "verifiers", extra="verifiers", purpose=f"env.verifiers.{name}"
+        ) from None
+    loaded: LoadedTaskset = runner.LoadedTaskset(name, config, max_turns=max_turns)
+    return loaded
 
 
 def taskset_rows(
@@ -96,102 +78,170 @@ def taskset_rows(
             f"there are: {', '.join(environments) or 'none'}. Name the taskset there: "
             f"env.verifiers.{name}.id=PACKAGE"
         )
-    taskset = load_taskset(name, environments[name])
-    if not taskset.bounded and set_config.max_samples is None:
+    loaded = load_taskset(name, environments[name])
+    if not loaded.tasks.bounded and set_config.max_samples is None:
         raise ConfigError(
             f"env.verifiers.{name}: the tasks of {environments[name].id} have no end; say how many "
             "in data.max_samples"
         )
-    rows = [_row(task) for task in islice(taskset, set_config.max_samples)]
+    tasks = list(islice(loaded.tasks, set_config.max_samples))
+    rows = [
+        {"prompt": prompt, "metadata": {_KEY: task.data.model_dump(mode="json")}}
+        for task, prompt in zip(tasks, loaded.prompts_of(tasks), strict=True)
+    ]
     return MadeRows(origin=f"verifiers: {environments[name].id}", rows=rows)
 
 
-def _row(task: Any) -> dict[str, Any]:
-    data = task.data
-    if isinstance(data.prompt, str):
-        said = [{"role": "user", "content": data.prompt}]
-    else:
-        content = importlib.import_module("verifiers.v1.types").content_text
-        said = [{"role": one.role, "content": content(one.content)} for one in data.prompt or []]
-    if data.system_prompt is not None:
-        said = [{"role": "system", "content": data.system_prompt}, *said]
-    return {"prompt": said, "metadata": {_KEY: data.model_dump(mode="json")}}
-
-
 class VerifiersEnvironment(EnvironmentInterface):
-    """Gives the sum of a task's weighted rewards, each under its own name."""
+    """Gives the sum of a task's weighted rewards, each under its own name, where its episode ends.
 
-    spec = EnvironmentSpec(judges="completion")
+    An error of the taskset's code is a failure with its line. So is an episode that does not begin
+    with the prompt of its row, or is no single conversation to which messages are added.
+    """
 
-    def __init__(self, name: str, config: VerifiersEnvironmentConfig) -> None:
-        """Load the taskset, whose tasks are made anew from a row's metadata to score an answer."""
-        self._taskset = load_taskset(name, config)
-        self._package = importlib.import_module("verifiers.v1")
-        self._name = name
-        state_cls = importlib.import_module("verifiers.v1.state").state_cls
-        self._state = state_cls(type(self._taskset).task_type())
+    def __init__(
+        self, name: str, config: VerifiersEnvironmentConfig, *, max_turns: int | None = None
+    ) -> None:
+        """Load the taskset; where there may be tools, begin its first task to read them.
+
+        Args:
+            name: The name below `env.verifiers`.
+            config: Its settings.
+            max_turns: The policy's turns after which an episode ends and is scored as it is.
+
+        Raises:
+            ConfigError: The taskset cannot be used here.
+            MissingDependencyError: The package is not installed.
+        """
+        self._loaded = loaded = load_taskset(name, config, max_turns=max_turns)
+        self._name, self._form_name = name, config.form
+        self._form: CallForm | None = None
+        self._opened: EpisodeRunner | None = None
+        self._lock = threading.Lock()
+        tools: list[dict[str, Any]] = []
+        if loaded.has_tools or loaded.may_open:
+            try:
+                for first in loaded.beginnings(self._runner(), list(islice(loaded.tasks, 1))):
+                    tools = first.tools
+                if tools and max_turns == 1:
+                    raise ConfigError(
+                        f"env.verifiers.{name}: a call and the answer after it take two turns, and "
+                        "there is grpo.max_rollout_turns=1; raise it"
+                    )
+            except BaseException:
+                self.shutdown()
+                raise
+        self.spec = EnvironmentSpec(judges="completion", tools=tuple(tools))
+
+    def _runner(self) -> EpisodeRunner:
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._loaded.runner()
+            return self._opened
+
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Choose the form of calls that the chat template writes, where there are tools."""
+        if self.spec.tools:
+            where = f"env.verifiers.{self._name}"
+            self._form = form_of(tokenizer, self._form_name, where=where)
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
-        """Score one answer to each task; an error of a reward is a failure with its line."""
-        results = asyncio.run(self._scored(message_log_batch, metadata))
-        traces = [None if isinstance(one, str) else one for one in results]
-        parts = [
-            {} if one is None else {k: r.value for k, r in one.rewards.items() if r is not None}
-            for one in traces
-        ]
-        names = list(dict.fromkeys(name for part in parts for name in part)) or [self._name]
+        """Give the policy's turns to their episodes; return what each asks next, or its end."""
+        if self.spec.tools and self._form is None:
+            raise EnvironmentFailedError(
+                f"env.verifiers.{self._name}.form=auto depends on the policy's chat template: call "
+                "use_tokenizer first"
+            )
+        names = [str((one or {}).get(CONVERSATION_ID) or uuid4().hex) for one in metadata]
+
+        async def turns() -> list[Turn | str]:
+            waiting = map(self._turn, names, message_log_batch, metadata)
+            return await asyncio.gather(*waiting)
+
+        needs_runner = self._loaded.needs_episodes
+        results = self._runner().call(turns()) if needs_runner else asyncio.run(turns())
+        reached = [None if isinstance(one, str) else one for one in results]
+        components = dict.fromkeys(key for one in reached if one for key in one.rewards)
         return EnvironmentReturn(
-            observations=[{"role": "environment", "content": ""} for _ in results],
-            metadata=list(metadata),
+            observations=[
+                (one and one.messages) or {"role": ENVIRONMENT_ROLE, "content": ""}
+                for one in reached
+            ],
+            metadata=[
+                {**(given or {}), CONVERSATION_ID: name, _BEGUN: True}
+                for given, name in zip(metadata, names, strict=True)
+            ],
             next_stop_strings=[None] * len(results),
             rewards={
-                name: torch.tensor([part.get(name, 0.0) for part in parts], dtype=torch.float32)
-                for name in names
-            },
-            terminateds=torch.ones(len(results), dtype=torch.bool),
-            failures=[one if isinstance(one, str) else None for one in results],
-            notes=[
-                {} if one is None else {k: v for k, v in one.metrics.items() if v is not None}
-                for one in traces
+                key: torch.tensor([one.rewards.get(key, 0.0) if one else 0.0 for one in reached])
+                for key in components
+            }
+            or torch.zeros(len(results)),
+            terminateds=torch.tensor([not (one and one.messages) for one in reached]),
+            failures=[
+                f"error: env.verifiers.{self._name}: {one}" if isinstance(one, str) else None
+                for one in results
             ],
+            notes=[dict(one.metrics) if one else {} for one in reached],
         )
 
-    async def _scored(
-        self, logs: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
-    ) -> list[Any]:
-        return await asyncio.gather(*map(self._trace_of, logs, metadata))
-
-    async def _trace_of(self, log: MessageLog, metadata: dict[str, Any] | None) -> Any:
-        """Return the scored trace of a conversation, or the reason why there is none."""
-        given = (metadata or {}).get(_KEY)
-        if given is None:
-            return f"error: the task is not of env.verifiers.{self._name}, which would score it"
-        package, kind = self._package, type(self._taskset).task_type()
+    async def _turn(self, name: str, log: MessageLog, given: dict[str, Any] | None) -> Turn | str:
+        """Return what becomes of a turn, or the reason why nothing does."""
+        data = (given or {}).get(_KEY)
+        if data is None:
+            return f"the task is not of env.verifiers.{self._name}, which would score it"
         try:
-            task = kind(kind.data_type().model_validate(given), self._taskset.config.task)
-            messages = [_typed(package, message) for message in log]
-            trace = package.Trace(
-                task=package.TraceTask(
-                    type=kind.__name__, data=task.data, key=task.key, hash=task.hash
-                ),
-                agent=package.AgentInfo(config=package.AgentConfig()),
-                state=self._state(),
-                nodes=[
-                    package.MessageNode(
-                        parent=i - 1 if i else None, message=message, sampled=i == len(log) - 1
-                    )
-                    for i, message in enumerate(messages)
-                ],
+            task = self._loaded.task_of(data)
+        except Exception as error:  # the taskset's own classes
+            return error_with_line(error)
+        if not self._loaded.needs_episodes:
+            return await self._loaded.score(task, log)
+        runner = self._runner()
+        if name not in runner.conversations:
+            problem = (
+                "the conversation was closed"
+                if (given or {}).get(_BEGUN)
+                else self._other(await runner.begin(name, task).news.get(), log)
             )
-            await task.score(trace)
-        except Exception as error:  # the taskset's own code: anything can come out of it
-            # Theirs wraps the error of a reward, whose line is the one to look at.
-            return f"error: env.verifiers.{self._name}: {error_with_line(_cause(error))}"
-        if not any(reward is not None for reward in trace.rewards.values()):
-            return f"error: env.verifiers.{self._name}: the task has no rewards"
-        return trace
+            if problem is not None:
+                await runner.end([name])
+                return problem
+        text, form = log[-1]["content"], self._form
+        calls = form.read(text) if form is not None else []
+        said = form.before_calls(text) if form is not None and calls else text
+        conversation = runner.conversations[name]
+        conversation.answer(said, calls)
+        result = await conversation.news.get()
+        if isinstance(result, str) or not result.messages:
+            await runner.end([name])
+        return result
+
+    def _other(self, first: Turn | str, log: MessageLog) -> str | None:
+        """Return how an episode begins otherwise than the prompt of its row."""
+        if isinstance(first, str) or not first.messages:
+            return first if isinstance(first, str) else "it ends before the policy is asked"
+        if first.messages != [{"role": one["role"], "content": one["content"]} for one in log[:-1]]:
+            return (
+                f"it begins otherwise than the row's prompt, with {first.messages!r:.300}; leave "
+                "out data.prompt_file and data.system_prompt_file, and let no user open at random"
+            )
+        if first.tools != list(self.spec.tools):
+            return "its tools are not those of the first task, which the prompts show"
+        return None
+
+    def close_conversations(self, metadata: Sequence[dict[str, Any] | None]) -> None:
+        """End the episodes of these conversations, and wait until what they hold is closed."""
+        if self._opened is not None:
+            names = [str((one or {}).get(CONVERSATION_ID)) for one in metadata]
+            self._opened.call(self._opened.end(names))
+
+    def shutdown(self) -> None:
+        """End all episodes and their servers."""
+        with self._lock:
+            if self._opened is not None:
+                self._opened.close()
 
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
@@ -200,20 +250,9 @@ class VerifiersEnvironment(EnvironmentInterface):
         figures = batch_figures(batch)
         measured: dict[str, list[float]] = {}
         for note in batch.get("notes") or []:
-            # Behind tools, a rollout may end before it is scored: then it has no note.
+            # A rollout may end before it is scored: then it has no metrics.
             for name, value in (note or {}).items():
                 measured.setdefault(name, []).append(float(value))
         for name, values in sorted(measured.items()):
             figures |= mean_of(f"metric/{name}", values)
         return batch, figures
-
-
-def _typed(package: Any, message: Mapping[str, str]) -> Any:
-    kinds = {"system": package.SystemMessage, "assistant": package.AssistantMessage}
-    return kinds.get(message["role"], package.UserMessage)(content=message["content"])
-
-
-def _cause(error: Exception) -> Exception:
-    while isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    return error

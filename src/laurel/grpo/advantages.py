@@ -20,6 +20,14 @@ is larger. The scoring noise is the standard deviation of the rewards' errors (s
 which an environment states, or measures by scoring conversations repeatedly. If s is 0, nothing is
 divided. The mean over the batch is subtracted only if no baseline was: otherwise a group with equal
 rewards would get advantages from the other groups.
+
+With `per_step` the steps of a group's completions are compared instead, and each token gets an
+advantage of its own: the sum over the steps that end with it or later (process supervision in
+section 4.1.3 of DeepSeekMath, arXiv 2402.03300). Let `r_ij` be the reward of step j of completion
+i, `m_i` the mean of the rewards of all steps of the group, or of those of its other completions,
+and `s` the standard deviation of those of the group (or of all groups, or 1). Then
+
+    A_it = sum of (r_ij - m_i) / s over the steps j that end at token t or after it
 """
 
 from __future__ import annotations
@@ -65,14 +73,18 @@ class AdvantageRule:
     reward_weights: tuple[float, ...] | None
     clip_low: float
     clip_high: float
+    per_step: bool = False
+    """Whether steps are compared, by `compute_step_advantages`, instead of completions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Advantages:
-    """The advantages of a batch, one per completion, with statistics of the rewards."""
+    """The advantages of a batch, of completions or of tokens, with statistics of the rewards."""
 
     values_BG: list[Floats]
-    """Advantage of each completion; 0 where it has no reward."""
+    """Advantage of each completion, or the mean over its tokens; 0 where it has no reward."""
+    tokens_BGL: list[list[Floats]] | None = None
+    """Advantage of each token, [L]; None: every token has that of its completion."""
     means_B: Floats
     """Mean reward of each group; NaN where no completion has one."""
     stds_B: Floats
@@ -114,6 +126,7 @@ def resolve(config: GRPOConfig) -> AdvantageRule:
         reward_weights=None if weights is None else tuple(weights),
         clip_low=-math.inf if low is None else low,
         clip_high=math.inf if high is None else high,
+        per_step=chosen.per_step,
     )
 
 
@@ -170,6 +183,95 @@ def compute_advantages(
     metrics = _metrics(values_BG, used_BG, rewards, stds_B, rule.std_ddof)
     metrics["groups_at_noise_floor"] = float(sum(compared.at_floor))
     return Advantages(values_BG=values_BG, means_B=means_B, stds_B=stds_B, metrics=metrics)
+
+
+def compute_step_advantages(
+    groups: Sequence[RolloutGroup],
+    rewards_BG: Sequence[Sequence[float | None]],
+    rule: AdvantageRule,
+    *,
+    noise: Sequence[float],
+) -> Advantages:
+    """Compute an advantage for each token of a batch from the rewards of steps.
+
+    A completion without a reward takes no part, and its advantages are 0. So are those of the
+    tokens after the last step, of a completion without a step, and of a group in which fewer than
+    two completions have steps.
+
+    The metrics are those of `compute_advantages`, with `advantages/...` over the policy's tokens.
+    Those of rewards are about the completions.
+
+    Args:
+        groups: The rollouts with the rewards of their steps.
+        rewards_BG: The reward of each completion; None if it is left out.
+        rule: The result of `resolve` for the `grpo` section.
+        noise: The standard deviation of the errors of each group's rewards. It bounds divisors from
+            below.
+    """
+    used_BG = [np.array([r is not None for r in row_G], dtype=bool) for row_G in rewards_BG]
+    steps_BG = [
+        [
+            rollout.steps or () if is_used else ()
+            for rollout, is_used in zip(group.rollouts_G, used_G.tolist(), strict=True)
+        ]
+        for group, used_G in zip(groups, used_BG, strict=True)
+    ]
+    rows_BG = [
+        [np.array([step.value for step in steps], np.float64) for steps in steps_G]
+        for steps_G in steps_BG
+    ]
+    compared = _steps_against_groups(rows_BG, rule, noise)
+    tokens_BGL, values_BG = list[list[Floats]](), list[Floats]()
+    for group, steps_G, values in zip(groups, steps_BG, compared.values, strict=True):
+        parts = _split(values, np.array([len(steps) for steps in steps_G]))
+        tokens_GL = [
+            np.clip(
+                _of_tokens([step.end for step in steps], part, len(rollout.ids_L)),
+                rule.clip_low,
+                rule.clip_high,
+            )
+            for rollout, steps, part in zip(group.rollouts_G, steps_G, parts, strict=True)
+        ]
+        tokens_BGL.append(tokens_GL)
+        values_BG.append(
+            np.array(
+                [
+                    float(values_L[rollout.mask_L].mean()) if rollout.mask_L.any() else 0.0
+                    for values_L, rollout in zip(tokens_GL, group.rollouts_G, strict=True)
+                ]
+            )
+        )
+    rewards = [np.array([r for r in row_G if r is not None], np.float64) for row_G in rewards_BG]
+    means_B = np.array([_mean(row) if len(row) else math.nan for row in rewards], np.float64)
+    stds_B = np.array([_deviation(row, rule.std_ddof) for row in rewards], np.float64)
+    written_BU = [
+        np.concatenate(
+            [
+                values_L[rollout.mask_L] if is_used else np.zeros(0)
+                for values_L, rollout, is_used in zip(
+                    tokens_GL, group.rollouts_G, used_G, strict=True
+                )
+            ]
+        )
+        for tokens_GL, group, used_G in zip(tokens_BGL, groups, used_BG, strict=True)
+    ]
+    everything = [np.ones(len(values), bool) for values in written_BU]
+    metrics = _metrics(written_BU, everything, rewards, stds_B, rule.std_ddof)
+    metrics["groups_at_noise_floor"] = float(sum(compared.at_floor))
+    return Advantages(
+        values_BG=values_BG,
+        tokens_BGL=tokens_BGL,
+        means_B=means_B,
+        stds_B=stds_B,
+        metrics=metrics,
+    )
+
+
+def _of_tokens(ends: Sequence[int], values: Floats, length: int) -> Floats:
+    # Each token gets the sum over the steps that end with it or later.
+    ending = np.zeros(length)
+    np.add.at(ending, np.array(ends, np.int64) - 1, values)
+    return np.cumsum(ending[::-1])[::-1]
 
 
 # -------------------------------------------------------------------------------------- estimators
@@ -267,6 +369,40 @@ def _against_groups(
         noises.append(noise / divisors)
         at_floor.append(is_floor)
     return _Compared(values=values, noise=noises, at_floor=at_floor)
+
+
+def _steps_against_groups(
+    rows_BG: Sequence[Sequence[Floats]], rule: AdvantageRule, noise_B: Sequence[float]
+) -> _Compared:
+    # Of each group, the steps of all completions in one row.
+    steps_B = [np.concatenate([*row_G, np.zeros(0)]) for row_G in rows_BG]
+    values, noises, at_floor = list[Floats](), list[Floats](), list[bool]()
+    for row_G, steps, noise in zip(rows_BG, steps_B, noise_B, strict=True):
+        counts_G = np.array([len(row) for row in row_G])
+        divisors, is_floor = np.ones(1), False
+        if np.count_nonzero(counts_G) < 2:
+            centred = np.zeros(len(steps))
+        else:
+            centred = _centred(steps)
+            if rule.leave_one_out:
+                sums_G = np.array([float(np.sort(c).sum()) for c in _split(centred, counts_G)])
+                others_G = (np.sort(centred).sum() - sums_G) / (len(steps) - counts_G)
+                centred = centred - np.repeat(others_G, counts_G)
+            if rule.scale == "group":
+                std = np.array([_deviation(steps, rule.std_ddof)])
+                divisors, is_floor = _divisors(std, rule, noise)
+        values.append(centred / divisors)
+        noises.append(np.full(len(steps), noise) / divisors)
+        at_floor.append(is_floor)
+    compared = _Compared(values=values, noise=noises, at_floor=at_floor)
+    if rule.scale == "batch":
+        std = _deviation(np.concatenate([*steps_B, np.zeros(0)]), rule.std_ddof)
+        compared = _over_batch(compared, float(std), rule)
+    return compared
+
+
+def _split(values: Floats, counts: npt.NDArray[np.int64]) -> list[Floats]:
+    return np.split(values, np.cumsum(counts)[:-1])
 
 
 def _over_batch(compared: _Compared, std: float, rule: AdvantageRule) -> _Compared:

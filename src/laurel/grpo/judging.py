@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 import traceback
@@ -11,24 +12,36 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from uuid import uuid4
 
 import numpy as np
 
 from laurel.environments.interface import (
+    CONVERSATION_ID,
     GROUP_ID,
     checked_return,
+    close_quietly,
     column_of,
     invalid_return,
     method_name,
     source_of,
 )
-from laurel.errors import EnvironmentFailedError, WorkerError
+from laurel.errors import DataError, EnvironmentFailedError, WorkerError
 from laurel.observe.hub import is_installed, is_ours, line_of
 from laurel.protocols import Environment
-from laurel.types import Conversation, Generated, Message, Observation, Rollout, messages_of
+from laurel.types import (
+    Conversation,
+    Generated,
+    Message,
+    Observation,
+    Rollout,
+    StepReward,
+    messages_of,
+)
 
 if TYPE_CHECKING:
     from laurel.types import LogProbs, Mask, TokenIds
@@ -46,6 +59,8 @@ class RolloutInProgress:
     metadata: dict[str, Any] | None
     group_id: str = ""
     """The id of the group that the completion belongs to."""
+    id: str = field(default_factory=lambda: uuid4().hex)
+    """An id that the rollouts of a discarded batch, played anew, do not have."""
     messages: list[Message] = field(default_factory=list)
     ids: list[TokenIds] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
@@ -59,9 +74,19 @@ class RolloutInProgress:
     weight_version: int | None = None
     answer: str | None = None
     note: Any = None
+    new_steps: Sequence[StepReward] = ()
+    """Rewards of steps of the last turn, whose ends are not yet those of tokens."""
+    steps: list[StepReward] | None = None
     stop_strings: tuple[str, ...] = ()
     observation: Observation = ()
     """The environment's last observation."""
+    is_open: bool = False
+    """Whether the environment has seen the conversation, and has not ended it."""
+
+    @property
+    def full_metadata(self) -> dict[str, Any]:
+        """The metadata as the environment gets it, with the ids of group and conversation."""
+        return {**(self.metadata or {}), GROUP_ID: self.group_id, CONVERSATION_ID: self.id}
 
     def add_turn(self, generated: Generated) -> None:
         """Append an assistant turn that the generator has sampled."""
@@ -82,6 +107,26 @@ class RolloutInProgress:
         self.masks.append(np.full(len(ids), is_policy))
         self.logprobs.append(np.asarray(logprobs, dtype=np.float32))
 
+    def place_steps(self, ends_of: TokenEnds) -> None:
+        """Find the tokens at which the steps of the last turn end.
+
+        Args:
+            ends_of: Finds them, as `Chat.token_ends` does.
+        """
+        if self.failure is not None or not self.new_steps:
+            return
+        new, self.new_steps = self.new_steps, ()
+        ids, before = self.ids[-1], sum(map(len, self.ids[:-1]))
+        try:
+            ends = ends_of(ids, self.messages[-1].content, [step.end for step in new])
+        except DataError as error:
+            self.fail(str(error))
+            return
+        assert self.steps is not None
+        self.steps += [
+            StepReward(before + end, step.value) for end, step in zip(ends, new, strict=True)
+        ]
+
     def fail(self, reason: str) -> None:
         """End the conversation without a reward; `reason` becomes the rollout's `failure`."""
         self.failure, self.is_over = reason, True
@@ -101,7 +146,11 @@ class RolloutInProgress:
             weight_version=self.weight_version or 0,
             answer=self.answer,
             note=self.note,
+            steps=None if self.steps is None else tuple(self.steps),
         )
+
+
+TokenEnds = Callable[["TokenIds", str, Sequence[int]], Sequence[int]]
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -131,6 +180,7 @@ def take_verdict(
     columns = {name: column_of(step, part, size, "rewards") for name, part in parts.items()}
     over = column_of(step, verdict.terminateds, size, "terminateds")
     for i, rollout in enumerate(rollouts):
+        rollout.is_open = not over[i]
         failure = verdict.failures[i] if verdict.failures is not None else None
         observation = verdict.observations[i]
         values = {name: float(column[i]) for name, column in columns.items()}
@@ -140,6 +190,9 @@ def take_verdict(
                 failure = str(
                     invalid_return(step, what, "a finite number, or a reason in `failures`")
                 )
+        steps = verdict.steps[i] if verdict.steps is not None else None
+        if failure is None and steps is not None:
+            failure = _fault_of_steps(steps, rollout.messages[-1].content)
         if failure is None and not over[i] and not _are_messages(observation):
             failure = f"{observation!r} is no observation: a role and a content are expected"
         if failure is not None:
@@ -155,7 +208,19 @@ def take_verdict(
         rollout.stop_strings = rollout.stop_strings if stops is None else tuple(stops)
         rollout.answer = verdict.answers[i] if verdict.answers is not None else None
         rollout.note = verdict.notes[i] if verdict.notes is not None else None
+        if steps is not None:
+            rollout.steps, rollout.new_steps = rollout.steps or [], steps
         rollout.observation = observation
+
+
+def _fault_of_steps(steps: Sequence[StepReward], text: str) -> str | None:
+    ends = [step.end for step in steps]
+    limits = (0 if text else -1, *ends, len(text) + 1)
+    if any(one >= other for one, other in pairwise(limits)):
+        return f"the steps end at {ends}, in a message of {len(text)} characters"
+    if not all(np.isfinite(step.value) for step in steps):
+        return "the reward of a step is not finite"
+    return None
 
 
 def _are_messages(observation: Any) -> bool:
@@ -305,9 +370,9 @@ class Judges:
             [{"role": m.role, "content": m.content} for m in (*prompt, *rollout.messages)]
             for prompt, rollout in pending
         ]
-        metadata = [
-            {**(rollout.metadata or {}), GROUP_ID: rollout.group_id} for rollout in rollouts
-        ]
+        metadata = [rollout.full_metadata for rollout in rollouts]
+        for rollout in rollouts:
+            rollout.is_open = True
         timeout = self._timeout * num_groups
         with calls.one():
             try:
@@ -328,6 +393,21 @@ class Judges:
                     raise  # the worker is gone: not these samples' fault, nor the next ones'
                 for rollout in rollouts:
                     rollout.fail(described(error, environment.step))
+
+    async def close_conversations(
+        self, environment: Environment, metadata: Sequence[dict[str, Any]], calls: Calls
+    ) -> None:
+        """Tell an environment in a thread that conversations have ended.
+
+        An error or a call that takes too long is a warning in the log.
+        """
+        close = partial(close_quietly, environment, metadata)
+        try:
+            await self._threads.call(calls.slots, close, timeout=self._timeout)
+        except GivenUpError as error:
+            logging.getLogger(__name__).warning(
+                "%s: %s (env.timeout_seconds)", method_name(environment.close_conversations), error
+            )
 
 
 def parts_to_judge(
@@ -369,6 +449,12 @@ def copy_reward_to_duplicates(rollouts: Iterable[RolloutInProgress]) -> None:
             first = first_of.setdefault(tuple(rollout.messages), rollout)
             rollout.reward, rollout.components = first.reward, dict(first.components)
             rollout.note = first.note
+            if rollout.steps and first.steps and len(rollout.steps) == len(first.steps):
+                # Equal texts may have different tokens.
+                rollout.steps = [
+                    StepReward(own.end, one.value)
+                    for own, one in zip(rollout.steps, first.steps, strict=True)
+                ]
 
 
 class BatchBarrier:

@@ -23,6 +23,7 @@ from laurel.grpo.advantages import (
     Advantages,
     completion_divergence,
     compute_advantages,
+    compute_step_advantages,
     fail_without_divergence,
     lacks_divergences,
     mean_divergence,
@@ -198,16 +199,21 @@ class GRPO(TrainingLoop):
         asked = {group.task.environment for group in groups}
         noises = {name: by_reward * self.parts.environments[name].noise_floor() for name in asked}
         noise_B = [noises[group.task.environment] for group in groups]
-        advantages = compute_advantages(
-            rewards_BG,
-            self.rule,
-            noise=noise_B,
-            components_BG=[[r.components for r in g.rollouts_G] for g in groups],
-        )
+        if self.rule.per_step:
+            advantages = compute_step_advantages(groups, rewards_BG, self.rule, noise=noise_B)
+        else:
+            advantages = compute_advantages(
+                rewards_BG,
+                self.rule,
+                noise=noise_B,
+                components_BG=[[r.components for r in g.rollouts_G] for g in groups],
+            )
+        tokens_BGL = advantages.tokens_BGL
         labels = [
             PolicyLabels(
                 masks_GL=tuple(r.mask_L for r in group.rollouts_G),
                 advantages_G=tuple(advantages.values_BG[b].tolist()),
+                advantages_GL=None if tokens_BGL is None else tuple(tokens_BGL[b]),
                 used_G=tuple(reward is not None for reward in rewards_BG[b]),
                 behaviour_GL=tuple(r.logprobs_L for r in group.rollouts_G),
                 old_GL=None if old is None else tuple(old[b]),

@@ -86,6 +86,13 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
             "reward_min": rewards.min(),
             "reward_max": rewards.max(),
         }
+    stepped = [r.steps for r in scored if r.steps is not None]
+    if stepped:
+        values = [step.value for steps in stepped for step in steps]
+        figures["steps/mean_per_completion"] = len(values) / len(stepped)
+        figures["steps/share_without"] = np.mean([not steps for steps in stepped])
+        if values:
+            figures["steps/mean_reward"] = np.mean(values)
     for name in sorted({name for r in scored for name in r.components}):
         part = [r.components[name] for r in scored if name in r.components]
         figures |= {f"rewards/{name}/mean": np.mean(part), f"rewards/{name}/std": np.std(part)}

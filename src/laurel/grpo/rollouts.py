@@ -77,6 +77,18 @@ class Chat(Protocol):
             tools: The functions that the prompt showed.
         """
 
+    def token_ends(self, turn_ids: TokenIds, text: str, ends: Sequence[int], /) -> list[int]:
+        """Return the number of a turn's tokens up to each of several places in its text.
+
+        Args:
+            turn_ids: The tokens of the turn, as the policy sampled them.
+            text: The text of the turn.
+            ends: Numbers of characters, in ascending order.
+
+        Raises:
+            DataError: The tokens do not spell the text.
+        """
+
 
 @dataclass(slots=True, kw_only=True)
 class _Batch:
@@ -88,6 +100,8 @@ class _Batch:
     barriers: dict[str, BatchBarrier]
     # Requests with completions outstanding.
     num_open: int = 0
+    # Calls that tell environments of conversations that ended without them.
+    closing: set[asyncio.Task[None]] = field(default_factory=set)
     # Time of the latest request or completion.
     last_news: float = field(default_factory=time.monotonic)
     last_completion: float = field(default_factory=time.monotonic)
@@ -108,7 +122,8 @@ class _RolloutContext:
 
 
 CLOSING_SECONDS = 10.0
-"""Seconds that a failed generator may take to release its requests."""
+"""Seconds that a failed generator may take to release its requests, and environments to close
+conversations."""
 
 
 class Rollouts:
@@ -211,6 +226,8 @@ class Rollouts:
             groups = rollouts.result() if rollouts.done() else watch.result()
         finally:
             await end_all((rollouts, watch), patience=CLOSING_SECONDS)
+            if played.closing:
+                await asyncio.wait(played.closing, timeout=CLOSING_SECONDS)
         stats.generation += played.last_completion - started
         stats.exposed += time.monotonic() - played.last_completion
         return groups
@@ -340,6 +357,16 @@ class Rollouts:
     ) -> None:
         if names := self._conversations(context, rollouts):
             self.generator.end_conversations(names)
+        if left := [rollout for rollout in rollouts if rollout.is_open]:
+            for rollout in left:
+                rollout.is_open = False
+            metadata = [rollout.full_metadata for rollout in left]
+            calls, closing = context.batch.calls, context.batch.closing
+            closing.add(
+                asyncio.ensure_future(
+                    self._judges.close_conversations(context.environment, metadata, calls)
+                )
+            )
 
     async def _sample_turn(
         self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
@@ -429,6 +456,8 @@ class Rollouts:
         await self._judges.judge(
             context.environment, pending, context.batch.calls, num_groups=num_groups
         )
+        for _, rollout in pending:
+            rollout.place_steps(self.chat.token_ends)
 
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
         """Check that no environment failed on more than `max_failed_share` of its completions.

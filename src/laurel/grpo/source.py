@@ -203,6 +203,9 @@ class BatchCollector:
         if self._config.adv_estimator.name == "gdpo":  # which compares them one by one
             names = sorted({name for r in used for name in r.components})
             columns = [[r.components.get(name, 0.0) for r in used] for name in names] or columns
+        if self._config.adv_estimator.per_step:
+            rows = [[step.value for step in r.steps] for r in used if r.steps]
+            columns = [[value for row in rows for value in row]] if len(rows) > 1 else []
         noise = slope(scaling) * self._noise(group.task.environment)
         floor = self._config.adv_estimator.noise_floor_factor * noise
         return (

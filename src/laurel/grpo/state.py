@@ -19,7 +19,7 @@ from laurel.observe.health import Alarms
 from laurel.protocols import Environment
 from laurel.training.learner import Learner
 from laurel.training.state import PolicyRunState, hash_of, write_bad_rows
-from laurel.types import Message, Rollout, RolloutGroup, Task
+from laurel.types import Message, Rollout, RolloutGroup, StepReward, Task
 
 
 class GRPORunState(PolicyRunState):
@@ -109,6 +109,9 @@ def batch_to_dict(batch: Batch) -> dict[str, Any]:
                     | {
                         "messages": [[m.role, m.content] for m in rollout.messages],
                         "components": dict(rollout.components),
+                        "steps": None
+                        if rollout.steps is None
+                        else [list(s) for s in rollout.steps],
                         **{k: torch.from_numpy(np.array(getattr(rollout, k))) for k in _ARRAYS},
                     }
                     for rollout in group.rollouts_G
@@ -143,6 +146,7 @@ def batch_from_dict(saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> Batc
                     Rollout(
                         **rollout
                         | {"messages": tuple(Message(*said) for said in rollout["messages"])}
+                        | {"steps": _steps_from(rollout.get("steps"))}
                         | {name: rollout[name].numpy() for name in _ARRAYS}
                     )
                     for rollout in group["rollouts"]
@@ -151,6 +155,11 @@ def batch_from_dict(saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> Batc
             for group in saved["groups"]
         ],
     )
+
+
+def _steps_from(saved: Sequence[Sequence[Any]] | None) -> tuple[StepReward, ...] | None:
+    # Older checkpoints have none.
+    return None if saved is None else tuple(StepReward(*step) for step in saved)
 
 
 def _notes_of_rollouts(noted: Any) -> Sequence[Any]:
@@ -185,6 +194,7 @@ def write_bad_rollouts(
                 [[m.role, m.content] for m in rollout.messages] for rollout in group.rollouts_G
             ],
             "rewards": [rollout.reward for rollout in group.rollouts_G],
+            "steps": [rollout.steps for rollout in group.rollouts_G],
             "lengths": [len(rollout.ids_L) for rollout in group.rollouts_G],
         }
         for group in groups

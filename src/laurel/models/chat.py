@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from tokenizers.decoders import DecodeStream
 
 from laurel.config.yaml_tree import nearest
 from laurel.errors import DataError, ModelError
@@ -23,6 +26,7 @@ from laurel.models.tokenizer import (
     bind_variables,
     close_ends,
     pin_date,
+    plain_text,
     refuse_left_out,
     render,
 )
@@ -218,6 +222,58 @@ class ChatFormat:
         closing = [] if ended else [self.end_ids[0]]
         ids = closing + self._ids(after.removeprefix(self._end_text))
         return np.asarray(ids, dtype=np.int32)
+
+    def token_ends(
+        self, turn_ids: Sequence[int] | TokenIds, text: str, ends: Sequence[int]
+    ) -> list[int]:
+        """Return the number of a turn's tokens up to each of several places in its text.
+
+        A token that holds the last character before a place, or the last bytes of that character,
+        is the last one up to it, whatever else it holds. The end of the text is the end of the
+        turn: the token that ends the turn comes before it.
+
+        Args:
+            turn_ids: The tokens of the turn, as the policy sampled them.
+            text: The text of the turn, or its beginning.
+            ends: Numbers of characters, at least 1, in ascending order.
+
+        Raises:
+            DataError: The tokens do not spell the text.
+        """
+        ids = [int(token) for token in turn_ids]
+        stream = DecodeStream(skip_special_tokens=True)
+        said, numbers, reached = "", [0], [0]
+        for number, token in enumerate(ids, start=1):
+            # There is nothing new while the text would end inside of a character.
+            if new := stream.step(self.tokenizer.backend_tokenizer, token):
+                said += new
+                numbers.append(number)
+                reached.append(len(said))
+        numbers.append(len(ids))
+
+        def spells(number: int, beginning: str) -> bool:
+            return plain_text(self.tokenizer, ids[:number]).startswith(beginning)
+
+        found: list[int] = []
+        for end in ends:
+            index = bisect_left(reached, end)
+            first, last = numbers[index - 1] + 1, numbers[index]
+            if end >= len(text):
+                first = last = len(ids)
+            elif index == len(reached) or not said.startswith(text[:end]):
+                last = len(ids) + 1
+            # One of the tokens that came with nothing new may have brought the whole of what is
+            # before the end, and the first bytes of the next character.
+            first += bisect_left(
+                range(first, last), True, key=partial(spells, beginning=text[:end])
+            )
+            if first > len(ids):
+                raise DataError(
+                    f"the tokens of an answer do not spell its text up to character {end}, where a "
+                    "step ends"
+                )
+            found.append(first)
+        return found
 
     def render(
         self, conversation: Conversation, *, prompt: bool = False, tools: ToolSchemas = ()

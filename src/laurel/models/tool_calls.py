@@ -63,6 +63,10 @@ class CallForm(ABC):
         return answer if ended and begin else text
 
     @abstractmethod
+    def before_calls(self, text: str) -> str:
+        """Return what a message with calls says before the first of them."""
+
+    @abstractmethod
     def write(self, calls: Sequence[ToolCall]) -> str:
         """Write calls as `read` reads them."""
 
@@ -90,6 +94,11 @@ class HermesForm(CallForm):
             calls.append(_call(value, ("arguments",)))
             rest = rest[end:]
         return calls
+
+    def before_calls(self, text: str) -> str:
+        """Return the thoughts, and what comes before the first opening tag."""
+        rest = self.answer_in(text, self._OPEN).partition(self._OPEN)[1:]
+        return text.removesuffix("".join(rest)).strip()
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """Write each call on a line of its own between tags."""
@@ -131,6 +140,10 @@ class LlamaForm(CallForm):
         if is_tagged and not calls:
             calls.append(MalformedCall(f"no JSON object comes after {self._TAG}"))
         return calls
+
+    def before_calls(self, text: str) -> str:
+        """Return the thoughts, for calls are the whole message after them."""
+        return text.removesuffix(self.answer_in(text, "{")).strip()
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """Write the calls one after the other, without the tag."""
@@ -195,12 +208,13 @@ _PROBE_SCHEMA = {
 _ANOTHER = "(policy.tokenizer.chat_template=hermes, or a path ending in .jinja)"
 
 
-def form_of(tokenizer: Any, name: str = "auto") -> CallForm:
+def form_of(tokenizer: Any, name: str = "auto", *, where: str = "env.tools") -> CallForm:
     """Return the form of calls that the chat template of a tokenizer writes.
 
     Args:
         tokenizer: A tokenizer with a chat template.
         name: The name of a form, which the template then need not write; `auto` finds it out.
+        where: The section of the configuration that has the tools and names the form.
 
     Raises:
         ModelError: The template leaves tools out of the prompt, so that the policy would not know
@@ -227,7 +241,7 @@ def form_of(tokenizer: Any, name: str = "auto") -> CallForm:
     before = rendered(asked, prompt=True)
     if _PROBE.name not in before:
         raise ModelError(
-            "the chat template leaves out the tools of env.tools.functions, so the policy would "
+            f"the chat template leaves out the tools of {where}, so the policy would "
             f"never see them. Choose one that shows them {_ANOTHER}"
         )
     turn_begins = before.rstrip().removesuffix("<think>")
@@ -245,6 +259,6 @@ def form_of(tokenizer: Any, name: str = "auto") -> CallForm:
             return replace(form, prompt_opens_thoughts=opens_thoughts)
     raise ModelError(
         f"the chat template writes a function call in no form that is known here ({turn!r:.200}). "
-        f"Name one ({key_of('env.tools.form')}: {', '.join(FORMS)}), or choose another template "
+        f"Name one ({key_of(f'{where}.form')}: {', '.join(FORMS)}), or choose another template "
         f"{_ANOTHER}"
     )

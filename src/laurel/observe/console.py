@@ -540,6 +540,7 @@ class CompletionRow(TableRow):
     """The text of all turns, as `completion_text` joins them."""
     reward: float | None
     advantage: float | None = None
+    """Of a completion with advantages per step, the mean over its tokens."""
     answer: str | None = None
     expected: str | None = None
     """The known answer; None if there is none."""
@@ -548,6 +549,10 @@ class CompletionRow(TableRow):
     num_tokens: int = 0
     num_turns: int = 1
     weight_version: int = 0
+    step_rewards: list[float] | None = None
+    """Rewards of its steps; None where the environment gives none."""
+    step_ends: list[int] | None = None
+    """The number of tokens of the completion up to the end of each step."""
 
 
 def completion_rows(
@@ -561,6 +566,7 @@ def completion_rows(
     for b, group in enumerate(groups):
         expected = group.task.metadata.get("ground_truth")
         for g, rollout in enumerate(group.rollouts_G):
+            steps = rollout.steps
             rows.append(
                 CompletionRow(
                     step=step,
@@ -578,6 +584,8 @@ def completion_rows(
                     num_tokens=int(rollout.mask_L.sum()),
                     num_turns=rollout.num_turns,
                     weight_version=rollout.weight_version,
+                    step_rewards=None if steps is None else [step.value for step in steps],
+                    step_ends=None if steps is None else [step.end for step in steps],
                 )
             )
     return rows
@@ -639,6 +647,7 @@ def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
 
     arrow: Any = pyarrow
     kinds = {"int": arrow.int64(), "float": arrow.float64(), "bool": arrow.bool_()}
+    kinds |= {f"list[{name}]": arrow.list_(kinds[name]) for name in ("int", "float")}
     schema = arrow.schema(
         [
             (name, kinds.get(str(field.type).removesuffix(" | None"), arrow.string()))

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.config.data import DataConfig
-from laurel.config.environments import AskingConfig, ScorerSource
+from laurel.config.environments import AskingConfig, JudgeConfig, ScorerSource
 from laurel.config.policy import Precision, RewardModelConfig
 from laurel.errors import (
     ConfigError,
@@ -166,6 +166,8 @@ def _open(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str = ""
             return _open_servers(spec, spec.servers, placement, say)
         if spec.judge is not None:
             where = f"{SECTION}.judge"
+            if spec.judge.urls is None:
+                return _open_judge(spec.judge, spec, placement, say, where=key_of(where))
             judge = JudgeScorer(
                 spec.judge, api_key=_api_key(spec.judge, where), where=key_of(where)
             )
@@ -174,6 +176,20 @@ def _open(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str = ""
             where = key_of(f"{SECTION}.function")
             return FunctionScorer(spec.function, num_workers=spec.num_workers, where=where)
         return _open_model(spec, placement, say, name)
+
+
+def _open_judge(
+    judge: JudgeConfig, spec: ScorerSpec, placement: ScorerPlacement, say: Say, *, where: str
+) -> Scorer:
+    if placement is not HERE:
+        raise ConfigError(
+            f"{where}: on a cluster a judge is not loaded by the run, which would have no slot for "
+            f"it. Serve it (vllm serve {judge.model}), and name its address in {where}.urls"
+        )
+    # Most runs have no judge: what it needs is imported with the first one.
+    from laurel.rewards.model_judge import open_model_judge
+
+    return open_model_judge(judge, device=spec.device, where=where, say=say)
 
 
 # ------------------------------------------------------------------- ensembles and servers

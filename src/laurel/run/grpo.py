@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from laurel.config.environments import (
+    LOADED_JUDGE_KEYS,
     AskingConfig,
     CodeEnvironmentConfig,
     FunctionConfig,
@@ -78,6 +79,7 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     ]
     context = context.with_slots(planned)
     environments = environments_of(data, context)
+    check_gives_steps(config, data, environments)
     check_answers(data, environments, console)
     # A resumed run has measured these at its beginning.
     facts = judge_figures([] if context.resume_from else benchmarks, environments, console)
@@ -117,6 +119,27 @@ def check_grpo_run(config: GRPORun) -> Selection:
         sets=config.data.validation_names(),
         **measured,
     )
+
+
+def check_gives_steps(
+    config: GRPORun, data: TaskData, environments: Mapping[str, Environment]
+) -> None:
+    """Check that the environments of the training tasks give rewards of steps if they are compared.
+
+    Raises:
+        ConfigError: An environment does not.
+    """
+    if not config.grpo.adv_estimator.per_step:
+        return
+    asked = {task.environment for task in data.train} or {config.default_environment}
+    without = sorted(name for name in asked if not environments[name].spec.gives_steps)
+    if without:
+        raise ConfigError(
+            f"grpo.adv_estimator.per_step=true: the environment {', '.join(without)} gives no "
+            "rewards of steps. env.reward_model does with a process reward model as its "
+            "model_name, without transform.subtract_reference; composites and several models do "
+            "not. Use it for the training tasks, or leave per_step out"
+        )
 
 
 def check_vllm(config: GRPORun, *, on_cluster: bool) -> None:
@@ -348,11 +371,19 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
     )
 
 
+def _judge_keys_left_out(config: RewardModelEnvironmentConfig) -> tuple[str, ...]:
+    asking = ("urls", "backend", "vllm_cfg", "batch_tokens", *AskingConfig.model_fields)
+    if any(source.loads_judge for source in (config, *(config.models or ()))):
+        return asking
+    # The checkpoints of earlier versions, which only asked servers, do not have them.
+    return (*asking, *(key for key in LOADED_JUDGE_KEYS if key not in asking))
+
+
 def _scoring_keys(config: RewardModelEnvironmentConfig) -> dict[str, Any]:
     """Return the settings that affect scores, without addresses and time limits of servers."""
     one: dict[str, Any] = {
         **dict.fromkeys(("model_name", "checkpoint_path", "max_model_len", "tokenizer"), True),
-        "judge": _all_but(JudgeConfig, "urls", *AskingConfig.model_fields),
+        "judge": _all_but(JudgeConfig, *_judge_keys_left_out(config)),
         "function": _all_but(FunctionConfig, "timeout"),
     }
     if config.urls is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from laurel.config.environments import ScorerSource
+from laurel.config.environments import JudgeConfig, JudgeFile, ScorerSource
 from laurel.config.grpo import GRPOPolicyConfig, GRPORun
 from laurel.config.load import load_config
 from laurel.config.overrides import parse_override
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
     from laurel.generation.requests import GeneratorSpec
     from laurel.models.scoring import ScoringRules
-    from laurel.rewards.scorer import LocalScorer
+    from laurel.rewards.blocking import BlockingScorer
+    from laurel.rewards.scorer import LocalScorer, ModelScorer
     from laurel.rewards.spec import Say, ScorerSpec
     from laurel.training.batches import StepOrder
 
@@ -156,6 +159,45 @@ def open_asked(
             policy = policy_of_settings(settings, rules=read_rules(spec.found), say=say)
             prepare(spec.device, cpu_threads=cpu_threads, seed=0)
         return open_local(scorer_spec(spec, policy), say=say)
+
+
+def read_judge(file: Path, *, say: Say) -> JudgeConfig:
+    """Read the section `judge` of a file that `--judge` names.
+
+    Raises:
+        ConfigError: There is no such file or section, or a key is wrong.
+    """
+    loaded = load_config(JudgeFile, file)
+    for warning in loaded.warnings:
+        say(f"warning: {warning}")
+    return loaded.config.judge
+
+
+@contextmanager
+def open_asked_judge(
+    judge: JudgeConfig, options: ScorerSpec, console: Console, *, cpu_threads: int | None
+) -> Iterator[ModelScorer | BlockingScorer]:
+    """Open the judge of a command, and close it with the context.
+
+    Args:
+        judge: The section of the file.
+        options: The options of the command, of which the device counts.
+        console: Shows what was loaded.
+        cpu_threads: The number of threads on a CPU; None is one per core.
+
+    Raises:
+        UserError: The judge cannot be loaded or asked.
+    """
+    terms = Terms({"env.reward_model.judge": "judge"})
+    with console.status("loading the judge"):
+        from laurel.rewards.open import open_scorer
+        from laurel.workers.process import prepare
+
+        prepare(options.device, cpu_threads=cpu_threads, seed=0)
+        spec = replace(options, judge=judge, terms=(terms,))
+        scorer = open_scorer(spec, say=say_on(console))
+    with scorer:
+        yield scorer
 
 
 def asked_server(url: str, *, api_key_env: str | None) -> ScorerSpec:

@@ -74,6 +74,7 @@ def environments_of(data: TaskData, context: RunContext[GRPORun]) -> dict[str, E
             opening=opening,
             nodes=nodes_of(allocation),
             say=say,
+            max_turns=config.grpo.max_rollout_turns,
         )
     for environment in environments.values():
         context.stack.callback(environment.shutdown)

@@ -1,8 +1,9 @@
 """Computes the losses of GRPO and of supervised fine-tuning of a policy.
 
 Let `r = current / old` be a ratio of probabilities (see `PolicyTokens`), `A` the advantage of a
-completion, `C(r)` the ratio clipped to `[1 - ratio_clip_min, 1 + ratio_clip_max]`, and `sg(x)` the
-value of x without a gradient. The loss of a token is `w * actor + beta * k * s + mu * nll`:
+completion or of one of its tokens, `C(r)` the ratio clipped to `[1 - ratio_clip_min, 1 +
+ratio_clip_max]`, and `sg(x)` the value of x without a gradient. The loss of a token is
+`w * actor + beta * k * s + mu * nll`:
 
     actor  ppo        max(-A r, -A C(r)); if A < 0, at most -A ratio_clip_c
                       (arXiv 1707.06347; uneven range: 2503.14476; dual clip: 1912.09729)
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -66,9 +68,9 @@ class PolicyLoss:
         """Report whether the loss without its KL term has a nonzero gradient for any token."""
         imitates = self._config.positive_example_nll_weight > 0.0
         return any(
-            used and (advantage != 0.0 or (imitates and reward is not None and reward > 0.0))
-            for used, advantage, reward in zip(
-                labels.used_G, labels.advantages_G, labels.rewards_G, strict=True
+            used and (teaches or (imitates and reward is not None and reward > 0.0))
+            for used, teaches, reward in zip(
+                labels.used_G, labels.teaches_G, labels.rewards_G, strict=True
             )
         )
 
@@ -422,6 +424,10 @@ class PolicyLabels:
     masks_GL: tuple[Mask, ...]
     """bool [L]: which tokens of each branch the policy sampled."""
     advantages_G: tuple[float, ...]
+    """The advantage of each completion; with `advantages_GL` not read."""
+    advantages_GL: tuple[npt.NDArray[np.float64], ...] | None = None
+    """float64 [L]: the advantage of each token, ignored outside the mask. None: every token has
+    that of its completion."""
     used_G: tuple[bool, ...]
     """Whether the completion is used; otherwise its other values are ignored."""
     behaviour_GL: tuple[LogProbs, ...]
@@ -439,9 +445,30 @@ class PolicyLabels:
         # Each kind has one array for all completions, because pickling many small arrays takes
         # longer than copying them.
         lengths = [len(mask_L) for mask_L in self.masks_GL]
-        arrays = (self.masks_GL, self.behaviour_GL, self.old_GL, self.reference_GL)
+        arrays = (
+            self.masks_GL,
+            self.behaviour_GL,
+            self.old_GL,
+            self.reference_GL,
+            self.advantages_GL,
+        )
         flat = [None if rows is None else np.concatenate(rows) for rows in arrays]
         return _labels_of, (lengths, flat, self.advantages_G, self.used_G, self.rewards_G)
+
+    def advantage_of_tokens(self) -> Sequence[npt.NDArray[np.float64]]:
+        """Return the advantages of the tokens of each completion, float64 [L]."""
+        if self.advantages_GL is not None:
+            return self.advantages_GL
+        pairs = zip(self.masks_GL, self.advantages_G, strict=True)
+        return [np.full(len(mask_L), value, np.float64) for mask_L, value in pairs]
+
+    @property
+    def teaches_G(self) -> tuple[bool, ...]:
+        """Whether any token of each completion has an advantage other than 0."""
+        if self.advantages_GL is None:
+            return tuple(advantage != 0.0 for advantage in self.advantages_G)
+        pairs = zip(self.advantages_GL, self.masks_GL, strict=True)
+        return tuple(bool(np.any(values_L[mask_L] != 0.0)) for values_L, mask_L in pairs)
 
     @property
     def num_tokens(self) -> int:
@@ -461,6 +488,9 @@ class PolicyLabels:
         return PolicyLabels(
             masks_GL=tuple(self.masks_GL[i] for i in chosen),
             advantages_G=tuple(self.advantages_G[i] for i in chosen),
+            advantages_GL=(
+                None if self.advantages_GL is None else tuple(self.advantages_GL[i] for i in chosen)
+            ),
             used_G=tuple(self.used_G[i] for i in chosen),
             behaviour_GL=tuple(self.behaviour_GL[i] for i in chosen),
             old_GL=None if self.old_GL is None else tuple(self.old_GL[i] for i in chosen),
@@ -479,7 +509,7 @@ def _labels_of(
     rewards_G: tuple[float | None, ...],
 ) -> PolicyLabels:
     ends = np.cumsum(lengths)[:-1]
-    masks, behaviour, old, reference = (
+    masks, behaviour, old, reference, advantages = (
         None if values is None else tuple(np.split(values, ends)) for values in flat
     )
     assert masks is not None
@@ -487,6 +517,7 @@ def _labels_of(
     return PolicyLabels(
         masks_GL=masks,
         advantages_G=advantages_G,
+        advantages_GL=advantages,
         used_G=used_G,
         behaviour_GL=behaviour,
         old_GL=old,
@@ -548,7 +579,9 @@ class PolicyTokens:
         branches_N, sample_U, lengths_N = np.unique(
             branch_M[places], return_inverse=True, return_counts=True
         )
-        advantages = np.array([a for labels in batch for a in labels.advantages_G], np.float64)
+        advantages_M = _flat(
+            [row_L for labels in batch for row_L in labels.advantage_of_tokens()], np.float64
+        )
         is_positive = np.array(
             [r is not None and r > 0.0 for labels in batch for r in labels.rewards_G], bool
         )
@@ -569,7 +602,7 @@ class PolicyTokens:
             place_U=torch.from_numpy(places).to(like.device, non_blocking=True),
             sample_U=torch.from_numpy(sample_U).to(like.device, non_blocking=True),
             lengths_N=to_device(lengths_N, like),
-            advantages_U=to_device(advantages[branches_N][sample_U], like),
+            advantages_U=to_device(advantages_M[places], like),
             is_positive_U=torch.from_numpy(is_positive[branches_N][sample_U]).to(
                 like.device, non_blocking=True
             ),

@@ -478,3 +478,70 @@ def test_an_answer_that_took_code_is_graded_by_its_mathematics():
         assert wrong.terminateds.tolist() == [True]
         assert wrong.rewards["math"].tolist() == [0.0]
         assert wrong.answers == ["41"]
+
+
+# ------------------------------------------------------- conversations that a part has not ended
+
+
+class Keeps(EnvironmentInterface):
+    """Ends a conversation at its `last_turn`-th turn, and remembers which it was told of."""
+
+    def __init__(self, last_turn):
+        self.last_turn = last_turn
+        self.closed = []
+
+    def step(self, message_log_batch, metadata):
+        turns = [(one or {}).get("turn", 0) + 1 for one in metadata]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": "go on"}] * len(turns),
+            metadata=[{"turn": turn} for turn in turns],
+            next_stop_strings=[None] * len(turns),
+            rewards=torch.ones(len(turns)),
+            terminateds=torch.tensor([turn == self.last_turn for turn in turns]),
+        )
+
+    def close_conversations(self, metadata):
+        self.closed += metadata
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {}
+
+
+def test_a_part_is_told_of_conversations_that_another_part_ends():
+    first, second = Keeps(2), Keeps(9)
+    both = CompositeEnvironment(
+        {"parts": [{"env": "first"}, {"env": "second"}]}, {"first": first, "second": second}
+    )
+    ids = {"laurel_group_id": "g", "laurel_conversation_id": "c"}
+    logs = [log_of("a")]
+    returned = both.step(logs, [{"mine": 1, **ids}])
+    assert not second.closed
+    both.step(logs, [{**returned.metadata[0], **ids}])
+    assert second.closed == [{"turn": 2, **ids}]
+    assert not first.closed, "which has ended it"
+
+
+def test_every_part_is_told_of_what_no_part_has_ended(caplog):
+    class Broken(Keeps):
+        def close_conversations(self, metadata):
+            raise OSError("no line")
+
+    first, second = Broken(9), Keeps(9)
+    both = CompositeEnvironment(
+        {"parts": [{"env": "first"}, {"env": "second"}]}, {"first": first, "second": second}
+    )
+    ids = {"laurel_group_id": "g", "laurel_conversation_id": "c"}
+    returned = both.step([log_of("a")], [ids])
+    both.close_conversations([{**returned.metadata[0], **ids}])
+    assert second.closed == [{"turn": 1, **ids}]
+    assert "Broken.close_conversations" in caplog.text
+
+
+def test_a_part_that_scores_the_end_is_told_that_it_is_the_end():
+    scores = Keeps(9)
+    both = CompositeEnvironment(
+        {"parts": [{"env": "leads"}, {"env": "scores"}], "conducted_by": "leads"},
+        {"leads": Keeps(1), "scores": scores},
+    )
+    both.step([log_of("a")], [{"laurel_conversation_id": "c"}])
+    assert scores.closed == [{"turn": 1, "laurel_conversation_id": "c"}]

@@ -1,18 +1,36 @@
 """Tasksets of verifiers, with the package itself: `make test-environments` installs it."""
 
+import json
+import re
 import sys
 import textwrap
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import psutil
 import pytest
 
 from laurel.config.data import TaskDataConfig, TaskSetConfig
 from laurel.config.environments import EnvironmentsConfig
 from laurel.data.tasks import load_task_data
 from laurel.environments import verifiers
-from laurel.environments.registry import create_environment, environment_names, row_sources
+from laurel.environments.interface import CONVERSATION_ID
+from laurel.environments.registry import (
+    create_environment,
+    create_environments,
+    environment_names,
+    row_sources,
+)
 from laurel.errors import ConfigError, MissingDependencyError
-from policy_runs import grpo, grpo_settings, metrics_of
+from policy_runs import completions_of, grpo, grpo_settings, metrics_of, sft, sft_settings
+from tool_templates import TOKENIZERS
 
+# Of a package that the package's client of tool servers calls.
+pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter:DeprecationWarning")
+
+TASKSETS = Path(__file__).parents[2] / "tasksets"
 TASKSET = """
 import verifiers.v1 as vf
 
@@ -58,24 +76,22 @@ class VowelsTaskset(vf.Taskset[VowelsTask, VowelsConfig]):
 
 __all__ = ["VowelsTaskset"]
 """
-TOOLS = '''
-    @classmethod
-    def toolsets(cls, config):
-        return [Echo(vf.ToolsetConfig())]
-
-
-class Echo(vf.Toolset[vf.ToolsetConfig]):
-    TOOL_PREFIX = "echo"
-
-    @vf.tool
-    def echo(self, text: str) -> str:
-        """Return the text."""
-        return text
-'''
 RUNTIME = """
+    async def setup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+        await runtime.write("told.txt", self.data.answer.encode())
+
     @vf.reward(weight=1.0)
     async def by_a_file(self, trace: vf.Trace, runtime: vf.Runtime) -> float:
-        return 1.0
+        return float((await runtime.read("told.txt")).decode() == trace.last_reply)
+"""
+CONTAINER = """
+    NEEDS_CONTAINER = True
+"""
+OWN_PROGRAM = """
+
+class Program(vf.Harness):
+    async def launch(self, *args):
+        raise NotImplementedError
 """
 
 
@@ -88,12 +104,18 @@ def tasksets(tmp_path, monkeypatch):
     pytest.importorskip("verifiers.v1", reason="make test-environments installs verifiers")
     monkeypatch.syspath_prepend(str(tmp_path))
     write_taskset(tmp_path, "vowels_v1")
-    write_taskset(tmp_path, "vowels_with_tools", TOOLS)
-    write_taskset(tmp_path, "vowels_in_a_box", RUNTIME)
+    write_taskset(tmp_path, "vowels_of_a_file", RUNTIME)
+    write_taskset(tmp_path, "vowels_in_a_box", CONTAINER)
+    write_taskset(tmp_path, "vowels_by_a_program", OWN_PROGRAM)
+    with (tmp_path / "vowels_by_a_program.py").open("a") as file:
+        file.write('__all__ = ["VowelsTaskset", "Program"]\n')
+    monkeypatch.syspath_prepend(str(TASKSETS))
+    # Servers of tools are processes of their own.
+    monkeypatch.setenv("PYTHONPATH", f"{TASKSETS}")
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
-        if name.startswith("vowels"):
+        if name.startswith(("vowels", "guess_v1", "adder_v1")):
             del sys.modules[name]
 
 
@@ -162,14 +184,244 @@ def test_its_figures(tasksets):
     [
         ({"id": "nothing-here"}, {}, "nothing-here"),
         ({"id": "vowels-v1", "args": {"tasks": 3}}, {}, "tasks"),
-        ({"id": "vowels-with-tools"}, {}, "needs tool servers"),
-        ({"id": "vowels-in-a-box"}, {}, "needs a runtime for its 'by_a_file'"),
+        ({"id": "vowels-in-a-box"}, {}, "needs a container"),
+        ({"id": "vowels-by-a-program"}, {}, "runs the program 'vowels-by-a-program'"),
+        ({"id": "vowels-v1", "env": {"agent": {"harness": {"id": "bash"}}}}, {}, "'bash'"),
+        (
+            {"id": "vowels-v1", "env": {"agent": {"runtime": {"type": "docker"}}}},
+            {},
+            r"needs a container \(docker\)",
+        ),
+        (
+            {"id": "vowels-v1", "env": {"agent": {"max_output_tokens": 9}}},
+            {},
+            "max_output_tokens is policy.generation's",
+        ),
+        ({"id": "vowels-v1", "env": {"id": "user-sim"}}, {}, "assistant, user has no client"),
+        ({"id": "vowels-v1", "env": {"agents": {}}}, {}, "agents"),
+        ({"id": "guess-v1", "env": {"opening": "none"}}, {}, "cannot begin"),
         ({"id": "vowels-v1"}, {"env_name": "math"}, "is no environment of env.verifiers"),
     ],
 )
 def test_what_cannot_be_used_is_said_before_the_run(tasksets, environment, data, said):
     with pytest.raises(ConfigError, match=said):
         load(config_of(vowels=environment), **{"env_name": "vowels", **data})
+
+
+@pytest.fixture
+def play(tasksets):
+    """Play one task of a taskset, turn by turn; what is open is closed at the end."""
+    made = []
+
+    def begin(index=0, *, max_turns=None, id="guess-v1", conversation="a", **settings):
+        config = config_of(theirs={"id": id, **settings})
+        task = load(config, env_name="theirs")[index]
+        environment = create_environments(["theirs"], config, max_turns=max_turns)["theirs"]
+        made.append(environment)
+        if environment.spec.tools:
+            environment.use_tokenizer(TOKENIZERS["hermes"]())
+        return Played(environment, task, conversation)
+
+    yield begin
+    for environment in made:
+        environment.shutdown()
+
+
+class Played:
+    def __init__(self, environment, task, conversation):
+        self.environment = environment
+        self.log = [{"role": m.role, "content": m.content} for m in task.prompt]
+        self.metadata = {**task.metadata, CONVERSATION_ID: conversation}
+
+    def say(self, text):
+        """Take the policy's turn; return the observation, or the whole return at the end."""
+        self.log.append({"role": "assistant", "content": text})
+        returned = self.environment.step([self.log], [self.metadata])
+        self.metadata = returned.metadata[0]
+        if returned.terminateds[0]:
+            return returned
+        assert not isinstance(returned.rewards, dict)
+        assert returned.rewards.tolist() == [0.0]
+        self.log += returned.observations[0]
+        return returned.observations[0]
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def test_a_user_that_is_a_program_opens_and_answers(play):
+    game = play(3)
+    asked = [{"role": "system", "content": "Play."}, *user("Guess my number.")]
+    assert game.log == asked
+    assert game.say("well") == user("A number, please.")
+    assert game.say("is it 7 then") == user("Lower.")
+    end = game.say("3")
+    assert end.failures == [None]
+    assert {name: values.tolist() for name, values in end.rewards.items()} == {"found": [0.5]}
+    assert end.notes == [{"guesses": 3.0}]
+
+
+def test_conversations_that_run_at_once_do_not_mix(play):
+    one = play(2)
+    config = one.environment
+    other = play(1)
+    other.environment = config
+    other.metadata |= {CONVERSATION_ID: "b"}
+    logs = [one.log, other.log]
+    for log in logs:
+        log.append({"role": "assistant", "content": "0 or 1"})
+    returned = config.step(logs, [one.metadata, other.metadata])
+    assert returned.observations[0] == user("Higher.")
+    assert returned.terminateds.tolist() == [False, True]
+    assert returned.rewards["found"].tolist() == [0.0, 0.5]
+
+
+def test_an_episode_out_of_turns_is_scored_as_it_is(play):
+    game = play(3, max_turns=2)
+    game.say("1")
+    end = game.say("2")
+    assert end.failures == [None]
+    assert end.rewards["found"].tolist() == [0.0]
+    assert end.notes == [{"guesses": 2.0}]
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("insult", r"LookupError: the user has left \(.*guess_v1.py:\d+\)"),
+        ("3 explode", r"KeyError: 'no such thing' \(.*guess_v1.py:\d+\)"),
+    ],
+)
+def test_an_error_in_the_middle_is_a_failure_with_its_line(play, said, why):
+    game = play(3, args={"user_opens": False})
+    assert game.log[-1] == {"role": "user", "content": "Guess number 3."}
+    game.say("1")
+    end = game.say(said)
+    (failure,) = end.failures
+    assert re.match(f"error: env.verifiers.theirs: {why}$", failure)
+    # The conversation is over; the environment is not.
+    game.log.append({"role": "assistant", "content": "3"})
+    again = game.environment.step([game.log], [game.metadata])
+    assert "was closed" in again.failures[0]
+
+
+def test_an_episode_that_is_not_its_row_is_a_failure(play):
+    game = play(3)
+    game.log[-1] = {"role": "user", "content": "Guess your number."}
+    assert "begins otherwise than the row's prompt" in game.say("3").failures[0]
+    other = play(3)
+    del other.metadata["verifiers"]
+    assert "not of env.verifiers.theirs" in other.say("3").failures[0]
+    several = play(0)
+    (failure,) = several.say("0 again").failures
+    assert "'player', the policy, has several conversations in one episode" in failure
+
+
+def servers():
+    return [one for one in psutil.Process().children(recursive=True) if "adder_v1" in one.cmdline()]
+
+
+CALL = 'I add.\n<tool_call>\n{"name": "adder_add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
+
+
+def test_tools_are_shown_called_and_closed(play):
+    game = play(2, id="adder-v1", args={"task": {"served": True}}, max_turns=9)
+    (schema,) = game.environment.spec.tools
+    assert schema["function"]["name"] == "adder_add"
+    assert schema["function"]["parameters"]["required"] == ["a", "b"]
+    assert not servers()  # that of the task that was begun to read the schemas
+    assert game.say(CALL) == [{"role": "tool", "content": "4"}]
+    assert len(servers()) == 1
+    (answer,) = game.say('<tool_call>{"name": "adder_add", "arguments": {"a": 2}}</tool_call>')
+    assert "Field required" in answer["content"]
+    (answer,) = game.say("<tool_call>{</tool_call>")
+    assert "the call cannot be read: it is not valid JSON" in answer["content"]
+    (answer,) = game.say('<tool_call>{"name": "multiply", "arguments": {}}</tool_call>')
+    assert answer["content"] == "error: unknown tool 'multiply'; there are adder_add"
+    # Cut off here: what the conversation holds is closed, and nothing else.
+    game.environment.close_conversations([game.metadata])
+    assert not servers()
+    again = play(2, id="adder-v1", args={"task": {"served": False}}, max_turns=9)
+    assert again.say(CALL) == [{"role": "tool", "content": "4"}]
+    end = again.say("4")
+    assert end.failures == [None]
+    assert end.rewards["right"].tolist() == [2.0]
+    assert end.notes == [{"sums": 1.0}]
+
+
+def test_a_reward_may_read_the_runtime(play):
+    game = play(0, id="vowels-of-a-file")
+    end = game.say("1")
+    assert end.failures == [None]
+    assert end.rewards["by_a_file"].tolist() == [1.0]
+
+
+def test_a_step_that_is_given_up_is_released_by_the_close(play):
+    """The user of this episode never answers, until the conversation is closed."""
+    game = play(3, args={"user_opens": False}, env={"player": {}})
+    game.say("1")
+    conversation = game.environment._opened.conversations["a"]
+    conversation.answer = lambda *said: None
+    returned = []
+    waiting = threading.Thread(target=lambda: returned.append(game.say("2")))
+    waiting.start()
+    time.sleep(0.2)
+    assert waiting.is_alive()
+    game.environment.close_conversations([game.metadata])
+    waiting.join(10)
+    assert "was closed" in returned[0].failures[0]
+
+
+class SimulatedUser(BaseHTTPRequestHandler):
+    """A server of chat completions: it asks for the vowels, and ends when it is told a number."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        last = body["messages"][-1]["content"]
+        said = "###DONE###" if last.isdigit() else "How many vowels, exactly?"
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": said},
+            "finish_reason": "stop",
+        }
+        whole = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
+        reply = json.dumps({**whole, "choices": [choice]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_their_simulated_user_runs_unchanged(play):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), SimulatedUser)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    try:
+        game = play(
+            0,
+            id="vowels-v1",
+            env={
+                "id": "user-sim",
+                "user": {
+                    "model": "m",
+                    "client": {"type": "eval", "base_url": url, "api_key_var": "NONE"},
+                },
+            },
+        )
+        assert game.log[-1] == {"role": "user", "content": "How many vowels, exactly?"}
+        assert game.say("let me see") == user("How many vowels, exactly?")
+        end = game.say("1")
+        assert end.failures == [None]
+        assert end.rewards["right"].tolist() == [1.0]
+        assert end.notes == [{"length": 1.0, "user_turns": 3.0}]
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_a_run_learns_from_its_rewards(tasksets, tmp_path):
@@ -190,6 +442,53 @@ def test_a_run_learns_from_its_rewards(tasksets, tmp_path):
     )
 
 
+def test_a_run_over_several_turns(tasksets, tmp_path):
+    saved = sft(
+        sft_settings(
+            tmp_path / "sft", "policy.max_total_sequence_length=256", "sft.max_num_epochs=8"
+        )
+    ).outcome.latest
+    settings = [one for one in grpo_settings(tmp_path, saved) if not one.startswith("data.")]
+    grpo(
+        [
+            *settings,
+            "policy.max_total_sequence_length=256",
+            "data.dataset_name=verifiers",
+            "data.env_name=guess",
+            "data.split_validation_size=0.4",
+            "env.verifiers={guess: {id: guess-v1, args: {num_tasks: 40, user_opens: false}}}",
+            "grpo.max_num_steps=2",
+            "grpo.max_rollout_turns=3",
+        ]
+    )
+    figures = metrics_of(tmp_path)[1]
+    assert figures["env/guess/num_failures"] == 0.0
+    # It says what it has learned, in boxes: never a number, so that all of its turns are used up,
+    # and scored.
+    assert figures["env/guess/metric/guesses"] > 2.0
+    assert "train/rewards/found/mean" in figures
+    (said, *_) = completions_of(tmp_path, 1)
+    assert said["num_turns"] > 1
+    assert "[environment] A number, please. [policy]" in said["completion"]
+
+
+def test_a_run_with_tools_shows_them(tasksets, tmp_path):
+    settings = [one for one in grpo_settings(tmp_path, None) if not one.startswith("data.")]
+    changes = (
+        "policy.max_total_sequence_length=512",
+        "policy.tokenizer.chat_template=hermes",
+        "data.dataset_name=verifiers",
+        "data.env_name=adder",
+        "data.split_validation_size=0",
+        "env.verifiers={adder: {id: adder-v1, args: {num_tasks: 12}}}",
+        "grpo.max_num_steps=1",
+    )
+    with pytest.raises(ConfigError, match="take two turns"):
+        grpo([*settings, *changes])
+    grpo([*settings, *changes, "grpo.max_rollout_turns=2"])
+    assert metrics_of(tmp_path)[1]["env/adder/num_failures"] == 0.0
+
+
 def test_names_are_given_once():
     twice = EnvironmentsConfig(
         verifiers={"mine": {"id": "x"}}, custom={"mine": {"name": "a.B", "kwargs": {}}}
@@ -203,6 +502,7 @@ def test_names_are_given_once():
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):
     for name in ("verifiers", "verifiers.v1"):
         monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "laurel.environments.verifiers_runner", raising=False)
     config = config_of(vowels={"id": "vowels-v1"})
     with pytest.raises(MissingDependencyError, match="verifiers"):
         verifiers.taskset_rows(

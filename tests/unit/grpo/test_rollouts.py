@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import threading
 import time
@@ -776,6 +777,126 @@ def test_what_ends_against_its_environments_will_is_judged_marked_and_counted(
         assert counts == ((0, 0) if over else expected)
         room = limits.get("max_length", 64) - len(generator.requests[-1].prompt_ids)
         assert generator.requests[-1].sampling.max_new_tokens == min(8, room)
+
+
+# -------------------------------------------------------- conversations that no environment ended
+
+
+def cut_off(request: GenerationRequest) -> Sequence[Any]:
+    return [(i, Say("ab", "length")) for i in range(len(request.seeds_G))]
+
+
+def dies_in_second_turn(request: GenerationRequest) -> Sequence[Any]:
+    return [EngineError("it died")] if len(request.seeds_G) == 1 else saying("ab")(request)
+
+
+@pytest.mark.parametrize(
+    ("script", "verdict", "limits", "num_turns", "is_told"),
+    [
+        (saying("ab"), lambda text, turn: {"over": turn == 2}, {}, 2, False),
+        (saying("ab"), lambda text, turn: {"over": False, "failure": "no idea"}, {}, 1, True),
+        (saying("ab"), lambda text, turn: {"over": True, "failure": "no idea"}, {}, 1, False),
+        (saying("ab"), lambda text, turn: {"over": True, "reward": float("nan")}, {}, 1, False),
+        (saying("ab"), lambda text, turn: {"over": False, "reward": float("nan")}, {}, 1, True),
+        (saying("ab"), lambda text, turn: raise_(ValueError("no")), {}, 1, True),
+        (saying("ab"), lambda text, turn: {"over": False, "observation": 3}, {}, 1, True),
+        (saying("ab"), lambda text, turn: {"over": False}, {}, 3, True),
+        (cut_off, lambda text, turn: {"over": False}, {}, 1, True),
+        (saying("ab"), lambda text, turn: {"over": False}, {"max_length": 9}, 1, True),
+        (dies_in_second_turn, lambda text, turn: {"over": False}, {}, 1, True),
+        (lambda request: [EngineError("it died")], lambda text, turn: {}, {}, 0, False),
+    ],
+    ids=[
+        "ended by it",
+        "failure",
+        "failure that ends it",
+        "no finite reward that ends it",
+        "no finite reward",
+        "exception",
+        "no observation",
+        "out of turns",
+        "answer cut off",
+        "context",
+        "engine dies",
+        "never seen",
+    ],
+)
+@pytest.mark.parametrize("judges", ["completion", "group", "batch"])
+def test_an_environment_is_told_once_of_conversations_that_it_has_not_ended(
+    script: Any, verdict: Any, limits: dict[str, int], num_turns: int, is_told: bool, judges: Any
+) -> None:
+    """`num_turns` is how many turns of each it has seen."""
+
+    def judge_turn(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
+        turn = metadata.get("turn", 0) + 1
+        return {"metadata": {"turn": turn}, **verdict(text, turn)}
+
+    judge = Judge(judge_turn, judges=judges)
+    defaults = {"max_turns": 3, "max_length": 64, **OFTEN_FAILS}
+    rollouts = rollouts_of(ScriptedGenerator(script), judge=judge, **(defaults | limits))
+    with contextlib.suppress(EngineError):
+        play(rollouts, [task("q"), task("r")])
+    seen = Counter((m["laurel_conversation_id"], m["laurel_group_id"]) for m in judge.metadata)
+    told = Counter((m["laurel_conversation_id"], m["laurel_group_id"]) for m in judge.closed)
+    # Where a batch ends early, some calls have been asked for and not begun.
+    assert set(told) >= set(seen) if is_told else not told
+    assert set(told.values()) <= {1}
+    assert set(told) == set(seen) or not is_told or script is dies_in_second_turn
+    assert set(seen.values()) == ({num_turns} if num_turns else set())
+    if num_turns > 1:
+        assert {m["turn"] for m in judge.closed} <= {num_turns}, "the last metadata"
+
+
+def test_a_conversation_that_is_given_up_is_told_of_while_its_step_still_runs() -> None:
+    free = threading.Event()
+    judge = fails_for("bad", lambda: free.wait(60), judges="completion")
+    generator = ScriptedGenerator(saying("good", "bad"))
+    play(rollouts_of(generator, judge=judge, environment_timeout=0.3, **OFTEN_FAILS), [task()])
+    bad = [m for text, m in zip(judge.calls, judge.metadata, strict=True) if text == ["bad"]]
+    assert judge.closed == bad
+    free.set()
+    assert not threads_called("environment")
+
+
+def test_an_environment_that_cannot_close_is_a_warning(caplog: Any) -> None:
+    class Stubborn(Judge):
+        def close_conversations(self, metadata: Any) -> None:
+            raise OSError("the line is dead")
+
+    judge = Stubborn(lambda text, m: {"over": False})
+    (group,) = play(rollouts_of(ScriptedGenerator(saying("a")), judge=judge), [task()])
+    assert [r.reward for r in group.rollouts_G] == [1.0, 1.0]
+    (said,) = caplog.messages
+    assert re.search(r"Stubborn\.close_conversations \(.*test_rollouts.py:\d+\) has not ", said)
+    assert re.search(r"closed 2 conversations: OSError: the line is dead \(.*:\d+\)", said)
+
+
+def test_cancelling_tells_environments_of_what_they_have_seen() -> None:
+    def script(request: GenerationRequest) -> Sequence[Any]:
+        first = len(request.seeds_G) == 2
+        return [(0, Say("a")), (1, Say("b"))] if first else [None]
+
+    judge = Judge(lambda text, m: {"over": text == "b"}, judges="completion")
+    generator = ScriptedGenerator(script)
+    rollouts = rollouts_of(generator, judge=judge, max_turns=2)
+
+    async def cancel_it() -> None:
+        playing = asyncio.ensure_future(
+            rollouts.play([task("1"), task("2")], num_generations=2, sampling=SAMPLING, batch=(0,))
+        )
+        while len(generator.open) < 2 or len(judge.calls) < 4:
+            await asyncio.sleep(0.001)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    asyncio.run(cancel_it())
+    rollouts.close()
+    seen = {
+        m["laurel_conversation_id"]: text
+        for [text], m in zip(judge.calls, judge.metadata, strict=True)
+    }
+    assert sorted(seen[m["laurel_conversation_id"]] for m in judge.closed) == ["a", "a"]
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,16 @@ from datetime import date
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import tiny_tokenizers as made
 from laurel.errors import DataError, ModelError
 from laurel.models.chat import ChatFormat
-from laurel.models.tokenizer import CHATML, CONCATENATION, PLAIN
+from laurel.models.tokenizer import CHATML, CONCATENATION, PLAIN, plain_text
 from laurel.types import USUAL_ROLES, Message
 from tool_templates import TOKENIZERS
 
@@ -404,3 +405,83 @@ def test_a_demonstration_with_tools_is_learned_in_the_assistants_turns(name):
     assert "add_up" in text_of(chat, learned.tokens.trunk_ids)
     assert text_of(chat, ids[learned.mask_L]) == f"call it{end}It is 4.{end}"
     assert learned.tokens.trunk_ids.tolist() == chat.prompt_ids(ASK, tools=TOOLS).tolist()
+
+
+# ------------------------------------------------------------- places in a turn's text, as tokens
+
+
+def pieces_of(tokenizer):
+    """The bytes of each token that is no special one."""
+    of_letter = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    return {
+        token: bytes(of_letter[letter] for letter in word)
+        for word, token in tokenizer.get_vocab().items()
+        if word not in tokenizer.get_added_vocab()
+    }
+
+
+def learned_bytes():
+    """A byte-level BPE with tokens of several bytes, parts of characters among them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        ["1 + 2 = 3.\n\n3 é😀\n\n語\n\n1 + ", "é\n\n😀é語 .\n\n"] * 9, trainer
+    )
+    made_of = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    made_of.chat_template = CHATML
+    return ChatFormat(made_of)
+
+
+BY_LEARNED_BYTES = learned_bytes()
+PIECES = pieces_of(BY_LEARNED_BYTES.tokenizer)
+
+
+@given(
+    text=st.text(alphabet="1+ .\né😀語", min_size=1, max_size=40),
+    choose=st.randoms(use_true_random=False),
+)
+@settings(deadline=None, max_examples=150)
+def test_a_place_in_the_text_is_the_token_with_the_last_byte_before_it(text, choose):
+    """However the policy has cut the bytes into tokens."""
+    whole, ids, lengths = text.encode(), [], []
+    while (at := sum(lengths)) < len(whole):
+        token, piece = choose.choice([(t, p) for t, p in PIECES.items() if whole.startswith(p, at)])
+        ids.append(token)
+        lengths.append(len(piece))
+    ids.append(BY_LEARNED_BYTES.end_ids[0])
+    ends = sorted(choose.sample(range(1, len(text) + 1), choose.randint(1, len(text))))
+    reached = np.cumsum(lengths)
+    expected = [
+        len(ids)
+        if end == len(text)
+        else int(np.searchsorted(reached, len(text[:end].encode()))) + 1
+        for end in ends
+    ]
+    assert BY_LEARNED_BYTES.token_ends(ids, text, ends) == expected
+
+
+@given(ids=st.lists(st.sampled_from(sorted(PIECES)), min_size=1, max_size=30))
+@settings(deadline=None, max_examples=100)
+def test_tokens_that_are_no_text_have_places_too(ids):
+    text = plain_text(BY_LEARNED_BYTES.tokenizer, ids)
+    found = BY_LEARNED_BYTES.token_ends(ids, text, range(1, len(text) + 1))
+    assert found == sorted(found)
+    assert found[-1] == len(ids)
+    for end, number in zip(range(1, len(text)), found, strict=False):
+        assert plain_text(BY_LEARNED_BYTES.tokenizer, ids[:number]).startswith(text[:end])
+        assert not plain_text(BY_LEARNED_BYTES.tokenizer, ids[: number - 1]).startswith(text[:end])
+
+
+def test_tokens_of_another_text_are_an_error():
+    ids = BY_LEARNED_BYTES.tokenizer("1 + 1")["input_ids"]
+    with pytest.raises(DataError, match="do not spell"):
+        BY_LEARNED_BYTES.token_ends(ids, "2 + 2", [2])
+    # What a stop string cut off the text is in the tokens.
+    assert BY_LEARNED_BYTES.token_ends(ids, "1 +", [3]) == [len(ids)]

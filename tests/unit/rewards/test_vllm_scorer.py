@@ -21,6 +21,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+import tiny_tokenizers
+from laurel.config.environments import JudgeConfig
 from laurel.errors import (
     DataError,
     EngineError,
@@ -32,13 +34,15 @@ from laurel.errors import (
 from laurel.generation.vllm import processes
 from laurel.models.spec import ModelSpec
 from laurel.rewards.batching import BatchingScorer
-from laurel.rewards.open import load_scorer, load_vllm_scorer
+from laurel.rewards.model_judge import ModelJudge
+from laurel.rewards.open import load_scorer, load_vllm_scorer, open_scorer
 from laurel.rewards.spec import ModelPlace, ScorerSpec, find_model
 from laurel.rewards.vllm import VllmScorer
 from laurel.types import Message, group_of
+from model_directories import save_model
 from reward_models import small_model
 from sandbox_processes import is_gone, wait_until
-from vllm_engines import HAS_VLLM, require_vllm
+from vllm_engines import HAS_VLLM, random_model, require_vllm
 from vllm_reward_models import FAMILIES, MAX_LENGTH, POISON, local, saved, write_raw
 
 EXACT = 1e-5
@@ -336,3 +340,34 @@ def test_without_vllm_the_error_says_how_to_install_it(tmp_path):
     said = rf"in vLLM: .*{re.escape(install_command('vllm'))}"
     with pytest.raises(MissingDependencyError, match=said):
         load_vllm_scorer(find_model(str(tmp_path)), ScorerSpec(), say=lambda _: None)
+
+
+# ------------------------------------------------------------------------------------------ judges
+
+
+def test_a_judge_in_vllm_gives_the_probabilities_of_transformers(tmp_path):
+    """Also its written verdicts, and it fails where a question is too long."""
+    require_vllm()
+    tokenizer = tiny_tokenizers.chatml()
+    save_model(tmp_path, random_model("qwen3", tied=True, seed=0, vocab_size=len(tokenizer)))
+    settings = {"model": str(tmp_path), "precision": "float32", "max_model_len": MAX_LENGTH}
+    template = "{{ prompt }}: {{ response }}{{ other_response }}"
+    by_words = settings | {"compares": True, "words": ("one", "two"), "template": template}
+    config = JudgeConfig(read_out="log_probability", **by_words)
+    group = group_of((Message("user", "Where?"),), ("a", "by the gate", "c" * 600), group_id="g")
+    with open_scorer(ScorerSpec(judge=config, device="cpu"), say=print) as here:
+        (expected,) = here.score_now([group])
+    spec = ScorerSpec(judge=config.model_copy(update={"backend": "vllm"}))
+    with open_scorer(spec, say=print) as scorer:
+        (found,) = scorer.score_now([group])
+        judge = scorer.scorer
+        # The same engine, read otherwise: another one would take seconds to start.
+        greedy = JudgeConfig(backend="vllm", max_tokens=4, template="{{ response }}", **settings)
+        writer = ModelJudge(greedy, judge.engine, judge._chat, max_length=MAX_LENGTH)
+        ((written, *_),) = asyncio.run(writer.score([group]))
+    assert expected[0].value not in (0.0, 0.5, 1.0)
+    assert [one.value for one in found] == pytest.approx([one.value for one in expected], abs=EXACT)
+    assert found[0].parts["word_mass"] == pytest.approx(expected[0].parts["word_mass"], rel=1e-3)
+    assert found[2].value is None
+    assert "room is for" in found[2].failure
+    assert "0 of 1 replies" in written.failure

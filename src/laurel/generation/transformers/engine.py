@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import math
 import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from laurel.data.forest import bin_pack, to_forest
 from laurel.errors import EngineError, ModelError
 from laurel.generation.requests import check_generation_request
 from laurel.generation.transformers.batch import ContinuousBatch, Finished, Ticket
@@ -31,7 +34,7 @@ from laurel.generation.weights.probe import (
 from laurel.models.forest.policy import PolicyModel
 from laurel.models.loading.adapters import adapted_layers
 from laurel.models.loading.pretrained import num_positions
-from laurel.types import Generated, GenerationRequest, Weights
+from laurel.types import Generated, GenerationRequest, TokenGroup, Weights
 
 
 class TransformersEngine:
@@ -167,6 +170,36 @@ class TransformersEngine:
 
         await self._do(work)
         return answers[0]
+
+    async def branch_logprobs(
+        self, groups: Sequence[TokenGroup], *, batch_tokens: int
+    ) -> list[list[float]]:
+        """Compute the log-probability of each branch after its trunk; nothing is sampled.
+
+        Args:
+            groups: Trunks of at least one token, whose tokens are in the model's vocabulary.
+            batch_tokens: The most tokens of one forward pass; a larger group is computed alone.
+
+        Returns:
+            For each group the natural log-probability of each branch, [G]: the sum over its tokens,
+                each in float32, at temperature 1.
+        """
+        model = self._batch.model
+        sums: list[list[float]] = [[] for _ in groups]
+
+        def work() -> None:
+            with model.at_temperature(1.0):
+                for part in bin_pack([group.num_tokens for group in groups], batch_tokens):
+                    chosen = [groups[index] for index in part]
+                    logprobs = iter(model.logprobs(to_forest(chosen)).cpu().tolist())
+                    for index, group in zip(part, chosen, strict=True):
+                        sums[index] = [
+                            math.fsum(islice(logprobs, len(branch)))
+                            for branch in group.branches_ids_G
+                        ]
+
+        await self._do(work)
+        return sums
 
     async def sleep(self) -> None:
         """Wait for running requests, then release device memory."""

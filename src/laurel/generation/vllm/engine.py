@@ -18,11 +18,12 @@ still change a token where two are equally likely to about 1e-6 (float32) or 1e-
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,7 +36,10 @@ from laurel.generation.waiting import PauseGate
 from laurel.generation.weights.buckets import shapes_in, written
 from laurel.generation.weights.probe import Probe, ProbeAnswer, default_tolerance, fitting_ids
 from laurel.models.tokenizer import plain_text
-from laurel.types import FinishReason, Generated, GenerationRequest, Weights
+from laurel.types import FinishReason, Generated, GenerationRequest, TokenGroup, Weights
+
+if TYPE_CHECKING:
+    from laurel.types import TokenIds
 
 Deliver = Callable[[Generated | LaurelError], None]
 
@@ -259,10 +263,55 @@ class VllmEngine(VllmProcesses):
 
     async def _answer_probe(self) -> ProbeAnswer:
         ids_L = fitting_ids(self._vocab_size, max_length=self._max_length - 1)
+        logprobs = await self._prompt_logprobs(ids_L)
+        return ProbeAnswer(ids_L, np.asarray(logprobs, np.float32), self._tolerance)
+
+    async def _prompt_logprobs(self, ids_L: list[int]) -> list[float]:
+        """Compute the log-probabilities of all tokens but the first, [L - 1]."""
         arguments = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
         steps = (await self._sample(ids_L, arguments)).prompt_logprobs
-        logprobs = [step[token].logprob for step, token in zip(steps[1:], ids_L[1:], strict=True)]
-        return ProbeAnswer(ids_L, np.asarray(logprobs, np.float32), self._tolerance)
+        return [step[token].logprob for step, token in zip(steps[1:], ids_L[1:], strict=True)]
+
+    async def branch_logprobs(
+        self, groups: Sequence[TokenGroup], *, batch_tokens: int = 0
+    ) -> list[list[float]]:
+        """Compute the log-probability of each branch after its trunk; nothing of it is sampled.
+
+        vLLM computes the trunk anew for each branch: its prefix cache does not serve requests for
+        the log-probabilities of a prompt.
+
+        Args:
+            groups: Trunks of at least one token, whose tokens are in the model's vocabulary, and
+                which with their branches leave one token of the context.
+            batch_tokens: Unused: vLLM packs its batches itself.
+
+        Returns:
+            For each group the natural log-probability of each branch, [G]: the sum over its tokens,
+                each in float32, at temperature 1.
+        """
+
+        async def all_of_them() -> list[list[float]]:
+            async with self._gate.request():
+                if (reason := self._life.failure or self._doubt) is not None:
+                    raise reason
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        asked = [
+                            [
+                                tasks.create_task(self._branch_logprob(group.trunk_ids, branch))
+                                for branch in group.branches_ids_G
+                            ]
+                            for group in groups
+                        ]
+                except BaseExceptionGroup as failed:
+                    raise self._as_error(failed.exceptions[0]) from failed
+            return [[task.result() for task in tasks_G] for tasks_G in asked]
+
+        return await asyncio.wrap_future(self._background.submit(all_of_them()))
+
+    async def _branch_logprob(self, trunk_ids: TokenIds, branch_ids: TokenIds) -> float:
+        ids_L = [*trunk_ids.tolist(), *branch_ids.tolist()]
+        return math.fsum((await self._prompt_logprobs(ids_L))[len(trunk_ids) - 1 :])
 
     async def sleep(self) -> None:
         """Hold requests back and release device memory; on a CPU the memory is kept."""

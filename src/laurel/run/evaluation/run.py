@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -42,6 +43,7 @@ from laurel.run.evaluation.tables import (
     print_compatibility,
     print_diagnostics,
     print_evaluation,
+    print_judge,
     print_matrix,
     share_text,
 )
@@ -50,6 +52,7 @@ from laurel.run.specs import (
     asked_server,
     model_spec,
     open_asked,
+    open_asked_judge,
     policy_of_settings,
 )
 from laurel.types import Score
@@ -57,6 +60,7 @@ from laurel.types import Score
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from laurel.config.environments import JudgeConfig
     from laurel.evaluation.rewardbench_tokens import ReferenceFormat, RewardBenchContract
     from laurel.rewards.scorer import LocalScorer, OnBatch
     from laurel.types import Group
@@ -102,6 +106,8 @@ def _evaluated(
     asked: Mapping[BenchmarkName, EvaluationRequest], request: EvaluationRequest, console: Console
 ) -> list[Evaluation]:
     """Read the rows of benchmarks, load the requested scorer once, and evaluate it on each."""
+    if request.scorer.judge is not None and "process-bench" in asked:
+        raise ConfigError("ProcessBench needs the values of steps, and --judge gives one score")
     notes: list[str] = []
     with console.status("reading the rows"):
         rows = {name: BENCHMARKS[name].read(one, notes.append) for name, one in asked.items()}
@@ -142,6 +148,8 @@ def checked_request(request: EvaluationRequest) -> EvaluationRequest:
         UserError: The model does not exist, or the output directory cannot be written.
     """
     scorer = request.scorer.found()
+    if scorer.judge is not None and request.members:
+        raise ConfigError("--member compares reward models with --model, and --judge is there")
     # Members are loaded after all rows are scored: a wrong name is reported now.
     for name in request.members:
         replace(request.scorer, model=name).found()
@@ -181,6 +189,8 @@ def evaluate_rows(
         **benchmark.details(found.rows),
         **_diagnosed(rows, found.rows, request, scorer, training),
     }
+    if request.scorer.judge is not None:
+        details["judge"] = judge_details(request.scorer.judge, every)
     by_contract = None
     if scorer.reference is not None:
         by_contract, compatibility = _beside_contract(
@@ -207,6 +217,16 @@ def evaluate_rows(
         seconds=seconds,
         details=details,
     )
+
+
+def judge_details(judge: JudgeConfig, scores: Sequence[Score]) -> dict[str, Any]:
+    """Return how a judge was read, and the means of the parts of its scores, such as flips."""
+    parts: dict[str, list[float]] = {}
+    for score in scores:
+        for part, value in score.parts.items():
+            parts.setdefault(part, []).append(value)
+    means = {part: math.fsum(values) / len(values) for part, values in sorted(parts.items())}
+    return {"read_out": judge.read_out, "compares": judge.compares, **means}
 
 
 def _beside_contract(
@@ -301,6 +321,8 @@ def show_evaluation(evaluation: Evaluation) -> None:
     """Print the tables of an evaluation to standard output."""
     console, details = make_console(), evaluation.details
     print_evaluation(console, evaluation)
+    if "judge" in details:
+        print_judge(console, details["judge"])
     if "compatibility" in details:
         print_compatibility(console, details["compatibility"], num_rows=len(evaluation.rows))
     if "matrix" in details:
@@ -345,6 +367,8 @@ class EvalScorer:
     """The environment variable with the server's API key; None: `LAUREL_API_KEY`, if it is set."""
     reproduces: ReferenceFormat | None = None
     """The program whose tokenization is copied; None: the model's scoring contract is used."""
+    judge: JudgeConfig | None = None
+    """The judge that scores instead of a reward model; `model` is its name."""
 
     @property
     def is_server(self) -> bool:
@@ -357,6 +381,8 @@ class EvalScorer:
         Raises:
             UserError: No model is named or found, or it cannot score in the way asked for.
         """
+        if self.judge is not None:
+            return self
         if not self.is_server:
             return replace(self, options=asked_scorer(self.model, self.options, or_server=True))
         if self.reproduces is not None:
@@ -413,7 +439,17 @@ def open_evaluation_scorer(scorer: EvalScorer, console: Console) -> Iterator[Ope
     Raises:
         UserError: A model, a server or a setting cannot be used.
     """
-    if scorer.is_server:
+    if scorer.judge is not None:
+        opened = open_asked_judge(
+            scorer.judge, scorer.options, console, cpu_threads=scorer.cpu_threads
+        )
+        with opened as judge:
+            yield OpenScorer(
+                console=console,
+                score_now=lambda groups, _: judge.score_now(groups),
+                chunk=CHUNK_OF_SERVER,
+            )
+    elif scorer.is_server:
         if scorer.settings:
             raise ConfigError(
                 f"--set is for a model that is loaded here, and {key_of('--model')} is an address"

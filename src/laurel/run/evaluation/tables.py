@@ -79,6 +79,20 @@ def print_compatibility(console: Console, facts: Mapping[str, Any], *, num_rows:
         console.print(f"        {reason}: {counts}", soft_wrap=True)
 
 
+def print_judge(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print how often a judge's verdict changed with the position, and what else it reported."""
+    words = {
+        "position_flips": "verdicts that change with the position",
+        "word_mass": "probability of the two words",
+        "unreadable": "replies without a score, of each question",
+        "spread": "standard deviation of the samples",
+        "failed_comparisons": "comparisons that failed, where some did",
+    }
+    said = [f"{text} {facts[name]:.3f}" for name, text in words.items() if name in facts]
+    if said:
+        console.print(f"judge   {'; '.join(said)}", soft_wrap=True)
+
+
 def print_matrix(
     console: Console, matrix: Sequence[Sequence[float]] | None, styles: Sequence[str]
 ) -> None:

@@ -1,0 +1,170 @@
+"""Steps of GRPO to 90 % accuracy: the outcome as the reward, process rewards, and their advantages.
+
+    python benchmarks/process_rewards.py --seeds 1 2 3
+
+Makes the data by `examples/arithmetic_steps.py --careless`, the policy and the process reward
+model by the commands in the head of `recipes/arithmetic_grpo_cpu.yaml`, and then runs that recipe
+for each seed and each reward in turn; nothing else differs:
+
+    outcome    the math environment: 1 for the right final answer
+    aggregate  the process reward model: the least value of the steps
+    per step   the process reward model: an advantage for each token from the steps that follow
+
+Accuracy is that of the final answer, on held-out problems, whatever the reward is: a policy that
+games the reward model gains nothing. It is measured every `val_period` steps of the recipe; a run
+ends at the first validation with 0.9, or after the recipe's last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rounds import machine, table, write_json
+
+from laurel.observe.loggers import read_metrics
+
+ROOT = Path(__file__).parent.parent
+LAUREL = (sys.executable, "-m", "laurel.cli.main")
+TARGET = 0.9
+ACCURACY = "validation/env/math/accuracy"
+REWARDS = {
+    "outcome": ["data.train.env_name=math", "grpo.adv_estimator.per_step=false"],
+    "aggregate": ["grpo.adv_estimator.per_step=false"],
+    "per step": [],
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a seed gave with one of the rewards."""
+
+    reward: str
+    seed: int
+    accuracy: dict[int, float]
+    """By step."""
+    seconds: float
+
+    @property
+    def reached(self) -> int | None:
+        """The first validated step with the accuracy that is asked for; None if there is none."""
+        return next((step for step, one in self.accuracy.items() if one >= TARGET), None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    add("--work", type=Path, default=Path("benchmark_results/process_rewards"))
+    add("--json", type=Path, default=Path("benchmark_results/process_rewards.json"))
+    add("overrides", nargs="*", help="further settings of all runs, as key=value")
+    options = parser.parse_args()
+    work = options.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    prepare(work)
+    runs = []
+    for seed in options.seeds:
+        for reward in REWARDS:
+            run = train(reward, seed, work, options.overrides)
+            runs.append(run)
+            print(
+                f"  seed {seed}, {reward}: {run.reached or 'not'} "
+                f"({max(run.accuracy.values()):.3f} at most, {run.seconds:.0f} s)",
+                file=sys.stderr,
+            )
+    print(report(runs))
+    found = {"machine": machine(), "runs": [asdict(run) for run in runs]}
+    write_json(options.json, found)
+
+
+def prepare(work: Path) -> None:
+    """Make the data, the policy and the process reward model, unless they are there."""
+    program = ROOT / "examples" / "arithmetic_steps.py"
+    if not (work / "arithmetic").is_dir():
+        call(work, sys.executable, str(program), "arithmetic", "--careless")
+    if not (work / "results/arithmetic_sft/step_300").is_dir():
+        recipe = str(ROOT / "recipes" / "arithmetic_sft_cpu.yaml")
+        call(work, *LAUREL, "sft", "--config", recipe)
+    if not (work / "results/arithmetic_prm/step_1000").is_dir():
+        call(
+            work,
+            *LAUREL,
+            "rm",
+            "--config",
+            str(ROOT / "recipes" / "process_reward_cpu.yaml"),
+            "policy.model_name=results/arithmetic_sft/step_300",
+            "policy.scratch=null",
+            "data.train_data_path=arithmetic/graded.jsonl",
+            "data.val_data_paths.Solutions.data_path=arithmetic/graded_test.jsonl",
+            "rm.max_num_steps=1000",
+            "checkpointing.checkpoint_dir=results/arithmetic_prm",
+        )
+
+
+def train(reward: str, seed: int, work: Path, overrides: list[str]) -> Run:
+    """Run the recipe once."""
+    name = f"{reward.replace(' ', '_')}_{seed}"
+    places = [f"checkpointing.checkpoint_dir=results/{name}", f"logger.log_dir=logs/{name}"]
+    recipe = str(ROOT / "recipes" / "arithmetic_grpo_cpu.yaml")
+    started = time.monotonic()
+    call(
+        work,
+        *LAUREL,
+        "grpo",
+        "--config",
+        recipe,
+        f"grpo.seed={seed}",
+        *REWARDS[reward],
+        *places,
+        "checkpointing.enabled=false",
+        *overrides,
+    )
+    seconds = time.monotonic() - started
+    newest = max((work / "logs" / name).glob("exp_*"))
+    lines = read_metrics(newest / "metrics.jsonl")
+    accuracy = {int(line["step"]): line[ACCURACY] for line in lines if ACCURACY in line}
+    return Run(reward=reward, seed=seed, accuracy=accuracy, seconds=seconds)
+
+
+def call(work: Path, *command: str) -> None:
+    with (work / "output.log").open("ab") as log:
+        subprocess.run(command, cwd=work, stdout=log, stderr=subprocess.STDOUT, check=True)
+
+
+def report(runs: list[Run]) -> str:
+    rows = []
+    for reward in REWARDS:
+        own = [run for run in runs if run.reward == reward]
+        reached = [run.reached for run in own if run.reached is not None]
+        whole = len(reached) == len(own)
+        last = [list(run.accuracy.values())[-1] for run in own]
+        rows.append(
+            [
+                reward,
+                ", ".join(str(run.reached or f"> {max(run.accuracy)}") for run in own),
+                f"{statistics.mean(reached):.1f}" if whole else "",
+                f"{statistics.mean(run.accuracy[0] for run in own):.3f}",
+                f"{statistics.mean(last):.3f}",
+                f"{statistics.mean(run.seconds for run in own):.0f}",
+            ]
+        )
+    heads = [
+        "reward",
+        f"steps to {TARGET:.0%}, by seed",
+        "mean",
+        "accuracy at the start",
+        "at the end",
+        "seconds",
+    ]
+    return table(heads, rows, as_markdown=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,451 @@
+"""A judge that this process loads: a language model whose verdicts are scores.
+
+The engine is one of generation: transformers' in this process, or vLLM's. A verdict is written and
+read by the parser of `judge`, or is the probability of one of two words: Generative Verifiers
+(Zhang et al. 2024, arXiv 2408.15240). Comparisons are asked in both positions, whose mean has no
+bias of position (Zheng et al. 2023, arXiv 2306.05685).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import threading
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from laurel.config.environments import JudgeConfig
+from laurel.errors import DataError, ModelError, Terms, key_of, setting_of, speaking
+from laurel.models.chat import ENVIRONMENT, ChatFormat
+from laurel.models.loading.pretrained import DTYPES, find_tokenizer, num_positions, read_config
+from laurel.models.spec import ModelSpec
+from laurel.observe.console import format_parameters, quiet_libraries
+from laurel.rewards.judge import JudgePrompt, NoScoreError, mean_verdict, read_verdict
+from laurel.rewards.remote.replica import failed
+from laurel.rewards.spec import MAX_LENGTH, Device, Say, check_files, find_model
+from laurel.types import (
+    Generated,
+    GenerationRequest,
+    Group,
+    Message,
+    SamplingParams,
+    Score,
+    TokenGroup,
+)
+
+if TYPE_CHECKING:
+    from laurel.types import TokenIds
+
+
+class VerdictEngine(Protocol):
+    """The part of a generation engine that a judge needs."""
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
+        """Yield the completions of one prompt, as `protocols.Generator` does."""
+
+    async def branch_logprobs(
+        self, groups: Sequence[TokenGroup], *, batch_tokens: int
+    ) -> list[list[float]]:
+        """Return the log-probability of each branch after its trunk, for each group [G]."""
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """One question about a completion, or about two of a group."""
+
+    index: int
+    other: int | None
+    ids_L: TokenIds | None
+    failure: str = ""
+    """The reason why there are no tokens."""
+
+
+class ModelJudge:
+    """Scores completions by the verdicts of a language model that an engine holds.
+
+    Without `compares` a score is that of the completion alone. With it, a score is the mean
+    probability to win against the other completions of the group, 1/2 against an equal one; a
+    completion that is alone has none, and one whose comparisons partly failed has the mean of the
+    others and `failed_comparisons` among its parts.
+    """
+
+    reads_metadata = True
+
+    def __init__(
+        self,
+        config: JudgeConfig,
+        engine: VerdictEngine,
+        chat: ChatFormat,
+        *,
+        max_length: int,
+        where: str = "env.reward_model.judge",
+    ) -> None:
+        """Take over an engine, which is closed with the scorer.
+
+        Args:
+            config: The `judge` section, without `urls`.
+            engine: An engine with the judge's weights.
+            chat: The chat format of the judge; nothing else may use it.
+            max_length: Most tokens of a question and its verdict.
+            where: The section, for messages.
+
+        Raises:
+            ConfigError: The template cannot be used.
+            ModelError: The words of the verdict cannot be distinguished.
+        """
+        self.config, self.engine = config, engine
+        self.judges_groups = config.compares
+        if config.compares or config.read_out == "written":
+            # Samples differ by far more than rounding. Comparisons cannot be measured one by one.
+            self.noise = 0.0
+        self._prompt = JudgePrompt(config, where=where)
+        self._chat = chat
+        self._max_length = max_length
+        self._words = _word_ids(chat, config, where) if config.read_out != "written" else ()
+        # Calls may come from several threads, and a tokenizer is not thread-safe.
+        self._one_at_a_time = threading.Lock()
+
+    def close(self) -> None:
+        """Close the engine. Idempotent."""
+        self.engine.close()
+
+    async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
+        """Score groups (`protocols.Scorer`); the questions of a call are asked together.
+
+        Raises:
+            EngineError: The engine died.
+        """
+        # Equal completions are asked about once: asked twice, they would differ in the last digit.
+        distinct = [
+            replace(group, completions_G=tuple(dict.fromkeys(group.completions_G)))
+            for group in groups
+        ]
+        questions = await asyncio.to_thread(self._questions, distinct)
+        asked = [question for of_group in questions for question in of_group]
+        verdicts = iter(await self._verdicts([one for one in asked if one.ids_L is not None]))
+        scores: list[tuple[Score, ...]] = []
+        for group, single, of_group in zip(groups, distinct, questions, strict=True):
+            found = {
+                (one.index, one.other): failed(one.failure) if one.ids_L is None else next(verdicts)
+                for one in of_group
+            }
+            counts = [group.completions_G.count(one) for one in single.completions_G]
+            if self.config.compares:
+                scores_G = won_scores(found, counts)
+            else:
+                scores_G = [found[index, None] for index in range(len(counts))]
+            of = dict(zip(single.completions_G, scores_G, strict=True))
+            scores.append(tuple(of[completion] for completion in group.completions_G))
+        return scores
+
+    # --------------------------------------------------------------------------------- questions
+
+    def _questions(self, groups: Sequence[Group]) -> list[list[_Question]]:
+        with self._one_at_a_time:
+            return [
+                [self._question(group, index, other) for index, other in self._asked(group)]
+                for group in groups
+            ]
+
+    def _asked(self, group: Group) -> list[tuple[int, int | None]]:
+        count = len(group.completions_G)
+        if not self.config.compares:
+            return [(index, None) for index in range(count)]
+        pairs = ring_pairs(count, self.config.max_opponents)
+        return [places for one, other in pairs for places in ((one, other), (other, one))]
+
+    def _question(self, group: Group, index: int, other: int | None) -> _Question:
+        rendered = self._prompt.question(group, index, other)
+        if isinstance(rendered, str):
+            return _Question(index=index, other=other, ids_L=None, failure=rendered)
+        messages = tuple(Message(one["role"], one["content"]) for one in rendered)
+        try:
+            ids_L = self._chat.prompt_ids(messages)
+        except DataError as error:
+            return _Question(index=index, other=other, ids_L=None, failure=f"error: {error}")
+        # One token more than the verdict, which vLLM samples and nobody reads.
+        room = self._max_length - max(map(len, self._words), default=0) - 1
+        if len(ids_L) > room:
+            return _Question(
+                index=index,
+                other=other,
+                ids_L=None,
+                failure=f"error: the judge's question has {len(ids_L):,} tokens, and room is for "
+                f"{room:,} (max_model_len={self._max_length:,} with the verdict)",
+            )
+        return _Question(index=index, other=other, ids_L=ids_L)
+
+    # ---------------------------------------------------------------------------------- verdicts
+
+    async def _verdicts(self, questions: Sequence[_Question]) -> list[Score]:
+        if self.config.read_out == "written":
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(self._written(one)) for one in questions]
+            return [task.result() for task in asked]
+        groups = [
+            TokenGroup(id=str(index), trunk_ids=one.ids_L, branches_ids_G=self._words)
+            for index, one in enumerate(questions)
+            if one.ids_L is not None
+        ]
+        if not groups:
+            return []
+        logprobs = await self.engine.branch_logprobs(groups, batch_tokens=self.config.batch_tokens)
+        return [
+            word_score(first, second, num_tokens=max(group.lengths_G))
+            for (first, second), group in zip(logprobs, groups, strict=True)
+        ]
+
+    async def _written(self, question: _Question) -> Score:
+        config, ids_L = self.config, question.ids_L
+        assert ids_L is not None
+        assert config.seed is not None
+        request = GenerationRequest(
+            id="judge",
+            prompt_ids=ids_L,
+            # With one seed for all, every sample would be the same.
+            seeds_G=tuple(config.seed + number for number in range(config.num_samples)),
+            sampling=SamplingParams(
+                max_new_tokens=min(config.max_tokens, self._max_length - len(ids_L)),
+                temperature=config.temperature,
+            ),
+        )
+        async with aclosing(self.engine.generate(request)) as completions:
+            replies = [reply async for reply in completions]
+        replies.sort(key=lambda reply: reply.index)
+        score = mean_verdict([self._read(reply) for reply in replies], config)
+        return replace(score, num_tokens=len(ids_L) + max(len(one.ids_L) for one in replies))
+
+    def _read(self, reply: Generated) -> float | NoScoreError:
+        if reply.finish_reason != "stop":
+            return NoScoreError("the reply was cut off: raise max_tokens, or max_model_len")
+        try:
+            return read_verdict(reply.text, self.config)
+        except NoScoreError as error:
+            return error
+
+
+def ring_pairs(count: int, most: int | None) -> list[tuple[int, int]]:
+    """Return the pairs of completions that are compared: all, or neighbours in a ring.
+
+    Args:
+        count: The number of different completions.
+        most: The most others that each is compared with, an even number; None: all.
+    """
+    if most is None or most >= count - 1:
+        return list(itertools.combinations(range(count), 2))
+    return [(one, (one + step) % count) for one in range(count) for step in range(1, most // 2 + 1)]
+
+
+def word_score(first: float, second: float, *, num_tokens: int = 0) -> Score:
+    """Return P(first) / (P(first) + P(second)) from two log-probabilities, computed in float64.
+
+    The part `word_mass` is P(first) + P(second): little of it says that the judge would have
+    answered with another word.
+    """
+    if not (math.isfinite(first) and math.isfinite(second)):
+        return failed("nan: the log-probability of a verdict is not finite")
+    margin = first - second
+    # Neither form overflows where it is used.
+    low = math.exp(-abs(margin))
+    value = 1.0 / (1.0 + low) if margin >= 0 else low / (1.0 + low)
+    mass = math.exp(first) + math.exp(second)
+    return Score(value=value, values_K=(value,), num_tokens=num_tokens, parts={"word_mass": mass})
+
+
+def won_scores(found: dict[tuple[int, int | None], Score], counts: Sequence[int]) -> list[Score]:
+    """Return the mean probability of each completion to win, from the verdicts on ordered pairs.
+
+    Args:
+        found: The verdict on each ordered pair: the probability that the first one shown wins.
+        counts: How often each of the different completions is in the group.
+    """
+    wins: list[list[tuple[float, int]]] = [
+        [(0.5, count - 1)] if count > 1 else [] for count in counts
+    ]
+    parts: list[dict[str, list[float]]] = [{} for _ in counts]
+    failures: list[list[str]] = [[] for _ in counts]
+    num_tokens = [0] * len(counts)
+    for (one, other), verdict in found.items():
+        if other is None or one > other:  # each pair once; the other position is read with it
+            continue
+        swapped = found[other, one]
+        for place in (one, other):
+            num_tokens[place] = max(num_tokens[place], verdict.num_tokens, swapped.num_tokens)
+        if verdict.value is None or swapped.value is None:
+            for place in (one, other):
+                failures[place].append(str(verdict.failure or swapped.failure))
+            continue
+        chance = (verdict.value + 1.0 - swapped.value) / 2
+        wins[one].append((chance, counts[other]))
+        wins[other].append((1.0 - chance, counts[one]))
+        flips = (verdict.value > 0.5) != (swapped.value < 0.5)
+        for place in (one, other):
+            parts[place].setdefault("position_flips", []).append(float(flips))
+            for name in verdict.parts.keys() & swapped.parts.keys():
+                both = (verdict.parts[name] + swapped.parts[name]) / 2
+                parts[place].setdefault(name, []).append(both)
+    scores: list[Score] = []
+    for count, won, means, missing, tokens in zip(
+        counts, wins, parts, failures, num_tokens, strict=True
+    ):
+        num_compared = len(won) - (count > 1)
+        if not won or (missing and not num_compared):
+            alone = "error: a comparison needs another completion of the same prompt"
+            scores.append(failed(missing[0] if missing else alone))
+            continue
+        value = math.fsum(chance * count for chance, count in won) / sum(c for _, c in won)
+        named = {name: math.fsum(all_of) / len(all_of) for name, all_of in sorted(means.items())}
+        if missing:
+            named["failed_comparisons"] = float(len(missing))
+        scores.append(Score(value=value, values_K=(value,), num_tokens=tokens, parts=named))
+    return scores
+
+
+def _word_ids(chat: ChatFormat, config: JudgeConfig, where: str) -> tuple[TokenIds, ...]:
+    words = config.verdict_words
+    # The tokens that fine-tuning on the word teaches: those of text that goes on the turn.
+    first, second = (chat.observation_ids({"role": ENVIRONMENT, "content": word}) for word in words)
+    length = min(len(first), len(second))
+    if np.array_equal(first[:length], second[:length]):
+        raise ModelError(
+            f"{where}.words: {words[0]!r} has the tokens {first.tolist()} and {words[1]!r} "
+            f"{second.tolist()}, one of which the other begins with, so their log-probabilities do "
+            "not distinguish them; choose other words"
+        )
+    return first, second
+
+
+# --------------------------------------------------------------------------------------------------
+# Loading a judge.
+
+
+def open_model_judge(config: JudgeConfig, *, device: Device, where: str, say: Say) -> ModelJudge:
+    """Load a judge into an engine, and check it.
+
+    Args:
+        config: The `judge` section, without `urls`.
+        device: The device of transformers' engine; vLLM chooses its own.
+        where: The section, for messages.
+        say: Called with a line on all that was loaded, found and decided.
+
+    Raises:
+        UserError: The model is no language model, or a setting cannot be used.
+        EngineError: vLLM does not start.
+    """
+    terms = Terms(
+        {
+            "policy": where,
+            "policy.model_name": f"{where}.model",
+            "policy.max_total_sequence_length": f"{where}.max_model_len",
+        }
+    )
+    JudgePrompt(config, where=where)  # reports a wrong template before anything is loaded
+    with speaking(terms):
+        place = find_model(config.model)
+        for note in place.notes:
+            say(note)
+        check_files(place)
+        quiet_libraries()
+        spec = ModelSpec(name=place.name, tokenizer=config.tokenizer, precision=config.precision)
+        hf_config = read_config(spec, place.name)
+        positions = num_positions(SimpleNamespace(config=hf_config)) or MAX_LENGTH
+        max_length = config.max_model_len or min(MAX_LENGTH, positions)
+        if max_length > positions:
+            raise ModelError(
+                f"{setting_of('policy.max_total_sequence_length', max_length)}: {place.name} has "
+                f"{positions:,} positions; set it no higher"
+            )
+        make = _on_vllm if config.backend == "vllm" else _on_transformers
+        engine, chat, facts = make(config, spec, max_length, device)
+        try:
+            judge = ModelJudge(config, engine, chat, max_length=max_length, where=where)
+        except BaseException:
+            engine.close()
+            raise
+    how = " or ".join(config.verdict_words)
+    read = f"the probability of {how}" if config.read_out != "written" else "what it writes"
+    about = "which of two responses is better" if config.compares else "each response"
+    say(f"judge   {facts} from {place.shown}: asked about {about}, read by {read}")
+    return judge
+
+
+def _on_transformers(
+    config: JudgeConfig, spec: ModelSpec, max_length: int, device: Device
+) -> tuple[VerdictEngine, ChatFormat, str]:
+    from laurel.generation.transformers.engine import TransformersEngine
+    from laurel.models.loading.policy import check_policy_paths, load_policy
+    from laurel.workers.process import choose_device
+
+    # The threads and the random generators of this process stay as they are.
+    loaded = load_policy(
+        spec,
+        seed=0,
+        max_length=max_length,
+        device=choose_device(device),
+        weights_dtype=DTYPES[config.precision],
+    )
+    model = loaded.model
+    model.requires_grad_(requires_grad=False)
+    difference = check_policy_paths(model)
+    chat = _chat_format(config, loaded.tokenizer, str(spec.name))
+    engine = TransformersEngine(model, loaded.tokenizer, end_ids=chat.end_ids)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        engine,
+        chat,
+        (
+            f"{type(model.causal_lm).__name__}, {format_parameters(parameters)} parameters, "
+            f"{config.precision} on {model.device.type}, self-check {difference:.1e},"
+        ),
+    )
+
+
+def _on_vllm(
+    config: JudgeConfig, spec: ModelSpec, max_length: int, device: Device
+) -> tuple[VerdictEngine, ChatFormat, str]:
+    from laurel.config.grpo import GenerationConfig, VllmConfig
+    from laurel.generation.requests import GeneratorSpec
+    from laurel.generation.vllm.engine import VllmEngine
+    from laurel.generation.vllm.settings import check_has_vllm
+
+    check_has_vllm(f"{key_of('policy')}.backend=vllm")
+    chat = _chat_format(config, find_tokenizer(spec, pad_may_end=True), str(spec.name))
+    directory = str(spec.name)
+    if not Path(directory).is_dir():
+        from huggingface_hub import snapshot_download
+
+        directory = snapshot_download(directory)
+    vllm_cfg = VllmConfig(
+        tensor_parallel_size=config.vllm_cfg.tensor_parallel_size,
+        gpu_memory_utilization=config.vllm_cfg.gpu_memory_utilization,
+    )
+    engine = VllmEngine(
+        directory,
+        GeneratorSpec(
+            settings=GenerationConfig(backend="vllm", vllm_cfg=vllm_cfg),
+            max_length=max_length,
+            end_ids=chat.end_ids,
+        ),
+        precision=config.precision,
+        probe=None,
+    )
+    return engine, chat, f"a language model in vLLM, {config.precision},"
+
+
+def _chat_format(config: JudgeConfig, tokenizer: Any, name: str) -> ChatFormat:
+    from transformers import GenerationConfig
+
+    ends = None
+    with suppress(OSError):  # a model need not have the file
+        ends = GenerationConfig.from_pretrained(name).eos_token_id
+    return ChatFormat(tokenizer, config.tokenizer.chat_template_kwargs, generation_end_ids=ends)

@@ -1,0 +1,110 @@
+"""A judge that this process loads, in `laurel eval`, `laurel score` and `laurel data verdicts`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import tiny
+import tiny_tokenizers
+from eval_rows import pair_rows, write
+from laurel.cli.main import app
+from laurel.rewards.open import open_scorer
+from laurel.rewards.spec import ScorerSpec
+from laurel.run.specs import read_judge
+from laurel.types import Message, group_of
+from model_directories import save_model
+
+JUDGE = """\
+judge:
+  model: {model}
+  precision: float32
+  read_out: log_probability
+  compares: {compares}
+"""
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    """The file of a random judge that compares."""
+    directory = tmp_path_factory.mktemp("judge")
+    tokenizer = tiny_tokenizers.chatml()
+    policy = tiny.tiny_policy("qwen3", vocab_size=len(tokenizer), max_position_embeddings=2048)
+    save_model(directory / "model", policy.causal_lm, tokenizer)
+    file = directory / "judge.yaml"
+    file.write_text(JUDGE.format(model=directory / "model", compares="true"), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def called():
+    def call(*words):
+        return CliRunner().invoke(app, [str(word) for word in words])
+
+    return call
+
+
+def test_eval_counts_the_verdicts_and_says_how_often_they_flip(called, judge, tmp_path):
+    rows = pair_rows()[:8]
+    data = write(tmp_path / "rows.jsonl", rows)
+    done = called("eval", "reward-bench", "--judge", judge, "-d", data, "--device", "cpu", "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    groups = [
+        group_of((Message("user", r["prompt"]),), (r["chosen"], r["rejected"]), group_id="g")
+        for r in rows
+    ]
+    config = read_judge(judge, say=print)
+    with open_scorer(ScorerSpec(judge=config, device="cpu"), say=print) as scorer:
+        scores = scorer.score_now(groups)
+    plain = next(one for one in report["sections"] if one["name"] == "all rows, unweighted")
+    right = [one.value > other.value for one, other in scores]
+    assert plain["value"] == pytest.approx(sum(right) / 8)
+    flips = sum(one.parts["position_flips"] for one, _ in scores) / 8
+    assert report["judge"]["position_flips"] == pytest.approx(flips)
+    shown = called("eval", "reward-bench", "--judge", judge, "-d", data, "--device", "cpu")
+    assert f"verdicts that change with the position {flips:.3f}" in shown.stdout
+
+
+def test_score_writes_the_probabilities(called, judge, tmp_path):
+    single = tmp_path / "judge.yaml"
+    single.write_text(judge.read_text().replace("compares: true", "compares: false"))
+    row = {"prompt": "Bread?", "completions": ["Wine.", "No."]}
+    data = write(tmp_path / "rows.jsonl", [row])
+    done = called("score", data, "--judge", single, "--device", "cpu", "--json")
+    assert done.exit_code == 0, done.output
+    (line,) = done.stdout.splitlines()
+    assert all(0 < score < 1 for score in json.loads(line)["scores"])
+
+
+def test_verdicts_are_written_for_both_positions(called, judge, tmp_path):
+    data = write(tmp_path / "rows.jsonl", [{"prompt": "Where?", "chosen": "x", "rejected": "y"}])
+    output = tmp_path / "verdicts.jsonl"
+    done = called("data", "verdicts", data, "--judge", judge, "-o", output, "--json")
+    assert done.exit_code == 0, done.output
+    first, second = (json.loads(line)["messages"] for line in output.read_text().splitlines())
+    assert (first[-1]["content"], second[-1]["content"]) == ("A", "B")
+    assert first[0]["content"].index("\nx\n") < first[0]["content"].index("\ny\n")
+    assert second[0]["content"].index("\ny\n") < second[0]["content"].index("\nx\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--precision", "float32"), "--precision is about a reward model"),
+        (("--model", "x"), "the file sets judge.model"),
+        (("--member", "x"), "--member is about a reward model"),
+    ],
+)
+def test_an_option_about_a_reward_model_is_refused_beside_a_judge(called, judge, words, said):
+    done = called("eval", "pairs", "--judge", judge, "-d", "rows.jsonl", *words)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+
+
+def test_process_bench_needs_the_values_of_steps(called, judge, tmp_path):
+    row = {"id": "1", "problem": "?", "steps": ["a", "b"], "label": 0}
+    data = write(tmp_path / "rows.jsonl", [row])
+    done = called("eval", "process-bench", "--judge", judge, "-d", data)
+    assert done.exit_code
+    assert "values of steps" in str(done.exception)
