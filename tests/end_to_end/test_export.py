@@ -27,6 +27,7 @@ def trained(tmp_path_factory):
         [
             *(change for change in settings(directory, rows=rows) if change not in scratch),
             "policy.dtensor_cfg.lora_cfg.enabled=true",
+            "checkpointing.save_period=2",
             f"policy.model_name={base}",
         ]
     )
