@@ -10,15 +10,19 @@ VLLM_STAMP := $(VLLM_VENV)/.laurel-installed
 ENV_VENV  ?= .venv-env
 ENV_STAMP := $(ENV_VENV)/.laurel-installed
 
+ORS_VENV  ?= .venv-openreward
+ORS_STAMP := $(ORS_VENV)/.laurel-installed
+
 DOCS_STAMP := $(VENV)/.laurel-docs-installed
 
-.PHONY: help setup setup-vllm demo test test-all test-vllm test-environments test-gpu check house format bench docs docs-serve notebooks release release-version clean
+.PHONY: help setup setup-vllm demo test test-all test-vllm test-environments test-openreward test-gpu check house format bench docs docs-serve notebooks release release-version clean
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the quick tests (minutes): all arithmetic, every command, every environment"
 	@echo "make test-all   all tests (about 40 minutes on 2 cores), as CI runs them"
 	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
-	@echo "make test-environments   set up an environment with verifiers, then run the tests that need it"
+	@echo "make test-environments   set up an environment with verifiers and openenv-core, then run the tests that need it"
+	@echo "make test-openreward   set up an environment with openreward, then run the tests that need it"
 	@echo "make test-gpu   the tests that need a GPU; without one each is skipped and says so (docs/gpu.md)"
 	@echo "make check   format, lint, words that only this project would use, and types"
 	@echo "make house   the form of the code in figures: files, circles, modules that a step runs through"
@@ -78,16 +82,28 @@ setup-vllm: $(VLLM_STAMP)
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -k vllm tests/unit/generation tests/unit/rewards/test_vllm_scorer.py tests/contracts/test_generator.py tests/end_to_end/test_grpo_vllm.py tests/end_to_end/test_vllm_reward_server.py
 
-# verifiers brings a hundred packages, some in other versions than those that the rest is tested with.
+# verifiers and openenv-core bring a hundred packages, some in other versions than those that the rest
+# is tested with.
 $(ENV_STAMP): pyproject.toml
 	@echo "1/2 a virtual environment in $(ENV_VENV): seconds"
 	@$(PYTHON) -m venv $(ENV_VENV)
-	@echo "2/2 verifiers and what Laurel needs into it: about a minute, without a sound"
-	@$(ENV_VENV)/bin/python $(INSTALL) 'torch==2.13.0' -e '.[serve,verifiers,reasoning-gym]' 'pytest>=8.4' 'psutil>=7.0'
+	@echo "2/2 verifiers, openenv-core and what Laurel needs into it: about a minute, without a sound"
+	@$(ENV_VENV)/bin/python $(INSTALL) 'torch==2.13.0' -e '.[serve,verifiers,openenv,reasoning-gym]' 'pytest>=8.4' 'psutil>=7.0'
 	@touch $(ENV_STAMP)
 
 test-environments: $(ENV_STAMP)
-	$(ENV_VENV)/bin/python -m pytest tests/unit/environments/test_verifiers.py
+	$(ENV_VENV)/bin/python -m pytest tests/unit/environments/test_verifiers.py tests/unit/environments/test_openenv.py
+
+# openreward pins sse-starlette, so that it cannot be installed beside verifiers.
+$(ORS_STAMP): pyproject.toml
+	@echo "1/2 a virtual environment in $(ORS_VENV): seconds"
+	@$(PYTHON) -m venv $(ORS_VENV)
+	@echo "2/2 openreward and what Laurel needs into it: about a minute, without a sound"
+	@$(ORS_VENV)/bin/python $(INSTALL) 'torch==2.13.0' -e '.[openreward]' 'pytest>=8.4' 'psutil>=7.0'
+	@touch $(ORS_STAMP)
+
+test-openreward: $(ORS_STAMP)
+	$(ORS_VENV)/bin/python -m pytest tests/unit/environments/test_openreward.py
 
 # One process: tests of several GPUs take them all. Warnings of torch's compiler are no errors here.
 test-gpu: $(STAMP)
@@ -140,4 +156,4 @@ release: release-version $(STAMP)
 	$(BIN)/python tools/release.py $(VERSION) $(if $(DRY_RUN),--dry-run)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(ENV_VENV) demo logs results build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(ENV_VENV) $(ORS_VENV) demo logs results build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

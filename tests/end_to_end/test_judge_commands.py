@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 import tiny
 import tiny_tokenizers
 from eval_rows import pair_rows, write
+from judges import ONLY_RESPONSE, by_length, judge_server
 from laurel.cli.main import app
 from laurel.rewards.open import open_scorer
 from laurel.rewards.spec import ScorerSpec
@@ -100,6 +101,23 @@ def test_an_option_about_a_reward_model_is_refused_beside_a_judge(called, judge,
     done = called("eval", "pairs", "--judge", judge, "-d", "rows.jsonl", *words)
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())
+
+
+def test_a_judge_that_compares_has_no_scores_for_sensitivity(called, judge):
+    done = called("eval", "pairs", "--judge", judge, "-d", "rows.jsonl", "--sensitivity")
+    assert "relative to the other answers" in str(done.exception)
+
+
+def test_eval_asks_a_judge_behind_an_address(called, tmp_path):
+    rows = [{"prompt": "?", "chosen": c, "rejected": r} for c, r in (("abc", "a"), ("a", "ab"))]
+    data = write(tmp_path / "rows.jsonl", rows)
+    with judge_server(by_length) as server:
+        file = tmp_path / "judge.yaml"
+        section = {"urls": [server.url], "model": "judge", "template": ONLY_RESPONSE}
+        file.write_text(json.dumps({"judge": section}), encoding="utf-8")
+        done = called("eval", "pairs", "--judge", file, "-d", data, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["final"]["value"] == 0.5
 
 
 def test_process_bench_needs_the_values_of_steps(called, judge, tmp_path):

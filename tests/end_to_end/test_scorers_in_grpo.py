@@ -138,6 +138,26 @@ def test_a_judge_gives_the_rewards(tmp_path, model):
 
 
 @pytest.mark.slow
+def test_a_judge_in_this_process_compares_the_completions_of_a_group(tmp_path, model):
+    judge = {
+        "model": str(model),
+        "precision": "float32",
+        "compares": True,
+        "read_out": "log_probability",
+        "template": "{{ response }}|{{ other_response }}",
+    }
+    done = run(tmp_path, model, {"judge": judge})
+    assert done.outcome.ended == "finished"
+    for step, figures in metrics_of(tmp_path).items():
+        # What one side wins the other loses, so the mean of each group is 1/2.
+        rewards = [row["reward"] for row in completions_of(tmp_path, step)]
+        assert sum(rewards) / len(rewards) == pytest.approx(0.5)
+        assert len(set(rewards)) > 1
+        assert 0 <= figures[f"{FIGURE}part/position_flips/mean"] <= 1
+        assert figures[f"{FIGURE}part/word_mass/mean"] > 0
+
+
+@pytest.mark.slow
 def test_two_models_give_the_rewards(tmp_path, model, reward_models):
     parts = [
         {"name": "kind", "model_name": reward_models["first"], "precision": "float32"},

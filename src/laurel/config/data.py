@@ -403,8 +403,9 @@ class TaskSetConfig(TextSetConfig):
     dataset_name: str | None = None
     """OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K, DAPOMathAIME2024,
     GSM8K, NuminaMath-1.5, OpenR1-Math-220k, HumanEval, MBPP, CodeTasks (rows with tests),
-    ResponseDataset, reasoning_gym (rows without end), a class of preferences (for their prompts),
-    or the import path of your own class. Null with a path: the columns decide."""
+    ResponseDataset, reasoning_gym (rows without end), verifiers, openenv, openreward, a class of
+    preferences (for their prompts), or the import path of your own class. Null with a path: the
+    columns decide."""
     tasks: dict[str, Annotated[float, Field(gt=0)] | GeneratorConfig] | None = None
     """The generators of reasoning_gym, each with its weight, or with `weight` and `config`:
     `{chain_sum: 0.5, leg_counting: {weight: 0.5, config: {max_animals: 5}}}`."""

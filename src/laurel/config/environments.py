@@ -696,6 +696,66 @@ class VerifiersEnvironmentConfig(Section):
     """How the policy writes calls of tools, as `env.tools.form`."""
 
 
+class SessionsConfig(Section):
+    """A server of environments, which has a session for each rollout."""
+
+    url: str
+    """Its address, `http://HOST:PORT`."""
+    system_prompt: str | None = None
+    """The first message of every prompt. Null: none, or that of `data.system_prompt_file`."""
+    connect_patience: float = Field(default=60.0, gt=0)
+    """Seconds to wait for a server that does not answer, at the start and later; then the run ends
+    as for a lost worker (exit code 75), and the same command goes on. Default: a restart of a
+    server takes less."""
+    step_timeout: float = Field(default=60.0, gt=0)
+    """Seconds of one step; then the completion has failed. Less than `env.timeout_seconds`."""
+    max_observation_chars: int = Field(default=4096, ge=64)
+    """Longest message that the policy sees; a longer one loses its middle."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        checked_urls([url])
+        return url.rstrip("/")
+
+
+class OpenEnvConfig(SessionsConfig):
+    """A server of OpenEnv. `data.max_samples` says how many tasks it has: one for each seed."""
+
+    first_seed: int = Field(default=0, ge=0)
+    """The seed of the first task, which `reset` gets; the next one has the next."""
+    reset: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of every `reset`."""
+    instruction: str | None = None
+    """Text before the first observation, in the same message. Null: the observation alone."""
+    action_key: str | None = None
+    """The field of the action that takes the policy's text. Null: the text is a JSON object, which
+    is the action."""
+    action_fields: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of every action."""
+    action_tag: str | None = Field(default=None, pattern=r"^\w+$")
+    """The text is what stands in the last `<TAG>...</TAG>` of the message. Null: all of it, after
+    its thoughts."""
+    observation_key: str | None = None
+    """The field of an observation that the policy sees. Null: all of them, as JSON."""
+    role: Literal["user", "tool", "environment"] = "user"
+    """The role of the message with the observation."""
+
+
+class OpenRewardConfig(SessionsConfig):
+    """A server of the Open Reward Standard, whose tools the policy calls."""
+
+    environment: str | None = None
+    """The environment on the server. Null: its first."""
+    split: str = "train"
+    """The split whose tasks become the rows."""
+    form: Literal["auto", "hermes", "llama"] = "auto"
+    """How calls are written, as in `env.tools.form`."""
+    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Name of the environment variable with the API key; never the key itself. Null: none, as for
+    a server of your own."""
+
+
 class ScoreTransformConfig(Section):
     """Changes of a reward model's scores before they are rewards, in this order."""
 
@@ -950,6 +1010,12 @@ class EnvironmentsConfig(Section):
     verifiers: dict[str, VerifiersEnvironmentConfig] = Field(default_factory=dict)
     """Tasksets of verifiers, by names of your own; `data.dataset_name: verifiers` reads the tasks
     of the one that `data.env_name` names."""
+    openenv: dict[str, OpenEnvConfig] = Field(default_factory=dict)
+    """Servers of OpenEnv, by names of your own; `data.dataset_name: openenv` makes tasks with the
+    one that `data.env_name` names."""
+    openreward: dict[str, OpenRewardConfig] = Field(default_factory=dict)
+    """Servers of the Open Reward Standard, by names of your own; `data.dataset_name: openreward`
+    reads the tasks of the one that `data.env_name` names."""
     composite: dict[str, CompositeEnvironmentConfig] = Field(default_factory=dict)
     """Combinations of the others, by names of your own."""
     custom: dict[str, NamedCall] = Field(default_factory=dict)
@@ -964,4 +1030,22 @@ class EnvironmentsConfig(Section):
     def names(self) -> list[str]:
         """Return the names of all environments that a task may use."""
         built_in = ["math", "code", "reward_model", "tools", "reasoning_gym"]
-        return [*built_in, *self.verifiers, *self.composite, *self.custom]
+        servers = (*self.openenv, *self.openreward)
+        return [*built_in, *self.verifiers, *servers, *self.composite, *self.custom]
+
+    @model_validator(mode="after")
+    def _sessions_end_in_time(self) -> EnvironmentsConfig:
+        servers: dict[str, Mapping[str, SessionsConfig]] = {
+            "openenv": self.openenv,
+            "openreward": self.openreward,
+        }
+        for kind, named in servers.items():
+            for name, config in named.items():
+                for key in ("connect_patience", "step_timeout"):
+                    if getattr(config, key) >= self.timeout_seconds:
+                        raise ValueError(
+                            f"{kind}.{name}.{key}={getattr(config, key):g} has to be less than "
+                            f"timeout_seconds={self.timeout_seconds:g}, after which the completion "
+                            "has failed anyway"
+                        )
+        return self

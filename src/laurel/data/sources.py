@@ -195,6 +195,12 @@ def _message(value: Any, *, what: str) -> Message:
             f"{what} holds something that is no message",
             f"{what} holds something that is no {{'role': ..., 'content': ...}}: {shown:.80}",
         )
+    if value.get("tool_calls"):
+        raise UnusableRow(
+            f"{what} holds 'tool_calls'",
+            f"{what} holds a message with 'tool_calls', which would be left out: write the calls "
+            "into its content, as the chat template writes them (docs/tools.md)",
+        )
     content = value["content"]
     if is_list(content):
         texts: list[str] = []

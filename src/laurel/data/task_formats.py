@@ -679,6 +679,8 @@ TASK_SETS: dict[str, TaskSet] = {
     "ResponseDataset": TaskSet(read=response),
     "reasoning_gym": TaskSet(read=made, environment="reasoning_gym"),
     "verifiers": TaskSet(read=made, environment="verifiers"),
+    "openenv": TaskSet(read=made, environment="openenv"),
+    "openreward": TaskSet(read=made, environment="openreward"),
 }
 
 MADE_SETS = frozenset(name for name, known in TASK_SETS.items() if known.environment is not None)

@@ -339,7 +339,8 @@ class MadeRows:
 
 
 RowSource = Callable[[TaskSetConfig], MadeRows]
-"""Makes the rows of a set from its settings, before the first is read."""
+"""Makes the rows of a set from its settings, before the first is read; its `max_samples` are the
+most rows that are read of it, also where `data.max_samples` says so."""
 
 
 class EndlessTasks:
@@ -580,9 +581,13 @@ def load_tasks(
     def load(config: TaskSetConfig, label: str, most: int | None) -> tuple[list[Task], TaskReport]:
         environment = _environment_of(config, default_environment)
         fit = NeedsCheck(needs=needs, environment=environment, is_named=config.env_name is not None)
-        source = sources.get(config.dataset_name or "")
         reading = _Reading.open(
-            config, label=label, environment=environment, fit=fit, source=source
+            config,
+            label=label,
+            environment=environment,
+            fit=fit,
+            source=sources.get(config.dataset_name or ""),
+            limit=most,
         )
         if reading.endless is not None and most is None and config.max_samples is None:
             most = NUM_VALIDATION if endless is None else NUM_SHOWN
@@ -700,12 +705,15 @@ class _Reading:
         environment: str,
         fit: NeedsCheck,
         source: RowSource | None = None,
+        limit: int | None = None,
     ) -> _Reading:
         if config.dataset_name is None and config.data_path is None:
             config = config.model_copy(update={"dataset_name": DEFAULT_TASKS})
         report = TaskReport(name=label)
         processor = find_processor(config.processor)
-        rows = None if source is None else source(config)
+        limits = [most for most in (config.max_samples, limit) if most is not None]
+        asked = config.model_copy(update={"max_samples": min(limits, default=None)})
+        rows = None if source is None else source(asked)
         if rows is not None:
             report.origin = rows.origin
             opened = OpenedSet(

@@ -96,14 +96,39 @@ def row_sources(config: EnvironmentsConfig) -> dict[str, RowSource]:
 
         return taskset_rows(set_config, config.verifiers)
 
-    return {"reasoning_gym": reasoning_gym, "verifiers": verifiers}
+    def openenv(set_config: TaskSetConfig) -> MadeRows:
+        from laurel.environments.session_servers import open_openenv
+        from laurel.environments.sessions import session_rows
+
+        return session_rows(set_config, config.openenv, open_openenv, kind="openenv")
+
+    def openreward(set_config: TaskSetConfig) -> MadeRows:
+        from laurel.environments.session_servers import open_openreward
+        from laurel.environments.sessions import session_rows
+
+        return session_rows(set_config, config.openreward, open_openreward, kind="openreward")
+
+    return {
+        "reasoning_gym": reasoning_gym,
+        "verifiers": verifiers,
+        "openenv": openenv,
+        "openreward": openreward,
+    }
 
 
 def environment_names(config: EnvironmentsConfig) -> list[str]:
     """Return all names that `create_environment` knows."""
     return list(
         dict.fromkeys(
-            [*BUILT_IN, *config.verifiers, *config.composite, *config.custom, *_registered]
+            [
+                *BUILT_IN,
+                *config.verifiers,
+                *config.openenv,
+                *config.openreward,
+                *config.composite,
+                *config.custom,
+                *_registered,
+            ]
         )
     )
 
@@ -139,6 +164,8 @@ def create_environments(
         "custom": config.custom,
         "composite": config.composite,
         "verifiers": config.verifiers,
+        "openenv": config.openenv,
+        "openreward": config.openreward,
     }
     named: dict[str, str] = {}
     for section, own in sections.items():
@@ -183,6 +210,14 @@ def create_environments(
             return _checked(
                 name, VerifiersEnvironment(name, config.verifiers[name], max_turns=max_turns)
             )
+        if name in config.openenv:
+            from laurel.environments.session_servers import open_openenv
+
+            return _checked(name, open_openenv(name, config.openenv[name]))
+        if name in config.openreward:
+            from laurel.environments.session_servers import open_openreward
+
+            return _checked(name, open_openreward(name, config.openreward[name]))
         if name in config.composite:
             from laurel.environments.composite import CompositeEnvironment
 
@@ -254,6 +289,11 @@ def tools_of(name: str, config: EnvironmentsConfig) -> ToolSchemas:
         from laurel.environments.verifiers import VerifiersEnvironment
 
         with VerifiersEnvironment(name, config.verifiers[name]) as environment:
+            return environment.spec.tools
+    if name in config.openreward:  # whose server alone knows them
+        from laurel.environments.session_servers import open_openreward
+
+        with open_openreward(name, config.openreward[name]) as environment:
             return environment.spec.tools
     parts = config.composite[name].parts if name in config.composite else ()
     return [tool for part in parts if part.env != name for tool in tools_of(part.env, config)]

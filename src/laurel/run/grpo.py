@@ -361,6 +361,10 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
         rewarding["reasoning_gym"] = True
     if config.env.verifiers:
         rewarding["verifiers"] = True
+    if config.env.openenv:
+        rewarding["openenv"] = True
+    if config.env.openreward:
+        rewarding["openreward"] = True
     return policy_settings(
         config.policy,
         grpo=config.grpo.model_dump(mode="json", exclude=left_out),

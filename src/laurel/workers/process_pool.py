@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -172,6 +172,8 @@ class _Process(NamedTuple):
     link: Connection
     # Reports data to receive; a connection's own `poll` costs ten times as much.
     answers: select.poll
+    # Numbers its items from 1.
+    items: Iterator[int]
 
 
 class _Processes:
@@ -192,9 +194,14 @@ class _Processes:
             process, reply = self._given(message), None
             is_late = not process.answers.poll(self._spec.timeout_seconds * 1e3)
             if not is_late:
-                with suppress(OSError, EOFError):  # it is gone
+                # It is gone; or an item that runs code has written its reply, which then may say
+                # anything, but does not let the process live longer.
+                with suppress(OSError, EOFError, ValueError, RecursionError):
                     reply = _receive(process.link)
-            if reply is None or reply["retires"]:
+            if not (isinstance(reply, dict) and {"result", "is_full"} <= reply.keys()):
+                reply = None
+            is_used_up = next(process.items) == self._spec.items_of_a_life
+            if reply is None or is_used_up or reply["is_full"]:
                 self.end(process)
             else:
                 self.idle.append(process)
@@ -236,7 +243,7 @@ class _Processes:
                     there.close()
                 answers = select.poll()
                 answers.register(here, select.POLLIN)
-                process = self._living[pid] = _Process(pid, here, answers)
+                process = self._living[pid] = _Process(pid, here, answers, itertools.count(1))
             try:
                 self._refuse(_receive(here, START_SECONDS))
             except (OSError, EOFError):
@@ -299,7 +306,7 @@ class _Processes:
                 env=None if environment is None else dict(environment),
                 start_new_session=True,  # Ctrl-C is for the trainer, which saves before it goes
             )
-        asked = ("prepare", "settings", "items_of_a_life", "memory_limit")
+        asked = ("prepare", "settings", "memory_limit")
         try:
             # Not on its command line, which everybody can read.
             _send(self._control, {name: getattr(self._spec, name) for name in asked})
@@ -368,8 +375,7 @@ def be_zygote(descriptor: int, parent: int) -> None:
             pid = os.fork()
             if pid == 0:
                 control.close()
-                limits = asked["items_of_a_life"], asked["memory_limit"]
-                _be_process(Connection(link), own, opening, *limits)
+                _be_process(Connection(link), own, opening, asked["memory_limit"])
             os.close(link)
             living.add(pid)
             _send(control, pid)
@@ -395,7 +401,6 @@ def _be_process(
     link: Connection,
     zygote: int,
     opening: Callable[[], Callable[[Any], Any]],
-    items_of_a_life: int | None,
     memory_limit: int | None,
 ) -> None:
     try:
@@ -413,11 +418,11 @@ def _be_process(
             _send(link, _refusal(error))
             return
         _send(link, {"refused": None})
-        for count in itertools.count(1):
+        while True:
             result = work(_receive(link))
             filled = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-            retires = count == items_of_a_life or filled > (memory_limit or sys.maxsize) // 2
-            _send(link, {"result": result, "retires": retires})
+            is_full = filled > (memory_limit or sys.maxsize) // 2
+            _send(link, {"result": result, "is_full": is_full})
     finally:
         os._exit(1)
 

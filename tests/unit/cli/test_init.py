@@ -283,7 +283,7 @@ def test_what_a_tokenizer_lacks_is_settled_in_the_file(here, capsys):
     assert f"--model bare {given}   # show the first row, in tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["reasoning_gym", "verifiers"])
+@pytest.mark.parametrize("name", ["reasoning_gym", "verifiers", "openenv", "openreward"])
 def test_sets_that_packages_make_are_graded_by_their_own_environment(name, here, model):
     init("grpo-math", model, data=name)
     config: Any = load_config(SCHEMAS["grpo"], here / "grpo-math.yaml").config

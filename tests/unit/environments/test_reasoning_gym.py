@@ -298,11 +298,11 @@ def test_an_answer_reads_no_directory_that_python_imports_from(tmp_path, monkeyp
 @pytest.mark.parametrize(
     "reply",
     [
-        '{"retires": true, "result": {"score": 100.0}}',
-        '{"retires": true, "result": {"score": NaN}}',
-        '{"retires": true, "result": {"score": "1"}}',
-        '{"retires": true, "result": null}',
-        '{"retires": true}',
+        '{"is_full": true, "result": {"score": 100.0}}',
+        '{"is_full": true, "result": {"score": NaN}}',
+        '{"is_full": true, "result": {"score": "1"}}',
+        '{"is_full": true, "result": null}',
+        '{"is_full": true}',
         "[]",
         "no JSON",
     ],

@@ -16,7 +16,7 @@ from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPo
 from sandbox_processes import END, is_gone, wait_until
 
 WORK = """
-import ctypes, os, subprocess, sys, time
+import ctypes, os, struct, subprocess, sys, time
 from laurel.errors import ConfigError
 
 SECRET = os.environ.get("SOME_TOKEN")
@@ -51,6 +51,13 @@ def crash():
 
 def swell(mb):
     return len(bytearray(mb << 20))
+
+def forge(reply):
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, struct.pack("!i", len(reply)) + reply.encode())
+        except OSError:
+            pass
 
 def raises():
     raise ValueError("nobody catches this")
@@ -157,6 +164,29 @@ def test_a_process_is_replaced_after_its_share_of_items(opened):
     found = [done(pool, "where") for _ in range(6)]
     assert found[::2] == found[1::2]
     assert len({one[0] for one in found}) == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "result"),
+    [
+        ('{"result": "forged", "is_full": false}', "forged"),
+        ('{"result": "forged"}', None),
+        ("[1]", None),
+        ("no JSON", None),
+        ("[" * 20_000, None),
+    ],
+)
+def test_a_process_whose_item_writes_its_reply_lives_no_longer(opened, reply, result):
+    pool = opened(items_of_a_life=1)
+    pool.start()
+    (_, first) = pool.process_ids()
+    if result is None:
+        with pytest.raises(ProcessDiedError):
+            done(pool, "forge", reply)
+    else:
+        assert done(pool, "forge", reply) == result
+    assert is_gone(first)
+    assert done(pool, "where")[0] != first
 
 
 def test_variables_are_those_that_are_given_and_settings_are_on_no_command_line(

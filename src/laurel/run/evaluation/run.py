@@ -148,8 +148,11 @@ def checked_request(request: EvaluationRequest) -> EvaluationRequest:
         UserError: The model does not exist, or the output directory cannot be written.
     """
     scorer = request.scorer.found()
-    if scorer.judge is not None and request.members:
-        raise ConfigError("--member compares reward models with --model, and --judge is there")
+    if scorer.judge is not None and scorer.judge.compares and request.sensitivity:
+        raise ConfigError(
+            "--sensitivity asks how the score of one answer changes, and a judge with "
+            "compares=true has only scores relative to the other answers"
+        )
     # Members are loaded after all rows are scored: a wrong name is reported now.
     for name in request.members:
         replace(request.scorer, model=name).found()

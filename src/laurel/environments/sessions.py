@@ -1,0 +1,417 @@
+"""Sessions of a server as an environment: one for each rollout, from its first turn to its end.
+
+What a server is and says is in `session_servers`; here is when its sessions begin, what becomes of
+one that is lost, and that each is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+from uuid import uuid4
+
+import torch
+
+from laurel.config.data import TaskSetConfig
+from laurel.config.environments import SessionsConfig
+from laurel.data.sources import Row
+from laurel.data.tasks import MadeRows
+from laurel.environments.code.answers import cut_middle, last_answer
+from laurel.environments.interface import (
+    CONVERSATION_ID,
+    ENVIRONMENT_ROLE,
+    EnvironmentInterface,
+    EnvironmentReturn,
+    EnvironmentSpec,
+    Memory,
+    batch_figures,
+    mean_of,
+)
+from laurel.errors import ConfigError, EngineError, EnvironmentFailedError, WorkerError, counted
+from laurel.generation.waiting import BackgroundLoop
+from laurel.observe.hub import error_with_line
+from laurel.protocols import MessageLog
+from laurel.types import ToolSchemas
+
+_log = logging.getLogger(__name__)
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+_CLOSING_SECONDS = 10.0  # limit of closing one session
+_REMEMBERED = 1 << 16  # conversations that have ended
+Result = TypeVar("Result")
+C = TypeVar("C", bound=SessionsConfig)
+
+
+class SessionLostError(Exception):
+    """A session or its server is gone, whatever the policy did."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTurn:
+    """What a session answers to a message of the policy."""
+
+    messages: tuple[Mapping[str, str], ...] = ()
+    """The next messages, each with `role` and `content`."""
+    reward: float | None = None
+    """The sum of the rewards of this turn; None if there was none."""
+    is_over: bool = False
+    num_refused: int = 0
+    """Actions or calls that the server did not take, of which the policy reads why."""
+
+
+class ServerSession(Protocol):
+    """One session of a server, used by one coroutine at a time."""
+
+    async def turn(self, message: str) -> SessionTurn:
+        """Act on a message of the policy.
+
+        Raises:
+            SessionLostError: The session is gone.
+            EnvironmentFailedError: The server says that its environment failed.
+        """
+
+    async def close(self) -> None:
+        """End the session, on the server as well if it answers."""
+
+
+class SessionServer(Protocol):
+    """A server that has been reached through the client of a package.
+
+    Its methods are called in one event loop.
+    """
+
+    key: str
+    """The metadata key of what `open` needs of a task, and the section of `env`."""
+    tools: ToolSchemas
+    """The functions that every prompt shows, once it has been reached."""
+
+    async def reach(self) -> None:
+        """Connect, and read what all sessions have in common.
+
+        Raises:
+            SessionLostError: It does not answer.
+            ConfigError: It answers, and cannot be used.
+        """
+
+    async def open(self, task: Mapping[str, Any]) -> ServerSession:
+        """Begin a session for a task.
+
+        Raises:
+            SessionLostError: The server does not answer.
+            EnvironmentFailedError: The server says that its environment failed.
+        """
+
+    async def rows(self, limit: int | None) -> list[Row]:
+        """Make the rows of the server's tasks, the first `limit` of them."""
+
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Take the policy's tokenizer, whose chat template says how it calls functions."""
+
+    async def aclose(self) -> None:
+        """Free what all sessions have in common."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """An open session, and what has happened in it."""
+
+    session: ServerSession
+    task: Mapping[str, Any]
+    turns: list[tuple[str, SessionTurn]] = field(default_factory=list)
+
+    @property
+    def has_reward(self) -> bool:
+        return any(turn.reward is not None for _, turn in self.turns)
+
+    @property
+    def note(self) -> dict[str, float]:
+        refused = sum(turn.num_refused for _, turn in self.turns)
+        return {"turns": float(len(self.turns)), "refused": float(refused)}
+
+
+class SessionEnvironment(EnvironmentInterface):
+    """Plays each conversation in a session of its own; the reward is the sum of its rewards.
+
+    A session that is lost is begun anew, and the policy's messages are sent again: if every answer
+    is as it was, the conversation goes on, otherwise the completion is a failure. A server that
+    does not answer for `connect_patience` seconds ends the run as a lost worker does.
+    """
+
+    def __init__(self, where: str, server: SessionServer, config: SessionsConfig) -> None:
+        """Reach the server, and wait for it.
+
+        Args:
+            where: The section of the configuration, for messages.
+            server: The server; it is closed with this environment.
+            config: Its settings.
+
+        Raises:
+            ConfigError: The server does not answer, or cannot be used.
+        """
+        self.where = where
+        self._server, self._config = server, config
+        self._held: dict[str, _Held] = {}
+        self._running: dict[str, asyncio.Task[Any]] = {}
+        self._ended: Memory[bool] = Memory(_REMEMBERED)
+        self._background = BackgroundLoop("laurel-sessions")
+        try:
+            self._wait_for(self._patiently(server.reach))
+        except WorkerError as error:
+            self.shutdown()
+            raise ConfigError(
+                f"{error}. Is the address right, and the server started?"
+            ) from error.__cause__
+        except BaseException:
+            self.shutdown()
+            raise
+        self.spec = EnvironmentSpec(judges="completion", tools=server.tools)
+
+    @property
+    def num_open(self) -> int:
+        """The number of sessions that are open."""
+        return len(self._held)
+
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Choose the form of calls that the chat template writes, where the server has tools."""
+        if self.spec.tools:
+            self._server.use_tokenizer(tokenizer)
+
+    def rows(self, limit: int | None) -> list[Row]:
+        """Make the rows of the server's tasks, the first `limit` of them."""
+        return self._wait_for(self._patiently(lambda: self._server.rows(limit)))
+
+    # ------------------------------------------------------------------------------------- turns
+
+    def step(
+        self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
+    ) -> EnvironmentReturn:
+        """Give the policy's message to the session of its conversation, which the first one opens.
+
+        Raises:
+            WorkerError: The server does not answer (`is_lost`).
+        """
+        names = [(given or {}).get(CONVERSATION_ID) or uuid4().hex for given in metadata]
+        results = self._wait_for(self._turns(names, message_log_batch, metadata))
+        turns = [SessionTurn() if isinstance(one, str) else one[0] for one in results]
+        return EnvironmentReturn(
+            observations=[
+                [self._shown(one) for one in turn.messages]
+                or {"role": ENVIRONMENT_ROLE, "content": ""}
+                for turn in turns
+            ],
+            metadata=[
+                {**(given or {}), CONVERSATION_ID: name}
+                for given, name in zip(metadata, names, strict=True)
+            ],
+            next_stop_strings=[None] * len(turns),
+            rewards=torch.tensor([turn.reward or 0.0 for turn in turns], dtype=torch.float32),
+            # The session of a failure has been closed.
+            terminateds=torch.tensor(
+                [
+                    isinstance(one, str) or turn.is_over
+                    for one, turn in zip(results, turns, strict=True)
+                ],
+                dtype=torch.bool,
+            ),
+            failures=[one if isinstance(one, str) else None for one in results],
+            notes=[None if isinstance(one, str) else one[1] for one in results],
+        )
+
+    def _shown(self, message: Mapping[str, str]) -> dict[str, str]:
+        # The tokenizer takes no unpaired surrogates.
+        text = message["content"].encode("utf-8", "replace").decode()
+        return {**message, "content": cut_middle(text, self._config.max_observation_chars)}
+
+    async def _turns(
+        self,
+        names: Sequence[str],
+        logs: Sequence[MessageLog],
+        metadata: Sequence[dict[str, Any] | None],
+    ) -> list[tuple[SessionTurn, dict[str, float]] | str]:
+        return await asyncio.gather(*map(self._turn_or_failure, names, logs, metadata))
+
+    async def _turn_or_failure(
+        self, name: str, log: MessageLog, given: dict[str, Any] | None
+    ) -> tuple[SessionTurn, dict[str, float]] | str:
+        if self._ended.get(name.encode()):
+            return f"error: {self.where}: the conversation has ended"
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[name] = task
+        is_over = True
+        try:
+            turn, held = await self._next_turn(name, log, given)
+            is_over = turn.is_over
+            if is_over and not held.has_reward:
+                return f"error: {self.where}: the session ended without any reward"
+            return turn, {**held.note, "ended": float(is_over)}
+        except asyncio.CancelledError:
+            if self._ended.get(name.encode()):  # `close_conversations` has cancelled it
+                return f"error: {self.where}: the conversation was closed"
+            raise
+        except WorkerError:
+            raise
+        except EnvironmentFailedError as error:
+            return f"error: {self.where}: {error}"
+        except Exception as error:  # of a package or of a server: anything can come out of it
+            return f"error: {self.where}: {error_with_line(error)}"
+        finally:
+            self._running.pop(name, None)
+            if is_over:
+                await self._close(name)
+
+    async def _next_turn(
+        self, name: str, log: MessageLog, given: dict[str, Any] | None
+    ) -> tuple[SessionTurn, _Held]:
+        message = last_answer(log)
+        if (held := self._held.get(name)) is None:
+            task = (given or {}).get(self._server.key)
+            if task is None:
+                raise EnvironmentFailedError("the task is not of this server, which would play it")
+            if sum(one["role"] == "assistant" for one in log) > 1:
+                raise EnvironmentFailedError("the conversation has no session to go on in")
+            held = _Held(await self._patiently(lambda: self._server.open(task)), task)
+            self._held[name] = held
+        try:
+            turn = await self._answer(held.session, message)
+        except SessionLostError as error:
+            await self._replace(held, error)
+            turn = await self._answer(held.session, message)
+        held.turns.append((message, turn))
+        return turn, held
+
+    async def _answer(self, session: ServerSession, message: str) -> SessionTurn:
+        limit = self._config.step_timeout
+        try:
+            async with asyncio.timeout(limit):
+                return await session.turn(message)
+        except TimeoutError:
+            raise EnvironmentFailedError(
+                f"timeout: no answer within {limit:g} s (step_timeout)"
+            ) from None
+
+    async def _replace(self, held: _Held, lost: SessionLostError) -> None:
+        """Open another session in place of a lost one, and bring it to where that was.
+
+        Raises:
+            EnvironmentFailedError: It answers something else.
+        """
+        _log.warning("%s: a session is lost (%s), and is begun anew", self.where, lost)
+        await _end(held.session)
+        held.session = await self._patiently(lambda: self._server.open(held.task))
+        for message, turn in held.turns:
+            if await self._answer(held.session, message) != turn:
+                raise EnvironmentFailedError(
+                    f"the session is lost ({lost}), and a new one answers the same messages "
+                    "differently"
+                )
+
+    async def _patiently(self, ask: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        """Ask a server until it answers.
+
+        Raises:
+            WorkerError: It has not answered for `connect_patience` seconds.
+        """
+        patience, clock = self._config.connect_patience, asyncio.get_running_loop().time
+        end, pause = clock() + patience, _FIRST_PAUSE
+        while True:
+            try:
+                return await ask()
+            except SessionLostError as error:
+                if clock() >= end:
+                    raise WorkerError(
+                        f"{self.where}: {self._config.url} has not answered for {patience:g} s "
+                        f"(connect_patience): {error}",
+                        exit_code=WorkerError.LOST_EXIT_CODE,
+                    ) from error
+                if pause == _FIRST_PAUSE:
+                    _log.warning(
+                        "%s: waiting for %s, %g s at most (connect_patience): %s",
+                        *(self.where, self._config.url, patience, error),
+                    )
+            await asyncio.sleep(min(pause, max(0.0, end - clock())))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    # --------------------------------------------------------------------------------------- end
+
+    def close_conversations(self, metadata: Sequence[dict[str, Any] | None]) -> None:
+        """Close the sessions of conversations that something else has ended."""
+        names = [(given or {}).get(CONVERSATION_ID) for given in metadata]
+        self._wait_for(self._close_all([name for name in names if name is not None]))
+
+    async def _close_all(self, names: Sequence[str]) -> None:
+        await asyncio.gather(*map(self._close, names))
+
+    async def _close(self, name: str) -> None:
+        # A step that was given up may still run, or begin only now.
+        self._ended.put(name.encode(), True)
+        if (running := self._running.get(name)) is not None:
+            running.cancel()
+            await asyncio.wait({running})
+        if (held := self._held.pop(name, None)) is not None:
+            await _end(held.session)
+
+    def global_post_process_and_metrics(
+        self, batch: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, float]]:
+        """Compute the common figures, and how sessions went.
+
+        `turns` and `refused` are means over sessions, `ended` is the share that the server ended.
+        """
+        figures = batch_figures(batch)
+        notes = [note for note in batch.get("notes") or () if note]
+        for name in ("turns", "refused", "ended"):
+            figures |= mean_of(name, [float(note[name]) for note in notes])
+        return batch, figures
+
+    def shutdown(self) -> None:
+        """Close all sessions; idempotent."""
+        self._background.close(self._end_all(), patience=_CLOSING_SECONDS)
+
+    async def _end_all(self) -> None:
+        if left := {*self._held, *self._running}:
+            _log.warning("%s: closing %s", self.where, counted(len(left), "session"))
+        await self._close_all(list(left))
+        await self._server.aclose()
+
+    def _wait_for(self, work: Coroutine[Any, Any, Result]) -> Result:
+        try:
+            return self._background.wait_for(work)
+        except (EngineError, CancelledError) as error:
+            raise EnvironmentFailedError(f"{self.where} was shut down") from error
+
+
+async def _end(session: ServerSession) -> None:
+    """Close a session; one that cannot be closed ends with its connection."""
+    try:
+        async with asyncio.timeout(_CLOSING_SECONDS):
+            await session.close()
+    except Exception as error:
+        _log.warning("a session was not closed: %s", error_with_line(error))
+
+
+def session_rows(
+    set_config: TaskSetConfig,
+    environments: Mapping[str, C],
+    open_environment: Callable[[str, C], SessionEnvironment],
+    *,
+    kind: str,
+) -> MadeRows:
+    """Return the rows of the server that the set's environment names.
+
+    Raises:
+        ConfigError: No such environment is configured, or its server cannot be used.
+    """
+    name = set_config.env_name or kind
+    if name not in environments:
+        raise ConfigError(
+            f"dataset_name={kind}: data.env_name={name} is no environment of env.{kind}; there "
+            f"are: {', '.join(environments) or 'none'}. Name the server there: "
+            f"env.{kind}.{name}.url=http://HOST:PORT"
+        )
+    with open_environment(name, environments[name]) as environment:
+        rows = environment.rows(set_config.max_samples)
+    return MadeRows(origin=f"{kind}: {environments[name].url}", rows=rows)

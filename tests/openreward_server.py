@@ -1,0 +1,70 @@
+"""A server of the Open Reward Standard with an environment of these tests: `... PORT LOG`.
+
+A sum is to be found with a tool that adds, and submitted; `boom` raises. The log has a line for
+each session that begins or ends.
+"""
+
+import sys
+from pathlib import Path
+
+from openreward.environments import Environment, Server, TextBlock, ToolOutput, tool
+from pydantic import BaseModel
+
+PORT, LOG = int(sys.argv[1]), Path(sys.argv[2])
+
+
+class Two(BaseModel):
+    a: int
+    b: int
+
+
+class Answer(BaseModel):
+    answer: int
+
+
+def _write(line: str) -> None:
+    with LOG.open("a") as file:
+        file.write(f"{line}\n")
+
+
+def _text(text: str) -> list[TextBlock]:
+    return [TextBlock(text=text)]
+
+
+class Sums(Environment):
+    @classmethod
+    def list_splits(cls):
+        return ["train", "test"]
+
+    @classmethod
+    def list_tasks(cls, split):
+        return [{"a": n, "b": n + 1} for n in range(8 if split == "train" else 2)]
+
+    def setup(self):
+        _write("begin")
+
+    def teardown(self):
+        _write("end")
+
+    def get_prompt(self):
+        return _text(f"What is {self.task_spec['a']} + {self.task_spec['b']}?")
+
+    @tool
+    async def add(self, two: Two) -> ToolOutput:
+        """Add two numbers."""
+        return ToolOutput(blocks=_text(str(two.a + two.b)), reward=0.25)
+
+    @tool
+    async def submit(self, answer: Answer) -> ToolOutput:
+        """Submit the answer."""
+        right = answer.answer == self.task_spec["a"] + self.task_spec["b"]
+        return ToolOutput(blocks=_text("done"), reward=float(right), finished=True)
+
+    @tool
+    async def boom(self, answer: Answer) -> ToolOutput:
+        """Break."""
+        raise ArithmeticError("the abacus broke")
+
+
+if __name__ == "__main__":
+    Server([Sums]).run(host="127.0.0.1", port=PORT)

@@ -1,0 +1,146 @@
+"""A server of the Open Reward Standard in a process of its own: `make test-openreward`."""
+
+import sys
+
+import pytest
+
+from laurel.config.data import TaskDataConfig, TaskSetConfig
+from laurel.config.environments import EnvironmentsConfig
+from laurel.data.tasks import load_task_data
+from laurel.environments.registry import (
+    create_environment,
+    environment_names,
+    row_sources,
+    tools_of,
+)
+from laurel.errors import ConfigError, MissingDependencyError, WorkerError
+from laurel.models.tool_calls import HermesForm, ToolCall
+from sandbox_processes import wait_until
+from session_servers import ServerProcess
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    pytest.importorskip("openreward", reason="make test-openreward installs openreward")
+    with ServerProcess("openreward_server.py", tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared):
+    """The server; when the test has ended, so have all sessions."""
+    yield shared
+    wait_until(lambda: len(set(shared.counts())) == 1)
+
+
+def config_of(server, **settings):
+    given = {"url": server.url, "form": "hermes", "connect_patience": 20.0, **settings}
+    return EnvironmentsConfig(openreward={"sums": given})
+
+
+def load(config, **data):
+    return load_task_data(
+        TaskDataConfig(dataset_name="openreward", env_name="sums", split_validation_size=0, **data),
+        default_environment="math",
+        environments=environment_names(config),
+        sources=row_sources(config),
+    ).train
+
+
+class Conversation:
+    def __init__(self, environment, task, name):
+        self.environment = environment
+        self.log = [{"role": m.role, "content": m.content} for m in task.prompt]
+        self.metadata = {**task.metadata, "laurel_conversation_id": name}
+
+    def say(self, text):
+        self.log.append({"role": "assistant", "content": text})
+        verdict = self.environment.step([self.log], [self.metadata])
+        if isinstance(verdict.observations[0], list):
+            self.log += verdict.observations[0]
+        return verdict
+
+    def call(self, *calls):
+        written = [ToolCall(name, arguments) for name, arguments in calls]
+        return self.say(HermesForm().write(written))
+
+
+def test_tasks_of_a_split_are_played_by_calls_of_tools(server):
+    config = config_of(server, system_prompt="Call.")
+    tasks = load(config, max_samples=3)
+    assert [m.content for m in tasks[2].prompt] == ["Call.", "What is 2 + 3?"]
+    assert len(tasks) == 3
+    with create_environment("sums", config) as environment:
+        shown = {tool["function"]["name"]: tool["function"] for tool in environment.spec.tools}
+        assert set(shown) == {"add", "submit", "boom"}
+        assert shown["add"]["description"] == "Add two numbers."
+        assert set(shown["add"]["parameters"]["properties"]) == {"a", "b"}
+        talk = Conversation(environment, tasks[2], "x")
+        first = talk.call(("add", {"a": 2, "b": 3}), ("add", {"a": 1, "b": 1}))
+        assert first.failures == [None]
+        assert first.observations == [
+            [{"role": "tool", "content": "5"}, {"role": "tool", "content": "2"}]
+        ]
+        assert (first.rewards.tolist(), first.terminateds.tolist()) == ([0.5], [False])
+        last = talk.call(("submit", {"answer": 5}), ("add", {"a": 1, "b": 1}))
+        assert (last.rewards.tolist(), last.terminateds.tolist()) == ([1.0], [True])
+        assert last.notes == [{"turns": 2.0, "refused": 0.0, "ended": 1.0}]
+    assert tools_of("sums", config) == environment.spec.tools
+
+
+def test_calls_that_the_server_does_not_take_are_answered(server):
+    config = config_of(server)
+    task = load(config, max_samples=1)[0]
+    with create_environment("sums", config) as environment:
+        talk = Conversation(environment, task, "x")
+        wrong = talk.call(("add", {"a": "two"}), ("multiply", {"a": 1}))
+        texts = [one["content"] for one in wrong.observations[0]]
+        assert all(text.startswith("Error: ") for text in texts), texts
+        assert "multiply" in texts[1]
+        malformed = talk.say('<tool_call>{"name": </tool_call>')
+        assert "cannot be read" in malformed.observations[0][0]["content"]
+        assert malformed.notes == [{"turns": 2.0, "refused": 3.0, "ended": 0.0}]
+        silent = talk.say("It is 1.")
+        assert (silent.rewards.tolist(), silent.terminateds.tolist()) == ([0.0], [True])
+
+
+def test_a_tool_that_raises_is_a_failure(server):
+    config = config_of(server)
+    task = load(config, max_samples=1)[0]
+    with create_environment("sums", config) as environment:
+        verdict = Conversation(environment, task, "x").call(("boom", {"answer": 1}))
+        assert "the abacus broke" in verdict.failures[0]
+
+
+def test_a_server_that_dies_is_a_lost_worker(tmp_path, shared):
+    with ServerProcess("openreward_server.py", tmp_path) as server:
+        config = config_of(server, connect_patience=1.0, step_timeout=30.0)
+        task = load(config, max_samples=1)[0]
+        with create_environment("sums", config) as environment:
+            talk = Conversation(environment, task, "x")
+            talk.call(("add", {"a": 2, "b": 3}))
+            server.kill()
+            with pytest.raises(WorkerError, match="has not answered for 1 s") as caught:
+                talk.call(("add", {"a": 2, "b": 3}))
+            assert caught.value.is_lost
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"environment": "nothing"}, "has no environment 'nothing'"),
+        ({"api_key_env": "LAUREL_NO_SUCH_KEY"}, "LAUREL_NO_SUCH_KEY is not set"),
+    ],
+)
+def test_what_cannot_be_used_is_said_before_the_run(server, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        load(config_of(server, connect_patience=0.1, **settings))
+
+
+def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openreward.api.environments.client", None)
+    monkeypatch.setitem(sys.modules, "openreward", None)
+    config = EnvironmentsConfig(openreward={"sums": {"url": "http://127.0.0.1:9"}})
+    asked = TaskSetConfig(dataset_name="openreward", env_name="sums")
+    with pytest.raises(MissingDependencyError, match="openreward"):
+        row_sources(config)["openreward"](asked)
