@@ -295,6 +295,10 @@ def test_a_run_without_them_goes_on_from_an_older_checkpoint() -> None:
         ({"grpo": {"reward_shaping": {"enabled": True}}}, "reward_shaping"),
         ({"loss_fn": {"use_kl_in_reward": True}}, "use_kl_in_reward"),
         (
+            {"env": {"reward_model": {"transform": {"normalize": "running", "clip": [-1, 1]}}}},
+            "transform.normalize=running",
+        ),
+        (
             {"loss_fn": {"sequence_level_importance_ratios": True, "token_level_loss": False}},
             "sequence_level_importance_ratios",
         ),
