@@ -95,6 +95,13 @@ def test_each_is_compared_with_the_steps_of_the_others() -> None:
     assert found[2] == pytest.approx([0.0, 2 / 3, 2 / 3, 1 / 3])
 
 
+def test_steps_that_cancel_out_leave_no_rounding() -> None:
+    # Their mean is 0.5, and 0.1 + 0.2 - 0.3 is not 0 in floating point.
+    group = rollout_group(stepped("abc", (1, 0.6), (2, 0.7), (3, 0.2)), stepped("a", (1, 0.5)))
+    (found,) = tokens_of(group, chosen=config(scale="none"))
+    assert found[0] == [0.0, pytest.approx(-0.1), pytest.approx(-0.3)]
+
+
 def test_the_deviation_of_the_batch() -> None:
     other = rollout_group(stepped("a", (1, 3.0)), stepped("a", (1, 5.0)))
     first, second = tokens_of(THREE, other, chosen=config(scale="batch"))
