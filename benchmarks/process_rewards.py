@@ -12,12 +12,14 @@ for each seed and each reward in turn; nothing else differs:
 
 Accuracy is that of the final answer, on held-out problems, whatever the reward is: a policy that
 games the reward model gains nothing. It is measured every `val_period` steps of the recipe; a run
-ends at the first validation with 0.9, or after the recipe's last step.
+ends at the first validation with 0.9, or after the recipe's last step. Called again, it goes on
+where it was stopped: what is in the folder of `--work` is not made anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
@@ -62,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    add("--rewards", nargs="+", choices=REWARDS, default=list(REWARDS))
     add("--work", type=Path, default=Path("benchmark_results/process_rewards"))
     add("--json", type=Path, default=Path("benchmark_results/process_rewards.json"))
     add("overrides", nargs="*", help="further settings of all runs, as key=value")
@@ -71,7 +74,7 @@ def main() -> None:
     prepare(work)
     runs = []
     for seed in options.seeds:
-        for reward in REWARDS:
+        for reward in options.rewards:
             run = train(reward, seed, work, options.overrides)
             runs.append(run)
             print(
@@ -89,21 +92,21 @@ def prepare(work: Path) -> None:
     program = ROOT / "examples" / "arithmetic_steps.py"
     if not (work / "arithmetic").is_dir():
         call(work, sys.executable, str(program), "arithmetic", "--careless")
-    if not (work / "results/arithmetic_sft/step_300").is_dir():
+    if not (work / "results/arithmetic_sft/step_250").is_dir():
         recipe = str(ROOT / "recipes" / "arithmetic_sft_cpu.yaml")
         call(work, *LAUREL, "sft", "--config", recipe)
-    if not (work / "results/arithmetic_prm/step_1000").is_dir():
+    if not (work / "results/arithmetic_prm/step_1200").is_dir():
         call(
             work,
             *LAUREL,
             "rm",
             "--config",
             str(ROOT / "recipes" / "process_reward_cpu.yaml"),
-            "policy.model_name=results/arithmetic_sft/step_300",
+            "policy.model_name=results/arithmetic_sft/step_250",
             "policy.scratch=null",
             "data.train_data_path=arithmetic/graded.jsonl",
             "data.val_data_paths.Solutions.data_path=arithmetic/graded_test.jsonl",
-            "rm.max_num_steps=1000",
+            "rm.max_num_steps=1200",
             "checkpointing.checkpoint_dir=results/arithmetic_prm",
         )
 
@@ -113,6 +116,11 @@ def train(reward: str, seed: int, work: Path, overrides: list[str]) -> Run:
     name = f"{reward.replace(' ', '_')}_{seed}"
     places = [f"checkpointing.checkpoint_dir=results/{name}", f"logger.log_dir=logs/{name}"]
     recipe = str(ROOT / "recipes" / "arithmetic_grpo_cpu.yaml")
+    done = work / f"{name}.json"
+    if done.is_file():
+        saved = json.loads(done.read_text())
+        accuracy = {int(step): one for step, one in saved["accuracy"].items()}
+        return Run(**{**saved, "accuracy": accuracy})
     started = time.monotonic()
     call(
         work,
@@ -130,7 +138,9 @@ def train(reward: str, seed: int, work: Path, overrides: list[str]) -> Run:
     newest = max((work / "logs" / name).glob("exp_*"))
     lines = read_metrics(newest / "metrics.jsonl")
     accuracy = {int(line["step"]): line[ACCURACY] for line in lines if ACCURACY in line}
-    return Run(reward=reward, seed=seed, accuracy=accuracy, seconds=seconds)
+    run = Run(reward=reward, seed=seed, accuracy=accuracy, seconds=seconds)
+    done.write_text(json.dumps(asdict(run)))
+    return run
 
 
 def call(work: Path, *command: str) -> None:
@@ -142,6 +152,8 @@ def report(runs: list[Run]) -> str:
     rows = []
     for reward in REWARDS:
         own = [run for run in runs if run.reward == reward]
+        if not own:
+            continue
         reached = [run.reached for run in own if run.reached is not None]
         whole = len(reached) == len(own)
         last = [list(run.accuracy.values())[-1] for run in own]

@@ -77,7 +77,7 @@ def labelled(row: dict[str, Any]) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------
 # Longer problems, and solutions of someone who is careless.
 
-NUM_STEPS = (6, 8)
+NUM_STEPS = (5, 6)
 """The least and the most steps of a problem."""
 SHARE_WRONG = 0.4
 SHARE_WRONG_LENGTH = 0.1
@@ -106,12 +106,18 @@ def after(value: int, change: Change) -> int:
 
 
 def careless(
-    chance: random.Random, start: int, changes: list[Change]
+    chance: random.Random, start: int, changes: list[Change], *, forgets: bool = False
 ) -> tuple[list[str], list[bool]]:
     """Return the steps of a solution, and whether each is right.
 
     A wrong step has a wrong result, or does something else than the problem says. The last step of
     a solution that ends early is wrong, and so is a step after the last.
+
+    Args:
+        chance: The random numbers.
+        start: The number that the problem starts with.
+        changes: The steps of the problem.
+        forgets: Whether a wrong step may also begin with another number than the one before it.
     """
     end = len(changes)
     if chance.random() < SHARE_WRONG_LENGTH:
@@ -120,6 +126,9 @@ def careless(
     for index in range(end):
         other = ("+-"[chance.randrange(2)], chance.randint(1, 3))
         change = changes[index] if index < len(changes) else other
+        forgot = forgets and chance.random() < SHARE_WRONG / 4
+        if forgot:
+            value += chance.choice([-3, -2, -1, 1, 2, 3])
         said, right = change, after(value, change)
         result = right
         if chance.random() < SHARE_WRONG:
@@ -129,7 +138,7 @@ def careless(
                 result = right + chance.choice([-3, -2, -1, 1, 2, 3])
         is_last = index + 1 == end
         fits = index < len(changes) and not (is_last and end < len(changes))
-        labels.append(fits and said == change and result == right)
+        labels.append(fits and not forgot and said == change and result == right)
         steps.append(f"{value} {said[0]} {said[1]} = {result}")
         value = result
     return steps, labels
@@ -155,7 +164,10 @@ def write_careless(directory: Path, num_train: int = 8000, num_test: int = 256) 
         lines = files[name] = []
         for number in range(count):
             text, (start, changes) = next(left)
-            steps, labels = careless(chance, start, changes)
+            # The policy comes upon mistakes that no demonstration shows. A reward model that has
+            # never seen them is gamed by them.
+            forgets = name.startswith("graded")
+            steps, labels = careless(chance, start, changes, forgets=forgets)
             if name == "demonstrations":
                 said = {"user": text, "assistant": SEPARATOR.join(steps)}
                 lines.append({"messages": [{"role": r, "content": c} for r, c in said.items()]})

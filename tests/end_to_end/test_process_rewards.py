@@ -276,6 +276,42 @@ def test_the_aggregate_is_the_reward_of_an_environment(run: Path) -> None:
     assert "longer than 128 tokens" in str(found.failures[2])
 
 
+def test_an_environment_gives_the_rewards_of_steps(run: Path) -> None:
+    answers = (
+        "step 0 is right\n\nstep 1 is wrong\n\n",
+        "\n\nstep 0\n\n \n\nstep 1",
+        "",
+        "a\n\n" * 60,
+    )
+    logs = [
+        [{"role": "user", "content": "question 1"}, {"role": "assistant", "content": answer}]
+        for answer in answers
+    ]
+    config = {
+        "precision": "float32",
+        "model_name": str(run / "saves"),
+        "transform": {"scale": 2.0, "shift": -1.0},
+    }
+    (scores,) = open_local(str(run / "saves"), say=lambda _: None).score_now(
+        [solutions_of("question 1", *answers)]
+    )
+    with RewardModelEnvironment(config, device="cpu") as environment:
+        assert environment.spec.gives_steps
+        found = environment.step(logs, [{}] * len(logs))
+    assert found.steps is not None
+    # The last step goes on to the end, blanks and separators included.
+    ends = [[step.end for step in steps or ()] for steps in found.steps]
+    assert ends == [[17, 34], [10, 19], [0], []]
+    assert found.steps[3] is None
+    for steps, score in zip(found.steps[:3], scores, strict=False):
+        assert [step.value for step in steps or ()] == pytest.approx(
+            [2.0 * value - 1.0 for value in score.values_K], abs=1e-5
+        )
+    less = {**config, "transform": {"subtract_reference": True}}
+    with RewardModelEnvironment(less, device="cpu") as environment:
+        assert not environment.spec.gives_steps
+
+
 PER_STEP = "grpo.adv_estimator.per_step=true"
 
 

@@ -18,7 +18,7 @@ from laurel.config.grpo import GRPOConfig
 from laurel.errors import EngineError, TrainingError
 from laurel.grpo.source import Batch, RolloutSource
 from laurel.training.stopping import NothingLeft
-from laurel.types import SamplingParams, Weights
+from laurel.types import SamplingParams, StepReward, Weights
 from policy_fakes import SAMPLING, Judge, Say, ScriptedGenerator, rollouts_of, saying, task
 
 TASKS = [task(f"task {i}") for i in range(10)]
@@ -317,6 +317,22 @@ def test_dynamic_sampling_keeps_groups_with_a_signal_until_the_step_is_full() ->
         assert source.consumed == 12
     seeds = [seed for request in generator.requests for seed in request.seeds_G]
     assert len(set(seeds)) == len(seeds)
+
+
+def test_with_advantages_per_step_the_steps_of_a_group_must_differ() -> None:
+    generator, judge = by_task(SIGNAL)
+    rewarded = judge.verdict
+    values = {f"task {i}": (0.0, 1.0) for i in (0, 3, 4)}  # their totals are equal
+
+    def verdict(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
+        name, _, index = text.rpartition(" ")
+        value = values.get(name, (0.5, 0.5))[int(index)]
+        return {**rewarded(text, metadata), "steps": [StepReward(len(text), value)]}
+
+    judge.verdict = verdict
+    changes = {"use_dynamic_sampling": True, "adv_estimator": {"per_step": True}}
+    with source_of(generator, judge=judge, shuffle=False, **changes) as source:
+        assert ids(source.take(0)) == ["task 0", "task 3", "task 4"]
 
 
 def test_more_tasks_can_be_drawn_at_once() -> None:
