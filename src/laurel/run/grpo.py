@@ -379,7 +379,8 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
 
 
 def _judge_keys_left_out(config: RewardModelEnvironmentConfig) -> tuple[str, ...]:
-    asking = ("urls", "backend", "vllm_cfg", "batch_tokens", *AskingConfig.model_fields)
+    engine = ("backend", "vllm_cfg", "batch_tokens", "max_concurrent")
+    asking = ("urls", *engine, *AskingConfig.model_fields)
     if any(source.loads_judge for source in (config, *(config.models or ()))):
         return asking
     # The checkpoints of earlier versions, which only asked servers, do not have them.
