@@ -387,9 +387,12 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
         rewarding["openenv"] = True
     if config.env.openreward:
         rewarding["openreward"] = True
+    grpo = config.grpo.model_dump(mode="json", exclude=left_out)
+    if not config.grpo.adv_estimator.per_step:
+        del grpo["adv_estimator"]["per_step"]
     return policy_settings(
         config.policy,
-        grpo=config.grpo.model_dump(mode="json", exclude=left_out),
+        grpo=grpo,
         loss_fn=config.loss_fn.model_dump(mode="json", exclude={"entropy"}),
         generation=config.policy.generation.model_dump(mode="json", include=sampled),
         data=config.data.model_dump(mode="json", include={"shuffle", "max_input_seq_length"}),
@@ -455,6 +458,7 @@ def _parts(
         num_threads=64
         if any(one.spec.judges == "completion" for one in environments.values())
         else 16,
+        per_step=grpo.adv_estimator.per_step,
     )
     source = RolloutSource(
         rollouts,
