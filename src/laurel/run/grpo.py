@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from laurel.config.environments import (
     LOADED_JUDGE_KEYS,
     AskingConfig,
@@ -38,7 +40,7 @@ from laurel.run.context import (
 from laurel.run.generator import describe_generator, make_generator
 from laurel.run.model import resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train, policy_settings
-from laurel.run.request import uses_reward_model
+from laurel.run.request import judge_notes, loaded_judges, uses_reward_model
 from laurel.run.tasks import check_answers, environments_of, fit_prompts, needs_of
 from laurel.training.selection import Selection, policy_goal, select_policy_by
 from laurel.training.stopping import Deadline, Position
@@ -71,7 +73,10 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     selection = check_grpo_run(config)
     planned = plan_allocation(config)
-    check_vllm(config, on_cluster=planned.are_remote)
+    num_gpus = 0 if config.cluster.device == "cpu" else torch.cuda.device_count()
+    check_vllm(config, on_cluster=planned.are_remote, num_gpus=num_gpus)
+    for note in judge_notes(config):
+        console.print(f"note    {note}", soft_wrap=True)
     context = RunContext(config=config, console=console, stack=stack).with_store(selection)
     data = _load_data(config)
     benchmarks = [
@@ -142,13 +147,30 @@ def check_gives_steps(
         )
 
 
-def check_vllm(config: GRPORun, *, on_cluster: bool) -> None:
+def check_vllm(config: GRPORun, *, on_cluster: bool, num_gpus: int = 0) -> None:
     """Check that a run can use vLLM in the way it is configured, before anything is started.
+
+    Args:
+        config: The run.
+        on_cluster: Whether its workers are elsewhere.
+        num_gpus: The GPUs of this process, of which the policy is on the first.
 
     Raises:
         MissingDependencyError: vLLM is needed on this machine, and is not installed.
-        ConfigError: vLLM is to compute rewards on a cluster.
+        ConfigError: vLLM is to compute rewards on a cluster, or a judge in it would take the GPU
+            that the policy needs.
     """
+    for judge in loaded_judges(config):
+        if judge.backend != "vllm":
+            continue
+        check_has_vllm("env.reward_model.judge.backend=vllm")
+        share = judge.vllm_cfg.gpu_memory_utilization
+        if num_gpus and "gpu_memory_utilization" not in judge.vllm_cfg.model_fields_set:
+            raise ConfigError(
+                f"env.reward_model.judge.backend=vllm: vLLM would take {share:g} of the memory of "
+                "the GPU on which the policy trains. Set vllm_cfg.gpu_memory_utilization to the "
+                "share that the policy leaves, or serve the judge and name urls"
+            )
     # An existing cluster may have vLLM in its environment although this one does not.
     if config.policy.generation.backend == "vllm" and not config.cluster.address:
         check_has_vllm("policy.generation.backend=vllm")
