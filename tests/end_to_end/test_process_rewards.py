@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from laurel import api
 from laurel.cli.main import app
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, DataError
@@ -79,8 +80,14 @@ def test_score_prints_the_values_of_steps_and_one_aggregate(run: Path, tmp_path:
             }
         ],
     )
+    labelled = {
+        "prompt": "question 1",
+        "completions": ["step 0 is right", "step 1 is wrong", "step 2 is right"],
+        "labels": [True, False, True],
+    }
+    write_rows(tmp_path / "labelled.jsonl", [labelled])
 
-    def scored(*options: str) -> dict[str, Any]:
+    def scored(*options: str, file: Path = file) -> dict[str, Any]:
         asked = ["score", str(file), "-m", str(run / "saves"), "--device", "cpu", "--json"]
         result = CliRunner().invoke(app, [*asked, *options], catch_exceptions=False)
         assert result.exit_code == 0
@@ -97,6 +104,10 @@ def test_score_prints_the_values_of_steps_and_one_aggregate(run: Path, tmp_path:
         [math.prod(first), math.prod(second)]
     )
     assert scored("--aggregate", "last")["scores"] == [first[-1], second[-1]]
+    # In a row of training, completions are the steps of one answer.
+    assert scored(file=tmp_path / "labelled.jsonl")["values"] == [pytest.approx(first, abs=1e-5)]
+    ((score,),) = api.score(run / "saves", [labelled])
+    assert score.values_K == pytest.approx(first, abs=1e-5)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(run: Path, rows: Path, tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ def test_a_bad_row_may_be_skipped_as_on_the_command_line() -> None:
     good = {"question": "a", "chosen": "b", "rejected": "c"}
     rows = [good, {"question": "a"}, good]
     scorer: Any = SimpleNamespace(
-        score_now=lambda groups: [(Score(value=1.0),) * 2 for _ in groups]
+        contract=SimpleNamespace(rules=SimpleNamespace(steps=None)),
+        score_now=lambda groups: [(Score(value=1.0),) * 2 for _ in groups],
     )
     settings = {"data.prompt_key": "question"}
     with pytest.raises(

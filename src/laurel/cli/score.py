@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TextIO
 
-from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows
+from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows, with_steps_joined
 from laurel.errors import ConfigError, DataError, counted, counted_that, if_interrupted
 from laurel.observe.console import make_console, message_console, print_scores, say_on
 from laurel.observe.files import check_output, replace_file
@@ -98,6 +98,9 @@ def run_score(
             rules = scorer.contract.rules
             has_values = bool(rules.attributes) or rules.steps is not None
             tally.max_length, score = rules.max_length, scorer.score_now
+            if rules.steps is not None:
+                separator = rules.steps.separator
+                rows = (with_steps_joined(row, separator, on_bad_row) for row in rows)
         write = _writer(stack, output, as_json=as_json, has_values=has_values)
         shares_screen = (as_json or output is None) and json_stream().isatty()
         progress = RowProgress(messages, num_rows, chunk=CHUNK, shares_screen=shares_screen)

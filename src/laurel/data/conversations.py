@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, Any, Literal, NamedTuple
 
@@ -39,6 +40,7 @@ from laurel.data.sources import (
     text,
     unlike,
 )
+from laurel.data.steps import is_trl_row, joined_steps
 from laurel.data.task_formats import gsm8k_demonstration
 from laurel.errors import DataError
 from laurel.types import Completion, Conversation, Group, Message, ToolSchemas
@@ -63,6 +65,8 @@ class ScoringRow:
     """The value of the row's `id` column, if that is a text or a whole number."""
     problem: str | None = None
     """The reason why the row cannot be read, if it cannot; its group is then empty."""
+    has_labels: bool = False
+    """Whether its completions are texts with `labels`, as in training of process reward models."""
 
 
 class _Parts(NamedTuple):
@@ -148,7 +152,33 @@ def scoring_row(
         group=Group(id=where, prompt=prompt, completions_G=completions_G),
         source=source,
         id=own_id if isinstance(own_id, str | int) and not isinstance(own_id, bool) else None,
+        has_labels=is_trl_row({**row, **named}, "prompt")
+        and all(isinstance(step, str) for step in row["completions"]),
     )
+
+
+def with_steps_joined(
+    row: ScoringRow, separator: str, on_bad_row: Literal["error", "skip"]
+) -> ScoringRow:
+    """Return a row for a process reward model: labelled completions are steps of one answer.
+
+    Args:
+        row: A row; one without labels is returned as it is.
+        separator: The text between two steps.
+        on_bad_row: As for `scoring_row`.
+
+    Raises:
+        DataError: A step is empty, or holds the separator.
+    """
+    if not row.has_labels:
+        return row
+    steps = [(completion.messages[-1].content, math.nan) for completion in row.group.completions_G]
+    try:
+        text, _ = joined_steps(steps, separator)
+    except UnusableRow as problem:
+        return _bad_row(problem, row.source, row.group.id, on_bad_row)
+    answered = Completion(messages=(Message("assistant", text),))
+    return replace(row, group=replace(row.group, completions_G=(answered,)))
 
 
 def _bad_row(

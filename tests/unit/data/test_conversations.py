@@ -5,7 +5,7 @@ import json
 import pytest
 
 from chat_rows import assistant, system, transcript, user
-from laurel.data.conversations import read_scoring_rows
+from laurel.data.conversations import read_scoring_rows, with_steps_joined
 from laurel.errors import DataError
 from laurel.types import Completion, Message
 
@@ -24,6 +24,20 @@ def group_of_row(row):
 
 def said(*texts):
     return tuple(Completion(messages=(Message("assistant", text),)) for text in texts)
+
+
+def test_labelled_steps_become_one_answer():
+    labelled = {"prompt": "Why?", "completions": ["a", "b "], "labels": [True, None]}
+    (row, other) = rows_of(labelled, {**labelled, "labels": None} | {"completions": ["a", ""]})
+    assert row.group.completions_G == said("a", "b ")
+    assert with_steps_joined(row, "##", "error").group.completions_G == said("a##b")
+    bad = with_steps_joined(row, "a", "skip")
+    assert bad.problem is not None
+    assert "step 1 holds 'a', which separates steps" in bad.problem
+    with pytest.raises(DataError, match="step 2 is empty"):
+        with_steps_joined(other, "##", "error")
+    (plain,) = rows_of({"prompt": "Why?", "completions": ["a", "b"]})
+    assert with_steps_joined(plain, "##", "error") is plain
 
 
 def refusal(row):
